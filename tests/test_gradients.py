@@ -1,0 +1,440 @@
+import functools
+import inspect
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jmp_amp as amp
+
+HALF = (jnp.float16, jnp.bfloat16)
+SCALE = amp.static_loss_scale(2.0**16)
+
+
+def square(w):
+    return jnp.sum(w.astype(jnp.float32) ** 2)
+
+
+def mlp_loss(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def mlp_params():
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(key, (4, 4)) for key in keys]
+
+
+# The loss and the gradients
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_power_of_two_changes_neither_loss_nor_gradients(jit):
+    params, x = mlp_params(), jnp.ones((8, 4))
+    mine, plain = amp.value_and_grad(mlp_loss), jax.value_and_grad(mlp_loss)
+    if jit:
+        mine, plain = jax.jit(mine), jax.jit(plain)
+    expected = plain(params, x)
+    chex.assert_trees_all_equal(mine(params, x, loss_scale=SCALE), expected)
+    chex.assert_trees_all_equal(mine(params, x), expected)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("loss_scale", [amp.static_loss_scale(2.0**10), None])
+def test_gradients_of_half_parameters_are_float32(dtype, loss_scale):
+    w = jnp.array([1.0, -2.0], dtype)
+    loss, gradient = amp.value_and_grad(square)(w, loss_scale=loss_scale)
+    assert (loss, loss.dtype) == (5.0, jnp.float32)
+    assert gradient.dtype == jnp.float32
+    np.testing.assert_array_equal(gradient, [2.0, -4.0])
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_the_loss_comes_back_as_the_function_returned_it(dtype):
+    # Scaled in its own dtype a loss of 4 is inf in f16 and coarse in bf16.
+    loss_fn = lambda w: (w * w).astype(dtype)  # noqa: E731
+    loss, _ = amp.value_and_grad(loss_fn)(jnp.float32(2.03125), loss_scale=SCALE)
+    assert loss.dtype == dtype
+    assert loss == dtype(2.03125**2)
+
+
+def test_a_loss_computed_in_float16_is_reported_though_its_gradient_overflows():
+    loss_fn = lambda w: w * w  # noqa: E731
+    loss, gradient = amp.value_and_grad(loss_fn)(jnp.float16(2.0), loss_scale=SCALE)
+    assert loss == 4.0
+    assert not amp.all_finite(gradient)
+    scale = amp.static_loss_scale(2.0**10)
+    assert amp.grad(loss_fn)(jnp.float16(2.0), loss_scale=scale) == 4.0
+
+
+def test_a_gradient_too_small_for_float16_survives_only_with_a_scale():
+    def loss_fn(w):
+        activation = w.astype(jnp.float16) * jnp.float16(2.0)
+        return activation.astype(jnp.float32) * 2.0**-30
+
+    assert amp.grad(loss_fn)(jnp.float32(1.0)) == 0.0
+    assert amp.grad(loss_fn)(jnp.float32(1.0), loss_scale=SCALE) == 2.0**-29
+
+
+def test_gradients_are_unscaled_with_the_scale_that_was_given_not_the_next_one():
+    loss_scale = amp.dynamic_loss_scale(64.0, growth_interval=1)
+    assert amp.grad(square)(jnp.float32(3.0), loss_scale=loss_scale) == 6.0
+
+
+def test_an_overflow_reaches_the_caller_as_a_gradient_that_is_not_finite():
+    def loss_fn(w):
+        return w.astype(jnp.float16).astype(jnp.float32) * 2.0
+
+    loss, gradient = amp.value_and_grad(loss_fn)(jnp.float32(1.0), loss_scale=SCALE)
+    assert loss == 2.0
+    assert gradient == jnp.inf
+
+
+def test_float64_gradients_stay_float64():
+    with jax.enable_x64(True):
+        w = jnp.float64(1.0 + 2.0**-40)
+        loss, gradient = amp.value_and_grad(lambda w: w * w)(w, loss_scale=SCALE)
+        assert (loss.dtype, gradient.dtype) == (jnp.float64, jnp.float64)
+        assert gradient == 2.0 + 2.0**-39
+
+
+def test_complex_gradients_keep_their_imaginary_part():
+    z = jnp.complex64(1.0 + 2.0j)
+    gradient = amp.grad(lambda z: jnp.abs(z) ** 2)(z, loss_scale=SCALE)
+    np.testing.assert_allclose(gradient, 2.0 - 4.0j, rtol=1e-6)
+    found = amp.grad(lambda z: z**2, holomorphic=True)(z, loss_scale=SCALE)
+    np.testing.assert_allclose(found, 2.0 + 4.0j, rtol=1e-6)
+
+
+# Arguments
+
+
+def three(a, b, c, *, power=1):
+    return (a * b**2 * c**3) ** power
+
+
+@pytest.mark.parametrize("argnums", [0, 2, -1, -3, (0, 2), (2, 0), (-1,), (0, -2)])
+def test_argnums_mean_what_they_mean_in_jax(argnums):
+    args = [jnp.float32(2.0), jnp.float32(3.0), jnp.float32(-1.0)]
+    found = amp.grad(three, argnums)(*args, power=2, loss_scale=SCALE)
+    chex.assert_trees_all_close(found, jax.grad(three, argnums)(*args, power=2))
+
+
+def test_has_aux_returns_the_rest_untouched():
+    aux = {"half": jnp.float16(3.0), "int": jnp.arange(2), "none": None}
+
+    def loss_fn(w):
+        return w * 2.0, aux | {"activation": w * 3.0}
+
+    w = jnp.float32(5.0)
+    (loss, found), gradient = amp.value_and_grad(loss_fn, has_aux=True)(
+        w, loss_scale=SCALE
+    )
+    assert (loss, gradient) == (10.0, 2.0)
+    chex.assert_trees_all_equal(found, aux | {"activation": jnp.float32(15.0)})
+    assert found["half"].dtype == jnp.float16
+    gradient, found = amp.grad(loss_fn, has_aux=True)(w, loss_scale=SCALE)
+    assert (gradient, found["activation"]) == (2.0, 15.0)
+
+
+def test_a_nan_in_aux_does_not_make_a_step_bad():
+    loss_fn = lambda w: (w * 2.0, {"seen": w * jnp.nan})  # noqa: E731
+    gradient, aux = amp.grad(loss_fn, has_aux=True)(1.0, loss_scale=SCALE)
+    assert jnp.isnan(aux["seen"])
+    assert amp.all_finite(gradient)
+
+
+def test_integer_arguments_get_float0_gradients_if_allowed():
+    tree = {"w": jnp.float32(2.0), "n": jnp.int32(3)}
+    loss_fn = lambda t: t["w"] ** 2 * t["n"].astype(jnp.float32)  # noqa: E731
+    gradient = amp.grad(loss_fn, allow_int=True)(tree, loss_scale=SCALE)
+    assert gradient["w"] == 12.0
+    assert gradient["n"].dtype == jax.dtypes.float0
+    with pytest.raises(TypeError, match="inexact"):
+        amp.grad(loss_fn)(tree, loss_scale=SCALE)
+
+
+def holders():
+    tx = amp.with_loss_scale(optax.sgd(0.1), SCALE)
+    state = tx.init(jnp.ones(2))
+    train_state = TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
+    return {
+        "loss_scale": SCALE,
+        "state": state,
+        "chain": optax.chain(optax.clip(1.0), tx).init(jnp.ones(2)),
+        "train_state": train_state,
+        "dict": {"params": jnp.ones(2), "scaler": [3, SCALE]},
+    }
+
+
+@pytest.mark.parametrize("holder", holders())
+def test_the_scale_is_found_in_whatever_holds_it(holder):
+    # What the function sees of the scale: cotangents are multiplied by it.
+    seen = []
+
+    @jax.custom_vjp
+    def spy(x):
+        return x
+
+    def backward(_, cotangent):
+        jax.debug.callback(lambda c: seen.append(float(c)), cotangent)
+        return (cotangent,)
+
+    spy.defvjp(lambda x: (x, None), backward)
+    found = amp.grad(spy)(jnp.float32(1.0), loss_scale=holders()[holder])
+    jax.effects_barrier()
+    assert (found, seen) == (1.0, [2.0**16])
+
+
+# Inside other transforms
+
+
+def test_it_works_under_vmap():
+    batch = jnp.arange(6.0).reshape(3, 2)
+    scale = jax.vmap(amp.static_loss_scale)(jnp.array([1.0, 2.0, 4.0]))
+    f = jax.vmap(lambda w, s: amp.value_and_grad(square)(w, loss_scale=s))
+    losses, gradients = f(batch, scale)
+    np.testing.assert_array_equal(losses, [1.0, 13.0, 41.0])
+    np.testing.assert_array_equal(gradients, 2.0 * batch)
+
+
+def test_it_works_in_scan():
+    def step(w, _):
+        loss, gradient = amp.value_and_grad(square)(w, loss_scale=SCALE)
+        return w - 0.25 * gradient, loss
+
+    w, losses = jax.lax.scan(step, jnp.array([8.0]), length=3)
+    np.testing.assert_array_equal(losses, [64.0, 16.0, 4.0])
+    np.testing.assert_array_equal(w, [1.0])
+
+
+def test_it_works_inside_shard_map():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    x = jnp.arange(8.0)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+    def run(w, x):
+        loss_fn = lambda w: jnp.sum(jax.lax.pmean(w * x, "d"))  # noqa: E731
+        return amp.value_and_grad(loss_fn)(w, loss_scale=SCALE)
+
+    loss, gradient = run(jnp.float32(2.0), x)
+    assert (loss, gradient) == (7.0, 3.5)
+
+
+def test_its_own_gradient_can_be_taken():
+    second = jax.grad(lambda w: amp.grad(lambda w: w**3)(w, loss_scale=SCALE))
+    assert second(jnp.float32(2.0)) == 12.0
+
+
+def test_a_step_is_traced_once_while_the_scale_moves():
+    traces = []
+
+    @jax.jit
+    def step(w, loss_scale):
+        traces.append(None)
+        gradient = amp.grad(square)(w, loss_scale=loss_scale)
+        return gradient, loss_scale.adjust(amp.all_finite(gradient))
+
+    loss_scale = amp.dynamic_loss_scale(growth_interval=1)
+    for w in (1.0, jnp.nan, 2.0, 3.0):
+        _, loss_scale = step(jnp.asarray(w, jnp.float32), loss_scale)
+    assert loss_scale.value == 2.0**18
+    assert len(traces) == 1
+
+
+# What the function looks like
+
+
+def test_it_keeps_name_docstring_and_signature_and_adds_the_keyword():
+    def loss_fn(params, batch, *, train: bool = True, **kwargs):
+        """How wrong."""
+
+    for transform in (amp.value_and_grad, amp.grad):
+        f = transform(loss_fn)
+        assert (f.__name__, f.__doc__) == ("loss_fn", "How wrong.")
+        parameters = inspect.signature(f).parameters
+        assert list(parameters) == ["params", "batch", "train", "loss_scale", "kwargs"]
+
+
+def test_jit_can_make_a_keyword_static():
+    def loss_fn(w, *, train):
+        return square(w) if train else 0.0 * square(w)
+
+    f = jax.jit(amp.grad(loss_fn), static_argnames="train")
+    assert f(jnp.float32(3.0), train=True, loss_scale=SCALE) == 6.0
+    assert f(jnp.float32(3.0), train=False, loss_scale=SCALE) == 0.0
+
+
+def test_functions_without_a_signature_work():
+    f = amp.grad(functools.partial(three, power=1), argnums=1)
+    assert f(1.0, 3.0, 1.0, loss_scale=SCALE) == 6.0
+    assert amp.grad(jax.jit(square))(jnp.float32(3.0), loss_scale=SCALE) == 6.0
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "options", "message"),
+    [
+        (lambda w: w, {}, r"has to be a scalar.*float32\[3\]. Reduce it"),
+        (lambda w: w[:1], {}, r"float32\[1\]"),
+        (lambda w: 3, {}, r"a floating number but.*int32\[\]"),
+        (lambda w: jnp.sum(w > 0), {}, r"int32\[\]"),
+        (lambda w: True, {}, r"bool\[\]"),
+        (
+            lambda w: jax.lax.complex(jnp.sum(w), 0.0),
+            {},
+            "real part, or pass holomorphic",
+        ),
+        (lambda w: (jnp.sum(w), w), {}, "a tuple of 2.*has_aux=True"),
+        (lambda w: {"loss": jnp.sum(w)}, {}, "returned a dict"),
+        (lambda w: None, {}, "returned a NoneType"),
+        (jnp.sum, {"has_aux": True}, r"pair \(loss, aux\).*float32\[\]"),
+        (lambda w: (w, w, w), {"has_aux": True}, "a tuple of 3"),
+        (lambda w: (w, w), {"has_aux": True}, r"float32\[3\]"),
+    ],
+)
+@pytest.mark.parametrize("name", ["value_and_grad", "grad"])
+def test_a_loss_that_is_no_floating_scalar_is_refused(name, loss_fn, options, message):
+    f = getattr(amp, name)(loss_fn, **options)
+    with pytest.raises(TypeError, match=rf"^{name}\((<lambda>|sum)\).*{message}"):
+        f(jnp.ones(3), loss_scale=SCALE)
+
+
+def test_a_real_loss_is_refused_if_it_was_said_to_be_holomorphic():
+    with pytest.raises(TypeError, match=r"complex, for holomorphic=True.*float32\[\]"):
+        amp.grad(lambda z: jnp.abs(z), holomorphic=True)(1j, loss_scale=SCALE)
+
+
+def test_a_bad_loss_is_refused_before_anything_runs():
+    ran = []
+
+    def loss_fn(w):
+        jax.debug.callback(lambda: ran.append(None))
+        return w
+
+    with pytest.raises(TypeError, match="has to be a scalar"):
+        jax.jit(amp.grad(loss_fn))(jnp.ones(3), loss_scale=SCALE)
+    jax.effects_barrier()
+    assert not ran
+
+
+@pytest.mark.parametrize("loss_scale", [2.0**16, 65536, "dynamic", jnp.ones(())])
+def test_a_scale_that_is_a_bare_number_is_refused(loss_scale):
+    with pytest.raises(TypeError, match=r"grad\(square\).*static_loss_scale"):
+        amp.grad(square)(jnp.ones(3), loss_scale=loss_scale)
+
+
+def test_a_state_without_a_loss_scale_is_refused():
+    state = optax.adam(1e-3).init(jnp.ones(3))
+    with pytest.raises(ValueError, match=r"^grad\(square\).*with_loss_scale"):
+        amp.grad(square)(jnp.ones(3), loss_scale=state)
+
+
+def test_a_tree_with_two_loss_scales_is_refused():
+    with pytest.raises(ValueError, match=r"2 loss scales, at \['a'\] and \['b'\]"):
+        amp.grad(square)(jnp.ones(3), loss_scale={"a": SCALE, "b": SCALE})
+
+
+def test_a_function_with_a_loss_scale_parameter_of_its_own_is_refused():
+    def loss_fn(w, loss_scale):
+        return w * loss_scale
+
+    for transform in (amp.value_and_grad, amp.grad):
+        with pytest.raises(ValueError, match="parameter `loss_scale` of its own"):
+            transform(loss_fn)
+
+
+def test_something_that_is_no_function_is_refused():
+    with pytest.raises(TypeError, match=r"^value_and_grad\(3\): not a function"):
+        amp.value_and_grad(3)
+
+
+# Flax
+
+
+def test_linen_models_train():
+    model = nn.Dense(3)
+    x = jnp.ones((2, 4))
+    variables = model.init(jax.random.key(0), x)
+    loss_fn = lambda v: jnp.mean(model.apply(v, x) ** 2)  # noqa: E731
+    found = amp.value_and_grad(loss_fn)(variables, loss_scale=SCALE)
+    chex.assert_trees_all_equal(found, jax.value_and_grad(loss_fn)(variables))
+
+
+class Net(nnx.Module):
+    def __init__(self, dtype=jnp.float32):
+        rngs = nnx.Rngs(0)
+        self.linear = nnx.Linear(4, 3, dtype=jnp.float32, param_dtype=dtype, rngs=rngs)
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.linear(x))
+
+
+def net_loss(net, x):
+    return jnp.mean((net(x).astype(jnp.float32) - 1.0) ** 2)
+
+
+X = jnp.arange(8.0).reshape(2, 4) / 8.0
+
+
+def test_an_nnx_module_is_differentiated_and_keeps_what_it_wrote():
+    mine, plain = Net(), Net()
+    found = amp.value_and_grad(net_loss)(mine, X, loss_scale=SCALE)
+    expected = nnx.value_and_grad(net_loss)(plain, X)
+    chex.assert_trees_all_equal(found, expected)
+    assert jnp.any(mine.norm.mean[...] != 0.0)
+    chex.assert_trees_all_equal(mine.norm.mean[...], plain.norm.mean[...])
+
+
+@pytest.mark.parametrize(
+    ("argnums", "arguments"),
+    [
+        (-2, lambda net: (net, X)),
+        ((0, 1), lambda net: (net, X)),
+        (0, lambda net: ({"net": net}, X)),
+    ],
+    ids=["negative", "two", "nested"],
+)
+def test_an_nnx_module_is_found_among_the_arguments(argnums, arguments):
+    def loss_fn(net, x):
+        return net_loss(net["net"] if isinstance(net, dict) else net, x)
+
+    net = Net()
+    found = amp.grad(loss_fn, argnums)(*arguments(net), loss_scale=SCALE)
+    plain_argnums = 0 if argnums == -2 else argnums
+    expected = nnx.grad(loss_fn, argnums=plain_argnums)(*arguments(Net()))
+    chex.assert_trees_all_equal(found, expected)
+    assert jnp.any(net.norm.mean[...] != 0.0)
+
+
+def test_gradients_of_a_half_nnx_module_are_float32():
+    gradient = amp.grad(net_loss)(Net(jnp.float16), X, loss_scale=SCALE)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
+
+
+def test_an_nnx_diff_state_chooses_what_to_differentiate():
+    wrt = nnx.DiffState(0, nnx.PathContains("linear"))
+    gradient = amp.grad(net_loss, wrt)(Net(), X, loss_scale=SCALE)
+    assert list(gradient) == ["linear"]
+
+
+def test_an_nnx_state_is_an_ordinary_tree():
+    graphdef, params = nnx.split(nnx.Linear(4, 3, rngs=nnx.Rngs(0)))
+
+    def loss_fn(params):
+        return jnp.mean(nnx.merge(graphdef, params)(X) ** 2)
+
+    found = amp.grad(loss_fn)(params, loss_scale=SCALE)
+    chex.assert_trees_all_equal(found, jax.grad(loss_fn)(params))
