@@ -1,0 +1,50 @@
+"""Automatic mixed precision for JAX and Flax.
+
+* Which dtypes: `Policy`, `get_policy`, `half_dtype`; by hand, `cast_floating`,
+  `cast_to_half`, `cast_to_full`.
+* A function in mixed precision: `autocast`.
+* Gradients of a scaled loss: `value_and_grad`, `grad`; the scale is a `LossScale`, made
+  by `dynamic_loss_scale`, `static_loss_scale` or `no_loss_scale`.
+* An optimizer that skips steps which overflowed: `with_loss_scale`. Its state tells
+  `loss_scale_of`, `last_step_finite` and `metrics`; `keep_if_finite` takes back what
+  else a skipped step wrote, `check_scale` raises after too many; `all_finite` and
+  `select_tree` are what they are made of.
+
+Example:
+  >>> import jax, jax.numpy as jnp, optax
+  >>> import jmp_amp as amp
+  >>> predict = amp.autocast(lambda w, x: jnp.tanh(x @ w), "mixed_float16")
+  >>> tx = amp.with_loss_scale(optax.sgd(0.5), amp.dynamic_loss_scale(2.0**10))
+  >>> @jax.jit
+  ... def train_step(w, opt_state, x, y):
+  ...     loss_fn = lambda w: jnp.mean((predict(w, x) - y) ** 2)
+  ...     loss, grads = amp.value_and_grad(loss_fn)(w, loss_scale=opt_state)
+  ...     updates, opt_state = tx.update(grads, opt_state, w)
+  ...     return optax.apply_updates(w, updates), opt_state, loss
+  >>> w, x, y = jnp.zeros(2), jnp.eye(2), jnp.array([0.5, -0.5])
+  >>> w, opt_state, loss = train_step(w, tx.init(w), x, y)
+  >>> w, loss
+  (Array([ 0.25, -0.25], dtype=float32), Array(0.25, dtype=float32))
+"""
+
+from jmp_amp.casting import cast_floating as cast_floating
+from jmp_amp.casting import cast_to_full as cast_to_full
+from jmp_amp.casting import cast_to_half as cast_to_half
+from jmp_amp.dtypes import half_dtype as half_dtype
+from jmp_amp.finite import all_finite as all_finite
+from jmp_amp.finite import select_tree as select_tree
+from jmp_amp.gradients import grad as grad
+from jmp_amp.gradients import value_and_grad as value_and_grad
+from jmp_amp.interpreter import autocast as autocast
+from jmp_amp.loss_scale import LossScale as LossScale
+from jmp_amp.loss_scale import dynamic_loss_scale as dynamic_loss_scale
+from jmp_amp.loss_scale import no_loss_scale as no_loss_scale
+from jmp_amp.loss_scale import static_loss_scale as static_loss_scale
+from jmp_amp.optimizers import with_loss_scale as with_loss_scale
+from jmp_amp.policy import Policy as Policy
+from jmp_amp.policy import get_policy as get_policy
+from jmp_amp.states import check_scale as check_scale
+from jmp_amp.states import keep_if_finite as keep_if_finite
+from jmp_amp.states import last_step_finite as last_step_finite
+from jmp_amp.states import loss_scale_of as loss_scale_of
+from jmp_amp.states import metrics as metrics

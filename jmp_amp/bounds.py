@@ -1,0 +1,138 @@
+"""What the constants of a program can become: do they fit into half precision?
+
+A constant such as `-1e9`, or `1e-8`, has a place in an f32 program and none in f16.
+The plan follows every value that is computed from constants through the program, as
+the interval that its elements lie in.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+
+# The lowest and the highest finite element; None when nothing is known.
+Bounds = tuple[float, float] | None
+
+# Larger constants are data, not numbers that somebody wrote into the program, and
+# looking at them would wait for the device.
+_LARGEST_CONSTANT = 4096
+
+_F16 = np.dtype(np.float16)
+# What is assumed of a parameter or an input that meets a constant.
+_UNKNOWN = (-1.0, 1.0)
+
+# Monotone in each argument, so that the extremes of the result are at the corners.
+_FOLDED: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "max": np.maximum,
+    "min": np.minimum,
+    "neg": np.negative,
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "expm1": np.expm1,
+    "log": np.log,
+    "log1p": np.log1p,
+    "pow": np.power,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "square": np.square,
+    "abs": np.abs,
+}
+_BOUNDED = frozenset(("sin", "cos", "tanh", "logistic", "erf", "sign"))
+
+
+def bounds_of_constant(value: Any) -> Bounds:
+    """Returns the bounds of a literal or of a small constant array."""
+    if isinstance(value, jax.core.Tracer):
+        return None
+    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    if np.size(value) > _LARGEST_CONSTANT or not _is_real(dtype):
+        return None
+    elements = np.asarray(value).astype(np.float64)
+    elements = elements[np.isfinite(elements)]
+    if not elements.size:
+        return None
+    return float(elements.min()), float(elements.max())
+
+
+def bounds_of_fill(eqn: Any) -> Bounds:
+    """Returns the bounds of what a `gather` puts where an index is out of bounds."""
+    fill = eqn.params.get("fill_value")
+    return None if fill is None else bounds_of_constant(fill)
+
+
+def bounds_of_result(eqn: Any, operands: Sequence[Bounds]) -> Bounds:
+    """Returns the bounds of the result of `eqn`, none of whose operands is computed.
+
+    A constant that has no place in f16 makes the result suspect even where another
+    operand is unknown: `mask * -1e9` may be -1e9. An unknown operand counts as about 1,
+    so that `variance + 1e-12` is as large as a variance. Of everything else that
+    parameters and inputs have a part in, nothing is known.
+    """
+    name = eqn.primitive.name
+    if name == "iota":
+        return 0.0, float(max(eqn.params["shape"][eqn.params["dimension"]] - 1, 0))
+    operands = [
+        b for b, v in zip(operands, eqn.invars, strict=True) if v.aval.dtype != np.bool_
+    ]
+    fill = bounds_of_fill(eqn)
+    if fill is not None:
+        operands.append(fill)
+    if all(b is None for b in operands):
+        return None
+    if name in _BOUNDED:
+        return -1.0, 1.0
+    fold = _FOLDED.get(name)
+    ranges = [b or _UNKNOWN for b in operands]
+    result = (fold and _corners(fold, ranges)) or _hull(ranges)
+    if None not in operands:
+        return result
+    travels = any(misfit(b, _F16) for b in operands) and misfit(result, _F16)
+    return result if travels else None
+
+
+@functools.lru_cache(maxsize=4096)
+def misfit(bounds: Bounds, dtype: np.dtype) -> str | None:
+    """Returns "overflows" or "vanishes" if `dtype` has no place for the constant.
+
+    An array vanishes only if all of its non-zero elements become zero: the zeros of a
+    sine table are meant to be small.
+    """
+    if bounds is None:
+        return None
+    magnitude = max(abs(bounds[0]), abs(bounds[1]))
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        rounded = float(np.asarray(magnitude, np.float64).astype(dtype))
+    if np.isinf(rounded):
+        return "overflows"
+    return "vanishes" if magnitude > 0 and rounded == 0 else None
+
+
+def _is_real(dtype: Any) -> bool:
+    return jax.numpy.issubdtype(dtype, np.number) and not jax.numpy.issubdtype(
+        dtype, np.complexfloating
+    )
+
+
+def _hull(bounds: Sequence[tuple[float, float]]) -> Bounds:
+    return min(b[0] for b in bounds), max(b[1] for b in bounds)
+
+
+def _corners(fold: Callable[..., Any], bounds: Sequence[tuple[float, float]]) -> Bounds:
+    with np.errstate(all="ignore"):
+        values = np.array(
+            [fold(*corner) for corner in itertools.product(*bounds)], dtype=np.float64
+        )
+    values = values[np.isfinite(values)]
+    return (float(values.min()), float(values.max())) if values.size else None

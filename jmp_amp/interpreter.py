@@ -1,0 +1,334 @@
+"""Autocast: trace a function, plan it, and run the plan in its place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.custom_derivatives import SymbolicZero
+
+from jmp_amp import jaxprs, scopes
+from jmp_amp.dtypes import is_castable
+from jmp_amp.islands import Island
+from jmp_amp.plan import EquationPlan, Plan
+from jmp_amp.planner import plan_derivative_rule, plan_program
+from jmp_amp.policy import Policy, get_policy
+
+_ARRAY = object()
+
+
+def autocast(
+    fn: Callable[..., Any] | None = None,
+    policy: Policy | str = "mixed_bfloat16",
+    *,
+    enabled: bool = True,
+) -> Any:
+    """Returns `fn` in mixed precision: same signature, matrix products in half.
+
+    The function is traced, every floating-point operation of the whole program gets a
+    dtype, and the program with these dtypes runs in its place. Matrix products and
+    convolutions run in the policy's `compute_dtype`; exponentials, logarithms, sums,
+    norms, softmaxes and losses in float32; everything else follows its operands, and
+    runs in float32 where only float32 operations read it. The rules are in
+    `jmp_amp/rules.py`.
+
+    Every call traces `fn` anew, so call the result under `jax.jit`. Differentiate it,
+    `jax.grad(amp.autocast(loss))`: the backward matrix products run in half too and the
+    gradients of float32 parameters are float32. It composes with every transformation
+    of JAX, inside and outside.
+
+    What is left alone: integers, booleans, complex, float64, fp8 and PRNG keys; dtypes
+    that the program asks for, such as `x.astype(jnp.bfloat16)`; and, computed as they
+    were traced, `scan`, `while_loop`, `cond`, `custom_vjp`, `shard_map`, callbacks and
+    Pallas kernels. In a float32 program `x.astype(jnp.float32)` is no operation and
+    asks for nothing.
+
+    Args:
+      fn: a function of pytrees. Arguments that are no arrays (Python numbers, strings,
+        callables, modules) reach it unchanged, and so do those of its results. Called
+        without `fn`, `autocast` is a decorator.
+      policy: a `Policy` or what `get_policy` understands. Outputs that were float32
+        come back in its `output_dtype`.
+      enabled: False returns `fn` itself.
+
+    Raises:
+      TypeError: if `fn` is not callable or `policy` is no policy.
+      ValueError: if the compute dtype is none of float16, bfloat16 and float32.
+
+    Source: the op lists are those of `torch.autocast`
+    (pytorch/aten/src/ATen/autocast_mode.h), the mixed-precision scheme that of
+    Micikevicius et al. 2018, arXiv:1710.03740.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> def loss(w, x):
+      ...     return jnp.mean(jax.nn.relu(x @ w) ** 2)
+      >>> w, x = jnp.ones((4, 2)), jnp.ones((8, 4))
+      >>> print(jax.make_jaxpr(lambda w, x: x @ w)(w, x).eqns[0].outvars[0].aval)
+      float32[8,2]
+      >>> half = amp.autocast(lambda w, x: x @ w, "mixed_float16")
+      >>> [str(e.outvars[0].aval) for e in jax.make_jaxpr(half)(w, x).eqns]
+      ['float16[8,4]', 'float16[4,2]', 'float16[8,2]', 'float32[8,2]']
+      >>> jax.grad(amp.autocast(loss))(w, x).dtype
+      dtype('float32')
+    """
+    if fn is None:
+        return functools.partial(autocast, policy=policy, enabled=enabled)
+    if not callable(fn):
+        raise TypeError(
+            f"autocast({fn!r}): the first argument is the function to transform, "
+            f"found {type(fn).__name__}. Write autocast(fn, {fn!r}) or, as a "
+            f"decorator, @autocast(policy={fn!r})."
+            if isinstance(fn, str | Policy)
+            else f"autocast({fn!r}): the first argument is the function to transform, "
+            f"found {type(fn).__name__}."
+        )
+    policy = get_policy(policy)
+    if not is_castable(policy.compute_dtype):
+        raise ValueError(
+            f"autocast(fn, {str(policy)!r}): cannot compute in "
+            f"{policy.compute_dtype.name}. Use a compute dtype of float16, bfloat16 or "
+            "float32."
+        )
+    if not enabled:
+        return fn
+
+    @functools.wraps(fn, updated=())
+    def autocast_fn(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
+        arrays = [leaf for leaf in leaves if _is_array(leaf)]
+        returned: list[Any] = []
+
+        def of_arrays(*arrays: Any) -> list[Any]:
+            remaining = iter(arrays)
+            filled = [next(remaining) if _is_array(x) else x for x in leaves]
+            inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
+            outputs, output_tree = jax.tree.flatten(fn(*inner_args, **inner_kwargs))
+            # Tracers must not outlive the trace: keep their places only.
+            static = [_ARRAY if _is_array(x) else x for x in outputs]
+            returned[:] = [output_tree, static]
+            return [x for x in outputs if _is_array(x)]
+
+        outer = scopes.active_policy()
+        with scopes.activate(policy):
+            traced = jaxprs.trace(of_arrays, arrays)
+        plan = plan_program(traced, policy)
+        # Inside another autocast the scope tells the outer one whose policy it is.
+        nested = scopes.scope(policy) if outer is not None else nullcontext()
+        with nested:
+            results = map(jaxprs.as_output, run(plan, arrays), traced.out_avals)
+        output_tree, static = returned
+        outputs = [next(results) if x is _ARRAY else x for x in static]
+        return jax.tree.unflatten(output_tree, outputs)
+
+    return autocast_fn
+
+
+def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
+    """Runs the planned body on `args`, one for each of its inputs."""
+    return _Run().body(plan, args)
+
+
+class _Values:
+    """The values of a body's variables, and their casts, each made once."""
+
+    def __init__(self, plan: Plan, variables: Sequence[Any], values: Sequence[Any]):
+        self.plan = plan
+        self.values = dict(zip(variables, values, strict=True))
+        self.casts: dict[tuple[Any, np.dtype], Any] = {}
+
+    def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        self.values.update(zip(variables, values, strict=True))
+
+    def read(self, atom: Any, dtype: np.dtype | None, saturate: bool = False) -> Any:
+        if isinstance(atom, jaxprs.Literal):
+            return _cast_constant(atom.val, dtype, saturate)
+        value = self.values[atom]
+        if dtype is None or value.dtype == dtype:
+            return value
+        if saturate or atom in self.plan.cast_per_use:
+            return _cast(value, dtype, saturate)
+        if (atom, dtype) not in self.casts:
+            self.casts[atom, dtype] = _cast(value, dtype, False)
+        return self.casts[atom, dtype]
+
+
+class _Run:
+    """One replay.
+
+    Attributes:
+      staged: the bodies that were staged, each of them once.
+      differentiable: False inside the primal of a `custom_jvp`, which has a rule.
+    """
+
+    def __init__(self, differentiable: bool = True):
+        self.staged: dict[Plan, Any] = {}
+        self.differentiable = differentiable
+
+    def body(self, plan: Plan, args: Sequence[Any]) -> list[Any]:
+        jaxpr = plan.body.jaxpr
+        values = _Values(plan, jaxpr.constvars, plan.body.consts)
+        values.write(jaxpr.invars, args)
+        index = 0
+        for island in plan.islands:
+            self.equations(values, index, island.start)
+            self.island(values, island)
+            index = island.stop
+        self.equations(values, index, len(jaxpr.eqns))
+        return [
+            values.read(atom, dtype)
+            for atom, dtype in zip(jaxpr.outvars, plan.outputs, strict=True)
+        ]
+
+    def equations(self, values: _Values, start: int, stop: int) -> None:
+        plan = values.plan
+        for eqn, planned in zip(
+            plan.body.jaxpr.eqns[start:stop], plan.equations[start:stop], strict=True
+        ):
+            if not eqn.effects and all(
+                isinstance(v, jaxprs.DropVar) for v in eqn.outvars
+            ):
+                continue
+            with jaxprs.source_of(eqn):
+                operands = [
+                    values.read(atom, dtype, planned.saturate)
+                    for atom, dtype in zip(eqn.invars, planned.reads, strict=True)
+                ]
+                values.write(eqn.outvars, self.equation(eqn, planned, operands))
+
+    def island(self, values: _Values, island: Island) -> None:
+        def compute(*inputs: Any) -> list[Any]:
+            inside = _Values(values.plan, island.inputs, inputs)
+            self.equations(inside, island.start, island.stop)
+            return [inside.read(var, dtype) for var, dtype in island.outputs]
+
+        # The staged bodies of one trace are closed and serve the other traces too.
+        results = jax.checkpoint(compute, prevent_cse=False)(
+            *(values.read(var, None) for var in island.inputs)
+        )
+        values.write([var for var, _ in island.outputs], results)
+
+    def equation(
+        self, eqn: Any, planned: EquationPlan, operands: Sequence[Any]
+    ) -> list[Any]:
+        if jaxprs.is_custom_jvp(eqn):
+            return self.custom_jvp(eqn, planned, operands)
+        if planned.body is not None and jaxprs.is_helper(eqn):
+            return self.body(planned.body, operands)
+        if planned.body is not None:
+            staged = self.staged.get(planned.body)
+            if staged is None:
+                run_body = functools.partial(self.body, planned.body)
+                staged = jaxprs.trace(lambda *xs: run_body(xs), operands)
+                self.staged[planned.body] = staged
+            return jaxprs.bind_staged(eqn, staged, operands)
+        if jaxprs.is_conversion(eqn):
+            source, target = *planned.reads, *planned.writes
+            if source is not None and target is not None:
+                return [jax.lax.convert_element_type(operands[0], target)]
+        if planned.f32_result:
+            assert planned.dtype is not None
+            if not self.differentiable:
+                return jaxprs.bind(eqn, operands)
+            return [_half_operands_f32_result(eqn, planned.dtype)(*operands)]
+        changed = {} if planned.dtype is None else jaxprs.retyped(eqn, planned.dtype)
+        results = jaxprs.bind(eqn, operands, **changed)
+        return [
+            x if dtype is None else jax.lax.convert_element_type(x, dtype)
+            for x, dtype in zip(results, planned.writes, strict=True)
+        ]
+
+    def custom_jvp(
+        self, eqn: Any, planned: EquationPlan, operands: Sequence[Any]
+    ) -> list[Any]:
+        """Runs the planned primal; its derivative is the planned rule of the user."""
+        assert planned.body is not None
+        body = planned.body
+
+        def primal(*xs: Any) -> list[Any]:
+            return _Run(differentiable=False).body(body, xs)
+
+        primal.__name__ = jaxprs.function_name(eqn) or primal.__name__
+        primal = jax.custom_jvp(primal)
+
+        def derivative(xs: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+            # The user's rule may ask which of the tangents are zero.
+            differentiated = [
+                i
+                for i, (v, t) in enumerate(zip(eqn.invars, tangents, strict=True))
+                if jnp.issubdtype(v.aval.dtype, jnp.inexact)
+                and not isinstance(t, SymbolicZero)
+            ]
+            rule = plan_derivative_rule(eqn, planned, differentiated)
+            both = run(rule, [*xs, *(tangents[i] for i in differentiated)])
+            results, moving = both[: len(eqn.outvars)], iter(both[len(eqn.outvars) :])
+            result_tangents = [
+                next(moving)
+                if jnp.issubdtype(v.aval.dtype, jnp.inexact)
+                else np.zeros(v.aval.shape, jax.dtypes.float0)
+                for v in eqn.outvars
+            ]
+            return results, result_tangents
+
+        primal.defjvp(derivative, symbolic_zeros=True)
+        return list(primal(*operands))
+
+
+def _half_operands_f32_result(eqn: Any, dtype: np.dtype) -> Callable[..., Any]:
+    """Returns `eqn` with a derivative whose products are half precision too.
+
+    JAX differentiates a dot of half operands with an f32 result to dots of f32 and half
+    operands, which are f32 gemms, and refuses the convolution. A custom_vjp would lose
+    forward mode.
+    """
+
+    @jax.custom_jvp
+    def product(*operands: Any) -> Any:
+        (result,) = jaxprs.bind(eqn, operands)
+        return result
+
+    @product.defjvp
+    def derivative(operands: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+        def in_half(*operands: Any) -> Any:
+            (result,) = jaxprs.bind(eqn, operands, **jaxprs.retyped(eqn, dtype))
+            return result
+
+        _, tangent = jax.jvp(in_half, operands, tangents)
+        return product(*operands), tangent.astype(jnp.float32)
+
+    return product
+
+
+def _cast(value: Any, dtype: np.dtype, saturate: bool) -> Any:
+    if saturate:
+        largest = jnp.finfo(dtype).max.astype(value.dtype)
+        clipped = jax.lax.clamp(-largest, value, largest)
+        value = jax.lax.select(jnp.isinf(value), value, clipped)
+    return jax.lax.convert_element_type(value, dtype)
+
+
+def _cast_constant(value: Any, dtype: np.dtype | None, saturate: bool) -> Any:
+    if dtype is None or value.dtype == dtype:
+        return value
+    if saturate and np.isfinite(value):
+        largest = float(jnp.finfo(dtype).max)
+        value = np.clip(value, -largest, largest)
+    return np.asarray(value).astype(dtype)
+
+
+def _is_array(leaf: Any) -> bool:
+    if isinstance(leaf, np.ndarray | np.generic):
+        # Arrays of text, objects and dates are no arrays to JAX.
+        return leaf.dtype.kind not in "SUOMm"
+    return isinstance(leaf, jax.Array)
+
+
+def _is_module(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Module)

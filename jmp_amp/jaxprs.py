@@ -1,0 +1,215 @@
+"""The one file that touches `jax.extend`: reading jaxprs and binding equations again.
+
+A *body* here is an open jaxpr with its constants. Everything that depends on how JAX
+spells an equation (which parameter holds the sub-jaxpr, how a call is bound again with
+another body, where the source line is) is in this file, so that a JAX release that
+changes a spelling changes one function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import flax
+import jax
+import numpy as np
+import optax
+from jax.extend import core, source_info_util
+from jax.extend.core import primitives
+
+Literal = core.Literal
+DropVar = core.DropVar
+
+# The equations whose body is planned and staged again, with the parameter that holds
+# it. Every other equation that owns a jaxpr runs as it was traced.
+_BODY_PARAMETER = {
+    primitives.jit_p: "jaxpr",
+    primitives.closed_call_p: "call_jaxpr",
+    primitives.remat_p: "jaxpr",
+    primitives.custom_jvp_call_p: "call_jaxpr",
+}
+
+
+# The largest body that runs in place of its call; `jnp.take` has six equations.
+_HELPER_SIZE = 8
+
+_LIBRARY_FOLDERS = tuple(
+    os.path.join(os.path.dirname(str(module.__file__)), "")
+    for module in (jax, flax, optax)
+)
+
+
+class Body(NamedTuple):
+    """An open jaxpr and the values of its `constvars`."""
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+
+
+def body_of(jaxpr: Any) -> Body:
+    """Returns the parts of an open or closed jaxpr."""
+    # JAX < 0.11: a ClosedJaxpr wraps a Jaxpr; later the two are one class.
+    return Body(getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ())))
+
+
+def inner_body(eqn: Any) -> Body | None:
+    """Returns the body that `eqn` calls, if it is one that can be staged again."""
+    parameter = _BODY_PARAMETER.get(eqn.primitive)
+    return None if parameter is None else body_of(eqn.params[parameter])
+
+
+def function_name(eqn: Any) -> str | None:
+    """Returns the name of the Python function that a call equation stands for."""
+    body = inner_body(eqn)
+    if body is None:
+        return None
+    name = eqn.params.get("name") or body.jaxpr.debug_info.func_name
+    return name if isinstance(name, str) and name.isidentifier() else None
+
+
+def is_helper(eqn: Any) -> bool:
+    """Whether `eqn` calls a few operations that a library jits for itself.
+
+    `jnp.where` and `jnp.take` are jitted functions of JAX. Run without the call, their
+    derivative keeps no array of zeros for the operand that has none.
+    """
+    if eqn.primitive is not primitives.jit_p or any(eqn.params["donated_invars"]):
+        return False
+    jaxpr = body_of(eqn.params["jaxpr"]).jaxpr
+    return len(jaxpr.eqns) <= _HELPER_SIZE and in_library(
+        jaxpr.debug_info.func_filename or ""
+    )
+
+
+def in_library(filename: str) -> bool:
+    """Whether a source file belongs to JAX, Flax or Optax."""
+    return filename.startswith(_LIBRARY_FOLDERS)
+
+
+def is_custom_jvp(eqn: Any) -> bool:
+    return eqn.primitive is primitives.custom_jvp_call_p
+
+
+def is_checkpoint(eqn: Any) -> bool:
+    return eqn.primitive is primitives.remat_p
+
+
+def saves_residuals(eqn: Any) -> bool:
+    """Whether the derivative of the call `eqn` saves what its body computes."""
+    return not (is_checkpoint(eqn) or is_custom_jvp(eqn))
+
+
+def is_conversion(eqn: Any) -> bool:
+    return eqn.primitive is primitives.convert_element_type_p
+
+
+def trace(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Returns the closed jaxpr of `fn(*args)`; `args` are arrays or avals."""
+    return jax.make_jaxpr(fn)(*args)
+
+
+def trace_derivative_rule(eqn: Any, differentiated: Sequence[int]) -> Any:
+    """Returns the jaxpr of the user's rule of a `custom_jvp` equation, as traced.
+
+    Its inputs are the operands of `eqn` and then the tangents of the operands at the
+    positions `differentiated`; its outputs are the results and then the tangents of
+    the floating results.
+    """
+
+    def rule(operands: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+        def call(*moving: Any) -> list[Any]:
+            given = dict(zip(differentiated, moving, strict=True))
+            return bind(eqn, [given.get(i, x) for i, x in enumerate(operands)])
+
+        moving = tuple(operands[i] for i in differentiated)
+        results, result_tangents = jax.jvp(call, moving, tangents)
+        return results, [t for t in result_tangents if t.dtype != jax.dtypes.float0]
+
+    avals = tuple(v.aval for v in eqn.invars)
+    return jax.make_jaxpr(rule)(avals, tuple(avals[i] for i in differentiated))
+
+
+def bind(eqn: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
+    """Runs `eqn` on `operands`, as traced or with `changed` parameters."""
+    params = eqn.primitive.get_bind_params({**eqn.params, **changed})
+    results = eqn.primitive.bind(*operands, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def as_output(value: Any, aval: Any) -> jax.Array:
+    """Returns a result as an array, of a weak type where it was traced as one.
+
+    What a literal holds is no array, and a Python number in it no longer weak.
+    """
+    dtype = getattr(value, "dtype", aval.dtype)
+    weak = aval.weak_type and dtype == aval.dtype
+    if isinstance(value, jax.Array) and jax.typeof(value).weak_type == weak:
+        return value
+    return primitives.convert_element_type_p.bind(
+        value, new_dtype=dtype, weak_type=weak, sharding=None
+    )
+
+
+def bind_staged(eqn: Any, staged: Any, operands: Sequence[Any]) -> list[Any]:
+    """Runs the call `eqn` with the closed jaxpr `staged` as its body."""
+    if is_checkpoint(eqn):
+        body = body_of(staged)
+        if eqn.params["differentiated"]:
+            assert not body.consts, "a differentiated checkpoint closes over nothing"
+            return bind(eqn, operands, jaxpr=body.jaxpr)
+        run = jax.checkpoint(
+            core.jaxpr_as_fun(staged),
+            prevent_cse=eqn.params["prevent_cse"],
+            policy=eqn.params["policy"],
+        )
+        return list(run(*operands))
+    return bind(eqn, operands, **{_BODY_PARAMETER[eqn.primitive]: staged})
+
+
+@contextlib.contextmanager
+def source_of(eqn: Any) -> Iterator[None]:
+    """What is bound inside carries the name scopes and the source line of `eqn`."""
+    info = eqn.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with (
+        source_info_util.user_context(info.traceback, name_stack=stack),
+        eqn.ctx.manager,
+    ):
+        yield
+
+
+def scope_text(eqn: Any) -> str:
+    """Returns the name scopes of `eqn`, outermost first, joined by slashes."""
+    return str(eqn.source_info.name_stack)
+
+
+def calling_code(eqn: Any) -> Sequence[Any]:
+    """Returns the code objects of the Python calls that made `eqn`, innermost first.
+
+    JAX cuts a traceback at the function being traced, so these are the frames between
+    that function and the equation.
+    """
+    traceback = eqn.source_info.traceback
+    return () if traceback is None else traceback.raw_frames()[0]
+
+
+def is_fixed(eqn: Any) -> bool:
+    """Whether a parameter of `eqn` binds it to the dtypes that it was traced with."""
+    precision = eqn.params.get("precision")
+    return (
+        # A dot algorithm names the dtypes it multiplies and accumulates in.
+        isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
+        # The bits of one dtype are not those of another.
+        or eqn.primitive is primitives.bitcast_convert_type_p
+        # The body of a reduction or a scatter was traced with them.
+        or any(True for _ in core.jaxprs_in_params(eqn.params))
+    )
+
+
+def retyped(eqn: Any, dtype: np.dtype) -> dict[str, Any]:
+    """Returns the parameters of `eqn` that say in which dtype its result is."""
+    names = ("preferred_element_type", "out_dtype")
+    return {name: dtype for name in names if eqn.params.get(name) is not None}
