@@ -2,7 +2,8 @@
 
 * Which dtypes: `Policy`, `get_policy`, `half_dtype`; by hand, `cast_floating`,
   `cast_to_half`, `cast_to_full`.
-* A function in mixed precision: `autocast`.
+* A function in mixed precision: `autocast`. Parts of it with a policy of their own:
+  `with_policy`, `full_precision`; kernels and custom rules in half: `cast_inputs`.
 * Gradients of a scaled loss: `value_and_grad`, `grad`; the scale is a `LossScale`, made
   by `dynamic_loss_scale`, `static_loss_scale` or `no_loss_scale`.
 * An optimizer that skips steps which overflowed: `with_loss_scale`. Its state tells
@@ -43,6 +44,9 @@ from jmp_amp.loss_scale import static_loss_scale as static_loss_scale
 from jmp_amp.optimizers import with_loss_scale as with_loss_scale
 from jmp_amp.policy import Policy as Policy
 from jmp_amp.policy import get_policy as get_policy
+from jmp_amp.regions import cast_inputs as cast_inputs
+from jmp_amp.regions import full_precision as full_precision
+from jmp_amp.regions import with_policy as with_policy
 from jmp_amp.states import check_scale as check_scale
 from jmp_amp.states import keep_if_finite as keep_if_finite
 from jmp_amp.states import last_step_finite as last_step_finite

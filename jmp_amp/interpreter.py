@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,33 +102,72 @@ def autocast(
 
     @functools.wraps(fn, updated=())
     def autocast_fn(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
-        arrays = [leaf for leaf in leaves if _is_array(leaf)]
-        returned: list[Any] = []
-
-        def of_arrays(*arrays: Any) -> list[Any]:
-            remaining = iter(arrays)
-            filled = [next(remaining) if _is_array(x) else x for x in leaves]
-            inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
-            outputs, output_tree = jax.tree.flatten(fn(*inner_args, **inner_kwargs))
-            # Tracers must not outlive the trace: keep their places only.
-            static = [_ARRAY if _is_array(x) else x for x in outputs]
-            returned[:] = [output_tree, static]
-            return [x for x in outputs if _is_array(x)]
-
         outer = scopes.active_policy()
-        with scopes.activate(policy):
-            traced = jaxprs.trace(of_arrays, arrays)
-        plan = plan_program(traced, policy)
+        call = plan_call(fn, policy, args, kwargs)
         # Inside another autocast the scope tells the outer one whose policy it is.
         nested = scopes.scope(policy) if outer is not None else nullcontext()
         with nested:
-            results = map(jaxprs.as_output, run(plan, arrays), traced.out_avals)
-        output_tree, static = returned
-        outputs = [next(results) if x is _ARRAY else x for x in static]
-        return jax.tree.unflatten(output_tree, outputs)
+            results = run(call.plan, call.arrays)
+        return call.returned(list(map(jaxprs.as_output, results, call.jaxpr.out_avals)))
 
     return autocast_fn
+
+
+class PlannedCall(NamedTuple):
+    """A call of a function, traced and planned.
+
+    Attributes:
+      plan: its plan.
+      jaxpr: the closed jaxpr of the function as it is, from arrays to arrays.
+      arrays: the arrays among the arguments: the inputs of the plan.
+      returned: returns what the call does, given the outputs of the plan.
+    """
+
+    plan: Plan
+    jaxpr: Any
+    arrays: list[Any]
+    returned: Callable[[list[Any]], Any]
+
+
+def plan_call(
+    fn: Callable[..., Any],
+    policy: Policy,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> PlannedCall:
+    """Returns the plan of `fn(*args, **kwargs)`; nothing is executed.
+
+    Args:
+      fn: the function.
+      policy: its policy.
+      args: pytrees. Array leaves may be `jax.ShapeDtypeStruct`s; leaves that are no
+        arrays reach `fn` unchanged.
+      kwargs: likewise.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
+    arrays = [leaf for leaf in leaves if _is_array(leaf)]
+    found: list[Any] = []
+
+    def of_arrays(*arrays: Any) -> list[Any]:
+        remaining = iter(arrays)
+        filled = [next(remaining) if _is_array(x) else x for x in leaves]
+        inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
+        outputs, output_tree = jax.tree.flatten(fn(*inner_args, **inner_kwargs))
+        # Tracers must not outlive the trace: keep their places only.
+        static = [_ARRAY if _is_array(x) else x for x in outputs]
+        found[:] = [output_tree, static]
+        return [x for x in outputs if _is_array(x)]
+
+    with scopes.activate(policy):
+        traced = jaxprs.trace(of_arrays, arrays)
+    output_tree, static = found
+
+    def returned(results: list[Any]) -> Any:
+        remaining = iter(results)
+        outputs = [next(remaining) if x is _ARRAY else x for x in static]
+        return jax.tree.unflatten(output_tree, outputs)
+
+    return PlannedCall(plan_program(traced, policy), traced, arrays, returned)
 
 
 def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
@@ -220,14 +259,21 @@ class _Run:
     ) -> list[Any]:
         if jaxprs.is_custom_jvp(eqn):
             return self.custom_jvp(eqn, planned, operands)
-        if planned.body is not None and jaxprs.is_helper(eqn):
-            return self.body(planned.body, operands)
-        if planned.body is not None:
-            staged = self.staged.get(planned.body)
-            if staged is None:
-                run_body = functools.partial(self.body, planned.body)
-                staged = jaxprs.trace(lambda *xs: run_body(xs), operands)
-                self.staged[planned.body] = staged
+        if planned.bodies and jaxprs.is_helper(eqn):
+            return self.body(planned.bodies[0], operands)
+        if jaxprs.is_shard_map(eqn) and planned.bodies:
+            return jaxprs.bind_shard_map(
+                eqn, lambda *shards: self.body(planned.bodies[0], shards), operands
+            )
+        if planned.bodies:
+            staged = [
+                self.staged_body(
+                    inner.body, plan, [planned.reads[i] for i in inner.operands]
+                )
+                for inner, plan in zip(
+                    jaxprs.inner_bodies(eqn), planned.bodies, strict=True
+                )
+            ]
             return jaxprs.bind_staged(eqn, staged, operands)
         if jaxprs.is_conversion(eqn):
             source, target = *planned.reads, *planned.writes
@@ -245,12 +291,29 @@ class _Run:
             for x, dtype in zip(results, planned.writes, strict=True)
         ]
 
+    def staged_body(
+        self, body: jaxprs.Body, plan: Plan, dtypes: Sequence[np.dtype | None]
+    ) -> Any:
+        """Returns the closed jaxpr of a planned body, staged once for all its calls."""
+        if plan not in self.staged:
+
+            def run_body(*args: Any) -> list[Any]:
+                results = self.body(plan, args)
+                return [
+                    jaxprs.as_output(value, v.aval)
+                    for value, v in zip(results, body.jaxpr.outvars, strict=True)
+                ]
+
+            self.staged[plan] = jaxprs.trace(
+                run_body, jaxprs.retyped_avals(body, dtypes)
+            )
+        return self.staged[plan]
+
     def custom_jvp(
         self, eqn: Any, planned: EquationPlan, operands: Sequence[Any]
     ) -> list[Any]:
         """Runs the planned primal; its derivative is the planned rule of the user."""
-        assert planned.body is not None
-        body = planned.body
+        (body,) = planned.bodies
 
         def primal(*xs: Any) -> list[Any]:
             return _Run(differentiable=False).body(body, xs)
@@ -327,7 +390,7 @@ def _is_array(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray | np.generic):
         # Arrays of text, objects and dates are no arrays to JAX.
         return leaf.dtype.kind not in "SUOMm"
-    return isinstance(leaf, jax.Array)
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
 def _is_module(leaf: Any) -> bool:

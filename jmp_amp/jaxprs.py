@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import flax
 import jax
+import jax.core
 import numpy as np
 import optax
 from jax.extend import core, source_info_util
@@ -23,14 +24,15 @@ from jax.extend.core import primitives
 Literal = core.Literal
 DropVar = core.DropVar
 
-# The equations whose body is planned and staged again, with the parameter that holds
-# it. Every other equation that owns a jaxpr runs as it was traced.
+# The calls whose body is planned and staged again, with the parameter that holds it.
 _BODY_PARAMETER = {
     primitives.jit_p: "jaxpr",
     primitives.closed_call_p: "call_jaxpr",
     primitives.remat_p: "jaxpr",
     primitives.custom_jvp_call_p: "call_jaxpr",
 }
+# Not in `jax.extend`.
+_SHARD_MAP = "shard_map"
 
 
 # The largest body that runs in place of its call; `jnp.take` has six equations.
@@ -49,24 +51,69 @@ class Body(NamedTuple):
     consts: tuple[Any, ...]
 
 
+class Inner(NamedTuple):
+    """A body of an equation, and the operand that each of its inputs comes from."""
+
+    body: Body
+    operands: Sequence[int]
+
+
 def body_of(jaxpr: Any) -> Body:
     """Returns the parts of an open or closed jaxpr."""
     # JAX < 0.11: a ClosedJaxpr wraps a Jaxpr; later the two are one class.
     return Body(getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ())))
 
 
-def inner_body(eqn: Any) -> Body | None:
-    """Returns the body that `eqn` calls, if it is one that can be staged again."""
-    parameter = _BODY_PARAMETER.get(eqn.primitive)
-    return None if parameter is None else body_of(eqn.params[parameter])
+def inner_bodies(eqn: Any) -> tuple[Inner, ...]:
+    """Returns the bodies of `eqn` that can be staged again with other dtypes.
+
+    One for a call and a `scan`, one for each branch of a `cond`, condition and body of
+    a `while`. None for every other equation, also for one that owns a jaxpr: it runs as
+    it was traced.
+    """
+    primitive, params = eqn.primitive, eqn.params
+    everything = range(len(eqn.invars))
+    if primitive in _BODY_PARAMETER:
+        return (Inner(body_of(params[_BODY_PARAMETER[primitive]]), everything),)
+    if primitive.name == _SHARD_MAP or primitive is primitives.scan_p:
+        bodies = (Inner(body_of(params["jaxpr"]), everything),)
+    elif primitive is primitives.cond_p:
+        bodies = tuple(Inner(body_of(b), everything[1:]) for b in params["branches"])
+    elif primitive is primitives.while_p:
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        carry = everything[first + second :]
+        bodies = (
+            Inner(body_of(params["cond_jaxpr"]), [*everything[:first], *carry]),
+            Inner(body_of(params["body_jaxpr"]), everything[first:]),
+        )
+    else:
+        return ()
+    # A mutable array is no value: what reads and writes it runs as traced.
+    arrays = all(isinstance(v.aval, jax.core.ShapedArray) for v in eqn.invars)
+    return bodies if arrays else ()
+
+
+def carried(eqn: Any) -> range:
+    """Returns which operands of `eqn` a loop carries; its first results are theirs."""
+    if eqn.primitive is primitives.while_p:
+        start = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        return range(start, len(eqn.invars))
+    if eqn.primitive is primitives.scan_p:
+        if "ft_in" in eqn.params:
+            consts, carry, _ = eqn.params["ft_in"].unpack()
+            start, count = len(consts.vals), len(carry.vals)
+        else:  # JAX < 0.11: counts.
+            start, count = eqn.params["num_consts"], eqn.params["num_carry"]
+        return range(start, start + count)
+    return range(0)
 
 
 def function_name(eqn: Any) -> str | None:
     """Returns the name of the Python function that a call equation stands for."""
-    body = inner_body(eqn)
-    if body is None:
+    bodies = inner_bodies(eqn)
+    if not bodies:
         return None
-    name = eqn.params.get("name") or body.jaxpr.debug_info.func_name
+    name = eqn.params.get("name") or bodies[-1].body.jaxpr.debug_info.func_name
     return name if isinstance(name, str) and name.isidentifier() else None
 
 
@@ -95,6 +142,10 @@ def is_custom_jvp(eqn: Any) -> bool:
 
 def is_checkpoint(eqn: Any) -> bool:
     return eqn.primitive is primitives.remat_p
+
+
+def is_while(eqn: Any) -> bool:
+    return eqn.primitive is primitives.while_p
 
 
 def saves_residuals(eqn: Any) -> bool:
@@ -153,20 +204,58 @@ def as_output(value: Any, aval: Any) -> jax.Array:
     )
 
 
-def bind_staged(eqn: Any, staged: Any, operands: Sequence[Any]) -> list[Any]:
-    """Runs the call `eqn` with the closed jaxpr `staged` as its body."""
+def retyped_avals(body: Body, dtypes: Sequence[np.dtype | None]) -> list[Any]:
+    """Returns the avals of the inputs of `body`, some of them of another dtype."""
+    return [
+        v.aval
+        if dtype is None or v.aval.dtype == dtype
+        else v.aval.update(dtype=dtype, weak_type=False)
+        for v, dtype in zip(body.jaxpr.invars, dtypes, strict=True)
+    ]
+
+
+def bind_staged(eqn: Any, staged: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    """Runs `eqn` with the closed jaxprs `staged` as its bodies."""
+    if eqn.primitive is primitives.cond_p:
+        return bind(eqn, operands, branches=tuple(staged))
+    if is_while(eqn):
+        condition, body = staged
+        return bind(eqn, operands, cond_jaxpr=condition, body_jaxpr=body)
+    (body,) = staged
+    if eqn.primitive is primitives.scan_p:
+        return bind(eqn, operands, jaxpr=body)
     if is_checkpoint(eqn):
-        body = body_of(staged)
         if eqn.params["differentiated"]:
-            assert not body.consts, "a differentiated checkpoint closes over nothing"
-            return bind(eqn, operands, jaxpr=body.jaxpr)
+            jaxpr, consts = body_of(body)
+            assert not consts, "a differentiated checkpoint closes over nothing"
+            return bind(eqn, operands, jaxpr=jaxpr)
         run = jax.checkpoint(
-            core.jaxpr_as_fun(staged),
+            core.jaxpr_as_fun(body),
             prevent_cse=eqn.params["prevent_cse"],
             policy=eqn.params["policy"],
         )
         return list(run(*operands))
-    return bind(eqn, operands, **{_BODY_PARAMETER[eqn.primitive]: staged})
+    return bind(eqn, operands, **{_BODY_PARAMETER[eqn.primitive]: body})
+
+
+def is_shard_map(eqn: Any) -> bool:
+    return eqn.primitive.name == _SHARD_MAP
+
+
+def bind_shard_map(
+    eqn: Any, run: Callable[..., list[Any]], operands: Sequence[Any]
+) -> list[Any]:
+    """Runs the `shard_map` equation `eqn` with the function `run` as its body."""
+    params = eqn.params
+    mapped = jax.shard_map(
+        lambda *shards: tuple(run(*shards)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
+    )
+    return list(mapped(*operands))
 
 
 @contextlib.contextmanager

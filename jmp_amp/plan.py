@@ -29,7 +29,7 @@ class EquationPlan:
       writes: the dtype of each result; None for results that are never cast.
       saturate: constants that overflow `dtype` become its largest finite value.
       f32_result: half-precision operands, f32 result (`preferred_element_type`).
-      body: the plan of the body, for calls.
+      bodies: the plans of its bodies: of calls, loops and branches.
       rule_context: what planning the derivative rule of a `custom_jvp` needs.
     """
 
@@ -40,7 +40,7 @@ class EquationPlan:
     writes: tuple[np.dtype | None, ...]
     saturate: bool = False
     f32_result: bool = False
-    body: Plan | None = None
+    bodies: tuple[Plan, ...] = ()
     rule_context: RuleContext | None = None
 
 

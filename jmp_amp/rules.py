@@ -244,7 +244,7 @@ def rule_for(eqn: Any, policy: Policy, inherited: Rule | None) -> Rule | None:
             return _FUNCTION_RULES[frame.co_name]
     if inherited is not None:
         return inherited
-    if jaxprs.inner_body(eqn) is not None:
+    if jaxprs.inner_bodies(eqn):
         return None
     if name == "integer_pow" and eqn.params["y"] < 0:
         # [torch] fp32: reciprocal

@@ -68,6 +68,13 @@ def scope(policy: Policy) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def active_scope(policy: Policy) -> Iterator[None]:
+    """As `scope`, and the policies of norms inside derive from `policy`."""
+    with _active_policy(policy), scope(policy):
+        yield
+
+
 def active_policy() -> Policy | None:
     """Returns the policy of the autocast that is tracing, or None outside."""
     return _active_policy.value
@@ -76,7 +83,7 @@ def active_policy() -> Policy | None:
 @contextlib.contextmanager
 def activate(policy: Policy) -> Iterator[None]:
     """While tracing inside, `policy` is the active one and norm modules open scopes."""
-    with _active_policy(policy), _linen_norms(policy):
+    with _active_policy(policy), _linen_norms():
         yield
 
 
@@ -102,7 +109,7 @@ def norm_policy(policy: Policy) -> Policy:
     )
 
 
-def _linen_norms(policy: Policy) -> Any:
+def _linen_norms() -> Any:
     """Opens the scope of `norm_policy` around each call of a linen norm module."""
     wrapped: list[str] = []
 
@@ -112,7 +119,8 @@ def _linen_norms(policy: Policy) -> Any:
         kwargs: dict[str, Any],
         context: nn.module.InterceptorContext,
     ) -> Any:
-        if context.method_name != "__call__":
+        policy = active_policy()
+        if context.method_name != "__call__" or policy is None:
             return next_fun(*args, **kwargs)
         if not isinstance(context.module, NORM_MODULES):
             if not wrapped:

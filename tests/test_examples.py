@@ -176,9 +176,11 @@ def test_small_loss_trains_in_f16_only_with_loss_scaling():
     alone = trained(F16_SMALL_ALONE, 0)
     assert scaled.accuracy >= 0.95
     assert abs(scaled.accuracy - reference.accuracy) <= 0.005
-    # Every gradient is zero, so nothing moves but what weight decay takes. Only the last
-    # bias, which nothing but the f32 logits reads, is added in f32 and has a gradient.
-    variables = train_digits.CNN().init(jax.random.key(0), jnp.ones((1, 8, 8, 1)), False)
+    # Every gradient is zero, so nothing moves but what weight decay takes. Only the
+    # last bias, which the f32 logits alone read, is added in f32 and has a gradient.
+    variables = train_digits.CNN().init(
+        jax.random.key(0), jnp.ones((1, 8, 8, 1)), False
+    )
     parameters = sum(leaf.size for leaf in jax.tree.leaves(variables["params"]))
     moving = (1 - alone.metrics["zero gradients"]) * parameters
     np.testing.assert_allclose(moving, 10, atol=0.1)

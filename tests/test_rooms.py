@@ -14,12 +14,14 @@ ROOMS = (
     ("dtypes", "finite"),
     ("policy", "jaxprs", "bounds"),
     ("casting", "rules", "scopes", "loss_scale"),
-    ("decisions", "islands"),
-    ("plan", "states"),
-    ("planner",),
+    ("decisions", "islands", "states", "regions"),
+    ("flows", "plan"),
+    ("demands",),
     ("planner",),
     ("interpreter", "gradients", "optimizers"),
-    ("__init__",),
+    ("report",),
+    ("plots",),
+    ("__main__", "__init__"),
 )
 ROW = {name: row for row, names in enumerate(ROOMS) for name in names}
 PACKAGE = Path(amp.__file__).parent

@@ -1,0 +1,169 @@
+"""Regions: parts of a program that have a policy of their own.
+
+Outside `autocast` a marked function is the function that it marks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_amp import scopes
+from jmp_amp.dtypes import F32, is_castable
+from jmp_amp.policy import Policy, get_policy
+
+
+def with_policy(policy: Policy | str) -> Callable[[Callable[..., Any]], Any]:
+    """Returns a decorator: under autocast, the function runs with `policy`.
+
+    The innermost policy wins: that of a marked function over that of `autocast`, and
+    that of a marked function inside it over both. Values that leave the function come
+    in the policy's `output_dtype`: half precision goes on in half precision, and what
+    reads an f32 result of activations runs in f32.
+
+    It holds under every transformation of JAX, and outside `autocast` it does nothing.
+
+    Args:
+      policy: a `Policy` or what `get_policy` understands.
+
+    Raises:
+      TypeError: if `policy` is no policy, or what is decorated is not callable.
+      ValueError: if the compute dtype is none of float16, bfloat16 and float32.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> head = amp.with_policy("p=f32,c=f32,o=f32")(lambda h, w: h @ w)
+      >>> fn = amp.autocast(lambda x, w: head(x @ w, w))
+      >>> x = jnp.ones((2, 2))
+      >>> [str(e.invars[0].aval) for e in jax.make_jaxpr(fn)(x, x).eqns
+      ...  if e.primitive.name == "dot_general"]
+      ['bfloat16[2,2]', 'float32[2,2]']
+    """
+    policy = get_policy(policy)
+    if not is_castable(policy.compute_dtype):
+        raise ValueError(
+            f"with_policy({str(policy)!r}): cannot compute in "
+            f"{policy.compute_dtype.name}. Use a compute dtype of float16, bfloat16 or "
+            "float32."
+        )
+
+    def mark(fn: Callable[..., Any]) -> Callable[..., Any]:
+        if not callable(fn):
+            raise TypeError(
+                f"with_policy({str(policy)!r})({fn!r}): it marks a function, found "
+                f"{type(fn).__name__}. Write with_policy(policy)(fn)."
+            )
+
+        @functools.wraps(fn, updated=())
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            if scopes.active_policy() is None:
+                return fn(*args, **kwargs)
+            with scopes.active_scope(policy):
+                return fn(*args, **kwargs)
+
+        return marked
+
+    return mark
+
+
+def full_precision(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn` that computes in float32 under autocast: `with_policy("float32")`.
+
+    In float32 code `x.astype(jnp.float32)` is no operation and leaves no trace; this is
+    how to say it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> @amp.full_precision
+      ... def energy(h):
+      ...     return jnp.sum(h @ h)
+      >>> x = jnp.full((2, 2), 1 + 2.0**-12)
+      >>> bool(amp.autocast(energy)(x) == energy(x))
+      True
+    """
+    return with_policy("float32")(fn)
+
+
+def cast_inputs(
+    fn: Callable[..., Any], dtype: DTypeLike | None = None
+) -> Callable[..., Any]:
+    """Returns `fn` that is traced with its float inputs in `dtype` under autocast.
+
+    For functions that autocast does not look into: a `custom_vjp`, a Pallas kernel, an
+    attention kernel that takes half precision only. They see half-precision arrays,
+    and so do their derivative rules; their half-precision results stay half for what
+    follows. The code around them sees results in float32, as it does without autocast.
+
+    Only float32, bfloat16 and float16 arrays are cast. Outside autocast `fn` is called
+    as it is.
+
+    Args:
+      fn: a function of pytrees.
+      dtype: float16, bfloat16 or float32; by default the compute dtype of the policy in
+        force.
+
+    Raises:
+      ValueError: if `dtype` is another one.
+
+    Source: `torch.amp.custom_fwd(cast_inputs=...)`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> @jax.custom_vjp
+      ... def double(x):
+      ...     print("traced in", x.dtype)
+      ...     return 2 * x
+      >>> double.defvjp(lambda x: (double(x), None), lambda _, g: (2 * g,))
+      >>> amp.autocast(amp.cast_inputs(double))(jnp.ones(3)).dtype
+      traced in bfloat16
+      dtype('float32')
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"cast_inputs({fn!r}): the first argument is a function, found "
+            f"{type(fn).__name__}."
+        )
+    if dtype is not None and not is_castable(jnp.dtype(dtype)):
+        raise ValueError(
+            f"cast_inputs(fn, {dtype!r}): cannot cast to {jnp.dtype(dtype).name}. Use "
+            "float16, bfloat16 or float32."
+        )
+
+    @functools.wraps(fn, updated=())
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        policy = scopes.active_policy()
+        if policy is None:
+            return fn(*args, **kwargs)
+        target = policy.compute_dtype if dtype is None else jnp.dtype(dtype)
+        changed: list[Any] = []
+
+        def lower(leaf: Any) -> Any:
+            if not isinstance(leaf, jax.Array | np.ndarray) or not is_castable(
+                leaf.dtype
+            ):
+                return leaf
+            if leaf.dtype == F32 and target != F32:
+                changed.append(leaf)
+            return jnp.asarray(leaf, target)
+
+        def raised(leaf: Any) -> Any:
+            # The program goes on in f32; the plan knows that this scope hands on half.
+            widened = isinstance(leaf, jax.Array) and leaf.dtype == target
+            return leaf.astype(F32) if changed and widened else leaf
+
+        inside = dataclasses.replace(policy, compute_dtype=target, output_dtype=target)
+        with scopes.active_scope(inside):
+            args, kwargs = jax.tree.map(lower, (args, kwargs))
+            return jax.tree.map(raised, fn(*args, **kwargs))
+
+    return cast
