@@ -28,6 +28,7 @@ Example:
   (Array([ 0.25, -0.25], dtype=float32), Array(0.25, dtype=float32))
 """
 
+from jmp_amp import plots as plots
 from jmp_amp.casting import cast_floating as cast_floating
 from jmp_amp.casting import cast_to_full as cast_to_full
 from jmp_amp.casting import cast_to_half as cast_to_half
@@ -47,6 +48,8 @@ from jmp_amp.policy import get_policy as get_policy
 from jmp_amp.regions import cast_inputs as cast_inputs
 from jmp_amp.regions import full_precision as full_precision
 from jmp_amp.regions import with_policy as with_policy
+from jmp_amp.report import Report as Report
+from jmp_amp.report import explain as explain
 from jmp_amp.states import check_scale as check_scale
 from jmp_amp.states import keep_if_finite as keep_if_finite
 from jmp_amp.states import last_step_finite as last_step_finite

@@ -68,7 +68,9 @@ class Decision:
       result: what is known of the results.
       as_traced: reads and writes the dtypes that it was traced with.
       may_rise: runs in f32 if all consumers do.
-      may_sink: moves parameters, so it runs in half if all consumers do.
+      may_sink: moves parameters, so it runs in half if its one consumer does.
+      may_add_in_half: adds up parameters, such as the embeddings of a token and of its
+        position, so it runs in half if all consumers do.
       may_store_half: made of parameters, so its result is kept in half if all consumers
         read half.
       saturate: constants that overflow become the largest finite value.
@@ -83,6 +85,7 @@ class Decision:
     as_traced: bool = False
     may_rise: bool = False
     may_sink: bool = False
+    may_add_in_half: bool = False
     may_store_half: bool = False
     saturate: bool = False
     f32_result: bool = False
@@ -138,6 +141,7 @@ def decide(
     fits = is_half(low) and _unfit([*operands, result], low) is None
     computed = free and bool(operands) and not structural and limits is None
     computed = computed and all(v.aval.dtype == F32 for v in eqn.outvars)
+    computed = computed and is_half(low)
     return Decision(
         choice.rule or rule,
         choice.dtype,
@@ -148,7 +152,12 @@ def decide(
         # gains, or others need the cast.
         may_rise=gains,
         may_sink=free and structural and choice.as_traced and fits,
-        may_store_half=computed and is_half(low),
+        # Made in f32 and stored in half, XLA would keep the f32 sum for whoever reads
+        # it in f32 again, such as a norm.
+        may_add_in_half=computed
+        and eqn.primitive.name == "add"
+        and all(v.as_parameter for v in operands),
+        may_store_half=computed,
         saturate=choice.saturate,
         f32_result=choice.f32_result,
     )

@@ -153,6 +153,8 @@ def _choose(eqn: Any, step: Step, wanted: Sequence[Demand], once: bool) -> Chose
         dtype, reason = F32, "only f32 operations read it"
     elif decision.may_sink and total == demand_of(low) and once:
         dtype, reason = low, "moves parameters that only half precision reads"
+    elif decision.may_add_in_half and total == demand_of(low):
+        dtype, reason = low, "adds up parameters that only half precision reads"
     elif decision.may_store_half and total == demand_of(low):
         store = low
     return Chosen(dtype, reason, _operand_demands(eqn, dtype, decision), store)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import sys
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,10 @@ from jmp_amp.dtypes import F32, is_half
 from jmp_amp.jaxprs import Body, Inner
 from jmp_amp.rules import Rule
 from jmp_amp.scopes import Region
+
+
+# Of a constant that no dtype is sure to hold.
+_ANY_SIZE = (-sys.float_info.max, sys.float_info.max)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -226,11 +231,13 @@ def _carried_by_while(start: Known, update: Known, atom: Any) -> Known:
 
 
 def _carry(start: Known, update: Known, origin: Origin) -> Known:
+    limits = start.bounds
+    if limits not in (update.bounds, _ANY_SIZE):
+        # Constants that grow from turn to turn, or what inputs have a part in.
+        grows = limits is not None and update.bounds is not None
+        limits = _ANY_SIZE if grows else None
     return Known(
-        origin,
-        start.bounds if start.bounds == update.bounds else None,
-        start.as_parameter and update.as_parameter,
-        start.region,
+        origin, limits, start.as_parameter and update.as_parameter, start.region
     )
 
 

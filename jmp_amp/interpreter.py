@@ -188,7 +188,9 @@ class _Values:
 
     def read(self, atom: Any, dtype: np.dtype | None, saturate: bool = False) -> Any:
         if isinstance(atom, jaxprs.Literal):
-            return _cast_constant(atom.val, dtype, saturate)
+            value = _cast_constant(atom.val, dtype, saturate)
+            # A user's rule may do with an array what only JAX's own arrays can.
+            return jnp.asarray(value) if np.ndim(value) else value
         value = self.values[atom]
         if dtype is None or value.dtype == dtype:
             return value
@@ -215,22 +217,20 @@ class _Run:
         jaxpr = plan.body.jaxpr
         values = _Values(plan, jaxpr.constvars, plan.body.consts)
         values.write(jaxpr.invars, args)
-        index = 0
-        for island in plan.islands:
-            self.equations(values, index, island.start)
-            self.island(values, island)
-            index = island.stop
-        self.equations(values, index, len(jaxpr.eqns))
+        self.steps(values, plan.order)
         return [
             values.read(atom, dtype)
             for atom, dtype in zip(jaxpr.outvars, plan.outputs, strict=True)
         ]
 
-    def equations(self, values: _Values, start: int, stop: int) -> None:
+    def steps(self, values: _Values, order: Sequence[int | Island]) -> None:
         plan = values.plan
-        for eqn, planned in zip(
-            plan.body.jaxpr.eqns[start:stop], plan.equations[start:stop], strict=True
-        ):
+        eqns = plan.body.jaxpr.eqns
+        for step in order:
+            if isinstance(step, Island):
+                self.island(values, step)
+                continue
+            eqn, planned = eqns[step], plan.equations[step]
             if not eqn.effects and all(
                 isinstance(v, jaxprs.DropVar) for v in eqn.outvars
             ):
@@ -244,13 +244,13 @@ class _Run:
 
     def island(self, values: _Values, island: Island) -> None:
         def compute(*inputs: Any) -> list[Any]:
-            inside = _Values(values.plan, island.inputs, inputs)
-            self.equations(inside, island.start, island.stop)
+            inside = _Values(values.plan, [var for var, _ in island.inputs], inputs)
+            self.steps(inside, island.equations)
             return [inside.read(var, dtype) for var, dtype in island.outputs]
 
         # The staged bodies of one trace are closed and serve the other traces too.
         results = jax.checkpoint(compute, prevent_cse=False)(
-            *(values.read(var, None) for var in island.inputs)
+            *(values.read(var, dtype) for var, dtype in island.inputs)
         )
         values.write([var for var, _ in island.outputs], results)
 

@@ -1,111 +1,247 @@
 """Islands: f32 operations between half-precision values, which need not save f32.
 
-A softmax of half-precision scores computes in f32 and hands on half precision. Left
-alone, differentiation saves its f32 exponentials for the backward pass. Inside a
-`jax.checkpoint` it saves the half-precision scores, and XLA, which sees both passes of
-a compiled step, still keeps what is cheapest to keep (`prevent_cse=False`).
+A softmax of half-precision scores, a norm of half-precision activations or a loss of
+half-precision logits computes in f32. Left alone, differentiation saves its f32 values
+for the backward pass. Inside a `jax.checkpoint` it saves the half-precision values that
+it began with, and XLA, which sees both passes of a compiled step, still keeps what is
+cheapest to keep (`prevent_cse=False`). In a loop it cannot see both, and the half
+values are what is kept.
+
+An island is recomputed in the backward pass, so only cheap operations belong to one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jmp_amp import jaxprs
-from jmp_amp.dtypes import is_half
-from jmp_amp.rules import ISLANDS, Rule
+from jmp_amp.dtypes import F32, is_half
+from jmp_amp.rules import COMPARISONS, RECOMPUTED, SAVES_OPERANDS, SAVES_RESULT
 
 
 @dataclasses.dataclass(frozen=True)
 class Island:
-    """Consecutive equations that are differentiated as one.
+    """Equations that are differentiated as one.
 
     Attributes:
-      start: the index of the first equation.
-      stop: the index after the last one.
-      inputs: the variables that they read from outside.
+      equations: their indices, in the order of the body.
+      inputs: the variables that they read from outside, and the dtype to read them in;
+        None is that which they are held in.
       outputs: the variables that are read outside, with the dtype of the readers.
     """
 
-    start: int
-    stop: int
-    inputs: tuple[Any, ...]
+    equations: tuple[int, ...]
+    inputs: tuple[tuple[Any, np.dtype | None], ...]
     outputs: tuple[tuple[Any, np.dtype | None], ...]
 
 
-def find_islands(
-    jaxpr: Any,
-    rules: Sequence[Rule],
-    reads: Sequence[Sequence[np.dtype | None]],
-    outputs: Sequence[np.dtype | None],
-    held: Mapping[Any, np.dtype | None],
-    is_activation: Callable[[Any], bool],
-) -> tuple[Island, ...]:
-    """Returns the islands of a planned body whose inputs and outputs are half.
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What finding the islands of a body takes.
 
-    Args:
+    Attributes:
       jaxpr: the body.
-      rules: the rule of each equation.
+      dtypes: the dtype that each equation computes in.
       reads: the dtypes in which each equation reads its operands.
+      recomputed: whether each equation, if it is a call, calls cheap operations only.
       outputs: the dtypes in which the outputs of the body are read.
       held: the dtype of each variable.
       is_activation: whether a variable depends on the activations.
+      is_parameter: whether it is a parameter or an input, which live anyway.
     """
-    readers: dict[Any, list[tuple[int, np.dtype | None]]] = {}
-    for index, (eqn, dtypes) in enumerate(zip(jaxpr.eqns, reads, strict=True)):
-        for atom, dtype in zip(eqn.invars, dtypes, strict=True):
-            if not isinstance(atom, jaxprs.Literal):
-                readers.setdefault(atom, []).append((index, dtype))
-    for atom, dtype in zip(jaxpr.outvars, outputs, strict=True):
-        if not isinstance(atom, jaxprs.Literal):
-            readers.setdefault(atom, []).append((len(jaxpr.eqns), dtype))
 
+    jaxpr: Any
+    dtypes: Sequence[np.dtype | None]
+    reads: Sequence[Sequence[np.dtype | None]]
+    recomputed: Sequence[bool]
+    outputs: Sequence[np.dtype | None]
+    held: Mapping[Any, np.dtype | None]
+    is_activation: Callable[[Any], bool]
+    is_parameter: Callable[[Any], bool]
+
+
+def find_islands(seen: Seen) -> tuple[Island, ...]:
+    """Returns the islands of a planned body that save memory."""
+    if any(eqn.effects for eqn in seen.jaxpr.eqns):
+        return ()  # their order is the program's
     found = []
-    for start, stop in _runs(jaxpr, rules):
-        made = {v for eqn in jaxpr.eqns[start:stop] for v in eqn.outvars}
-        inputs = tuple(
-            dict.fromkeys(
-                atom
-                for eqn in jaxpr.eqns[start:stop]
-                for atom in eqn.invars
-                if not isinstance(atom, jaxprs.Literal) and atom not in made
-            )
-        )
-        results = []
-        for var in made:
-            outside = {
-                dtype
-                for index, dtype in readers.get(var, ())
-                if not start <= index < stop
-            }
-            results += [(var, dtype) for dtype in outside]
-        activations = [var for var in inputs if is_activation(var)]
-        castable = [held[v] for v in activations if held[v] is not None]
-        if (
-            castable
-            and all(is_half(dtype) for dtype in castable)
-            and len({var for var, _ in results}) == len(results)
-            and all(held[var] is None or is_half(dtype) for var, dtype in results)
-        ):
-            # In the order of the program: a set has none.
-            order = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
-            results.sort(key=lambda result: order[result[0]])
-            found.append(Island(start, stop, inputs, tuple(results)))
+    for members in _clusters(seen):
+        island = _island(seen, members)
+        if _saved(seen, members) > _kept(seen, island):
+            found.append(island)
     return tuple(found)
 
 
-def _runs(jaxpr: Any, rules: Sequence[Rule]) -> list[tuple[int, int]]:
-    """The runs of equations of one function that makes islands."""
-    runs, start = [], 0
-    for index, (eqn, rule) in enumerate(zip(jaxpr.eqns, rules, strict=True)):
-        belongs = rule.decided_by in ISLANDS and not rule.from_user
-        if not belongs or eqn.effects:
-            if index > start:
-                runs.append((start, index))
-            start = index + 1
-    if len(jaxpr.eqns) > start:
-        runs.append((start, len(jaxpr.eqns)))
-    return runs
+def in_order(jaxpr: Any, islands: Sequence[Island]) -> tuple[int | Island, ...]:
+    """Returns the equations of a body, some of them in islands, as they can run."""
+    if not islands:
+        return tuple(range(len(jaxpr.eqns)))
+    island_of = {i: island for island in islands for i in island.equations}
+    maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    ordered: dict[int | Island, None] = {}
+
+    def needs(node: int | Island) -> Iterator[int | Island]:
+        if isinstance(node, Island):
+            atoms = [atom for atom, _ in node.inputs]
+        else:
+            atoms = jaxpr.eqns[node].invars
+        for atom in atoms:
+            if not isinstance(atom, jaxprs.Literal) and atom in maker:
+                yield island_of.get(maker[atom], maker[atom])
+
+    for index in range(len(jaxpr.eqns)):
+        # An island runs when the first of its results is read, after all it reads.
+        stack = [(index, needs(index))] if index not in island_of else []
+        while stack:
+            node, needed = stack[-1]
+            missing = next((n for n in needed if n not in ordered), None)
+            if missing is None:
+                stack.pop()
+                ordered[node] = None
+            else:
+                stack.append((missing, needs(missing)))
+    for island in islands:  # those that only the outputs of the body read
+        ordered.setdefault(island)
+    return tuple(ordered)
+
+
+def _clusters(seen: Seen) -> list[list[int]]:
+    """The f32 operations that read one another's f32 results, as sets of equations.
+
+    Those that read the same half-precision activation in f32 belong together too: the
+    gradients of their readings are summed in f32. A value that leaves the f32
+    operations and comes back has a higher level, and the operations of one cluster have
+    one level: so no cluster waits for itself.
+    """
+    level: dict[Any, int] = {}
+    made_by: dict[Any, int] = {}
+    parent: dict[int, int] = {}
+    reader: dict[Any, int] = {}
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            i = parent[i]
+        return i
+
+    for index, eqn in enumerate(seen.jaxpr.eqns):
+        atoms = [v for v in eqn.invars if not isinstance(v, jaxprs.Literal)]
+        member = _belongs(seen, index, eqn)
+        joined = [
+            v for v in atoms if member and v in made_by and not is_half(seen.held[v])
+        ]
+        here = max(
+            (level.get(v, 0) + (v in made_by and v not in joined) for v in atoms),
+            default=0,
+        )
+        level.update((v, here) for v in eqn.outvars)
+        if member:
+            parent[index] = index
+            made_by.update((v, index) for v in eqn.outvars)
+            for v, dtype in zip(eqn.invars, seen.reads[index], strict=True):
+                if isinstance(v, jaxprs.Literal):
+                    continue
+                if v in joined:
+                    other = made_by[v]
+                elif seen.is_activation(v) and dtype == F32:
+                    other = reader.setdefault((v, here), index)
+                else:
+                    continue
+                if level[seen.jaxpr.eqns[other].outvars[0]] == here:
+                    parent[root(other)] = root(index)
+    clusters: dict[int, list[int]] = {}
+    for index in parent:
+        clusters.setdefault(root(index), []).append(index)
+    return list(clusters.values())
+
+
+def _belongs(seen: Seen, index: int, eqn: Any) -> bool:
+    """Whether an equation computes in f32, from activations, and cheaply."""
+    if seen.recomputed[index]:
+        computes = any(seen.held[v] == F32 for v in eqn.outvars)
+    elif eqn.primitive.name in COMPARISONS:
+        computes = F32 in seen.reads[index]
+    else:
+        computes = (
+            eqn.primitive.name in RECOMPUTED
+            and seen.dtypes[index] == F32
+            and any(seen.held[v] == F32 for v in eqn.outvars)
+        )
+    return computes and any(seen.is_activation(v) for v in eqn.outvars)
+
+
+def _island(seen: Seen, members: Sequence[int]) -> Island:
+    inside = set(members)
+    eqns = [seen.jaxpr.eqns[i] for i in members]
+    made = {v for eqn in eqns for v in eqn.outvars}
+    outside: dict[Any, set[np.dtype | None]] = {}
+    for index, (eqn, dtypes) in enumerate(
+        zip(seen.jaxpr.eqns, seen.reads, strict=True)
+    ):
+        if index not in inside:
+            for atom, dtype in zip(eqn.invars, dtypes, strict=True):
+                if not isinstance(atom, jaxprs.Literal):
+                    outside.setdefault(atom, set()).add(dtype)
+    for atom, dtype in zip(seen.jaxpr.outvars, seen.outputs, strict=True):
+        if not isinstance(atom, jaxprs.Literal):
+            outside.setdefault(atom, set()).add(dtype)
+    inputs = dict.fromkeys(
+        atom
+        for eqn in eqns
+        for atom in eqn.invars
+        if not isinstance(atom, jaxprs.Literal) and atom not in made
+    )
+    return Island(
+        tuple(members),
+        # The gradients of all that is read in f32 are summed in f32.
+        tuple(
+            (
+                v,
+                F32 if seen.is_activation(v) and F32 in outside.get(v, ()) else None,
+            )
+            for v in inputs
+        ),
+        tuple(
+            (v, next(iter(outside[v])) if len(outside[v]) == 1 else seen.held[v])
+            for eqn in eqns
+            for v in eqn.outvars
+            if v in outside
+        ),
+    )
+
+
+def _saved(seen: Seen, members: Sequence[int]) -> int:
+    """The bytes of f32 values that differentiation would save, were it no island.
+
+    A product saves a factor for the derivative with respect to the other one. What the
+    operations begin with counts too, as the f32 cast of it is what is saved.
+    """
+    saved = set()
+    made = {v for i in members for v in seen.jaxpr.eqns[i].outvars}
+    for index in members:
+        eqn = seen.jaxpr.eqns[index]
+        name = eqn.primitive.name
+        if name in SAVES_RESULT or seen.recomputed[index]:
+            saved.update(eqn.outvars)
+        if name in SAVES_OPERANDS:
+            operands = [v for v in eqn.invars if not isinstance(v, jaxprs.Literal)]
+            if len(operands) > 1 or len(eqn.invars) == 1:
+                saved.update(operands)
+    return sum(
+        v.aval.size * F32.itemsize
+        for v in saved
+        if (v in made and seen.held[v] == F32)
+        or (v not in made and seen.is_activation(v) and is_half(seen.held[v]))
+    )
+
+
+def _kept(seen: Seen, island: Island) -> int:
+    """The bytes that the island saves instead: what it begins with."""
+    return sum(
+        v.aval.size * (dtype or seen.held[v] or v.aval.dtype).itemsize
+        for v, dtype in island.inputs
+        if not seen.is_parameter(v)
+    )

@@ -9,6 +9,8 @@ changes a spelling changes one function.
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -35,12 +37,17 @@ _BODY_PARAMETER = {
 _SHARD_MAP = "shard_map"
 
 
-# The largest body that runs in place of its call; `jnp.take` has six equations.
-_HELPER_SIZE = 8
+# The largest body that runs in place of its call; `log_softmax` has ten equations.
+_HELPER_SIZE = 24
 
 _LIBRARY_FOLDERS = tuple(
     os.path.join(os.path.dirname(str(module.__file__)), "")
     for module in (jax, flax, optax)
+)
+# This package, and what of the standard library calls functions for others.
+_NOT_A_USERS = (
+    os.path.join(os.path.dirname(__file__), ""),
+    *(str(module.__file__) for module in (contextlib, functools)),
 )
 
 
@@ -225,10 +232,10 @@ def bind_staged(eqn: Any, staged: Sequence[Any], operands: Sequence[Any]) -> lis
     if eqn.primitive is primitives.scan_p:
         return bind(eqn, operands, jaxpr=body)
     if is_checkpoint(eqn):
-        if eqn.params["differentiated"]:
-            jaxpr, consts = body_of(body)
-            assert not consts, "a differentiated checkpoint closes over nothing"
+        jaxpr, consts = body_of(body)
+        if not consts:
             return bind(eqn, operands, jaxpr=jaxpr)
+        assert not eqn.params["differentiated"], "it closes over nothing"
         run = jax.checkpoint(
             core.jaxpr_as_fun(body),
             prevent_cse=eqn.params["prevent_cse"],
@@ -302,3 +309,54 @@ def retyped(eqn: Any, dtype: np.dtype) -> dict[str, Any]:
     """Returns the parameters of `eqn` that say in which dtype its result is."""
     names = ("preferred_element_type", "out_dtype")
     return {name: dtype for name in names if eqn.params.get(name) is not None}
+
+
+def source_line(eqn: Any) -> str | None:
+    """Returns `file:line` of the user's code that made `eqn`, or None.
+
+    The innermost call outside of JAX, Flax, Optax and this package; if there is none,
+    the innermost one in Flax or Optax.
+    """
+    traceback = eqn.source_info.traceback
+    frames = [] if traceback is None else traceback.frames
+    jax_folder, *_ = _LIBRARY_FOLDERS
+    for passed_over in (
+        (*_LIBRARY_FOLDERS, *_NOT_A_USERS),
+        (jax_folder, *_NOT_A_USERS),
+    ):
+        for frame in frames:
+            if not frame.file_name.startswith(passed_over):
+                return f"{frame.file_name}:{frame.line_num}"
+    return None
+
+
+def jitted_name(eqn: Any) -> str | None:
+    """Returns the name of the function if `eqn` calls one that the user jitted."""
+    if eqn.primitive is not primitives.jit_p:
+        return None
+    filename = body_of(eqn.params["jaxpr"]).jaxpr.debug_info.func_filename or ""
+    name = eqn.params["name"]
+    return name if name.isidentifier() and not in_library(filename) else None
+
+
+def repetitions(eqn: Any) -> int:
+    """Returns how often the bodies of `eqn` run, if the program tells; else 1.
+
+    The turns of a `scan`, the shards of a `shard_map`; a `while` does not tell.
+    """
+    if eqn.primitive is primitives.scan_p:
+        return eqn.params["length"]
+    if is_shard_map(eqn):
+        sizes = dict(eqn.params["mesh"].shape)
+        return math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])
+    return 1
+
+
+def owned_bodies(eqn: Any) -> list[Body]:
+    """Returns every body among the parameters of `eqn`, also those run as traced."""
+    return list(map(body_of, core.jaxprs_in_params(eqn.params)))
+
+
+def run_as_traced(body: Body, args: Sequence[Any]) -> list[Any]:
+    """Runs a body in the dtypes that it was traced with."""
+    return jax.core.eval_jaxpr(body.jaxpr, body.consts, *args)

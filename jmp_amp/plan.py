@@ -53,14 +53,19 @@ class Plan:
       equations: one `EquationPlan` for each equation of the body.
       outputs: the dtype of each output; None for one that is never cast.
       cast_per_use: the variables whose casts are not shared between their uses.
-      islands: the equations that are differentiated as one.
+      order: the indices of the equations as they run; islands are differentiated as
+        one.
     """
 
     body: Body
     equations: tuple[EquationPlan, ...]
     outputs: tuple[np.dtype | None, ...]
     cast_per_use: frozenset[Any]
-    islands: tuple[Island, ...] = ()
+    order: tuple[int | Island, ...]
+
+    @property
+    def islands(self) -> tuple[Island, ...]:
+        return tuple(step for step in self.order if isinstance(step, Island))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,11 +31,11 @@ from jmp_amp.decisions import (
 from jmp_amp.demands import Choice, Chosen, Demand, Demands, demand_of
 from jmp_amp.dtypes import F32, is_castable, is_half
 from jmp_amp.flows import Flow, Flows, Step, carry_dtype
-from jmp_amp.islands import find_islands
+from jmp_amp.islands import Seen, find_islands, in_order
 from jmp_amp.jaxprs import Body
 from jmp_amp.plan import EquationPlan, Plan, RuleContext
 from jmp_amp.policy import Policy
-from jmp_amp.rules import OpClass, Rule
+from jmp_amp.rules import COMPARISONS, RECOMPUTED, OpClass, Rule
 from jmp_amp.scopes import Region
 
 _Dtypes = tuple[np.dtype | None, ...]
@@ -159,20 +159,26 @@ class _Planner:
             equations.append(planned)
         if outputs is None:
             outputs = tuple(map(values.handed_out, jaxpr.outvars, choice.outputs))
-        islands = find_islands(
-            jaxpr,
-            [planned.rule for planned in equations],
-            [planned.reads for planned in equations],
-            outputs,
-            held,
-            lambda var: flow.known[var].origin != Origin.FREE,
-        )
+        islands = ()
+        if saves:
+            islands = find_islands(
+                Seen(
+                    jaxpr,
+                    [planned.dtype for planned in equations],
+                    [planned.reads for planned in equations],
+                    list(map(_is_recomputed, jaxpr.eqns, equations)),
+                    outputs,
+                    held,
+                    lambda var: flow.known[var].origin != Origin.FREE,
+                    lambda var: flow.known[var].as_parameter,
+                )
+            )
         return Plan(
             flow.body,
             tuple(equations),
             outputs,
             frozenset(var for var, known in flow.known.items() if known.as_parameter),
-            islands if saves else (),
+            in_order(jaxpr, islands),
         )
 
     def _bodies(
@@ -289,6 +295,19 @@ def _common(
     if len(set(dtypes)) == 1:
         return dtypes[0]
     return carry_dtype(result, var)
+
+
+def _is_recomputed(eqn: Any, planned: EquationPlan) -> bool:
+    """Whether an equation is a call that computes in f32, and cheaply."""
+    if not planned.bodies or not jaxprs.is_helper(eqn):
+        return False
+    (plan,) = planned.bodies
+    return all(
+        _is_recomputed(inner, p)
+        if p.bodies
+        else p.dtype in (F32, None) and inner.primitive.name in RECOMPUTED | COMPARISONS
+        for inner, p in zip(plan.body.jaxpr.eqns, plan.equations, strict=True)
+    )
 
 
 def _equation(eqn: Any, step: Step, chosen: Chosen, values: _Held) -> EquationPlan:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_amp import scopes
-from jmp_amp.dtypes import F32, is_castable
+from jmp_amp.dtypes import F32, floating_dtype, is_castable
 from jmp_amp.policy import Policy, get_policy
 
 
@@ -112,6 +112,7 @@ def cast_inputs(
         force.
 
     Raises:
+      TypeError: if `fn` is not callable.
       ValueError: if `dtype` is another one.
 
     Source: `torch.amp.custom_fwd(cast_inputs=...)`.
@@ -133,10 +134,11 @@ def cast_inputs(
             f"cast_inputs({fn!r}): the first argument is a function, found "
             f"{type(fn).__name__}."
         )
-    if dtype is not None and not is_castable(jnp.dtype(dtype)):
+    chosen = None if dtype is None else floating_dtype(dtype, "cast_inputs(fn, {})")
+    if chosen is not None and not is_castable(chosen):
         raise ValueError(
-            f"cast_inputs(fn, {dtype!r}): cannot cast to {jnp.dtype(dtype).name}. Use "
-            "float16, bfloat16 or float32."
+            f"cast_inputs(fn, {dtype!r}): cannot cast to {chosen.name}. Use float16, "
+            "bfloat16 or float32."
         )
 
     @functools.wraps(fn, updated=())
@@ -144,7 +146,7 @@ def cast_inputs(
         policy = scopes.active_policy()
         if policy is None:
             return fn(*args, **kwargs)
-        target = policy.compute_dtype if dtype is None else jnp.dtype(dtype)
+        target = policy.compute_dtype if chosen is None else chosen
         changed: list[Any] = []
 
         def lower(leaf: Any) -> Any:

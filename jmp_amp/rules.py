@@ -186,8 +186,27 @@ FUNCTIONS = (
 )
 
 
-# Functions between half-precision values whose f32 values are not saved: `islands.py`.
-ISLANDS = frozenset(("softmax",))
+# Cheap enough to be computed again in the backward pass, instead of saving f32 values:
+# `islands.py`.
+RECOMPUTED = frozenset(
+    (
+        *("broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "rev", "pad"),
+        *("concatenate", "split", "tile", "copy", "stop_gradient", "gather"),
+        *("select_n", "max", "min", "clamp", "neg", "abs", "reduce_max", "reduce_min"),
+        *("exp", "exp2", "expm1", "pow", "rsqrt", "sinh", "cosh", "tan", "log"),
+        *("log1p", "reduce_sum"),
+    )
+) | (ARITHMETIC - {"iota"})
+# What differentiation saves of them: their results or their operands.
+SAVES_RESULT = frozenset(
+    ("exp", "exp2", "expm1", "rsqrt", "sqrt", "tanh", "logistic", "tan", "cbrt")
+)
+SAVES_OPERANDS = frozenset(
+    (
+        *("mul", "div", "pow", "log", "log1p", "square", "integer_pow", "sin", "cos"),
+        *("atan", "erf", "erfc", "sinh", "cosh", "one_minus_square", "rem"),
+    )
+)
 
 
 def _by_name(groups: Iterable[Group]) -> Mapping[str, Rule]:

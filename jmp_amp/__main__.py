@@ -1,0 +1,158 @@
+"""The command line: `python -m jmp_amp explain package.module:function`."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jmp_amp.policy import get_policy
+from jmp_amp.report import explain
+
+_EXPLAIN = """\
+Prints what autocast would do to a function: the dtype of its operations and why, the
+casts, the operations of matrix products in half precision, the bytes that are kept for
+the backward pass. Nothing of the function is executed.
+
+Its arguments come from a function next to it, by default <function>_args, which takes
+nothing and returns a tuple of them, or such a tuple and a dictionary of keyword
+arguments. A jax.ShapeDtypeStruct will do for an array.
+"""
+
+
+class _Mistake(Exception):
+    """What the caller can put right, in words."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit status: 2 for a caller's mistake.
+
+    Args:
+      argv: the words of the command; by default those of this process.
+    """
+    parser = argparse.ArgumentParser(prog="python -m jmp_amp")
+    commands = parser.add_subparsers(metavar="command", required=True)
+    command = commands.add_parser(
+        "explain",
+        help="print what autocast would do to a function",
+        description=_EXPLAIN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(run=_explain)
+    add = command.add_argument
+    add("function", metavar="package.module:function")
+    add("--policy", default="mixed_bfloat16", help="default: %(default)s")
+    add("--args", metavar="NAME", help="the function that returns the arguments")
+    add("--json", action="store_true", help="print the whole report as JSON")
+    add("--equations", action="store_true", help="print every equation too")
+    add("--module", metavar="GLOB", help="print these modules' equations: 'encoder/*'")
+    options = parser.parse_args(argv)
+    try:
+        print(options.run(options))
+    except _Mistake as mistake:
+        print(f"python -m jmp_amp: {mistake}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> str:
+    try:
+        policy = get_policy(options.policy)
+    except (TypeError, ValueError) as error:
+        raise _Mistake(f"--policy: {error}") from error
+    function, example = _functions(options.function, options.args)
+    try:
+        explained = explain(function, policy)
+    except (TypeError, ValueError) as error:
+        raise _Mistake(str(error)) from error
+    args, kwargs = _arguments(example)
+    report = explained(*args, **kwargs)
+    if options.json:
+        return report.to_json(indent=1)
+    if options.equations or options.module is not None:
+        pattern = "**" if options.module is None else options.module
+        return f"{report}\n\n{report.drill_down(pattern)}"
+    return str(report)
+
+
+def _functions(
+    text: str, sibling: str | None
+) -> tuple[Callable[..., Any], Callable[[], Any]]:
+    """Returns the function that `text` names, and the one that has its arguments."""
+    name, colon, path = text.partition(":")
+    if not (name and colon and path):
+        raise _Mistake(
+            f"{text!r} names no function. Write the module, a colon and the function, "
+            "as in package.module:function."
+        )
+    module = _imported(name)
+    function = _attribute(module, path)
+    if function is None:
+        close = difflib.get_close_matches(path, dir(module), n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise _Mistake(f"module {name!r} has no function {path!r}.{hint}")
+    expected = sibling or f"{path}_args"
+    example = _attribute(module, expected)
+    if example is None:
+        raise _Mistake(
+            f"module {name!r} has no function {expected!r} that returns arguments for "
+            f"{path!r}. Write one, as in "
+            f"`def {expected.rpartition('.')[2]}(): return "
+            "(jax.ShapeDtypeStruct((8, 16), jnp.float32),)`, or name another one "
+            "with --args."
+        )
+    for attribute, value in ((path, function), (expected, example)):
+        if not callable(value):
+            raise _Mistake(
+                f"{name}:{attribute} is not a function, but {type(value).__name__}."
+            )
+    return function, example
+
+
+def _imported(name: str) -> Any:
+    # As for `python -m`, which has it there already: modules next to where one stands.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise _Mistake(
+            f"there is no module {error.name!r} here. Run this in the folder that it "
+            "is in, or install it."
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise _Mistake(f"{name!r} is not the name of a module: {error}.") from error
+
+
+def _attribute(module: Any, path: str) -> Any:
+    value = module
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def _arguments(example: Callable[[], Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    found = example()
+    if isinstance(found, tuple):
+        if (
+            len(found) == 2
+            and isinstance(found[0], tuple)
+            and isinstance(found[1], dict)
+        ):
+            return found
+        return found, {}
+    raise _Mistake(
+        f"{getattr(example, '__qualname__', example)}() returned "
+        f"{type(found).__name__}. It has to return a tuple of arguments, such as "
+        "(x,), or such a tuple and a dictionary of keyword arguments."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Figures of reports; matplotlib is needed, an optional extra."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jmp_amp.facts import Costs
+from jmp_amp.report import Report
+from jmp_amp.tables import TOP_LEVEL, quantity
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST_MODULES = 30
+_HALF, _FULL, _CASTS = "#2a6f97", "#d9a441", "#6c757d"
+_KEPT, _MORE = "#468c72", "#cfe3da"
+
+
+def explain(report: Report) -> Figure:
+    """Returns a matplotlib `Figure` of a report: FLOP, casts and saved bytes by module.
+
+    The modules with the most FLOP, casts and saved bytes are shown, in the order of the
+    program; beyond thirty, the rest is added up. `figure.savefig("plan.png")` writes it
+    to a file.
+
+    Raises:
+      ImportError: without matplotlib.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+      >>> report = amp.explain(lambda w, x: jnp.exp(x @ w))(x, x)
+      >>> [axes.get_title() for axes in amp.plots.explain(report).axes]
+      ['FLOP of matmuls', 'elements cast', 'saved for backward']
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "amp.plots.explain: matplotlib is not installed. Install it with "
+            "`pip install 'jmp_amp[plots]'`."
+        ) from error
+    modules = _shown(report.modules)
+    labels = [_label(path) for path, _ in modules]
+    costs = [each for _, each in modules]
+    figure = Figure(figsize=(11, 1.8 + 0.28 * len(modules)), layout="constrained")
+    left, middle, right = figure.subplots(1, 3, sharey=True)
+    _bars(
+        left,
+        "FLOP of matmuls",
+        labels,
+        ("in half", [c.flops_in_half for c in costs], _HALF),
+        ("in f32", [c.flops - c.flops_in_half for c in costs], _FULL),
+    )
+    elements = [c.cast_elements for c in costs]
+    _bars(middle, "elements cast", labels, ("casts", elements, _CASTS))
+    saved = [c.saved for c in costs]
+    # A module that keeps more than without has no second bar.
+    less = [max(c.saved_without - c.saved, 0) for c in costs]
+    _bars(
+        right,
+        "saved for backward",
+        labels,
+        ("bytes", saved, _KEPT),
+        ("more bytes without autocast", less, _MORE),
+    )
+    bars = [each for axes in (left, right) for each in axes.get_legend_handles_labels()]
+    handles, names = bars[0] + bars[2], bars[1] + bars[3]
+    figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle(report.summary, fontsize="small", wrap=True)
+    return figure
+
+
+def _shown(modules: dict[str, Costs]) -> list[tuple[str, Costs]]:
+    """The modules that cost something, the largest ones if there are many."""
+    costly = {
+        path: costs
+        for path, costs in modules.items()
+        if costs.flops or costs.casts or costs.saved or costs.saved_without
+    }
+    if len(costly) > _MOST_MODULES:
+        weight = {
+            path: (c.flops, c.saved_without + c.cast_elements)
+            for path, c in costly.items()
+        }
+        largest = set(sorted(weight, key=weight.__getitem__)[1 - _MOST_MODULES :])
+        rest = [costly.pop(path) for path in list(costly) if path not in largest]
+        added = Costs(*map(sum, zip(*rest, strict=True)))
+        costly[f"({len(rest)} smaller modules)"] = added
+    return list(costly.items())
+
+
+def _label(path: str) -> str:
+    path = path or TOP_LEVEL
+    if len(path) <= 40:
+        return path
+    return f".../{path[-40:].partition('/')[2] or path[-40:]}"
+
+
+def _bars(
+    axes: Axes,
+    title: str,
+    labels: list[str],
+    *layers: tuple[str, list[int], str],
+) -> None:
+    places = range(len(labels))
+    left = [0] * len(labels)
+    for name, widths, color in layers:
+        axes.barh(places, widths, left=left, color=color, label=name)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_title(title, fontsize="medium")
+    axes.set_yticks(places, labels, fontsize="small")
+    axes.set_ylim(max(len(labels), 1) - 0.5, -0.5)  # in order, from the top
+    axes.xaxis.set_major_formatter(lambda value, _: quantity(value).strip())
+    axes.xaxis.set_tick_params(labelsize="small")
+    axes.spines[["top", "right"]].set_visible(False)
