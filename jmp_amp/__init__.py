@@ -3,7 +3,8 @@
 * Which dtypes: `Policy`, `get_policy`, `half_dtype`; by hand, `cast_floating`,
   `cast_to_half`, `cast_to_full`.
 * A function in mixed precision: `autocast`. Parts of it with a policy of their own:
-  `with_policy`, `full_precision`; kernels and custom rules in half: `cast_inputs`.
+  `with_policy`, `full_precision`; kernels and custom rules in half: `cast_inputs`. What
+  it decides, and why: `explain` returns a `Report`, `plots` draws it.
 * Gradients of a scaled loss: `value_and_grad`, `grad`; the scale is a `LossScale`, made
   by `dynamic_loss_scale`, `static_loss_scale` or `no_loss_scale`.
 * An optimizer that skips steps which overflowed: `with_loss_scale`. Its state tells

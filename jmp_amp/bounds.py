@@ -53,7 +53,8 @@ _BOUNDED = frozenset(("sin", "cos", "tanh", "logistic", "erf", "sign"))
 
 def bounds_of_constant(value: Any) -> Bounds:
     """Returns the bounds of a literal or of a small constant array."""
-    if isinstance(value, jax.core.Tracer):
+    is_array = isinstance(jax.typeof(value), jax.core.ShapedArray)
+    if isinstance(value, jax.core.Tracer) or not is_array:
         return None
     dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
     if np.size(value) > _LARGEST_CONSTANT or not _is_real(dtype):

@@ -17,7 +17,7 @@ import numpy as np
 
 from jmp_amp import bounds, jaxprs, rules
 from jmp_amp.bounds import Bounds
-from jmp_amp.dtypes import F32, is_castable, is_half
+from jmp_amp.dtypes import F16, F32, is_castable, is_half
 from jmp_amp.policy import Policy
 from jmp_amp.rules import OpClass, Rule
 from jmp_amp.scopes import Region
@@ -46,6 +46,8 @@ class Known:
       gains: to cast it early, in the operation that made it, gains something: that
         operation rounds, or its operand is cast for others too.
       shared: it has more than one consumer.
+      costly: an f32 value that is saved in f32 whatever reads it, as it is too costly
+        to compute again, or made from one by operations that follow.
     """
 
     origin: Origin
@@ -54,6 +56,7 @@ class Known:
     region: Region
     gains: bool = False
     shared: bool = False
+    costly: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +71,12 @@ class Decision:
       result: what is known of the results.
       as_traced: reads and writes the dtypes that it was traced with.
       may_rise: runs in f32 if all consumers do.
+      may_fall: runs in half if all consumers do, though it reads f32.
       may_sink: moves parameters, so it runs in half if its one consumer does.
       may_add_in_half: adds up parameters, such as the embeddings of a token and of its
         position, so it runs in half if all consumers do.
-      may_store_half: made of parameters, so its result is kept in half if all consumers
-        read half.
+      may_store_half: made of parameters, or costly, so its result is kept in half if
+        all consumers read half.
       saturate: constants that overflow become the largest finite value.
       f32_result: half operands, f32 result.
       passes_on: each result is an operand, in the dtype that it has.
@@ -84,6 +88,7 @@ class Decision:
     result: Known
     as_traced: bool = False
     may_rise: bool = False
+    may_fall: bool = False
     may_sink: bool = False
     may_add_in_half: bool = False
     may_store_half: bool = False
@@ -127,17 +132,28 @@ def decide(
     ):
         limits = bounds.bounds_of_result(eqn, [v.bounds for v in views])
     exact = structural or eqn.primitive.name in rules.SELECTIONS
-    gains = choice.may_rise and (
+    gains = choice.may_rise
+    if eqn.primitive.name in ("gather", "sort"):
+        # What they make is written to memory: in f32 only to sum gradients in f32.
+        gains = gains and any(v.shared for v in operands if v.origin)
+    # The derivative of what reads the sum in f32 saves the sum, or both terms.
+    gains = gains and not (
+        eqn.primitive.name == "add" and all(v.origin == Origin.LOW for v in operands)
+    )
+    gains = gains and (
         not exact or any(v.gains or v.shared for v in operands if v.origin)
     )
+    low = region.policy.compute_dtype
+    may_fall = _may_fall(eqn, choice, rule, operands, low)
+    costly = _is_costly(eqn, choice, rule) and is_half(low)
     result = Known(
         choice.origin,
         limits,
         free and structural and any(v.as_parameter for v in operands),
         region,
         gains,
+        costly=costly or may_fall,
     )
-    low = region.policy.compute_dtype
     fits = is_half(low) and _unfit([*operands, result], low) is None
     computed = free and bool(operands) and not structural and limits is None
     computed = computed and all(v.aval.dtype == F32 for v in eqn.outvars)
@@ -157,10 +173,46 @@ def decide(
         may_add_in_half=computed
         and eqn.primitive.name == "add"
         and all(v.as_parameter for v in operands),
-        may_store_half=computed,
+        may_store_half=computed or costly,
+        may_fall=may_fall,
         saturate=choice.saturate,
         f32_result=choice.f32_result,
     )
+
+
+def _is_costly(eqn: Any, choice: _Choice, rule: Rule) -> bool:
+    """Whether `eqn` makes f32 values that are not computed again for the derivative."""
+    return (
+        choice.origin == Origin.FULL
+        and not choice.f32_result
+        and not rule.from_user
+        and (rule.op_class is OpClass.FULL or choice.as_traced)
+        and eqn.primitive.name not in rules.RECOMPUTED
+        and all(v.aval.dtype == F32 for v in eqn.outvars if _inexact(v))
+    )
+
+
+def _may_fall(
+    eqn: Any, choice: _Choice, rule: Rule, operands: list[Known], low: np.dtype
+) -> bool:
+    """Whether what reads costly f32 values may be cast to half before, not after.
+
+    In f16 not where they are rescaled: a sum that overflows may become a mean.
+    """
+    if not (
+        is_half(low)
+        and rule.op_class is OpClass.FOLLOW
+        and not jaxprs.is_conversion(eqn)
+        and choice.dtype == F32
+        and choice.origin == Origin.FULL
+        and all(v.costly for v in operands if v.origin == Origin.FULL)
+        and _unfit(operands, low) is None
+    ):
+        return False
+    rescales = eqn.primitive.name in ("mul", "div") and any(
+        v.origin == Origin.FREE for v in operands
+    )
+    return low != F16 or not rescales
 
 
 @dataclasses.dataclass(frozen=True)

@@ -151,6 +151,8 @@ def _choose(eqn: Any, step: Step, wanted: Sequence[Demand], once: bool) -> Chose
     dtype, reason, store = decision.dtype, decision.reason, None
     if decision.may_rise and total == Demand.F32:
         dtype, reason = F32, "only f32 operations read it"
+    elif decision.may_fall and total == demand_of(low):
+        dtype, reason = low, "only half precision reads it"
     elif decision.may_sink and total == demand_of(low) and once:
         dtype, reason = low, "moves parameters that only half precision reads"
     elif decision.may_add_in_half and total == demand_of(low):

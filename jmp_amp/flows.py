@@ -28,7 +28,6 @@ from jmp_amp.jaxprs import Body, Inner
 from jmp_amp.rules import Rule
 from jmp_amp.scopes import Region
 
-
 # Of a constant that no dtype is sure to hold.
 _ANY_SIZE = (-sys.float_info.max, sys.float_info.max)
 
@@ -167,6 +166,11 @@ class Flows:
             results = flows[0].outputs
             for other in flows[1:]:
                 results = tuple(map(_either, results, other.outputs))
+        if carried or jaxprs.is_custom_jvp(eqn):
+            # A loop is not run again for what reads its results, and the user's rule
+            # saves what it needs by itself.
+            costly = is_half(region.policy.compute_dtype)
+            results = tuple(dataclasses.replace(k, costly=costly) for k in results)
         return Step(
             region, views, _in_region(results, region), None, inner, flows, rule
         )
@@ -191,7 +195,7 @@ def view(known: Known, region: Region) -> Known:
         return known
     half = is_half(known.region.policy.output_dtype)
     origin = Origin.LOW if half else Origin.FULL
-    return dataclasses.replace(known, origin=origin, as_parameter=False)
+    return dataclasses.replace(known, origin=origin, as_parameter=False, costly=False)
 
 
 def _known(atom: Any, known: dict[Any, Known], region: Region) -> Known:

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp import jaxprs, scopes
+from jmp_amp.derivatives import half_operands_f32_result, pick
 from jmp_amp.dtypes import is_castable
 from jmp_amp.islands import Island
 from jmp_amp.plan import EquationPlan, Plan
@@ -43,11 +44,18 @@ def autocast(
     gradients of float32 parameters are float32. It composes with every transformation
     of JAX, inside and outside.
 
+    Loops, branches, calls and sharded maps are entered. What a `scan` carries is half
+    if it starts as an activation, a parameter or an input and every turn updates it in
+    half; a carry that starts from constants, or is updated in float32, is float32.
+
     What is left alone: integers, booleans, complex, float64, fp8 and PRNG keys; dtypes
     that the program asks for, such as `x.astype(jnp.bfloat16)`; and, computed as they
-    were traced, `scan`, `while_loop`, `cond`, `custom_vjp`, `shard_map`, callbacks and
-    Pallas kernels. In a float32 program `x.astype(jnp.float32)` is no operation and
-    asks for nothing.
+    were traced, `custom_vjp` functions, callbacks and Pallas kernels that `cast_inputs`
+    does not mark. In a float32 program `x.astype(jnp.float32)` is no operation and
+    asks for nothing: `full_precision` does.
+
+    Keep an optimizer's update outside: a parameter plus a half-precision update is a
+    half-precision sum.
 
     Args:
       fn: a function of pytrees. Arguments that are no arrays (Python numbers, strings,
@@ -215,7 +223,13 @@ class _Run:
 
     def body(self, plan: Plan, args: Sequence[Any]) -> list[Any]:
         jaxpr = plan.body.jaxpr
-        values = _Values(plan, jaxpr.constvars, plan.body.consts)
+        # JAX keeps small constants as numpy arrays; a user's rule may do with them what
+        # only JAX's own arrays can.
+        consts = [
+            jnp.asarray(const) if isinstance(const, np.ndarray) else const
+            for const in plan.body.consts
+        ]
+        values = _Values(plan, jaxpr.constvars, consts)
         values.write(jaxpr.invars, args)
         self.steps(values, plan.order)
         return [
@@ -283,7 +297,9 @@ class _Run:
             assert planned.dtype is not None
             if not self.differentiable:
                 return jaxprs.bind(eqn, operands)
-            return [_half_operands_f32_result(eqn, planned.dtype)(*operands)]
+            return [half_operands_f32_result(eqn, planned.dtype)(*operands)]
+        if planned.picks and self.differentiable:
+            return [pick(eqn, *operands)]
         changed = {} if planned.dtype is None else jaxprs.retyped(eqn, planned.dtype)
         results = jaxprs.bind(eqn, operands, **changed)
         return [
@@ -342,31 +358,6 @@ class _Run:
 
         primal.defjvp(derivative, symbolic_zeros=True)
         return list(primal(*operands))
-
-
-def _half_operands_f32_result(eqn: Any, dtype: np.dtype) -> Callable[..., Any]:
-    """Returns `eqn` with a derivative whose products are half precision too.
-
-    JAX differentiates a dot of half operands with an f32 result to dots of f32 and half
-    operands, which are f32 gemms, and refuses the convolution. A custom_vjp would lose
-    forward mode.
-    """
-
-    @jax.custom_jvp
-    def product(*operands: Any) -> Any:
-        (result,) = jaxprs.bind(eqn, operands)
-        return result
-
-    @product.defjvp
-    def derivative(operands: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-        def in_half(*operands: Any) -> Any:
-            (result,) = jaxprs.bind(eqn, operands, **jaxprs.retyped(eqn, dtype))
-            return result
-
-        _, tangent = jax.jvp(in_half, operands, tangents)
-        return product(*operands), tangent.astype(jnp.float32)
-
-    return product
 
 
 def _cast(value: Any, dtype: np.dtype, saturate: bool) -> Any:

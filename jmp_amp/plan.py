@@ -29,6 +29,7 @@ class EquationPlan:
       writes: the dtype of each result; None for results that are never cast.
       saturate: constants that overflow `dtype` become its largest finite value.
       f32_result: half-precision operands, f32 result (`preferred_element_type`).
+      picks: takes one element of each row, with a derivative that is no scatter.
       bodies: the plans of its bodies: of calls, loops and branches.
       rule_context: what planning the derivative rule of a `custom_jvp` needs.
     """
@@ -40,6 +41,7 @@ class EquationPlan:
     writes: tuple[np.dtype | None, ...]
     saturate: bool = False
     f32_result: bool = False
+    picks: bool = False
     bodies: tuple[Plan, ...] = ()
     rule_context: RuleContext | None = None
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp import jaxprs
+from jmp_amp import jaxprs, scopes
 from jmp_amp.decisions import (
     Decision,
     Known,
@@ -29,6 +29,7 @@ from jmp_amp.decisions import (
     traced_dtype,
 )
 from jmp_amp.demands import Choice, Chosen, Demand, Demands, demand_of
+from jmp_amp.derivatives import picks_from_rows
 from jmp_amp.dtypes import F32, is_castable, is_half
 from jmp_amp.flows import Flow, Flows, Step, carry_dtype
 from jmp_amp.islands import Seen, find_islands, in_order
@@ -74,7 +75,9 @@ def plan_derivative_rule(
     """
     assert planned.rule_context is not None
     context = planned.rule_context
-    traced = jaxprs.trace_derivative_rule(eqn, differentiated)
+    # It is traced when it is needed, maybe long after the function around it.
+    with scopes.activate(context.region.policy):
+        traced = jaxprs.trace_derivative_rule(eqn, differentiated)
     known = [*context.known, *(context.known[i] for i in differentiated)]
     known = [dataclasses.replace(k, bounds=None) for k in known]
     reads = [*planned.reads, *(planned.reads[i] for i in differentiated)]
@@ -322,6 +325,9 @@ def _equation(eqn: Any, step: Step, chosen: Chosen, values: _Held) -> EquationPl
         _writes(eqn, chosen, decision, reads),
         saturate=decision.saturate and chosen.dtype != F32,
         f32_result=decision.f32_result,
+        picks=is_half(step.region.policy.compute_dtype)
+        and decision.result.origin != Origin.FREE
+        and picks_from_rows(eqn),
     )
 
 

@@ -1,0 +1,588 @@
+"""What a report says of a program: figures from closed forms, and nothing executed."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+
+import jmp_amp as amp
+from tests.programs import casts_of
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def explained(fn, *args, policy="mixed_bfloat16", **kwargs):
+    return amp.explain(fn, policy)(*args, **kwargs)
+
+
+def of(report, operation):
+    return [e for e in report.equations if e.operation == operation]
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(32, name="up")(x))
+        return nn.LayerNorm(name="norm")(nn.Dense(8, name="down")(x))
+
+
+MODEL = MLP()
+X = f32(4, 16)
+VARIABLES = jax.eval_shape(MODEL.init, jax.random.key(0), X)
+UP, DOWN = 2 * 4 * 16 * 32, 2 * 4 * 32 * 8
+
+
+# The figures
+
+
+def test_flops_of_an_mlp_are_those_of_its_shapes():
+    modules = explained(MODEL.apply, VARIABLES, X).modules
+    assert modules["MLP/up"].flops == modules["MLP/up"].flops_in_half == UP
+    assert modules["MLP/down"].flops == modules["MLP/down"].flops_in_half == DOWN
+    assert modules["MLP/norm"].flops == 0
+
+
+def test_totals_are_the_sums_of_the_modules():
+    report = explained(MODEL.apply, VARIABLES, X)
+    assert report.total == tuple(map(sum, zip(*report.modules.values(), strict=True)))
+    assert report.total.flops == UP + DOWN
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"padding": "VALID"},
+        {"padding": "SAME"},
+        {"padding": "SAME", "window_strides": (2, 3)},
+        {"padding": ((2, 0), (1, 3)), "rhs_dilation": (2, 1)},
+        {"padding": ((1, 1), (0, 2)), "lhs_dilation": (2, 3)},
+    ],
+)
+def test_flops_of_a_convolution_are_those_that_xla_counts(options, groups):
+    image, kernel = f32(2, 9, 11, 4), f32(3, 4, 4 // groups, 6)
+
+    def fn(image, kernel):
+        return lax.conv_general_dilated(
+            image,
+            kernel,
+            **{"window_strides": (1, 1), **options},
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )
+
+    counted = jax.jit(fn).lower(image, kernel).cost_analysis()["flops"]
+    assert explained(fn, image, kernel).total.flops == counted
+
+
+def test_flops_of_a_valid_convolution_are_the_closed_form():
+    def fn(image, kernel):
+        return lax.conv(image, kernel, (1, 1), "VALID")
+
+    report = explained(fn, f32(2, 3, 8, 8), f32(5, 3, 3, 3))
+    assert report.total.flops == 2 * (2 * 5 * 6 * 6) * (3 * 3 * 3)
+
+
+def test_flops_of_the_gradient_of_a_convolution_are_those_that_xla_counts():
+    def loss(image, kernel):
+        return jnp.sum(lax.conv(image, kernel, (1, 1), "VALID"))
+
+    gradient = jax.grad(loss, argnums=(0, 1))
+    args = f32(4, 3, 8, 8), f32(5, 3, 3, 3)
+    convs = of(explained(gradient, *args), "conv_general_dilated")
+    # Forward, and one each for image and kernel: every product is made three times.
+    forward = 2 * (4 * 5 * 6 * 6) * (3 * 3 * 3)
+    assert [e.flops for e in convs] == [forward] * len(convs)
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes"),
+    [
+        (jnp.matmul, ((5, 4, 3), (5, 3, 7))),
+        (lambda x, y: jnp.einsum("abc,dcb->ad", x, y), ((3, 4, 5), (2, 5, 4))),
+    ],
+)
+def test_flops_of_a_product_are_those_that_xla_counts(fn, shapes):
+    args = [f32(*shape) for shape in shapes]
+    counted = jax.jit(fn).lower(*args).cost_analysis()["flops"]
+    assert explained(fn, *args).total.flops == counted
+
+
+def test_flops_of_a_ragged_product_are_those_of_its_rows():
+    sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
+    report = explained(lax.ragged_dot, f32(12, 4), f32(3, 4, 5), sizes)
+    assert report.total.flops == 2 * 12 * 4 * 5
+    assert report.total.matmuls == 1
+
+
+def test_the_body_of_a_scan_counts_as_often_as_it_runs():
+    def fn(x, ws):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+    report = explained(fn, f32(4, 16), f32(6, 16, 16))
+    (product,) = of(report, "dot_general")
+    assert (product.flops, product.times) == (6 * 2 * 4 * 16 * 16, 6)
+    assert report.total.matmuls == report.total.matmuls_in_half == 1
+
+
+def test_a_scan_in_a_scan_counts_the_product_of_both():
+    def inner(x, w):
+        return lax.scan(lambda x, _: (x @ w, None), x, length=3)[0]
+
+    def fn(x, ws):
+        return lax.scan(lambda x, w: (inner(x, w), None), x, ws)[0]
+
+    report = explained(fn, f32(4, 16), f32(6, 16, 16))
+    assert report.total.flops == 18 * 2 * 4 * 16 * 16
+
+
+def test_every_branch_of_a_cond_and_a_while_loop_count_once():
+    def branches(flag, x, w):
+        return lax.cond(flag, lambda: x @ w, lambda: x @ w @ w)
+
+    flag = jax.ShapeDtypeStruct((), jnp.bool_)
+    one = 2 * 4 * 16 * 16
+    assert explained(branches, flag, X, f32(16, 16)).total.flops == 3 * one
+
+    def loop(x, w):
+        return lax.while_loop(lambda x: x[0, 0] < 0, lambda x: x @ w, x)
+
+    assert explained(loop, X, f32(16, 16)).total.flops == one
+
+
+def test_a_shard_map_counts_all_of_its_shards():
+    mesh = jax.make_mesh((8,), ("shard",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    fn = jax.shard_map(
+        lambda x, w: x @ w,
+        mesh=mesh,
+        in_specs=(spec("shard"), spec()),
+        out_specs=spec("shard"),
+    )
+    assert explained(fn, f32(16, 4), f32(4, 5)).total.flops == 2 * 16 * 4 * 5
+
+
+def test_a_product_of_integers_is_no_matmul_to_lower():
+    ints = jax.ShapeDtypeStruct((4, 4), jnp.int8)
+    assert explained(lambda x, y: x @ y, ints, ints).total.matmuls == 0
+
+
+def test_a_product_that_stays_f32_is_not_counted_in_half():
+    policy = amp.get_policy("mixed_float16").with_full("dot_general")
+    total = explained(lambda x, w: x @ w, X, f32(16, 4), policy=policy).total
+    assert (total.matmuls, total.matmuls_in_half, total.flops_in_half) == (1, 0, 0)
+
+
+# Casts
+
+
+def inserted(fn, *args, policy="mixed_bfloat16"):
+    """The casts between floats that autocast adds to a program without any."""
+    assert not casts_of(fn, *args)
+    names = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+    return sorted(
+        f"{names[source]} to {names[target]} of {shape}"
+        for shape, source, target in casts_of(amp.autocast(fn, policy), *args)
+    )
+
+
+def shared_activation(x, w):
+    h = jnp.exp(x @ w)
+    return h @ w + jnp.tanh(h) @ w
+
+
+def returned_input(x, w):
+    return x, w @ w, jnp.float32(1.0)
+
+
+def in_a_scan(x, ws):
+    return lax.scan(lambda x, w: (jax.nn.softmax(x @ w), jnp.sum(x)), x, ws)
+
+
+def in_branches(x, w):
+    return lax.cond(jnp.sum(x) > 0, lambda: x @ w, lambda: jnp.exp(x @ w))
+
+
+def attention(x, w):
+    scores = jnp.where(jnp.tri(16) > 0, w @ w.T, -1e9)
+    return jax.nn.softmax(scores) @ (x.T @ x @ w)
+
+
+def checkpointed(x, w):
+    return jax.checkpoint(shared_activation)(x, w)
+
+
+def jitted(x, w):
+    inner = jax.jit(lambda x, w: jax.nn.gelu(x @ w))
+    return inner(inner(x, w), w)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float16"])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        *(shared_activation, returned_input, in_branches, attention, checkpointed),
+        *(jitted, in_a_scan),
+    ],
+)
+def test_casts_are_those_of_the_program_that_runs(fn, policy):
+    args = (f32(16, 16), f32(5, 16, 16) if fn is in_a_scan else f32(16, 16))
+    program = inserted(fn, *args, policy=policy)
+    report = explained(fn, *args, policy=policy)
+    pairs = report.casts
+    for pair in {cast.partition(" of ")[0] for cast in program} | set(pairs):
+        assert sum(cast.startswith(pair) for cast in program) == pairs[pair][0], pair
+
+
+def test_casts_of_a_model_are_those_of_the_program_that_runs():
+    program = inserted(MODEL.apply, VARIABLES, X)
+    report = explained(MODEL.apply, VARIABLES, X)
+    assert report.total.casts == len(program)
+    # The input, kernels and biases; what the norm reads. Its result is the output.
+    parameters = 16 * 32 + 32 + 32 * 8 + 8
+    assert report.casts == {
+        "f32 to bf16": (5, 4 * 16 + parameters),
+        "bf16 to f32": (1, 4 * 8),
+    }
+
+
+def test_casts_in_a_scan_count_once_and_their_elements_as_often_as_it_runs():
+    def fn(x, ws):
+        return lax.scan(lambda x, w: (x @ w, None), x, ws)[0]
+
+    report = explained(fn, f32(4, 16), f32(6, 16, 16))
+    (product,) = of(report, "dot_general")
+    assert sum(cast.elements for cast in product.casts) == 6 * 16 * 16
+
+
+def test_a_cast_that_the_program_asks_for_is_not_an_inserted_one():
+    def fn(x):
+        return x.astype(jnp.bfloat16)
+
+    assert explained(fn, X).total.casts == 0
+
+
+def test_f32_policy_casts_nothing():
+    report = explained(MODEL.apply, VARIABLES, X, policy="float32")
+    assert report.total.casts == report.total.in_half == 0
+
+
+# Modules, names, reasons
+
+
+def test_every_equation_names_its_module_and_its_source():
+    report = explained(MODEL.apply, VARIABLES, X)
+    products = of(report, "dot_general")
+    assert [e.module for e in products] == ["MLP/up", "MLP/down"]
+    lines = [e.source.rpartition(":") for e in products]
+    assert all(file == __file__ for file, _, _ in lines)
+    first, second = (int(line) for _, _, line in lines)
+    assert second == first + 1
+
+
+def test_the_module_of_an_equation_is_the_same_in_the_backward_pass():
+    def loss(variables, x):
+        return jnp.sum(MODEL.apply(variables, x))
+
+    forward = explained(loss, VARIABLES, X)
+    backward = explained(jax.grad(loss), VARIABLES, X)
+    assert {e.module for e in of(backward, "dot_general")} == {"MLP/up", "MLP/down"}
+    assert forward.modules["MLP/up"].matmuls == 1
+    assert backward.modules["MLP/up"].matmuls == 2  # its input has no gradient
+    assert backward.modules["MLP/down"].matmuls == 3
+    assert all(e.dtype == "bf16" for e in of(backward, "dot_general"))
+
+
+def test_jitted_functions_and_named_scopes_are_modules_and_library_helpers_are_not():
+    @jax.jit
+    def block(x, w):
+        with jax.named_scope("inside"):
+            return jnp.where(x @ w > 0, 1.0, 0.0)
+
+    report = explained(lambda x, w: block(x, w) @ w, f32(4, 4), f32(4, 4))
+    products = of(report, "dot_general")
+    assert [e.module for e in products] == ["block/inside", ""]
+    assert set(report.modules) == {"", "block/inside"}
+
+
+@jax.custom_jvp
+def doubled(x):
+    return x * 2.0
+
+
+doubled.defjvp(lambda primals, tangents: (doubled(*primals), tangents[0] * 2.0))
+
+
+def test_bodies_of_custom_jvp_and_checkpoint_are_read():
+    def fn(x, w):
+        return jax.checkpoint(lambda x: doubled(x @ w) @ w)(x)
+
+    report = explained(fn, X, f32(16, 16))
+    assert [e.dtype for e in report.equations if e.is_floating] == ["bf16"] * 3
+    assert [e.depth for e in report.equations] == [0, 1, 1, 2, 1]
+    assert not report.opaque
+
+
+def test_what_stays_in_f32_is_grouped_by_reason_and_the_largest_comes_first():
+    def fn(x, w):
+        return jnp.sum(jnp.exp(x @ w)), jnp.cumsum(x @ w)
+
+    reasons = explained(fn, f32(64, 4), f32(4, 64)).stays_full
+    assert [r.elements for r in reasons] == sorted(
+        (r.elements for r in reasons), reverse=True
+    )
+    by_operation = {name: r for r in reasons for name in r.operations}
+    assert by_operation["exp"].elements == 64 * 64
+    assert by_operation["cumsum"] is by_operation["reduce_sum"]
+    assert by_operation["cumsum"].equations == 2
+
+
+def test_names_of_the_policy_that_decided_nothing_are_told():
+    def gate(x):
+        return jnp.tanh(x)
+
+    policy = amp.Policy().with_low("gate", "tahn").with_full("cumsum", "scatter-add")
+    report = explained(
+        lambda x, w: jnp.cumsum(gate(x @ w)), X, f32(16, 4), policy=policy
+    )
+    assert report.unused_rules == ("scatter_add", "tahn")
+    assert "tahn" in str(report)
+
+
+@jax.custom_vjp
+def kernel(x, w):
+    return jnp.sin(x @ w)
+
+
+kernel.defvjp(lambda x, w: (kernel(x, w), (x, w)), lambda res, g: (g @ res[1].T, None))
+
+
+def test_an_opaque_call_is_told_with_the_products_in_it():
+    report = explained(lambda x, w: kernel(x, w) @ w, X, f32(16, 16))
+    (call,) = report.opaque
+    assert call.operation == "custom_vjp_call" and call.calls == "kernel"
+    assert (call.matmuls, call.matmuls_in_half) == (1, 0)
+    assert call.flops == 2 * 4 * 16 * 16
+    assert report.total.matmuls == 2 and report.total.matmuls_in_half == 1
+    assert "amp.cast_inputs" in str(report) and "kernel" in str(report)
+
+
+def test_cast_inputs_lowers_what_an_opaque_call_multiplies():
+    report = explained(lambda x, w: amp.cast_inputs(kernel)(x, w) @ w, X, f32(16, 16))
+    assert report.total.matmuls == report.total.matmuls_in_half == 2
+
+
+def test_integers_and_calls_are_no_floating_equations():
+    def fn(x, w):
+        return jax.jit(lambda h: (h > 0).astype(jnp.int32) + 1)(x @ w)
+
+    report = explained(fn, X, f32(16, 16))
+    assert report.total.equations == 2  # the product and the comparison
+    assert [e.dtype for e in of(report, "jit")] == [""]
+    assert [e.is_floating for e in of(report, "add")] == [False]
+
+
+# Saved for the backward pass
+
+
+def saved(fn, *args):
+    """Bytes of what `jax.vjp` keeps beside its arguments."""
+
+    def residuals(*args):
+        return jax.tree.leaves(jax.vjp(fn, *args)[1])
+
+    jaxpr = jax.make_jaxpr(residuals)(*args).jaxpr
+    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    kept = {v for v in jaxpr.outvars if v in made}
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
+
+
+def test_bytes_saved_for_the_backward_pass_are_those_of_vjp():
+    def loss(variables, x):
+        return jnp.mean(MODEL.apply(variables, x) ** 2)
+
+    batch = f32(256, 16)
+    total = explained(loss, VARIABLES, batch).total
+    assert total.saved == saved(amp.autocast(loss), VARIABLES, batch)
+    assert total.saved_without == saved(loss, VARIABLES, batch)
+    assert 0 < total.saved < total.saved_without
+
+
+def test_bytes_saved_by_a_chain_of_tanh_are_those_of_its_activations():
+    def fn(x, w):
+        return jnp.tanh(jnp.tanh(x @ w) @ w) @ w
+
+    total = explained(fn, X, f32(16, 16)).total
+    # The results of both tanh (their derivatives, 1 - y^2, too), and in half precision
+    # the casts of x and, for each product, of w.
+    assert total.saved_without == 4 * (4 * 16) * 4
+    assert total.saved == 2 * (4 * (4 * 16) + 4 * 16 + 3 * 16 * 16)
+
+
+def test_bytes_are_told_of_the_module_that_keeps_them():
+    @jax.jit
+    def block(x, w):
+        with jax.named_scope("inside"):
+            return jnp.sin(x @ w)
+
+    report = explained(lambda x, w: block(x, w), X, f32(16, 16), policy="float32")
+    # The argument of the sine, in whatever form: 4 * 16 numbers.
+    assert {path: c.saved for path, c in report.modules.items()} == {
+        "": 0,
+        "block/inside": 4 * 16 * 4,
+    }
+
+
+@pytest.mark.parametrize(
+    ("fn", "word"),
+    [
+        (lambda x: lax.while_loop(lambda x: x[0, 0] < 0, jnp.sin, x), "while_loop"),
+        (lambda x: jnp.argmax(x), "no result is floating-point"),
+        (lambda x: jax.pure_callback(lambda x: x, f32(4, 16), x), "allback"),
+    ],
+)
+def test_a_function_without_derivative_says_why(fn, word):
+    report = explained(fn, X)
+    assert report.saved is None
+    assert word in report.not_differentiable
+    assert "not differentiable" in report.summary
+    assert word in str(report)
+    assert amp.Report.from_json(report.to_json()) == report
+
+
+def test_integer_arguments_leave_nothing_to_differentiate():
+    ints = jax.ShapeDtypeStruct((4,), jnp.int32)
+    report = explained(lambda n: n.astype(jnp.float32) * 2.0, ints)
+    assert report.not_differentiable == "no argument is floating-point"
+
+
+# How it is called
+
+
+def test_nothing_is_executed():
+    def never(x):
+        raise AssertionError("executed")
+
+    def fn(x, w):
+        jax.debug.callback(never, x)
+        return jax.pure_callback(never, f32(4, 16), x @ w) + 1.0
+
+    report = explained(fn, jnp.ones((4, 16)), jnp.ones((16, 16)))
+    assert "pure_callback" in [e.operation for e in report.opaque]
+
+
+def test_arguments_that_are_no_arrays_and_keywords_reach_the_function():
+    def fn(x, activation, *, w, twice=False):
+        y = activation(x @ w)
+        return y @ w if twice else y
+
+    w = f32(16, 16)
+    assert explained(fn, X, jnp.tanh, w=w).total.matmuls == 1
+    assert explained(fn, X, jnp.tanh, w=w, twice=True).total.matmuls == 2
+
+
+def test_parameters_of_an_nnx_module_count_as_differentiated():
+    model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+
+    def apply(model, x):
+        return jnp.sin(model(x))
+
+    total = explained(apply, model, X).total
+    graph, params = nnx.split(model)
+    split = explained(lambda params, x: apply(nnx.merge(graph, params), x), params, X)
+    assert total.matmuls_in_half == 1
+    assert total.saved == split.total.saved > 0
+
+
+def test_a_report_is_plain_data_that_reads_back():
+    report = explained(MODEL.apply, VARIABLES, X, policy="mixed_float16")
+    data = json.loads(json.dumps(report.to_dict()))
+    assert amp.Report.from_dict(report.to_dict()) == report
+    assert amp.Report.from_dict(data) == report
+    assert amp.Report.from_json(report.to_json()) == report
+    assert data["total"]["flops"] == UP + DOWN
+    assert data["modules"]["MLP/up"]["matmuls"] == 1
+    assert data["policy"] == "p=f32,c=f16,o=f32"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.policy = "float32"
+
+
+def test_the_same_call_gives_the_same_report():
+    first, second = (explained(MODEL.apply, VARIABLES, X) for _ in range(2))
+    assert first == second and str(first) == str(second)
+
+
+# What is shown
+
+
+def test_the_text_tells_the_figures_in_lines_of_100_characters():
+    report = explained(MODEL.apply, VARIABLES, X)
+    text = str(report)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "2 of 2 matmuls in half (100% of 6.14 kFLOP)" in " ".join(text.split())
+    rows = [line.split() for line in text.splitlines()]
+    # Kept in half: the input and the kernel. The f32 program has both as arguments.
+    assert 2 * (4 * 16 + 16 * 32) == 1152
+    assert ["up", "3/3", "1/1", "4.1", "k", "3", "608", "1.15", "kB"] in rows
+    assert "\x1b" not in text
+
+
+def test_the_html_escapes_what_it_shows():
+    report = explained(lambda x: x + 1.0, X)
+    assert report.function == "<lambda>"
+    assert "&lt;lambda&gt;" in report._repr_html_()
+    assert "<lambda>" not in report._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "modules"),
+    [
+        ("**", {"MLP", "MLP/up", "MLP/down", "MLP/norm"}),
+        ("MLP", {"MLP"}),
+        ("MLP/*", {"MLP/up", "MLP/down", "MLP/norm"}),
+        ("**/up", {"MLP/up"}),
+        ("*/*o*", {"MLP/down", "MLP/norm"}),
+        ("up", set()),
+    ],
+)
+def test_a_glob_chooses_modules(pattern, modules):
+    report = explained(MODEL.apply, VARIABLES, X)
+    lines = report.drill_down(pattern).splitlines()
+    assert {line for line in lines if line in report.modules} == modules
+    if not modules:
+        assert "MLP/norm" in lines[0]
+
+
+def test_the_drill_down_tells_source_dtype_class_reason_and_casts():
+    report = explained(MODEL.apply, VARIABLES, X)
+    (row,) = [
+        line.split()
+        for line in report.drill_down("MLP/up").splitlines()
+        if "dot_general" in line
+    ]
+    assert row[1].startswith("test_report.py:")
+    assert row[2:6] == ["dot_general", "[4,32]", "bf16", "low"]
+    assert row[-2:] == ["f32>bf16", "x2"]
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize("wrong", ["float32", amp.Policy(), 3])
+def test_what_is_no_function_is_refused(wrong):
+    with pytest.raises(TypeError, match=r"explain\(.*the function to explain"):
+        amp.explain(wrong)
+
+
+def test_a_wrong_policy_is_refused_before_the_call():
+    with pytest.raises(ValueError, match="fp17"):
+        amp.explain(jnp.sin, "c=fp17")
+    with pytest.raises(ValueError, match=r"explain\(fn, .*cannot compute in float64"):
+        amp.explain(jnp.sin, "p=f32,c=f64,o=f32")

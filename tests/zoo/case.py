@@ -1,0 +1,34 @@
+"""One program of the zoo: in f32, and written by hand in mixed precision."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+# (params, batch) -> f32[]
+Loss = Callable[[Any, Any], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program of one size.
+
+    Attributes:
+      sample: key -> (params, batch), random f32 parameters and a batch. It may be
+        traced, for the shapes alone too.
+      loss: the unchanged f32 program. It follows the dtype of its parameters, so that
+        it can be computed in f64.
+      twin: half dtype -> the same loss written by hand in mixed precision, with the
+        same f32 parameters.
+    """
+
+    sample: Callable[[jax.Array], tuple[Any, Any]]
+    loss: Loss
+    twin: Callable[[Any], Loss]
+
+    def abstract(self) -> tuple[Any, Any]:
+        """Returns the shapes of (params, batch): nothing is allocated."""
+        return jax.eval_shape(self.sample, jax.random.key(0))
