@@ -144,7 +144,7 @@ def decide(
         not exact or any(v.gains or v.shared for v in operands if v.origin)
     )
     low = region.policy.compute_dtype
-    may_fall = _may_fall(eqn, choice, rule, operands, low)
+    may_fall = _may_fall(eqn, choice, rule, operands, low, makers)
     costly = _is_costly(eqn, choice, rule) and is_half(low)
     result = Known(
         choice.origin,
@@ -193,11 +193,18 @@ def _is_costly(eqn: Any, choice: _Choice, rule: Rule) -> bool:
 
 
 def _may_fall(
-    eqn: Any, choice: _Choice, rule: Rule, operands: list[Known], low: np.dtype
+    eqn: Any,
+    choice: _Choice,
+    rule: Rule,
+    operands: list[Known],
+    low: np.dtype,
+    makers: Mapping[Any, Any],
 ) -> bool:
-    """Whether what reads costly f32 values may be cast to half before, not after.
+    """Whether what reads f32 values may be cast to half before, not after.
 
-    In f16 not where they are rescaled: a sum that overflows may become a mean.
+    Costly values may, and so may what a parameter scales, as the last step of a norm:
+    else the gradient of that step is kept in f32. In f16 only if it must be in range: a
+    sum that overflows may become a mean.
     """
     if not (
         is_half(low)
@@ -205,14 +212,19 @@ def _may_fall(
         and not jaxprs.is_conversion(eqn)
         and choice.dtype == F32
         and choice.origin == Origin.FULL
-        and all(v.costly for v in operands if v.origin == Origin.FULL)
         and _unfit(operands, low) is None
     ):
         return False
-    rescales = eqn.primitive.name in ("mul", "div") and any(
+    scales = eqn.primitive.name in ("mul", "div") and any(
         v.origin == Origin.FREE for v in operands
     )
-    return low != F16 or not rescales
+    if all(v.costly for v in operands if v.origin == Origin.FULL):
+        return low != F16 or not scales
+    return (
+        eqn.primitive.name == "mul"
+        and any(v.as_parameter for v in operands)
+        and (low != F16 or any(_is_normalized(atom, makers) for atom in eqn.invars))
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -381,13 +393,28 @@ def _unfit(
 
 
 def _is_sum(atom: Any, makers: Mapping[Any, Any]) -> bool:
-    while atom in makers:
+    eqn = _maker(atom, makers)
+    return eqn is not None and eqn.primitive.name in _SUMS
+
+
+def _is_normalized(atom: Any, makers: Mapping[Any, Any]) -> bool:
+    """Whether a value is something times a reciprocal square root."""
+    eqn = _maker(atom, makers)
+    return (
+        eqn is not None
+        and eqn.primitive.name == "mul"
+        and any(
+            factor is not None and factor.primitive.name == "rsqrt"
+            for factor in (_maker(v, makers) for v in eqn.invars)
+        )
+    )
+
+
+def _maker(atom: Any, makers: Mapping[Any, Any]) -> Any:
+    """Returns the equation that made a value, but for moving it around."""
+    while not isinstance(atom, jaxprs.Literal) and atom in makers:
         eqn = makers[atom]
-        if eqn.primitive.name in _SUMS:
-            return True
         if not is_structural(eqn):
-            return False
+            return eqn
         atom = eqn.invars[0]
-        if isinstance(atom, jaxprs.Literal):
-            return False
-    return False
+    return None

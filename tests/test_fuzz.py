@@ -158,10 +158,60 @@ CALLS = {
     "scan": lambda body: (
         lambda h, p: lax.scan(lambda c, _: (body(c, p), None), h, None, 2)[0]
     ),
+    "layers": lambda body: (
+        lambda h, p: lax.scan(
+            lambda c, w: (body(c, p | {"w": w}), jnp.mean(c)),
+            h,
+            jnp.stack([p["w"], p["v"]]),
+            reverse=True,
+        )[0]
+    ),
+    "remat_layers": lambda body: (
+        lambda h, p: lax.scan(
+            jax.checkpoint(lambda c, w: (0.7 * c + body(c, p | {"w": w}) / 2, None)),
+            h,
+            jnp.stack([p["w"], p["v"]]),
+        )[0]
+    ),
+    "accumulated": lambda body: (
+        lambda h, p: lax.scan(
+            lambda total, k: (total + k * body(k * h, p), total[:1]),
+            jnp.zeros_like(h),
+            jnp.array([0.5, -0.5]),
+            unroll=2,
+        )[0]
+    ),
+    "fori": lambda body: lambda h, p: lax.fori_loop(0, 2, lambda i, c: body(c, p), h),
+    # Its derivative is forward-mode only: here it has none.
+    "while": lambda body: (
+        lambda h, p: (
+            h
+            + 0.1
+            * lax.while_loop(
+                lambda c: c[0] < 2,
+                lambda c: (c[0] + 1, body(c[1], lax.stop_gradient(p))),
+                (0, lax.stop_gradient(h)),
+            )[1]
+        )
+    ),
+    "map": lambda body: (
+        lambda h, p: lax.map(lambda x: body(x, p), jnp.stack([h, -h]))[0]
+    ),
     "cond": lambda body: (
         lambda h, p: lax.cond(p["b"][0, 0] > 9, lambda a, _: a, body, h, p)
     ),
+    "switch": lambda body: (
+        lambda h, p: lax.switch(
+            jnp.argmax(p["b"]) % 3,
+            [lambda a, _: jnp.exp(-jnp.abs(a)), body, lambda a, _: jnp.sin(a)],
+            h,
+            p,
+        )
+    ),
+    "full_precision": amp.full_precision,
+    "bfloat16": amp.with_policy("mixed_bfloat16"),
 }
+LOOPS = ("scan", "layers", "remat_layers", "accumulated", "fori", "while", "map")
 
 
 def random_program(rng, length, depth=2, avoid=()):
@@ -172,7 +222,7 @@ def random_program(rng, length, depth=2, avoid=()):
         if depth and rng.random() < 0.25:
             call = str(rng.choice(list(CALLS)))
             # XLA's CPU loops have no half products with an f32 result.
-            without = ("products_f32",) if call == "scan" else avoid
+            without = ("products_f32",) if call in LOOPS else avoid
             inner = random_program(rng, int(rng.integers(1, 4)), depth - 1, without)
             step = call, inner
         else:
@@ -181,12 +231,12 @@ def random_program(rng, length, depth=2, avoid=()):
     return steps
 
 
-def is_in_half(steps):
-    """Whether the program itself rounds to half precision somewhere."""
+def has(steps, names):
+    """Whether one of the operations or calls `names` is somewhere in the program."""
     return any(
-        step in ("bf16", "f16", "products_f32")
+        step in names
         if isinstance(step, str)
-        else is_in_half(step[1])
+        else step[0] in names or has(step[1], names)
         for step, _ in steps
     )
 
@@ -299,8 +349,10 @@ def check_program(seed, length):
         return False
     for policy, mixed in found["mixed"].items():
         chex.assert_trees_all_equal_shapes_and_dtypes(mixed, plain)
-        if policy == "float32" and is_in_half(steps):
-            # A sum in another order may round the other way.
+        if has(steps, ("bfloat16",)) or (
+            # It rounds by itself, and a sum in another order rounds the other way.
+            policy == "float32" and has(steps, ("bf16", "f16", "products_f32"))
+        ):
             policy = "mixed_bfloat16"
         eps = float(jnp.finfo(HALF.get(policy, jnp.float32)).eps)
         others = found["disturbed"].get(policy, [])

@@ -129,7 +129,9 @@ def arithmetic_dtypes(fn):
     policy = amp.Policy(compute_dtype="f16", output_dtype="f16")
     jaxpr = jax.make_jaxpr(amp.autocast(marked, policy))(X, W)
     exact = rules.STRUCTURAL | rules.COMPARISONS | {"convert_element_type"}
-    inside = [e for e in jaxpr.eqns if "operation" in str(e.source_info.name_stack)]
+    inside = [
+        e for e in equations(jaxpr) if "operation" in str(e.source_info.name_stack)
+    ]
     inside = [e for outer in inside for e in (outer, *_inner(outer))]
     inside = [e for e in inside if not _calls(e) and _is_float(e)]
     own = [e for e in inside if e.primitive.name not in exact]

@@ -4,7 +4,7 @@ The twin is what a careful person writes by hand today: Flax's own `dtype=` on e
 layer, norms as Flax computes them, softmax and loss in f32. It is the bar for autocast,
 which gets the f32 model unchanged.
 
-`python -m tests.table` prints how the two compare.
+`examples/benchmarks/compare_precision.py` prints how they compare.
 """
 
 from __future__ import annotations

@@ -74,32 +74,40 @@ LEARNING_RATE = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """What has to hold for `figure` of a comparison: at most (or at least) `limit`."""
+    """What has to hold for `figure` of a comparison: at most (or at least) `limit`.
+
+    Ratios are compared as they are written, with two decimals: a program whose memory
+    is laid out otherwise differs in the third.
+    """
 
     figure: str
     limit: float
     text: str
     at_least: bool = False
+    is_ratio: bool = False
 
     def holds(self, value: float) -> bool:
+        value = round(value, 2) if self.is_ratio else value
         return value >= self.limit if self.at_least else value <= self.limit
 
 
 BOUNDS = (
     Bound("missing", 0, "products in half precision by hand but not under autocast"),
-    Bound("temp", 1.00, "temporary memory, ratio"),
+    Bound("temp", 1.00, "temporary memory, ratio", is_ratio=True),
     Bound("casts", 2, "kernels that only cast, more than by hand"),
     Bound("cast_elements", 0, "elements that they convert, more than by hand"),
-    Bound("saved", 1.00, "saved for the backward pass, ratio"),
+    Bound("saved", 1.00, "saved for the backward pass, ratio", is_ratio=True),
     Bound("error_p", 0.01, "gradient error, p of the sign test", at_least=True),
-    Bound("trace", 1.5, "trace time, ratio"),
-    Bound("compile", 1.05, "compile time, ratio"),
+    Bound("trace", 1.5, "trace time, ratio", is_ratio=True),
+    Bound("compile", 1.05, "compile time, ratio", is_ratio=True),
 )
 # What runs as it was traced, because the contract of autocast says so, saves, casts and
 # needs what it does in f32: a `custom_vjp` that nobody marked with `amp.cast_inputs`.
 AS_TRACED = ("custom_rules_unmarked",)
 NOT_WHERE_AS_TRACED = ("temp", "casts", "cast_elements", "saved")
-MEDIAN_BOUND = Bound("temp", 0.95, "median of the temporary memory ratios")
+MEDIAN_BOUND = Bound(
+    "temp", 0.95, "median of the temporary memory ratios", is_ratio=True
+)
 
 
 def program_loss(case: Case, dtype: str, program: str) -> Loss:
@@ -391,7 +399,7 @@ def violations(results: dict[str, dict[str, Any]]) -> list[str]:
                 if value is not None and not bound.holds(value):
                     sign = ">=" if bound.at_least else "<="
                     found.append(
-                        f"{where}: {bound.text}: {value:.6g}, not {sign} {bound.limit}"
+                        f"{where}: {bound.text}: {value:.8g}, not {sign} {bound.limit}"
                     )
             found += [f"{where}: not in half: {name}" for name in rows["missing"]]
     for dtype, median in memory_medians(results).items():
