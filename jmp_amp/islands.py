@@ -95,7 +95,9 @@ def in_order(jaxpr: Any, islands: Sequence[Island]) -> tuple[int | Island, ...]:
 
     for index in range(len(jaxpr.eqns)):
         # An island runs when the first of its results is read, after all it reads.
-        stack = [(index, needs(index))] if index not in island_of else []
+        stack: list[tuple[int | Island, Iterator[int | Island]]] = []
+        if index not in island_of:
+            stack.append((index, needs(index)))
         while stack:
             node, needed = stack[-1]
             missing = next((n for n in needed if n not in ordered), None)
