@@ -93,11 +93,13 @@ def in_order(jaxpr: Any, islands: Sequence[Island]) -> tuple[int | Island, ...]:
             if not isinstance(atom, jaxprs.Literal) and atom in maker:
                 yield island_of.get(maker[atom], maker[atom])
 
-    for index in range(len(jaxpr.eqns)):
-        # An island runs when the first of its results is read, after all it reads.
+    # An island runs when the first of its results is read, after all that it reads; at
+    # the end if only the outputs of the body read them.
+    outside = [i for i in range(len(jaxpr.eqns)) if i not in island_of]
+    for start in (*outside, *islands):
         stack: list[tuple[int | Island, Iterator[int | Island]]] = []
-        if index not in island_of:
-            stack.append((index, needs(index)))
+        if start not in ordered:
+            stack.append((start, needs(start)))
         while stack:
             node, needed = stack[-1]
             missing = next((n for n in needed if n not in ordered), None)
@@ -106,8 +108,6 @@ def in_order(jaxpr: Any, islands: Sequence[Island]) -> tuple[int | Island, ...]:
                 ordered[node] = None
             else:
                 stack.append((missing, needs(missing)))
-    for island in islands:  # those that only the outputs of the body read
-        ordered.setdefault(island)
     return tuple(ordered)
 
 

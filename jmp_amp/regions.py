@@ -5,14 +5,18 @@ Outside `autocast` a marked function is the function that it marks.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
+from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_amp import scopes
@@ -21,7 +25,10 @@ from jmp_amp.policy import Policy, get_policy
 
 
 def with_policy(policy: Policy | str) -> Callable[[Callable[..., Any]], Any]:
-    """Returns a decorator: under autocast, the function runs with `policy`.
+    """Returns a decorator: under autocast, what it marks runs with `policy`.
+
+    It marks a function, a method, a Flax module class (the result is a subclass) or a
+    module (the result shares its parameters), linen or nnx.
 
     The innermost policy wins: that of a marked function over that of `autocast`, and
     that of a marked function inside it over both. Values that leave the function come
@@ -34,7 +41,7 @@ def with_policy(policy: Policy | str) -> Callable[[Callable[..., Any]], Any]:
       policy: a `Policy` or what `get_policy` understands.
 
     Raises:
-      TypeError: if `policy` is no policy, or what is decorated is not callable.
+      TypeError: if `policy` is no policy, or what is decorated none of these.
       ValueError: if the compute dtype is none of float16, bfloat16 and float32.
 
     Example:
@@ -55,23 +62,62 @@ def with_policy(policy: Policy | str) -> Callable[[Callable[..., Any]], Any]:
             "float32."
         )
 
-    def mark(fn: Callable[..., Any]) -> Callable[..., Any]:
-        if not callable(fn):
+    def mark(fn: Any) -> Any:
+        if isinstance(fn, nn.Module | nnx.Module):
+            return _marked_module(fn, policy)
+        if isinstance(fn, type) and issubclass(fn, nn.Module | nnx.Module):
+            return _marked_class(fn, policy)
+        if not callable(fn) or isinstance(fn, type):
             raise TypeError(
-                f"with_policy({str(policy)!r})({fn!r}): it marks a function, found "
-                f"{type(fn).__name__}. Write with_policy(policy)(fn)."
+                f"with_policy({str(policy)!r})({fn!r}): it marks a function, a method "
+                f"or a Flax module, found {type(fn).__name__}. Write "
+                "with_policy(policy)(fn)."
             )
-
-        @functools.wraps(fn, updated=())
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            if scopes.active_policy() is None:
-                return fn(*args, **kwargs)
-            with scopes.active_scope(policy):
-                return fn(*args, **kwargs)
-
-        return marked
+        return _marked(fn, policy)
 
     return mark
+
+
+def _marked(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    @functools.wraps(fn, updated=())
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        if scopes.active_policy() is None:
+            return fn(*args, **kwargs)
+        with scopes.active_scope(policy):
+            return fn(*args, **kwargs)
+
+    return marked
+
+
+def _marked_class(module: type, policy: Policy) -> type:
+    """Returns a subclass of the same name whose methods run with `policy`."""
+    if issubclass(module, nn.Module):
+        # The interceptor of autocast opens the scope: linen wraps methods by itself.
+        methods: dict[str, Any] = {scopes.MODULE_POLICY: policy}
+    else:
+        base = vars(nnx.Module).keys() | vars(nnx.Pytree).keys()
+        methods = {
+            name: _marked(method, policy)
+            for name, method in inspect.getmembers(module, inspect.isfunction)
+            if name == "__call__" or not (name.startswith("_") or name in base)
+        }
+    kept = {
+        name: getattr(module, name)
+        for name in ("__module__", "__qualname__", "__doc__")
+    }
+    metaclass: Any = type(module)
+    return metaclass(module.__name__, (module,), {**kept, **methods})
+
+
+def _marked_module(module: Any, policy: Policy) -> Any:
+    """Returns a module of a marked class that shares all state with `module`."""
+    if isinstance(module, nn.Module):
+        # One that is a part of another module already is known to it by its identity.
+        marked = module if module.parent is not None else module.clone()
+    else:
+        marked = copy.copy(module)
+    object.__setattr__(marked, "__class__", _marked_class(type(module), policy))
+    return marked
 
 
 def full_precision(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,6 +32,9 @@ NORM_MODULES: tuple[type[nn.Module], ...] = (
     nn.SpectralNorm,
 )
 
+# The attribute of a linen module class that holds its own policy.
+MODULE_POLICY = "_amp_policy"
+
 # Part of the key of every cache of JAX: a helper that was jitted and traced outside
 # autocast is traced anew inside, where `linen_norms` opens scopes, and the other way
 # round.
@@ -114,6 +117,18 @@ def _linen_norms() -> Any:
     wrapped: list[str] = []
 
     def interceptor(
+        next_fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context: nn.module.InterceptorContext,
+    ) -> Any:
+        own = getattr(context.module, MODULE_POLICY, None)
+        if own is not None and active_policy() is not None:
+            with active_scope(own):
+                return norms(next_fun, args, kwargs, context)
+        return norms(next_fun, args, kwargs, context)
+
+    def norms(
         next_fun: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],

@@ -595,6 +595,19 @@ def test_an_island_inside_a_checkpoint_is_not_marked_again(half):
     assert len(marks) == 1
 
 
+def test_islands_that_only_the_results_read_run_in_the_order_of_what_they_read(half):
+    def fn(x, w, v):
+        first = jnp.exp(x @ w).astype(half)
+        begun = jnp.log(jnp.exp(jnp.exp(first.astype("float32"))))
+        return begun * jnp.exp(x @ v)
+
+    x = 0.1 * jnp.ones((8, 16))
+    w, v = 0.1 * jnp.ones((16, 16)), 0.2 * jnp.ones((16, 16))
+    found = autocast(fn, half)(x, w, v)
+    expected = np.exp(np.exp(0.16)) * np.exp(0.32)
+    np.testing.assert_allclose(found, expected, rtol=8 * float(jnp.finfo(half).eps))
+
+
 # Half operands with an f32 result
 
 

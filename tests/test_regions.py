@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax import nnx
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -732,3 +733,70 @@ def test_every_equation_outside_of_regions_is_unmarked():
     names = [str(e.source_info.name_stack) for e in equations(jax.make_jaxpr(fn)(W))]
     assert sum("amp[" in name for name in names) >= 2
     assert names[-1] == "" or "amp[" not in names[-1]
+
+
+# Flax modules
+
+mark_f32 = amp.with_policy("float32")
+MarkedDense = mark_f32(nn.Dense)
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16)(x)
+        x = MarkedDense(16)(x)
+        x = mark_f32(nn.Dense(16))(x)
+        return nn.Dense(16)(x)
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(16, 16, rngs=rngs)
+        self.second = mark_f32(nnx.Linear)(16, 16, rngs=rngs)
+        self.third = mark_f32(nnx.Linear(16, 16, rngs=rngs))
+
+    def __call__(self, x):
+        return self.head(self.second(self.first(x)))
+
+    def head(self, x):
+        return self.third(x)
+
+
+def test_linen_classes_and_modules_can_be_marked_and_keep_their_names():
+    net = LinenNet()
+    variables = net.init(jax.random.key(0), X)
+    assert sorted(variables["params"]) == [f"Dense_{i}" for i in range(4)]
+    apply = amp.autocast(net.apply, BF16)
+    expected = ["bfloat16", "float32", "float32", "bfloat16"]
+    assert products(apply, variables, X) == expected
+    assert products(net.apply, variables, X) == ["float32"] * 4
+
+
+def test_marking_a_linen_module_leaves_the_module_itself_alone():
+    net = LinenNet()
+    marked = mark_f32(net)
+    variables = marked.init(jax.random.key(0), X)
+    assert products(amp.autocast(marked.apply, BF16), variables, X) == ["float32"] * 4
+    assert "bfloat16" in products(amp.autocast(net.apply, BF16), variables, X)
+    assert isinstance(marked, LinenNet)
+
+
+def test_nnx_classes_and_modules_can_be_marked_and_stay_modules():
+    net = NnxNet(nnx.Rngs(0))
+    expected = ["bfloat16", "float32", "float32"]
+    assert products(amp.autocast(lambda x: net(x), BF16), X) == expected
+    marked = mark_f32(net)
+    assert isinstance(marked, NnxNet) and marked.first is net.first
+    merged = nnx.merge(*nnx.split(marked))
+    for module in (marked, merged):
+        found = products(amp.autocast(lambda x, module=module: module(x), BF16), X)
+        assert found == ["float32"] * 3
+    assert products(amp.autocast(lambda x: marked.head(x), BF16), X) == ["float32"]
+    assert products(amp.autocast(lambda x: net(x), BF16), X) == expected
+
+
+@pytest.mark.parametrize("bad", [int, 3, "relu"])
+def test_what_cannot_be_marked_is_refused(bad):
+    with pytest.raises(TypeError, match="a function, a method or a Flax module"):
+        mark_f32(bad)
