@@ -26,7 +26,11 @@ SEEDS = 15
 SIGNIFICANCE = 0.01
 SMOOTH_MARGIN = 1.03
 
-each_model = pytest.mark.parametrize("model", twins.MODELS)
+# One process for a model (`--dist loadgroup`): its programs are compiled once.
+each_model = pytest.mark.parametrize(
+    "model",
+    [pytest.param(m, marks=pytest.mark.xdist_group(m)) for m in twins.MODELS],
+)
 each_half = pytest.mark.parametrize("dtype", measures.HALF)
 each_way = pytest.mark.parametrize("program", twins.AUTOCAST)
 
