@@ -39,6 +39,7 @@ class Chosen:
       store: the dtype in which the results are kept, if not the computation's.
       bodies: the choices for its bodies.
       asked: the demands on its operands.
+      often: which of its operands it may read more than once.
     """
 
     dtype: np.dtype | None
@@ -46,15 +47,20 @@ class Chosen:
     asked: tuple[Demand, ...]
     store: np.dtype | None = None
     bodies: tuple[Choice, ...] = ()
+    often: tuple[bool, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice:
-    """The backward pass over one body, with the demands on its inputs and outputs."""
+    """The backward pass over one body, with the demands on its inputs and outputs.
+
+    `often` tells which of its inputs are read more than once.
+    """
 
     equations: tuple[Chosen, ...]
     inputs: tuple[Demand, ...]
     outputs: tuple[Demand, ...]
+    often: tuple[bool, ...]
 
 
 class Demands:
@@ -63,57 +69,82 @@ class Demands:
     def __init__(self) -> None:
         self._choices: dict[Any, Choice] = {}
 
-    def on(self, flow: Flow, outputs: tuple[Demand, ...]) -> Choice:
-        """Returns the choice for every equation, given what is asked of the outputs."""
-        key = flow, outputs
+    def on(
+        self, flow: Flow, outputs: tuple[Demand, ...], often: tuple[bool, ...]
+    ) -> Choice:
+        """Returns the choice for every equation of a body.
+
+        Args:
+          flow: the forward pass over it.
+          outputs: what is asked of its outputs.
+          often: which of its outputs are read more than once.
+        """
+        key = flow, outputs, often
         if key in self._choices:
             return self._choices[key]
         jaxpr = flow.body.jaxpr
         demands: dict[Any, Demand] = {}
         uses: dict[Any, int] = {}
 
-        def ask(atom: Any, demand: Demand, region: Region) -> None:
+        def ask(atom: Any, demand: Demand, region: Region, often: bool) -> None:
             if not isinstance(atom, jaxprs.Literal):
                 if demand == Demand.F32 and _takes_half(flow.known[atom], region):
                     demand = demand_of(region.policy.output_dtype)
                 demands[atom] = demands.get(atom, Demand.NONE) | demand
-                uses[atom] = uses.get(atom, 0) + 1
+                uses[atom] = uses.get(atom, 0) + 1 + often
 
-        for atom, demand in zip(jaxpr.outvars, outputs, strict=True):
-            ask(atom, demand, flow.region)
+        for atom, demand, many in zip(jaxpr.outvars, outputs, often, strict=True):
+            ask(atom, demand, flow.region, many)
         chosen: list[Chosen] = []
         for eqn, step in zip(reversed(jaxpr.eqns), reversed(flow.steps), strict=True):
             wanted = tuple(demands.get(var, Demand.NONE) for var in eqn.outvars)
+            shared = tuple(uses.get(var, 0) > 1 for var in eqn.outvars)
             if step.flows:
-                chosen.append(self._bodies(eqn, step, wanted))
+                made = self._bodies(eqn, step, wanted, shared)
+                many = made.often
             else:
-                once = all(uses.get(var, 0) == 1 for var in eqn.outvars)
-                chosen.append(_choose(eqn, step, wanted, once))
-            for atom, demand in zip(eqn.invars, chosen[-1].asked, strict=True):
-                ask(atom, demand, step.region)
+                made = _choose(eqn, step, wanted, not any(shared))
+                assert step.decision is not None
+                # A result that is an operand is read as often as the operand.
+                passed_on = step.decision.passes_on and any(shared)
+                many = (passed_on,) * len(eqn.invars)
+            chosen.append(made)
+            for atom, demand, each in zip(eqn.invars, made.asked, many, strict=True):
+                ask(atom, demand, step.region, each)
         inputs = tuple(demands.get(var, Demand.NONE) for var in jaxpr.invars)
-        choice = Choice(tuple(reversed(chosen)), inputs, outputs)
+        read = tuple(uses.get(var, 0) > 1 for var in jaxpr.invars)
+        choice = Choice(tuple(reversed(chosen)), inputs, outputs, read)
         self._choices[key] = choice
         return choice
 
-    def _bodies(self, eqn: Any, step: Step, wanted: tuple[Demand, ...]) -> Chosen:
+    def _bodies(
+        self,
+        eqn: Any,
+        step: Step,
+        wanted: tuple[Demand, ...],
+        shared: tuple[bool, ...],
+    ) -> Chosen:
         carried = jaxprs.carried(eqn)
         carry = tuple(
             demand_of(carry_dtype(step.views[i], eqn.invars[i])) for i in carried
         )
         outputs = carry + wanted[len(carry) :]
-        wants = [outputs] * len(step.flows)
+        wants, many = [outputs] * len(step.flows), [shared] * len(step.flows)
         if jaxprs.is_while(eqn):
-            wants[0] = (Demand.NONE,)  # its condition returns a boolean
-        bodies = tuple(map(self.on, step.flows, wants))
+            # Its condition returns a boolean.
+            wants[0], many[0] = (Demand.NONE,), (False,)
+        bodies = tuple(map(self.on, step.flows, wants, many))
         asked = [Demand.NONE] * len(eqn.invars)
+        # A loop reads its operands in every turn.
+        often = [jaxprs.is_loop(eqn)] * len(eqn.invars)
         for (_, operands), body in zip(step.inner, bodies, strict=True):
-            for i, demand in zip(operands, body.inputs, strict=True):
+            for i, demand, each in zip(operands, body.inputs, body.often, strict=True):
                 asked[i] |= demand
+                often[i] |= each
         for i, demand in zip(carried, carry, strict=True):
             asked[i] = demand
         reason = "a loop" if carried else "a call: its body is planned"
-        return Chosen(None, reason, tuple(asked), bodies=bodies)
+        return Chosen(None, reason, tuple(asked), bodies=bodies, often=tuple(often))
 
 
 def demand_of(dtype: np.dtype | None) -> Demand:
@@ -157,7 +188,12 @@ def _choose(eqn: Any, step: Step, wanted: Sequence[Demand], once: bool) -> Chose
         dtype, reason = low, "moves parameters that only half precision reads"
     elif decision.may_add_in_half and total == demand_of(low):
         dtype, reason = low, "adds up parameters that only half precision reads"
-    elif decision.may_store_half and total == demand_of(low):
+    elif (
+        decision.may_store_half
+        and total == demand_of(low)
+        and (once or decision.result.costly)
+    ):
+        # Made of parameters and read twice, the sum of its gradients would be half.
         store = low
     return Chosen(dtype, reason, _operand_demands(eqn, dtype, decision), store)
 

@@ -81,6 +81,9 @@ def pick(eqn: Any, operand: jax.Array, indices: jax.Array) -> jax.Array:
         (operand, indices), (tangent, _) = primals, tangents
         axis = operand.ndim - 1
         index = indices[..., 0]
+        if index.dtype.itemsize < 4:
+            # Labels may be of a dtype that cannot count to the end of a row.
+            index = index.astype(jnp.int32)
         if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
             index = jnp.clip(index, 0, operand.shape[axis] - 1)
         here = jax.lax.broadcasted_iota(index.dtype, operand.shape, axis) == index

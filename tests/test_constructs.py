@@ -571,6 +571,32 @@ def test_a_custom_vjp_uses_the_users_rule_wherever_it_is(policy):
         np.testing.assert_allclose(found, expected, atol=8 * eps(policy))
 
 
+@pytest.fixture(params=[False, True], ids=["constants", "literals"])
+def where_constants_are(request):
+    name = "jax_use_simplified_jaxpr_constants"
+    before = getattr(jax.config, name)
+    jax.config.update(name, request.param)
+    yield
+    jax.config.update(name, before)
+
+
+@pytest.mark.usefixtures("where_constants_are")
+def test_a_users_rule_can_do_with_a_constant_what_it_can_do_with_an_array():
+    @jax.custom_vjp
+    def scaled_by_first(x, table):
+        return x * table[0]
+
+    def backward(table, g):
+        # Numpy refuses to be indexed by a traced number.
+        at = lax.fori_loop(0, 1, lambda i, total: total + table[i], jnp.float32(0))
+        return g * at, jnp.zeros_like(table)
+
+    scaled_by_first.defvjp(lambda x, table: (x * table[0], table), backward)
+    table = np.array([2.0, 3.0], np.float32)
+    fn = amp.autocast(lambda x: jnp.sum(scaled_by_first(x @ jnp.eye(16), table)), F16)
+    np.testing.assert_array_equal(jax.grad(fn)(X), 2.0)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "name", ["custom_jvp_in_scan", "custom_jvp_in_cond", "custom_jvp_in_vmap"]

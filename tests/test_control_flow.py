@@ -572,6 +572,40 @@ def test_carries_that_feed_each_other_are_settled_together(policy):
     assert results(loop)[2:] == ["float32"] * 2
 
 
+def test_what_a_loop_or_branch_hands_on_is_weakly_typed_if_it_was():
+    def fn(w):
+        c = lax.fori_loop(0, 3, lambda _, c: c * 2.0, 1.0)
+        c = lax.fori_loop(0, w.astype(int)[0, 0], lambda _, c: c * 2.0, c)
+        return lax.cond(w[0, 0] < 9, lambda c: c * 2.0, lambda c: 3.0, c)
+
+    jaxpr = jax.make_jaxpr(amp.autocast(fn, F16))(W)
+    found = [
+        (e.primitive.name, e.outvars[-1].aval.weak_type)
+        for e in jaxpr.eqns
+        if e.primitive.name in ("scan", "while", "cond")
+    ]
+    assert found == [("scan", True), ("while", True), ("cond", True)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_accumulator_of_a_carry_that_turns_half_is_f32(policy):
+    def fn(w, x):
+        def turn(carry, _):
+            # What is added up is an input before the first turn, and half after it.
+            h, total = carry
+            return (jnp.tanh(h @ w), total + h), None
+
+        h, total = scan(turn, (x, jnp.zeros((8, 16))), length=3000)[0]
+        return h @ w, total
+
+    mixed = amp.autocast(fn, policy)
+    (loop,) = loops(mixed, W, X)
+    assert results(loop) == [half_of(policy), "float32"]
+    # tanh(20) is 1. In bf16 a sum of ones stops at 256, in f16 at 2048.
+    _, total = mixed(20 * jnp.eye(16), jnp.ones((8, 16)))
+    np.testing.assert_array_equal(total, 3000)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_carries_that_are_no_f32_are_untouched(policy):
     with jax.enable_x64(True):
@@ -640,21 +674,81 @@ def test_the_products_of_a_branch_run_in_half_both_ways(name, policy):
     assert rows and set(rows) == {(half_of(policy),) * 3}
 
 
+@pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_branch_that_returns_half_and_one_that_returns_f32_agree(policy):
+@pytest.mark.parametrize(
+    ("returned", "read_by", "agreed"),
+    [
+        (("low", "low"), "product", "half"),
+        (("low", "full"), "tanh", "float32"),
+        (("full", "full"), "tanh", "float32"),
+        # Nobody reads what they return in f32.
+        (("low", "full"), "product", "half"),
+        (("full", "full"), "product", "half"),
+        (("low", "free"), "product", "half"),
+        (("low", "free"), "tanh", "half"),
+        (("full", "free"), "tanh", "float32"),
+    ],
+)
+def test_branches_agree_on_what_they_return(returned, read_by, agreed, policy, swapped):
     def fn(w):
-        h = lax.cond(w[0, 0] > 0, lambda h: h @ w, lambda h: jnp.exp(h), X @ w)
-        return jnp.tanh(h) @ w
+        branches = {
+            "low": lambda h: h @ w,
+            "full": lambda h: jnp.exp(-jnp.square(h)),
+            "free": lambda h: X,
+        }
+        first, second = (branches[name] for name in returned)
+        if swapped:
+            first, second = second, first
+        h = lax.cond(w[0, 0] > 0, first, second, X @ w)
+        return (jnp.tanh(h) if read_by == "tanh" else h) @ w
 
     (branch,) = loops(amp.autocast(fn, policy), W, primitive="cond")
-    assert results(branch) == ["float32"]
+    assert results(branch) == [agreed.replace("half", half_of(policy))]
+    assert relative_error(amp.autocast(fn, policy)(W), fn(W)) < ROUNDINGS * eps(policy)
 
-    def both_low(w):
-        h = lax.cond(w[0, 0] > 0, lambda h: h @ w, lambda h: h * 2.0, X @ w)
-        return h @ w
 
-    (branch,) = loops(amp.autocast(both_low, policy), W, primitive="cond")
-    assert results(branch) == [half_of(policy)]
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(
+    "other", [lambda h: h, lambda h: jnp.ones_like(h)], ids=["activation", "constant"]
+)
+def test_a_branch_that_returns_a_constant_beyond_f16_makes_what_reads_it_f32(
+    other, swapped
+):
+    def fn(w):
+        h = X @ w
+        branches = lambda h: jnp.full_like(h, 1e6), other
+        if swapped:
+            c = lax.cond(w[0, 0] > 9, *branches[::-1], h)
+        else:
+            c = lax.cond(w[0, 0] < 9, *branches, h)
+        return (h * c * 1e-6) @ w
+
+    for policy, dtype in ((F16, "float32"), (BF16, "bfloat16")):
+        found = amp.autocast(fn, policy)
+        assert dtypes_of(found, W, primitive="mul") == [(dtype,) * 3] * 2
+        assert relative_error(found(W), fn(W)) < ROUNDINGS * eps(policy)
+
+
+def test_a_constant_that_grows_from_turn_to_turn_is_taken_to_grow_beyond_f16():
+    # 1, 1e3 and 1e6: each of them meets an activation.
+    def fn(w):
+        def turn(carry, _):
+            power, h = carry
+            return (power * 1e3, h * power * 1e-3), None
+
+        return scan(turn, (1.0, X @ w), length=3)[0][1] @ w
+
+    mixed = amp.autocast(fn, F16)
+    rows = dtypes_of(mixed, W, primitive="mul")
+    assert rows and set(rows) == {("float32",) * 3}
+    assert relative_error(mixed(W), fn(W)) < ROUNDINGS * eps(F16)
+    # One that does not grow stays what it is.
+    same = lambda w: scan(  # noqa: E731
+        lambda c, _: ((c[0], c[1] * c[0]), None), (2.0, X @ w), length=3
+    )[0][1]
+    rows = dtypes_of(amp.autocast(lambda w: same(w) @ w, F16), W, primitive="mul")
+    assert rows == [("float16",) * 3]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

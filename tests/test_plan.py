@@ -566,11 +566,48 @@ def test_two_islands_that_read_one_activation_are_one(half):
     """Else each would round its gradient before they are summed."""
 
     def fn(x, w):
-        logits = x @ w
-        return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - jnp.exp(logits[:, 0]))
+        h = x @ w
+        return jnp.sum(jax.nn.softmax(h) @ w) + jnp.sum(jnp.exp(-h * h) @ w)
 
     jaxpr = jax.make_jaxpr(autocast(fn, half))(X, W)
     assert len([e for e in equations(jaxpr) if e.primitive.name in REMAT]) == 1
+    sums = dtypes_of(jax.grad(autocast(fn, half)), X, W, primitive="add_any")
+    assert sums and ("float32",) * 3 in sums and (half,) * 3 not in sums
+
+
+def test_an_island_reads_in_f32_what_is_read_in_f32_outside_of_it(half):
+    """Else its gradient would be rounded before it is added to the other one."""
+
+    def fn(x, w):
+        h = x @ w
+        return jnp.sum(jax.nn.softmax(h) @ w) + jnp.sum(jnp.cumsum(h, axis=0))
+
+    sums = dtypes_of(jax.grad(autocast(fn, half)), X, W, primitive="add_any")
+    assert sums and ("float32",) * 3 in sums and (half,) * 3 not in sums
+
+
+def test_effects_happen_in_the_order_of_the_program_around_f32_operations(half):
+    seen = []
+
+    def noted(name, x):
+        def note(x):
+            seen.append(name)
+            return x
+
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.experimental.io_callback(note, shape, x, ordered=True)
+
+    def fn(x, w):
+        h = x @ w
+        first = noted("first", jax.nn.softmax(h) @ w)
+        # An operation on `h` in f32 as the softmax is, that waits for the second.
+        second = jnp.exp(h * noted("second", w[:8]))
+        return first + second @ w
+
+    x, w = jnp.ones((8, 16)), 0.1 * jnp.ones((16, 16))
+    jax.block_until_ready(jax.jit(autocast(fn, half))(x, w))
+    jax.effects_barrier()
+    assert seen == ["first", "second"]
 
 
 def test_an_f32_value_that_comes_back_through_half_does_not_wait_for_itself(half):
@@ -584,6 +621,17 @@ def test_an_f32_value_that_comes_back_through_half_does_not_wait_for_itself(half
     expected, found = (jax.grad(f)(x, w) for f in (fn, autocast(fn, half)))
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
     assert error < 8 * float(jnp.finfo(half).eps)
+
+
+def test_an_island_hands_out_what_its_readers_read(half):
+    def fn(x, w):
+        h = jax.nn.softmax(x @ w)
+        return h @ w, jnp.sum(jnp.cumsum(jax.nn.softmax(x @ w.T), axis=0))
+
+    jaxpr = jax.make_jaxpr(autocast(fn, half))(X, W)
+    marks = [e for e in equations(jaxpr) if e.primitive.name in REMAT]
+    results = [[v.aval.dtype.name for v in e.outvars] for e in marks]
+    assert sorted(results) == [[half], ["float32"]]
 
 
 def test_an_island_inside_a_checkpoint_is_not_marked_again(half):
