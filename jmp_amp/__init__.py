@@ -44,8 +44,12 @@ from jmp_amp.loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from jmp_amp.loss_scale import no_loss_scale as no_loss_scale
 from jmp_amp.loss_scale import static_loss_scale as static_loss_scale
 from jmp_amp.optimizers import with_loss_scale as with_loss_scale
+from jmp_amp.parameters import cast_params as cast_params
+from jmp_amp.parameters import export_params as export_params
+from jmp_amp.patterns import ModuleInfo as ModuleInfo
 from jmp_amp.policy import Policy as Policy
 from jmp_amp.policy import get_policy as get_policy
+from jmp_amp.policy_map import PolicyMap as PolicyMap
 from jmp_amp.regions import cast_inputs as cast_inputs
 from jmp_amp.regions import full_precision as full_precision
 from jmp_amp.regions import with_policy as with_policy

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jmp_amp.policy import get_policy
+from jmp_amp.policy_map import as_policy_map
 from jmp_amp.report import explain
 
 _EXPLAIN = """\
@@ -45,7 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.set_defaults(run=_explain)
     add = command.add_argument
     add("function", metavar="package.module:function")
-    add("--policy", default="mixed_bfloat16", help="default: %(default)s")
+    add(
+        "--policy",
+        default="mixed_bfloat16",
+        help="such as 'mixed_float16; **/head: float32'; default: %(default)s",
+    )
     add("--args", metavar="NAME", help="the function that returns the arguments")
     add("--json", action="store_true", help="print the whole report as JSON")
     add("--equations", action="store_true", help="print every equation too")
@@ -61,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _explain(options: argparse.Namespace) -> str:
     try:
-        policy = get_policy(options.policy)
+        policy = as_policy_map(options.policy, "explain(fn, {})")
     except (TypeError, ValueError) as error:
         raise _Mistake(f"--policy: {error}") from error
     function, example = _functions(options.function, options.args)

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import linen as nn
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp import jaxprs, scopes
+from jmp_amp.calls import traced_call
 from jmp_amp.derivatives import half_operands_f32_result, pick
-from jmp_amp.dtypes import is_castable
 from jmp_amp.islands import Island
 from jmp_amp.plan import EquationPlan, Plan
 from jmp_amp.planner import plan_derivative_rule, plan_program
-from jmp_amp.policy import Policy, get_policy
-
-_ARRAY = object()
+from jmp_amp.policy import Policy
+from jmp_amp.policy_map import PolicyMap, as_policy_map
 
 
 def autocast(
     fn: Callable[..., Any] | None = None,
-    policy: Policy | str = "mixed_bfloat16",
+    policy: Policy | PolicyMap | str = "mixed_bfloat16",
     *,
     enabled: bool = True,
 ) -> Any:
@@ -54,6 +53,9 @@ def autocast(
     does not mark. In a float32 program `x.astype(jnp.float32)` is no operation and
     asks for nothing: `full_precision` does.
 
+    nnx modules may be arguments or closed over: what the function writes to them
+    reaches the caller's objects, as under `nnx.jit`.
+
     Keep an optimizer's update outside: a parameter plus a half-precision update is a
     half-precision sum.
 
@@ -61,8 +63,9 @@ def autocast(
       fn: a function of pytrees. Arguments that are no arrays (Python numbers, strings,
         callables, modules) reach it unchanged, and so do those of its results. Called
         without `fn`, `autocast` is a decorator.
-      policy: a `Policy` or what `get_policy` understands. Outputs that were float32
-        come back in its `output_dtype`.
+      policy: a `Policy`, what `get_policy` understands, or a `PolicyMap`, by module of
+        linen or nnx. Outputs that were float32 come back in its `output_dtype`; those
+        of linen's mutable collections and of nnx variables stay as they are.
       enabled: False returns `fn` itself.
 
     Raises:
@@ -98,25 +101,31 @@ def autocast(
             else f"autocast({fn!r}): the first argument is the function to transform, "
             f"found {type(fn).__name__}."
         )
-    policy = get_policy(policy)
-    if not is_castable(policy.compute_dtype):
-        raise ValueError(
-            f"autocast(fn, {str(policy)!r}): cannot compute in "
-            f"{policy.compute_dtype.name}. Use a compute dtype of float16, bfloat16 or "
-            "float32."
+    if isinstance(fn, nn.Module) and fn.scope is None:
+        raise TypeError(
+            f"autocast({type(fn).__name__}(...)): a linen module holds no parameters, "
+            "so it cannot be called. Write autocast(model.apply, policy)."
         )
+    policies = as_policy_map(policy, "autocast(fn, {})")
     if not enabled:
         return fn
 
     @functools.wraps(fn, updated=())
     def autocast_fn(*args: Any, **kwargs: Any) -> Any:
-        outer = scopes.active_policy()
-        call = plan_call(fn, policy, args, kwargs)
-        # Inside another autocast the scope tells the outer one whose policy it is.
-        nested = scopes.scope(policy) if outer is not None else nullcontext()
-        with nested:
-            results = run(call.plan, call.arrays)
-        return call.returned(list(map(jaxprs.as_output, results, call.jaxpr.out_avals)))
+        outer = scopes.active()
+        with planned_call(fn, policies, args, kwargs, "autocast(fn)") as call:
+            if any(isinstance(x, jax.ShapeDtypeStruct) for x in call.arrays):
+                raise TypeError(
+                    "autocast(fn): an argument is a jax.ShapeDtypeStruct, which has no "
+                    "values. Use explain(fn, policy)(*args) to read the plan, or "
+                    "jax.eval_shape(autocast(fn), *args) for the shapes."
+                )
+            # Inside another autocast the scope tells the outer one whose policy it is.
+            nested = nullcontext() if outer is None else scopes.scope(policies.default)
+            with nested:
+                results = run(call.plan, call.arrays)
+            avals = call.jaxpr.out_avals
+            return call.returned(list(map(jaxprs.as_output, results, avals)))
 
     return autocast_fn
 
@@ -127,55 +136,28 @@ class PlannedCall(NamedTuple):
     Attributes:
       plan: its plan.
       jaxpr: the closed jaxpr of the function as it is, from arrays to arrays.
-      arrays: the arrays among the arguments: the inputs of the plan.
+      arrays: the inputs of the plan.
       returned: returns what the call does, given the outputs of the plan.
     """
 
     plan: Plan
     jaxpr: Any
     arrays: list[Any]
-    returned: Callable[[list[Any]], Any]
+    returned: Callable[[Sequence[Any]], Any]
 
 
-def plan_call(
+@contextmanager
+def planned_call(
     fn: Callable[..., Any],
-    policy: Policy,
+    policies: PolicyMap,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> PlannedCall:
-    """Returns the plan of `fn(*args, **kwargs)`; nothing is executed.
-
-    Args:
-      fn: the function.
-      policy: its policy.
-      args: pytrees. Array leaves may be `jax.ShapeDtypeStruct`s; leaves that are no
-        arrays reach `fn` unchanged.
-      kwargs: likewise.
-    """
-    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
-    arrays = [leaf for leaf in leaves if _is_array(leaf)]
-    found: list[Any] = []
-
-    def of_arrays(*arrays: Any) -> list[Any]:
-        remaining = iter(arrays)
-        filled = [next(remaining) if _is_array(x) else x for x in leaves]
-        inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
-        outputs, output_tree = jax.tree.flatten(fn(*inner_args, **inner_kwargs))
-        # Tracers must not outlive the trace: keep their places only.
-        static = [_ARRAY if _is_array(x) else x for x in outputs]
-        found[:] = [output_tree, static]
-        return [x for x in outputs if _is_array(x)]
-
-    with scopes.activate(policy):
-        traced = jaxprs.trace(of_arrays, arrays)
-    output_tree, static = found
-
-    def returned(results: list[Any]) -> Any:
-        remaining = iter(results)
-        outputs = [next(remaining) if x is _ARRAY else x for x in static]
-        return jax.tree.unflatten(output_tree, outputs)
-
-    return PlannedCall(plan_program(traced, policy), traced, arrays, returned)
+    call: str,
+) -> Iterator[PlannedCall]:
+    """Traces and plans `fn(*args, **kwargs)`, see `calls.traced_call`."""
+    with traced_call(fn, policies, args, kwargs, call) as traced:
+        plan = plan_program(traced.jaxpr, policies.default, traced.held, traced.states)
+        yield PlannedCall(plan, traced.jaxpr, traced.arrays, traced.returned)
 
 
 def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
@@ -375,14 +357,3 @@ def _cast_constant(value: Any, dtype: np.dtype | None, saturate: bool) -> Any:
         largest = float(jnp.finfo(dtype).max)
         value = np.clip(value, -largest, largest)
     return np.asarray(value).astype(dtype)
-
-
-def _is_array(leaf: Any) -> bool:
-    if isinstance(leaf, np.ndarray | np.generic):
-        # Arrays of text, objects and dates are no arrays to JAX.
-        return leaf.dtype.kind not in "SUOMm"
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-
-
-def _is_module(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Module)

@@ -100,6 +100,10 @@ def inner_bodies(eqn: Any) -> tuple[Inner, ...]:
     return bodies if arrays else ()
 
 
+def is_loop(eqn: Any) -> bool:
+    return eqn.primitive in (primitives.scan_p, primitives.while_p)
+
+
 def carried(eqn: Any) -> range:
     """Returns which operands of `eqn` a loop carries; its first results are theirs."""
     if eqn.primitive is primitives.while_p:

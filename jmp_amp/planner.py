@@ -19,7 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp import jaxprs, scopes
+from jmp_amp import jaxprs, linen_modules, scopes
 from jmp_amp.decisions import (
     Decision,
     Known,
@@ -36,19 +36,28 @@ from jmp_amp.islands import Seen, find_islands, in_order
 from jmp_amp.jaxprs import Body
 from jmp_amp.plan import EquationPlan, Plan, RuleContext
 from jmp_amp.policy import Policy
+from jmp_amp.policy_map import PolicyMap
 from jmp_amp.rules import COMPARISONS, RECOMPUTED, OpClass, Rule
 from jmp_amp.scopes import Region
 
 _Dtypes = tuple[np.dtype | None, ...]
 
 
-def plan_program(closed_jaxpr: Any, policy: Policy) -> Plan:
+def plan_program(
+    closed_jaxpr: Any,
+    policy: Policy,
+    held: Sequence[np.dtype | None],
+    states: Sequence[np.dtype | None],
+) -> Plan:
     """Returns the plan of a traced function whose arguments are all free.
 
     Args:
       closed_jaxpr: what `jaxprs.trace` returned.
       policy: its `compute_dtype` is that of the low equations; outputs that were
         traced in f32 are returned in its `output_dtype`.
+      held: the dtypes of the arguments that come in another one than they were traced
+        in; None for the others.
+      states: the dtypes of the outputs that have one of their own; None for the others.
     """
     body = jaxprs.body_of(closed_jaxpr)
     region = Region("", policy)
@@ -57,11 +66,14 @@ def plan_program(closed_jaxpr: Any, policy: Policy) -> Plan:
         None
         if not castable(v)
         else policy.output_dtype
-        if v.aval.dtype == F32
-        else v.aval.dtype
-        for v in body.jaxpr.outvars
+        if v.aval.dtype == F32 and state is None
+        else state or v.aval.dtype
+        for v, state in zip(body.jaxpr.outvars, states, strict=True)
     ]
-    reads = [traced_dtype(v) for v in body.jaxpr.invars]
+    reads = [
+        dtype or traced_dtype(v)
+        for v, dtype in zip(body.jaxpr.invars, held, strict=True)
+    ]
     return _plan(body, known, reads, outputs, region, None)
 
 
@@ -76,7 +88,9 @@ def plan_derivative_rule(
     assert planned.rule_context is not None
     context = planned.rule_context
     # It is traced when it is needed, maybe long after the function around it.
-    with scopes.activate(context.region.policy):
+    policy = context.region.policy
+    active = scopes.Active(policy, PolicyMap(policy))
+    with scopes.activate(active), linen_modules.intercepted():
         traced = jaxprs.trace_derivative_rule(eqn, differentiated)
     known = [*context.known, *(context.known[i] for i in differentiated)]
     known = [dataclasses.replace(k, bounds=None) for k in known]
@@ -106,7 +120,8 @@ def _plan(
     inherited: Rule | None,
 ) -> Plan:
     flow = Flows().through(body, tuple(known), region, inherited)
-    choice = Demands().on(flow, tuple(demand_of(dtype) for dtype in outputs))
+    wanted = tuple(map(demand_of, outputs))
+    choice = Demands().on(flow, wanted, (False,) * len(wanted))
     return _Planner().settle(flow, choice, tuple(reads), tuple(outputs), True)
 
 
@@ -180,7 +195,12 @@ class _Planner:
             flow.body,
             tuple(equations),
             outputs,
-            frozenset(var for var, known in flow.known.items() if known.as_parameter),
+            # What has gradients to be summed: they are f32, one by one, then.
+            frozenset(
+                v
+                for v, known in flow.known.items()
+                if known.origin == Origin.FREE and held[v] == F32
+            ),
             in_order(jaxpr, islands),
         )
 

@@ -7,7 +7,6 @@ order of the program, each with the module that it is in and the casts that it c
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp import jaxprs, rules
+from jmp_amp import jaxprs, rules, scopes
 from jmp_amp.costs import (
     Matmuls,
     Residual,
@@ -32,9 +31,6 @@ from jmp_amp.plan import EquationPlan, Plan
 
 _IN_TABLE = rules.FOLLOW.union(*(group.names for group in rules.PRIMITIVES))
 
-_POLICY_SCOPE = re.compile(r"amp\[[^\]]*\]")
-# The name stack of a derivative reads `transpose(jvp(Block_0))/Dense_0`.
-_TRANSFORM = re.compile(r"\w+\(|\)")
 # What JAX adds to the name stack of a checkpoint.
 _NO_MODULES = ("", "checkpoint", "rematted_computation")
 
@@ -67,23 +63,18 @@ def read_plan(plan: Plan) -> tuple[Equation, ...]:
 
 
 def read_saved(
-    call: PlannedCall, equations: Sequence[Equation], with_constants: bool
+    call: PlannedCall, equations: Sequence[Equation]
 ) -> tuple[tuple[Saved, ...] | None, str | None]:
     """Returns what differentiation saves, or None and why there is no derivative.
 
     Args:
       call: the planned call.
       equations: the equations of the plan.
-      with_constants: whether to differentiate by the constants of the program too: the
-        parameters of nnx modules are among them.
     """
-    body = jaxprs.body_of(call.jaxpr)
-    count = len(body.consts)
-    values = [*body.consts, *call.arrays]
     moving = [
         i
-        for i, value in enumerate(values)
-        if (with_constants or i >= count) and jnp.issubdtype(value.dtype, jnp.inexact)
+        for i, value in enumerate(call.arrays)
+        if jnp.issubdtype(value.dtype, jnp.inexact)
     ]
     if not moving:
         return None, "no argument is floating-point"
@@ -91,18 +82,22 @@ def read_saved(
         return None, "no result is floating-point"
 
     def plain(*values: Any) -> list[Any]:
-        consts, args = values[:count], values[count:]
-        return jaxprs.run_as_traced(body._replace(consts=consts), args)
+        # Caches may come in half precision.
+        traced = [
+            jax.lax.convert_element_type(x, v.aval.dtype)
+            if traced_dtype(v) is not None
+            else x
+            for x, v in zip(values, call.jaxpr.jaxpr.invars, strict=True)
+        ]
+        return jaxprs.run_as_traced(jaxprs.body_of(call.jaxpr), traced)
 
     def planned(*values: Any) -> list[Any]:
-        consts, args = values[:count], values[count:]
-        planned_body = call.plan.body._replace(consts=consts)
-        return run(dataclasses.replace(call.plan, body=planned_body), args)
+        return run(call.plan, values)
 
     residuals: list[list[Residual]] = []
     for fn in (planned, plain):
         try:
-            residuals.append(saved_for_backward(fn, values, moving))
+            residuals.append(saved_for_backward(fn, call.arrays, moving))
         except Exception as error:  # whatever the function's own rules raise
             return None, str(error).strip().partition("\n")[0] or type(error).__name__
     sizes, without = (_modules_of(each, equations) for each in residuals)
@@ -356,7 +351,7 @@ def _called(eqn: Any) -> str:
 
 
 def _scope(eqn: Any) -> list[str]:
-    text = _TRANSFORM.sub("", _POLICY_SCOPE.sub("", jaxprs.scope_text(eqn)))
+    text = scopes.without_policies(jaxprs.scope_text(eqn))
     # `jnp.einsum` opens a scope of the name of its subscripts.
     return [
         name for name in text.split("/") if name not in _NO_MODULES and "->" not in name

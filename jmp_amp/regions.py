@@ -19,7 +19,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_amp import scopes
+from jmp_amp import linen_modules, scopes
 from jmp_amp.dtypes import F32, floating_dtype, is_castable
 from jmp_amp.policy import Policy, get_policy
 
@@ -89,11 +89,12 @@ def _marked(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     return marked
 
 
+@functools.cache
 def _marked_class(module: type, policy: Policy) -> type:
     """Returns a subclass of the same name whose methods run with `policy`."""
     if issubclass(module, nn.Module):
         # The interceptor of autocast opens the scope: linen wraps methods by itself.
-        methods: dict[str, Any] = {scopes.MODULE_POLICY: policy}
+        methods: dict[str, Any] = {linen_modules.MODULE_POLICY: policy}
     else:
         base = vars(nnx.Module).keys() | vars(nnx.Pytree).keys()
         methods = {

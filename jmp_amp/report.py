@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import jax
-from flax import nnx
-
 from jmp_amp import facts, tables
-from jmp_amp.dtypes import is_castable
 from jmp_amp.facts import Cast, Costs, Equation, Reason, Saved
-from jmp_amp.interpreter import plan_call
-from jmp_amp.policy import Policy, get_policy
+from jmp_amp.interpreter import planned_call
+from jmp_amp.patterns import matches_path
+from jmp_amp.policy import Policy
+from jmp_amp.policy_map import PolicyMap, as_policy_map
 from jmp_amp.reading import read_plan, read_saved
 from jmp_amp.tables import Table, quantity
 
@@ -133,7 +130,7 @@ class Report:
         chosen = [
             (index, equation)
             for index, equation in enumerate(self.equations)
-            if _matches(equation.module.split("/"), module.split("/"))
+            if matches_path(equation.module, module)
         ]
         heading = f"{len(chosen)} of {len(self.equations)} equations"
         if not chosen:
@@ -218,7 +215,7 @@ class Report:
 
 
 def explain(
-    fn: Callable[..., Any], policy: Policy | str = "mixed_bfloat16"
+    fn: Callable[..., Any], policy: Policy | PolicyMap | str = "mixed_bfloat16"
 ) -> Callable[..., Report]:
     """Returns a function that tells what `autocast(fn, policy)` would do with a call.
 
@@ -228,7 +225,7 @@ def explain(
 
     Args:
       fn: a function of pytrees, as `autocast` takes it.
-      policy: a `Policy` or what `get_policy` understands.
+      policy: a `Policy`, what `get_policy` understands, or a `PolicyMap`.
 
     Returns:
       A function of the arguments of `fn`; in place of arrays it takes
@@ -257,27 +254,19 @@ def explain(
             f"explain({fn!r}): the first argument is the function to explain, {found}."
             f"{advice if isinstance(fn, str | Policy) else ''}"
         )
-    policy = get_policy(policy)
-    if not is_castable(policy.compute_dtype):
-        raise ValueError(
-            f"explain(fn, {str(policy)!r}): cannot compute in "
-            f"{policy.compute_dtype.name}. Use a compute dtype of float16, bfloat16 or "
-            "float32."
-        )
+    name = getattr(fn, "__name__", type(fn).__name__)
+    policies = as_policy_map(policy, "explain(fn, {})")
 
     def explained(*args: Any, **kwargs: Any) -> Report:
-        call = plan_call(fn, policy, args, kwargs)
-        equations = read_plan(call.plan)
-        has_modules = any(
-            isinstance(leaf, nnx.Module)
-            for leaf in jax.tree.leaves((args, kwargs), is_leaf=_is_module)
-        )
-        saved, why_not = read_saved(call, equations, has_modules)
+        with planned_call(fn, policies, args, kwargs, "explain(fn)") as call:
+            equations = read_plan(call.plan)
+            saved, why_not = read_saved(call, equations)
         decided = {e.decided_by for e in equations if e.from_policy}
-        named = policy.low | policy.full | policy.follow
+        chosen = [policies.default, *(each for _, each in policies.entries)]
+        named = {n for each in chosen for n in (*each.low, *each.full, *each.follow)}
         return Report(
-            function=getattr(fn, "__name__", type(fn).__name__),
-            policy=str(policy),
+            function=name,
+            policy=str(policies),
             equations=equations,
             saved=saved,
             not_differentiable=why_not,
@@ -287,25 +276,9 @@ def explain(
     return explained
 
 
-def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
-    if not pattern:
-        return not path
-    head, *rest = pattern
-    if head == "**":
-        starts = range(len(path) + 1)
-        return any(_matches(path[start:], rest) for start in starts)
-    return (
-        bool(path) and fnmatch.fnmatchcase(path[0], head) and _matches(path[1:], rest)
-    )
-
-
 def _as_lists(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _as_lists(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_as_lists(each) for each in value]
     return value
-
-
-def _is_module(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Module)

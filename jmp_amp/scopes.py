@@ -7,38 +7,24 @@ A scope is text in the name stack of JAX, so it survives `jit`, `grad`, `vmap` a
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax import nnx
 
+from jmp_amp.patterns import NORM_MODULES, ModuleInfo, Pattern, names_a_norm
 from jmp_amp.policy import Policy, get_policy
+from jmp_amp.policy_map import PolicyMap
 
-# Linen modules that compute in f32 whatever surrounds them, and hand on the compute
-# dtype: a mean and a variance over many values need f32 (Micikevicius et al. 2018,
-# arXiv:1710.03740, section 3.3), the values that they normalise do not.
-NORM_MODULES: tuple[type[nn.Module], ...] = (
-    nn.BatchNorm,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-    nn.InstanceNorm,
-    nn.WeightNorm,
-    nn.SpectralNorm,
-)
-
-# The attribute of a linen module class that holds its own policy.
-MODULE_POLICY = "_amp_policy"
-
-# Part of the key of every cache of JAX: a helper that was jitted and traced outside
-# autocast is traced anew inside, where `linen_norms` opens scopes, and the other way
-# round.
-_active_policy = jax.make_user_context(None)
+# A module of one library that is made of one of the other: paths go on inside.
+_BRIDGES = (nnx.bridge.ToLinen, nnx.bridge.ToNNX)
 
 _SCOPE = re.compile(r"amp\[([^\]]*)\]")
 # The name stack of a derivative reads `transpose(jvp(Block_0))/Dense_0`.
@@ -64,6 +50,61 @@ class Region(NamedTuple):
         )
 
 
+class Active(NamedTuple):
+    """What decides, while autocast traces, the policy of a module that is called.
+
+    Attributes:
+      policy: the policy in force.
+      policies: the map that autocast was given.
+      in_norm: inside of a norm layer, which may call the layer that it normalises.
+      base: the path of the module of the other library that wraps what is called.
+      where: the path of the module that is running, if the map may tell paths apart.
+      depth: how many other autocasts this one is inside of.
+    """
+
+    policy: Policy
+    policies: PolicyMap
+    in_norm: bool = False
+    base: tuple[str, ...] = ()
+    where: tuple[str, ...] = ()
+    depth: int = 0
+
+
+# Part of the key of every cache of JAX: a helper that was jitted and traced outside
+# autocast is traced anew inside, where modules open scopes, and the other way round;
+# and so it is under another map, or in another module if the map can tell.
+_active = jax.make_user_context(None)
+
+
+# The path of the module that is running.
+_running: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar(
+    "running", default=None
+)
+
+
+def running() -> tuple[str, ...] | None:
+    """Returns the path of the module that is running, or None outside of all."""
+    return _running.get()
+
+
+def active() -> Active | None:
+    """Returns what the autocast that is tracing has set, or None outside."""
+    return _active.value
+
+
+def active_policy() -> Policy | None:
+    """Returns the policy in force while autocast traces, or None outside."""
+    found = active()
+    return None if found is None else found.policy
+
+
+@contextlib.contextmanager
+def activate(state: Active) -> Iterator[None]:
+    """While tracing inside, `state` is what decides."""
+    with _active(state):
+        yield
+
+
 @contextlib.contextmanager
 def scope(policy: Policy) -> Iterator[None]:
     """What is traced inside has `policy`."""
@@ -73,26 +114,101 @@ def scope(policy: Policy) -> Iterator[None]:
 
 @contextlib.contextmanager
 def active_scope(policy: Policy) -> Iterator[None]:
-    """As `scope`, and the policies of norms inside derive from `policy`."""
-    with _active_policy(policy), scope(policy):
+    """As `scope`, and the policies of modules inside derive from `policy`."""
+    found = active()
+    assert found is not None
+    with _active(found._replace(policy=policy)), scope(policy):
         yield
-
-
-def active_policy() -> Policy | None:
-    """Returns the policy of the autocast that is tracing, or None outside."""
-    return _active_policy.value
 
 
 @contextlib.contextmanager
-def activate(policy: Policy) -> Iterator[None]:
-    """While tracing inside, `policy` is the active one and norm modules open scopes."""
-    with _active_policy(policy), _linen_norms():
+def module_scope(
+    info: ModuleInfo, own: Policy | None = None, around: tuple[type, ...] = ()
+) -> Iterator[None]:
+    """What a method of a module traces has the policy that the module should have.
+
+    Args:
+      info: the module and the method; its path is relative to `Active.base`.
+      own: the policy that the module itself is marked with, if it is.
+      around: the classes of the modules that it is a part of, the outermost first, as
+        far as they are known.
+    """
+    found = active()
+    if found is None:
         yield
+        return
+    info = info._replace(path=found.base + info.path)
+    marked, literal = own is not None, False
+    if found.policies.entries:
+        entry = _entry_of(found.policies, info, around)
+        if own is None and entry is not None:
+            pattern, own = entry
+            literal = names_a_norm(pattern)
+        if found.policies.sees_paths and _may_be_jitted(info.cls):
+            found = found._replace(where=info.path)
+    is_norm = issubclass(info.cls, NORM_MODULES) and not literal
+    if issubclass(info.cls, _BRIDGES):
+        found = found._replace(base=info.path)
+    with contextlib.ExitStack() as stack:
+        # A glob may match a block and all that is in it: that is one region.
+        if own is not None and (marked or own != found.policy):
+            found = found._replace(policy=own, in_norm=False)
+            stack.enter_context(scope(own))
+        policy = found.policy
+        if info.method == "__call__" and is_norm:
+            found = found._replace(in_norm=True)
+            stack.enter_context(scope(norm_policy(policy)))
+        elif info.method == "__call__" and found.in_norm:
+            # WeightNorm and SpectralNorm call the layer whose weights they normalise:
+            # it has its own policy, not theirs.
+            found = found._replace(in_norm=False)
+            stack.enter_context(scope(policy.with_output_dtype(policy.compute_dtype)))
+        stack.enter_context(_active(found))
+        stack.callback(_running.reset, _running.set(info.path))
+        yield
+
+
+def _entry_of(
+    policies: PolicyMap, info: ModuleInfo, around: tuple[type, ...]
+) -> tuple[Pattern, Policy] | None:
+    """The entry of a module, or of what it is a part of and that was never called.
+
+    A module that is running has passed its policy on already; `self.encoder.layers[0]`
+    may be called by what the encoder is a part of.
+    """
+    entry, outer = policies.match(info), running()
+    start = 0
+    if outer is not None:
+        start = len(outer) + 1
+        if info.path[: len(outer)] != outer:
+            return entry
+    if entry is not None:
+        return entry
+    for end in reversed(range(start, len(info.path))):
+        cls = around[end] if end < len(around) else nn.Module
+        name = info.path[end - 1] if end else None
+        entry = policies.match(ModuleInfo(info.path[:end], cls, name))
+        if entry is not None:
+            return entry
+    return None
+
+
+def _may_be_jitted(cls: type) -> bool:
+    """Whether a method may be one that JAX traces once for several modules.
+
+    linen's own modules have none; an nnx module has its path with it.
+    """
+    return issubclass(cls, nn.Module) and not cls.__module__.startswith("flax.")
 
 
 def region_of(scopes: str, outer: Region) -> Region:
     """Returns the region that the name scopes of an equation of `outer` say."""
     return outer if "amp[" not in scopes else _region_of(scopes, outer)
+
+
+def without_policies(scopes: str) -> str:
+    """Returns name scopes without policies and names of transformations."""
+    return _TRANSFORM.sub("", _SCOPE.sub("", scopes))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -110,45 +226,3 @@ def norm_policy(policy: Policy) -> Policy:
     return dataclasses.replace(
         policy, compute_dtype=jnp.float32, output_dtype=policy.compute_dtype
     )
-
-
-def _linen_norms() -> Any:
-    """Opens the scope of `norm_policy` around each call of a linen norm module."""
-    wrapped: list[str] = []
-
-    def interceptor(
-        next_fun: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        context: nn.module.InterceptorContext,
-    ) -> Any:
-        own = getattr(context.module, MODULE_POLICY, None)
-        if own is not None and active_policy() is not None:
-            with active_scope(own):
-                return norms(next_fun, args, kwargs, context)
-        return norms(next_fun, args, kwargs, context)
-
-    def norms(
-        next_fun: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        context: nn.module.InterceptorContext,
-    ) -> Any:
-        policy = active_policy()
-        if context.method_name != "__call__" or policy is None:
-            return next_fun(*args, **kwargs)
-        if not isinstance(context.module, NORM_MODULES):
-            if not wrapped:
-                return next_fun(*args, **kwargs)
-            # WeightNorm and SpectralNorm call the layer whose weights they normalise:
-            # it has its own policy, not theirs.
-            with scope(policy.with_output_dtype(policy.compute_dtype)):
-                return next_fun(*args, **kwargs)
-        wrapped.append(context.method_name)
-        try:
-            with scope(norm_policy(policy)):
-                return next_fun(*args, **kwargs)
-        finally:
-            wrapped.pop()
-
-    return nn.intercept_methods(interceptor)

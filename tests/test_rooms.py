@@ -12,11 +12,12 @@ import jmp_amp as amp
 
 ROOMS = (
     ("dtypes", "finite"),
-    ("policy", "jaxprs", "bounds"),
-    ("casting", "rules", "scopes", "loss_scale"),
-    ("decisions", "derivatives", "islands", "states", "regions"),
-    ("flows", "plan"),
-    ("demands",),
+    ("policy", "patterns", "closures", "jaxprs", "bounds"),
+    ("policy_map", "casting", "rules", "loss_scale"),
+    ("scopes", "parameters", "states"),
+    ("nnx_modules", "decisions", "derivatives", "islands"),
+    ("linen_modules", "flows", "plan"),
+    ("regions", "demands", "calls"),
     ("planner",),
     ("interpreter", "gradients", "optimizers"),
     ("costs", "facts"),

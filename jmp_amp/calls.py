@@ -1,0 +1,247 @@
+"""A call of a function as a program from arrays to arrays, and back.
+
+Arguments and results may hold anything: what is no array goes around the program, nnx
+objects go through it as their arrays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jmp_amp import jaxprs, scopes
+from jmp_amp.closures import Closures
+from jmp_amp.dtypes import F32, is_half
+from jmp_amp.linen_modules import Variables, dict_keys, intercepted
+from jmp_amp.nnx_modules import (
+    Objects,
+    is_node,
+    method_with_scopes,
+    with_scopes,
+    without_scopes,
+)
+from jmp_amp.policy_map import PolicyMap, warn_of_unmatched
+
+# In the place of an output: the next result of the program, the next nnx object.
+_ARRAY, _OBJECT = object(), object()
+
+_CACHE = "cache"
+
+
+class TracedCall(NamedTuple):
+    """A call of a function, traced.
+
+    Attributes:
+      jaxpr: the closed jaxpr of the function as it is, from arrays to arrays.
+      arrays: the arrays among the arguments, and those of the nnx objects that the
+        function is given or closes over: the inputs of the program.
+      held: for every input that is traced in f32 although it is half, its dtype; None
+        for the other inputs.
+      states: for every output that linen or nnx keeps as state, the dtype in which it
+        comes back; None for the other outputs.
+      returned: returns what the call does, given the outputs of the program, and writes
+        what it wrote to nnx objects.
+    """
+
+    jaxpr: Any
+    arrays: list[Any]
+    held: list[np.dtype | None]
+    states: list[np.dtype | None]
+    returned: Callable[[Sequence[Any]], Any]
+
+
+@contextlib.contextmanager
+def traced_call(
+    fn: Callable[..., Any],
+    policies: PolicyMap,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    call: str,
+) -> Iterator[TracedCall]:
+    """Traces `fn(*args, **kwargs)`; nothing is executed.
+
+    Caches of an attention layer may be in half precision: a program that is f32 would
+    refuse them, so it is traced with caches in f32.
+
+    Args:
+      fn: the function.
+      policies: the policies of its modules, and of the rest.
+      args: pytrees. Array leaves may be `jax.ShapeDtypeStruct`s; leaves that are no
+        arrays reach `fn` unchanged.
+      kwargs: likewise.
+      call: the caller's call as written, for errors.
+    """
+    paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_node)
+    leaves = [leaf for _, leaf in paths]
+    nodes = [leaf for leaf in leaves if is_node(leaf)]
+    Closures(is_node, lambda node: nodes.append(node) or node).exchange(fn)
+    outer = scopes.active()
+    depth = 0 if outer is None else outer.depth + 1
+    active = scopes.Active(policies.default, policies, depth=depth)
+    with Objects(nodes, depth, call) as objects:
+        caches = [any(getattr(key, "key", "") == _CACHE for key in p) for p, _ in paths]
+        traced = _Call(fn, leaves, tree, objects, caches + objects.caches)
+        with scopes.activate(active), intercepted() as traced.variables:
+            try:
+                jaxpr = jaxprs.trace(traced.run, traced.arrays)
+            except TypeError:
+                if not traced.widen_caches():
+                    raise
+                jaxpr = jaxprs.trace(traced.run, traced.inputs)
+        warn_of_unmatched(policies)
+        yield TracedCall(
+            jaxpr, traced.arrays, traced.held, traced.states, traced.returned
+        )
+
+
+class _Input(NamedTuple):
+    """In the place of an output that is one of the inputs."""
+
+    position: int
+
+
+class _Call:
+    """A call while it is traced.
+
+    Attributes:
+      arrays: the inputs of the program.
+      inputs: the same, in the dtypes in which they are traced.
+      held, states: as in `TracedCall`.
+      variables: what linen modules write.
+    """
+
+    variables: Variables
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        leaves: Sequence[Any],
+        tree: Any,
+        objects: Objects,
+        is_cache: Sequence[bool],
+    ):
+        self.fn, self.tree, self.objects = fn, tree, objects
+        self.leaves = list(leaves)
+        self.values = self.leaves + objects.states
+        self.arrays = self.inputs = [x for x in self.values if _is_array(x)]
+        self.is_cache = [
+            each for each, x in zip(is_cache, self.values, strict=True) if _is_array(x)
+        ]
+        self.cache_dtype: np.dtype | None = None
+        self.held: list[np.dtype | None] = [None] * len(self.arrays)
+        self.states: list[np.dtype | None] = []
+
+    def widen_caches(self) -> bool:
+        """Traces half-precision caches in f32 from now on; says if there are any."""
+        self.held = [
+            x.dtype if each and is_half(x.dtype) else None
+            for each, x in zip(self.is_cache, self.arrays, strict=True)
+        ]
+        self.cache_dtype = next(filter(None, self.held), None)
+        self.inputs = [
+            x if dtype is None else jax.ShapeDtypeStruct(x.shape, F32)
+            for x, dtype in zip(self.arrays, self.held, strict=True)
+        ]
+        return self.cache_dtype is not None
+
+    def run(self, *arrays: Any) -> list[Any]:
+        """What is traced: the call, from arrays to arrays."""
+        remaining = iter(arrays)
+        filled = [next(remaining) if _is_array(x) else x for x in self.values]
+        depth = self.objects.depth
+        copies = self.objects.inside(filled[len(self.leaves) :])
+
+        def swap(node: Any) -> Any:
+            described = isinstance(node, nnx.GraphDef)
+            return with_scopes(node, depth) if described else copies[id(node)]
+
+        given = [swap(x) if is_node(x) else x for x in filled[: len(self.leaves)]]
+        args, kwargs = jax.tree.unflatten(self.tree, given)
+        fn = method_with_scopes(self.fn, args)
+        fn = fn or Closures(is_node, swap).exchange(self.fn)
+        return self._arrays_of(fn(*args, **kwargs), arrays)
+
+    def _arrays_of(self, results: Any, arrays: Sequence[Any]) -> list[Any]:
+        """The outputs of the program; keeps the places of all outputs."""
+        with_paths, self.output_tree = jax.tree_util.tree_flatten_with_path(
+            results, is_leaf=is_node
+        )
+        outputs = [
+            without_scopes(x, self.objects.depth) if isinstance(x, nnx.GraphDef) else x
+            for _, x in with_paths
+        ]
+        is_object = [is_node(x) and not isinstance(x, nnx.GraphDef) for x in outputs]
+        made = list(itertools.compress(outputs, is_object))
+        written, caches = self.objects.after(made)
+        self.count = len(outputs)
+        inputs = {id(x): _Input(i) for i, x in enumerate(arrays)}
+        # Tracers must not outlive the trace: keep their places only.
+        self.places = [
+            _OBJECT if object_ else _ARRAY if _is_array(x) else x
+            for x, object_ in zip(outputs, is_object, strict=True)
+        ]
+        self.places += [
+            inputs.get(id(x), _ARRAY) if _is_array(x) else x for x in written
+        ]
+        collections = self.variables.written()
+        states = [_collection(collections, path, x) for path, x in with_paths]
+        ids = set(map(id, caches))
+        states += [_CACHE if id(x) in ids else "state" for x in written]
+        returned = [
+            (x, state)
+            for x, place, state in zip(
+                outputs + written, self.places, states, strict=True
+            )
+            if place is _ARRAY
+        ]
+        self.states = [self._dtype_of(*each) for each in returned]
+        return [x for x, _ in returned]
+
+    def _dtype_of(self, array: Any, state: str | None) -> np.dtype | None:
+        if state == _CACHE and self.cache_dtype is not None and array.dtype == F32:
+            return self.cache_dtype
+        return None if state is None else array.dtype
+
+    def returned(self, results: Sequence[Any]) -> Any:
+        """As `TracedCall.returned`."""
+        remaining = iter(results)
+        filled = [
+            next(remaining)
+            if place is _ARRAY
+            else self.arrays[place.position]
+            if isinstance(place, _Input)
+            else place
+            for place in self.places
+        ]
+        made = iter(self.objects.outside(filled[self.count :]))
+        outputs = [next(made) if x is _OBJECT else x for x in filled[: self.count]]
+        return jax.tree.unflatten(self.output_tree, outputs)
+
+
+def _collection(
+    written: dict[int, list[tuple[str, ...]]], path: Any, leaf: Any
+) -> str | None:
+    """The collection that an output is a variable of, if it is one.
+
+    The array that a variable holds may be another output too, as what is sown may be:
+    a variable stands under its names.
+    """
+    keys = dict_keys(path)
+    for collection, *names in written.get(id(leaf), ()):
+        count = min(len(names), len(keys))
+        if count and tuple(names[-count:]) == keys[-count:]:
+            return collection
+    return None
+
+
+def _is_array(leaf: Any) -> bool:
+    if isinstance(leaf, np.ndarray | np.generic):
+        # Arrays of text, objects and dates are no arrays to JAX.
+        return leaf.dtype.kind not in "SUOMm"
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)

@@ -1,0 +1,109 @@
+"""linen under autocast: every module that is called gets the policy that it should.
+
+linen names its scopes itself, and `nn.intercept_methods` sees every call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import nnx
+
+from jmp_amp import nnx_modules, scopes
+from jmp_amp.patterns import ModuleInfo
+
+# The attribute of a linen module class that holds its own policy.
+MODULE_POLICY = "_amp_policy"
+
+
+class Variables:
+    """The variables that linen modules write while a function is traced."""
+
+    def __init__(self) -> None:
+        self._roots: dict[int, Any] = {}
+
+    def add(self, module: nn.Module) -> None:
+        scope = module.scope
+        if scope is not None:
+            self._roots.setdefault(id(scope.root), scope.root)
+
+    def written(self) -> dict[int, list[tuple[str, ...]]]:
+        """Returns where the arrays in mutable collections are, by their identity.
+
+        A place begins with the collection; then come the names of the modules and that
+        of the variable.
+        """
+        found: dict[int, list[tuple[str, ...]]] = {}
+        for root in self._roots.values():
+            leaves = jax.tree_util.tree_leaves_with_path(root.mutable_variables())
+            for path, leaf in leaves:
+                found.setdefault(id(leaf), []).append(dict_keys(path))
+        return found
+
+
+def dict_keys(path: Iterable[Any]) -> tuple[str, ...]:
+    """Returns the keys of dictionaries in the path of a leaf."""
+    return tuple(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))
+
+
+@contextlib.contextmanager
+def intercepted() -> Iterator[Variables]:
+    """While tracing inside, linen modules that are called open their scopes."""
+    variables = Variables()
+    # For every call that is running, what `nn.jit` in it has to know.
+    running: list[contextlib.ExitStack] = []
+
+    def interceptor(
+        next_fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context: nn.module.InterceptorContext,
+    ) -> Any:
+        module, method = context.module, context.method_name
+        found = scopes.active()
+        is_internal = method == "setup" or (
+            method.startswith("__") and method != "__call__"
+        )
+        if found is None or is_internal or module.scope is None:
+            return next_fun(*args, **kwargs)
+        variables.add(module)
+        path = module.path
+        if not method.isidentifier():
+            # The class is one that `nn.jit(Block)` made. Its `__call__` is no method to
+            # linen, only what it asks the module before: JAX would trace the block once
+            # for all its places, which a map may tell apart. So the place is part of
+            # the key of JAX's cache from here to the next such call.
+            if found.policies.sees_paths and running and module.name:
+                where = (*(scopes.running() or ()), module.name)
+                running[-1].close()
+                running[-1].enter_context(scopes.activate(found._replace(where=where)))
+            return next_fun(*args, **kwargs)
+        info = ModuleInfo(path, type(module), module.name, method)
+        own = getattr(type(module), MODULE_POLICY, None)
+        with scopes.module_scope(info, own), contextlib.ExitStack() as inside:
+            if isinstance(module, nnx.bridge.ToLinen):
+                inside.enter_context(_made_with_scopes(module))
+            running.append(inside)
+            try:
+                return next_fun(*args, **kwargs)
+            finally:
+                running.pop()
+
+    with nn.intercept_methods(interceptor):
+        yield variables
+
+
+@contextlib.contextmanager
+def _made_with_scopes(module: Any) -> Iterator[None]:
+    """The nnx module that a bound `ToLinen` makes at every call opens its scopes."""
+    cls = module.nnx_class
+    if isinstance(cls, type) and issubclass(cls, nnx.Module):
+        object.__setattr__(module, "nnx_class", nnx_modules.class_with_scopes(cls))
+    try:
+        yield
+    finally:
+        object.__setattr__(module, "nnx_class", cls)

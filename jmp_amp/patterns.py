@@ -1,0 +1,235 @@
+"""Patterns: which Flax modules an entry of a `PolicyMap` is for."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from flax import linen as nn
+from flax import nnx
+
+# Modules that compute in f32 whatever surrounds them, and hand on the compute dtype: a
+# mean and a variance over many values need f32 (Micikevicius et al. 2018,
+# arXiv:1710.03740, section 3.3), the values that they normalise do not.
+NORM_MODULES: tuple[type, ...] = (
+    nn.BatchNorm,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.InstanceNorm,
+    nn.WeightNorm,
+    nn.SpectralNorm,
+    nnx.BatchNorm,
+    nnx.LayerNorm,
+    nnx.GroupNorm,
+    nnx.RMSNorm,
+    nnx.InstanceNorm,
+    nnx.WeightNorm,
+    nnx.SpectralNorm,
+)
+
+_REGEX = "re:"
+_FLAGS = {"a": re.A, "i": re.I, "m": re.M, "s": re.S, "x": re.X}
+
+
+class ModuleInfo(NamedTuple):
+    """What the patterns of a `PolicyMap` see of a module that is called.
+
+    Attributes:
+      path: the names that lead to it from the outermost module: linen names, or nnx
+        attributes and indices, `("blocks", "0", "attn")`; empty for the outermost one.
+      cls: its class.
+      name: its own name, the last of the path; None for the outermost one.
+      method: the name of the method that is called; `"__call__"` where none is, as in
+        `cast_params`.
+
+    Example:
+      >>> import jmp_amp as amp
+      >>> from flax import linen as nn
+      >>> wide = lambda info: issubclass(info.cls, nn.Dense) and "mlp" in info.path
+      >>> policy = amp.PolicyMap("mixed_float16", {wide: "mixed_bfloat16"})
+      >>> policy.match(amp.ModuleInfo(("mlp", "up"), nn.Dense, "up")) is not None
+      True
+    """
+
+    path: tuple[str, ...]
+    cls: type
+    name: str | None
+    method: str = "__call__"
+
+
+Pattern = type | str | re.Pattern[str] | Callable[[ModuleInfo], bool]
+
+
+def matches_path(path: str, glob: str) -> bool:
+    """Whether a glob matches the whole of a path; `**` stands for any names."""
+    return _matches_names(_names(path), _names(glob))
+
+
+def _names(text: str) -> list[str]:
+    return text.split("/") if text else []
+
+
+def names_a_norm(pattern: Pattern) -> bool:
+    """Whether a pattern is a norm class: its entry is taken as it is written."""
+    return isinstance(pattern, type) and issubclass(pattern, NORM_MODULES)
+
+
+def describe(pattern: Pattern) -> str:
+    """Returns a pattern as its user would name it."""
+    if isinstance(pattern, type):
+        return f"{pattern.__module__}.{pattern.__qualname__}"
+    text = text_of(pattern)
+    if text is not None:
+        return text if text.startswith(_REGEX) else repr(text)
+    return getattr(pattern, "__qualname__", repr(pattern))
+
+
+def checked_pattern(pattern: Any) -> Pattern:
+    """Returns a pattern as it is kept; raises if it is none."""
+    if isinstance(pattern, type):
+        if not issubclass(pattern, nn.Module | nnx.Module):
+            raise TypeError(
+                f"PolicyMap: the class {describe(pattern)} is no Flax module class. A "
+                "pattern is a subclass of flax.linen.Module or flax.nnx.Module, a "
+                "glob of the path, a re.Pattern, or a function of a ModuleInfo."
+            )
+        return pattern
+    if isinstance(pattern, str):
+        return _glob(pattern)
+    if isinstance(pattern, re.Pattern):
+        if not isinstance(pattern.pattern, str):
+            raise TypeError(f"PolicyMap: {pattern!r} is a pattern of bytes, not text.")
+        return _with_flags_inside(pattern)
+    if isinstance(pattern, nn.Module | nnx.Module):
+        raise TypeError(
+            f"PolicyMap: the pattern is a module, a {type(pattern).__name__}. Name its "
+            "class or its path, or mark the module: with_policy(policy)(module)."
+        )
+    if callable(pattern):
+        if not isinstance(pattern, Hashable):
+            raise TypeError(
+                f"PolicyMap: the function {pattern!r} cannot be hashed, and a map is "
+                "part of the key of JAX's caches. Use a plain function."
+            )
+        return cast(Pattern, pattern)
+    raise TypeError(
+        f"PolicyMap: {pattern!r} is no pattern. Use a module class, a glob of the path "
+        'such as "**/head", a re.Pattern, or a function of a ModuleInfo.'
+    )
+
+
+def _with_flags_inside(pattern: re.Pattern[str]) -> re.Pattern[str]:
+    """Returns the same pattern with all of it in its text, which can be read back."""
+    flags = "".join(letter for letter, flag in _FLAGS.items() if pattern.flags & flag)
+    if not flags or pattern.pattern.startswith(f"(?{flags})"):
+        return pattern
+    return re.compile(f"(?{flags}){pattern.pattern}")
+
+
+def _glob(glob: str) -> str:
+    names = _names(glob)
+    if glob.startswith(_REGEX):
+        raise ValueError(
+            f"PolicyMap: {glob!r} is a glob. Give re.compile({glob[3:]!r}) for a "
+            'regular expression; only from_dict reads "re:".'
+        )
+    if not all(names):
+        raise ValueError(
+            f"PolicyMap: the glob {glob!r} has an empty name, and no path has one. "
+            f'Write it as {"/".join(filter(None, names))!r}; "" is the outermost '
+            "module."
+        )
+    for name in names:
+        if "**" in name and name != "**":
+            raise ValueError(
+                f"PolicyMap: the glob {glob!r} has ** inside of a name. Give it a name "
+                'of its own, such as "**/head", or use * inside of a name.'
+            )
+    return glob
+
+
+def matches(pattern: Pattern, info: ModuleInfo) -> bool:
+    """Whether a pattern is for a module."""
+    if isinstance(pattern, type):
+        return issubclass(info.cls, pattern)
+    if isinstance(pattern, str):
+        return _matches_names(info.path, _names(pattern))
+    if isinstance(pattern, re.Pattern):
+        return pattern.fullmatch("/".join(info.path)) is not None
+    return bool(pattern(info))
+
+
+def _matches_names(path: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern:
+        return not path
+    head, *rest = pattern
+    if head == "**":
+        starts = range(len(path) + 1)
+        return any(_matches_names(path[start:], rest) for start in starts)
+    return (
+        bool(path)
+        and fnmatch.fnmatchcase(path[0], head)
+        and _matches_names(path[1:], rest)
+    )
+
+
+def text_of(pattern: Pattern) -> str | None:
+    """Returns what `pattern_from` reads back, or None if no text can say it."""
+    if isinstance(pattern, re.Pattern):
+        return f"{_REGEX}{pattern.pattern}"
+    return pattern if isinstance(pattern, str) else None
+
+
+def pattern_from(text: Any) -> Any:
+    """Returns the pattern that `text_of` wrote."""
+    if isinstance(text, str) and text.startswith(_REGEX):
+        try:
+            return re.compile(text.removeprefix(_REGEX))
+        except re.error as error:
+            raise ValueError(
+                f"PolicyMap: {text!r} is no regular expression: {error}. Mend it, or "
+                'write a glob such as "**/head".'
+            ) from None
+    return text
+
+
+def advice_on(pattern: Pattern, seen: Mapping[tuple[str, ...], type]) -> str:
+    """Returns what may be wrong with a pattern that matched none of the modules."""
+    if not seen:
+        return (
+            "No Flax module was called at all: is the function one that calls the "
+            "model, and does it take an nnx module as an argument or close over it?"
+        )
+    if isinstance(pattern, type):
+        other = _of_the_other_library(pattern, seen.values())
+        if other is not None:
+            return other
+        names = sorted({each.__name__ for each in seen.values()})
+        return f"The classes of the modules called are {', '.join(names)}."
+    paths = ["/".join(path) for path in seen if path]
+    if not paths:
+        return 'Only the outermost module was called; its path is "".'
+    text = text_of(pattern)
+    close = difflib.get_close_matches(text or "", paths, n=1, cutoff=0)
+    if text is not None and close:
+        return f"The closest path of a module called is {close[0]!r}."
+    return f"The paths of the modules called are {', '.join(map(repr, paths[:10]))}."
+
+
+def _of_the_other_library(pattern: type, seen: Iterable[type]) -> str | None:
+    wanted, found = nn.Module, nnx.Module
+    if issubclass(pattern, nnx.Module):
+        wanted, found = found, wanted
+    seen = list(seen)
+    if any(issubclass(each, wanted) for each in seen):
+        return None
+    names = sorted({each.__name__ for each in seen if issubclass(each, found)})
+    kinds = {nn.Module: "linen", nnx.Module: "nnx"}
+    return (
+        f"It is a class of {kinds[wanted]}, and the modules called are {kinds[found]} "
+        f"modules: {', '.join(names)}."
+    )

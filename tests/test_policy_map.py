@@ -1,0 +1,801 @@
+"""Policies by module: what a pattern matches, what a map says, and what it refuses."""
+
+import copy
+import functools
+import itertools
+import json
+import pickle
+import re
+import warnings
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from flax import nnx
+from hypothesis import strategies as st
+
+import jmp_amp as amp
+from jmp_amp.policy_map import as_policy_map
+
+BF16, F16, F32 = map(amp.get_policy, ("mixed_bfloat16", "mixed_float16", "float32"))
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, name="up")(x)
+
+
+class WideBlock(Block):
+    pass
+
+
+class Layer(nnx.Module):
+    pass
+
+
+class WideLayer(Layer):
+    pass
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2, name="head")(Block(name="block")(x))
+
+
+NET, X = Net(), jnp.ones((2, 4))
+VARIABLES = NET.init(jax.random.key(0), X)
+
+
+def info(path, cls=Block, method="__call__"):
+    names = tuple(path.split("/")) if path else ()
+    return amp.ModuleInfo(names, cls, names[-1] if names else None, method)
+
+
+def matches(pattern, *args, **kwargs):
+    return amp.PolicyMap(BF16, {pattern: F32}).match(info(*args, **kwargs)) is not None
+
+
+def raised(error, *args, **kwargs):
+    with pytest.raises(error) as found:
+        amp.PolicyMap(*args, **kwargs)
+    return str(found.value)
+
+
+# Patterns
+
+
+@pytest.mark.parametrize(
+    ("pattern", "cls", "wanted"),
+    [
+        (Block, Block, True),
+        (Block, WideBlock, True),
+        (WideBlock, Block, False),
+        (Block, nn.Dense, False),
+        (nn.Module, WideBlock, True),
+        (nn.Module, WideLayer, False),
+        (Layer, Layer, True),
+        (Layer, WideLayer, True),
+        (WideLayer, Layer, False),
+        (nnx.Module, WideLayer, True),
+        (nnx.Module, Block, False),
+    ],
+)
+def test_a_class_matches_itself_and_its_subclasses(pattern, cls, wanted):
+    for path in ("", "block", "blocks/0/block"):
+        assert matches(pattern, path, cls) == wanted
+
+
+@pytest.mark.parametrize(
+    ("glob", "path", "wanted"),
+    [
+        # Names.
+        ("head", "head", True),
+        ("head", "heads", False),
+        ("head", "Head", False),
+        ("head", "decoder/head", False),
+        ("decoder/head", "decoder/head", True),
+        ("decoder", "decoder/head", False),
+        # * is any part of one name, and no part of two.
+        ("*", "head", True),
+        ("*", "", False),
+        ("*", "decoder/head", False),
+        ("*/*", "decoder/head", True),
+        ("layers_*", "layers_", True),
+        ("layers_*", "layers_12", True),
+        ("layers_*", "layers_1/attn", False),
+        ("encoder/layers_*/attn", "encoder/layers_3/attn", True),
+        ("encoder/layers_*/attn", "encoder/layers_3/mlp/attn", False),
+        ("encoder/layers_*/attn", "encoder/layers_3/attn/query", False),
+        ("e*r/head", "encoder/head", True),
+        ("e*r", "encode/r", False),
+        # ? is one character.
+        ("layers_?", "layers_1", True),
+        ("layers_?", "layers_12", False),
+        ("layers_?", "layers_", False),
+        ("decoder?head", "decoder/head", False),
+        # [0-3] is one of these characters.
+        ("blocks/[0-3]/attn", "blocks/0/attn", True),
+        ("blocks/[0-3]/attn", "blocks/3/attn", True),
+        ("blocks/[0-3]/attn", "blocks/4/attn", False),
+        ("blocks/[!0-3]", "blocks/4", True),
+        ("blocks/[!0-3]", "blocks/1", False),
+        ("layers_1[02]", "layers_12", True),
+        ("layers_1[02]", "layers_11", False),
+        # ** is any number of names.
+        ("**", "", True),
+        ("**", "encoder/layers_0", True),
+        ("**/head", "head", True),
+        ("**/head", "decoder/head", True),
+        ("**/head", "model/decoder/head", True),
+        ("**/head", "decoder/heads", False),
+        ("**/head", "head/kernel", False),
+        ("encoder/**", "encoder", True),
+        ("encoder/**", "encoder/layers_0/attn", True),
+        ("encoder/**", "model/encoder", False),
+        ("encoder/**", "", False),
+        ("encoder/**/attn", "encoder/attn", True),
+        ("encoder/**/attn", "encoder/a/b/attn", True),
+        ("encoder/**/attn", "encoder/a/b", False),
+        ("**/mlp/**", "mlp", True),
+        ("**/mlp/**", "a/mlp/b", True),
+        ("**/mlp/**", "a/b", False),
+        ("**/*", "", False),
+        ("**/*", "a/b", True),
+        ("*/**/*", "a", False),
+        ("*/**/*", "a/b", True),
+        # "" is the outermost module.
+        ("", "", True),
+        ("", "head", False),
+        # A dot and a plus are themselves.
+        ("a.c", "abc", False),
+        ("a+", "aa", False),
+        ("a+", "a+", True),
+    ],
+)
+def test_a_glob_matches_the_whole_path(glob, path, wanted):
+    assert matches(glob, path) == wanted
+    assert matches(glob, path, WideLayer) == wanted
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "wanted"),
+    [
+        (re.compile("head"), "head", True),
+        (re.compile("head"), "heads", False),
+        (re.compile("head"), "decoder/head", False),
+        (re.compile(r"blocks/\d+/attn"), "blocks/12/attn", True),
+        (re.compile(r"blocks/\d+/attn"), "blocks/12/attn/query", False),
+        (re.compile(".*head"), "decoder/head", True),
+        (re.compile(""), "", True),
+        (re.compile(""), "head", False),
+        (re.compile("HEAD", re.I), "head", True),
+        (re.compile("a|ab"), "ab", True),
+    ],
+)
+def test_a_regular_expression_matches_the_whole_path(pattern, path, wanted):
+    assert matches(pattern, path) == wanted
+
+
+def test_a_predicate_sees_path_class_name_and_method():
+    seen = []
+    policies = amp.PolicyMap(BF16, {lambda found: bool(seen.append(found)): F32})
+    given = [
+        amp.ModuleInfo(("blocks", "0", "attn"), Block, "attn", "encode"),
+        amp.ModuleInfo((), Net, None),
+    ]
+    for each in given:
+        assert policies.match(each) is None
+    assert seen == given
+    assert [tuple(each) for each in seen] == [
+        (("blocks", "0", "attn"), Block, "attn", "encode"),
+        ((), Net, None, "__call__"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "predicate",
+    [
+        lambda found: found.method == "decode",
+        functools.partial(lambda method, found: found.method == method, "decode"),
+        # What is true counts, be it no bool.
+        lambda found: found.method == "decode" and "yes",
+        lambda found: {"decode": 1}.get(found.method),
+    ],
+)
+def test_a_predicate_decides(predicate):
+    assert matches(predicate, "a", method="decode")
+    assert not matches(predicate, "a", method="encode")
+
+
+ALL_KINDS = {
+    "class": Block,
+    "base class": nn.Module,
+    "glob": "**/up",
+    "regex": re.compile(".*up"),
+    "predicate": lambda found: found.name == "up",
+}
+
+
+@pytest.mark.parametrize(
+    ("early", "late"), list(itertools.permutations(sorted(ALL_KINDS), 2))
+)
+def test_the_latest_entry_that_matches_wins_whatever_its_kind(early, late):
+    early, late = ALL_KINDS[early], ALL_KINDS[late]
+    policies = amp.PolicyMap(BF16, {early: F16, late: F32, "elsewhere": BF16})
+    assert policies.match(info("block/up")) == (late, F32)
+
+
+def test_an_entry_that_does_not_match_decides_nothing():
+    policies = amp.PolicyMap(BF16, {"**/up": F16, "**/down": F32})
+    assert policies.match(info("block/up")) == ("**/up", F16)
+    assert policies.match(info("block")) is None
+    assert amp.PolicyMap(BF16).match(info("block")) is None
+
+
+NAME = st.text("ab0_.", min_size=1, max_size=3)
+# A part of a glob, and the regular expression of what it matches.
+PART = st.one_of(
+    NAME.map(lambda name: (name, re.escape(name))),
+    st.sampled_from(
+        [("?", "[^/]"), ("[ab]", "[ab]"), ("[!a]", "[^a/]"), ("[0-3]", "[0123]")]
+    ),
+)
+STAR = ("*", "[^/]*")
+
+
+@st.composite
+def glob_names(draw):
+    """One name of a glob, and the regular expression of the names that it matches."""
+    parts = draw(st.lists(PART, max_size=2))
+    for place in reversed(range(len(parts) + 1)):
+        if not parts or draw(st.booleans()):
+            parts.insert(place, STAR)
+    return "".join(part for part, _ in parts), "".join(each for _, each in parts) + "/"
+
+
+GLOB_NAME = st.one_of(glob_names(), st.just(("**", "(?:[^/]+/)*")))
+
+
+@hypothesis.given(
+    names=st.lists(GLOB_NAME, max_size=4), path=st.lists(NAME, max_size=4)
+)
+@hypothesis.settings(max_examples=400, deadline=None)
+def test_a_glob_matches_what_its_regular_expression_does(names, path):
+    glob = "/".join(name for name, _ in names)
+    reference = re.compile("".join(each for _, each in names))
+    wanted = reference.fullmatch("".join(f"{name}/" for name in path)) is not None
+    assert matches(glob, "/".join(path)) == wanted
+
+
+# A map is a value
+
+
+def test_maps_compare_and_hash_by_value():
+    def made(*entries, default=BF16):
+        return amp.PolicyMap(default, entries)
+
+    a, b = ("**/head", F32), (Block, F16)
+    same = [
+        made(a, b),
+        amp.PolicyMap("mixed_bfloat16", {"**/head": "float32", Block: "mixed_float16"}),
+        made(list(a), list(b)),
+    ]
+    assert len(set(same)) == 1 and same[0] == same[1] == same[2]
+    others = [made(b, a), made(a), made(), made(a, b, default=F16), BF16]
+    assert len({same[0], *others}) == 6
+
+
+def test_equal_regular_expressions_are_one_pattern():
+    maps = {amp.PolicyMap(BF16, {re.compile("a.*"): F32}) for _ in range(2)}
+    maps |= {amp.PolicyMap(BF16, {re.compile("a.*", re.I): F32})}
+    maps |= {amp.PolicyMap(BF16, {"a.*": F32})}
+    assert len(maps) == 3
+
+
+def test_the_default_default_is_that_of_autocast():
+    assert amp.PolicyMap() == amp.PolicyMap("mixed_bfloat16", {})
+    assert amp.PolicyMap().default == amp.Policy()
+
+
+def test_a_map_cannot_be_changed():
+    policies = amp.PolicyMap(BF16, {"a": F32})
+    with pytest.raises(AttributeError):
+        policies.default = F16
+    given = {"a": F32}
+    policies = amp.PolicyMap(BF16, given)
+    given["b"] = F16
+    assert policies.entries == (("a", F32),)
+
+
+def test_a_map_is_one_leaf_of_a_tree():
+    policies = amp.PolicyMap(BF16, {"a": F32})
+    assert jax.tree.leaves(policies) == [policies]
+
+
+def test_copies_of_a_map_are_equal_to_it():
+    policies = amp.PolicyMap(BF16, {"a": F32, Block: F16, re.compile("b", re.I): F16})
+    hash(policies)
+    for made in (copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
+        assert made(policies) == policies and hash(made(policies)) == hash(policies)
+
+
+def test_a_pickle_of_a_map_holds_no_hash():
+    # The hash of a text is another one in every process: maps that are equal there
+    # would not hash alike.
+    made, hashed = (amp.PolicyMap(BF16, {"**/head": F32}) for _ in range(2))
+    hash(hashed)
+    assert pickle.dumps(hashed) == pickle.dumps(made)
+
+
+def test_text_of_a_map_names_every_pattern():
+    policies = amp.PolicyMap(
+        "mixed_bfloat16",
+        {
+            "**/head": "float32",
+            Block: "mixed_float16",
+            re.compile("a.*", re.I): "c=f16",
+            named_predicate: "bf16",
+        },
+    )
+    block = f"{__name__}.Block"
+    assert str(policies) == (
+        "p=f32,c=bf16,o=f32; **/head: p=f32,c=f32,o=f32; "
+        f"<{block}>: p=f32,c=f16,o=f32; re:(?i)a.*: p=f32,c=f16,o=f16; "
+        "<named_predicate>: p=bf16,c=bf16,o=bf16"
+    )
+    assert repr(policies) == (
+        "PolicyMap('p=f32,c=bf16,o=f32', {'**/head': 'p=f32,c=f32,o=f32', "
+        f"{block}: 'p=f32,c=f16,o=f32', re:(?i)a.*: 'p=f32,c=f16,o=f16', "
+        "named_predicate: 'p=bf16,c=bf16,o=bf16'})"
+    )
+
+
+def named_predicate(found):
+    return found.name == "a"
+
+
+def test_the_repr_of_a_map_of_globs_is_what_makes_it():
+    policies = amp.PolicyMap("c=f16", {"**/head": "float32", "": "bf16"})
+    assert eval(repr(policies), {"PolicyMap": amp.PolicyMap}) == policies
+
+
+# Text
+
+
+def read(text):
+    return as_policy_map(text, "autocast(fn, {})")
+
+
+@pytest.mark.parametrize(
+    ("text", "default", "entries"),
+    [
+        ("mixed_bfloat16", BF16, {}),
+        ("mixed_bfloat16;", BF16, {}),
+        ("mixed_bfloat16; **/head: float32", BF16, {"**/head": F32}),
+        (" f16 ;a/*:c=f16 ;  b : bf16; ", "f16", {"a/*": "c=f16", "b": "bf16"}),
+        ("float32; : mixed_float16", F32, {"": F16}),
+        (
+            r"mixed_bfloat16; re:blocks/\d+(?:/attn)?: float32",
+            BF16,
+            {re.compile(r"blocks/\d+(?:/attn)?"): F32},
+        ),
+    ],
+)
+def test_a_text_is_the_map_that_it_says(text, default, entries):
+    policies = amp.PolicyMap(default, entries)
+    assert read(text) == policies and read(str(policies)) == policies
+    assert list(read(text).entries) == list(policies.entries)
+
+
+def test_a_text_stands_where_a_map_does():
+    text = "mixed_bfloat16; head: float32"
+    policies = amp.PolicyMap(BF16, {"head": F32})
+    made = [
+        str(jax.make_jaxpr(amp.autocast(NET.apply, each))(VARIABLES, X))
+        for each in (text, policies)
+    ]
+    assert made[0] == made[1]
+    made = [amp.cast_params(VARIABLES, f"{each}; block: bf16") for each in (text,)]
+    assert made[0]["params"]["block"]["up"]["kernel"].dtype == jnp.bfloat16
+    assert made[0]["params"]["head"]["kernel"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("bf16; head", ("'head'", "pattern: policy", "**/head: float32")),
+        ("bf16; head: f17", ("'head'", "f17")),
+        ("bf17; head: f16", ("bf17",)),
+        ("bf16; a//b: f16", ("a//b", "empty name")),
+        ("bf16; head: f16; head: f16", ("head", "twice")),
+        (f"bf16; <{__name__}.Block>: f16", ("Block", "no text can say", "in Python")),
+        ("bf16; head: c=f64", ("cannot compute in float64", "'head'")),
+        ("bf16; re:(: f16", ("re:(",)),
+    ],
+)
+def test_a_wrong_text_is_refused_with_the_call(text, words):
+    with pytest.raises(ValueError) as found:
+        amp.autocast(lambda x: x, text)
+    message = str(found.value)
+    assert message.startswith(f"autocast(fn, {text!r})")
+    for word in words:
+        assert word in message, word
+
+
+def through_json(policies):
+    return amp.PolicyMap.from_dict(json.loads(json.dumps(policies.to_dict())))
+
+
+def test_a_map_reads_back_from_json():
+    policies = amp.PolicyMap(
+        amp.get_policy("mixed_float16").with_full("gate").with_low("tanh"),
+        {
+            "**/head": "float32",
+            "": "c=bf16",
+            re.compile(r"blocks/\d+"): amp.get_policy("bf16").with_follow("my_fn"),
+            "blocks/[0-3]/attn": "p=bf16,c=bf16,o=f32",
+        },
+    )
+    assert through_json(policies) == policies
+    assert through_json(amp.PolicyMap()) == amp.PolicyMap()
+    assert amp.PolicyMap.from_dict({"default": "mixed_bfloat16"}) == amp.PolicyMap()
+
+
+def test_json_keeps_the_order_of_the_entries():
+    globs = [f"{letter}/**" for letter in "zabyc"]
+    policies = amp.PolicyMap(BF16, dict.fromkeys(globs, F32))
+    assert list(policies.to_dict()["policies"]) == globs
+    assert [pattern for pattern, _ in through_json(policies).entries] == globs
+    late = amp.PolicyMap(BF16, {"**": F16, "**/a": F32})
+    early = amp.PolicyMap(BF16, {"**/a": F32, "**": F16})
+    assert through_json(late).match(info("a")) == ("**/a", F32)
+    assert through_json(early).match(info("a")) == ("**", F16)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        re.compile("head"),
+        re.compile("HEAD|Tail", re.I),
+        re.compile("head  # the last layer", re.X),
+        re.compile("a.b", re.S | re.I),
+        re.compile(r"\w+", re.A),
+        re.compile("(?i)HEAD"),
+        re.compile("(?:)"),
+        re.compile("re:head"),
+        re.compile("x\nhead", re.M),
+    ],
+)
+def test_a_regular_expression_with_flags_reads_back(pattern):
+    policies = amp.PolicyMap(BF16, {pattern: F32})
+    found = through_json(policies)
+    for path in ("head", "HEAD", "tail", "a\nb", "axb", "é", "", "re:head", "x\nhead"):
+        made = [each.match(info(path)) is None for each in (policies, found)]
+        assert made[0] == made[1], path
+    assert found.to_dict() == policies.to_dict()
+    assert found == policies
+
+
+@hypothesis.given(
+    default=st.sampled_from(["mixed_bfloat16", "mixed_float16", "float32", "bf16"]),
+    globs=st.lists(st.lists(GLOB_NAME, max_size=3), max_size=5),
+    texts=st.lists(st.sampled_from(["c=f16", "float32", "bf16"]), min_size=5),
+)
+@hypothesis.settings(max_examples=100, deadline=None)
+def test_maps_of_globs_read_back_from_json(default, globs, texts):
+    names = ["/".join(name for name, _ in each) for each in globs]
+    policies = amp.PolicyMap(default, dict(zip(names, texts, strict=False)))
+    assert through_json(policies) == policies
+    assert read(str(policies)) == policies
+    assert list(policies.to_dict()["policies"]) == list(dict.fromkeys(names))
+
+
+@pytest.mark.parametrize("pattern", [Block, Layer, named_predicate])
+def test_what_no_text_can_say_is_refused_by_name(pattern):
+    policies = amp.PolicyMap(BF16, {"**/head": F32, pattern: F32})
+    with pytest.raises(ValueError) as found:
+        policies.to_dict()
+    message = str(found.value)
+    assert message.startswith("PolicyMap.to_dict()")
+    assert pattern.__name__ in message
+    assert "glob" in message and "re.Pattern" in message
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        (3, ("3", "no pattern", "module class", "glob", "re.Pattern", "ModuleInfo")),
+        (None, ("None", "no pattern", "glob")),
+        (("block", "up"), ("('block', 'up')", "no pattern", "glob")),
+        (dict, ("dict", "no Flax module class", "flax.linen.Module", "flax.nnx.Mod")),
+        (jnp.ndarray, ("no Flax module class", "glob")),
+        (nn.Dense(4), ("Dense", "is a module", "class or its path", "with_policy")),
+        (re.compile(b"head"), ("bytes", "text")),
+        ("re:head", ("'re:head'", "re.compile('head')")),
+    ],
+)
+def test_what_is_no_pattern_is_refused(pattern, words):
+    message = raised(
+        TypeError if words[-1] != "re.compile('head')" else ValueError,
+        BF16,
+        [(pattern, F32)],
+    )
+    assert message.startswith("PolicyMap: ")
+    for word in words:
+        assert word in message, word
+
+
+def test_an_nnx_module_is_no_pattern():
+    message = raised(TypeError, BF16, [(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), F32)])
+    for word in ("PolicyMap", "Linear", "is a module", "with_policy"):
+        assert word in message
+
+
+@pytest.mark.parametrize("value", [3, None, jnp.float16, nn.Dense, {"a": 1}])
+def test_what_is_no_policy_is_refused_with_its_pattern(value):
+    message = raised(TypeError, BF16, {"**/head": value})
+    assert "PolicyMap(" in message and "'**/head'" in message
+    assert "Policy" in message.split("'**/head'")[1]
+    message = raised(TypeError, value)
+    assert "PolicyMap(default=" in message
+
+
+def test_an_unknown_policy_is_refused_with_its_pattern():
+    message = raised(ValueError, BF16, {"**/head": "c=fp17"})
+    for word in ("PolicyMap(", "'**/head'", "'c=fp17'", "unknown dtype 'fp17'", "bf16"):
+        assert word in message
+    message = raised(ValueError, "mixed_float17")
+    for word in ("PolicyMap(default='mixed_float17')", "float16"):
+        assert word in message
+
+
+@pytest.mark.parametrize("text", ["float64", "c=f64", "c=f8_e4m3"])
+def test_a_compute_dtype_without_matrix_units_is_refused(text):
+    dtype = amp.get_policy(text).compute_dtype.name
+    for message in (
+        raised(ValueError, BF16, {"**/head": text}),
+        raised(ValueError, BF16, {"**/head": amp.get_policy(text)}),
+        raised(ValueError, text),
+    ):
+        assert "PolicyMap(" in message
+        assert f"cannot compute in {dtype}" in message
+        assert "Use a compute dtype of float16, bfloat16 or float32" in message
+    assert "'**/head'" in raised(ValueError, BF16, {"**/head": text})
+
+
+def test_a_map_inside_of_a_map_is_refused():
+    inner = amp.PolicyMap(BF16, {"a": F32})
+    for message in (raised(TypeError, BF16, {"b": inner}), raised(TypeError, inner)):
+        assert "a map inside of a map" in message
+        assert "Give a Policy or its text" in message
+
+
+@pytest.mark.parametrize(
+    ("glob", "remedy"),
+    [
+        ("/head", "'head'"),
+        ("head/", "'head'"),
+        ("a//b", "'a/b'"),
+        ("/", "''"),
+        ("**//head", "'**/head'"),
+    ],
+)
+def test_a_glob_with_an_empty_name_is_refused(glob, remedy):
+    message = raised(ValueError, BF16, {glob: F32})
+    assert "PolicyMap" in message and repr(glob) in message
+    assert "empty name" in message and f"Write it as {remedy}" in message
+
+
+@pytest.mark.parametrize("glob", ["a**b", "**b", "b**", "a/**b/c", "***"])
+def test_two_stars_inside_of_a_name_are_refused(glob):
+    message = raised(ValueError, BF16, {glob: F32})
+    assert "PolicyMap" in message and repr(glob) in message
+    assert '"**/head"' in message and "use * inside" in message
+
+
+@pytest.mark.parametrize(
+    "pattern", ["**/head", Block, re.compile("a"), named_predicate, ""]
+)
+def test_a_pattern_that_is_there_twice_is_refused(pattern):
+    message = raised(ValueError, BF16, [(pattern, F32), ("b", F16), (pattern, F32)])
+    assert "PolicyMap" in message and "twice" in message
+    name = getattr(pattern, "__name__", None) or getattr(pattern, "pattern", pattern)
+    assert str(name) in message
+    assert "one policy" in message
+
+
+@pytest.mark.parametrize("entries", [["**/head"], "ab", [("a", F32, F16)], [None]])
+def test_what_is_no_entry_is_refused(entries):
+    message = raised(TypeError, BF16, entries)
+    assert "PolicyMap" in message and "dictionary" in message
+    assert "no entry" in message or "wanted" in message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [None, "mixed_bfloat16", [], {"default": "bf16", "policies": [("a", "f32")]}],
+)
+def test_from_dict_refuses_what_is_no_such_dictionary(data):
+    with pytest.raises(TypeError) as found:
+        amp.PolicyMap.from_dict(data)
+    message = str(found.value)
+    assert message.startswith(f"PolicyMap.from_dict({data!r})")
+    assert '"default"' in message and '"policies"' in message
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"default": "bf16", "policy": {}}, ("'policy'", '"default"', '"policies"')),
+        ({"policies": {}}, ('"default"', "missing")),
+        ({"default": "bf17"}, ("bf17", "PolicyMap")),
+        ({"default": "bf16", "policies": {"a//b": "f32"}}, ("a//b", "empty name")),
+        ({"default": "bf16", "policies": {"a": "f17"}}, ("'a'", "f17")),
+        ({"default": "bf16", "policies": {"re:(": "f32"}}, ("re:(", "PolicyMap")),
+    ],
+)
+def test_from_dict_refuses_what_is_wrong_in_it(data, words):
+    with pytest.raises(ValueError) as found:
+        amp.PolicyMap.from_dict(data)
+    for word in words:
+        assert word in str(found.value)
+
+
+@pytest.mark.parametrize("call", [amp.autocast, amp.explain, amp.cast_params])
+def test_what_takes_a_policy_names_itself_when_it_is_none(call):
+    with pytest.raises(TypeError) as found:
+        call(lambda x: x, 3)
+    assert "3" in str(found.value)
+    with pytest.raises(ValueError, match="fp17"):
+        call(lambda x: x, "c=fp17")
+
+
+# Entries that matched nothing
+
+
+def warned(fn, *args):
+    """The texts of the warnings of a call."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fn(*args)
+    for each in found:
+        assert each.category is UserWarning
+    return [str(each.message) for each in found]
+
+
+def forward(policies):
+    return warned(amp.autocast(NET.apply, policies), VARIABLES, X)
+
+
+def test_every_entry_that_matched_nothing_is_warned_about_by_name():
+    policies = amp.PolicyMap(
+        BF16,
+        {
+            "**/haed": F32,
+            "**/head": F32,
+            nn.Conv: F32,
+            Block: F32,
+            re.compile("bloc"): F32,
+            re.compile("block"): F32,
+        },
+    )
+    found = forward(policies)
+    starts = [text.split(" matched no module")[0] for text in found]
+    conv = f"{nn.Conv.__module__}.Conv"
+    assert starts == [
+        "PolicyMap: '**/haed'",
+        f"PolicyMap: {conv}",
+        "PolicyMap: re:bloc",
+    ]
+
+
+def test_a_warning_names_the_closest_path():
+    for glob, closest in (
+        ("**/heed", "head"),
+        ("blocks/up", "block/up"),
+        ("blok", "block"),
+        ("up", "block/up"),
+    ):
+        (found,) = forward(amp.PolicyMap(BF16, {glob: F32}))
+        assert f"closest path of a module called is {closest!r}" in found, glob
+
+
+def test_a_warning_about_a_class_names_the_classes_of_the_program():
+    (found,) = forward(amp.PolicyMap(BF16, {WideBlock: F32}))
+    assert "WideBlock matched no module" in found
+    assert "Block, Dense, Net" in found
+
+
+def test_a_warning_about_a_predicate_names_the_paths_of_the_program():
+    def never(found):
+        return False
+
+    (found,) = forward(amp.PolicyMap(BF16, {never: F32}))
+    assert "never matched no module" in found
+    for path in ("'block'", "'block/up'", "'head'"):
+        assert path in found
+
+
+def test_a_warning_about_the_inside_of_a_lone_module_says_so():
+    model = nn.Dense(3)
+    variables = model.init(jax.random.key(0), X)
+    policies = amp.PolicyMap(BF16, {"Dense_0": F32})
+    (found,) = warned(amp.autocast(model.apply, policies), variables, X)
+    assert "'Dense_0' matched no module" in found
+    assert "Only the outermost module" in found and '""' in found
+
+
+def test_a_class_of_the_other_library_is_pointed_out():
+    (found,) = forward(amp.PolicyMap(BF16, {nnx.Linear: F32}))
+    assert "Linear matched no module" in found
+    assert "a class of nnx" in found and "linen" in found and "Dense" in found
+    model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    policies = amp.PolicyMap(BF16, {nn.Dense: F32, nnx.Linear: F32})
+    (found,) = warned(amp.autocast(lambda m, x: m(x), policies), model, X)
+    assert "Dense matched no module" in found
+    assert "a class of linen" in found and "nnx" in found and "Linear" in found
+
+
+def test_a_program_without_modules_is_pointed_out():
+    policies = amp.PolicyMap(BF16, {"**/without": F32, nn.Dense: F16})
+    found = warned(amp.autocast(lambda x: x @ x.T, policies), X)
+    assert len(found) == 2
+    for text in found:
+        assert "matched no module" in text and "No Flax module was called" in text
+
+
+def test_the_second_call_is_silent_and_another_map_is_not():
+    def made(glob):
+        return amp.PolicyMap(BF16, {glob: F32})
+
+    assert len(forward(made("silent"))) == 1
+    assert forward(made("silent")) == []
+    assert len(forward(made("silent_too"))) == 1
+    assert forward(made("silent_too")) == forward(made("silent")) == []
+
+
+def test_explain_warns_too():
+    policies = amp.PolicyMap(BF16, {"**/unexplained": F32, "**/up": F16})
+    (found,) = warned(amp.explain(NET.apply, policies), VARIABLES, X)
+    assert "'**/unexplained' matched no module" in found
+
+
+def test_cast_params_warns_too():
+    policies = amp.PolicyMap(BF16, {"**/uncast": F32, "**/up": "bf16"})
+    (found,) = warned(amp.cast_params, VARIABLES, policies)
+    assert "'**/uncast' matched no module" in found
+
+
+def test_a_warning_points_at_the_call():
+    policies = amp.PolicyMap(BF16, {"**/pointed": F32})
+    with pytest.warns(UserWarning, match="pointed") as found:
+        amp.autocast(NET.apply, policies)(VARIABLES, X)
+    assert [each.filename for each in found] == [__file__]
+
+
+def test_an_entry_that_a_later_one_overrides_everywhere_did_match():
+    policies = amp.PolicyMap(BF16, {"**/up": F16, Block: F16, "**": F32})
+    assert forward(policies) == []
+
+
+def test_a_map_that_matched_once_is_silent_in_a_program_without_its_module():
+    policies = amp.PolicyMap(BF16, {"head": F32, "block/**": F16})
+    assert forward(policies) == []
+    apply = amp.autocast(Block().apply, policies)
+    assert warned(apply, {"params": VARIABLES["params"]["block"]}, X) == []
+
+
+def test_a_program_that_jax_has_traced_before_warns_of_nothing():
+    policies = amp.PolicyMap(BF16, {"head": F32, Block: F16})
+    helper = jax.jit(NET.apply)
+    fn = amp.autocast(lambda v, x: helper(v, x), policies)
+    assert warned(fn, VARIABLES, X) == []
+    assert warned(fn, VARIABLES, X) == []
+    assert warned(jax.jit(fn), VARIABLES, X) == []
