@@ -71,6 +71,10 @@ def find_islands(seen: Seen) -> tuple[Island, ...]:
     found = []
     for members in _clusters(seen):
         island = _island(seen, members)
+        borders = [dtype or seen.held[v] for v, dtype in island.inputs + island.outputs]
+        # Between f32 values, as under a policy of f32, the program is left as it is.
+        if not any(is_half(dtype) for dtype in borders if dtype is not None):
+            continue
         if _saved(seen, members) > _kept(seen, island):
             found.append(island)
     return tuple(found)
@@ -107,6 +111,7 @@ def in_order(jaxpr: Any, islands: Sequence[Island]) -> tuple[int | Island, ...]:
                 stack.pop()
                 ordered[node] = None
             else:
+                assert missing not in (waiting for waiting, _ in stack), "a cycle"
                 stack.append((missing, needs(missing)))
     return tuple(ordered)
 

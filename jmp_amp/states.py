@@ -79,9 +79,14 @@ def keep_if_finite(opt_state: Any, new: Any, old: Any) -> Any:
     Args:
       opt_state: the state that `update` returned in this step, or anything that
         `loss_scale_of` searches.
-      new: a pytree, as the step wrote it.
-      old: the same tree before the step. An `nnx.State` has to be taken as
-        `nnx.as_pure(nnx.state(...))`: its Variables change in place.
+      new: a pytree, as the step wrote it; or an nnx module, which is written back in
+        place and returned.
+      old: the same tree before the step; of a module a copy, `nnx.clone(model)`, and of
+        an `nnx.State` one made by `nnx.as_pure`: Variables change in place.
+
+    Raises:
+      ValueError: if the trees differ in structure or shape, or `old` is `new` itself.
+      TypeError: if they differ in dtype.
 
     Example:
       >>> import jax.numpy as jnp, jmp_amp as amp, optax
@@ -91,7 +96,18 @@ def keep_if_finite(opt_state: Any, new: Any, old: Any) -> Any:
       {'mean': Array(0.5, dtype=float32)}
     """
     finite = find_counters(opt_state, "keep_if_finite").last_finite
-    return choose(finite, new, old, "keep_if_finite", ("new", "old"))
+    if not isinstance(new, nnx.Module):
+        return choose(finite, new, old, "keep_if_finite", ("new", "old"))
+    if old is new or not isinstance(old, nnx.Module):
+        found = "the same module" if old is new else f"a {type(old).__name__}"
+        raise ValueError(
+            f"keep_if_finite(opt_state, {type(new).__name__}(...), old): old is "
+            f"{found}. Make a copy before the step: old = nnx.clone(model)."
+        )
+    states = nnx.as_pure(nnx.state(new)), nnx.as_pure(nnx.state(old))
+    kept = choose(finite, *states, "keep_if_finite", ("new", "old"))
+    nnx.update(new, kept)
+    return new
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:

@@ -1518,3 +1518,28 @@ def test_gradients_of_a_transformer_block_are_those_of_f32(entries, policy):
     coarsest = "mixed_float16" if entries == "all but one" else "mixed_bfloat16"
     for a, b in zip(found, expected, strict=True):
         assert relative_error(a, b) < ROUNDINGS * eps(coarsest)
+
+
+def test_a_policy_of_f32_leaves_the_program_as_it_is():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.gelu(nn.LayerNorm()(nn.Dense(16)(x)))
+            return nn.softmax(nn.Dense(4)(x))
+
+    x = jnp.ones((2, 8))
+    params = Model().init(jax.random.key(0), x)
+
+    def loss(params, x):
+        return jnp.sum(Model().apply(params, x)[:, 0])
+
+    report = amp.explain(loss, "float32")(params, x)
+    assert report.total.casts == 0
+    assert report.total.saved == report.total.saved_without
+    plain = jax.make_jaxpr(jax.grad(loss))(params, x)
+    under = jax.make_jaxpr(jax.grad(amp.autocast(loss, "float32")))(params, x)
+    operations = [[e.primitive.name for e in jaxpr.eqns] for jaxpr in (plain, under)]
+    assert operations[0] == operations[1]
+    assert (
+        amp.explain(loss, "mixed_float16")(params, x).total.saved < report.total.saved
+    )

@@ -1302,3 +1302,59 @@ def test_a_skipped_step_leaves_a_module_and_its_optimizer_as_they_were(jitted):
     assert_close(found, inner, "exactly")
     run(training.model, training.optimizer, X)
     assert amp.last_step_finite(training.optimizer)
+
+
+class Noisy(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)))
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+def test_a_skipped_step_leaves_the_whole_module_as_it_was(jitted):
+    model = Noisy()
+    tx = amp.with_loss_scale(optax.sgd(0.1), amp.dynamic_loss_scale(8.0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    loss_fn = amp.autocast(lambda model, x: jnp.sum(model(x)))
+
+    def train_step(model, optimizer, x):
+        before = nnx.clone(model)
+        _, grads = amp.value_and_grad(loss_fn)(model, x, loss_scale=optimizer)
+        optimizer.update(model, grads)
+        assert amp.keep_if_finite(optimizer, model, before) is model
+
+    step = nnx.jit(train_step) if jitted else train_step
+
+    def leaves():
+        pure = nnx.as_pure(nnx.state(model))
+        arrays = jax.tree.leaves(pure)
+        return [
+            jax.random.key_data(x)
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            else x
+            for x in arrays
+        ]
+
+    before = [np.array(x) for x in leaves()]
+    step(model, optimizer, jnp.full((8, 4), jnp.inf))
+    for old, new in zip(before, leaves(), strict=True):
+        np.testing.assert_array_equal(new, old)
+    step(model, optimizer, jax.random.normal(jax.random.key(0), (8, 4)))
+    pairs = zip(before, leaves(), strict=True)
+    # All but the key of the random numbers, whose count goes on.
+    assert sum(bool((old != new).any()) for old, new in pairs) == len(before) - 1
+
+
+def test_a_module_is_no_copy_of_itself():
+    model = Noisy()
+    tx = amp.with_loss_scale(optax.sgd(0.1), amp.dynamic_loss_scale(8.0))
+    state = tx.init({})
+    with pytest.raises(ValueError, match=r"the same module.*nnx\.clone"):
+        amp.keep_if_finite(state, model, model)
+    with pytest.raises(ValueError, match=r"a State.*nnx\.clone"):
+        amp.keep_if_finite(state, model, nnx.state(model))
