@@ -17,6 +17,7 @@ The learning rate is warmed up linearly and falls linearly, as in Colossal-AI's 
 from __future__ import annotations
 
 import argparse
+import functools
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -78,7 +79,8 @@ def policy_for(name: str) -> amp.PolicyMap:
     return amp.PolicyMap(name, {"head": "float32"})
 
 
-def make_optimizer(model: ViT, policy: amp.PolicyMap, steps: int) -> nnx.Optimizer:
+@functools.cache
+def make_tx(policy: amp.PolicyMap, steps: int) -> optax.GradientTransformation:
     warmup = max(1, steps // 10)
     up = optax.linear_schedule(0.0, 2e-3, warmup)
     down = optax.linear_schedule(2e-3, 0.0, steps - warmup)
@@ -89,10 +91,10 @@ def make_optimizer(model: ViT, policy: amp.PolicyMap, steps: int) -> nnx.Optimiz
     in_f16 = policy.default.compute_dtype == jnp.float16
     # The default interval, 2000 steps, is longer than this training.
     scaling = amp.dynamic_loss_scale(growth_interval=50)
-    tx = amp.with_loss_scale(tx, scaling if in_f16 else amp.no_loss_scale())
-    return nnx.Optimizer(model, tx, wrt=nnx.Param)
+    return amp.with_loss_scale(tx, scaling if in_f16 else amp.no_loss_scale())
 
 
+@functools.cache
 def make_train_step(policy: amp.PolicyMap) -> Callable[..., jax.Array]:
     @amp.autocast(policy=policy)
     def loss_fn(model: ViT, batch: Batch) -> jax.Array:
@@ -180,7 +182,7 @@ def train(
     """
     data, test = digits()
     model = ViT(rngs=nnx.Rngs(seed))
-    optimizer = make_optimizer(model, policy, steps)
+    optimizer = nnx.Optimizer(model, make_tx(policy, steps), wrt=nnx.Param)
     train_step, losses = make_train_step(policy), []
     options = ocp.CheckpointManagerOptions(
         save_interval_steps=save_every or max(1, steps // 2)
@@ -193,8 +195,9 @@ def train(
         for step in range(start or 0, steps):
             loss = train_step(model, optimizer, batch_of(data, step, seed))
             losses.append(float(loss))
-            now = ocp.args.StandardSave(states(model, optimizer))
-            checkpoints.save(step + 1, args=now)
+            if checkpoints.should_save(step + 1):
+                now = ocp.args.StandardSave(states(model, optimizer))
+                checkpoints.save(step + 1, args=now)
     return Result(model, optimizer, np.array(losses), accuracy(model, policy, test))
 
 
