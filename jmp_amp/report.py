@@ -107,6 +107,10 @@ class Report:
     def __str__(self) -> str:
         return tables.as_text(self.summary, self._tables(), 100)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        # What IPython shows where it shows no HTML; `repr` has all the equations.
+        printer.text("..." if cycle else str(self))
+
     def _repr_html_(self) -> str:
         return tables.as_html(self.summary, self._tables())
 

@@ -157,7 +157,14 @@ def as_text(heading: str, tables: Sequence[Table], width: int) -> str:
        square       4
     """
     written = io.StringIO()
-    console = Console(file=written, width=width, color_system=None, highlight=False)
+    # In a notebook, Rich would show the tables as HTML and write nothing.
+    console = Console(
+        file=written,
+        width=width,
+        color_system=None,
+        highlight=False,
+        force_jupyter=False,
+    )
     console.print(heading, markup=False)
     for table in tables:
         console.print()

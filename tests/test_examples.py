@@ -52,7 +52,7 @@ def test_a_few_steps_with_one_policy_print_a_table_and_write_a_plot(tmp_path):
 @pytest.mark.parametrize("policy", ["fp17", "c=f16,c=f32", "float64"])
 def test_policy_that_is_none_gets_the_error_of_the_library_in_one_line(policy, capsys):
     with pytest.raises(ValueError) as expected:
-        amp.autocast(lambda x: x, policy)
+        train_digits.make_loss(amp.get_policy(policy))
     with pytest.raises(SystemExit) as stopped:
         train_digits.parse(["--policy", policy])
     assert stopped.value.code == 2

@@ -586,3 +586,11 @@ def test_a_wrong_policy_is_refused_before_the_call():
         amp.explain(jnp.sin, "c=fp17")
     with pytest.raises(ValueError, match=r"explain\(fn, .*cannot compute in float64"):
         amp.explain(jnp.sin, "p=f32,c=f64,o=f32")
+
+
+def test_text_is_text_in_a_notebook_too(monkeypatch):
+    # What Rich takes for the sign of a notebook.
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    report = explained(MODEL.apply, VARIABLES, X)
+    assert "Modules" in str(report)
+    assert "dot_general" in report.drill_down()
