@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
+from flax import errors, nnx
 
 from jmp_amp import jaxprs, scopes
 from jmp_amp.closures import Closures
@@ -21,6 +21,7 @@ from jmp_amp.dtypes import F32, is_half
 from jmp_amp.linen_modules import Variables, dict_keys, intercepted
 from jmp_amp.nnx_modules import (
     Objects,
+    bound_with_scopes,
     is_node,
     method_with_scopes,
     with_scopes,
@@ -80,7 +81,7 @@ def traced_call(
     paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_node)
     leaves = [leaf for _, leaf in paths]
     nodes = [leaf for leaf in leaves if is_node(leaf)]
-    Closures(is_node, lambda node: nodes.append(node) or node).exchange(fn)
+    Closures(is_node, lambda x: nodes.append(x) or x, lambda _, fn: fn).exchange(fn)
     outer = scopes.active()
     depth = 0 if outer is None else outer.depth + 1
     active = scopes.Active(policies.default, policies, depth=depth)
@@ -154,18 +155,27 @@ class _Call:
         """What is traced: the call, from arrays to arrays."""
         remaining = iter(arrays)
         filled = [next(remaining) if _is_array(x) else x for x in self.values]
-        depth = self.objects.depth
         copies = self.objects.inside(filled[len(self.leaves) :])
 
         def swap(node: Any) -> Any:
             described = isinstance(node, nnx.GraphDef)
-            return with_scopes(node, depth) if described else copies[id(node)]
+            return with_scopes(node) if described else copies[id(node)]
 
         given = [swap(x) if is_node(x) else x for x in filled[: len(self.leaves)]]
         args, kwargs = jax.tree.unflatten(self.tree, given)
-        fn = method_with_scopes(self.fn, args)
-        fn = fn or Closures(is_node, swap).exchange(self.fn)
-        return self._arrays_of(fn(*args, **kwargs), arrays)
+        closures = Closures(is_node, swap, bound_with_scopes)
+        fn = method_with_scopes(self.fn, args) or closures.exchange(self.fn)
+        try:
+            results = fn(*args, **kwargs)
+        except errors.TraceContextError as error:
+            error.add_note(
+                "autocast: pass the module that is written to the function as an "
+                "argument, or let it close over the module; what other Python objects "
+                "hold is not searched."
+            )
+            raise
+        closures.write_back()
+        return self._arrays_of(results, arrays)
 
     def _arrays_of(self, results: Any, arrays: Sequence[Any]) -> list[Any]:
         """The outputs of the program; keeps the places of all outputs."""
@@ -190,6 +200,7 @@ class _Call:
             inputs.get(id(x), _ARRAY) if _is_array(x) else x for x in written
         ]
         collections = self.variables.written()
+        self.variables.forget()
         states = [_collection(collections, path, x) for path, x in with_paths]
         ids = set(map(id, caches))
         states += [_CACHE if id(x) in ids else "state" for x in written]

@@ -44,6 +44,10 @@ class Variables:
                 found.setdefault(id(leaf), []).append(dict_keys(path))
         return found
 
+    def forget(self) -> None:
+        """Lets go of what was traced, so that it does not outlive the trace."""
+        self._roots.clear()
+
 
 def dict_keys(path: Iterable[Any]) -> tuple[str, ...]:
     """Returns the keys of dictionaries in the path of a leaf."""
@@ -55,7 +59,7 @@ def intercepted() -> Iterator[Variables]:
     """While tracing inside, linen modules that are called open their scopes."""
     variables = Variables()
     # For every call that is running, what `nn.jit` in it has to know.
-    running: list[contextlib.ExitStack] = []
+    calls: list[contextlib.ExitStack] = []
 
     def interceptor(
         next_fun: Callable[..., Any],
@@ -77,24 +81,27 @@ def intercepted() -> Iterator[Variables]:
             # linen, only what it asks the module before: JAX would trace the block once
             # for all its places, which a map may tell apart. So the place is part of
             # the key of JAX's cache from here to the next such call.
-            if found.policies.sees_paths and running and module.name:
+            if found.policies.sees_paths and calls and module.name:
                 where = (*(scopes.running() or ()), module.name)
-                running[-1].close()
-                running[-1].enter_context(scopes.activate(found._replace(where=where)))
+                calls[-1].close()
+                calls[-1].enter_context(scopes.activate(found._replace(where=where)))
             return next_fun(*args, **kwargs)
         info = ModuleInfo(path, type(module), module.name, method)
         own = getattr(type(module), MODULE_POLICY, None)
         with scopes.module_scope(info, own), contextlib.ExitStack() as inside:
             if isinstance(module, nnx.bridge.ToLinen):
                 inside.enter_context(_made_with_scopes(module))
-            running.append(inside)
+            calls.append(inside)
             try:
                 return next_fun(*args, **kwargs)
             finally:
-                running.pop()
+                calls.pop()
 
-    with nn.intercept_methods(interceptor):
-        yield variables
+    try:
+        with nn.intercept_methods(interceptor):
+            yield variables
+    finally:
+        variables.forget()
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,13 +23,39 @@ from flax import errors, nnx
 from jmp_amp import scopes
 from jmp_amp.patterns import ModuleInfo
 
-# The attribute of a traced copy of a module that holds its path, and the classes of the
-# modules around it. nnx takes what is called so for no part of the model: `ToNNX` does
-# not hand it to linen.
+# The attribute of a traced copy of a module that holds its `_Place`. nnx takes what is
+# called so for no part of the model: `ToNNX` does not hand it to linen.
 _PATH = "_pytree__amp_path"
 
 # The attribute of a class whose methods open scopes.
 _OPENS_SCOPES = "_amp_opens_scopes"
+
+
+class _Place:
+    """Where a module is, as data that nnx and JAX compare when they compare modules.
+
+    Modules whose places a map cannot tell apart are alike: two layers of one class can
+    be stacked, or returned by two branches, and are traced once.
+
+    Attributes:
+      path: the names that lead to it.
+      around: the classes of the modules around it.
+      depth: that of the autocast that gave it scopes.
+    """
+
+    __slots__ = ("around", "depth", "key", "path")
+
+    def __init__(self, path: tuple[str, ...], around: tuple[type, ...]):
+        found = scopes.active()
+        assert found is not None
+        self.path, self.around, self.depth = path, around, found.depth
+        self.key = self.depth, path if found.policies.sees_paths else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Place) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
 
 def is_node(value: Any) -> bool:
@@ -81,7 +108,7 @@ class Objects:
             nnx.merge(*part)
             for part in zip(self._parts[count:], trees[count:], strict=True)
         ]
-        _hook(copies, self.depth)
+        _hook(copies)
         originals = self._of(self._nodes, True) + self._of(self._nodes, False)
         self._copies, self._given = copies, list(states)
         return {id(a): b for a, b in zip(originals, copies, strict=True)}
@@ -150,9 +177,14 @@ def method_with_scopes(fn: Any, args: Sequence[Any]) -> Callable[..., Any] | Non
     return getattr(type(args[0]), name) if is_method else None
 
 
-def with_scopes(graphdef: Any, depth: int) -> Any:
+def bound_with_scopes(node: Any, fn: Any) -> Any:
+    """Returns a method of a copy, the one that opens scopes if the class has it."""
+    return types.MethodType(method_with_scopes(fn, (node,)) or fn, node)
+
+
+def with_scopes(graphdef: Any) -> Any:
     """Returns the description of the module whose methods open scopes."""
-    return _rebuilt(graphdef, functools.partial(_hook, depth=depth))
+    return _rebuilt(graphdef, _hook)
 
 
 def without_scopes(graphdef: Any, depth: int) -> Any:
@@ -160,26 +192,47 @@ def without_scopes(graphdef: Any, depth: int) -> Any:
     return _rebuilt(graphdef, functools.partial(_unhook, depth=depth))
 
 
+class _Quiet:
+    """Keeps a subclass from its user's `__init_subclass__`: it is none of theirs.
+
+    As a base it would change the layout, and no object could become one of the class.
+    """
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **kwargs: Any):
+        nnx.Module.__init_subclass__.__func__(cls, **kwargs)  # pyright: ignore
+
+
 @functools.cache
 def class_with_scopes(cls: type, is_pytree: bool = True) -> type:
     """Returns a subclass of the same name whose methods open name scopes."""
     base = vars(nnx.Module).keys() | vars(nnx.Pytree).keys()
+    no_methods = staticmethod | classmethod | property | type
     methods = {
-        name: _with_scope(name, cls)
-        for name, method in inspect.getmembers(cls)
-        if callable(method)
-        and hasattr(method, "__get__")
-        and not isinstance(
-            inspect.getattr_static(cls, name), staticmethod | classmethod | type
-        )
-        and (name == "__call__" or not (name.startswith("_") or name in base))
+        name: _with_scope(name, method, cls)
+        for name, method in inspect.getmembers_static(cls)
+        if hasattr(method, "__get__")
+        and (callable(method) or isinstance(method, functools.singledispatchmethod))
+        and not isinstance(method, no_methods)
+        and (name == "__call__" or not (name.startswith("__") or name in base))
     }
-    kept = {
-        name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")
-    }
-    metaclass: Any = type(cls)
+    names = "__module__", "__qualname__", "__doc__"
+    kept = {name: getattr(cls, name) for name in names}
     body = {**kept, **methods, _OPENS_SCOPES: True}
+    metaclass = _quiet_metaclass(type(cls))
     return metaclass(cls.__name__, (cls,), body, pytree=is_pytree)
+
+
+@functools.cache
+def _quiet_metaclass(metaclass: Any) -> Any:
+    """Returns a metaclass whose classes have `_Quiet` before what they derive from."""
+
+    def mro(cls: Any) -> list[type]:
+        own, *others = metaclass.mro(cls)
+        return [own, _Quiet, *others]
+
+    return type(metaclass.__name__, (metaclass,), {"mro": mro})
 
 
 def _caches(states: Any) -> list[bool]:
@@ -213,7 +266,7 @@ def _modules(node: Any) -> list[tuple[tuple[str, ...], Any]]:
     ]
 
 
-def _hook(nodes: Sequence[Any], depth: int) -> None:
+def _hook(nodes: Sequence[Any]) -> None:
     found = []
     for node in nodes:
         modules = _modules(node)
@@ -225,7 +278,7 @@ def _hook(nodes: Sequence[Any], depth: int) -> None:
     for path, around, module in sorted(found, key=lambda each: not each[0]):
         if _PATH in vars(module):
             continue
-        object.__setattr__(module, _PATH, (path, around, depth))
+        object.__setattr__(module, _PATH, _Place(path, around))
         if not _opens_scopes(type(module)):
             is_pytree = not jax.tree_util.all_leaves([module])
             hooked = class_with_scopes(type(module), is_pytree)
@@ -234,9 +287,9 @@ def _hook(nodes: Sequence[Any], depth: int) -> None:
 
 def _unhook(nodes: Sequence[Any], depth: int) -> None:
     for _, module in itertools.chain.from_iterable(map(_modules, nodes)):
-        *_, owner = vars(module).get(_PATH, (depth,))
+        place = vars(module).get(_PATH)
         # What an autocast around this one gave scopes keeps them.
-        if owner == depth:
+        if place is None or place.depth == depth:
             vars(module).pop(_PATH, None)
             object.__setattr__(module, "__class__", _original(type(module)))
 
@@ -261,23 +314,21 @@ def _rebuilt(graphdef: Any, change: Callable[[Sequence[Any]], None]) -> Any:
     return nnx.graphdef(node)
 
 
-def _with_scope(name: str, cls: type) -> Callable[..., Any]:
-    method = getattr(cls, name)
-
+def _with_scope(name: str, method: Any, cls: type) -> Callable[..., Any]:
     @functools.wraps(method)
     def scoped(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = method.__get__(self, type(self))
-        found = scopes.active()
-        if found is None:
+        if scopes.active() is None:
             return bound(*args, **kwargs)
         if _PATH not in vars(self):
             # It was made of the class itself, and is the outermost one.
-            _hook([self], found.depth)
-        path, around, _ = vars(self)[_PATH]
-        info = ModuleInfo(path, cls, path[-1] if path else None, name)
+            _hook([self])
+        place = vars(self)[_PATH]
+        own_name = place.path[-1] if place.path else None
+        info = ModuleInfo(place.path, cls, own_name, name)
         with (
             jax.named_scope(_scope_name(info, scopes.running())),
-            scopes.module_scope(info, around=around),
+            scopes.module_scope(info, around=place.around),
         ):
             return bound(*args, **kwargs)
 

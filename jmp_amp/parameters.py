@@ -110,7 +110,8 @@ def export_params(params: Tree, opt_state: Any = None, dtype: DTypeLike = F32) -
 
     Args:
       params: parameters or linen variables; an `nnx.State`; or an nnx module.
-      opt_state: the state of the optimizer.
+      opt_state: the state of the optimizer. None of this library's optimizers keeps
+        parameters of its own yet, so it is not read.
       dtype: a floating dtype, or anything that `cast_floating` understands.
 
     Returns:

@@ -137,6 +137,11 @@ def _glob(glob: str) -> str:
             f"PolicyMap: {glob!r} is a glob. Give re.compile({glob[3:]!r}) for a "
             'regular expression; only from_dict reads "re:".'
         )
+    if ";" in glob or glob.startswith("<") or glob != glob.strip():
+        raise ValueError(
+            f"PolicyMap: the glob {glob!r} has characters that no path has. Write the "
+            'names of modules, such as "**/head".'
+        )
     if not all(names):
         raise ValueError(
             f"PolicyMap: the glob {glob!r} has an empty name, and no path has one. "
@@ -208,6 +213,11 @@ def advice_on(pattern: Pattern, seen: Mapping[tuple[str, ...], type]) -> str:
         other = _of_the_other_library(pattern, seen.values())
         if other is not None:
             return other
+        if all(each in (nn.Module, nnx.Module) for each in seen.values()):
+            return (
+                "The parameters are in a tree that tells no classes, only the names "
+                "that linen gave by itself: pass the module as model=."
+            )
         names = sorted({each.__name__ for each in seen.values()})
         return f"The classes of the modules called are {', '.join(names)}."
     paths = ["/".join(path) for path in seen if path]

@@ -62,7 +62,7 @@ class PolicyMap:
 
     Args:
       default: a `Policy` or what `get_policy` understands.
-      policies: patterns and their policies, a mapping or pairs; a policy is a `Policy`
+      entries: patterns and their policies, a mapping or pairs; a policy is a `Policy`
         or what `get_policy` understands.
 
     Raises:
@@ -91,17 +91,17 @@ class PolicyMap:
     def __init__(
         self,
         default: Policy | str = "mixed_bfloat16",
-        policies: Mapping[Any, Policy | str] | Iterable[tuple[Any, Policy | str]] = (),
+        entries: Mapping[Any, Policy | str] | Iterable[tuple[Any, Policy | str]] = (),
     ):
-        pairs = policies.items() if isinstance(policies, Mapping) else policies
+        pairs = entries.items() if isinstance(entries, Mapping) else entries
         if not isinstance(pairs, Iterable) or isinstance(pairs, str):
             raise TypeError(
-                f"PolicyMap(default, {policies!r}): wanted a dictionary from patterns "
+                f"PolicyMap(default, {entries!r}): wanted a dictionary from patterns "
                 'to policies, such as {"**/head": "float32"}.'
             )
-        entries = [_entry(pair) for pair in pairs]
+        checked = [_entry(pair) for pair in pairs]
         seen: set[Any] = set()
-        for pattern, _ in entries:
+        for pattern, _ in checked:
             if pattern in seen:
                 raise ValueError(
                     f"PolicyMap: the pattern {describe(pattern)} is there twice. Give "
@@ -111,7 +111,7 @@ class PolicyMap:
         object.__setattr__(
             self, "default", _computable(default, "PolicyMap(default={})")
         )
-        object.__setattr__(self, "entries", tuple(entries))
+        object.__setattr__(self, "entries", tuple(checked))
 
     def __reduce__(self) -> Any:
         # Not what is cached: hashes of text differ between processes.
