@@ -5,8 +5,12 @@
 * A function in mixed precision: `autocast`. Parts of it with a policy of their own:
   `with_policy`, `full_precision`; kernels and custom rules in half: `cast_inputs`. What
   it decides, and why: `explain` returns a `Report`, `plots` draws it.
+* Exceptions by Flax module: `PolicyMap`, whose patterns see a `ModuleInfo`. Parameters
+  in the dtypes of their modules' policies: `cast_params`, and back: `export_params`.
 * Gradients of a scaled loss: `value_and_grad`, `grad`; the scale is a `LossScale`, made
-  by `dynamic_loss_scale`, `static_loss_scale` or `no_loss_scale`.
+  by `dynamic_loss_scale`, `static_loss_scale` or `no_loss_scale`, or as another system
+  has it by `loss_scale_preset`; torch's own state comes and goes by
+  `loss_scale_from_torch` and `loss_scale_to_torch`.
 * An optimizer that skips steps which overflowed: `with_loss_scale`. Its state tells
   `loss_scale_of`, `last_step_finite` and `metrics`; `keep_if_finite` takes back what
   else a skipped step wrote, `check_scale` raises after too many; `all_finite` and
@@ -50,6 +54,9 @@ from jmp_amp.patterns import ModuleInfo as ModuleInfo
 from jmp_amp.policy import Policy as Policy
 from jmp_amp.policy import get_policy as get_policy
 from jmp_amp.policy_map import PolicyMap as PolicyMap
+from jmp_amp.presets import loss_scale_from_torch as loss_scale_from_torch
+from jmp_amp.presets import loss_scale_preset as loss_scale_preset
+from jmp_amp.presets import loss_scale_to_torch as loss_scale_to_torch
 from jmp_amp.regions import cast_inputs as cast_inputs
 from jmp_amp.regions import full_precision as full_precision
 from jmp_amp.regions import with_policy as with_policy

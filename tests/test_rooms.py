@@ -14,7 +14,7 @@ ROOMS = (
     ("dtypes", "finite"),
     ("policy", "patterns", "closures", "jaxprs", "bounds"),
     ("policy_map", "casting", "rules", "loss_scale"),
-    ("scopes", "parameters", "states"),
+    ("scopes", "parameters", "states", "presets"),
     ("nnx_modules", "decisions", "derivatives", "islands"),
     ("linen_modules", "flows", "plan"),
     ("regions", "demands", "calls"),
