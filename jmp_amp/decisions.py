@@ -270,8 +270,9 @@ def _choose(
         unfit = _unfit(operands, low, "overflows")
         if unfit is not None:
             return _Choice(F32, unfit, Origin.FULL)
-        made = Origin.LOW if is_half(low) else Origin.FULL
-        return _Choice(low, rule.reason, made)
+        if not is_half(low):
+            return _Choice(low, "the policy computes in f32", Origin.FULL)
+        return _Choice(low, rule.reason, Origin.LOW)
     if rule.op_class is OpClass.FULL:
         made = Origin.FREE if origin == Origin.FREE else Origin.FULL
         return _Choice(F32, rule.reason, made)

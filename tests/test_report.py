@@ -594,3 +594,10 @@ def test_text_is_text_in_a_notebook_too(monkeypatch):
     report = explained(MODEL.apply, VARIABLES, X)
     assert "Modules" in str(report)
     assert "dot_general" in report.drill_down()
+
+
+def test_a_product_under_a_policy_of_f32_says_so():
+    (product,) = amp.explain(jnp.dot, "float32")(
+        jnp.ones((2, 2)), jnp.ones((2, 2))
+    ).equations
+    assert (product.dtype, product.reason) == ("f32", "the policy computes in f32")
