@@ -74,7 +74,7 @@ def test_all_products_are_half_but_those_of_the_head(name):
 def test_mixed_precision_learns_as_f32_does(tmp_path):
     accuracy = {
         name: vit_nnx.train(
-            vit_nnx.policy_for(name), tmp_path / name, steps=200, save_every=200
+            vit_nnx.policy_for(name), tmp_path / name, save_every=vit_nnx.STEPS
         ).accuracy
         for name in vit_nnx.POLICIES
     }
