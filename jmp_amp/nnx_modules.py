@@ -49,7 +49,9 @@ class _Place:
         found = scopes.active()
         assert found is not None
         self.path, self.around, self.depth = path, around, found.depth
-        self.key = self.depth, path if found.policies.sees_paths else None
+        # What tells a map apart: an entry may be for what the module is a part of.
+        told_by = path if found.policies.sees_paths else ()
+        self.key = found.depth, told_by, around if found.policies.entries else ()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Place) and self.key == other.key

@@ -214,6 +214,33 @@ def test_layers_of_one_class_are_alike_inside_of_autocast():
     assert_close(amp.autocast(chosen)(model), chosen(model))
 
 
+@pytest.mark.parametrize("transform", [nnx.jit, jax.jit, nnx.remat])
+@pytest.mark.parametrize("special", [0, 1])
+def test_layers_are_told_apart_by_the_class_of_what_they_are_a_part_of(
+    special, transform
+):
+    class Part(nnx.Module):
+        def __init__(self):
+            self.block = Model()
+
+    left, right = type("Left", (Part,), {}), type("Right", (Part,), {})
+
+    class Both(nnx.Module):
+        def __init__(self):
+            self.parts = nnx.List([left(), right()])
+
+        def __call__(self, x):
+            run = transform(lambda block, x: block.forward(x))
+            # Neither part is called itself.
+            return run(self.parts[1].block, run(self.parts[0].block, x))
+
+    policy = amp.PolicyMap("mixed_bfloat16", {(left, right)[special]: "float32"})
+    equations = amp.explain(Both(), policy)(X).equations
+    wanted = ["bf16", "bf16"]
+    wanted[special] = "f32"
+    assert [e.dtype for e in equations if e.matmuls] == wanted
+
+
 def test_a_module_that_is_not_found_is_told_of():
     class Trainer:
         def __init__(self):
