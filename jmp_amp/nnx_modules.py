@@ -25,7 +25,7 @@ from jmp_amp.patterns import ModuleInfo
 
 # The attribute of a traced copy of a module that holds its `_Place`. nnx takes what is
 # called so for no part of the model: `ToNNX` does not hand it to linen.
-_PATH = "_pytree__amp_path"
+_PLACE = "_pytree__amp_place"
 
 # The attribute of a class whose methods open scopes.
 _OPENS_SCOPES = "_amp_opens_scopes"
@@ -207,7 +207,7 @@ class _Quiet:
 
 
 @functools.cache
-def class_with_scopes(cls: type, is_pytree: bool = True) -> type:
+def class_with_scopes(cls: type) -> type:
     """Returns a subclass of the same name whose methods open name scopes."""
     base = vars(nnx.Module).keys() | vars(nnx.Pytree).keys()
     no_methods = staticmethod | classmethod | property | type
@@ -223,6 +223,7 @@ def class_with_scopes(cls: type, is_pytree: bool = True) -> type:
     kept = {name: getattr(cls, name) for name in names}
     body = {**kept, **methods, _OPENS_SCOPES: True}
     metaclass = _quiet_metaclass(type(cls))
+    is_pytree = not jax.tree_util.all_leaves([object.__new__(cls)])
     return metaclass(cls.__name__, (cls,), body, pytree=is_pytree)
 
 
@@ -278,21 +279,20 @@ def _hook(nodes: Sequence[Any]) -> None:
             found.append((path, tuple(around), module))
     # What is given by itself and as a part of another has the path in the other.
     for path, around, module in sorted(found, key=lambda each: not each[0]):
-        if _PATH in vars(module):
+        if _PLACE in vars(module):
             continue
-        object.__setattr__(module, _PATH, _Place(path, around))
+        object.__setattr__(module, _PLACE, _Place(path, around))
         if not _opens_scopes(type(module)):
-            is_pytree = not jax.tree_util.all_leaves([module])
-            hooked = class_with_scopes(type(module), is_pytree)
+            hooked = class_with_scopes(type(module))
             object.__setattr__(module, "__class__", hooked)
 
 
 def _unhook(nodes: Sequence[Any], depth: int) -> None:
     for _, module in itertools.chain.from_iterable(map(_modules, nodes)):
-        place = vars(module).get(_PATH)
+        place = vars(module).get(_PLACE)
         # What an autocast around this one gave scopes keeps them.
         if place is None or place.depth == depth:
-            vars(module).pop(_PATH, None)
+            vars(module).pop(_PLACE, None)
             object.__setattr__(module, "__class__", _original(type(module)))
 
 
@@ -322,10 +322,10 @@ def _with_scope(name: str, method: Any, cls: type) -> Callable[..., Any]:
         bound = method.__get__(self, type(self))
         if scopes.active() is None:
             return bound(*args, **kwargs)
-        if _PATH not in vars(self):
+        if _PLACE not in vars(self):
             # It was made of the class itself, and is the outermost one.
             _hook([self])
-        place = vars(self)[_PATH]
+        place = vars(self)[_PLACE]
         own_name = place.path[-1] if place.path else None
         info = ModuleInfo(place.path, cls, own_name, name)
         with (

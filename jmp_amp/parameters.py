@@ -152,17 +152,15 @@ def _dtype_of(
     path: tuple[str, ...], modules: _Modules, policies: PolicyMap
 ) -> np.dtype:
     """The dtype of the parameters of the module at `path`."""
-    policy, literal = policies.default, False
-    for end in range(len(path) + 1):
-        module = modules.get(path[:end], _Module(nn.Module, False))
-        name = path[end - 1] if end else None
-        entry = policies.match(ModuleInfo(path[:end], module.cls, name))
-        literal = False
-        if entry is not None:
-            pattern, policy = entry
-            literal = names_a_norm(pattern)
-    is_norm = path in modules and modules[path].is_norm
-    return F32 if is_norm and not literal else policy.param_dtype
+    unknown = _Module(nn.Module, False)
+    *around, module = (modules.get(path[:n], unknown) for n in range(len(path) + 1))
+    info = ModuleInfo(path, module.cls, path[-1] if path else None)
+    entry = policies.match_nearest(info, [each.cls for each in around])
+    if entry is None:
+        return F32 if module.is_norm else policies.default.param_dtype
+    pattern, policy = entry
+    literal = names_a_norm(pattern)
+    return F32 if module.is_norm and not literal else policy.param_dtype
 
 
 def _modules_in(paths: Iterable[tuple[str, ...]], policies: PolicyMap) -> _Modules:

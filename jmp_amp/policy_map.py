@@ -10,8 +10,10 @@ import dataclasses
 import functools
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from flax import linen as nn
 
 from jmp_amp.dtypes import is_castable
 from jmp_amp.patterns import (
@@ -149,6 +151,31 @@ class PolicyMap:
                 found = entry
         record.seen[info.path] = info.cls
         return found
+
+    def match_nearest(
+        self, info: ModuleInfo, around: Sequence[type] = (), start: int = 0
+    ) -> tuple[Pattern, Policy] | None:
+        """Returns the entry of a module, or of the nearest that it is a part of.
+
+        Args:
+          info: the module.
+          around: the classes of the modules that it is a part of, the outermost first,
+            as far as they are known.
+          start: how many of them, from the outermost, are left out.
+
+        Example:
+          >>> import jmp_amp as amp
+          >>> policies = amp.PolicyMap("bf16", {"encoder": "float32"})
+          >>> norm = amp.ModuleInfo(("encoder", "norm"), object, "norm")
+          >>> policies.match(norm) is None, policies.match_nearest(norm) is None
+          (True, False)
+        """
+        found = None
+        for end in range(start, len(info.path)):
+            cls = around[end] if end < len(around) else nn.Module
+            name = info.path[end - 1] if end else None
+            found = self.match(ModuleInfo(info.path[:end], cls, name)) or found
+        return self.match(info) or found
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the map as text in dictionaries, for JSON and YAML.

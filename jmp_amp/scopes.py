@@ -176,21 +176,12 @@ def _entry_of(
     A module that is running has passed its policy on already; `self.encoder.layers[0]`
     may be called by what the encoder is a part of.
     """
-    entry, outer = policies.match(info), running()
-    start = 0
-    if outer is not None:
-        start = len(outer) + 1
-        if info.path[: len(outer)] != outer:
-            return entry
-    if entry is not None:
-        return entry
-    for end in reversed(range(start, len(info.path))):
-        cls = around[end] if end < len(around) else nn.Module
-        name = info.path[end - 1] if end else None
-        entry = policies.match(ModuleInfo(info.path[:end], cls, name))
-        if entry is not None:
-            return entry
-    return None
+    outer = running()
+    if outer is None:
+        return policies.match_nearest(info, around)
+    if info.path[: len(outer)] != outer:
+        return policies.match(info)
+    return policies.match_nearest(info, around, len(outer) + 1)
 
 
 def _may_be_jitted(cls: type) -> bool:
