@@ -18,7 +18,7 @@ from flax import errors, nnx
 from jmp_amp import jaxprs, scopes
 from jmp_amp.closures import Closures
 from jmp_amp.dtypes import F32, is_half
-from jmp_amp.linen_modules import Variables, dict_keys, intercepted
+from jmp_amp.linen_modules import CACHE, Variables, dict_keys, intercepted
 from jmp_amp.nnx_modules import (
     Objects,
     bound_with_scopes,
@@ -31,8 +31,6 @@ from jmp_amp.policy_map import PolicyMap, warn_of_unmatched
 
 # In the place of an output: the next result of the program, the next nnx object.
 _ARRAY, _OBJECT = object(), object()
-
-_CACHE = "cache"
 
 
 class TracedCall(NamedTuple):
@@ -86,7 +84,7 @@ def traced_call(
     depth = 0 if outer is None else outer.depth + 1
     active = scopes.Active(policies.default, policies, depth=depth)
     with Objects(nodes, depth, call) as objects:
-        caches = [any(getattr(key, "key", "") == _CACHE for key in p) for p, _ in paths]
+        caches = [CACHE in dict_keys(path) for path, _ in paths]
         traced = _Call(fn, leaves, tree, objects, caches + objects.caches)
         with scopes.activate(active), intercepted() as traced.variables:
             try:
@@ -174,6 +172,13 @@ class _Call:
                 "hold is not searched."
             )
             raise
+        except TypeError:
+            given = set(map(id, self.variables.caches))
+            self.is_cache = [
+                each or id(x) in given
+                for each, x in zip(self.is_cache, arrays, strict=True)
+            ]
+            raise
         closures.write_back()
         return self._arrays_of(results, arrays)
 
@@ -203,7 +208,7 @@ class _Call:
         self.variables.forget()
         states = [_collection(collections, path, x) for path, x in with_paths]
         ids = set(map(id, caches))
-        states += [_CACHE if id(x) in ids else "state" for x in written]
+        states += [CACHE if id(x) in ids else "state" for x in written]
         returned = [
             (x, state)
             for x, place, state in zip(
@@ -215,7 +220,7 @@ class _Call:
         return [x for x, _ in returned]
 
     def _dtype_of(self, array: Any, state: str | None) -> np.dtype | None:
-        if state == _CACHE and self.cache_dtype is not None and array.dtype == F32:
+        if state == CACHE and self.cache_dtype is not None and array.dtype == F32:
             return self.cache_dtype
         return None if state is None else array.dtype
 

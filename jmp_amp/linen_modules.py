@@ -20,16 +20,25 @@ from jmp_amp.patterns import ModuleInfo
 MODULE_POLICY = "_amp_policy"
 
 
+CACHE = "cache"
+
+
 class Variables:
-    """The variables that linen modules write while a function is traced."""
+    """The variables that linen modules have and write while a function is traced.
+
+    Attributes:
+      caches: the arrays that modules were given as decoding caches.
+    """
 
     def __init__(self) -> None:
         self._roots: dict[int, Any] = {}
+        self.caches: list[Any] = []
 
     def add(self, module: nn.Module) -> None:
         scope = module.scope
-        if scope is not None:
-            self._roots.setdefault(id(scope.root), scope.root)
+        if scope is not None and id(scope.root) not in self._roots:
+            self._roots[id(scope.root)] = scope.root
+            self.caches += jax.tree.leaves(scope.root.variables().get(CACHE))
 
     def written(self) -> dict[int, list[tuple[str, ...]]]:
         """Returns where the arrays in mutable collections are, by their identity.
@@ -47,6 +56,7 @@ class Variables:
     def forget(self) -> None:
         """Lets go of what was traced, so that it does not outlive the trace."""
         self._roots.clear()
+        self.caches.clear()
 
 
 def dict_keys(path: Iterable[Any]) -> tuple[str, ...]:

@@ -1,0 +1,126 @@
+"""Decoding caches in half precision, in programs that are f32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jmp_amp as amp
+
+LENGTH = 6
+X = jax.random.normal(jax.random.key(0), (2, LENGTH, 8))
+HALF = [("mixed_bfloat16", jnp.bfloat16), ("mixed_float16", jnp.float16)]
+each_half = pytest.mark.parametrize(("policy", "half"), HALF)
+
+
+class Decoder(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.MultiHeadDotProductAttention(2, decode=True)(x)
+
+
+@functools.cache
+def variables():
+    return Decoder().init(jax.random.key(1), X)
+
+
+def apply(cache, x):
+    return Decoder().apply(
+        {"params": variables()["params"], "cache": cache}, x, mutable=["cache"]
+    )
+
+
+def decoded(apply, cache):
+    """All tokens, one after another, and the cache after them."""
+    outputs = []
+    for t in range(LENGTH):
+        y, written = apply(cache, X[:, t : t + 1])
+        cache = written["cache"]
+        outputs.append(y)
+    return jnp.concatenate(outputs, axis=1), cache
+
+
+def dtypes(cache):
+    return {x.dtype.name for x in jax.tree.leaves(cache)}
+
+
+@each_half
+@pytest.mark.parametrize("output", ["float32", "half"])
+def test_a_half_precision_cache_of_linen_stays_so_and_decodes_as_f32(
+    policy, half, output
+):
+    wanted, _ = decoded(apply, variables()["cache"])
+    policy = amp.get_policy(policy)
+    if output == "half":
+        policy = policy.with_output_dtype(half)
+    cast = amp.cast_floating(variables()["cache"], half)
+    found, cache = decoded(amp.autocast(apply, policy), cast)
+    assert found.dtype == policy.output_dtype
+    assert dtypes(cache) == {jnp.dtype(half).name, "int32"}
+    scale = float(jnp.max(jnp.abs(wanted)))
+    atol = 8 * float(jnp.finfo(half).eps) * scale
+    np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=0, atol=atol)
+
+
+@each_half
+def test_a_half_precision_cache_is_written_and_read_without_a_cast(policy, half):
+    cast = amp.cast_floating(variables()["cache"], half)
+    jaxpr = jax.make_jaxpr(amp.autocast(apply, policy))(cast, X[:, :1])
+    shape = jax.tree.leaves(cast)[1].shape
+    of_caches = [
+        (e.primitive.name, e.outvars[0].aval.dtype)
+        for e in jaxpr.eqns
+        if e.outvars[0].aval.shape == shape
+    ]
+    assert of_caches == [("dynamic_update_slice", half)] * 2
+
+
+@each_half
+def test_a_half_precision_cache_of_nnx_stays_so_and_decodes_as_f32(policy, half):
+    def made(dtype):
+        layer = nnx.MultiHeadAttention(2, 8, decode=True, rngs=nnx.Rngs(0))
+        layer.init_cache(X.shape, dtype=dtype)
+        return layer
+
+    def tokens(call, layer):
+        steps = [call(layer, X[:, t : t + 1]) for t in range(LENGTH)]
+        return jnp.concatenate(steps, axis=1)
+
+    wanted = tokens(lambda layer, x: layer(x), made(jnp.float32))
+    layer = made(half)
+    found = tokens(amp.autocast(lambda layer, x: layer(x), policy), layer)
+    assert layer.cached_key[...].dtype == layer.cached_value[...].dtype == half
+    assert int(layer.cache_index[...]) == LENGTH
+    atol = 8 * float(jnp.finfo(half).eps) * float(jnp.max(jnp.abs(wanted)))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)
+
+
+def test_a_program_that_takes_its_half_precision_cache_is_traced_with_it():
+    seen = []
+
+    def fn(cache, x):
+        seen.append(cache["cache"].dtype.name)
+        return {"cache": cache["cache"].at[0].set(x.astype(jnp.bfloat16))}
+
+    out = amp.autocast(fn)({"cache": jnp.zeros((2, 8), jnp.bfloat16)}, X[0, 0])
+    assert seen == ["bfloat16"] and out["cache"].dtype == jnp.bfloat16
+
+
+def test_a_mistake_is_told_of_as_it_was_made_with_half_precision_caches_too():
+    def fn(cache, x):
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="mine"):
+        amp.autocast(fn)({"cache": jnp.zeros((2, 8), jnp.bfloat16)}, X)
+
+
+@each_half
+def test_what_is_saved_of_a_program_with_half_precision_caches_is_told(policy, half):
+    cast = amp.cast_floating(variables()["cache"], half)
+    report = amp.explain(apply, policy)(cast, X[:, :1])
+    assert report.not_differentiable is None
+    assert 0 < report.total.saved
