@@ -5,8 +5,11 @@
 * A function in mixed precision: `autocast`. Parts of it with a policy of their own:
   `with_policy`, `full_precision`; kernels and custom rules in half: `cast_inputs`. What
   it decides, and why: `explain` returns a `Report`, `plots` draws it.
-* Exceptions by Flax module: `PolicyMap`, whose patterns see a `ModuleInfo`. Parameters
-  in the dtypes of their modules' policies: `cast_params`, and back: `export_params`.
+* Exceptions by Flax module: `PolicyMap`, whose patterns see a `ModuleInfo`.
+* Parameters in half precision: `cast_params` puts them into the dtypes of their
+  modules' policies. An optimizer that does not lose their small updates:
+  `with_master_weights`, `with_kahan`, `with_stochastic_rounding`. Checkpoints that any
+  precision reads: `export_params`, `export_opt_state`, `import_opt_state`.
 * Gradients of a scaled loss: `value_and_grad`, `grad`; the scale is a `LossScale`, made
   by `dynamic_loss_scale`, `static_loss_scale` or `no_loss_scale`, or as another system
   has it by `loss_scale_preset`; torch's own state comes and goes by
@@ -38,6 +41,9 @@ from jmp_amp.casting import cast_floating as cast_floating
 from jmp_amp.casting import cast_to_full as cast_to_full
 from jmp_amp.casting import cast_to_half as cast_to_half
 from jmp_amp.dtypes import half_dtype as half_dtype
+from jmp_amp.exports import export_opt_state as export_opt_state
+from jmp_amp.exports import export_params as export_params
+from jmp_amp.exports import import_opt_state as import_opt_state
 from jmp_amp.finite import all_finite as all_finite
 from jmp_amp.finite import select_tree as select_tree
 from jmp_amp.gradients import grad as grad
@@ -49,7 +55,6 @@ from jmp_amp.loss_scale import no_loss_scale as no_loss_scale
 from jmp_amp.loss_scale import static_loss_scale as static_loss_scale
 from jmp_amp.optimizers import with_loss_scale as with_loss_scale
 from jmp_amp.parameters import cast_params as cast_params
-from jmp_amp.parameters import export_params as export_params
 from jmp_amp.patterns import ModuleInfo as ModuleInfo
 from jmp_amp.policy import Policy as Policy
 from jmp_amp.policy import get_policy as get_policy
@@ -67,3 +72,6 @@ from jmp_amp.states import keep_if_finite as keep_if_finite
 from jmp_amp.states import last_step_finite as last_step_finite
 from jmp_amp.states import loss_scale_of as loss_scale_of
 from jmp_amp.states import metrics as metrics
+from jmp_amp.weights import with_kahan as with_kahan
+from jmp_amp.weights import with_master_weights as with_master_weights
+from jmp_amp.weights import with_stochastic_rounding as with_stochastic_rounding

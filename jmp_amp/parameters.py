@@ -10,9 +10,8 @@ import jax
 import numpy as np
 from flax import linen as nn
 from flax import nnx
-from jax.typing import DTypeLike
 
-from jmp_amp.dtypes import F32, cast_leaf, floating_dtype, is_castable
+from jmp_amp.dtypes import F32, cast_leaf, is_castable
 from jmp_amp.patterns import NORM_MODULES, ModuleInfo, names_a_norm
 from jmp_amp.policy import Policy
 from jmp_amp.policy_map import PolicyMap, as_policy_map, warn_of_unmatched
@@ -101,36 +100,6 @@ def cast_params(
     )
     warn_of_unmatched(policies)
     return cast
-
-
-def export_params(params: Tree, opt_state: Any = None, dtype: DTypeLike = F32) -> Tree:
-    """Returns parameters in one dtype, for a checkpoint that any precision can read.
-
-    float16, bfloat16 and float32 leaves are cast; all others come back as they are.
-
-    Args:
-      params: parameters or linen variables; an `nnx.State`; or an nnx module.
-      opt_state: the state of the optimizer. None of this library's optimizers keeps
-        parameters of its own yet, so it is not read.
-      dtype: a floating dtype, or anything that `cast_floating` understands.
-
-    Returns:
-      A tree of the same structure; for a module a new one, the old one is left alone.
-
-    Raises:
-      TypeError: if `dtype` is not a floating dtype.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import jmp_amp as amp
-      >>> amp.export_params({"w": jnp.ones(2, jnp.bfloat16), "steps": 3})
-      {'steps': 3, 'w': Array([1., 1.], dtype=float32)}
-    """
-    wanted = floating_dtype(dtype, "export_params(params, opt_state, {})")
-    if not isinstance(params, nnx.Module):
-        return _cast(params, wanted)
-    graphdef, state = nnx.split(params)
-    return nnx.merge(graphdef, _cast(state, wanted))
 
 
 class _Module(NamedTuple):

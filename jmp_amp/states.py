@@ -1,4 +1,4 @@
-"""What `with_loss_scale` keeps in an optimizer's state, and how it is found again."""
+"""What this library keeps in the states of optimizers, and how it is found again."""
 
 from __future__ import annotations
 
@@ -33,6 +33,56 @@ class LossScaleState(NamedTuple):
     skipped_in_a_row: jax.Array
     applied: jax.Array
     structure: Any
+
+
+class MasterWeightsState(NamedTuple):
+    """The state of an optimizer wrapped in `with_master_weights`.
+
+    Attributes:
+      inner_state: the state of the wrapped transformation.
+      masters: a tree like the parameters, float32 where they are half and masked where
+        they are not.
+      structure: which leaves `init` saw; holds no arrays.
+    """
+
+    inner_state: Any
+    masters: Any
+    structure: Any
+
+
+class KahanState(NamedTuple):
+    """The state of an optimizer wrapped in `with_kahan`.
+
+    Attributes:
+      inner_state: the state of the wrapped transformation.
+      compensation: a tree like the parameters: int16 where they are half, what has to
+        be added to a parameter, in 2**-16 of its last place; masked elsewhere.
+      structure: which leaves `init` saw; holds no arrays.
+    """
+
+    inner_state: Any
+    compensation: Any
+    structure: Any
+
+
+class StochasticRoundingState(NamedTuple):
+    """The state of an optimizer wrapped in `with_stochastic_rounding`.
+
+    Attributes:
+      inner_state: the state of the wrapped transformation.
+      key_data: uint32[...], the PRNG key, as `jax.random.key_data` shows it.
+      steps: int32[], steps so far; together with the key they make the bits of one.
+      structure: which leaves `init` saw; holds no arrays.
+    """
+
+    inner_state: Any
+    key_data: jax.Array
+    steps: jax.Array
+    structure: Any
+
+
+WEIGHT_STATES = (MasterWeightsState, KahanState, StochasticRoundingState)
+WRAPPER_STATES = (LossScaleState, *WEIGHT_STATES)
 
 
 def loss_scale_of(opt_state: Any) -> LossScale:
@@ -175,11 +225,14 @@ def check_scale(opt_state: Any, max_skips_in_a_row: int) -> None:
         )
     skips = int(np.max(state.skipped_in_a_row))
     if skips > max_skips_in_a_row:
+        skipped, applied = int(np.max(state.skipped_total)), int(np.max(state.applied))
+        last = skipped + applied - skips
         raise FloatingPointError(
             f"{call}: {skips} step{'s' * (skips > 1)} in a row had gradients that are "
             f"not finite (max_skips_in_a_row={max_skips_in_a_row}); "
-            f"{int(np.max(state.skipped_total))} skipped and "
-            f"{int(np.max(state.applied))} applied in all, the loss scale is now "
+            f"{skipped} skipped and {applied} applied in all, "
+            f"{f'the last finite step was number {last}' if last else 'none finite'}; "
+            "the loss scale is now "
             f"{float(np.min(state.loss_scale.value))}. Look for a NaN in the data or "
             "the loss; if there is none, lower min_scale or the learning rate."
         )
@@ -210,10 +263,7 @@ def find_state(tree: Any, call: str, kinds: type | tuple[type, ...]) -> Any:
       >>> find_state({"at": [3, amp.no_loss_scale()]}, "f", amp.LossScale)
       LossScale(value=1.0, dynamic=False)
     """
-    nodes, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: isinstance(node, kinds)
-    )
-    found = [(path, node) for path, node in nodes if isinstance(node, kinds)]
+    found = nodes_of(tree, kinds)
     if not found:
         raise ValueError(
             f"{call}: there is no loss scale in this {type(tree).__name__}. Wrap the "
@@ -227,3 +277,21 @@ def find_state(tree: Any, call: str, kinds: type | tuple[type, ...]) -> Any:
             f"{places}. Pass the part that holds the one you mean."
         )
     return found[0][1]
+
+
+def nodes_of(
+    tree: Any, kinds: type | tuple[type, ...]
+) -> list[tuple[tuple[Any, ...], Any]]:
+    """Returns the key paths and nodes of `tree` that are instances of `kinds`.
+
+    What is inside of such a node is not searched.
+
+    Example:
+      >>> from jmp_amp.states import nodes_of
+      >>> nodes_of({"a": [1, 2.0]}, float)
+      [((DictKey(key='a'), SequenceKey(idx=1)), 2.0)]
+    """
+    nodes, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: isinstance(node, kinds)
+    )
+    return [(path, node) for path, node in nodes if isinstance(node, kinds)]

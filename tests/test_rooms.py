@@ -12,14 +12,14 @@ import jmp_amp as amp
 
 ROOMS = (
     ("dtypes", "finite"),
-    ("policy", "patterns", "closures", "jaxprs", "bounds"),
+    ("policy", "patterns", "closures", "jaxprs", "bounds", "rounding"),
     ("policy_map", "casting", "rules", "loss_scale"),
-    ("scopes", "parameters", "states", "presets"),
-    ("nnx_modules", "decisions", "derivatives", "islands"),
+    ("scopes", "leaves", "states", "presets"),
+    ("nnx_modules", "decisions", "derivatives", "islands", "parameters", "exports"),
     ("linen_modules", "flows", "plan"),
     ("regions", "demands", "calls"),
     ("planner",),
-    ("interpreter", "gradients", "optimizers"),
+    ("interpreter", "gradients", "optimizers", "weights"),
     ("costs", "facts"),
     ("reading", "tables"),
     ("report",),
