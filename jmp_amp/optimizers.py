@@ -46,9 +46,16 @@ def with_loss_scale(
     steps, `check_scale` raises after too many, `keep_if_finite` takes back what else
     the step wrote.
 
+    What decides are the gradients that `update` is given. Put it around the whole
+    chain: a transformation outside, such as `optax.clip`, may hide an overflow from it.
+    Optimizers that ask for gradients of their own (`optax.contrib.sam`) or keep several
+    copies of the parameters (`optax.lookahead`) go around it.
+
     `inner` works in float32: f16 and bf16 gradients reach it as float32, f16 and bf16
     parameters too, and so its moments are float32. With `params` given to `update` the
-    updates come back in the dtype of half parameters, ready for `optax.apply_updates`.
+    updates come back in the dtype of half parameters, ready for `optax.apply_updates`;
+    in float32 if `inner` is one of `with_master_weights`, `with_kahan` and
+    `with_stochastic_rounding`, which add them without loss.
     Leaves that are neither float nor complex, and fp8 ones, take no part: `inner` does
     not see them and their updates are zero.
 

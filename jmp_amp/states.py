@@ -227,11 +227,11 @@ def check_scale(opt_state: Any, max_skips_in_a_row: int) -> None:
     if skips > max_skips_in_a_row:
         skipped, applied = int(np.max(state.skipped_total)), int(np.max(state.applied))
         last = skipped + applied - skips
+        when = f"the last finite step was number {last}" if last else "none was finite"
         raise FloatingPointError(
             f"{call}: {skips} step{'s' * (skips > 1)} in a row had gradients that are "
             f"not finite (max_skips_in_a_row={max_skips_in_a_row}); "
-            f"{skipped} skipped and {applied} applied in all, "
-            f"{f'the last finite step was number {last}' if last else 'none finite'}; "
+            f"{skipped} skipped and {applied} applied in all, {when}; "
             "the loss scale is now "
             f"{float(np.min(state.loss_scale.value))}. Look for a NaN in the data or "
             "the loss; if there is none, lower min_scale or the learning rate."
