@@ -141,6 +141,41 @@ def temp_bytes(program: Any) -> int:
     return program.memory_analysis().temp_size_in_bytes
 
 
+class Traffic(NamedTuple):
+    """What the kernels of a program do to memory, all of them together.
+
+    Attributes:
+      kernels: how many there are: fusions, reductions, copies, calls of libraries.
+      bytes_moved: what they read and write, each its whole operands and results. What
+        the bodies of loops move is not counted.
+    """
+
+    kernels: int
+    bytes_moved: int
+
+
+def traffic(program: Any) -> Traffic:
+    """Returns how many kernels a program has and how many bytes they move."""
+    text = program.as_text()
+    kernels = moved = 0
+    sizes: dict[str, int] = {}
+    for line in text[text.index("\nENTRY ") :].splitlines():
+        if not (match := _LINE.match(line)):
+            continue
+        name, rest = match.groups()
+        shape, rest = _split_shape(rest)
+        opcode, _, rest = rest.partition("(")
+        operands = re.findall(r"%([^\s,)]+)", rest.partition(")")[0])
+        sizes[name] = sum(
+            _BYTES.get(dtype, 4) * _product(dims)
+            for dtype, dims in _SHAPE.findall(shape)
+        )
+        if opcode.strip() in ("fusion", "custom-call", "reduce", "copy"):
+            kernels += 1
+            moved += sizes[name] + sum(sizes.get(each, 0) for each in operands)
+    return Traffic(kernels, moved)
+
+
 class Gemm(NamedTuple):
     """A matrix product: dtypes as HLO spells them (`bf16`, `f16`, `f32`).
 
@@ -259,6 +294,12 @@ _FLOAT = re.compile(r"b?f\d+ b?f\d+$")
 _HEADER = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
 _LINE = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*)$")
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2} | {
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+    "c64": 8,
+}
 _CALLS = re.compile(r"\bcalls=%([\w.\-]+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')

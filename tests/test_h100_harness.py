@@ -48,6 +48,22 @@ def test_only_a_missing_compiler_that_nobody_requires_skips(missing, required, s
 
 
 @h100.needs_compiler
+class TestTraffic:
+    def test_a_kernel_moves_its_operands_and_its_results(self):
+        x = aval(1024, 1024, dtype=BF16)
+        program = h100.compile_for_gpu(lambda x, y: jnp.tanh(x) * y, x, x)
+        assert h100.traffic(program) == (1, 3 * 2 * 1024**2)
+
+    def test_what_a_second_kernel_reads_counts_again(self):
+        # The sum has to be known before anything is divided by it.
+        x = aval(1024, 1024)
+        program = h100.compile_for_gpu(lambda x: x / jnp.sum(x), x)
+        kernels, moved = h100.traffic(program)
+        assert kernels >= 2
+        assert 3 * 4 * 1024**2 <= moved < 3.1 * 4 * 1024**2
+
+
+@h100.needs_compiler
 class TestGemms:
     @pytest.mark.parametrize(
         "dtype, name", [(F32, "f32"), (BF16, "bf16"), (F16, "f16")]

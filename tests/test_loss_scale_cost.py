@@ -8,67 +8,22 @@ A step that clips by their global norm waits anyway.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from typing import Any, NamedTuple
+import io
+import json
+from pathlib import Path
 
 import jax
-import optax
 import pytest
+from benchmarks import loss_scale_cost
+from benchmarks.loss_scale_cost import CASES, FEW_TOKENS, STORAGE
+from rich.console import Console
 
-import jmp_amp as amp
-from tests import h100, twins
+from tests import h100
 
 pytestmark = h100.needs_compiler
 
-
-class Cost(NamedTuple):
-    temp_bytes: int
-    donated_bytes: int
-
-
-def with_clipping(case: twins.Case) -> twins.Case:
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), case.optimizer)
-    return dataclasses.replace(case, optimizer=optimizer)
-
-
-# The parameters, their gradients and moments are nearly all that this step holds.
-FEW_TOKENS = dataclasses.replace(
-    twins.CASES["transformer", "large"], inputs=twins.random_tokens(4096, 1, 64)
-)
-CASES = {
-    "mlp": twins.CASES["mlp", "large"],
-    "cnn": twins.CASES["cnn", "large"],
-    "transformer": twins.CASES["transformer", "large"],
-    "few tokens": FEW_TOKENS,
-}
 PARAMETER_BYTES = sum(p.size * 4 for p in jax.tree.leaves(FEW_TOKENS.abstract()[0]))
-
-
-@functools.cache
-def cost(name: str, clipped: bool, scaled: bool) -> Cost:
-    """Returns the memory of the step with or without a loss scale in its optimizer."""
-    case = with_clipping(CASES[name]) if clipped else CASES[name]
-    loss = case.twin_loss("float16")
-    tx: Any = case.optimizer
-    if scaled:
-        tx = amp.with_loss_scale(tx, amp.dynamic_loss_scale())
-
-    def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        gradient: Any = amp.value_and_grad if scaled else jax.value_and_grad
-        scale = {"loss_scale": opt_state} if scaled else {}
-        (value, state), grads = gradient(loss, has_aux=True)(params, batch, **scale)
-        # Adam of optax raises a float to its integer step count.
-        with jax.numpy_dtype_promotion("standard"):
-            updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, state, value
-
-    params, batch = case.abstract()
-    opt_state = jax.eval_shape(tx.init, params)
-    program = h100.compile_for_gpu(
-        step, params, opt_state, batch, donate_argnums=(0, 1)
-    )
-    return Cost(h100.temp_bytes(program), program.memory_analysis().alias_size_in_bytes)
+cost = loss_scale_cost.cost_of_step
 
 
 @pytest.mark.parametrize("clipped", [False, True], ids=["", "clipped"])
@@ -112,3 +67,57 @@ def test_donated_parameters_and_state_are_updated_in_place(name):
     )
     parameters = sum(p.size * 4 for p in jax.tree.leaves(CASES[name].abstract()[0]))
     assert scaled.donated_bytes >= plain.donated_bytes >= parameters + state
+
+
+# The update alone
+
+
+def per_parameter(count: int) -> float:
+    return round(count / loss_scale_cost.parameters(), 1)
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+def test_the_check_of_a_step_that_clips_reads_no_gradient_again(storage):
+    plain = loss_scale_cost.cost_of_update(storage, False)
+    scaled = loss_scale_cost.cost_of_update(storage, True)
+    # Half moments, which f32 gradients turn into f32 ones, are f32 from the start.
+    more = 2.0 if storage == "bf16, rounded" else 0.0
+    found = per_parameter(scaled.bytes_moved) - per_parameter(plain.bytes_moved)
+    assert found == pytest.approx(more, abs=0.05)
+    assert scaled.temp_bytes < 0.01 * 4 * loss_scale_cost.parameters()
+
+
+@pytest.mark.parametrize(
+    ("storage", "kept", "moved"),
+    [
+        # Weight and moments are read and written, the gradient is read twice.
+        ("f32", 4 + 8, 2 * (4 + 8) + 2 * 4),
+        ("bf16, masters", 2 + 4 + 8, 2 * (2 + 4 + 8) + 2 * 4),
+        ("bf16, Kahan", 2 + 2 + 8, 2 * (2 + 2 + 8) + 2 * 4),
+        ("bf16, stochastic", 2 + 8, 2 * (2 + 8) + 2 * 4),
+    ],
+)
+def test_an_update_moves_every_number_once(storage, kept, moved):
+    found = loss_scale_cost.cost_of_update(storage, True)
+    assert per_parameter(found.donated_bytes) == kept
+    assert per_parameter(found.bytes_moved) == moved
+
+
+def test_the_benchmark_prints_the_figures_that_were_committed():
+    results = Path(loss_scale_cost.__file__).parent / "results/loss_scale_cost.json"
+    found = json.loads(results.read_text())
+    steps, updates = loss_scale_cost.tables(found)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(steps, updates)
+    text = console.export_text()
+    for row in found["steps"]:
+        before, after = (row[kind]["temp_bytes"] for kind in ("plain", "scaled"))
+        assert f"{before / 1e6:.2f} -> {after / 1e6:.2f}" in text
+        assert f"{after / before:.3f}x" in text
+    assert all(name in text for name in STORAGE)
+
+
+def test_timing_needs_a_gpu(capsys):
+    with pytest.raises(SystemExit):
+        loss_scale_cost.main(["--run"])
+    assert "--run: there is no GPU here" in capsys.readouterr().err
