@@ -139,10 +139,7 @@ def import_opt_state(opt_state: Tree, exported: Any) -> Tree:
             "are around (export_opt_state takes wrappers off), for the same parameters."
         )
     for (path, old), new in zip(_flat(own), jax.tree.leaves(given), strict=True):
-        if (np.shape(old), jnp.result_type(old)) != (
-            np.shape(new),
-            jnp.result_type(new),
-        ):
+        if _kind(old) != _kind(new):
             raise ValueError(
                 f"import_opt_state: at {jax.tree_util.keystr(path)} this optimizer has "
                 f"{jax.typeof(old)} but the other state has {jax.typeof(new)}. Give a "
@@ -191,6 +188,10 @@ def _with_all_digits(param: Any, kind: type, kept: Any, name: str) -> jax.Array:
 def _inside(name: str) -> str:
     """The path of a parameter inside of the collection `params`."""
     return name.removeprefix("['params']")
+
+
+def _kind(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
+    return np.shape(leaf), jnp.result_type(leaf)
 
 
 def _flat(tree: Any) -> list[tuple[Any, Any]]:

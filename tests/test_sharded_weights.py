@@ -1,0 +1,205 @@
+"""Half-precision weights on several devices: ZeRO's first stage, replicas."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jmp_amp as amp
+from tests import h100
+
+BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+# Optax adds f32 updates to half parameters, and Adam raises a float to a step count.
+standard = functools.partial(jax.numpy_dtype_promotion, "standard")
+
+WRAPPERS = {
+    "masters": amp.with_master_weights,
+    "kahan": amp.with_kahan,
+    "stochastic": lambda inner: amp.with_stochastic_rounding(inner, jax.random.key(7)),
+}
+each_wrapper = pytest.mark.parametrize("name", WRAPPERS)
+
+
+def optimizer(name: str) -> Any:
+    with standard():
+        inner = optax.chain(optax.clip_by_global_norm(1e6), optax.adamw(1e-2))
+        return amp.with_loss_scale(WRAPPERS[name](inner), amp.dynamic_loss_scale(4.0))
+
+
+def numbers(*shape: int, seed: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), F32)
+
+
+def parameters() -> Any:
+    return {
+        "w": numbers(16, 32, seed=0).astype(BF16),
+        "b": numbers(32, seed=1).astype(BF16),
+        "norm": numbers(32, seed=2),
+    }
+
+
+def gradients(step: int) -> Any:
+    return {
+        "w": numbers(16, 32, seed=10 + step),
+        "b": numbers(32, seed=20 + step),
+        "norm": numbers(32, seed=30 + step) * (jnp.inf if step == 2 else 1),
+    }
+
+
+def split(tree: Any, mesh: Mesh) -> Any:
+    """The shardings of a tree whose arrays are split over the devices."""
+    return jax.tree.map(
+        lambda leaf: NamedSharding(
+            mesh, PartitionSpec("d") if leaf.ndim and leaf.size > 8 else PartitionSpec()
+        ),
+        tree,
+    )
+
+
+def mesh_of_eight() -> Mesh:
+    return jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+
+
+def step_of(tx: Any) -> Any:
+    @standard()
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+@each_wrapper
+def test_with_the_state_sharded_and_parameters_replicated_the_bits_are_the_same(name):
+    tx, mesh = optimizer(name), mesh_of_eight()
+    params = parameters()
+    with standard():
+        state = tx.init(params)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    out = jax.tree.map(lambda _: replicated, params), split(state, mesh)
+    alone, sharded = jax.jit(step_of(tx)), jax.jit(step_of(tx), out_shardings=out)
+    expected = params, state
+    found = jax.device_put((params, state), out)
+    for index in range(5):
+        expected = alone(*expected, gradients(index))
+        found = sharded(*found, jax.device_put(gradients(index), replicated))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert int(amp.metrics(found[1])["skipped_total"]) == 1
+    kept = found[1].inner_state
+    kept = {
+        "masters": lambda: kept.masters,
+        "kahan": lambda: kept.compensation,
+        "stochastic": lambda: optax.tree.get(kept, "mu"),
+    }[name]()
+    assert kept["w"].addressable_shards[0].data.shape == (2, 32)
+    for shard in found[0]["w"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, expected[0]["w"])
+
+
+@each_wrapper
+def test_replicas_in_shard_map_round_alike_and_skip_together(name):
+    inner = WRAPPERS[name](optax.sgd(1e-2))
+    tx = amp.with_loss_scale(inner, amp.dynamic_loss_scale(4.0), axis_name="d")
+    mesh = mesh_of_eight()
+    params = parameters()
+    state = tx.init(params)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec("d")),
+        out_specs=PartitionSpec("d"),
+        check_vma=False,
+    )
+    def step(params: Any, state: Any, bad: jax.Array) -> Any:
+        grads = jax.tree.map(lambda g: g + bad[0], gradients(0))
+        params, state = step_of(tx)(params, state, grads)
+        return jax.tree.map(lambda leaf: leaf[None], (params, state))
+
+    for bad in (jnp.zeros(8), jnp.zeros(8).at[5].set(jnp.nan)):
+        found, after = step(params, state, bad)
+        expected = params
+        if jnp.isfinite(bad).all():
+            alone = one_device(name)
+            step_alone = jax.jit(step_of(alone))
+            expected, _ = step_alone(params, alone.init(params), gradients(0))
+        for replica in range(8):
+            jax.tree.map(
+                lambda leaf, like, r=replica: np.testing.assert_array_equal(
+                    leaf[r], like
+                ),
+                found,
+                expected,
+            )
+        scales = after.loss_scale.value
+        np.testing.assert_array_equal(scales, 4.0 if jnp.isfinite(bad).all() else 2.0)
+
+
+def one_device(name: str) -> Any:
+    inner = WRAPPERS[name](optax.sgd(1e-2))
+    return amp.with_loss_scale(inner, amp.dynamic_loss_scale(4.0))
+
+
+# What eight GPUs would send each other
+
+
+def collectives(name: str) -> list[tuple[str, str, int]]:
+    """The collectives of a ZeRO-1 step compiled for 8 H100s: name, dtype, elements."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=h100.H100, topology="1x1x8"
+    )
+    mesh = Mesh(np.array(topology.devices), ("d",))
+    tx = optimizer(name)
+    params = {
+        "w": jax.ShapeDtypeStruct((1024, 512), BF16),
+        "b": jax.ShapeDtypeStruct((512,), BF16),
+    }
+    state = jax.eval_shape(tx.init, params)
+    apply = amp.autocast(lambda p, x: x @ p["w"] + p["b"][None], "p=bf16,c=bf16,o=f32")
+
+    @standard()
+    def step(params: Any, state: Any, x: jax.Array) -> Any:
+        loss_fn = lambda p: jnp.mean(apply(p, x) ** 2)  # noqa: E731
+        loss, grads = amp.value_and_grad(loss_fn)(params, loss_scale=state)
+        return (*step_of(tx)(params, state, grads), loss)
+
+    replicated = NamedSharding(mesh, PartitionSpec())
+    whole = jax.tree.map(lambda _: replicated, params)
+    parts = split(state, mesh)
+    jitted = jax.jit(
+        step,
+        in_shardings=(whole, parts, NamedSharding(mesh, PartitionSpec("d"))),
+        out_shardings=(whole, parts, replicated),
+        donate_argnums=(0, 1),
+    )
+    x = jax.ShapeDtypeStruct((64, 1024), F32)
+    text = jitted.lower(params, state, x).compile().as_text()
+    found = []
+    pattern = r"= (\S.*?) (all-gather|all-reduce|reduce-scatter)(?:-start)?\("
+    for shapes, collective in re.findall(pattern, text):
+        for dtype, sizes in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", shapes):
+            elements = int(np.prod([int(n) for n in sizes.split(",") if n]))
+            found.append((collective, dtype, elements))
+    return found
+
+
+@h100.needs_compiler
+@each_wrapper
+def test_sharded_optimizer_state_moves_parameters_and_gradients_in_half(name):
+    found = collectives(name)
+    large = [each for each in found if each[2] >= 128 * 512]
+    assert {collective for collective, _, _ in large} == {
+        "all-gather",
+        "reduce-scatter",
+    }
+    assert {dtype for _, dtype, _ in large} == {"bf16"}
