@@ -5,6 +5,8 @@
 * A function in mixed precision: `autocast`. Parts of it with a policy of their own:
   `with_policy`, `full_precision`; kernels and custom rules in half: `cast_inputs`. What
   it decides, and why: `explain` returns a `Report`, `plots` draws it.
+* One word for all of it: `recipe("O2")` returns a `Recipe`. Code written for DeepMind's
+  jmp runs with `from jmp_amp import jmp`.
 * Exceptions by Flax module: `PolicyMap`, whose patterns see a `ModuleInfo`.
 * Parameters in half precision: `cast_params` puts them into the dtypes of their
   modules' policies. An optimizer that does not lose their small updates:
@@ -36,6 +38,7 @@ Example:
   (Array([ 0.25, -0.25], dtype=float32), Array(0.25, dtype=float32))
 """
 
+from jmp_amp import jmp as jmp
 from jmp_amp import plots as plots
 from jmp_amp.casting import cast_floating as cast_floating
 from jmp_amp.casting import cast_to_full as cast_to_full
@@ -62,6 +65,8 @@ from jmp_amp.policy_map import PolicyMap as PolicyMap
 from jmp_amp.presets import loss_scale_from_torch as loss_scale_from_torch
 from jmp_amp.presets import loss_scale_preset as loss_scale_preset
 from jmp_amp.presets import loss_scale_to_torch as loss_scale_to_torch
+from jmp_amp.recipes import Recipe as Recipe
+from jmp_amp.recipes import recipe as recipe
 from jmp_amp.regions import cast_inputs as cast_inputs
 from jmp_amp.regions import full_precision as full_precision
 from jmp_amp.regions import with_policy as with_policy

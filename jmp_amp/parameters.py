@@ -27,6 +27,7 @@ def cast_params(
     policy: Policy | PolicyMap | str,
     *,
     model: nn.Module | nnx.Module | None = None,
+    keep_norms: bool = True,
 ) -> Tree:
     """Returns parameters in the `param_dtype` of their modules' policies.
 
@@ -45,6 +46,7 @@ def cast_params(
         `nnx.State`; or an nnx module.
       policy: a `Policy`, what `get_policy` understands, or a `PolicyMap`.
       model: the module that the parameters belong to.
+      keep_norms: False casts the parameters of norm layers like all others.
 
     Returns:
       A tree of the same structure; for a module a new one, the old one is left alone.
@@ -74,7 +76,7 @@ def cast_params(
         modules = _modules_of(copy)
         for path, variable in nnx.iter_graph(copy):
             if isinstance(variable, nnx.Param):
-                dtype = _dtype_of(_names(path)[:-1], modules, policies)
+                dtype = _dtype_of(_names(path)[:-1], modules, policies, keep_norms)
                 variable.set_raw_value(_cast(variable.get_raw_value(), dtype))
         warn_of_unmatched(policies)
         return copy
@@ -88,7 +90,8 @@ def cast_params(
     def leaf_in_its_dtype(keys: Any, leaf: Any) -> Any:
         if is_collections and str(getattr(keys[0], "key", "")) != "params":
             return leaf
-        dtype = _dtype_of(_path(keys, is_collections)[:-1], modules, policies)
+        path = _path(keys, is_collections)[:-1]
+        dtype = _dtype_of(path, modules, policies, keep_norms)
         if not isinstance(leaf, nnx.Variable):
             return _cast(leaf, dtype)
         is_parameter = isinstance(leaf, nnx.Param)
@@ -118,18 +121,16 @@ _Modules = dict[tuple[str, ...], _Module]
 
 
 def _dtype_of(
-    path: tuple[str, ...], modules: _Modules, policies: PolicyMap
+    path: tuple[str, ...], modules: _Modules, policies: PolicyMap, keep_norms: bool
 ) -> np.dtype:
     """The dtype of the parameters of the module at `path`."""
     unknown = _Module(nn.Module, False)
     *around, module = (modules.get(path[:n], unknown) for n in range(len(path) + 1))
     info = ModuleInfo(path, module.cls, path[-1] if path else None)
     entry = policies.match_nearest(info, [each.cls for each in around])
-    if entry is None:
-        return F32 if module.is_norm else policies.default.param_dtype
-    pattern, policy = entry
-    literal = names_a_norm(pattern)
-    return F32 if module.is_norm and not literal else policy.param_dtype
+    policy = policies.default if entry is None else entry[1]
+    literal = entry is not None and names_a_norm(entry[0])
+    return F32 if module.is_norm and keep_norms and not literal else policy.param_dtype
 
 
 def _modules_in(paths: Iterable[tuple[str, ...]], policies: PolicyMap) -> _Modules:

@@ -226,6 +226,17 @@ def loss_scale_preset(name: str, **overrides: Any) -> LossScale:
     return dynamic_loss_scale(**{**_PRESETS[name], **settings})
 
 
+def parameters_of(name: str) -> tuple[str, ...]:
+    """Returns what `loss_scale_preset(name, ...)` understands: their names, and ours.
+
+    Example:
+      >>> from jmp_amp.presets import parameters_of
+      >>> parameters_of("megatron")[:2]
+      ('initial_scale', 'init_scale')
+    """
+    return (*_THEIR_NAMES.get(name, {}), *_OUR_NAMES)
+
+
 def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> LossScale:
     """Returns the loss scale that a `torch.amp.GradScaler` had.
 

@@ -91,10 +91,10 @@ def round_at_random(numbers: jax.Array, dtype: np.dtype, key: ArrayLike) -> jax.
 def remainder_of(numbers: jax.Array, rounded: jax.Array, dtype: np.dtype) -> jax.Array:
     """Returns what rounding took from `numbers`, in 2**-16 of the last place: int16.
 
-    A half-precision number and its remainder are as many bits as a float32 has, and
-    say as much (Kalamkar et al. 2020, arXiv:2005.04680, "Split-SGD-BF16", keeps a
-    float32 in two halves): at most 2**-16 of the last place is lost, in bfloat16
-    2**-24 of the number.
+    A bfloat16 number and its remainder are the 32 bits of a float32, and say as much
+    (Kalamkar et al. 2020, arXiv:2005.04680, "Split-SGD-BF16", keeps a float32 in two
+    halves): only of a tie that was rounded down one bit is lost. Float16 has digits
+    enough for all above its subnormal numbers.
 
     Args:
       numbers: float32 of any shape.
@@ -109,7 +109,8 @@ def remainder_of(numbers: jax.Array, rounded: jax.Array, dtype: np.dtype) -> jax
       >>> rounded, remainder, with_remainder(rounded, remainder, dtype)
       (Array(1., dtype=float32), Array(8389, dtype=int16), Array(1.001, dtype=float32))
     """
-    units = (numbers - rounded) / _last_place(rounded, dtype) * _UNITS
+    left = numbers - rounded
+    units = left / _last_place(rounded, left < 0, dtype) * _UNITS
     units = jnp.where(jnp.isfinite(units), units, 0.0)
     return jnp.clip(jnp.round(units), -(2.0**15), 2.0**15 - 1).astype(jnp.int16)
 
@@ -121,17 +122,25 @@ def with_remainder(
 
     Example:
       >>> from jmp_amp.rounding import with_remainder
-      >>> with_remainder(jnp.float32(2.0), jnp.int16(-(2**15)), jnp.dtype("float16"))
-      Array(1.9990234, dtype=float32)
+      >>> with_remainder(jnp.float32(3.0), jnp.int16(-(2**15)), jnp.dtype("float16"))
+      Array(2.9990234, dtype=float32)
     """
-    return rounded + remainder.astype(F32) / _UNITS * _last_place(rounded, dtype)
+    units = remainder.astype(F32) / _UNITS
+    return rounded + units * _last_place(rounded, remainder < 0, dtype)
 
 
-def _last_place(numbers: jax.Array, dtype: np.dtype) -> jax.Array:
-    """The distance of float32 numbers on the grid of `dtype` to the next larger one."""
+def _last_place(numbers: jax.Array, below: jax.Array, dtype: np.dtype) -> jax.Array:
+    """How far float32 numbers on the grid of `dtype` are from the next one.
+
+    Args:
+      below: whether the next one is the smaller one.
+    """
     bits = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
     power = jax.lax.bitcast_convert_type(bits & jnp.uint32(0x7F800000), jnp.float32)
     info = jnp.finfo(dtype)
     # Where bf16 has subnormal numbers, f32 has them too, and XLA takes them for zero.
     smallest = max(float(info.smallest_normal), 2.0**-100)
-    return jnp.maximum(power, smallest) * float(info.eps)
+    # Toward zero from a power of two the grid is twice as fine.
+    is_edge = (jnp.abs(numbers) == power) & (below != (numbers < 0))
+    finer = jnp.where(is_edge & (power > smallest), 0.5, 1.0)
+    return jnp.maximum(power, smallest) * float(info.eps) * finer

@@ -136,20 +136,21 @@ def with_master_weights(
 
 
 def with_kahan(
-    inner: optax.GradientTransformation | optax.MultiSteps,
+    inner: optax.GradientTransformation | optax.MultiSteps, *, init_from: Any = None
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `inner` with compensated summation of half-precision parameters.
 
     What rounding takes from an update is remembered and added to the next (Kahan
     summation; Zamirai et al. 2020, arXiv:2010.06192, section 3.2). The compensation is
-    an int16 that counts 2**-16 of the parameter's last place: together they have the
-    digits of a float32 in its 4 bytes, where a parameter and its master are 6.
+    an int16 that counts 2**-16 of the parameter's last place: together they are a
+    float32 in its 4 bytes, where a parameter and its master are 6.
 
     `inner` sees the sum of both, in float32, with float32 gradients and moments.
     Parameters whose update is zero stay as they are, bit for bit.
 
     Args:
       inner: an optimizer or a chain; extra arguments of `update` reach it.
+      init_from: the parameters before they were cast, as for `with_master_weights`.
 
     Returns:
       A transformation whose state is a `KahanState`; `update` is that of
@@ -175,11 +176,14 @@ def with_kahan(
     transformation = with_extra_args(inner, call)
 
     def init_fn(params: Any) -> Any:
+        originals = _originals(params, init_from)
         inner_state = transformation.init(taking_part(params))
         return KahanState(
             inner_state=owned(_not_nested(inner_state, call)),
             compensation=_for_half(
-                params, lambda _, leaf: jnp.zeros(leaf.shape), jnp.int16
+                params,
+                lambda path, leaf: _remainder(leaf, originals.get(path, leaf)),
+                jnp.int16,
             ),
             structure=TreeStructure.of(params),
         )
@@ -287,6 +291,60 @@ def with_stochastic_rounding(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+def begin_with(opt_state: Any, params: Any, originals: Any) -> Any:
+    """Returns a new optimizer state that has all digits of the original parameters.
+
+    As `init_from=` of `with_master_weights` and `with_kahan`, for a state of theirs
+    that was begun without.
+
+    Args:
+      opt_state: a state that holds such ones, or none. What is in `nnx.Variable`s is
+        changed in place.
+      params: the half-precision parameters.
+      originals: the parameters before they were cast.
+
+    Example:
+      >>> import jmp_amp as amp
+      >>> from jmp_amp.weights import begin_with
+      >>> state = amp.with_master_weights(optax.sgd(0.1)).init(jnp.bfloat16(1.001))
+      >>> begin_with(state, jnp.bfloat16(1.001), jnp.float32(1.001)).masters
+      Array(1.001, dtype=float32)
+    """
+    cast, found = (
+        dict(_leaves_by_path(nnx.as_pure(each))) for each in (params, originals)
+    )
+
+    def begun(node: Any) -> Any:
+        if isinstance(node, MasterWeightsState):
+            of = lambda name: jnp.array(found[name], F32, copy=True)  # noqa: E731
+            return node._replace(masters=_replaced(node.masters, of))
+        if isinstance(node, KahanState):
+            of = lambda name: _remainder(cast[name], found[name])  # noqa: E731
+            return node._replace(compensation=_replaced(node.compensation, of))
+        return node
+
+    return jax.tree.map(
+        begun, opt_state, is_leaf=lambda node: isinstance(node, WEIGHT_STATES)
+    )
+
+
+def _replaced(tree: Any, of: Callable[[str], jax.Array]) -> Any:
+    """`tree` with `of` the path of each leaf in its place."""
+    names = iter(_leaves_by_path(nnx.as_pure(tree)))
+    leaves, structure = jax.tree.flatten(
+        tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+    )
+    for index, leaf in enumerate(leaves):
+        if not jax.tree.leaves(leaf):
+            continue  # A Variable whose value is masked.
+        value = of(next(names)[0])
+        if isinstance(leaf, nnx.Variable):
+            leaf.set_value(value)
+        else:
+            leaves[index] = value
+    return structure.unflatten(leaves)
+
+
 class _Half(NamedTuple):
     """A half-precision parameter.
 
@@ -376,6 +434,12 @@ class _Storage(NamedTuple):
         return halves
 
 
+def _remainder(param: Any, original: Any) -> jax.Array:
+    """What a half-precision parameter lacks of its original."""
+    rounded = jnp.asarray(param, F32)
+    return remainder_of(jnp.asarray(original, F32), rounded, param.dtype)
+
+
 def _step(half: _Half, landing: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The update that leads to `landing`, and where it really leads."""
     step = landing - half.param
@@ -407,7 +471,7 @@ def _originals(params: Any, init_from: Any) -> dict[str, Any]:
     """The leaves of `init_from` for the half ones of `params`, by their path."""
     if init_from is None:
         return {}
-    call = "with_master_weights(..., init_from=...)"
+    call = "init_from"
     if isinstance(init_from, nnx.Module):
         init_from = nnx.state(init_from)
     found = dict(_leaves_by_path(nnx.as_pure(init_from)))

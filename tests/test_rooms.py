@@ -23,7 +23,7 @@ ROOMS = (
     ("costs", "facts"),
     ("reading", "tables"),
     ("report",),
-    ("plots",),
+    ("plots", "recipes", "jmp"),
     ("__main__", "__init__"),
 )
 ROW = {name: row for row, names in enumerate(ROOMS) for name in names}

@@ -1,0 +1,386 @@
+"""jmp's API, made of this library's parts: `from jmp_amp import jmp`.
+
+Code written for jmp (https://github.com/google-deepmind/jmp, version 0.0.4) runs with
+no other change. What it computes differs where jmp went wrong:
+
+* Gradients are unscaled in f32, and f16 and bf16 ones come back f32. A half-precision
+  loss is scaled in f32 as well. Integer, fp8 and non-array leaves are left alone.
+* A dynamic scale is a strong f32 and its counter a strong i32, whatever it began as.
+  All its settings survive `jit`, `tree_map` and checkpoints, `min_loss_scale` too.
+* A dynamic scale never passes 2**126 (jmp's reaches 2**127, whose reciprocal is 0 to
+  XLA) nor falls below 2**-126. A scale of inf, NaN or 0 is refused, and
+  `jnp.float16(2**16)` is inf.
+* `get_policy` takes spaces, any case and fp8 names and refuses a key given twice.
+  Policies hold numpy dtypes (`np.dtype("float16")`, equal to `jnp.float16`) and print
+  f32 as `f32`, not `full`.
+* Casts leave fp8 values alone: they mean nothing without their scale.
+
+`half_dtype()` is jmp's: f16 except on TPUs. `jmp_amp.half_dtype` knows better, but
+loops that scale their loss count on f16.
+
+A step that overflowed has to be taken back whole: optimizer state, batch statistics and
+all, not the parameters alone. `jmp_amp.with_loss_scale` does so by itself.
+
+Example:
+  >>> import jax, jax.numpy as jnp
+  >>> from jmp_amp import jmp
+  >>> policy = jmp.get_policy("params=float32,compute=float16,output=float32")
+  >>> def loss_fn(w, loss_scale, x):
+  ...     w, x = policy.cast_to_compute((w, x))
+  ...     return loss_scale.scale(policy.cast_to_output(jnp.sum(w * x)))
+  >>> @jax.jit
+  ... def train_step(w, loss_scale, x):
+  ...     grads = loss_scale.unscale(jax.grad(loss_fn)(w, loss_scale, x))
+  ...     finite = jmp.all_finite(grads)
+  ...     loss_scale = loss_scale.adjust(finite)
+  ...     return jmp.select_tree(finite, w - 0.5 * grads, w), loss_scale
+  >>> w, loss_scale = jnp.ones(2), jmp.DynamicLossScale(jmp.half_dtype()(2**15))
+  >>> for x in (jnp.array([1.0, 9.0]), jnp.array([1.0, 1.5])):
+  ...     w, loss_scale = train_step(w, loss_scale, x)
+  ...     print(w, loss_scale.loss_scale)
+  [1. 1.] 16384.0
+  [0.5  0.25] 16384.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import serialization
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from jmp_amp import policy as policies
+from jmp_amp.casting import cast_floating
+from jmp_amp.casting import cast_to_full as cast_to_full
+from jmp_amp.dtypes import F32, cast_leaf, is_half
+from jmp_amp.finite import all_finite as all_finite
+from jmp_amp.finite import select_tree as select_same_dtypes
+from jmp_amp.loss_scale import LossScale as StateMachine
+from jmp_amp.loss_scale import static_loss_scale
+from jmp_amp.policy import Policy as Policy
+
+# Of the jmp whose API this is.
+__version__ = "0.0.4"
+
+Tree = TypeVar("Tree")
+
+# The largest power of two whose reciprocal is a normal f32, and that reciprocal.
+_MAX_SCALE = 2.0**126
+_MIN_SCALE = 2.0**-126
+_MAX_PERIOD = 2**31 - 1
+
+
+def half_dtype() -> Any:
+    """Returns `jnp.bfloat16` on TPUs and `jnp.float16` elsewhere.
+
+    Example:
+      >>> from jmp_amp import jmp
+      >>> jmp.half_dtype()(2**15).dtype
+      dtype('float16')
+    """
+    on_tpu = jax.local_devices()[0].platform == "tpu"
+    return jnp.bfloat16 if on_tpu else jnp.float16
+
+
+def cast_to_half(tree: Tree) -> Tree:
+    """Returns `tree` with its floating-point leaves in jmp's `half_dtype()`.
+
+    Which leaves those are, and what is left alone, is told by `jmp_amp.cast_floating`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_amp import jmp
+      >>> jmp.cast_to_half({"w": jnp.ones(2), "step": 3})
+      {'step': 3, 'w': Array([1., 1.], dtype=float16)}
+    """
+    return cast_floating(tree, half_dtype())
+
+
+def get_policy(policy_name: str) -> Policy:
+    """Returns the policy that a text describes, with jmp's `half_dtype()` as "half".
+
+    The forms are those of `jmp_amp.get_policy`, which are jmp's and more.
+
+    Raises:
+      ValueError: if the text is none of them; says which word is wrong.
+      TypeError: if it is no text.
+
+    Example:
+      >>> from jmp_amp import jmp
+      >>> print(jmp.get_policy("p=full, c=half"))
+      p=f32,c=f16,o=f16
+    """
+    half = jnp.dtype(half_dtype()).name
+    if isinstance(policy_name, str):
+        # As a dtype only: `low=half` is an operation of that name.
+        dtype_of_key = r"((?:^|,)\s*(?:[pco]\w*\s*=)?\s*)half(?=\s*(?:,|$))"
+        policy_name = re.sub(dtype_of_key, rf"\1{half}", policy_name, flags=re.I)
+    try:
+        return policies.get_policy(policy_name)
+    except ValueError as error:
+        # jmp's words, for those who look for them.
+        message = re.sub("unknown (dtype|policy)", "Unknown dtype", str(error))
+        raise ValueError(message.replace("unknown key", "Unknown key")) from None
+
+
+def select_tree(pred: ArrayLike, a: Tree, b: Tree) -> Tree:
+    """Returns `a` if `pred` holds and `b` otherwise, leaf by leaf.
+
+    As `jmp_amp.select_tree`, except that an f32 leaf may meet a half one, and is
+    rounded to its dtype: an f16 parameter is f32 after a step with f32 gradients.
+
+    Args:
+      pred: bool[].
+      a: a pytree of arrays and numbers.
+      b: a pytree of the same structure, shapes and dtypes.
+
+    Raises:
+      AssertionError: if `pred` is not one boolean.
+      ValueError: if the trees differ in structure or shape.
+      TypeError: if they differ in dtype otherwise.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_amp import jmp
+      >>> jmp.select_tree(jnp.bool_(True), jnp.ones(2), jnp.zeros(2, jnp.float16))
+      Array([1., 1.], dtype=float16)
+    """
+    _check_boolean("select_tree", pred)
+    if jax.tree.structure(a) == jax.tree.structure(b):
+        a, b = jax.tree.map(_half_if, a, b), jax.tree.map(_half_if, b, a)
+    return select_same_dtypes(pred, a, b)
+
+
+class _Scaling:
+    """What a static and a dynamic loss scale have in common."""
+
+    def scale(self: Any, tree: Any) -> Any:
+        """Returns `tree` with its inexact leaves multiplied by the scale, in f32."""
+        return self._state_machine().scale(tree)
+
+    def unscale(self: Any, tree: Any) -> Any:
+        """Returns `tree` with its inexact leaves divided by the scale, in f32."""
+        return self._state_machine().unscale(tree)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class NoOpLossScale:
+    """A loss scale that does nothing: a pytree without leaves.
+
+    Example:
+      >>> from jmp_amp import jmp
+      >>> jmp.NoOpLossScale().scale(3.0), jmp.NoOpLossScale().loss_scale
+      (3.0, 1)
+    """
+
+    loss_scale: ClassVar[int] = 1
+
+    def scale(self, tree: Tree) -> Tree:
+        """Returns `tree` itself."""
+        return tree
+
+    def unscale(self, tree: Tree) -> Tree:
+        """Returns `tree` itself."""
+        return tree
+
+    def adjust(self, grads_finite: ArrayLike) -> NoOpLossScale:
+        """Returns this loss scale itself."""
+        return self
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale(_Scaling):
+    """A loss scale that never moves: a pytree without leaves.
+
+    Attributes:
+      loss_scale: a positive number. An array of one becomes a Python number, so that
+        the scale can be hashed and passed to `jax.jit`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_amp import jmp
+      >>> jmp.StaticLossScale(2**15).unscale(jnp.float16(5e-4))
+      Array(1.526...e-08, dtype=float32)
+    """
+
+    loss_scale: Any
+
+    def __post_init__(self):
+        if not isinstance(self.loss_scale, int | float | Tracer):
+            object.__setattr__(self, "loss_scale", np.asarray(self.loss_scale).item())
+
+    def adjust(self, grads_finite: ArrayLike) -> StaticLossScale:
+        """Returns this loss scale itself."""
+        return self
+
+    def _state_machine(self) -> StateMachine:
+        _check_scale("StaticLossScale", self.loss_scale)
+        return static_loss_scale(self.loss_scale)
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class DynamicLossScale(_Scaling):
+    """A loss scale that grows while gradients are finite and shrinks if not.
+
+    After `period` finite steps in a row it is multiplied by `factor`, unless that would
+    pass 2**126. A step whose gradients are not finite divides it by `factor`, but not
+    below `min_loss_scale`, and starts the count anew.
+
+    Attributes:
+      loss_scale: f32[], what a loss is multiplied by; a leaf. At most 2**126.
+      counter: i32[], finite steps since the scale last moved; a leaf.
+      period: finite steps until the scale grows.
+      factor: what it grows and shrinks by, at least 1.
+      min_loss_scale: where shrinking stops; 0 means 2**-126.
+
+    Raises:
+      ValueError: if one of them is out of range; a scale has to be positive and finite.
+      TypeError: if one of the last three, which are static, is traced.
+
+    Example:
+      >>> from jmp_amp import jmp
+      >>> jmp.DynamicLossScale(2.0**15, period=1).adjust(True).loss_scale
+      Array(65536., dtype=float32)
+    """
+
+    loss_scale: jax.Array
+    counter: jax.Array
+    period: int
+    factor: float
+    min_loss_scale: np.float32
+
+    def __init__(
+        self,
+        loss_scale: ArrayLike,
+        counter: ArrayLike = 0,
+        period: int = 2000,
+        factor: float = 2,
+        min_loss_scale: ArrayLike = 1.0,
+    ):
+        scales = {"loss_scale": loss_scale, "min_loss_scale": min_loss_scale}
+        for name, scale in scales.items():
+            dtype = getattr(scale, "dtype", F32)
+            if not jnp.issubdtype(dtype, jnp.floating):
+                message = f"Expected floating type for {name}, got {dtype}"
+                warnings.warn(message, stacklevel=2)
+        _check_scale("DynamicLossScale", loss_scale)
+        _fill(
+            self,
+            jnp.minimum(jnp.asarray(loss_scale, jnp.float32), _MAX_SCALE),
+            jnp.asarray(counter, jnp.int32),
+            int(_setting("period", period, 1, _MAX_PERIOD)),
+            _setting("factor", factor, 1, _MAX_SCALE),
+            np.float32(_setting("min_loss_scale", min_loss_scale, 0, _MAX_SCALE)),
+        )
+
+    def adjust(self, grads_finite: ArrayLike) -> DynamicLossScale:
+        """Returns the loss scale of the next step.
+
+        Args:
+          grads_finite: bool[], whether every gradient of this step was finite.
+
+        Raises:
+          AssertionError: if it is not one boolean.
+        """
+        _check_boolean("DynamicLossScale.adjust", grads_finite)
+        following = self._state_machine().adjust(grads_finite)
+        _, settings = _flatten(self)
+        return _unflatten(settings, (following.value, following.growth_tracker))
+
+    def _state_machine(self) -> StateMachine:
+        return StateMachine(
+            value=self.loss_scale,
+            # A counter that was restored, or set to the step, may be past the period.
+            growth_tracker=jnp.asarray(self.counter) % self.period,
+            hysteresis_tracker=jnp.asarray(1, jnp.int32),
+            dynamic=True,
+            growth_factor=self.factor,
+            backoff_factor=1.0 / self.factor,
+            growth_interval=self.period,
+            min_scale=max(float(self.min_loss_scale), _MIN_SCALE),
+            max_scale=_MAX_SCALE,
+            hysteresis=1,
+            hysteresis_mode="until_growth",
+        )
+
+
+LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
+
+
+def _fields(loss_scale: LossScale) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(loss_scale)]
+    return {name: getattr(loss_scale, name) for name in names}
+
+
+def _flatten(loss_scale: DynamicLossScale) -> tuple[Any, tuple[Any, ...]]:
+    fields = _fields(loss_scale)
+    leaves = [(jax.tree_util.GetAttrKey(name), leaf) for name, leaf in fields.items()]
+    return leaves[:2], tuple(fields.values())[2:]
+
+
+def _unflatten(settings: Any, leaves: Any) -> DynamicLossScale:
+    # Not by the constructor: leaves may be anything, such as axes or shardings.
+    return _fill(object.__new__(DynamicLossScale), *leaves, *settings)
+
+
+def _fill(loss_scale: DynamicLossScale, *values: Any) -> DynamicLossScale:
+    for field, value in zip(dataclasses.fields(loss_scale), values, strict=True):
+        object.__setattr__(loss_scale, field.name, value)
+    return loss_scale
+
+
+jax.tree_util.register_pytree_with_keys(DynamicLossScale, _flatten, _unflatten)
+for kind in (NoOpLossScale, StaticLossScale, DynamicLossScale):
+    serialization.register_serialization_state(
+        kind, _fields, lambda target, state: dataclasses.replace(target, **state)
+    )
+
+
+def _check_boolean(call: str, flag: Any) -> None:
+    found = jnp.asarray(flag)
+    if found.dtype != jnp.bool_ or found.shape:
+        # The exception that jmp raises.
+        raise AssertionError(
+            f"{call}: expected boolean scalar, got {found.dtype}{list(found.shape)}. "
+            "all_finite(grads) is one."
+        )
+
+
+def _check_scale(name: str, value: Any) -> None:
+    if isinstance(value, Tracer) or not getattr(value, "is_fully_addressable", True):
+        return
+    number = np.asarray(value, float)
+    if not np.all(np.isfinite(number) & (number > 0)):
+        raise ValueError(
+            f"{name}(loss_scale={value!r}): a scale has to be positive and finite. Use "
+            "jnp.float32(2.0**15); f16 ends at 65504, before 2**16."
+        )
+
+
+def _setting(name: str, value: Any, least: int, most: float) -> float:
+    call = f"DynamicLossScale({name}={value!r})"
+    if isinstance(value, Tracer):
+        fact = "it is traced, but has to be known before the program runs"
+        raise TypeError(f"{call}: {fact}. Use a Python number.")
+    number = np.asarray(value).item()
+    if not least <= number <= most or (name == "period" and number % 1):
+        kind = "a count of steps" if name == "period" else "a number"
+        raise ValueError(f"{call}: out of range. Use {kind} from {least} to {most:g}.")
+    return number
+
+
+def _half_if(leaf: Any, other: Any) -> Any:
+    """`leaf`, in the dtype of `other` where that is half and `leaf` f32."""
+    dtype = getattr(other, "dtype", F32)
+    if is_half(dtype) and getattr(leaf, "dtype", None) == F32:
+        return cast_leaf(leaf, dtype)
+    return leaf
