@@ -65,8 +65,9 @@ def traced_call(
 ) -> Iterator[TracedCall]:
     """Traces `fn(*args, **kwargs)`; nothing is executed.
 
-    Caches of an attention layer may be in half precision: a program that is f32 would
-    refuse them, so it is traced with caches in f32.
+    Arguments may be in half precision where the program was written for f32. If the
+    policy stores parameters so, it is traced with all of them in f32; otherwise if it
+    refuses them, as a decoding cache, or in a scan that goes on in f32: caches first.
 
     Args:
       fn: the function.
@@ -85,18 +86,31 @@ def traced_call(
     active = scopes.Active(policies.default, policies, depth=depth)
     with Objects(nodes, depth, call) as objects:
         caches = [CACHE in dict_keys(path) for path, _ in paths]
-        traced = _Call(fn, leaves, tree, objects, caches + objects.caches)
+        stored = [True for _ in leaves] + objects.parameters
+        traced = _Call(fn, leaves, tree, objects, caches + objects.caches, stored)
         with scopes.activate(active), intercepted() as traced.variables:
-            try:
-                jaxpr = jaxprs.trace(traced.run, traced.arrays)
-            except TypeError:
-                if not traced.widen_caches():
-                    raise
-                jaxpr = jaxprs.trace(traced.run, traced.inputs)
+            if is_half(policies.default.param_dtype):
+                # Half-precision arguments are f32 ones, stored.
+                traced.widen(traced.is_stored)
+            jaxpr = _traced(traced)
         warn_of_unmatched(policies)
         yield TracedCall(
             jaxpr, traced.arrays, traced.held, traced.states, traced.returned
         )
+
+
+def _traced(call: _Call) -> Any:
+    """The jaxpr of a call, with as few of its arguments widened as it takes."""
+    # Two dtypes that do not meet: in a loop, and under strict promotion.
+    refusals = (TypeError, jax.dtypes.TypePromotionError)
+    try:
+        return jaxprs.trace(call.run, call.inputs)
+    except refusals:
+        for which in (call.is_cache, call.is_stored):
+            if call.widen(which):
+                with contextlib.suppress(*refusals):
+                    return jaxprs.trace(call.run, call.inputs)
+        raise
 
 
 class _Input(NamedTuple):
@@ -111,6 +125,8 @@ class _Call:
     Attributes:
       arrays: the inputs of the program.
       inputs: the same, in the dtypes in which they are traced.
+      is_cache, is_stored: which of them are decoding caches, and which may be traced in
+        another dtype than they are stored in: not what nnx modules write.
       held, states: as in `TracedCall`.
       variables: what linen modules write.
     """
@@ -124,30 +140,33 @@ class _Call:
         tree: Any,
         objects: Objects,
         is_cache: Sequence[bool],
+        is_stored: Sequence[bool],
     ):
         self.fn, self.tree, self.objects = fn, tree, objects
         self.leaves = list(leaves)
         self.values = self.leaves + objects.states
         self.arrays = self.inputs = [x for x in self.values if _is_array(x)]
-        self.is_cache = [
-            each for each, x in zip(is_cache, self.values, strict=True) if _is_array(x)
-        ]
+        self.is_cache, self.is_stored = (
+            [each for each, x in zip(which, self.values, strict=True) if _is_array(x)]
+            for which in (is_cache, is_stored)
+        )
         self.cache_dtype: np.dtype | None = None
         self.held: list[np.dtype | None] = [None] * len(self.arrays)
         self.states: list[np.dtype | None] = []
 
-    def widen_caches(self) -> bool:
-        """Traces half-precision caches in f32 from now on; says if there are any."""
+    def widen(self, which: Sequence[bool]) -> bool:
+        """Traces half-precision arguments in f32 from now on; says if there are any."""
         self.held = [
             x.dtype if each and is_half(x.dtype) else None
-            for each, x in zip(self.is_cache, self.arrays, strict=True)
+            for each, x in zip(which, self.arrays, strict=True)
         ]
-        self.cache_dtype = next(filter(None, self.held), None)
+        caches = itertools.compress(self.held, self.is_cache)
+        self.cache_dtype = next(filter(None, caches), None)
         self.inputs = [
             x if dtype is None else jax.ShapeDtypeStruct(x.shape, F32)
             for x, dtype in zip(self.arrays, self.held, strict=True)
         ]
-        return self.cache_dtype is not None
+        return any(self.held)
 
     def run(self, *arrays: Any) -> list[Any]:
         """What is traced: the call, from arrays to arrays."""
@@ -172,7 +191,7 @@ class _Call:
                 "hold is not searched."
             )
             raise
-        except TypeError:
+        except (TypeError, jax.dtypes.TypePromotionError):
             given = set(map(id, self.variables.caches))
             self.is_cache = [
                 each or id(x) in given

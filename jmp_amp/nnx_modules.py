@@ -75,6 +75,7 @@ class Objects:
       states: the arrays and other leaves of the objects; what takes their place, and
         what they are afterwards, are lists of the same kind.
       caches: which of the leaves are those of an `nnx.Cache`.
+      parameters: which of the leaves are those of an `nnx.Param`.
     """
 
     def __init__(self, nodes: Sequence[Any], depth: int, call: str):
@@ -91,7 +92,8 @@ class Objects:
         self._parts = [graphdef for graphdef, _ in [*written, *fixed]]
         states = [state for _, state in [*written, *fixed]]
         self.states, self._structure = jax.tree.flatten(states)
-        self.caches = _caches(states)
+        self.caches = _leaves_of(nnx.Cache, states)
+        self.parameters = _leaves_of(nnx.Param, states)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -145,7 +147,7 @@ class Objects:
         del self._copies, self._given
         states = [state for _, state in parts]
         leaves, self._result_structure = jax.tree.flatten(states)
-        return leaves, list(itertools.compress(leaves, _caches(states)))
+        return leaves, list(itertools.compress(leaves, _leaves_of(nnx.Cache, states)))
 
     def outside(self, leaves: Sequence[Any]) -> list[Any]:
         """Returns the outputs, and writes what the function wrote.
@@ -238,11 +240,11 @@ def _quiet_metaclass(metaclass: Any) -> Any:
     return type(metaclass.__name__, (metaclass,), {"mro": mro})
 
 
-def _caches(states: Any) -> list[bool]:
-    """Which of the leaves of states are those of an `nnx.Cache`."""
+def _leaves_of(kind: type[nnx.Variable], states: Any) -> list[bool]:
+    """Which of the leaves of states are those of a kind of Variables."""
     variables = jax.tree.leaves(states, is_leaf=lambda x: isinstance(x, nnx.Variable))
     return [
-        isinstance(variable, nnx.Cache)
+        isinstance(variable, kind)
         for variable in variables
         for _ in jax.tree.leaves(variable)
     ]

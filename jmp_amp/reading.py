@@ -35,12 +35,17 @@ _IN_TABLE = rules.FOLLOW.union(*(group.names for group in rules.PRIMITIVES))
 _NO_MODULES = ("", "checkpoint", "rematted_computation")
 
 
-def read_plan(plan: Plan) -> tuple[Equation, ...]:
+def read_plan(call: PlannedCall) -> tuple[Equation, ...]:
     """Returns what happens in every equation of a planned program, in its order.
 
     Equations whose results nobody reads are left out: they do not run.
     """
-    inputs = [traced_dtype(v) for v in plan.body.jaxpr.invars]
+    plan = call.plan
+    # An argument may be stored in another dtype than it was traced in.
+    inputs = [
+        traced_dtype(v) and np.dtype(array.dtype)
+        for v, array in zip(plan.body.jaxpr.invars, call.arrays, strict=True)
+    ]
     found, returned = _Body(plan, inputs, "", 1, 0).read()
     if returned:
         found.append(

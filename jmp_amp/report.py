@@ -263,7 +263,7 @@ def explain(
 
     def explained(*args: Any, **kwargs: Any) -> Report:
         with planned_call(fn, policies, args, kwargs, "explain(fn)") as call:
-            equations = read_plan(call.plan)
+            equations = read_plan(call)
             saved, why_not = read_saved(call, equations)
         decided = {e.decided_by for e in equations if e.from_policy}
         chosen = [policies.default, *(each for _, each in policies.entries)]
