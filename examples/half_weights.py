@@ -136,19 +136,15 @@ def gpt_task(model: char_gpt.Model = char_gpt.MODEL) -> Task:
 
     def make_loss(policy: amp.Policy) -> Callable[..., Any]:
         loss_fn = char_gpt.make_loss(amp.autocast(model.apply, policy))
-        # Left as they are, bf16 embeddings would make the carry of the model's scan
-        # bf16 and its f32 norms make it f32. Autocast takes the casts back.
-        return lambda params, stats, batch, key: (
-            (loss_fn(amp.cast_to_full(params), batch, key), stats)
-        )
+        return lambda params, stats, batch, key: (loss_fn(params, batch, key), stats)
 
     @functools.partial(jax.jit, static_argnums=0)
     def validate(policy: amp.Policy, params: Any, _: Any) -> Any:
         _, held_out = char_gpt.tokens()
         starts = np.arange(0, len(held_out) - model.context, model.context)[:, None]
         windows = held_out[starts + np.arange(model.context + 1)]
-        variables = {"params": amp.cast_to_full(params)}
-        logits = amp.autocast(model.apply, policy)(variables, windows[:, :-1])
+        apply = amp.autocast(model.apply, policy)
+        logits = apply({"params": params}, windows[:, :-1])
         return loss_and_accuracy(logits, windows[:, 1:])
 
     return Task(
