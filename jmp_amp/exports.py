@@ -17,7 +17,8 @@ from jax.typing import DTypeLike
 
 from jmp_amp.dtypes import F32, cast_leaf, floating_dtype, is_castable, is_half
 from jmp_amp.finite import first_difference, key_paths
-from jmp_amp.rounding import with_remainder
+from jmp_amp.leaves import owned
+from jmp_amp.rounding import land_on, with_remainder
 from jmp_amp.states import (
     WEIGHT_STATES,
     WRAPPER_STATES,
@@ -35,7 +36,7 @@ def export_params(params: Tree, opt_state: Any = None, dtype: DTypeLike = F32) -
     Parameters that an optimizer keeps more digits of come from there: the masters of
     `with_master_weights`, and what `with_kahan` adds to them. Batch statistics and all
     other floats of the tree are cast too; integers, float64, complex numbers, keys and
-    fp8 are left alone.
+    fp8 are not. Arrays are copied: `params` and `opt_state` may be donated afterwards.
 
     Args:
       params: a tree, variables or an `nnx.State`; or an nnx module.
@@ -74,7 +75,7 @@ def export_params(params: Tree, opt_state: Any = None, dtype: DTypeLike = F32) -
         if found is not None:
             leaf = _with_all_digits(leaf, *found, name)
         castable = is_castable(getattr(leaf, "dtype", None))
-        exported.append(cast_leaf(leaf, wanted) if castable else leaf)
+        exported.append(owned(cast_leaf(leaf, wanted)) if castable else leaf)
     if kept:
         raise ValueError(
             f"export_params: the optimizer keeps the digits of a parameter at "
@@ -90,7 +91,8 @@ def export_opt_state(opt_state: Any) -> Any:
     The states of `with_loss_scale`, `with_master_weights`, `with_kahan` and
     `with_stochastic_rounding` give way to those of what they wrap, at any depth. With
     `export_params` this turns a checkpoint of mixed precision into one of float32. A
-    loss scale is lost; `loss_scale_of` has it.
+    loss scale is lost; `loss_scale_of` has it. Arrays are copied. (For trees of floats
+    and complex numbers: of other leaves the wrappers keep no moments.)
 
     Example:
       >>> import optax
@@ -100,7 +102,9 @@ def export_opt_state(opt_state: Any) -> Any:
       (TraceState(trace=Array([0., 0.], dtype=float32)), EmptyState())
     """
     return jax.tree.map(
-        lambda node: export_opt_state(node.inner_state) if _is_wrapper(node) else node,
+        lambda node: (
+            export_opt_state(node.inner_state) if _is_wrapper(node) else owned(node)
+        ),
         opt_state,
         is_leaf=_is_wrapper,
     )
@@ -153,7 +157,7 @@ def _filled(opt_state: Any, leaves: Any) -> Any:
 
     def fill(node: Any) -> Any:
         if not _is_wrapper(node):
-            return jnp.asarray(next(leaves))
+            return owned(next(leaves))
         return node._replace(inner_state=_filled(node.inner_state, leaves))
 
     return jax.tree.map(fill, opt_state, is_leaf=_is_wrapper)
@@ -181,7 +185,8 @@ def _with_all_digits(param: Any, kind: type, kept: Any, name: str) -> jax.Array:
             "parameters that this optimizer trains."
         )
     if kind is MasterWeightsState:
-        return kept
+        rounded, now = land_on(kept, param.dtype), jnp.asarray(param, F32)
+        return jnp.where(rounded == now, kept, now)
     return with_remainder(jnp.asarray(param, F32), kept, param.dtype)
 
 

@@ -122,6 +122,8 @@ def with_loss_scale(
         # new one: checked here, both are seen.
         finite = all_finite(gradients, axis_name)
         inner_params = None if params is None else taking_part(params)
+        if nodes_of(state.inner_state, WEIGHT_STATES):
+            _check_half(params, state.structure)
         proposed, inner_state = transformation.update(
             gradients, state.inner_state, inner_params, **extra_args
         )
@@ -146,6 +148,19 @@ def with_loss_scale(
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_half(params: Any, structure: TreeStructure) -> None:
+    """Raises if other parameters are half than those that `init` saw."""
+    now = TreeStructure.of(params)
+    if now.paths and structure.paths and now != structure:
+        pairs = zip(now.paths, now.half, structure.half, strict=True)
+        path, found, seen = next(each for each in pairs if each[1] != each[2])
+        raise ValueError(
+            f"with_loss_scale: the parameter at {path or 'the root'} is "
+            f"{found or 'not half'} now, but init saw {seen or 'no half one'}. Call "
+            "init with the parameters as they are trained."
+        )
 
 
 def _refuse_nested(inner_state: Any) -> None:

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, cast
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jmp_amp.dtypes import F32, floating_dtype, half_dtype, is_half, short_name
 from jmp_amp.exports import export_params
 from jmp_amp.interpreter import autocast
+from jmp_amp.leaves import TreeStructure
 from jmp_amp.loss_scale import LossScale, no_loss_scale, static_loss_scale
 from jmp_amp.optimizers import with_loss_scale
 from jmp_amp.parameters import cast_params
@@ -30,7 +33,7 @@ from jmp_amp.policy import Policy
 from jmp_amp.policy_map import PolicyMap
 from jmp_amp.presets import loss_scale_preset, parameters_of
 from jmp_amp.rules import ARITHMETIC
-from jmp_amp.states import LossScaleState, nodes_of
+from jmp_amp.states import WEIGHT_STATES, LossScaleState, nodes_of
 from jmp_amp.tables import Table, as_text
 from jmp_amp.weights import begin_with, with_kahan
 
@@ -121,6 +124,10 @@ _PROPERTIES = (
 )
 
 
+# Where the parameters of the scaler are among them.
+_SCALER = "(scaler)"
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recipe:
     """How to train in mixed precision, as `recipe` puts it together.
@@ -180,12 +187,19 @@ class Recipe:
         return autocast(fn, self.policy, enabled=self.enabled)
 
     def wrap(
-        self, tx: optax.GradientTransformation | optax.MultiSteps
+        self,
+        tx: optax.GradientTransformation | optax.MultiSteps,
+        *,
+        axis_name: str | Sequence[str] | None = None,
     ) -> optax.GradientTransformationExtraArgs:
         """Returns an optimizer with the recipe's masters and loss scale around it.
 
         Masters are those of `with_kahan`: the 16 bits that a half-precision parameter
         lacks of a float32, so that both are no larger than one.
+
+        Args:
+          tx: an optimizer or a chain.
+          axis_name: as for `with_loss_scale`.
 
         Example:
           >>> import jax.numpy as jnp, jmp_amp as amp, optax
@@ -195,7 +209,7 @@ class Recipe:
         """
         # A master is a float32, of which the parameter has one half already.
         inner = with_kahan(tx) if self.master_weights else tx
-        return with_loss_scale(inner, self.loss_scale)
+        return with_loss_scale(inner, self.loss_scale, axis_name=axis_name)
 
     def cast_params(self, params: Any, *, model: Any = None) -> Any:
         """Returns parameters in the dtypes that the recipe stores them in.
@@ -242,16 +256,16 @@ class Recipe:
           >>> params, amp.export_params(params, opt_state)
           ({'w': Array(1, dtype=bfloat16)}, {'w': Array(1.001, dtype=float32)})
         """
-        cast = self.cast_params(params, model=model)
-        if isinstance(cast, nnx.Module):
+        stored = self.cast_params(params, model=model)
+        if isinstance(stored, nnx.Module):
             originals = nnx.state(params, nnx.Param)
-            optimizer = nnx.Optimizer(cast, tx, wrt=nnx.Param)
-            self._check_wrapped(optimizer.opt_state)
-            begin_with(optimizer.opt_state, nnx.state(cast, nnx.Param), originals)
-            return cast, optimizer
-        opt_state = tx.init(cast)
-        self._check_wrapped(opt_state)
-        return cast, begin_with(opt_state, cast, params)
+            optimizer = nnx.Optimizer(stored, tx, wrt=nnx.Param)
+            self._check_wrapped(optimizer.opt_state, nnx.state(stored, nnx.Param))
+            begin_with(optimizer.opt_state, nnx.state(stored, nnx.Param), originals)
+            return stored, optimizer
+        opt_state = tx.init(stored)
+        self._check_wrapped(opt_state, stored)
+        return stored, begin_with(opt_state, stored, params)
 
     def export_params(self, params: Any, opt_state: Any = None) -> Any:
         """Returns `amp.export_params` of them in `save_dtype`: f32, unless asked.
@@ -264,11 +278,18 @@ class Recipe:
         """
         return export_params(params, opt_state, self.save_dtype)
 
-    def _check_wrapped(self, opt_state: Any) -> None:
+    def _check_wrapped(self, opt_state: Any, params: Any) -> None:
+        is_half_model = any(TreeStructure.of(params).half)
+        kept = bool(nodes_of(opt_state, WEIGHT_STATES))
+        lacks = None
         if not nodes_of(opt_state, LossScaleState):
+            lacks = "no loss scale"
+        elif self.master_weights and is_half_model and not kept:
+            lacks = "no masters"
+        if lacks:
             raise ValueError(
-                f"recipe({self.name!r}).init(tx, params): the optimizer has no loss "
-                "scale, so it has not been wrapped. Use tx = recipe.wrap(tx) before."
+                f"recipe({self.name!r}).init(tx, params): the optimizer has {lacks}: "
+                "this recipe has not wrapped it. Use tx = recipe.wrap(tx) before."
             )
 
     def __str__(self) -> str:
@@ -277,10 +298,7 @@ class Recipe:
         stored = default.param_dtype
         norms = F32 if self.keep_batchnorm_fp32 is not False else stored
         dtypes = (stored, default.compute_dtype, default.output_dtype, norms)
-        exponent = int(np.log2(float(self.loss_scale.value)))
-        power = f"2^{exponent}"
-        exact = 2.0**exponent == float(self.loss_scale.value)
-        value = power if exact and exponent else f"{float(self.loss_scale.value):g}"
+        value = _power(self.loss_scale.value)
         row = (
             *map(short_name, dtypes),
             "yes" if self.master_weights else "no",
@@ -409,14 +427,21 @@ class _Call(NamedTuple):
             return _RECIPES[self.name]
         level = self.overrides["opt_level"]
         if level not in ("O0", "O1", "O2", "O3"):
-            self.refuse("unknown level. There are O0, O1, O2, O3.", "opt_level")
+            hint = "It is the letter O. " if str(level)[:1] == "0" else ""
+            self.refuse(f"unknown level. {hint}There are O0, O1, O2, O3.", "opt_level")
         return _RECIPES[level]._replace(system="Colossal-AI", half=_F16)
 
+    def scaler(self, row: _Row) -> str:
+        """Whose scaler it is: Paddle has O1 and O2 as well, and names of its own."""
+        of_paddle = set(parameters_of("paddle")) - set(parameters_of(row.scaler))
+        is_level = row.system == "Apex"
+        return "paddle" if is_level and of_paddle & set(self.overrides) else row.scaler
+
     def properties(self, row: _Row) -> dict[str, Any]:
-        """The overrides by their one name; those of the scaler as "scaler"."""
-        scaler = parameters_of(row.scaler)
+        """The overrides by their one name; those of the scaler together."""
+        scaler = parameters_of(self.scaler(row))
         properties = _PROPERTIES + ("opt_level",) * (self.name == "fp16_apex")
-        found: dict[str, Any] = {"scaler": {}}
+        found: dict[str, Any] = {_SCALER: {}}
         for key, value in self.overrides.items():
             ours = _ALIASES.get(key, key)
             if ours in found:
@@ -424,7 +449,7 @@ class _Call(NamedTuple):
             if ours in properties:
                 found[ours] = value
             elif key in scaler:
-                found["scaler"][key] = value
+                found[_SCALER][key] = value
             else:
                 known = [*properties, *_ALIASES, *scaler]
                 close = difflib.get_close_matches(key, known, n=1)
@@ -439,7 +464,8 @@ class _Call(NamedTuple):
     def flag(self, properties: Mapping[str, Any], name: str, default: Any) -> Any:
         """A property that is true or false; Apex reads words from command lines."""
         value = properties.get(name, default)
-        value = {"True": True, "False": False}.get(value, value)
+        if isinstance(value, str):
+            value = {"True": True, "False": False}.get(value, value)
         if value is not None and not isinstance(value, bool):
             self.refuse("neither True nor False.", self.key_of(name), TypeError)
         return value
@@ -462,6 +488,10 @@ def _put_together(call: _Call, row: _Row, properties: Mapping[str, Any]) -> Reci
     half = _half(call, row, properties)
     enabled = call.flag(properties, "enabled", True)
     stored = call.dtype(properties, "cast_model_type")
+    if stored not in (None, F32) and not is_half(stored):
+        call.refuse(
+            "parameters are trained in float16, bfloat16 or float32.", "cast_model_type"
+        )
     if stored is None and not row.by_operation:
         stored = half if row.stored_half else F32
     outputs = call.dtype(properties, "cast_model_outputs")
@@ -572,7 +602,8 @@ def _policy(
 
 def _names(call: _Call, properties: Mapping[str, Any], key: str) -> frozenset[str]:
     names = properties.get(key, ())
-    if isinstance(names, str) or not all(isinstance(each, str) for each in names):
+    is_many = isinstance(names, Iterable) and not isinstance(names, str)
+    if not is_many or not all(isinstance(each, str) for each in names):
         call.refuse("not a collection of names. Use a set of strings.", key, TypeError)
     return frozenset(str(_PADDLE_NAMES.get(name, name)) for name in names)
 
@@ -580,9 +611,12 @@ def _names(call: _Call, properties: Mapping[str, Any], key: str) -> frozenset[st
 def _loss_scale(
     call: _Call, row: _Row, properties: Mapping[str, Any], half: np.dtype
 ) -> LossScale:
-    scaler = properties["scaler"]
+    scaler = properties[_SCALER]
     asked = properties.get("loss_scale")
-    if isinstance(asked, LossScale | numbers.Real | str) and asked != "dynamic":
+    is_scalar = isinstance(asked, numbers.Real | str) and not isinstance(asked, bool)
+    is_scalar |= isinstance(asked, jax.Array | np.ndarray) and np.ndim(asked) == 0
+    is_dynamic = isinstance(asked, str) and asked == "dynamic"
+    if (is_scalar or isinstance(asked, LossScale)) and not is_dynamic:
         if scaler:
             call.refuse(
                 f"{next(iter(scaler))} is of a dynamic scale, which this is not. Leave "
@@ -593,19 +627,28 @@ def _loss_scale(
         if isinstance(asked, LossScale):
             return asked
         try:
-            return static_loss_scale(float(asked))
+            return static_loss_scale(float(cast(Any, asked)))
         except ValueError as error:
             fact = 'neither "dynamic" nor a positive number, nor a LossScale.'
             raise ValueError(
                 f"recipe({call.name!r}, loss_scale={asked!r}): {fact}"
             ) from error
-    if asked is not None and asked != "dynamic":
+    if asked is not None and not is_dynamic:
         call.refuse(
             'neither "dynamic" nor a number, nor a LossScale.', "loss_scale", TypeError
         )
-    if asked == "dynamic" or scaler or (row.scaled and half == _F16):
-        return loss_scale_preset(row.scaler, **scaler)
+    if is_dynamic or scaler or (row.scaled and half == _F16):
+        return loss_scale_preset(call.scaler(row), **scaler)
     return no_loss_scale()
+
+
+def _power(value: jax.Array) -> str:
+    """A loss scale, as a power of two if it is one."""
+    if isinstance(value, Tracer):
+        return "traced"
+    mantissa, exponent = math.frexp(float(value))
+    is_power = mantissa == 0.5 and exponent != 1
+    return f"2^{exponent - 1}" if is_power else f"{float(value):g}"
 
 
 def _pattern_name(pattern: Any) -> str:

@@ -48,11 +48,27 @@ def round_to(numbers: jax.Array, dtype: np.dtype) -> jax.Array:
     return jnp.where(is_subnormal, steps * float(info.smallest_subnormal), rounded)
 
 
+def land_on(numbers: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Returns `round_to` of them, with finite numbers that are too large at the end.
+
+    A weight that leaves the range of `dtype` waits there instead of becoming inf.
+
+    Example:
+      >>> from jmp_amp.rounding import land_on
+      >>> land_on(jnp.float32([1e5, jnp.inf]), jnp.dtype("float16"))
+      Array([65504.,    inf], dtype=float32)
+    """
+    largest = float(jnp.finfo(dtype).max)
+    rounded = jnp.clip(round_to(numbers, dtype), -largest, largest)
+    return jnp.where(jnp.isfinite(numbers), rounded, numbers)
+
+
 def round_at_random(numbers: jax.Array, dtype: np.dtype, key: ArrayLike) -> jax.Array:
     """Returns float32 `numbers`, each as one of its two neighbours in `dtype`.
 
-    The nearer one is the likelier one, so that the mean is the number itself. A number
-    that `dtype` holds stays; no finite number becomes inf unless `astype` would.
+    The nearer one is the likelier one, so that the mean is the number itself (up to
+    2**-16 of their distance). A number that `dtype` holds stays; one that is too large
+    becomes the largest there is.
 
     Args:
       numbers: float32 of any shape.
@@ -75,7 +91,7 @@ def round_at_random(numbers: jax.Array, dtype: np.dtype, key: ArrayLike) -> jax.
     carried = jax.lax.bitcast_convert_type(
         (bits + (chance & dropped)) & ~dropped, jnp.float32
     )
-    nearest = round_to(numbers, dtype)
+    nearest = land_on(numbers, dtype)
     if dtype == _F16:
         # Its subnormal numbers are equally far apart, so the carry is one of numbers.
         steps = numbers / float(info.smallest_subnormal)
@@ -84,7 +100,7 @@ def round_at_random(numbers: jax.Array, dtype: np.dtype, key: ArrayLike) -> jax.
         subnormal = (down + up.astype(F32)) * float(info.smallest_subnormal)
         is_subnormal = jnp.abs(numbers) < float(info.smallest_normal)
         carried = jnp.where(is_subnormal, subnormal, carried)
-    fits = jnp.isfinite(nearest) & (jnp.abs(carried) <= float(info.max))
+    fits = jnp.isfinite(numbers) & (jnp.abs(carried) <= float(info.max))
     return jnp.where(fits, carried, nearest)
 
 

@@ -22,7 +22,7 @@ import optax
 from flax import nnx
 from jax.core import Tracer
 
-from jmp_amp.dtypes import F32, is_half
+from jmp_amp.dtypes import F32, is_castable, is_half
 from jmp_amp.leaves import (
     TreeStructure,
     check_gradients,
@@ -33,6 +33,7 @@ from jmp_amp.leaves import (
     zero_update,
 )
 from jmp_amp.rounding import (
+    land_on,
     remainder_of,
     round_at_random,
     round_to,
@@ -71,6 +72,7 @@ def with_master_weights(
       init_from: the parameters before they were cast, a tree (or nnx module) that has a
         floating leaf for every half one of `init`'s; the masters begin with their
         digits. By default masters begin as the half-precision parameters themselves.
+        The transformation holds on to this tree; `Recipe.init` does without.
 
     Returns:
       A transformation whose state is a `MasterWeightsState`. Its `update` needs
@@ -101,7 +103,7 @@ def with_master_weights(
     transformation = with_extra_args(inner, call)
 
     def init_fn(params: Any) -> Any:
-        originals = _originals(params, init_from)
+        originals = _originals(params, init_from, call)
         masters = _for_half(params, lambda path, leaf: originals.get(path, leaf), F32)
         inner_state = transformation.init(taking_part(_merged(params, masters)))
         return MasterWeightsState(
@@ -112,11 +114,11 @@ def with_master_weights(
 
     def value(half: _Half) -> jax.Array:
         master = half.kept
-        return jnp.where(round_to(master, half.dtype) == half.param, master, half.param)
+        return jnp.where(land_on(master, half.dtype) == half.param, master, half.param)
 
     def written(half: _Half, update: jax.Array) -> tuple[jax.Array, jax.Array]:
         master = value(half) + update
-        landing = round_to(master, half.dtype)
+        landing = land_on(master, half.dtype)
         step, reached = _step(half, landing)
         # The difference of two numbers as far apart as 1 and 1e-6 may itself be
         # rounded. Then the master gives way, by less than an f32 of the old size tells.
@@ -146,7 +148,7 @@ def with_kahan(
     float32 in its 4 bytes, where a parameter and its master are 6.
 
     `inner` sees the sum of both, in float32, with float32 gradients and moments.
-    Parameters whose update is zero stay as they are, bit for bit.
+    Parameters whose update is zero stay as they are, and so do compensations.
 
     Args:
       inner: an optimizer or a chain; extra arguments of `update` reach it.
@@ -176,8 +178,9 @@ def with_kahan(
     transformation = with_extra_args(inner, call)
 
     def init_fn(params: Any) -> Any:
-        originals = _originals(params, init_from)
-        inner_state = transformation.init(taking_part(params))
+        originals = _originals(params, init_from, call)
+        values = _for_half(params, lambda path, leaf: originals.get(path, leaf), F32)
+        inner_state = transformation.init(taking_part(_merged(params, values)))
         return KahanState(
             inner_state=owned(_not_nested(inner_state, call)),
             compensation=_for_half(
@@ -193,7 +196,7 @@ def with_kahan(
 
     def written(half: _Half, update: jax.Array) -> tuple[jax.Array, jax.Array]:
         wanted = value(half) + update
-        step, reached = _step(half, round_to(wanted, half.dtype))
+        step, reached = _step(half, land_on(wanted, half.dtype))
         left = remainder_of(wanted, reached, half.dtype)
         # A tie would be rounded to even again, away from where it was.
         still = update == 0
@@ -224,8 +227,9 @@ def with_stochastic_rounding(
 
     The random bits are made of `key` and a counter in the state: a run is repeatable,
     goes on from a checkpoint as it would have gone, and rounds alike wherever the state
-    is replicated, whatever the sharding of the parameters under `jax.jit`. Inside
-    `shard_map` shards with one key draw the same bits for their different parameters.
+    is replicated, whatever the sharding of the parameters under `jax.jit`. Whoever has
+    the same key draws the same bits: give parts of a tree (`optax.partition`) keys of
+    their own. Inside `shard_map` and `vmap` all members have one key.
 
     Args:
       inner: an optimizer or a chain; extra arguments of `update` reach it.
@@ -280,10 +284,10 @@ def with_stochastic_rounding(
         keys = [jax.random.fold_in(now, index) for index in range(halves)]
         storage = _Storage(call, transformation, keys, value, written)
         updates, inner_state, _ = storage.update(updates, state, params, extra_args)
-        # A step that a loss scale in there has skipped has used no bits.
+        # A step that was skipped for all parameters has used no bits.
         one_more = jnp.asarray(1, jnp.int32)
-        for _, scale in nodes_of(inner_state, LossScaleState):
-            one_more *= scale.last_finite.astype(jnp.int32)
+        if isinstance(inner_state, LossScaleState):
+            one_more = inner_state.last_finite.astype(jnp.int32)
         return updates, StochasticRoundingState(
             inner_state, state.key_data, state.steps + one_more, state.structure
         )
@@ -316,10 +320,14 @@ def begin_with(opt_state: Any, params: Any, originals: Any) -> Any:
 
     def begun(node: Any) -> Any:
         if isinstance(node, MasterWeightsState):
-            of = lambda name: jnp.array(found[name], F32, copy=True)  # noqa: E731
+            of = lambda name: jnp.array(  # noqa: E731
+                _beside(found[name], cast[name]), F32, copy=True
+            )
             return node._replace(masters=_replaced(node.masters, of))
         if isinstance(node, KahanState):
-            of = lambda name: _remainder(cast[name], found[name])  # noqa: E731
+            of = lambda name: _remainder(  # noqa: E731
+                cast[name], _beside(found[name], cast[name])
+            )
             return node._replace(compensation=_replaced(node.compensation, of))
         return node
 
@@ -416,14 +424,21 @@ class _Storage(NamedTuple):
     def _halves(self, params: Any, structure: TreeStructure) -> list[_Half | None]:
         """The half-precision parameters, and None for the others."""
         leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+        if leaves and not structure.paths:
+            raise ValueError(
+                f"{self.call}: the state does not say which parameters are half: it "
+                "comes from optax.tree.map_params. Map it with jax.tree.map instead."
+            )
         remaining = iter(self.kept)
         halves = []
         for (path, leaf), name in zip(leaves, structure.half, strict=True):
-            if not name and is_half(getattr(leaf, "dtype", None)):
+            dtype = getattr(leaf, "dtype", None)
+            if is_half(dtype) and leaf.dtype.name != name:
+                where = jax.tree_util.keystr(path) or "the root"
                 raise ValueError(
-                    f"{self.call}: the parameter at {jax.tree_util.keystr(path)} is "
-                    f"{leaf.dtype.name} now, but init saw no half-precision one. Call "
-                    "init with the parameters as they are trained."
+                    f"{self.call}: the parameter at {where} is {leaf.dtype.name} now, "
+                    f"but init saw {name or 'no half-precision one'}. Call init with "
+                    "the parameters as they are trained."
                 )
             halves.append(
                 # with_loss_scale promotes parameters before they come here.
@@ -467,11 +482,11 @@ def _merged(params: Any, masters: Any) -> Any:
     )
 
 
-def _originals(params: Any, init_from: Any) -> dict[str, Any]:
+def _originals(params: Any, init_from: Any, call: str) -> dict[str, Any]:
     """The leaves of `init_from` for the half ones of `params`, by their path."""
     if init_from is None:
         return {}
-    call = "init_from"
+    call = f"{call}(inner, init_from=...)"
     if isinstance(init_from, nnx.Module):
         init_from = nnx.state(init_from)
     found = dict(_leaves_by_path(nnx.as_pure(init_from)))
@@ -481,12 +496,14 @@ def _originals(params: Any, init_from: Any) -> dict[str, Any]:
         if not is_half(getattr(leaf, "dtype", None)):
             continue
         original = found.get(name)
-        if np.shape(cast(Any, original)) != leaf.shape or not takes_part(original):
-            fact = f"{jax.typeof(original)}" if takes_part(original) else "nothing"
+        is_float = is_castable(getattr(original, "dtype", None))
+        if not is_float or np.shape(cast(Any, original)) != leaf.shape:
+            fact = jax.typeof(original) if hasattr(original, "dtype") else "nothing"
             raise ValueError(
                 f"{call}: the parameter at {name} is {jax.typeof(leaf)}, but there it "
                 f"is {fact}. Give the tree that the parameters were cast from."
             )
+        original = _beside(original, leaf)
         if _differs(leaf, original):
             raise ValueError(
                 f"{call}: the parameter at {name} is not the one there, rounded to "
@@ -501,13 +518,22 @@ def _leaves_by_path(tree: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
 
 
+def _beside(original: Any, leaf: Any) -> Any:
+    """`original` on the devices of `leaf`, split as it is."""
+    if isinstance(original, Tracer) or not _is_at_hand(leaf):
+        return original
+    return jax.device_put(original, leaf.sharding)
+
+
+def _is_at_hand(array: Any) -> bool:
+    is_known = isinstance(array, jax.Array) and not isinstance(array, Tracer)
+    return is_known and array.is_fully_addressable
+
+
 def _differs(leaf: Any, original: Any) -> bool:
     """Whether `leaf` is surely not `original` rounded."""
-    for array in (leaf, original):
-        if isinstance(array, Tracer | jax.ShapeDtypeStruct) or not getattr(
-            array, "is_fully_addressable", True
-        ):
-            return False
+    if not (_is_at_hand(leaf) and _is_at_hand(original)):
+        return False
     rounded = jnp.asarray(original).astype(leaf.dtype)
     return not bool(jnp.array_equal(rounded, leaf, equal_nan=True))
 

@@ -218,6 +218,28 @@ def test_masters_begin_with_the_digits_of_the_original():
     chex.assert_trees_all_equal(exported["head"]["kernel"], expected)
 
 
+def test_a_recipe_prints_while_a_program_is_traced():
+    def traced(scale: jax.Array) -> jax.Array:
+        assert "dynamic, traced" in str(amp.recipe("O1", "f16", init_scale=scale))
+        return scale
+
+    jax.jit(traced)(2.0)
+
+
+def test_a_recipe_skips_on_all_devices_of_an_axis():
+    recipe = amp.recipe("O1", "f16")
+    tx = recipe.wrap(optax.sgd(1.0), axis_name="d")
+    update = jax.vmap(tx.update, axis_name="d", in_axes=(0, None))
+    updates, _ = update(jnp.array([1.0, jnp.nan]), tx.init(jnp.float32(0.0)))
+    assert not updates.any()
+
+
+def test_an_optimizer_that_another_recipe_wrapped_is_refused():
+    tx = amp.recipe("O1").wrap(optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"has no masters: this recipe has not"):
+        amp.recipe("O2").init(tx, variables()["params"])
+
+
 def test_an_optimizer_that_is_not_wrapped_is_refused():
     with pytest.raises(ValueError, match=r"Use tx = recipe\.wrap\(tx\) before"):
         amp.recipe("O1").init(optax.sgd(0.1), variables()["params"])
@@ -410,6 +432,17 @@ def test_products_are_half_in_the_backward_pass_too(name, dtype):
         ("O2", {"keep_batchnorm_fp32": "no"}, TypeError, r"neither True nor False"),
         ("O2", {"enabled": 1}, TypeError, r"enabled=1\): neither True nor False"),
         ("O2", {"cast_model_type": "int8"}, TypeError, r"not a floating dtype"),
+        (
+            "O2",
+            {"cast_model_type": "e4m3"},
+            ValueError,
+            r"float16, bfloat16 or float32",
+        ),
+        ("O1", {"loss_scale": True}, TypeError, r'neither "dynamic" nor a number'),
+        ("O2", {"scaler": 3}, TypeError, r"unknown property"),
+        ("O2", {"keep_batchnorm_fp32": []}, TypeError, r"neither True nor False"),
+        ("O1", {"custom_white_list": 5}, TypeError, r"Use a set of strings"),
+        ("fp16_apex", {"opt_level": "02"}, ValueError, r"It is the letter O"),
         ("O2", {"num_losses": 0}, ValueError, r"an int, at least 1"),
         ("O2", {"num_losses": True}, ValueError, r"an int, at least 1"),
         ("O2", {"init_scal": 2}, TypeError, r"Did you mean init_scale\?.*keep_batch"),
@@ -458,6 +491,12 @@ def test_what_contradicts_a_recipe_is_refused(name, overrides, error, message):
         ("O2", {"cast_model_type": "f16"}, lambda r: r.policy.param_dtype == F16),
         ("O1", {"keep_batchnorm_fp32": None}, lambda r: r.keep_batchnorm_fp32 is None),
         ("fp16_apex", {"opt_level": "O2"}, lambda r: r.master_weights),
+        ("O1", {"loss_scale": np.array(8.0)}, lambda r: r.loss_scale.value == 8.0),
+        (
+            "O2",
+            {"half_dtype": "f16", "incr_every_n_steps": 3},
+            lambda r: r.loss_scale.growth_interval == 3,
+        ),
         ("O2", {"master_grad": False}, lambda r: r.master_weights),
         ("O1", {"patch_functions": True}, lambda r: r.policy.compute_dtype != F32),
     ],
