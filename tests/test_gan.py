@@ -104,7 +104,7 @@ def plain_training(steps=5):
     "policy",
     [
         pytest.param("float32", marks=pytest.mark.slow),
-        "mixed_bfloat16",
+        pytest.param("mixed_bfloat16", marks=pytest.mark.slow),
         "mixed_float16",
     ],
 )

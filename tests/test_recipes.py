@@ -354,7 +354,7 @@ def test_outputs_are_cast():
     assert found.dtype == F16
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["O1", "O2", "OD", "mixed_float16"])
 def test_what_is_not_enabled_is_exactly_float32(name):
     recipe = amp.recipe(name, enabled=False)
     params, opt_state, losses = train(recipe, 5)
