@@ -141,8 +141,8 @@ def test_exported_weights_are_those_stored_with_more_digits(name):
         ("f32", 4 + 8),
         ("naive", 2 + 8),
         ("masters", 2 + 8 + 4),
-        ("stochastic", 2 + 8),
-        ("kahan", 2 + 8 + 2),
+        pytest.param("stochastic", 2 + 8, marks=pytest.mark.slow),
+        pytest.param("kahan", 2 + 8 + 2, marks=pytest.mark.slow),
     ],
 )
 def test_bytes_of_a_parameter_are_those_of_its_arrays(name, in_half):

@@ -26,6 +26,7 @@ def promotion_as_users_have_it():
         yield
 
 
+@pytest.mark.slow
 def test_a_few_steps_print_a_table_and_resume_at_the_same_bits():
     done = subprocess.run(
         [

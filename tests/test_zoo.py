@@ -127,7 +127,9 @@ def test_float32_program_is_computed_in_float64_where_its_parameters_are_float64
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("program", ["twin", "autocast"])
+@pytest.mark.parametrize(
+    "program", [pytest.param("twin", marks=pytest.mark.slow), "autocast"]
+)
 def test_half_precision_gradient_is_that_of_the_float32_program(model, dtype, program):
     value, gradient = loss_and_gradient(model, dtype, program)
     expected_value, expected = loss_and_gradient(model, "float32", "f32")
