@@ -106,10 +106,12 @@ def _traced(call: _Call) -> Any:
     try:
         return jaxprs.trace(call.run, call.inputs)
     except refusals:
-        for which in (call.is_cache, call.is_stored):
-            if call.widen(which):
-                with contextlib.suppress(*refusals):
-                    return jaxprs.trace(call.run, call.inputs)
+        if call.widen(call.is_cache):
+            with contextlib.suppress(*refusals):
+                return jaxprs.trace(call.run, call.inputs)
+        if call.widen(call.is_stored):
+            with contextlib.suppress(*refusals):
+                return jaxprs.trace(call.run, call.inputs)
         raise
 
 
@@ -150,23 +152,21 @@ class _Call:
             [each for each, x in zip(which, self.values, strict=True) if _is_array(x)]
             for which in (is_cache, is_stored)
         )
-        self.cache_dtype: np.dtype | None = None
         self.held: list[np.dtype | None] = [None] * len(self.arrays)
         self.states: list[np.dtype | None] = []
 
     def widen(self, which: Sequence[bool]) -> bool:
-        """Traces half-precision arguments in f32 from now on; says if there are any."""
+        """Traces these in f32 too if they are half; says if any was not so far."""
+        before = self.held
         self.held = [
-            x.dtype if each and is_half(x.dtype) else None
-            for each, x in zip(which, self.arrays, strict=True)
+            x.dtype if dtype or (each and is_half(x.dtype)) else None
+            for dtype, each, x in zip(before, which, self.arrays, strict=True)
         ]
-        caches = itertools.compress(self.held, self.is_cache)
-        self.cache_dtype = next(filter(None, caches), None)
         self.inputs = [
             x if dtype is None else jax.ShapeDtypeStruct(x.shape, F32)
             for x, dtype in zip(self.arrays, self.held, strict=True)
         ]
-        return any(self.held)
+        return self.held != before
 
     def run(self, *arrays: Any) -> list[Any]:
         """What is traced: the call, from arrays to arrays."""
@@ -191,13 +191,13 @@ class _Call:
                 "hold is not searched."
             )
             raise
-        except (TypeError, jax.dtypes.TypePromotionError):
+        finally:
+            # Caches are known by their place, or once a module has got them.
             given = set(map(id, self.variables.caches))
             self.is_cache = [
                 each or id(x) in given
                 for each, x in zip(self.is_cache, arrays, strict=True)
             ]
-            raise
         closures.write_back()
         return self._arrays_of(results, arrays)
 
@@ -239,8 +239,9 @@ class _Call:
         return [x for x, _ in returned]
 
     def _dtype_of(self, array: Any, state: str | None) -> np.dtype | None:
-        if state == CACHE and self.cache_dtype is not None and array.dtype == F32:
-            return self.cache_dtype
+        if state == CACHE and array.dtype == F32:
+            widened = filter(None, itertools.compress(self.held, self.is_cache))
+            return next(widened, array.dtype)
         return None if state is None else array.dtype
 
     def returned(self, results: Sequence[Any]) -> Any:
