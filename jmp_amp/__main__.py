@@ -1,4 +1,4 @@
-"""The command line: `python -m jmp_amp explain package.module:function`."""
+"""The command line: `python -m jmp_amp explain package.module:function`, `doctor`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jmp_amp.doctor import examine
 from jmp_amp.policy_map import as_policy_map
 from jmp_amp.report import explain
 
@@ -23,13 +24,21 @@ nothing and returns a tuple of them, or such a tuple and a dictionary of keyword
 arguments. A jax.ShapeDtypeStruct will do for an array.
 """
 
+_DOCTOR = """\
+Prints what this machine computes with, which half dtype and recipe suit it and why, and
+trains a small model in mixed precision beside f32. The exit status is 1 if something
+does not hold.
+"""
+
 
 class _Mistake(Exception):
     """What the caller can put right, in words."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status: 2 for a caller's mistake.
+    """Runs the command line and returns the exit status.
+
+    It is 2 for a caller's mistake; 1 if `doctor` finds that something does not hold.
 
     Args:
       argv: the words of the command; by default those of this process.
@@ -54,16 +63,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--json", action="store_true", help="print the whole report as JSON")
     add("--equations", action="store_true", help="print every equation too")
     add("--module", metavar="GLOB", help="print these modules' equations: 'encoder/*'")
+    command = commands.add_parser(
+        "doctor",
+        help="print what this machine can do, and try it",
+        description=_DOCTOR,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(run=_doctor)
+    command.add_argument("--json", action="store_true", help="print it as JSON")
     options = parser.parse_args(argv)
     try:
-        print(options.run(options))
+        return options.run(options)
     except _Mistake as mistake:
         print(f"python -m jmp_amp: {mistake}", file=sys.stderr)
         return 2
-    return 0
 
 
-def _explain(options: argparse.Namespace) -> str:
+def _doctor(options: argparse.Namespace) -> int:
+    found = examine()
+    print(found.to_json() if options.json else found)
+    return 0 if found.healthy else 1
+
+
+def _explain(options: argparse.Namespace) -> int:
     try:
         policy = as_policy_map(options.policy, "explain(fn, {})")
     except (TypeError, ValueError) as error:
@@ -75,12 +97,11 @@ def _explain(options: argparse.Namespace) -> str:
         raise _Mistake(str(error)) from error
     args, kwargs = _arguments(example)
     report = explained(*args, **kwargs)
-    if options.json:
-        return report.to_json(indent=1)
-    if options.equations or options.module is not None:
+    print(report.to_json(indent=1) if options.json else report)
+    if not options.json and (options.equations or options.module is not None):
         pattern = "**" if options.module is None else options.module
-        return f"{report}\n\n{report.drill_down(pattern)}"
-    return str(report)
+        print(f"\n{report.drill_down(pattern)}")
+    return 0
 
 
 def _functions(

@@ -2,18 +2,16 @@
 
 A recipe is plain data: a policy for `autocast`, the dtype that parameters are stored
 in, whether the optimizer keeps masters, a loss scale. What a word means in the system
-that it comes from is a row of `_RECIPES`; the rest is what these systems let one
+that it comes from is a row of `levels.LEVELS`; the rest is what these systems let one
 change.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,110 +20,20 @@ from flax import nnx
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from jmp_amp.dtypes import F32, floating_dtype, half_dtype, is_half, short_name
+from jmp_amp.dtypes import F32, short_name
 from jmp_amp.exports import export_params
 from jmp_amp.interpreter import autocast
 from jmp_amp.leaves import TreeStructure
-from jmp_amp.loss_scale import LossScale, no_loss_scale, static_loss_scale
+from jmp_amp.loss_scale import LossScale
 from jmp_amp.optimizers import with_loss_scale
+from jmp_amp.originals import begin_with
+from jmp_amp.overrides import fields_of
 from jmp_amp.parameters import cast_params
 from jmp_amp.policy import Policy
 from jmp_amp.policy_map import PolicyMap
-from jmp_amp.presets import loss_scale_preset, parameters_of
-from jmp_amp.rules import ARITHMETIC
 from jmp_amp.states import WEIGHT_STATES, LossScaleState, nodes_of
 from jmp_amp.tables import Table, as_text
-from jmp_amp.weights import begin_with, with_kahan
-
-_F16, _BF16 = np.dtype("float16"), np.dtype(jax.numpy.bfloat16)
-
-
-class _Row(NamedTuple):
-    """What a name means.
-
-    Attributes:
-      system: whose name it is.
-      scaler: whose loss scaler, for `loss_scale_preset`.
-      half: the half dtype, if the name says which.
-      by_operation: f32 parameters, half precision operation by operation.
-      stored_half: half-precision parameters.
-      keep_norms: norm parameters stay f32 then.
-      masters: the optimizer has f32 masters.
-      scaled: the loss scale is dynamic in f16.
-      products_only: only matrix products and convolutions are in half.
-    """
-
-    system: str
-    scaler: str
-    half: np.dtype | None = None
-    by_operation: bool = False
-    stored_half: bool = False
-    keep_norms: bool | None = None
-    masters: bool | None = None
-    scaled: bool = True
-    products_only: bool = False
-
-
-_RECIPES = {
-    "O0": _Row("Apex", "apex", masters=False, scaled=False),
-    "O1": _Row("Apex", "apex", by_operation=True),
-    "O2": _Row("Apex", "apex", stored_half=True, keep_norms=True, masters=True),
-    "O3": _Row(
-        *("Apex", "apex"),
-        stored_half=True,
-        keep_norms=False,
-        masters=False,
-        scaled=False,
-    ),
-    "OD": _Row("Paddle", "paddle", by_operation=True, products_only=True),
-    "auto": _Row("MindSpore", "mindspore", by_operation=True),
-    "fp16": _Row("Colossal-AI", "torch", _F16, by_operation=True),
-    "bf16": _Row("Colossal-AI", "torch", _BF16, by_operation=True),
-    "fp16_apex": _Row("Colossal-AI", "apex", _F16, by_operation=True),
-    "fp16_naive": _Row(
-        *("Colossal-AI", "colossalai", _F16),
-        stored_half=True,
-        keep_norms=True,
-        masters=True,
-    ),
-    "mixed_float16": _Row("Keras", "keras", _F16, by_operation=True),
-    "mixed_bfloat16": _Row("Keras", "keras", _BF16, by_operation=True),
-    "float32": _Row("Keras", "keras", masters=False, scaled=False),
-}
-
-# Names of operations in Paddle's lists that are others here.
-_PADDLE_NAMES: dict[str, str] = {
-    **dict.fromkeys(("conv2d", "conv3d", "conv1d"), "conv_general_dilated"),
-    **dict.fromkeys(("matmul", "matmul_v2", "bmm", "einsum"), "dot_general"),
-    **{f"elementwise_{name}": name for name in ("add", "sub", "mul", "div", "pow")},
-    **{"sigmoid": "logistic", "erfinv": "erf_inv", "reduce_mean": "mean"},
-}
-
-# What Apex and Paddle call the same; the first name is that of the field.
-_ALIASES = {
-    "master_weight": "master_weights",
-    "patch_torch_functions": "patch_functions",
-}
-
-_PROPERTIES = (
-    "loss_scale",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "cast_model_type",
-    "cast_model_outputs",
-    "patch_functions",
-    "num_losses",
-    "enabled",
-    "custom_white_list",
-    "custom_black_list",
-    "excluded_layers",
-    "master_grad",
-    "save_dtype",
-)
-
-
-# Where the parameters of the scaler are among them.
-_SCALER = "(scaler)"
+from jmp_amp.weights import with_kahan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -384,262 +292,7 @@ def recipe(name: str, half_dtype: DTypeLike | None = None, **overrides: Any) -> 
       >>> loss, updates.tolist()
       (Array(1., dtype=float32), [[-0.5], [-0.5]])
     """
-    given = {key: value for key, value in overrides.items() if value is not None}
-    call = _Call(name, half_dtype, given)
-    row = call.row()
-    properties = call.properties(row)
-    return _put_together(call, row, properties)
-
-
-class _Call(NamedTuple):
-    """A call of `recipe`, to speak of it in errors."""
-
-    name: Any
-    half_dtype: Any
-    overrides: Mapping[str, Any]
-
-    def refuse(self, fact: str, key: str = "", error: type = ValueError) -> NoReturn:
-        """Raises an error about this call, or about one of its overrides."""
-        given = f", {key}={self.overrides[key]!r}" if key else ""
-        raise error(f"recipe({self.name!r}{given}): {fact}")
-
-    def row(self) -> _Row:
-        """What the name means."""
-        if self.name == "fp8":
-            self.refuse(
-                "there is no recipe for fp8 yet. In half precision there are "
-                f"{', '.join(_RECIPES)}.",
-                error=NotImplementedError,
-            )
-        if not isinstance(self.name, str) or self.name not in _RECIPES:
-            known = f"There are {', '.join(_RECIPES)}."
-            text = str(self.name)
-            if text[:1] == "0" and (letter := f"O{text[1:]}") in _RECIPES:
-                self.refuse(
-                    "unknown recipe. It is the letter O, not the digit zero: "
-                    f'"{letter}". {known}'
-                )
-            lower = {each.lower(): each for each in _RECIPES}
-            close = difflib.get_close_matches(text.lower(), lower, n=1)
-            hint = f'Did you mean "{lower[close[0]]}"? ' if close else ""
-            self.refuse(f"unknown recipe. {hint}{known}")
-        if self.name != "fp16_apex" or "opt_level" not in self.overrides:
-            return _RECIPES[self.name]
-        level = self.overrides["opt_level"]
-        if level not in ("O0", "O1", "O2", "O3"):
-            hint = "It is the letter O. " if str(level)[:1] == "0" else ""
-            self.refuse(f"unknown level. {hint}There are O0, O1, O2, O3.", "opt_level")
-        return _RECIPES[level]._replace(system="Colossal-AI", half=_F16)
-
-    def scaler(self, row: _Row) -> str:
-        """Whose scaler it is: Paddle has O1 and O2 as well, and names of its own."""
-        of_paddle = set(parameters_of("paddle")) - set(parameters_of(row.scaler))
-        is_level = row.system == "Apex"
-        return "paddle" if is_level and of_paddle & set(self.overrides) else row.scaler
-
-    def properties(self, row: _Row) -> dict[str, Any]:
-        """The overrides by their one name; those of the scaler together."""
-        scaler = parameters_of(self.scaler(row))
-        properties = _PROPERTIES + ("opt_level",) * (self.name == "fp16_apex")
-        found: dict[str, Any] = {_SCALER: {}}
-        for key, value in self.overrides.items():
-            ours = _ALIASES.get(key, key)
-            if ours in found:
-                self.refuse("given twice. Give it once.", key, TypeError)
-            if ours in properties:
-                found[ours] = value
-            elif key in scaler:
-                found[_SCALER][key] = value
-            else:
-                known = [*properties, *_ALIASES, *scaler]
-                close = difflib.get_close_matches(key, known, n=1)
-                hint = f"Did you mean {close[0]}? " if close else ""
-                self.refuse(
-                    f"unknown property. {hint}There are {', '.join(known)}.",
-                    key,
-                    TypeError,
-                )
-        return found
-
-    def flag(self, properties: Mapping[str, Any], name: str, default: Any) -> Any:
-        """A property that is true or false; Apex reads words from command lines."""
-        value = properties.get(name, default)
-        if isinstance(value, str):
-            value = {"True": True, "False": False}.get(value, value)
-        if value is not None and not isinstance(value, bool):
-            self.refuse("neither True nor False.", self.key_of(name), TypeError)
-        return value
-
-    def dtype(self, properties: Mapping[str, Any], name: str) -> np.dtype | None:
-        """A property that is a floating dtype."""
-        if name not in properties:
-            return None
-        text = f"recipe({self.name!r}, {self.key_of(name)}={{}})"
-        return floating_dtype(properties[name], text)
-
-    def key_of(self, name: str) -> str:
-        """The name by which a property was given."""
-        names = [key for key, ours in _ALIASES.items() if ours == name]
-        return next((key for key in names if key in self.overrides), name)
-
-
-def _put_together(call: _Call, row: _Row, properties: Mapping[str, Any]) -> Recipe:
-    _check_levels(call, row, properties)
-    half = _half(call, row, properties)
-    enabled = call.flag(properties, "enabled", True)
-    stored = call.dtype(properties, "cast_model_type")
-    if stored not in (None, F32) and not is_half(stored):
-        call.refuse(
-            "parameters are trained in float16, bfloat16 or float32.", "cast_model_type"
-        )
-    if stored is None and not row.by_operation:
-        stored = half if row.stored_half else F32
-    outputs = call.dtype(properties, "cast_model_outputs")
-    losses = properties.get("num_losses", 1)
-    if isinstance(losses, bool) or not isinstance(losses, int) or losses < 1:
-        call.refuse("a number of losses is an int, at least 1.", "num_losses")
-    is_half_model = is_half(stored)
-    call.flag(properties, "master_grad", True)
-    policy = _policy(call, row, properties, half, stored, outputs)
-    masters = call.flag(properties, "master_weights", row.masters)
-    loss_scale = _loss_scale(call, row, properties, half if enabled else F32)
-    return Recipe(
-        name=call.name,
-        system=row.system,
-        policy=policy if enabled else Policy(F32, F32, F32),
-        loss_scale=loss_scale if enabled else no_loss_scale(),
-        cast_model_type=stored if enabled else F32,
-        keep_batchnorm_fp32=call.flag(
-            properties, "keep_batchnorm_fp32", row.keep_norms
-        ),
-        master_weights=masters if enabled and (is_half_model or not masters) else False,
-        cast_model_outputs=outputs if enabled else None,
-        num_losses=losses,
-        enabled=enabled,
-        save_dtype=call.dtype(properties, "save_dtype") or F32,
-    )
-
-
-def _check_levels(call: _Call, row: _Row, properties: Mapping[str, Any]) -> None:
-    """Raises where a property contradicts the name, as in Apex."""
-    patched = call.flag(properties, "patch_functions", None)
-    if patched and not row.by_operation:
-        call.refuse(
-            "half precision operation by operation is another recipe. Use O1.",
-            call.key_of("patch_functions"),
-        )
-    if patched is False and row.by_operation:
-        call.refuse(
-            "half precision operation by operation is what this recipe is. Use O0 for "
-            "f32, O2 or O3 for half-precision parameters.",
-            call.key_of("patch_functions"),
-        )
-    if not row.by_operation:
-        return
-    for name, fact in {
-        "keep_batchnorm_fp32": "norms are f32 in it already, with all parameters.",
-        "master_weights": "its parameters are f32 and need no masters.",
-    }.items():
-        if name in properties:
-            call.refuse(
-                f"{fact} It is for models that are cast: use O2.", call.key_of(name)
-            )
-    stored = call.dtype(properties, "cast_model_type")
-    if stored is not None and stored != F32:
-        call.refuse(
-            "its parameters are f32; half precision is decided operation by operation. "
-            "Use O2 or O3 to cast them.",
-            "cast_model_type",
-        )
-
-
-def _half(call: _Call, row: _Row, properties: Mapping[str, Any]) -> np.dtype:
-    """The half dtype of the recipe."""
-    text = f"recipe({call.name!r}, half_dtype={{}})"
-    given = call.half_dtype
-    asked = None if given is None else floating_dtype(given, text)
-    stored = call.dtype(properties, "cast_model_type")
-    if asked is not None and not is_half(asked):
-        call.refuse(f"half_dtype={given!r} is no half dtype. Use float16 or bfloat16.")
-    if asked is not None and row.half not in (None, asked):
-        call.refuse(
-            f"half_dtype={given!r}, but the name says {short_name(row.half)}. Leave "
-            "half_dtype out, or use O1."
-        )
-    wanted = stored if is_half(stored) else None
-    if wanted is not None and row.half not in (None, wanted):
-        call.refuse(f"the name says {short_name(row.half)}.", "cast_model_type")
-    if wanted is not None and asked not in (None, wanted):
-        call.refuse(f"but half_dtype={given!r}. Give one of them.", "cast_model_type")
-    return row.half or asked or wanted or np.dtype(half_dtype())
-
-
-def _policy(
-    call: _Call,
-    row: _Row,
-    properties: Mapping[str, Any],
-    half: np.dtype,
-    stored: np.dtype | None,
-    outputs: np.dtype | None,
-) -> Policy | PolicyMap:
-    compute = half if row.by_operation or is_half(stored) else F32
-    policy = Policy(stored or F32, compute, outputs or F32)
-    white = _names(call, properties, "custom_white_list")
-    black = _names(call, properties, "custom_black_list")
-    if both := sorted(white & black):
-        call.refuse(
-            f"{both[0]!r} is in custom_white_list too. An operation is in one list.",
-            "custom_black_list",
-        )
-    if row.products_only:
-        black |= ARITHMETIC - white
-    policy = policy.with_low(*sorted(white)).with_full(*sorted(black))
-    layers = properties.get("excluded_layers", ())
-    if isinstance(layers, str | type) or not isinstance(layers, Iterable):
-        layers = (layers,)
-    return PolicyMap(policy, dict.fromkeys(layers, "float32")) if layers else policy
-
-
-def _names(call: _Call, properties: Mapping[str, Any], key: str) -> frozenset[str]:
-    names = properties.get(key, ())
-    is_many = isinstance(names, Iterable) and not isinstance(names, str)
-    if not is_many or not all(isinstance(each, str) for each in names):
-        call.refuse("not a collection of names. Use a set of strings.", key, TypeError)
-    return frozenset(str(_PADDLE_NAMES.get(name, name)) for name in names)
-
-
-def _loss_scale(
-    call: _Call, row: _Row, properties: Mapping[str, Any], half: np.dtype
-) -> LossScale:
-    scaler = properties[_SCALER]
-    asked = properties.get("loss_scale")
-    is_scalar = isinstance(asked, numbers.Real | str) and not isinstance(asked, bool)
-    is_scalar |= isinstance(asked, jax.Array | np.ndarray) and np.ndim(asked) == 0
-    is_dynamic = isinstance(asked, str) and asked == "dynamic"
-    if (is_scalar or isinstance(asked, LossScale)) and not is_dynamic:
-        if scaler:
-            call.refuse(
-                f"{next(iter(scaler))} is of a dynamic scale, which this is not. Leave "
-                "one of them out.",
-                "loss_scale",
-                TypeError,
-            )
-        if isinstance(asked, LossScale):
-            return asked
-        try:
-            return static_loss_scale(float(cast(Any, asked)))
-        except ValueError as error:
-            fact = 'neither "dynamic" nor a positive number, nor a LossScale.'
-            raise ValueError(
-                f"recipe({call.name!r}, loss_scale={asked!r}): {fact}"
-            ) from error
-    if asked is not None and not is_dynamic:
-        call.refuse(
-            'neither "dynamic" nor a number, nor a LossScale.', "loss_scale", TypeError
-        )
-    if is_dynamic or scaler or (row.scaled and half == _F16):
-        return loss_scale_preset(call.scaler(row), **scaler)
-    return no_loss_scale()
+    return Recipe(**fields_of(name, half_dtype, overrides))
 
 
 def _power(value: jax.Array) -> str:

@@ -13,16 +13,14 @@ All three return the float32 difference between two half-precision numbers, so t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
-from jax.core import Tracer
 
-from jmp_amp.dtypes import F32, is_castable, is_half
+from jmp_amp.dtypes import F32, is_half
 from jmp_amp.leaves import (
     TreeStructure,
     check_gradients,
@@ -32,6 +30,7 @@ from jmp_amp.leaves import (
     with_extra_args,
     zero_update,
 )
+from jmp_amp.originals import originals_of, remainder
 from jmp_amp.rounding import (
     land_on,
     remainder_of,
@@ -103,7 +102,7 @@ def with_master_weights(
     transformation = with_extra_args(inner, call)
 
     def init_fn(params: Any) -> Any:
-        originals = _originals(params, init_from, call)
+        originals = originals_of(params, init_from, call)
         masters = _for_half(params, lambda path, leaf: originals.get(path, leaf), F32)
         inner_state = transformation.init(taking_part(_merged(params, masters)))
         return MasterWeightsState(
@@ -124,16 +123,7 @@ def with_master_weights(
         # rounded. Then the master gives way, by less than an f32 of the old size tells.
         return step, jnp.where(reached == landing, master, reached)
 
-    def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
-        kept, structure = jax.tree.flatten(state.masters)
-        storage = _Storage(call, transformation, kept, value, written)
-        updates, inner_state, kept = storage.update(updates, state, params, extra_args)
-        return updates, MasterWeightsState(
-            inner_state, structure.unflatten(kept), state.structure
-        )
-
+    update_fn = _updating("masters", call, transformation, value, written)
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
@@ -178,14 +168,14 @@ def with_kahan(
     transformation = with_extra_args(inner, call)
 
     def init_fn(params: Any) -> Any:
-        originals = _originals(params, init_from, call)
+        originals = originals_of(params, init_from, call)
         values = _for_half(params, lambda path, leaf: originals.get(path, leaf), F32)
         inner_state = transformation.init(taking_part(_merged(params, values)))
         return KahanState(
             inner_state=owned(_not_nested(inner_state, call)),
             compensation=_for_half(
                 params,
-                lambda path, leaf: _remainder(leaf, originals.get(path, leaf)),
+                lambda path, leaf: remainder(leaf, originals.get(path, leaf)),
                 jnp.int16,
             ),
             structure=TreeStructure.of(params),
@@ -202,16 +192,7 @@ def with_kahan(
         still = update == 0
         return jnp.where(still, 0.0, step), jnp.where(still, half.kept, left)
 
-    def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
-        kept, structure = jax.tree.flatten(state.compensation)
-        storage = _Storage(call, transformation, kept, value, written)
-        updates, inner_state, kept = storage.update(updates, state, params, extra_args)
-        return updates, KahanState(
-            inner_state, structure.unflatten(kept), state.structure
-        )
-
+    update_fn = _updating("compensation", call, transformation, value, written)
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
@@ -293,64 +274,6 @@ def with_stochastic_rounding(
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def begin_with(opt_state: Any, params: Any, originals: Any) -> Any:
-    """Returns a new optimizer state that has all digits of the original parameters.
-
-    As `init_from=` of `with_master_weights` and `with_kahan`, for a state of theirs
-    that was begun without.
-
-    Args:
-      opt_state: a state that holds such ones, or none. What is in `nnx.Variable`s is
-        changed in place.
-      params: the half-precision parameters.
-      originals: the parameters before they were cast.
-
-    Example:
-      >>> import jmp_amp as amp
-      >>> from jmp_amp.weights import begin_with
-      >>> state = amp.with_master_weights(optax.sgd(0.1)).init(jnp.bfloat16(1.001))
-      >>> begin_with(state, jnp.bfloat16(1.001), jnp.float32(1.001)).masters
-      Array(1.001, dtype=float32)
-    """
-    cast, found = (
-        dict(_leaves_by_path(nnx.as_pure(each))) for each in (params, originals)
-    )
-
-    def begun(node: Any) -> Any:
-        if isinstance(node, MasterWeightsState):
-            of = lambda name: jnp.array(  # noqa: E731
-                _beside(found[name], cast[name]), F32, copy=True
-            )
-            return node._replace(masters=_replaced(node.masters, of))
-        if isinstance(node, KahanState):
-            of = lambda name: _remainder(  # noqa: E731
-                cast[name], _beside(found[name], cast[name])
-            )
-            return node._replace(compensation=_replaced(node.compensation, of))
-        return node
-
-    return jax.tree.map(
-        begun, opt_state, is_leaf=lambda node: isinstance(node, WEIGHT_STATES)
-    )
-
-
-def _replaced(tree: Any, of: Callable[[str], jax.Array]) -> Any:
-    """`tree` with `of` the path of each leaf in its place."""
-    names = iter(_leaves_by_path(nnx.as_pure(tree)))
-    leaves, structure = jax.tree.flatten(
-        tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
-    )
-    for index, leaf in enumerate(leaves):
-        if not jax.tree.leaves(leaf):
-            continue  # A Variable whose value is masked.
-        value = of(next(names)[0])
-        if isinstance(leaf, nnx.Variable):
-            leaf.set_value(value)
-        else:
-            leaves[index] = value
-    return structure.unflatten(leaves)
 
 
 class _Half(NamedTuple):
@@ -449,10 +372,25 @@ class _Storage(NamedTuple):
         return halves
 
 
-def _remainder(param: Any, original: Any) -> jax.Array:
-    """What a half-precision parameter lacks of its original."""
-    rounded = jnp.asarray(param, F32)
-    return remainder_of(jnp.asarray(original, F32), rounded, param.dtype)
+def _updating(
+    field: str,
+    call: str,
+    transformation: optax.GradientTransformationExtraArgs,
+    value: Callable[[_Half], jax.Array],
+    written: Callable[[_Half, jax.Array], tuple[jax.Array, Any]],
+) -> Callable[..., tuple[Any, Any]]:
+    """The `update` of a state whose `field` is a tree of what is kept."""
+
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        kept, structure = jax.tree.flatten(getattr(state, field))
+        storage = _Storage(call, transformation, kept, value, written)
+        updates, inner_state, kept = storage.update(updates, state, params, extra_args)
+        now = {"inner_state": inner_state, field: structure.unflatten(kept)}
+        return updates, state._replace(**now)
+
+    return update_fn
 
 
 def _step(half: _Half, landing: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -480,62 +418,6 @@ def _merged(params: Any, masters: Any) -> Any:
         next(remaining) if is_half(getattr(leaf, "dtype", None)) else leaf
         for leaf in leaves
     )
-
-
-def _originals(params: Any, init_from: Any, call: str) -> dict[str, Any]:
-    """The leaves of `init_from` for the half ones of `params`, by their path."""
-    if init_from is None:
-        return {}
-    call = f"{call}(inner, init_from=...)"
-    if isinstance(init_from, nnx.Module):
-        init_from = nnx.state(init_from)
-    found = dict(_leaves_by_path(nnx.as_pure(init_from)))
-    originals = {}
-    pure = _leaves_by_path(nnx.as_pure(params))
-    for (name, leaf), (path, _) in zip(pure, _leaves_by_path(params), strict=True):
-        if not is_half(getattr(leaf, "dtype", None)):
-            continue
-        original = found.get(name)
-        is_float = is_castable(getattr(original, "dtype", None))
-        if not is_float or np.shape(cast(Any, original)) != leaf.shape:
-            fact = jax.typeof(original) if hasattr(original, "dtype") else "nothing"
-            raise ValueError(
-                f"{call}: the parameter at {name} is {jax.typeof(leaf)}, but there it "
-                f"is {fact}. Give the tree that the parameters were cast from."
-            )
-        original = _beside(original, leaf)
-        if _differs(leaf, original):
-            raise ValueError(
-                f"{call}: the parameter at {name} is not the one there, rounded to "
-                f"{leaf.dtype.name}. Give the tree that the parameters were cast from."
-            )
-        originals[path] = original
-    return originals
-
-
-def _leaves_by_path(tree: Any) -> list[tuple[str, Any]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
-
-
-def _beside(original: Any, leaf: Any) -> Any:
-    """`original` on the devices of `leaf`, split as it is."""
-    if isinstance(original, Tracer) or not _is_at_hand(leaf):
-        return original
-    return jax.device_put(original, leaf.sharding)
-
-
-def _is_at_hand(array: Any) -> bool:
-    is_known = isinstance(array, jax.Array) and not isinstance(array, Tracer)
-    return is_known and array.is_fully_addressable
-
-
-def _differs(leaf: Any, original: Any) -> bool:
-    """Whether `leaf` is surely not `original` rounded."""
-    if not (_is_at_hand(leaf) and _is_at_hand(original)):
-        return False
-    rounded = jnp.asarray(original).astype(leaf.dtype)
-    return not bool(jnp.array_equal(rounded, leaf, equal_nan=True))
 
 
 def _not_nested(inner_state: Any, call: str) -> Any:

@@ -12,10 +12,11 @@ import jmp_amp as amp
 
 ROOMS = (
     ("dtypes", "finite"),
-    ("policy", "patterns", "closures", "jaxprs", "bounds", "rounding"),
+    ("policy", "patterns", "closures", "jaxprs", "bounds", "rounding", "levels"),
     ("policy_map", "casting", "rules", "loss_scale"),
     ("scopes", "leaves", "states", "presets"),
     ("nnx_modules", "decisions", "derivatives", "islands", "parameters", "exports"),
+    ("originals", "overrides"),
     ("linen_modules", "flows", "plan"),
     ("regions", "demands", "calls"),
     ("planner",),
@@ -24,6 +25,8 @@ ROOMS = (
     ("reading", "tables"),
     ("report",),
     ("plots", "recipes", "jmp"),
+    ("checkup",),
+    ("doctor",),
     ("__main__", "__init__"),
 )
 ROW = {name: row for row, names in enumerate(ROOMS) for name in names}

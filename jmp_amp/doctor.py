@@ -1,0 +1,279 @@
+"""What a machine can do, which precision suits it and why, and whether it works here.
+
+`advise` is knowledge: which half dtype the matrix units of a device take. `examine`
+asks the machine: it times a matrix product in each dtype and trains a small model in
+mixed precision beside f32. `python -m jmp_amp doctor` prints what it returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_amp.checkup import Check, check
+from jmp_amp.dtypes import BF16, F16, F32, half_dtype, short_name
+from jmp_amp.recipes import recipe
+from jmp_amp.tables import Table, as_text, quantity
+
+_PACKAGES = ("jmp_amp", "jax", "jaxlib", "flax", "optax")
+
+
+class Advice(NamedTuple):
+    """Which precision suits a kind of device.
+
+    Attributes:
+      half_dtype: "bf16" or "f16".
+      recipe: the name for `amp.recipe`.
+      why: a sentence or two.
+    """
+
+    half_dtype: str
+    recipe: str
+    why: str
+
+
+class Product(NamedTuple):
+    """How a dtype does on this machine.
+
+    Attributes:
+      dtype: its short name.
+      largest: the largest finite number.
+      smallest: the smallest positive number, denormals included.
+      last_place: the distance from 1 to the next number.
+      speed: of a matrix product, as a multiple of float32's.
+    """
+
+    dtype: str
+    largest: float
+    smallest: float
+    last_place: float
+    speed: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Examination:
+    """What `examine` found.
+
+    Attributes:
+      versions: of the packages.
+      device: what JAX calls the device, and how many there are.
+      memory: bytes of one device; None where it does not say.
+      advice: which precision to use.
+      products: how fast each dtype is multiplied.
+      checks: what was tried, and whether it holds.
+      notes: what in the settings is worth knowing.
+    """
+
+    versions: dict[str, str]
+    device: str
+    memory: int | None
+    advice: Advice
+    products: tuple[Product, ...]
+    checks: tuple[Check, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether all checks hold."""
+        return all(check.holds for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the findings as dictionaries, lists, text and numbers."""
+        found = dataclasses.asdict(self) | {"advice": self.advice._asdict()}
+        for name in ("products", "checks"):
+            found[name] = [each._asdict() for each in getattr(self, name)]
+        return found | {"notes": list(self.notes), "healthy": self.healthy}
+
+    def to_json(self) -> str:
+        """Returns `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def __str__(self) -> str:
+        versions = ", ".join(f"{name} {each}" for name, each in self.versions.items())
+        memory = f", {quantity(self.memory)}B each" if self.memory else ""
+        half, name, why = self.advice
+        given = "" if name == "O0" else f", half_dtype={half!r}"
+        heading = [
+            versions,
+            f"{self.device}{memory}",
+            "",
+            f"Use amp.recipe({name!r}{given}). Half precision here is {half}.",
+            why,
+            *(f"Note: {note}" for note in self.notes),
+        ]
+        tables = [_of_products(self.products), _of_checks(self.checks)]
+        failed = sum(not each.holds for each in self.checks)
+        verdict = f"All {len(self.checks)} checks hold."
+        if failed:
+            verdict = f"{failed} of {len(self.checks)} checks fail: do not train so."
+        text = as_text("\n".join(heading), tables, 88)
+        return f"{text}\n\n{verdict}"
+
+
+def _of_products(products: Iterable[Product]) -> Table:
+    return Table(
+        "What it computes with",
+        ("dtype", " largest", " smallest", " last place", " product"),
+        [
+            (dtype, *(f"{limit:.2g}" for limit in limits), f"{speed:.2f}x")
+            for dtype, *limits, speed in products
+        ],
+        "product: how fast a matrix product is, measured now, f32 being 1.",
+    )
+
+
+def _of_checks(checks: Sequence[Check]) -> Table:
+    """One row for a sentence, one column for a dtype."""
+    shown: dict[str, dict[str, str]] = {}
+    for dtype, what, holds, measured in checks:
+        verdict = "ok" if holds else "FAILS"
+        shown.setdefault(what, {})[dtype] = f"{verdict}: {measured}"
+    dtypes = list(dict.fromkeys(each.dtype for each in checks))
+    rows = [(what, *(by[dtype] for dtype in dtypes)) for what, by in shown.items()]
+    title = "A small model, trained by O1 and beside it by O0"
+    return Table(title, ("what should hold", *dtypes), rows)
+
+
+def advise(kind: str, capability: str = "") -> Advice:
+    """Returns which precision suits a kind of device.
+
+    Args:
+      kind: "cpu", "tpu" or "gpu": what `jax.Device.platform` says.
+      capability: of a GPU, what `jax.Device.compute_capability` says: "8.0" of
+        NVIDIA's, "gfx942" of AMD's.
+
+    Example:
+      >>> from jmp_amp.doctor import advise
+      >>> advise("gpu", "7.0")[:2], advise("gpu", "9.0")[:2], advise("cpu")[:2]
+      (('f16', 'O1'), ('bf16', 'O1'), ('bf16', 'O0'))
+    """
+    version = re.fullmatch(r"(\d+)\.(\d+)", capability)
+    if kind == "cpu":
+        return Advice(
+            *("bf16", "O0"),
+            "A CPU computes most of half precision in f32, and casts on top. O1 shows "
+            "here how\na model will do on an accelerator.",
+        )
+    if kind == "tpu":
+        return Advice(
+            *("bf16", "O1"),
+            "TPUs multiply bf16 whatever the arrays are; O1 has them be bf16, half "
+            "the bytes\nto keep and to move. bf16 has the range of f32: no scaling.",
+        )
+    if version is None or int(version[1]) >= 8:
+        newer = version is not None and (int(version[1]), int(version[2])) >= (8, 9)
+        fp8 = " Its fp8 units are not used yet." if newer else ""
+        return Advice(
+            *("bf16", "O1"),
+            "Its matrix units take bf16 and f16 alike, and bf16 has the range of f32:\n"
+            f"nothing overflows or is lost, so nothing has to be scaled.{fp8}",
+        )
+    if int(version[1]) == 7:
+        return Advice(
+            *("f16", "O1"),
+            "Its matrix units take f16 alone. f16 has no room for small gradients, so "
+            "O1\nscales the loss, dynamically.",
+        )
+    return Advice(
+        *("f16", "O0"),
+        "It has no matrix units: half precision is no faster. O1 with f16 saves "
+        "memory.",
+    )
+
+
+def examine() -> Examination:
+    """Returns what the default device of JAX can do, tried on a small training step.
+
+    It takes seconds, and compiles and runs a few small programs.
+
+    Example:
+      >>> from jmp_amp.doctor import examine
+      >>> examine().healthy
+      True
+    """
+    devices = jax.local_devices()
+    device = devices[0]
+    # The oldest decides, as in `half_dtype`.
+    suits = [
+        advise(each.platform, str(getattr(each, "compute_capability", "")))
+        for each in devices
+    ]
+    half = short_name(half_dtype())
+    advice = next((each for each in suits if each.half_dtype == half), suits[0])
+    return Examination(
+        {name: metadata.version(name) for name in _PACKAGES},
+        f"{jax.device_count()} x {device.device_kind} ({device.platform})",
+        _memory(device),
+        advice,
+        _products(device.platform),
+        tuple(each for half in (BF16, F16) for each in check(recipe("O1", half), half)),
+        tuple(notes(device.platform)),
+    )
+
+
+def _memory(device: Any) -> int | None:
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def _products(kind: str) -> tuple[Product, ...]:
+    size = 512 if kind == "cpu" else 4096
+    times = {dtype: _seconds(dtype, size) for dtype in (F32, BF16, F16)}
+    found = []
+    for dtype, seconds in times.items():
+        limits = jnp.finfo(dtype)
+        found.append(
+            Product(
+                short_name(dtype),
+                float(limits.max),
+                float(limits.smallest_subnormal),
+                float(limits.eps),
+                times[F32] / seconds,
+            )
+        )
+    return tuple(found)
+
+
+def _seconds(dtype: np.dtype, size: int) -> float:
+    """The time of a matrix product, the shortest of several."""
+    matrix = jnp.full((size, size), 2.0**-10, dtype)
+    product = jax.jit(jnp.matmul)
+    times = []
+    for _ in range(6):
+        begin = time.perf_counter()
+        product(matrix, matrix).block_until_ready()
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])  # the first one compiles
+
+
+def notes(kind: str) -> list[str]:
+    """Returns what in the settings of JAX may surprise.
+
+    Args:
+      kind: as for `advise`.
+    """
+    notes = []
+    asked = os.environ.get("JAX_PLATFORMS", "")
+    plugin = importlib.util.find_spec("jax_plugins") is not None
+    if kind == "cpu" and "cpu" in asked:
+        notes.append(f"JAX_PLATFORMS={asked} keeps JAX on the CPU.")
+    elif kind == "cpu" and plugin:
+        notes.append("a plugin of JAX is installed, but it found no device here.")
+    if kind == "cpu":
+        notes.append(
+            "compiled for a CPU, half precision keeps more digits than on a GPU; the\n"
+            "compiler option xla_allow_excess_precision=False rounds everywhere."
+        )
+    if jnp.result_type(float) != F32:
+        notes.append("jax_enable_x64 is on: what is f64 in a program stays f64.")
+    return notes
