@@ -25,6 +25,14 @@ ROUNDINGS = 2
 # What one worker has executed, the next test on it does not execute again.
 pytestmark = pytest.mark.xdist_group("notebooks")
 each_notebook = pytest.mark.parametrize("name", NOTEBOOKS)
+# The first one is executed by default; of the others, what is committed is looked at.
+each_executed = pytest.mark.parametrize(
+    "name",
+    [
+        each if each == "01_tour" else pytest.param(each, marks=pytest.mark.slow)
+        for each in NOTEBOOKS
+    ],
+)
 
 # What a notebook has computed, read back by a cell of ours at its end.
 READ_BACK = {
@@ -37,7 +45,30 @@ READ_BACK = {
     "reports": {name: each.to_dict() for name, each in reports.items()},
     "default": report.to_dict(),
 }
-"""
+""",
+    "02_recipes": """
+{
+    "losses": losses,
+    "scales": scales,
+    "accuracies": accuracies,
+    "tests": len(test),
+    "sizes": sizes,
+    "norms": sum(
+        leaf.size
+        for name, each in variables["params"].items()
+        for leaf in jax.tree.leaves(each)
+        if name.startswith("BatchNorm")
+    ),
+    "weights": sum(leaf.size for leaf in jax.tree.leaves(variables["params"])),
+    "products": {
+        system: [each.dtype for each in report.equations if each.matmuls]
+        for system, report in plans.items()
+    },
+    "in_half": {system: report.total.in_half for system, report in plans.items()},
+    "exported": [np.asarray(each).tolist() for each in (kernel, half_kernel)],
+    "agree": agree,
+}
+""",
 }
 
 
@@ -160,7 +191,7 @@ def test_code_cells_are_of_the_style_of_the_library(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@each_notebook
+@each_executed
 def test_notebook_runs_in_a_fresh_kernel_and_shows_what_it_showed(name):
     notebook, _ = executed(name)
     pairs = zip(code_cells(notebook), code_cells(committed(name)), strict=True)
@@ -272,3 +303,80 @@ def test_tour_shows_in_its_outputs_the_plans_that_it_makes():
         for each in (notebook, committed("01_tour"))
     )
     assert now == before != []
+
+
+LEVELS = ("O0", "O1", "O2", "O3")
+
+
+@pytest.mark.slow
+def test_recipes_of_scaled_levels_train_as_float32_does():
+    _, values = executed("02_recipes")
+    losses = {name: np.array(values["losses"][name]) for name in LEVELS}
+    f32 = losses["O0"]
+    for name in ("O1", "O2"):
+        # The first step sees the same parameters, but for O2's rounding.
+        eps = float(jnp.finfo(jnp.float16).eps)
+        np.testing.assert_allclose(losses[name][0], f32[0], rtol=4 * eps)
+        skips = np.count_nonzero(np.diff(np.log2(values["scales"][name])) < 0)
+        behind = skips * (f32[0] - f32[-1]) / len(f32)
+        # Steps differ by which digits they round: of the whole fall, by a per cent.
+        assert abs(losses[name].mean() - f32.mean()) <= behind + 0.01 * f32[0]
+        assert losses[name][-20:].mean() < f32[0] / 50
+    share = values["accuracies"]["O0"]
+    assert share > 0.95
+    chance = np.sqrt(2 * share * (1 - share) / values["tests"])
+    for name in LEVELS:
+        assert abs(values["accuracies"][name] - share) <= 3 * chance
+
+
+@pytest.mark.slow
+def test_recipes_store_what_their_levels_say():
+    _, values = executed("02_recipes")
+    weights, norms, sizes = values["weights"], values["norms"], values["sizes"]
+    # Adam's two moments are f32; the rest are counters, which all levels have.
+    moments, counters = 8 * weights, sizes["O0"] - 12 * weights
+    assert 0 < counters < 100
+    half = weights - norms
+    assert sizes["O1"] == sizes["O0"]
+    # A weight of 2 bytes and the 2 bytes that it lacks.
+    assert sizes["O2"] == moments + counters + 4 * norms + (2 + 2) * half
+    assert sizes["O3"] == moments + counters + 2 * weights
+
+
+@pytest.mark.slow
+def test_recipes_scales_move_and_static_ones_do_not():
+    _, values = executed("02_recipes")
+    for name, first in (("O1", 2.0**16), ("O2", 2.0**16)):
+        steps = np.diff(np.log2([first, *values["scales"][name]]))
+        assert set(steps) == {-1.0, 0.0, 1.0}
+    for name in ("O0", "O3"):
+        assert set(values["scales"][name]) == {1.0}
+
+
+@pytest.mark.slow
+def test_recipes_of_other_systems_run_the_products_that_they_name_in_half():
+    _, values = executed("02_recipes")
+    expected = dict.fromkeys(values["products"], ["f16"] * 4)
+    expected["Paddle, lists"] = ["bf16"] * 3 + ["f32"]
+    assert values["products"] == expected
+    assert values["in_half"]["Paddle"] < values["in_half"]["MindSpore"] / 2
+
+
+@pytest.mark.slow
+def test_recipes_refuse_each_mistake_in_words():
+    notebook, _ = executed("02_recipes")
+    fourth = code_cells(notebook)[3]
+    printed = "".join(printed_by(fourth)).strip().split("\n\n")
+    assert len(printed) == fourth.source.count("lambda:")
+    assert all(re.match(r"(Value|Type)Error: recipe\(", each) for each in printed)
+
+
+@pytest.mark.slow
+def test_recipes_export_the_digits_that_half_precision_lacks():
+    _, values = executed("02_recipes")
+    exported, half = map(np.array, values["exported"])
+    # Half a unit of the last place; of what is below the normal range, half of 2**-24.
+    eps, tiny = 2.0**-10, 2.0**-24
+    assert np.all(np.abs(exported - half) <= np.maximum(eps * np.abs(half), tiny) / 2)
+    assert np.mean(exported != half) > 0.9
+    assert values["agree"] > 0.99
