@@ -135,8 +135,10 @@ class Demands:
             wants[0], many[0] = (Demand.NONE,), (False,)
         bodies = tuple(map(self.on, step.flows, wants, many))
         asked = [Demand.NONE] * len(eqn.invars)
-        # A loop reads its operands in every turn.
-        often = [jaxprs.is_loop(eqn)] * len(eqn.invars)
+        # A loop reads its constants in every turn, what it begins with in the first,
+        # and of what it goes through a part in each.
+        constants = carried.start if jaxprs.is_loop(eqn) else 0
+        often = [index < constants for index in range(len(eqn.invars))]
         for (_, operands), body in zip(step.inner, bodies, strict=True):
             for i, demand, each in zip(operands, body.inputs, body.often, strict=True):
                 asked[i] |= demand

@@ -5,12 +5,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
-from jmp_amp.loss_scale import LossScale, dynamic_loss_scale, no_loss_scale
+from jmp_amp.loss_scale import (
+    LossScale,
+    dynamic_loss_scale,
+    no_loss_scale,
+    static_loss_scale,
+)
 
 # No system has a floor below this: a scale that is no normal float32 has no reciprocal.
 _TINY = float(jnp.finfo(jnp.float32).tiny)
@@ -243,9 +249,11 @@ def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> LossScale:
     Args:
       state_dict: what `GradScaler.state_dict()` returned: `scale`, `growth_factor`,
         `backoff_factor`, `growth_interval` and `_growth_tracker`. That of a scaler with
-        `enabled=False` is empty, and is the scale 1.
+        `enabled=False` is empty, and is the scale 1; one whose factors are both 1 never
+        moves, and is a static scale.
 
     Raises:
+      TypeError: if it is no mapping, or a value is no number.
       ValueError: if a key is missing or unknown, or a value out of range.
 
     Example:
@@ -258,6 +266,11 @@ def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> LossScale:
       >>> amp.loss_scale_to_torch(scale) == state
       True
     """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"loss_scale_from_torch: {state_dict!r} is no dictionary. Pass what "
+            "GradScaler.state_dict() returns."
+        )
     if not state_dict:
         return no_loss_scale()
     if different := set(state_dict) ^ set(_TORCH_KEYS):
@@ -267,6 +280,14 @@ def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> LossScale:
             f"loss_scale_from_torch: the key {min(different)!r} is {what}. Pass what "
             f"GradScaler.state_dict() returns: {known}."
         )
+    for key, value in state_dict.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(
+                f"loss_scale_from_torch: {key!r} is {value!r}, which is no number. "
+                "Pass what GradScaler.state_dict() returns."
+            )
+    if state_dict["growth_factor"] == state_dict["backoff_factor"] == 1:
+        return static_loss_scale(float(state_dict["scale"]))
     tracker = jnp.asarray(int(state_dict["_growth_tracker"]), jnp.int32)
     scale = loss_scale_preset(
         "torch",

@@ -143,7 +143,8 @@ class Recipe:
         """Returns parameters and the state of the optimizer to begin with.
 
         Parameters are cast as `cast_params` does; masters begin with the digits of the
-        f32 originals.
+        f32 originals. What stays f32 is returned as it was given, and not copied:
+        donated to a step, it is gone for all who hold it.
 
         Args:
           tx: an optimizer that `wrap` returned.
@@ -266,7 +267,7 @@ def recipe(name: str, half_dtype: DTypeLike | None = None, **overrides: Any) -> 
           norms of a model that is cast stay f32. `master_weights` (or `master_weight`):
           whether the optimizer keeps f32 masters of one.
         * `cast_model_outputs`: the dtype of f32 outputs. `num_losses`: see
-          `Recipe.loss_scales`. `enabled`: False is f32 throughout.
+          `Recipe.loss_scales`. `enabled`: False is f32 throughout, nothing is scaled.
         * `custom_white_list`, `custom_black_list`: names of operations that run in half
           and in f32, those of Paddle or ours. `excluded_layers`: classes of modules, or
           path globs, in f32.

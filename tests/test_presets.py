@@ -122,6 +122,17 @@ def test_a_wrong_state_of_torch_is_refused():
         amp.loss_scale_from_torch({k: v for k, v in state.items() if k != "scale"})
     with pytest.raises(ValueError, match="'another' is unknown"):
         amp.loss_scale_from_torch(state | {"another": 1})
+    with pytest.raises(TypeError, match=r"5 is no dictionary. Pass what GradScaler"):
+        amp.loss_scale_from_torch(5)
+    with pytest.raises(TypeError, match="'scale' is 'a', which is no number"):
+        amp.loss_scale_from_torch(state | {"scale": "a"})
+
+
+def test_a_static_scale_comes_back_from_torch_as_it_went():
+    for scale in (amp.static_loss_scale(8.0), amp.no_loss_scale()):
+        back = amp.loss_scale_from_torch(amp.loss_scale_to_torch(scale))
+        assert not back.dynamic
+        assert back.value == scale.value
 
 
 def test_a_static_scale_stands_still_in_torch():
