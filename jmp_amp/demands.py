@@ -100,7 +100,7 @@ class Demands:
             wanted = tuple(demands.get(var, Demand.NONE) for var in eqn.outvars)
             shared = tuple(uses.get(var, 0) > 1 for var in eqn.outvars)
             if step.flows:
-                made = self._bodies(eqn, step, wanted, shared)
+                made = self._bodies(eqn, step, flow, wanted, shared)
                 many = made.often
             else:
                 made = _choose(eqn, step, wanted, not any(shared))
@@ -121,6 +121,7 @@ class Demands:
         self,
         eqn: Any,
         step: Step,
+        flow: Flow,
         wanted: tuple[Demand, ...],
         shared: tuple[bool, ...],
     ) -> Chosen:
@@ -135,16 +136,20 @@ class Demands:
             wants[0], many[0] = (Demand.NONE,), (False,)
         bodies = tuple(map(self.on, step.flows, wants, many))
         asked = [Demand.NONE] * len(eqn.invars)
-        # A loop reads its constants in every turn, what it begins with in the first,
-        # and of what it goes through a part in each.
-        constants = carried.start if jaxprs.is_loop(eqn) else 0
-        often = [index < constants for index in range(len(eqn.invars))]
+        # A loop reads its constants in every turn, and of what it goes through a part in
+        # each, which is where parameters are cast.
+        often = [False] * len(eqn.invars)
+        for index, x in enumerate(eqn.invars if jaxprs.is_loop(eqn) else ()):
+            often[index] = index < carried.start or (
+                index >= carried.stop and _is_parameter(x, flow)
+            )
         for (_, operands), body in zip(step.inner, bodies, strict=True):
             for i, demand, each in zip(operands, body.inputs, body.often, strict=True):
                 asked[i] |= demand
                 often[i] |= each
         for i, demand in zip(carried, carry, strict=True):
-            asked[i] = demand
+            # Cast before the loop, however often its turns read what is carried.
+            asked[i], often[i] = demand, False
         reason = "a loop" if carried else "a call: its body is planned"
         return Chosen(None, reason, tuple(asked), bodies=bodies, often=tuple(often))
 
@@ -154,6 +159,10 @@ def demand_of(dtype: np.dtype | None) -> Demand:
     if dtype is None:
         return Demand.NONE
     return {F16: Demand.F16, BF16: Demand.BF16, F32: Demand.F32}[dtype]
+
+
+def _is_parameter(atom: Any, flow: Flow) -> bool:
+    return not isinstance(atom, jaxprs.Literal) and flow.known[atom].as_parameter
 
 
 def _takes_half(known: Known, region: Region) -> bool:

@@ -799,6 +799,47 @@ def test_stacked_parameters_are_cast_inside_the_body(policy, remat):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_stacked_parameters_that_are_moved_first_are_cast_inside_the_body(policy):
+    def fn(layers):
+        layers = layers.reshape(4, 16, 16).swapaxes(1, 2)
+        return mean_square(scan(lambda h, w: (residual(h, w), None), X, layers)[0])
+
+    flat = LAYERS.reshape(64, 16)
+    (loop,) = loops(amp.autocast(fn, policy), flat)
+    assert [str(v.aval.dtype) for v in loop.invars if v.aval.shape == (4, 16, 16)] == [
+        "float32"
+    ]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_loop_begins_with_and_goes_through_is_cast_before_it_is_moved(policy):
+    # A pipeline: at every turn the next one of the embedded texts comes in.
+    def fn(table, positions, w):
+        x = table[jnp.arange(24).reshape(3, 8)] + positions[None]
+        idle = jnp.broadcast_to(x[-1:], (2, *x.shape[1:]))
+
+        def turn(h, arrived):
+            h = jnp.where(h[:1] > 0, h, arrived) @ w
+            return h, h
+
+        return mean_square(scan(turn, x[0], jnp.concatenate([x, idle]))[1])
+
+    args = jax.random.normal(KEY, (24, 16)), X, W
+    mixed = amp.autocast(fn, policy)
+    half = half_of(policy)
+    for name in ("gather", "concatenate"):
+        assert set(results_of(mixed, *args, primitive=name)) == {half}, name
+    (loop,) = loops(mixed, *args)
+    carried_and_read = [v.aval for v in loop.invars if v.aval.ndim > 1][1:]
+    assert {aval.dtype.name for aval in carried_and_read} == {half}
+    everything = (0, 1, 2)
+    gradients = jax.grad(mixed, everything)(*args)
+    for ours, plain in zip(gradients, jax.grad(fn, everything)(*args), strict=True):
+        assert ours.dtype == jnp.float32
+        assert relative_error(ours, plain) < ROUNDINGS * eps(policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_checkpointed_loop_saves_half_precision(policy):
     def fn(layers):
         body = jax.checkpoint(lambda h, w: (residual(h, w), None))
