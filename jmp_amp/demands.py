@@ -136,8 +136,8 @@ class Demands:
             wants[0], many[0] = (Demand.NONE,), (False,)
         bodies = tuple(map(self.on, step.flows, wants, many))
         asked = [Demand.NONE] * len(eqn.invars)
-        # A loop reads its constants in every turn, and of what it goes through a part in
-        # each, which is where parameters are cast.
+        # A loop reads its constants in every turn, and of what it goes through a part
+        # in each, which is where parameters are cast.
         often = [False] * len(eqn.invars)
         for index, x in enumerate(eqn.invars if jaxprs.is_loop(eqn) else ()):
             often[index] = index < carried.start or (

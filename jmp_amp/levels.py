@@ -95,3 +95,6 @@ PROPERTIES = (
     "master_grad",
     "save_dtype",
 )
+
+# What other systems print, and this one does not.
+PRINTING = ("verbosity", "verbose", "log_num_zeros_in_grad")

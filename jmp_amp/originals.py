@@ -114,6 +114,7 @@ def _replaced(tree: Any, of: Callable[[str], jax.Array]) -> Any:
     return structure.unflatten(leaves)
 
 
+@jax.jit
 def remainder(param: Any, original: Any) -> jax.Array:
     """Returns what a half-precision parameter lacks of its original: int16.
 
@@ -132,7 +133,9 @@ def _beside(original: Any, leaf: Any) -> Any:
     """`original` on the devices of `leaf`, split as it is."""
     if isinstance(original, Tracer) or not _is_at_hand(leaf):
         return original
-    return jax.device_put(original, leaf.sharding)
+    # What is put somewhere stays there, and a step with such an argument is compiled
+    # for it: anew, if what the step returns is not.
+    return jax.device_put(original, leaf.sharding) if leaf.committed else original
 
 
 def _is_at_hand(array: Any) -> bool:

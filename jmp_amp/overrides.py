@@ -15,7 +15,14 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_amp.dtypes import F16, F32, floating_dtype, half_dtype, is_half, short_name
-from jmp_amp.levels import ALIASES, LEVELS, PADDLE_NAMES, PROPERTIES, Level
+from jmp_amp.levels import (
+    ALIASES,
+    LEVELS,
+    PADDLE_NAMES,
+    PRINTING,
+    PROPERTIES,
+    Level,
+)
 from jmp_amp.loss_scale import LossScale, no_loss_scale, static_loss_scale
 from jmp_amp.policy import Policy
 from jmp_amp.policy_map import PolicyMap
@@ -107,6 +114,9 @@ class _Call(NamedTuple):
                 found[ours] = value
             elif key in scaler:
                 found[_SCALER][key] = value
+            elif key in PRINTING:
+                fact = "nothing is printed here. Leave it out: amp.metrics tells more."
+                self.refuse(fact, key, TypeError)
             else:
                 known = [*properties, *ALIASES, *scaler]
                 close = difflib.get_close_matches(key, known, n=1)
@@ -297,5 +307,8 @@ def _loss_scale(
             'neither "dynamic" nor a number, nor a LossScale.', "loss_scale", TypeError
         )
     if is_dynamic or scaler or (row.scaled and half == F16):
-        return loss_scale_preset(call.scaler(row), **scaler)
+        try:
+            return loss_scale_preset(call.scaler(row), **scaler)
+        except ValueError as error:
+            raise ValueError(f"recipe({call.name!r}): {error}") from error
     return no_loss_scale()

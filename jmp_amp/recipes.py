@@ -152,7 +152,7 @@ class Recipe:
           model: as for `amp.cast_params`.
 
         Returns:
-          `(params, opt_state)`; for an nnx module `(model, nnx.Optimizer)`.
+          `(params, opt_state)`; for an nnx module a new `(model, nnx.Optimizer)`.
 
         Raises:
           ValueError: if `tx` has not been wrapped.
@@ -168,6 +168,9 @@ class Recipe:
         stored = self.cast_params(params, model=model)
         if isinstance(stored, nnx.Module):
             originals = nnx.state(params, nnx.Param)
+            # Training is not to change the caller's module, as it is not where the
+            # recipe casts.
+            stored = nnx.clone(params) if stored is params else stored
             optimizer = nnx.Optimizer(stored, tx, wrt=nnx.Param)
             self._check_wrapped(optimizer.opt_state, nnx.state(stored, nnx.Param))
             begin_with(optimizer.opt_state, nnx.state(stored, nnx.Param), originals)
@@ -262,7 +265,8 @@ def recipe(name: str, half_dtype: DTypeLike | None = None, **overrides: Any) -> 
         not given.
 
         * `loss_scale`: "dynamic", a number, or a `LossScale`; and the parameters of the
-          scaler by its own names and ours (`init_scale`, `growth_interval`, ...).
+          scaler by its own names and ours (`init_scale`, `growth_interval`, ...), of
+          which any asks for a dynamic one.
         * `cast_model_type`: the dtype of parameters. `keep_batchnorm_fp32`: whether
           norms of a model that is cast stay f32. `master_weights` (or `master_weight`):
           whether the optimizer keeps f32 masters of one.

@@ -175,7 +175,36 @@ def test_the_parameters_of_the_scaler_go_by_the_names_of_its_system():
     assert naive.loss_scale.max_scale == 2.0**12
 
 
+def test_parameters_of_a_scaler_that_cannot_be_are_refused_as_part_of_the_recipe():
+    with pytest.raises(ValueError, match=r"recipe\('fp16'\): .*hysteresis=-1"):
+        amp.recipe("fp16", hysteresis=-1)
+
+
+@pytest.mark.parametrize("key", ["verbosity", "verbose", "log_num_zeros_in_grad"])
+def test_what_others_print_is_left_out(key):
+    with pytest.raises(TypeError, match=rf"{key}=1\): nothing is printed here. Leave"):
+        amp.recipe("O1", **{key: 1})
+
+
 # What is stored how
+
+
+@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
+def test_a_step_is_compiled_once(name):
+    recipe = amp.recipe(name, "float16")
+    tx = recipe.wrap(optax.sgd(0.1, momentum=0.9))
+    params, opt_state = recipe.init(tx, {"w": jnp.ones((4, 4)) * 1.0001})
+
+    @jax.jit
+    def step(params: Any, opt_state: Any) -> Any:
+        updates, opt_state = tx.update({"w": jnp.ones((4, 4))}, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    with standard():
+        for _ in range(3):
+            params, opt_state = step(params, opt_state)
+    # An array that is bound to a device is compiled for, without a new trace.
+    assert step._cache_size() == 1
 
 
 def test_parameters_are_half_and_norms_and_statistics_are_not_at_o2():
@@ -283,6 +312,20 @@ def test_an_nnx_module_is_trained_with_an_nnx_optimizer(name):
     losses = [float(step(model, optimizer)) for _ in range(20)]
     assert losses[-1] < losses[0]
     assert model.dense.kernel[...].dtype == stored
+
+
+@pytest.mark.parametrize("name", ["O1", "O2"])
+def test_training_an_nnx_module_leaves_the_one_it_was_made_of_alone(name):
+    recipe = amp.recipe(name, "float16")
+    tx = recipe.wrap(optax.sgd(0.1))
+    given = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    before = jax.device_get(nnx.to_pure_dict(nnx.state(given)))
+    with standard():
+        model, optimizer = recipe.init(tx, given)
+        grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+        optimizer.update(model, grads)
+        assert (jax.device_get(model.kernel[...]) != before["kernel"]).all()
+    chex.assert_trees_all_equal(nnx.to_pure_dict(nnx.state(given)), before)
 
 
 def test_batch_norm_runs_in_eval_mode_at_o2():
