@@ -1,0 +1,330 @@
+"""Apex's opt levels: what they hold, and BatchNorm that is fine-tuned in eval mode."""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import from_apex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from train_digits import CNN, State, digits
+
+import jmp_amp as amp
+from tests import h100
+
+ROOT = Path(__file__).parent.parent
+F16 = jnp.float16
+F16_EPS = float(jnp.finfo(F16).eps)
+
+
+@pytest.fixture(autouse=True)
+def promotion_as_users_have_it():
+    # Adam of optax raises a float to its integer step count, which strict JAX refuses.
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@functools.cache
+def recipe(level):
+    return from_apex.recipe_for(level)
+
+
+@functools.cache
+def variables():
+    """First parameters, and statistics as a training might have left them."""
+    rng = np.random.default_rng(0)
+    params, batch_stats = (
+        CNN()
+        .init(jax.random.key(0), np.zeros((1, 8, 8, 1), np.float32), train=False)
+        .values()
+    )
+    drawn = {
+        "mean": lambda s: rng.normal(0, 0.1, s),
+        "var": lambda s: rng.uniform(1, 2, s),
+    }
+    batch_stats = {
+        module: {k: np.float32(drawn[k](v.shape)) for k, v in leaves.items()}
+        for module, leaves in batch_stats.items()
+    }
+    return params, batch_stats
+
+
+def bits(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(tree))
+    return {jax.tree_util.keystr(path): leaf.tobytes() for path, leaf in leaves}
+
+
+def batch_of(number, data=None):
+    data = digits()[0] if data is None else data
+    chosen = slice(64 * number, 64 * (number + 1))
+    return {name: values[chosen] for name, values in data.items()}
+
+
+# The levels
+
+
+def test_overrides_are_read_as_text_as_in_apex():
+    options = from_apex.parse(
+        ["--opt-level", "O2", "--keep-batchnorm-fp32", "False", "--loss-scale", "128.0"]
+    )
+    ((level, found),) = options.recipes.items()
+    assert level == "O2" and found.keep_batchnorm_fp32 is False
+    assert not found.loss_scale.dynamic and float(found.loss_scale.value) == 128
+    params, _ = variables()
+    assert found.cast_params(params)["BatchNorm_0"]["scale"].dtype == F16
+    kept = recipe("O2").cast_params(params)
+    assert kept["BatchNorm_0"]["scale"].dtype == jnp.float32
+    assert kept["Conv_0"]["kernel"].dtype == F16
+
+
+def test_dynamic_levels_have_the_scale_of_apex_and_others_have_none():
+    scales = {level: recipe(level).loss_scale for level in from_apex.LEVELS}
+    assert [scales[level].dynamic for level in from_apex.LEVELS] == [0, 1, 1, 0]
+    assert [float(scales[level].value) for level in from_apex.LEVELS] == [
+        *(1, 2.0**16, 2.0**16, 1),
+    ]
+
+
+def test_what_is_stored_and_saved_falls_from_level_to_level():
+    found = [from_apex.memory_of(recipe(level)) for level in from_apex.LEVELS]
+    assert found[0].saved > found[1].saved >= found[2].saved >= found[3].saved
+    assert found[0].stored == found[1].stored >= found[2].stored > found[3].stored
+    params, _ = variables()
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    # A weight and two moments in f32; then f16 and what it lacks of f32; then f16. Of
+    # the rest, norms and scalars, there is little.
+    for memory, each in zip(found, (12, 12, 12, 10), strict=True):
+        np.testing.assert_allclose(memory.stored, each * count, rtol=5e-3)
+
+
+@pytest.mark.slow
+@h100.needs_compiler
+def test_memory_on_an_h100_falls_from_level_to_level():
+    found = [
+        from_apex.memory_of(recipe(level), h100.compile_for_gpu)
+        for level in from_apex.LEVELS
+    ]
+    total = [memory.stored + memory.temporary for memory in found]
+    assert total[0] > total[1] >= total[2] >= total[3]
+    # Half of it, but for the workspace that both have.
+    workspace = h100.CUBLAS_WORKSPACE_BYTES
+    assert found[1].temporary - workspace < 0.6 * (found[0].temporary - workspace)
+
+
+@pytest.mark.slow
+def test_a_skipped_step_takes_back_the_batch_statistics():
+    level = recipe("O2")
+    tx = from_apex.make_optimizer(level, 10)
+    step = from_apex.jitted(from_apex.make_step(level, tx))
+    params, opt_state = level.init(tx, variables()[0])
+    state, batch = State(params, variables()[1], opt_state), batch_of(0)
+    bad = batch | {"image": batch["image"].copy()}
+    bad["image"][0, 3, 3, 0] = np.inf
+
+    skipped, _ = step(state, bad, jax.random.key(0))
+    assert bits(skipped[:2]) == bits(state[:2])
+    assert float(amp.loss_scale_of(skipped.opt_state).value) == 2.0**15
+    made, _ = step(skipped, batch, jax.random.key(0))
+    assert bits(made.batch_stats) != bits(state.batch_stats)
+    assert int(amp.metrics(made.opt_state)["applied"]) == 1
+
+
+# Fine-tuning in eval mode
+
+
+STEPS = 25
+
+
+@functools.cache
+def tuned(begins, head_alone=False):
+    """O2, some steps on from parameters that are f32 or stored in f16."""
+    level, (params, batch_stats) = recipe("O2"), variables()
+    if begins == "f16":
+        params = level.cast_params(params)
+    with jax.numpy_dtype_promotion("standard"):
+        return from_apex.fine_tune(
+            level, params, batch_stats, head_alone=head_alone, steps=STEPS
+        )
+
+
+@pytest.mark.parametrize("begins", ["f32", "f16"])
+def test_fine_tuning_in_eval_mode_learns_and_leaves_the_statistics(begins):
+    params, batch_stats = variables()
+    found = tuned(begins)
+    assert bits(found.state.batch_stats) == bits(batch_stats)
+    assert found.losses[-3:].mean() < 0.5 * found.losses[0]
+    assert int(amp.metrics(found.state.opt_state)["applied"]) == STEPS
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, found.state.params)
+    assert dtypes["Conv_0"]["kernel"] == dtypes["Dense_1"]["bias"] == F16
+    # Gradients went through BatchNorm, to what is before it and to its own.
+    stored, start = bits(found.state.params), bits(recipe("O2").cast_params(params))
+    for each in ("['Conv_0']['kernel']", "['BatchNorm_0']['scale']"):
+        assert stored[each] != start[each]
+
+
+@pytest.mark.slow
+def test_tuning_the_head_alone_leaves_all_other_parameters():
+    params, batch_stats = variables()
+    found = tuned("f32", head_alone=True)
+    stored, start = bits(found.state.params), bits(recipe("O2").cast_params(params))
+    moved = {path for path in start if stored[path] != start[path]}
+    assert moved == {"['Dense_1']['kernel']", "['Dense_1']['bias']"}
+    assert bits(found.state.batch_stats) == bits(batch_stats)
+
+
+def test_masters_begin_with_the_digits_of_what_was_exported():
+    level, (params, _) = recipe("O2"), variables()
+    tx, _ = from_apex.fine_tuner(level, False)
+    exact = level.export_params(*level.init(tx, params))
+    rounded = level.export_params(*level.init(tx, level.cast_params(params)))
+
+    def error(found):
+        off = jax.tree.map(lambda a, b: np.abs(a - b).max(), found, params)
+        return max(map(float, jax.tree.leaves(off)))
+
+    assert error(exact) < 1e-3 * error(rounded)
+
+
+@pytest.mark.parametrize("level", ["O2", pytest.param("O3", marks=pytest.mark.slow)])
+def test_gradients_through_batch_norm_in_eval_mode_are_those_of_f32(level):
+    params, batch_stats = variables()
+    batch = batch_of(0)
+
+    def plain_loss(params):
+        logits = CNN().apply(
+            {"params": params, "batch_stats": batch_stats}, batch["image"], train=False
+        )
+        label = batch["label"][..., None]
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), label, axis=-1).mean()
+
+    expected = jax.jit(jax.grad(plain_loss))(params)
+    found_recipe = recipe(level)
+    gradient = amp.value_and_grad(
+        found_recipe.autocast(from_apex.loss_of), has_aux=True
+    )
+    opt_state = found_recipe.wrap(optax.sgd(0.1)).init(params)
+    (_, _), grads = from_apex.jitted(gradient)(
+        found_recipe.cast_params(params), batch_stats, batch, None, loss_scale=opt_state
+    )
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+
+    def norm(tree):
+        return np.sqrt(sum(float(jnp.sum(x**2)) for x in jax.tree.leaves(tree)))
+
+    for module in expected:
+        # A relu or a maximum that rounding flips weighs more than all rounding: f32
+        # with nothing but its parameters rounded is off by 10 eps. The head has none.
+        bound = (2 if module == "Dense_1" else 40) * F16_EPS
+        wrong = norm(jax.tree.map(jnp.subtract, grads[module], expected[module]))
+        assert 0 < wrong <= bound * norm(expected[module]), module
+
+
+# The program
+
+
+@pytest.mark.parametrize(
+    "arguments, call",
+    [
+        (["--opt-level", "02"], lambda: amp.recipe("02", "float16")),
+        (
+            ["--opt-level", "O1", "--keep-batchnorm-fp32", "True"],
+            lambda: amp.recipe("O1", "float16", keep_batchnorm_fp32="True"),
+        ),
+        (
+            ["--opt-level", "O2", "--keep-batchnorm-fp32", "yes"],
+            lambda: amp.recipe("O2", "float16", keep_batchnorm_fp32="yes"),
+        ),
+        (
+            ["--opt-level", "O2", "--loss-scale", "128x"],
+            lambda: amp.recipe("O2", "float16", loss_scale="128x"),
+        ),
+        (["--loss-scale", "0"], lambda: amp.recipe("O0", "float16", loss_scale="0")),
+    ],
+)
+def test_a_wrong_option_gets_the_error_of_the_library_in_one_line(
+    arguments, call, capsys
+):
+    with pytest.raises((TypeError, ValueError)) as expected:
+        call()
+    with pytest.raises(SystemExit) as stopped:
+        from_apex.parse(arguments)
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert message.endswith(f"error: {expected.value}\n")
+    assert message.count("\n") == 1
+
+
+def run_script(*arguments):
+    return subprocess.run(
+        [sys.executable, ROOT / "examples" / "from_apex.py", *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+@pytest.mark.slow
+def test_script_stops_at_a_wrong_level_without_a_traceback():
+    done = run_script("--opt-level", "02")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert 'It is the letter O, not the digit zero: "O2".' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_few_steps_print_both_tables():
+    done = run_script("--opt-level", "O3", "--loss-scale", "128", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    rows = [
+        line.split() for line in done.stdout.splitlines() if line.split()[:1] == ["O3"]
+    ]
+    level, *fine_tuned = rows
+    assert level[3:5] == ["128", "0"] and level[-1] == "-"
+    assert np.isfinite(float(level[2]))
+    assert "not compiled: ask for it with --h100" in " ".join(done.stdout.split())
+    assert [row[1:3] for row in fine_tuned] == [
+        *(["f32", "all"], ["f16", "all"], ["f32", "the"]),
+    ]
+    assert all(row[-3:] == ["as", "they", "were"] for row in fine_tuned)
+
+
+@functools.cache
+def trained(level):
+    with jax.numpy_dtype_promotion("standard"):
+        return from_apex.train(recipe(level))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_levels_learn_as_f32_does(level):
+    f32, half = trained("O0"), trained(level)
+    assert f32.accuracy >= 0.97
+    # 597 images: half a percent is three of them.
+    assert half.accuracy >= f32.accuracy - 0.005
+    ratio = half.losses[-20:].mean() / f32.losses[-20:].mean()
+    # O3 has no masters, and loses what its updates are smaller than.
+    assert ratio < (1.2 if level == "O3" else 1.05)
+
+
+@pytest.mark.slow
+def test_fine_tuning_goes_on_from_a_training_in_eval_mode_as_in_f32():
+    found = {}
+    for level in ("O0", "O2"):
+        params, batch_stats, opt_state = trained(level).state
+        exported = recipe(level).export_params(params, opt_state)
+        found[level] = from_apex.fine_tune(recipe(level), exported, batch_stats)
+        assert bits(found[level].state.batch_stats) == bits(batch_stats)
+        assert found[level].losses[-10:].mean() < 0.1 * found[level].losses[0]
+        head = from_apex.fine_tune(
+            recipe(level), exported, batch_stats, head_alone=True
+        )
+        assert head.losses[-10:].mean() < 0.5 * head.losses[0]
+    # 597 images: two standard deviations of a share of 0.96 are 1.6 %.
+    assert found["O2"].accuracy > found["O0"].accuracy - 0.02
