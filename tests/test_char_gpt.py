@@ -168,7 +168,13 @@ def test_losses_are_those_of_plain_f32_to_the_precision_of_the_policy(policy):
     assert trained(policy).skips == 0
 
 
-@pytest.mark.parametrize("policy", char_gpt.POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "float32",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in char_gpt.POLICIES[1:]),
+    ],
+)
 def test_validation_loss_is_the_mean_over_the_held_out_text(policy):
     result, (_, held_out) = trained(policy), char_gpt.tokens()
     pieces = (len(held_out) - 1) // TINY.context
