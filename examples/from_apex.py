@@ -312,7 +312,8 @@ def fine_tune_levels(options: argparse.Namespace, results: dict[str, Result]) ->
     table = table_of(
         "level, begins with, trains",
         "loss before, after, test accuracy, statistics",
-        f"Fine-tuned in eval mode, on digits on their sides, {FINE_TUNE_STEPS} steps",
+        "Fine-tuned in eval mode, on digits on their sides, "
+        f"{min(FINE_TUNE_STEPS, options.steps)} steps",
         "f32: what export_params returned. f16: parameters as they are stored. after: "
         "mean of the last 10 steps. statistics: those of BatchNorm, in the end.",
     )
@@ -328,7 +329,9 @@ def fine_tune_levels(options: argparse.Namespace, results: dict[str, Result]) ->
             runs.insert(1, ("f16", params, "all"))
         for begins, first, trains in runs:
             head_alone, seed = trains == "the head", options.seed
-            tuned = fine_tune(recipe, first, stats, head_alone=head_alone, seed=seed)
+            steps = min(FINE_TUNE_STEPS, options.steps)
+            how: Any = {"head_alone": head_alone, "steps": steps, "seed": seed}
+            tuned = fine_tune(recipe, first, stats, **how)
             same = jax.tree.map(np.array_equal, tuned.state.batch_stats, stats)
             table.add_row(
                 *(level, begins, trains, f"{tuned.losses[0]:.3f}"),

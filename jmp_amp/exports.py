@@ -63,6 +63,11 @@ def export_params(params: Tree, opt_state: Any = None, dtype: DTypeLike = F32) -
       {'steps': 3, 'w': Array([0.999, 0.999], dtype=float32)}
     """
     wanted = floating_dtype(dtype, "export_params(params, opt_state, {})")
+    if isinstance(params, (*WRAPPER_STATES, nnx.Optimizer)):
+        raise TypeError(
+            f"export_params(params, opt_state): params is a {type(params).__name__}. "
+            "Give the parameters first."
+        )
     if isinstance(params, nnx.Module):
         graphdef, state = nnx.split(params)
         return nnx.merge(graphdef, export_params(state, opt_state, wanted))

@@ -98,3 +98,10 @@ PROPERTIES = (
 
 # What other systems print, and this one does not.
 PRINTING = ("verbosity", "verbose", "log_num_zeros_in_grad")
+
+# Words that are near to another name than the one that is meant.
+MEANT = {
+    **dict.fromkeys(("float16", "f16", "half", "torch", "mixed"), "fp16"),
+    "bfloat16": "bf16",
+    **dict.fromkeys(("fp32", "f32", "none", "no"), "O0"),
+}

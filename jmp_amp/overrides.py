@@ -18,6 +18,7 @@ from jmp_amp.dtypes import F16, F32, floating_dtype, half_dtype, is_half, short_
 from jmp_amp.levels import (
     ALIASES,
     LEVELS,
+    MEANT,
     PADDLE_NAMES,
     PRINTING,
     PROPERTIES,
@@ -85,7 +86,8 @@ class _Call(NamedTuple):
                 )
             lower = {each.lower(): each for each in LEVELS}
             close = difflib.get_close_matches(text.lower(), lower, n=1)
-            hint = f'Did you mean "{lower[close[0]]}"? ' if close else ""
+            meant = MEANT.get(text.lower()) or (lower[close[0]] if close else "")
+            hint = f'Did you mean "{meant}"? ' if meant else ""
             self.refuse(f"unknown recipe. {hint}{known}")
         if self.name != "fp16_apex" or "opt_level" not in self.overrides:
             return LEVELS[self.name]
@@ -114,6 +116,9 @@ class _Call(NamedTuple):
                 found[ours] = value
             elif key in scaler:
                 found[_SCALER][key] = value
+            elif key in ("level", "opt_level", "amp_level"):
+                fact = f"the level is the name. Write recipe({value!r}, ...)."
+                self.refuse(fact, key, TypeError)
             elif key in PRINTING:
                 fact = "nothing is printed here. Leave it out: amp.metrics tells more."
                 self.refuse(fact, key, TypeError)
@@ -309,6 +314,6 @@ def _loss_scale(
     if is_dynamic or scaler or (row.scaled and half == F16):
         try:
             return loss_scale_preset(call.scaler(row), **scaler)
-        except ValueError as error:
-            raise ValueError(f"recipe({call.name!r}): {error}") from error
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"recipe({call.name!r}): {error}") from error
     return no_loss_scale()

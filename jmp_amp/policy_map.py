@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from flax import linen as nn
 
 from jmp_amp.dtypes import is_castable
+from jmp_amp.levels import LEVELS
 from jmp_amp.patterns import (
     ModuleInfo,
     Pattern,
@@ -353,7 +354,12 @@ def _computable(policy: Any, call: str) -> Policy:
     try:
         policy = get_policy(policy)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{call}: {error}") from None
+        hint = ""
+        if isinstance(policy, str) and policy in LEVELS:
+            hint = f" As a recipe: amp.recipe({policy!r}).autocast(fn), or its policy."
+        elif hasattr(policy, "policy"):
+            hint = " Of a recipe, give recipe.policy, or use recipe.autocast(fn)."
+        raise type(error)(f"{call}: {error}{hint}") from None
     if not is_castable(policy.compute_dtype):
         raise ValueError(
             f"{call}: cannot compute in {policy.compute_dtype.name}. Use a compute "

@@ -17,6 +17,7 @@ from jmp_amp.loss_scale import (
     no_loss_scale,
     static_loss_scale,
 )
+from jmp_amp.states import find_loss_scale
 
 # No system has a floor below this: a scale that is no normal float32 has no reciprocal.
 _TINY = float(jnp.finfo(jnp.float32).tiny)
@@ -297,17 +298,21 @@ def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> LossScale:
     return dataclasses.replace(scale, growth_tracker=tracker)
 
 
-def loss_scale_to_torch(loss_scale: LossScale) -> dict[str, Any]:
+def loss_scale_to_torch(loss_scale: Any) -> dict[str, Any]:
     """Returns what `torch.amp.GradScaler.load_state_dict` reads, as Python numbers.
 
     A static scale is one that neither grows nor shrinks. Floors, caps and hysteresis,
     which torch does not know, are left out.
+
+    Args:
+      loss_scale: a `LossScale`, or the state of an optimizer that has one.
 
     Example:
       >>> import jmp_amp as amp
       >>> amp.loss_scale_to_torch(amp.dynamic_loss_scale(1024.0))["scale"]
       1024.0
     """
+    loss_scale = find_loss_scale(loss_scale, "loss_scale_to_torch(loss_scale)")
     static = {} if loss_scale.dynamic else {"growth_factor": 1.0, "backoff_factor": 1.0}
     return {
         "scale": float(loss_scale.value),

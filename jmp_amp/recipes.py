@@ -31,6 +31,7 @@ from jmp_amp.overrides import fields_of
 from jmp_amp.parameters import cast_params
 from jmp_amp.policy import Policy
 from jmp_amp.policy_map import PolicyMap
+from jmp_amp.rules import ARITHMETIC
 from jmp_amp.states import WEIGHT_STATES, LossScaleState, nodes_of
 from jmp_amp.tables import Table, as_text
 from jmp_amp.weights import with_kahan
@@ -165,6 +166,12 @@ class Recipe:
           >>> params, amp.export_params(params, opt_state)
           ({'w': Array(1, dtype=bfloat16)}, {'w': Array(1.001, dtype=float32)})
         """
+        call = f"recipe({self.name!r}).init(tx, params)"
+        if not isinstance(tx, optax.GradientTransformation):
+            raise TypeError(
+                f"{call}: tx is of {type(tx)}. Give the optimizer first, as "
+                "recipe.wrap(tx) returned it."
+            )
         stored = self.cast_params(params, model=model)
         if isinstance(stored, nnx.Module):
             originals = nnx.state(params, nnx.Param)
@@ -182,17 +189,34 @@ class Recipe:
     def export_params(self, params: Any, opt_state: Any = None) -> Any:
         """Returns `amp.export_params` of them in `save_dtype`: f32, unless asked.
 
+        Raises:
+          ValueError: if there are masters, and no state that has them.
+
         Example:
           >>> import jax.numpy as jnp, jmp_amp as amp
           >>> recipe = amp.recipe("O2", save_dtype="float16")
           >>> recipe.export_params({"w": jnp.float32(1.5)})
           {'w': Array(1.5, dtype=float16)}
         """
+        leaves = nnx.state(params) if isinstance(params, nnx.Module) else params
+        is_half_model = any(TreeStructure.of(leaves).half)
+        if opt_state is None and self.master_weights and is_half_model:
+            raise ValueError(
+                f"recipe({self.name!r}).export_params(params): the optimizer keeps "
+                "what half-precision parameters lack. Give its state too."
+            )
         return export_params(params, opt_state, self.save_dtype)
 
     def _check_wrapped(self, opt_state: Any, params: Any) -> None:
         is_half_model = any(TreeStructure.of(params).half)
         kept = bool(nodes_of(opt_state, WEIGHT_STATES))
+        if is_half_model and not kept and self.cast_model_type is None:
+            raise ValueError(
+                f"recipe({self.name!r}).init(tx, params): its parameters are f32, but "
+                "some of these are half, and would lose small updates. Give f32 ones: "
+                "amp.export_params(params, opt_state) of the run that they come from, "
+                "or amp.cast_to_full(params). O2 stores half ones."
+            )
         lacks = None
         if not nodes_of(opt_state, LossScaleState):
             lacks = "no loss scale"
@@ -221,7 +245,11 @@ class Recipe:
         note = "" if self.enabled else "Not enabled: f32 throughout."
         if isinstance(policy, PolicyMap):
             note += f"In f32: {', '.join(_pattern_name(p) for p, _ in policy.entries)}."
-        table = Table("", (*columns, " losses"), [row], note)
+        for names, where in ((default.low, "half"), (default.full, "f32")):
+            # Of OD it is all but a few, which the name says.
+            if names and not names >= ARITHMETIC - default.low:
+                note += f" Operations in {where}: {', '.join(sorted(names))}."
+        table = Table("", (*columns, " losses"), [row], note.strip())
         return as_text(f"{self.name} of {self.system}", [table], 100)
 
     def __repr__(self) -> str:

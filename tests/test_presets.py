@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import jmp_amp as amp
@@ -126,6 +127,13 @@ def test_a_wrong_state_of_torch_is_refused():
         amp.loss_scale_from_torch(5)
     with pytest.raises(TypeError, match="'scale' is 'a', which is no number"):
         amp.loss_scale_from_torch(state | {"scale": "a"})
+
+
+def test_the_state_of_an_optimizer_tells_torch_its_scale():
+    scale = amp.dynamic_loss_scale(2.0**9)
+    state = amp.with_loss_scale(optax.sgd(0.1), scale).init(jnp.ones(2))
+    assert amp.loss_scale_to_torch(state) == amp.loss_scale_to_torch(scale)
+    assert amp.loss_scale_to_torch(state)["scale"] == 2.0**9
 
 
 def test_a_static_scale_comes_back_from_torch_as_it_went():

@@ -255,6 +255,69 @@ def test_a_recipe_prints_while_a_program_is_traced():
     jax.jit(traced)(2.0)
 
 
+def test_half_parameters_without_masters_are_refused_by_a_recipe_of_f32_ones():
+    half = {"w": jnp.ones(3, BF16)}
+    recipe = amp.recipe("O1", "bfloat16")
+    with pytest.raises(ValueError, match=r"some of these are half.*export_params"):
+        recipe.init(recipe.wrap(optax.sgd(0.1)), half)
+    # Whoever keeps the digits in another way may.
+    tx = recipe.wrap(amp.with_stochastic_rounding(optax.sgd(0.1), jax.random.key(0)))
+    assert recipe.init(tx, half)[0] is half
+
+
+def test_an_export_without_the_digits_that_the_optimizer_keeps_is_refused():
+    recipe = amp.recipe("O2", "bfloat16")
+    given = {"w": jnp.full(3, 1.001)}
+    params, opt_state = recipe.init(recipe.wrap(optax.sgd(0.1)), given)
+    with pytest.raises(ValueError, match="Give its state too"):
+        recipe.export_params(params)
+    with pytest.raises(TypeError, match="params is a LossScaleState"):
+        recipe.export_params(opt_state, params)
+    chex.assert_trees_all_equal(recipe.export_params(params, opt_state), given)
+    # Nothing is kept of those that are all there.
+    assert recipe.export_params(given)["w"].dtype == F32
+
+
+def test_arguments_in_the_wrong_order_are_refused():
+    recipe = amp.recipe("O1")
+    with pytest.raises(TypeError, match=r"tx is of <class 'dict'>. Give the optimizer"):
+        recipe.init({"w": jnp.ones(3)}, recipe.wrap(optax.sgd(0.1)))
+
+
+def test_a_state_of_another_recipe_is_refused_by_that_of_half_weights():
+    params = {"w": jnp.ones(3)}
+    o1, o2 = amp.recipe("O1", "float16"), amp.recipe("O2", "float16")
+    _, opt_state = o1.init(o1.wrap(optax.sgd(0.1)), params)
+    tx = o2.wrap(optax.sgd(0.1))
+    half, _ = o2.init(tx, params)
+    with pytest.raises(TypeError, match=r"another optimizer.*import_opt_state"):
+        tx.update(params, opt_state, half)
+
+
+@pytest.mark.parametrize("name, meant", [("float16", "fp16"), ("fp32", "O0")])
+def test_a_near_word_is_not_what_another_word_means(name, meant):
+    with pytest.raises(ValueError, match=f'Did you mean "{meant}"'):
+        amp.recipe(name)
+
+
+def test_a_level_as_a_property_is_the_name():
+    with pytest.raises(TypeError, match=r"the level is the name. Write recipe\('O2'"):
+        amp.recipe("O1", level="O2")
+
+
+@pytest.mark.parametrize("policy", ["O1", amp.recipe("O1")], ids=["name", "recipe"])
+def test_a_recipe_where_a_policy_belongs_is_refused_with_what_to_write(policy):
+    with pytest.raises((TypeError, ValueError), match=r"recipe.*\.autocast\(fn\)"):
+        amp.autocast(jnp.sin, policy)
+
+
+def test_a_recipe_prints_the_operations_that_were_moved():
+    lists = {"custom_white_list": {"softmax"}, "custom_black_list": {"matmul_v2"}}
+    text = str(amp.recipe("O1", "bfloat16", **lists))
+    assert "Operations in half: softmax. Operations in f32: dot_general." in text
+    assert "Operations" not in str(amp.recipe("O1", "bfloat16"))
+
+
 def test_a_recipe_skips_on_all_devices_of_an_axis():
     recipe = amp.recipe("O1", "f16")
     tx = recipe.wrap(optax.sgd(1.0), axis_name="d")
@@ -489,7 +552,7 @@ def test_products_are_half_in_the_backward_pass_too(name, dtype):
         ("O2", {"num_losses": 0}, ValueError, r"an int, at least 1"),
         ("O2", {"num_losses": True}, ValueError, r"an int, at least 1"),
         ("O2", {"init_scal": 2}, TypeError, r"Did you mean init_scale\?.*keep_batch"),
-        ("O2", {"opt_level": "O1"}, TypeError, r"unknown property"),
+        ("O2", {"opt_level": "O1"}, TypeError, r"the level is the name"),
         ("fp16_apex", {"opt_level": "O7"}, ValueError, r"unknown level"),
         ("O2", {"master_weight": 1}, TypeError, r"master_weight=1\): neither True"),
         (
