@@ -101,7 +101,11 @@ def cast_params(
     cast = jax.tree_util.tree_map_with_path(
         leaf_in_its_dtype, params, is_leaf=_is_variable
     )
-    warn_of_unmatched(policies)
+    warn_of_unmatched(
+        policies,
+        " In a linen tree, what an nn.compact method makes is known by name: for "
+        'parameters, give a glob such as "**/head".',
+    )
     return cast
 
 

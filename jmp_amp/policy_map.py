@@ -291,16 +291,22 @@ def _parse(text: str, call: str) -> PolicyMap:
         raise type(error)(f"{call}: {error}") from None
 
 
-def warn_of_unmatched(policies: PolicyMap) -> None:
-    """Warns, once, of the entries that matched no module that was called so far."""
+def warn_of_unmatched(policies: PolicyMap, of_classes: str = "") -> None:
+    """Warns, once, of the entries that matched no module that was called so far.
+
+    Args:
+      policies: the map.
+      of_classes: what else there is to say of an entry that is a class.
+    """
     record = _record(policies)
     for pattern, _ in policies.entries:
         if pattern in record.matched or pattern in record.warned:
             continue
         record.warned.add(pattern)
+        more = of_classes if isinstance(pattern, type) else ""
         warnings.warn(
             f"PolicyMap: {describe(pattern)} matched no module. "
-            f"{advice_on(pattern, record.seen)}",
+            f"{advice_on(pattern, record.seen)}{more}",
             stacklevel=_outside_of_the_package(),
         )
 

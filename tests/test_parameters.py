@@ -780,3 +780,20 @@ def test_an_optimizer_steps_on_half_nnx_parameters_and_keeps_their_dtypes(policy
     assert nnx_dtypes(model) == before
     assert losses[-1] < losses[0]
     assert amp.metrics(optimizer)["skipped_total"] == 0
+
+
+def test_a_class_that_a_linen_tree_does_not_tell_is_warned_about_with_a_remedy():
+    class Named(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(2, name="head")(nn.Dense(3, name="up")(x))
+
+    params = Named().init(jax.random.key(0), jnp.ones((1, 4)))
+    policy = "p=bf16,c=bf16,o=f32"
+    by_class = amp.PolicyMap(policy, {nn.Dense: "float32"})
+    with pytest.warns(UserWarning, match=r"Dense matched no module.*give a glob such"):
+        amp.cast_params(params, by_class, model=Named())
+    by_path = amp.PolicyMap(policy, {"**/head": "float32"})
+    cast = amp.cast_params(params, by_path)["params"]
+    assert cast["head"]["kernel"].dtype == jnp.float32
+    assert cast["up"]["kernel"].dtype == jnp.bfloat16
