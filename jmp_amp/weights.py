@@ -259,7 +259,7 @@ def with_stochastic_rounding(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
-        _check_state(state, call)
+        _check_state(state, "key_data", call)
         base = jax.random.wrap_key_data(state.key_data, impl=implementation)
         now = jax.random.fold_in(base, state.steps)
         halves = sum(map(bool, state.structure.half))
@@ -385,7 +385,7 @@ def _updating(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
-        _check_state(state, call)
+        _check_state(state, field, call)
         kept, structure = jax.tree.flatten(getattr(state, field))
         storage = _Storage(call, transformation, kept, value, written)
         updates, inner_state, kept = storage.update(updates, state, params, extra_args)
@@ -422,8 +422,8 @@ def _merged(params: Any, masters: Any) -> Any:
     )
 
 
-def _check_state(state: Any, call: str) -> None:
-    if not isinstance(state, WEIGHT_STATES):
+def _check_state(state: Any, field: str, call: str) -> None:
+    if not hasattr(state, field):
         raise TypeError(
             f"{call}: update was given a {type(state).__name__}, the state of another "
             "optimizer. To go on from that one, begin with amp.import_opt_state("

@@ -292,6 +292,10 @@ def test_a_state_of_another_recipe_is_refused_by_that_of_half_weights():
     half, _ = o2.init(tx, params)
     with pytest.raises(TypeError, match=r"another optimizer.*import_opt_state"):
         tx.update(params, opt_state, half)
+    masters = amp.with_master_weights(optax.sgd(0.1)).init(half)
+    kahan = amp.with_kahan(optax.sgd(0.1))
+    with pytest.raises(TypeError, match="given a MasterWeightsState, the state of"):
+        kahan.update(params, masters, half)
 
 
 @pytest.mark.parametrize("name, meant", [("float16", "fp16"), ("fp32", "O0")])
