@@ -196,11 +196,6 @@ def examine() -> Examination:
     """Returns what the default device of JAX can do, tried on a small training step.
 
     It takes seconds, and compiles and runs a few small programs.
-
-    Example:
-      >>> from jmp_amp.doctor import examine
-      >>> examine().healthy
-      True
     """
     devices = jax.local_devices()
     device = devices[0]

@@ -152,7 +152,7 @@ def losses_of_plain_jax():
     "policy",
     [
         pytest.param("float32", marks=pytest.mark.slow),
-        "mixed_bfloat16",
+        pytest.param("mixed_bfloat16", marks=pytest.mark.slow),
         pytest.param("mixed_float16", marks=pytest.mark.slow),
     ],
 )

@@ -177,6 +177,7 @@ def test_tuning_the_head_alone_leaves_all_other_parameters():
     assert bits(found.state.batch_stats) == bits(batch_stats)
 
 
+@pytest.mark.slow
 def test_masters_begin_with_the_digits_of_what_was_exported():
     level, (params, _) = recipe("O2"), variables()
     tx, _ = from_apex.fine_tuner(level, False)

@@ -101,6 +101,7 @@ def written(model, optimizer):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(trees)]
 
 
+@pytest.mark.slow
 def test_the_scale_backs_off_after_the_second_overflow_as_in_colossalai():
     of_oracle, _, _, history = overflowing()
     scales = [SMALLER * scale for _, _, scale, _ in history]

@@ -76,7 +76,13 @@ def per_parameter(count: int) -> float:
     return round(count / loss_scale_cost.parameters(), 1)
 
 
-@pytest.mark.parametrize("storage", STORAGE)
+@pytest.mark.parametrize(
+    "storage",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * ("stochastic" in each))
+        for each in STORAGE
+    ],
+)
 def test_the_check_of_a_step_that_clips_reads_no_gradient_again(storage):
     plain = loss_scale_cost.cost_of_update(storage, False)
     scaled = loss_scale_cost.cost_of_update(storage, True)

@@ -49,6 +49,7 @@ def test_the_first_level_is_training_without_the_library():
     assert found["skips"] == 0
 
 
+@pytest.mark.slow
 def test_levels_that_keep_all_digits_train_as_the_first_does(capsys):
     recipe_levels.main(["--model", "mlp", "--no-gpu"])
     assert "Everything holds." in capsys.readouterr().out

@@ -45,6 +45,7 @@ def test_a_few_steps_print_a_table_and_resume_at_the_same_bits():
     assert "33 of 34 matmuls in half" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_ends_at_the_bits_of_one_that_was_not(tmp_path):
     policy = vit_nnx.policy_for("mixed_bfloat16")
     whole = vit_nnx.train(policy, tmp_path / "a", steps=6, seed=3, save_every=2)

@@ -124,7 +124,10 @@ def test_float32_program_is_computed_in_float64_where_its_parameters_are_float64
 
 
 # What compiles longest is compared with f64 below, and here only in the slow tests.
-LONG = ("clip", "encoder_decoder", "resnet", "unet", "vit")
+LONG = (
+    *("clip", "cnn", "encoder_decoder", "mamba", "moe", "resnet", "unet", "vae"),
+    "vit",
+)
 
 
 @pytest.mark.parametrize(
