@@ -31,6 +31,7 @@ standard = functools.partial(jax.numpy_dtype_promotion, "standard")
 
 STEPS = 60
 # Every one compiles a program of its own.
+SLOW_NAIVE = pytest.param("naive", marks=pytest.mark.slow)
 SLOW_STOCHASTIC = pytest.param("stochastic", marks=pytest.mark.slow)
 SLOW_KAHAN = pytest.param("kahan", marks=pytest.mark.slow)
 
@@ -111,7 +112,7 @@ def test_weights_in_bf16_reach_the_loss_of_f32_in_a_short_run(name):
     assert trained("naive").validation_loss > 1.005 * f32.validation_loss
 
 
-@pytest.mark.parametrize("name", ["naive", "masters", SLOW_STOCHASTIC, SLOW_KAHAN])
+@pytest.mark.parametrize("name", [SLOW_NAIVE, "masters", SLOW_STOCHASTIC, SLOW_KAHAN])
 def test_all_weights_but_those_of_norms_are_stored_in_bf16(name):
     for path, leaf in jax.tree_util.tree_leaves_with_path(trained(name).state.params):
         in_norm = "LayerNorm" in jax.tree_util.keystr(path)

@@ -41,7 +41,9 @@ standard = functools.partial(jax.numpy_dtype_promotion, "standard")
 
 
 def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
+    # One process for a layout (`--dist loadgroup`): its programs are compiled once.
+    group = pytest.mark.xdist_group(f"sharded {values[0]}")
+    return pytest.param(*values, marks=[pytest.mark.slow, group])
 
 
 CUT_UP = [name for name in LAYOUTS if name != ONE_DEVICE]
@@ -193,12 +195,11 @@ def test_gradients_in_f32_are_those_of_the_model_that_knows_of_no_layout(name):
         np.testing.assert_allclose(leaf, like, rtol=0, atol=bound, err_msg=str(path))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        *((name, "mixed_float16") for name in CUT_UP),
-        *((name, "mixed_bfloat16") for name in SOME["bf16"]),
+        *(slow(name, "mixed_float16") for name in CUT_UP),
+        *(slow(name, "mixed_bfloat16") for name in SOME["bf16"]),
     ],
 )
 def test_gradients_in_half_are_as_accurate_as_those_of_one_device(name, policy):
