@@ -13,7 +13,8 @@ For each model of `tests/zoo` and each of the recipes O0 to O3, with f16 and Ada
   skips     steps that overflowed, and that a dynamic scale left out
 
 At the end: the models on which memory does not fall in the order O0 > O1 >= O2 >= O3,
-and those on which O1 or O2 trains by more than 1 % otherwise than O0.
+and those on which O1 or O2 trains by more than 1 % otherwise than O0, skipped steps
+aside.
 """
 
 from __future__ import annotations
@@ -171,7 +172,9 @@ def failures(found: dict[str, Any]) -> list[str]:
             sizes = [row["levels"][level]["memory"]["all"] for level in LEVELS]
             said.append(f"{model}: memory does not fall: {sizes}")
         for level in ("O1", "O2"):
-            if abs(fall(row, level) - 1) > 0.01:
+            # A run with a skipped step has made one step less.
+            skipped = row["levels"][level]["trained"]["skips"] / STEPS
+            if abs(fall(row, level) - 1) > 0.01 + skipped:
                 said.append(f"{model}: the loss of {level} falls otherwise than O0's")
     return said
 
