@@ -168,8 +168,8 @@ def advise(kind: str, capability: str = "") -> Advice:
     if kind == "tpu":
         return Advice(
             *("bf16", "O1"),
-            "TPUs multiply bf16 whatever the arrays are; O1 has them be bf16, half "
-            "the bytes\nto keep and to move. bf16 has the range of f32: no scaling.",
+            "TPUs multiply f32 as bf16 by default; O1 has arrays be bf16 too, half the "
+            "bytes\nto keep and to move. bf16 has the range of f32: no scaling.",
         )
     if version is None or int(version[1]) >= 8:
         newer = version is not None and (int(version[1]), int(version[2])) >= (8, 9)
@@ -182,13 +182,13 @@ def advise(kind: str, capability: str = "") -> Advice:
     if int(version[1]) == 7:
         return Advice(
             *("f16", "O1"),
-            "Its matrix units take f16 alone. f16 has no room for small gradients, so "
-            "O1\nscales the loss, dynamically.",
+            "Its matrix units take f16, not bf16. f16 has no room for small gradients, "
+            "so O1\nscales the loss, dynamically.",
         )
     return Advice(
         *("f16", "O0"),
-        "It has no matrix units: half precision is no faster. O1 with f16 saves "
-        "memory.",
+        "It has no matrix units: products that add up in f32 are no faster in half. O1 "
+        "with\nf16 saves memory.",
     )
 
 

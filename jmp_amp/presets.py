@@ -9,7 +9,9 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmp_amp.loss_scale import (
     LossScale,
@@ -282,7 +284,9 @@ def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> LossScale:
             f"GradScaler.state_dict() returns: {known}."
         )
     for key, value in state_dict.items():
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        # A checkpoint of arrays has them without dimensions.
+        is_array = isinstance(value, jax.Array | np.ndarray) and np.ndim(value) == 0
+        if isinstance(value, bool) or not (is_array or isinstance(value, numbers.Real)):
             raise TypeError(
                 f"loss_scale_from_torch: {key!r} is {value!r}, which is no number. "
                 "Pass what GradScaler.state_dict() returns."

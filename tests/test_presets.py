@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -134,6 +135,14 @@ def test_the_state_of_an_optimizer_tells_torch_its_scale():
     state = amp.with_loss_scale(optax.sgd(0.1), scale).init(jnp.ones(2))
     assert amp.loss_scale_to_torch(state) == amp.loss_scale_to_torch(scale)
     assert amp.loss_scale_to_torch(state)["scale"] == 2.0**9
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_a_state_of_torch_may_be_of_arrays_without_dimensions(array):
+    scale = amp.dynamic_loss_scale(2.0**9, max_scale=math.inf, min_scale=2.0**-126)
+    state = amp.loss_scale_to_torch(scale)
+    kept = {key: array(value) for key, value in state.items()}
+    assert amp.loss_scale_to_torch(amp.loss_scale_from_torch(kept)) == state
 
 
 def test_a_static_scale_comes_back_from_torch_as_it_went():
