@@ -1,10 +1,6 @@
 """Apex's opt levels: what they hold, and BatchNorm that is fine-tuned in eval mode."""
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import from_apex
 import jax
@@ -16,8 +12,8 @@ from train_digits import CNN, State, digits
 
 import jmp_amp as amp
 from tests import h100
+from tests.scripts import run_example
 
-ROOT = Path(__file__).parent.parent
 F16 = jnp.float16
 F16_EPS = float(jnp.finfo(F16).eps)
 
@@ -260,19 +256,9 @@ def test_a_wrong_option_gets_the_error_of_the_library_in_one_line(
     assert message.count("\n") == 1
 
 
-def run_script(*arguments):
-    return subprocess.run(
-        [sys.executable, ROOT / "examples" / "from_apex.py", *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-
-
 @pytest.mark.slow
 def test_script_stops_at_a_wrong_level_without_a_traceback():
-    done = run_script("--opt-level", "02")
+    done = run_example("from_apex", "--opt-level", "02")
     assert done.returncode == 2
     assert done.stdout == ""
     assert 'It is the letter O, not the digit zero: "O2".' in done.stderr
@@ -281,7 +267,9 @@ def test_script_stops_at_a_wrong_level_without_a_traceback():
 
 @pytest.mark.slow
 def test_a_few_steps_print_both_tables():
-    done = run_script("--opt-level", "O3", "--loss-scale", "128", "--steps", "2")
+    done = run_example(
+        "from_apex", "--opt-level", "O3", "--loss-scale", "128", "--steps", "2"
+    )
     assert done.returncode == 0, done.stderr
     rows = [
         line.split() for line in done.stdout.splitlines() if line.split()[:1] == ["O3"]

@@ -2,9 +2,6 @@
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import from_colossalai
@@ -15,8 +12,8 @@ import pytest
 from flax import nnx
 
 import jmp_amp as amp
+from tests.scripts import run_example
 
-ROOT = Path(__file__).parent.parent
 ORACLE = json.loads((Path(__file__).parent / "oracle/scalers_other.json").read_text())
 WARMUP = 3
 # At the scale of the oracle, 2**16, the first gradients of a transformer overflow by
@@ -225,19 +222,9 @@ def test_a_number_that_makes_no_sense_is_refused(arguments, capsys):
     assert f"{' '.join(arguments)}: " in capsys.readouterr().err
 
 
-def run_script(*arguments):
-    return subprocess.run(
-        [sys.executable, ROOT / "examples" / "from_colossalai.py", *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 @pytest.mark.slow
 def test_script_stops_at_a_wrong_name_without_a_traceback():
-    done = run_script("--mixed-precision", "naive")
+    done = run_example("from_colossalai", "--mixed-precision", "naive")
     assert done.returncode == 2
     assert done.stdout == ""
     assert 'Did you mean "fp16_naive"?' in done.stderr
@@ -248,7 +235,9 @@ def test_script_stops_at_a_wrong_name_without_a_traceback():
 def test_a_few_steps_print_a_row_for_each_recipe():
     names = ("float32", "fp16")
     options = [each for name in names for each in ("--mixed-precision", name)]
-    done = run_script(*options, "--steps", "3", "--initial-scale", "1024")
+    done = run_example(
+        "from_colossalai", *options, "--steps", "3", "--initial-scale", "1024"
+    )
     assert done.returncode == 0, done.stderr
     rows = {
         line.split()[0]: line.split()[1:]

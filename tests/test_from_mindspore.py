@@ -2,8 +2,6 @@
 
 import functools
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 from rich.console import Console
 
 import jmp_amp as amp
+from tests.scripts import run_example
 
 ROOT = Path(__file__).parent.parent
 ORACLE = ROOT / "tests" / "oracle" / "scalers_other.json"
@@ -213,14 +212,7 @@ def test_number_of_steps_that_makes_no_sense_is_refused_in_one_line(capsys):
 
 @pytest.mark.slow
 def test_script_runs_without_a_warning():
-    script = ROOT / "examples" / "from_mindspore.py"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", script, "--steps", "2"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "88"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_example("from_mindspore", "--steps", "2", columns=88)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" same") == 2
 

@@ -1,10 +1,6 @@
 """Paddle's guide: its levels and its accumulation, against SGD in f64 numpy."""
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import from_paddle
 import jax
@@ -14,8 +10,8 @@ import pytest
 from rich.console import Console
 
 import jmp_amp as amp
+from tests.scripts import run_example
 
-ROOT = Path(__file__).parent.parent
 WIDTH, BATCH, STEPS, PIECES, RATE = 32, 8, 20, 10, 0.16
 BOTH_WAYS = pytest.mark.parametrize("accumulate", [1, PIECES])
 
@@ -191,15 +187,8 @@ def test_option_that_makes_no_sense_is_refused_in_one_line(arguments, message, c
 
 @pytest.mark.slow
 def test_script_prints_a_row_for_each_run_without_a_warning():
-    script = ROOT / "examples" / "from_paddle.py"
     sizes = "--steps 4 --seed 1 --width 16 --batch 4 --accumulate 2 --half-dtype bf16"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", script, *sizes.split()],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "88"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_example("from_paddle", *sizes.split(), columns=88)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if "^" in line]
     runs = [(level, n) for n in ("1", "2") for level in from_paddle.LEVELS]

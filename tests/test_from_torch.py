@@ -2,10 +2,7 @@
 
 import functools
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import chex
 import from_torch
@@ -16,8 +13,8 @@ import pytest
 from flax import serialization
 
 import jmp_amp as amp
+from tests.scripts import run_example
 
-ROOT = Path(__file__).parent.parent
 USE_AMP = pytest.mark.parametrize("use_amp", [False, True], ids=["default", "amp"])
 SAVED = from_torch.SCALER
 
@@ -243,14 +240,7 @@ def test_option_that_makes_no_sense_is_refused_in_one_line(arguments, message, c
 
 @pytest.mark.slow
 def test_script_runs_without_a_warning():
-    script = ROOT / "examples" / "from_torch.py"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", script, "--steps", "4"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "88"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_example("from_torch", "--steps", "4", columns=88)
     assert done.returncode == 0, done.stderr
     for name in from_torch.RUNS:
         assert f" {name} " in done.stdout
