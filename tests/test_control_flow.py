@@ -812,6 +812,25 @@ def test_stacked_parameters_that_are_moved_first_are_cast_inside_the_body(policy
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_what_every_turn_of_a_loop_reads_is_cast_there_however_it_was_moved(policy):
+    # Cast before the loop, its gradient would be summed up in half precision.
+    def fn(flat, xs):
+        w = flat.reshape(16, 16).T
+        return jnp.sum(
+            scan(lambda total, x: (total + jnp.sum(x @ w), None), 0.0, xs)[0]
+        )
+
+    # The terms are 1, and in bf16 the sum of more than 256 of them would not move.
+    args = jnp.ones(256), jnp.ones((600, 1, 16))
+    mixed = amp.autocast(fn, policy)
+    (loop,) = loops(mixed, *args)
+    (weights,) = [v.aval for v in loop.invars if v.aval.shape == (16, 16)]
+    assert weights.dtype == jnp.float32
+    gradient = jax.jit(jax.grad(mixed), compiler_options=EXACT)(*args)
+    np.testing.assert_array_equal(gradient, np.full(256, 600.0))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_what_a_loop_begins_with_and_goes_through_is_cast_before_it_is_moved(policy):
     # A pipeline: at every turn the next one of the embedded texts comes in.
     def fn(table, positions, w):
