@@ -140,9 +140,10 @@ def _params() -> Any:
 
 
 def _batch() -> Any:
-    keys = jax.random.split(jax.random.key(1))
-    x, mixing = (jax.random.normal(key, (128, 32), F32) for key in keys)
-    return {"x": x, "y": jnp.tanh(x @ mixing[:32] / 32**0.5)}
+    for_x, for_mixing = jax.random.split(jax.random.key(1))
+    x = jax.random.normal(for_x, (128, 32), F32)
+    mixing = jax.random.normal(for_mixing, (32, 32), F32) / 32**0.5
+    return {"x": x, "y": jnp.tanh(x @ mixing)}
 
 
 def _loss(params: Any, batch: Any) -> jax.Array:

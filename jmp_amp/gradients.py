@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jmp_amp.loss_scale import LossScale, promote_half
+from jmp_amp.loss_scale import LossScale, promote_gradient
 from jmp_amp.states import find_loss_scale
 
 
@@ -39,6 +39,11 @@ def value_and_grad(
     the loss itself in float32: one computed in f16 is reported rightly, but its
     gradient at a scale of 2**16 starts from inf, so that steps are skipped until the
     scale has backed off to what f16 can hold.
+
+    Gradients of f16 and bf16 convolution kernels are given the memory layout of their
+    kernels (`jax.experimental.layout`), unless they are sharded automatically.
+    `jax.export` of such a step wants to be told:
+    `disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]`.
 
     With an `nnx.Module` among the differentiated arguments it is `nnx.value_and_grad`:
     the gradients are an `nnx.State`, and what the module writes while it runs (batch
@@ -133,7 +138,7 @@ def _differentiated(
             transformed = nnx.value_and_grad(scaled, argnums=positions, **options)
         (_, (loss, aux)), gradients = transformed(*args, **kwargs)
         if scaler is None:
-            gradients = jax.tree.map(promote_half, gradients)
+            gradients = jax.tree.map(promote_gradient, gradients)
         else:
             gradients = scaler.unscale(gradients)
         return ((loss, aux) if has_aux else loss), gradients

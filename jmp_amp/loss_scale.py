@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import serialization
 from jax.core import Tracer
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from jmp_amp.dtypes import F32, is_fp8, is_half
@@ -303,11 +305,45 @@ def promote_half(leaf: Any) -> Any:
     return jnp.asarray(leaf, jnp.float32) if half else leaf
 
 
+def promote_gradient(leaf: Any) -> Any:
+    """Returns `promote_half` of a gradient, in the order in which parameters lie.
+
+    A GPU's convolutions read and write kernels with the dimensions in another order. Of
+    a kernel that is stored in half precision XLA then computes the whole update in that
+    order: it transposes moments and masters, before the model runs, and what is new
+    back. (Those of f32 kernels too, but in the kernel that updates them.) Where the
+    gradient itself is in order, in half precision, nothing else has to be moved.
+
+    Example:
+      >>> from jmp_amp.loss_scale import promote_gradient
+      >>> promote_gradient(jnp.ones(3, jnp.float16)).dtype
+      dtype('float32')
+    """
+    if isinstance(leaf, Tracer) and is_half(leaf.dtype) and leaf.ndim > 2:
+        # Kernels in one dimension have rank 3, and embeddings of positions: (1, n, d).
+        if (leaf.ndim > 3 or leaf.shape[0] != 1) and _is_whole(leaf):
+            leaf = with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim))))
+    return promote_half(leaf)
+
+
+def _is_whole(leaf: Tracer) -> bool:
+    """Whether no device has less than all of an array, which `shard_map` made its own.
+
+    XLA gathers an array whose layout is constrained. Of one that is sharded
+    automatically nobody knows, while a program is traced, how.
+    """
+    sharding = jax.typeof(leaf).sharding
+    mesh = sharding.mesh
+    axes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    unknown = any(kind == AxisType.Auto and size > 1 for kind, size in axes)
+    return not unknown and not any(sharding.spec)
+
+
 def _with_factor(leaf: Any, factor: jax.Array, operation: Any) -> Any:
     """`operation(leaf, factor)` in float32 at least; other leaves come back as is."""
     if not is_inexact(leaf) or is_fp8(getattr(leaf, "dtype", None)):
         return leaf
-    leaf = jnp.asarray(promote_half(leaf))
+    leaf = jnp.asarray(promote_gradient(leaf))
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         # Part by part: (inf + 0j) * (2 + 0j) would have a NaN.
         factor = factor.astype(leaf.real.dtype)

@@ -26,7 +26,7 @@ from jmp_amp.leaves import (
     with_extra_args,
     zero_update,
 )
-from jmp_amp.loss_scale import LossScale
+from jmp_amp.loss_scale import LossScale, promote_gradient
 from jmp_amp.states import WEIGHT_STATES, LossScaleState, nodes_of
 
 
@@ -115,7 +115,7 @@ def with_loss_scale(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         check_gradients(updates, state.structure, params, "with_loss_scale")
-        gradients = taking_part(updates)
+        gradients = taking_part(updates, promote_gradient)
         if unscale:
             gradients = state.loss_scale.unscale(gradients)
         # An inf or NaN stays one when it is unscaled, and a scale below 1 may make a

@@ -30,6 +30,7 @@ from jmp_amp.leaves import (
     with_extra_args,
     zero_update,
 )
+from jmp_amp.loss_scale import promote_gradient
 from jmp_amp.originals import originals_of, remainder
 from jmp_amp.rounding import (
     land_on,
@@ -326,7 +327,7 @@ class _Storage(NamedTuple):
             for leaf, half in zip(leaves, halves, strict=True)
         ]
         proposed, inner_state = self.transformation.update(
-            taking_part(gradients),
+            taking_part(gradients, promote_gradient),
             state.inner_state,
             taking_part(structure.unflatten(values)),
             **extra_args,

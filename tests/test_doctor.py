@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jmp_amp as amp
@@ -117,6 +118,33 @@ def test_checks_fail_where_a_recipe_does_not_do_what_f16_needs(recipe, fails):
     missing = {"a step that overflows changes no parameter, and a scale backs off"}
     wanted = fails | (missing if not recipe.loss_scale.dynamic else set())
     assert {each.what for each in found if not each.holds} == wanted
+
+
+class Careless:
+    """A recipe that backs off when a step overflows, and makes it all the same."""
+
+    def __init__(self, recipe):
+        self.recipe = recipe
+
+    def __getattr__(self, name):
+        return getattr(self.recipe, name)
+
+    def wrap(self, tx):
+        careful = self.recipe.wrap(tx)
+
+        def update(updates, state, params=None):
+            proposed, _ = tx.update(updates, state.inner_state, params)
+            return proposed, careful.update(updates, state, params)[1]
+
+        return optax.GradientTransformation(careful.init, update)
+
+
+def test_checks_fail_where_a_step_that_overflows_is_made():
+    found = checkup.check(Careless(amp.recipe("O1", "float16")), F16)  # pyright: ignore
+    assert {each.what for each in found if not each.holds} == {
+        "a step that overflows changes no parameter, and a scale backs off",
+        "the next step goes on, and all of them were compiled once",
+    }
 
 
 def test_limits_are_those_of_the_dtypes():

@@ -3,6 +3,7 @@ import inspect
 
 import chex
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -46,6 +47,41 @@ def test_a_power_of_two_changes_neither_loss_nor_gradients(jit):
     expected = plain(params, x)
     chex.assert_trees_all_equal(mine(params, x, loss_scale=SCALE), expected)
     chex.assert_trees_all_equal(mine(params, x), expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 3), (2, 1, 3), (1, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda gradient: gradient,
+        jax.jit,
+        lambda gradient: (
+            lambda w: jax.vmap(gradient, 2, 1)(jnp.stack([w, w], 2)).mean(1)
+        ),
+        lambda gradient: lambda w: jax.jvp(gradient, (w,), (w,))[1],
+        lambda gradient: jax.grad(lambda w: jnp.sum(gradient(w) ** 2) / 4),
+        lambda gradient: lambda w: jax.lax.map(gradient, w[None])[0],
+        jax.checkpoint,
+    ],
+    ids=["", "jit", "vmap", "jvp", "grad", "map", "checkpoint"],
+)
+def test_gradients_of_half_kernels_are_those_of_others(transform, shape):
+    # They alone are given a memory layout.
+    w = jnp.arange(np.prod(shape)).reshape(shape).astype(jnp.float16)
+    for loss_scale in (None, amp.static_loss_scale(2.0**8)):
+        gradient = functools.partial(amp.grad(square), loss_scale=loss_scale)
+        np.testing.assert_array_equal(transform(gradient)(w), 2.0 * w)
+
+
+def test_a_step_of_half_kernels_is_exported_as_the_docstring_says():
+    gradient = jax.jit(amp.grad(square))
+    full, half = jnp.ones((2, 2, 3, 4)), jnp.ones((2, 2, 3, 4), jnp.float16)
+    assert jax.export.export(gradient)(full)
+    with pytest.raises(ValueError, match="LayoutConstraint"):
+        jax.export.export(gradient)(half)
+    check = jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")
+    exported = jax.export.export(gradient, disabled_checks=[check])(half)
+    np.testing.assert_array_equal(exported.call(half), 2.0 * full)
 
 
 @pytest.mark.parametrize("dtype", HALF)

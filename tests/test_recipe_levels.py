@@ -69,24 +69,16 @@ def test_memory_is_what_was_measured_and_falls(model):
         np.testing.assert_allclose(memory[level]["all"], kept, rtol=0.02)
 
 
-# Convolutions whose masters cost the step more than their weights save: by 2 kB, by 1 %
-# and by 16 % of it. To be found out, and taken from here.
-HEAVIER_WITH_MASTERS = {"cnn", "resnet", "unet"}
-
-
 def test_every_model_was_measured_and_falls_in_memory_and_in_loss():
     found = committed()
     assert [row["model"] for row in found["models"]] == list(zoo.MODELS)
-    heavier = set()
     for row in found["models"]:
         sizes = [row["levels"][level]["memory"]["all"] for level in LEVELS]
         o0, o1, o2, o3 = sizes
-        assert o0 > o1 and o0 > o2 >= o3
-        heavier |= {row["model"]} if o2 > o1 else set()
-    assert heavier == HEAVIER_WITH_MASTERS
-    said = recipe_levels.failures(found)
-    assert {each.split(":")[0] for each in said} == HEAVIER_WITH_MASTERS
-    assert not any("the loss" in each for each in said)
+        assert o0 > o1
+        # XLA begins every buffer at a multiple of 256 bytes.
+        assert o1 >= o2 - 256 and o2 >= o3, row["model"]
+    assert recipe_levels.failures(found) == []
 
 
 def test_what_does_not_hold_is_said():
@@ -94,7 +86,8 @@ def test_what_does_not_hold_is_said():
     good = next(r for r in found["models"] if r["model"] == "mlp")
     assert recipe_levels.failures({"models": [good]}) == []
     heavy, other = copy.deepcopy(good), copy.deepcopy(good)
-    heavy["levels"]["O2"]["memory"]["all"] = heavy["levels"]["O1"]["memory"]["all"] + 1
+    o1, o2 = (heavy["levels"][level]["memory"] for level in ("O1", "O2"))
+    o2["all"] = o1["all"] + 257
     other["levels"]["O1"]["trained"]["last"] = other["levels"]["O1"]["trained"]["first"]
     said = recipe_levels.failures({"models": [heavy, other]})
     assert len(said) == 2

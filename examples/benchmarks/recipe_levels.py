@@ -12,9 +12,9 @@ For each model of `tests/zoo` and each of the recipes O0 to O3, with f16 and Ada
             off, so that the CPU rounds where a GPU does
   skips     steps that overflowed, and that a dynamic scale left out
 
-At the end: the models on which memory does not fall in the order O0 > O1 >= O2 >= O3,
-and those on which O1 or O2 trains by more than 1 % otherwise than O0, skipped steps
-aside.
+At the end: the models on which memory does not fall in the order O0 > O1 >= O2 >= O3
+(a buffer of 256 bytes more is none), and those on which O1 or O2 trains by more than
+1 % otherwise than O0, skipped steps aside.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ from tests import h100, zoo
 LEVELS = ("O0", "O1", "O2", "O3")
 STEPS = 40
 RATE = 1e-3
+# XLA begins every buffer at a multiple of so many bytes: less than that is no
+# difference, such as the copy of a bias in another dtype.
+BUFFER = 256
 
 
 def training_step(level: str, loss_fn: Callable[..., Any]) -> tuple[amp.Recipe, Any]:
@@ -134,7 +137,7 @@ def fall(row: dict[str, Any], level: str) -> float:
 def is_ordered(row: dict[str, Any]) -> bool:
     """Returns whether memory falls from level to level."""
     o0, o1, o2, o3 = (row["levels"][level]["memory"]["all"] for level in LEVELS)
-    return o0 > o1 >= o2 >= o3
+    return o0 > o1 and o1 + BUFFER >= o2 and o2 + BUFFER >= o3
 
 
 def table_of(found: dict[str, Any]) -> Table:
@@ -188,7 +191,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not options.no_gpu and (reason := h100.why_no_compiler()):
         parser.error(f"{reason}, or give --no-gpu")
-    console = Console()
+    # A file has room for the table.
+    console = Console(width=None if sys.stdout.isatty() else 110)
     found = figures(options.model, not options.no_gpu, console.print)
     console.print(table_of(found))
     for each in failures(found) or ["Everything holds."]:
