@@ -156,7 +156,9 @@ class Recipe:
           `(params, opt_state)`; for an nnx module a new `(model, nnx.Optimizer)`.
 
         Raises:
-          ValueError: if `tx` has not been wrapped.
+          TypeError: if `tx` is no optimizer.
+          ValueError: if `tx` has not been wrapped; if there are half-precision
+            parameters that the recipe would train without masters.
 
         Example:
           >>> import jax, jax.numpy as jnp, jmp_amp as amp, optax
@@ -179,11 +181,12 @@ class Recipe:
             # recipe casts.
             stored = nnx.clone(params) if stored is params else stored
             optimizer = nnx.Optimizer(stored, tx, wrt=nnx.Param)
-            self._check_wrapped(optimizer.opt_state, nnx.state(stored, nnx.Param))
-            begin_with(optimizer.opt_state, nnx.state(stored, nnx.Param), originals)
+            state = nnx.state(stored, nnx.Param)
+            self._check_wrapped(optimizer.opt_state, state, call)
+            begin_with(optimizer.opt_state, state, originals)
             return stored, optimizer
         opt_state = tx.init(stored)
-        self._check_wrapped(opt_state, stored)
+        self._check_wrapped(opt_state, stored, call)
         return stored, begin_with(opt_state, stored, params)
 
     def export_params(self, params: Any, opt_state: Any = None) -> Any:
@@ -207,15 +210,15 @@ class Recipe:
             )
         return export_params(params, opt_state, self.save_dtype)
 
-    def _check_wrapped(self, opt_state: Any, params: Any) -> None:
+    def _check_wrapped(self, opt_state: Any, params: Any, call: str) -> None:
         is_half_model = any(TreeStructure.of(params).half)
         kept = bool(nodes_of(opt_state, WEIGHT_STATES))
         if is_half_model and not kept and self.cast_model_type is None:
             raise ValueError(
-                f"recipe({self.name!r}).init(tx, params): its parameters are f32, but "
-                "some of these are half, and would lose small updates. Give f32 ones: "
-                "amp.export_params(params, opt_state) of the run that they come from, "
-                "or amp.cast_to_full(params). O2 stores half ones."
+                f"{call}: its parameters are f32, but some of these are half, and "
+                "would lose small updates. Give f32 ones: amp.export_params(params, "
+                "opt_state) of the run that they come from, or "
+                "amp.cast_to_full(params). O2 stores half ones."
             )
         lacks = None
         if not nodes_of(opt_state, LossScaleState):
@@ -224,8 +227,8 @@ class Recipe:
             lacks = "no masters"
         if lacks:
             raise ValueError(
-                f"recipe({self.name!r}).init(tx, params): the optimizer has {lacks}: "
-                "this recipe has not wrapped it. Use tx = recipe.wrap(tx) before."
+                f"{call}: the optimizer has {lacks}: this recipe has not wrapped it. "
+                "Use tx = recipe.wrap(tx) before."
             )
 
     def __str__(self) -> str:

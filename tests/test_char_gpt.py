@@ -148,14 +148,8 @@ def losses_of_plain_jax():
     return np.array(losses)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param("float32", marks=pytest.mark.slow),
-        pytest.param("mixed_bfloat16", marks=pytest.mark.slow),
-        pytest.param("mixed_float16", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 def test_losses_are_those_of_plain_f32_to_the_precision_of_the_policy(policy):
     expected = losses_of_plain_jax()
     assert expected[-1] < 0.95 * expected[0]
@@ -168,13 +162,8 @@ def test_losses_are_those_of_plain_f32_to_the_precision_of_the_policy(policy):
     assert trained(policy).skips == 0
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "float32",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in char_gpt.POLICIES[1:]),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", char_gpt.POLICIES)
 def test_validation_loss_is_the_mean_over_the_held_out_text(policy):
     result, (_, held_out) = trained(policy), char_gpt.tokens()
     pieces = (len(held_out) - 1) // TINY.context
@@ -230,7 +219,9 @@ def step_program(policy):
     return step.trace(params, opt_state, batch(0), jax.random.key(0)).jaxpr
 
 
-@pytest.mark.parametrize("policy", HALF)
+@pytest.mark.parametrize(
+    "policy", [pytest.param("mixed_bfloat16", marks=pytest.mark.slow), "mixed_float16"]
+)
 def test_every_matmul_of_a_training_step_is_in_half(policy):
     operands = [
         {v.aval.dtype for v in eqn.invars}
@@ -328,15 +319,14 @@ def bigram_loss():
 
 @pytest.mark.slow
 def test_half_precision_reaches_the_loss_of_float32():
-    runs = {
-        policy: trained(policy, char_gpt.MODEL, char_gpt.STEPS)
-        for policy in char_gpt.POLICIES
-    }
-    reference = runs.pop("float32")
+    # A training takes minutes: bf16, which cannot overflow, is left to the script.
+    reference, result = (
+        trained(policy, char_gpt.MODEL, char_gpt.STEPS)
+        for policy in ("float32", "mixed_float16")
+    )
     # It has learned more than pairs of characters.
     assert reference.validation_loss < 0.8 * bigram_loss()
-    for result in runs.values():
-        assert result.validation_loss <= 1.01 * reference.validation_loss
-        ends = [float(r.losses[-20:].mean()) for r in (result, reference)]
-        assert ends[0] <= 1.01 * ends[1]
-        assert result.skips <= 0.01 * char_gpt.STEPS
+    assert result.validation_loss <= 1.01 * reference.validation_loss
+    ends = [float(r.losses[-20:].mean()) for r in (result, reference)]
+    assert ends[0] <= 1.01 * ends[1]
+    assert result.skips <= 0.01 * char_gpt.STEPS

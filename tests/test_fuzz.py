@@ -382,7 +382,13 @@ def norm(x):
     return float(np.linalg.norm(np.asarray(x, np.float64)))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *range(6),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 10)),
+    ],
+)
 def test_a_random_program_is_only_rounded(seed):
     check(seed, length=8)
 

@@ -100,14 +100,8 @@ def plain_training(steps=5):
     return np.array(losses)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param("float32", marks=pytest.mark.slow),
-        pytest.param("mixed_bfloat16", marks=pytest.mark.slow),
-        "mixed_float16",
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 def test_both_losses_are_those_of_plain_f32_to_the_precision_of_the_policy(policy):
     state, losses = new_state(), []
     for number in range(5):

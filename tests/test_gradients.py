@@ -49,7 +49,7 @@ def test_a_power_of_two_changes_neither_loss_nor_gradients(jit):
     chex.assert_trees_all_equal(mine(params, x), expected)
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 3), (2, 1, 3), (1, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2, 3), (2, 1, 2, 3)], ids=str)
 @pytest.mark.parametrize(
     "transform",
     [

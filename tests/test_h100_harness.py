@@ -236,7 +236,13 @@ class TestMeasures:
         expected = 32 * 16 * 4 + 32 * 16 * 2 + 16 * 4 * 2
         assert measures.saved_bytes(loss, params, aval(32, 8)) == expected
 
-    @pytest.mark.parametrize("model, size", [("mlp", "small"), ("cnn", "small")])
+    @pytest.mark.parametrize(
+        "model, size",
+        [
+            ("mlp", "small"),
+            pytest.param("cnn", "small", marks=pytest.mark.slow),
+        ],
+    )
     def test_float64_reference_drops_and_normalises_as_the_float32_model(
         self, model, size
     ):

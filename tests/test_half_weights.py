@@ -30,10 +30,6 @@ F32_EPS = float(jnp.finfo(jnp.float32).eps)
 standard = functools.partial(jax.numpy_dtype_promotion, "standard")
 
 STEPS = 60
-# Every one compiles a program of its own.
-SLOW_NAIVE = pytest.param("naive", marks=pytest.mark.slow)
-SLOW_STOCHASTIC = pytest.param("stochastic", marks=pytest.mark.slow)
-SLOW_KAHAN = pytest.param("kahan", marks=pytest.mark.slow)
 
 
 @functools.cache
@@ -112,14 +108,17 @@ def test_weights_in_bf16_reach_the_loss_of_f32_in_a_short_run(name):
     assert trained("naive").validation_loss > 1.005 * f32.validation_loss
 
 
-@pytest.mark.parametrize("name", [SLOW_NAIVE, "masters", SLOW_STOCHASTIC, SLOW_KAHAN])
+# Every one compiles a program of its own.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["naive", "masters", "stochastic", "kahan"])
 def test_all_weights_but_those_of_norms_are_stored_in_bf16(name):
     for path, leaf in jax.tree_util.tree_leaves_with_path(trained(name).state.params):
         in_norm = "LayerNorm" in jax.tree_util.keystr(path)
         assert leaf.dtype == (jnp.float32 if in_norm else jnp.bfloat16), path
 
 
-@pytest.mark.parametrize("name", ["masters", SLOW_KAHAN])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["masters", "kahan"])
 def test_exported_weights_are_those_stored_with_more_digits(name):
     params, _, opt_state = jax.device_get(trained(name).state)
     exported = jax.device_get(amp.export_params(params, opt_state))
@@ -138,6 +137,7 @@ def test_exported_weights_are_those_stored_with_more_digits(name):
     assert more_digits["head"]["kernel"] and more_digits["embedding"]["embedding"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, in_half",
     # A weight, and Adam's two moments in f32; then a master, nothing, a compensation.
@@ -145,8 +145,8 @@ def test_exported_weights_are_those_stored_with_more_digits(name):
         ("f32", 4 + 8),
         ("naive", 2 + 8),
         ("masters", 2 + 8 + 4),
-        pytest.param("stochastic", 2 + 8, marks=pytest.mark.slow),
-        pytest.param("kahan", 2 + 8 + 2, marks=pytest.mark.slow),
+        ("stochastic", 2 + 8),
+        ("kahan", 2 + 8 + 2),
     ],
 )
 def test_bytes_of_a_parameter_are_those_of_its_arrays(name, in_half):

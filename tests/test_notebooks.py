@@ -25,13 +25,9 @@ ROUNDINGS = 2
 # What one worker has executed, the next test on it does not execute again.
 pytestmark = pytest.mark.xdist_group("notebooks")
 each_notebook = pytest.mark.parametrize("name", NOTEBOOKS)
-# The first one is executed by default; of the others, what is committed is looked at.
+# Of what is not slow, what is committed is looked at.
 each_executed = pytest.mark.parametrize(
-    "name",
-    [
-        each if each == "01_tour" else pytest.param(each, marks=pytest.mark.slow)
-        for each in NOTEBOOKS
-    ],
+    "name", [pytest.param(each, marks=pytest.mark.slow) for each in NOTEBOOKS]
 )
 
 # What a notebook has computed, read back by a cell of ours at its end.

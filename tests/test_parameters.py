@@ -51,7 +51,7 @@ class Model(nn.Module):
 
 def linen_variables(model=None):
     with jax.numpy_dtype_promotion("standard"):
-        return (model or Model()).init(jax.random.key(1), X)
+        return jax.jit((model or Model()).init)(jax.random.key(1), X)
 
 
 VARIABLES = linen_variables()

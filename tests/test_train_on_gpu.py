@@ -137,6 +137,7 @@ def test_twin_and_autocast_take_turns_where_not_all_programs_fit():
     assert rows["autocast"]["timed_with"] == ["twin"]
 
 
+@pytest.mark.slow
 def test_process_of_its_own_takes_its_program_from_the_cache(tmp_path):
     task = dataclasses.replace(TASK, action="compile", programs=("autocast",))
     entries = []

@@ -35,6 +35,8 @@ each_whole_model = pytest.mark.parametrize(
     ],
 )
 # What compiles longest is compared with f64 below, and here only in the slow tests.
+# Neither are models that are much like another.
+SLOW = ("gpt", "custom_rules_unmarked")
 LONG = (
     *("clip", "cnn", "encoder_decoder", "mamba", "moe", "resnet", "unet", "vae"),
     "vit",
@@ -135,7 +137,7 @@ def test_float32_program_is_computed_in_float64_where_its_parameters_are_float64
         pytest.param(
             *(model, dtype, program),
             marks=[pytest.mark.slow] * (f"{dtype} {program}" != "bfloat16 autocast")
-            or [pytest.mark.slow] * (model in LONG),
+            or [pytest.mark.slow] * (model in LONG + SLOW),
         )
         for model in zoo.MODELS
         for dtype, program in [
@@ -249,7 +251,9 @@ class TestDecoding:
             assert {leaf.dtype.name for leaf in jax.tree.leaves(cache)} == {dtype}
 
     @each_half
-    @pytest.mark.parametrize("program", ["twin", "autocast"])
+    @pytest.mark.parametrize(
+        "program", [pytest.param("twin", marks=pytest.mark.slow), "autocast"]
+    )
     def test_logits_are_those_of_the_float32_program(self, dtype, program):
         arguments = language.decode_sample(jax.random.key(0), dtype)
         # The f32 program reads the same half precision cache, widened.
