@@ -255,7 +255,13 @@ def test_layers_are_still_scanned_and_computed_again_in_the_backward_pass(policy
     assert max(matmuls, default=0) == 7 + 16
 
 
-@pytest.mark.parametrize("policy", char_gpt.POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(policy, marks=[pytest.mark.slow] * ("bfloat16" in policy))
+        for policy in char_gpt.POLICIES
+    ],
+)
 def test_only_the_residual_stream_is_kept_of_a_layer(policy):
     key = jax.random.key(0)
 

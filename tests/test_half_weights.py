@@ -160,6 +160,7 @@ def test_bytes_of_a_parameter_are_those_of_its_arrays(name, in_half):
     assert expected < found < expected + 100 / total
 
 
+@pytest.mark.slow
 def test_table_has_the_mean_over_the_seeds_of_every_run():
     f32, naive = trained("f32"), trained("naive")
     results = {"f32": [f32, naive], "naive": [naive]}

@@ -206,6 +206,7 @@ def matmuls_by_dtype(report):
     return found["bf16"], found["f32"]
 
 
+@pytest.mark.slow
 def test_tour_has_every_matmul_in_half_but_those_that_its_maps_name():
     _, values = executed("01_tour")
     # Without a name: of queries and keys, and of the softmax and the values.
@@ -230,6 +231,7 @@ def test_tour_has_every_matmul_in_half_but_those_that_its_maps_name():
     assert matmuls_by_dtype(values["default"]) == (everything, [])
 
 
+@pytest.mark.slow
 def test_tour_trains_in_half_as_in_f32():
     _, values = executed("01_tour")
     losses = {name: np.array(each) for name, each in values["losses"].items()}
@@ -256,6 +258,7 @@ def test_tour_trains_in_half_as_in_f32():
         assert accuracy > 0.9
 
 
+@pytest.mark.slow
 def test_tour_scale_doubles_after_finite_steps_and_halves_at_each_skipped_one():
     notebook, values = executed("01_tour")
     scales = np.array(values["scales"])
@@ -273,6 +276,7 @@ def test_tour_scale_doubles_after_finite_steps_and_halves_at_each_skipped_one():
     assert f"f16: {halved} of {len(scales)} steps skipped" in printed
 
 
+@pytest.mark.slow
 def test_tour_prints_the_operations_of_a_module_and_the_mistyped_path():
     notebook, values = executed("01_tour")
     *_, third, fourth, _ = code_cells(notebook)
@@ -291,6 +295,7 @@ def test_tour_prints_the_operations_of_a_module_and_the_mistyped_path():
     )
 
 
+@pytest.mark.slow
 def test_tour_shows_in_its_outputs_the_plans_that_it_makes():
     notebook, _ = executed("01_tour")
     pattern = re.compile(r"^(Transformer\S*)\s+(b?f\d+)\s+(b?f\d+)\s+(b?f\d+)$", re.M)
