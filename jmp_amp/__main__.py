@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jmp_amp.doctor import examine
-from jmp_amp.policy_map import as_policy_map
-from jmp_amp.report import explain
+from jmp_amp.policies.policy_map import as_policy_map
+from jmp_amp.reports.report import explain
 
 _EXPLAIN = """\
 Prints what autocast would do to a function: the dtype of its operations and why, the

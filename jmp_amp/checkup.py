@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_amp.dtypes import F16, F32, short_name
-from jmp_amp.gradients import value_and_grad
-from jmp_amp.recipes import Recipe, recipe
-from jmp_amp.report import explain
-from jmp_amp.states import loss_scale_of
+from jmp_amp.policies.dtypes import F16, F32, short_name
+from jmp_amp.recipes.recipes import Recipe, recipe
+from jmp_amp.reports.report import explain
+from jmp_amp.training.gradients import value_and_grad
+from jmp_amp.training.states import loss_scale_of
 
 _STEPS = 20
 

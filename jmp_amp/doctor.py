@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.checkup import Check, check
-from jmp_amp.dtypes import BF16, F16, F32, half_dtype, short_name
-from jmp_amp.recipes import recipe
-from jmp_amp.tables import Table, as_text, quantity
+from jmp_amp.policies.dtypes import BF16, F16, F32, half_dtype, short_name
+from jmp_amp.recipes.recipes import recipe
+from jmp_amp.reports.tables import Table, as_text, quantity
 
 _PACKAGES = ("jmp_amp", "jax", "jaxlib", "flax", "optax")
 

@@ -56,15 +56,15 @@ from flax import serialization
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jmp_amp import policy as policies
-from jmp_amp.casting import cast_floating
-from jmp_amp.casting import cast_to_full as cast_to_full
-from jmp_amp.dtypes import F32, cast_leaf, is_half
-from jmp_amp.finite import all_finite as all_finite
-from jmp_amp.finite import select_tree as select_same_dtypes
-from jmp_amp.loss_scale import LossScale as StateMachine
-from jmp_amp.loss_scale import static_loss_scale
-from jmp_amp.policy import Policy as Policy
+from jmp_amp.policies import policy as policies
+from jmp_amp.policies.casting import cast_floating
+from jmp_amp.policies.casting import cast_to_full as cast_to_full
+from jmp_amp.policies.dtypes import F32, cast_leaf, is_half
+from jmp_amp.policies.policy import Policy as Policy
+from jmp_amp.training.finite import all_finite as all_finite
+from jmp_amp.training.finite import select_tree as select_same_dtypes
+from jmp_amp.training.loss_scale import LossScale as StateMachine
+from jmp_amp.training.loss_scale import static_loss_scale
 
 # Of the jmp whose API this is.
 __version__ = "0.0.4"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jmp_amp.facts import Costs
-from jmp_amp.report import Report
-from jmp_amp.tables import TOP_LEVEL, quantity
+from jmp_amp.reports.report import Report
+from jmp_amp.reports.rows import Costs
+from jmp_amp.reports.tables import TOP_LEVEL, quantity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

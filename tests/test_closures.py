@@ -10,7 +10,7 @@ from flax import errors, nnx
 from flax import linen as nn
 
 import jmp_amp as amp
-from jmp_amp.closures import Closures
+from jmp_amp.transform.closures import Closures
 
 X = jax.random.normal(jax.random.key(0), (8, 16))
 MAP = amp.PolicyMap("mixed_bfloat16", {"linear": "float32"})

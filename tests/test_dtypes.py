@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jmp_amp as amp
-from jmp_amp import dtypes
+from jmp_amp.policies import dtypes
 
 ALL = [
     *("float16", "bfloat16", "float32", "float64"),

@@ -17,7 +17,7 @@ from flax import nnx
 from hypothesis import strategies as st
 
 import jmp_amp as amp
-from jmp_amp.policy_map import as_policy_map
+from jmp_amp.policies.policy_map import as_policy_map
 
 BF16, F16, F32 = map(amp.get_policy, ("mixed_bfloat16", "mixed_float16", "float32"))
 

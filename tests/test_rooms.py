@@ -1,4 +1,4 @@
-"""The package's order: a file imports only from the rows above its own."""
+"""The house: wings import one way, and so do the rooms of each wing."""
 
 import ast
 import inspect
@@ -10,29 +10,48 @@ import pytest
 
 import jmp_amp as amp
 
-ROOMS = (
-    ("dtypes", "finite"),
-    ("policy", "patterns", "closures", "jaxprs", "bounds", "rounding", "levels"),
-    ("policy_map", "casting", "rules", "loss_scale"),
-    ("scopes", "leaves", "states"),
-    ("nnx_modules", "decisions", "derivatives", "islands", "parameters", "exports"),
-    ("presets",),
-    ("originals", "overrides"),
-    ("linen_modules", "flows", "plan"),
-    ("regions", "demands", "calls"),
-    ("planner",),
-    ("interpreter", "gradients", "optimizers", "weights"),
-    ("costs", "facts"),
-    ("reading", "tables"),
-    ("report",),
-    ("plots", "recipes", "jmp"),
-    ("checkup",),
-    ("doctor",),
-    ("__main__", "__init__"),
-)
-ROW = {name: row for row, names in enumerate(ROOMS) for name in names}
+# A room imports from the wings before its own, and from the rows of its own wing that
+# are above its own row.
+WINGS = {
+    "policies": (("dtypes", "patterns"), ("policy", "casting"), ("policy_map",)),
+    "plan": (
+        ("jaxprs", "constants", "regions"),
+        ("rules", "rewrites"),
+        ("decisions", "islands"),
+        ("origins", "plan"),
+        ("consumers",),
+        ("planner",),
+    ),
+    "transform": (
+        ("scopes", "closures"),
+        ("nnx_modules",),
+        ("linen_modules",),
+        ("markers", "calls"),
+        ("interpreter",),
+    ),
+    "training": (
+        ("finite", "rounding", "parameters"),
+        ("loss_scale",),
+        ("trainable", "states"),
+        ("presets", "originals", "gradients", "optimizers", "checkpoints"),
+        ("weights",),
+    ),
+    "reports": (("costs", "rows"), ("reading", "tables"), ("report",)),
+    "recipes": (("levels",), ("overrides",), ("recipes",)),
+    "": (("plots", "jmp"), ("checkup",), ("doctor",), ("__main__", "__init__")),
+}
+# The place of each room: the wing's, then the row's.
+PLACE = {
+    f"{wing}.{room}" if wing else room: (number, row)
+    for number, (wing, rows) in enumerate(WINGS.items())
+    for row, rooms in enumerate(rows)
+    for room in rooms
+}
 PACKAGE = Path(amp.__file__).parent
-MODULES = sorted(path.stem for path in PACKAGE.rglob("*.py"))
+MODULES = sorted(
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py")
+)
 EXPORTS = {
     name: value
     for name, value in vars(amp).items()
@@ -43,7 +62,8 @@ each_module = pytest.mark.parametrize("module", MODULES)
 
 
 def nodes(module: str) -> Iterator[ast.AST]:
-    return ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text()))
+    path = PACKAGE / f"{module.replace('.', '/')}.py"
+    return ast.walk(ast.parse(path.read_text()))
 
 
 def imported(module: str) -> set[str]:
@@ -69,18 +89,28 @@ def is_in(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-def test_every_module_has_a_row():
-    assert sorted(ROW) == MODULES
+def test_every_room_has_a_place():
+    entrances = {f"{wing}.__init__" for wing in WINGS if wing}
+    assert sorted({*PLACE, *entrances}) == MODULES
+
+
+@pytest.mark.parametrize("wing", [wing for wing in WINGS if wing])
+def test_entrance_of_a_wing_tells_its_idea_and_defines_nothing(wing):
+    (idea,) = ast.parse((PACKAGE / wing / "__init__.py").read_text()).body
+    assert isinstance(idea, ast.Expr) and len(ast.literal_eval(idea.value)) > 100
 
 
 @each_module
-def test_module_imports_only_from_rows_above(module):
+def test_room_imports_from_wings_before_its_own_and_from_rows_above(module):
+    if module.endswith(".__init__"):
+        return
     for name in imported(module):
         package, _, rest = name.partition(".")
-        inner = rest.partition(".")[0]
-        if package == "jmp_amp" and inner:
-            assert inner in ROW, f"{module}.py imports {name}, which is no module"
-            assert ROW[inner] < ROW[module], f"{module}.py imports {name}"
+        if package != "jmp_amp" or not rest or rest in WINGS:
+            continue
+        found = [room for room in PLACE if is_in(rest, room)]
+        assert found, f"{module}.py imports {name}, which is no room"
+        assert PLACE[found[0]] < PLACE[module], f"{module}.py imports {name}"
 
 
 @each_module
@@ -97,11 +127,12 @@ def test_module_uses_public_jax_only(module):
 @each_module
 def test_jaxprs_alone_uses_jax_extend(module):
     extends = any(is_in(name, "jax.extend") for name in used(module))
-    assert extends == (module == "jaxprs")
+    assert extends == (module == "plan.jaxprs")
 
 
 def test_no_module_shares_a_name_with_an_export():
-    assert not set(MODULES) & set(EXPORTS)
+    parts = {part for module in MODULES for part in module.split(".")}
+    assert not (parts - {"jmp_amp"}) & set(EXPORTS)
 
 
 def public(name: str, value: object) -> Iterator[tuple[str, object]]:

@@ -12,8 +12,8 @@ from flax import linen as nn
 from jax import lax
 
 import jmp_amp as amp
-from jmp_amp import rules
-from jmp_amp.rules import OpClass
+from jmp_amp.plan import rules
+from jmp_amp.plan.rules import OpClass
 from tests.programs import equations
 
 ORACLE = pathlib.Path(__file__).parent / "oracle"

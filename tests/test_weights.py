@@ -21,7 +21,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jmp_amp as amp
-from jmp_amp.rounding import (
+from jmp_amp.training.rounding import (
     remainder_of,
     round_at_random,
     round_to,

@@ -1,0 +1,366 @@
+"""The one file that touches `jax.extend`: reading jaxprs and binding equations again.
+
+A *body* here is an open jaxpr with its constants. Everything that depends on how JAX
+spells an equation (which parameter holds the sub-jaxpr, how a call is bound again with
+another body, where the source line is) is in this file, so that a JAX release that
+changes a spelling changes one function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import flax
+import jax
+import jax.core
+import numpy as np
+import optax
+from jax.extend import core, source_info_util
+from jax.extend.core import primitives
+
+Literal = core.Literal
+DropVar = core.DropVar
+
+# The calls whose body is planned and staged again, with the parameter that holds it.
+_BODY_PARAMETER = {
+    primitives.jit_p: "jaxpr",
+    primitives.closed_call_p: "call_jaxpr",
+    primitives.remat_p: "jaxpr",
+    primitives.custom_jvp_call_p: "call_jaxpr",
+}
+# Not in `jax.extend`.
+_SHARD_MAP = "shard_map"
+
+
+# The largest body that runs in place of its call; `log_softmax` has ten equations.
+_HELPER_SIZE = 24
+
+_LIBRARY_FOLDERS = tuple(
+    os.path.join(os.path.dirname(str(module.__file__)), "")
+    for module in (jax, flax, optax)
+)
+# This package, and what of the standard library calls functions for others.
+_NOT_A_USERS = (
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
+    *(str(module.__file__) for module in (contextlib, functools)),
+)
+
+
+class Body(NamedTuple):
+    """An open jaxpr and the values of its `constvars`."""
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+
+
+class Inner(NamedTuple):
+    """A body of an equation, and the operand that each of its inputs comes from."""
+
+    body: Body
+    operands: Sequence[int]
+
+
+def body_of(jaxpr: Any) -> Body:
+    """Returns the parts of an open or closed jaxpr."""
+    # JAX < 0.11: a ClosedJaxpr wraps a Jaxpr; later the two are one class.
+    return Body(getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ())))
+
+
+def inner_bodies(eqn: Any) -> tuple[Inner, ...]:
+    """Returns the bodies of `eqn` that can be staged again with other dtypes.
+
+    One for a call and a `scan`, one for each branch of a `cond`, condition and body of
+    a `while`. None for every other equation, also for one that owns a jaxpr: it runs as
+    it was traced.
+    """
+    primitive, params = eqn.primitive, eqn.params
+    everything = range(len(eqn.invars))
+    if primitive in _BODY_PARAMETER:
+        return (Inner(body_of(params[_BODY_PARAMETER[primitive]]), everything),)
+    if primitive.name == _SHARD_MAP or primitive is primitives.scan_p:
+        bodies = (Inner(body_of(params["jaxpr"]), everything),)
+    elif primitive is primitives.cond_p:
+        bodies = tuple(Inner(body_of(b), everything[1:]) for b in params["branches"])
+    elif primitive is primitives.while_p:
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        carry = everything[first + second :]
+        bodies = (
+            Inner(body_of(params["cond_jaxpr"]), [*everything[:first], *carry]),
+            Inner(body_of(params["body_jaxpr"]), everything[first:]),
+        )
+    else:
+        return ()
+    # A mutable array is no value: what reads and writes it runs as traced.
+    arrays = all(isinstance(v.aval, jax.core.ShapedArray) for v in eqn.invars)
+    return bodies if arrays else ()
+
+
+def is_loop(eqn: Any) -> bool:
+    return eqn.primitive in (primitives.scan_p, primitives.while_p)
+
+
+def carried(eqn: Any) -> range:
+    """Returns which operands of `eqn` a loop carries; its first results are theirs."""
+    if eqn.primitive is primitives.while_p:
+        start = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        return range(start, len(eqn.invars))
+    if eqn.primitive is primitives.scan_p:
+        if "ft_in" in eqn.params:
+            consts, carry, _ = eqn.params["ft_in"].unpack()
+            start, count = len(consts.vals), len(carry.vals)
+        else:  # JAX < 0.11: counts.
+            start, count = eqn.params["num_consts"], eqn.params["num_carry"]
+        return range(start, start + count)
+    return range(0)
+
+
+def function_name(eqn: Any) -> str | None:
+    """Returns the name of the Python function that a call equation stands for."""
+    bodies = inner_bodies(eqn)
+    if not bodies:
+        return None
+    name = eqn.params.get("name") or bodies[-1].body.jaxpr.debug_info.func_name
+    return name if isinstance(name, str) and name.isidentifier() else None
+
+
+def is_helper(eqn: Any) -> bool:
+    """Whether `eqn` calls a few operations that a library jits for itself.
+
+    `jnp.where` and `jnp.take` are jitted functions of JAX. Run without the call, their
+    derivative keeps no array of zeros for the operand that has none.
+    """
+    if eqn.primitive is not primitives.jit_p or any(eqn.params["donated_invars"]):
+        return False
+    jaxpr = body_of(eqn.params["jaxpr"]).jaxpr
+    return len(jaxpr.eqns) <= _HELPER_SIZE and in_library(
+        jaxpr.debug_info.func_filename or ""
+    )
+
+
+def in_library(filename: str) -> bool:
+    """Whether a source file belongs to JAX, Flax or Optax."""
+    return filename.startswith(_LIBRARY_FOLDERS)
+
+
+def is_custom_jvp(eqn: Any) -> bool:
+    return eqn.primitive is primitives.custom_jvp_call_p
+
+
+def is_checkpoint(eqn: Any) -> bool:
+    return eqn.primitive is primitives.remat_p
+
+
+def is_while(eqn: Any) -> bool:
+    return eqn.primitive is primitives.while_p
+
+
+def saves_residuals(eqn: Any) -> bool:
+    """Whether the derivative of the call `eqn` saves what its body computes."""
+    return not (is_checkpoint(eqn) or is_custom_jvp(eqn))
+
+
+def is_conversion(eqn: Any) -> bool:
+    return eqn.primitive is primitives.convert_element_type_p
+
+
+def trace(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Returns the closed jaxpr of `fn(*args)`; `args` are arrays or avals."""
+    return jax.make_jaxpr(fn)(*args)
+
+
+def trace_derivative_rule(eqn: Any, differentiated: Sequence[int]) -> Any:
+    """Returns the jaxpr of the user's rule of a `custom_jvp` equation, as traced.
+
+    Its inputs are the operands of `eqn` and then the tangents of the operands at the
+    positions `differentiated`; its outputs are the results and then the tangents of
+    the floating results.
+    """
+
+    def rule(operands: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+        def call(*moving: Any) -> list[Any]:
+            given = dict(zip(differentiated, moving, strict=True))
+            return bind(eqn, [given.get(i, x) for i, x in enumerate(operands)])
+
+        moving = tuple(operands[i] for i in differentiated)
+        results, result_tangents = jax.jvp(call, moving, tangents)
+        return results, [t for t in result_tangents if t.dtype != jax.dtypes.float0]
+
+    avals = tuple(v.aval for v in eqn.invars)
+    return jax.make_jaxpr(rule)(avals, tuple(avals[i] for i in differentiated))
+
+
+def bind(eqn: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
+    """Runs `eqn` on `operands`, as traced or with `changed` parameters."""
+    params = eqn.primitive.get_bind_params({**eqn.params, **changed})
+    results = eqn.primitive.bind(*operands, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def as_output(value: Any, aval: Any) -> jax.Array:
+    """Returns a result as an array, of a weak type where it was traced as one.
+
+    What a literal holds is no array, and a Python number in it no longer weak.
+    """
+    dtype = getattr(value, "dtype", aval.dtype)
+    weak = aval.weak_type and dtype == aval.dtype
+    if isinstance(value, jax.Array) and jax.typeof(value).weak_type == weak:
+        return value
+    return primitives.convert_element_type_p.bind(
+        value, new_dtype=dtype, weak_type=weak, sharding=None
+    )
+
+
+def retyped_avals(body: Body, dtypes: Sequence[np.dtype | None]) -> list[Any]:
+    """Returns the avals of the inputs of `body`, some of them of another dtype."""
+    return [
+        v.aval
+        if dtype is None or v.aval.dtype == dtype
+        else v.aval.update(dtype=dtype, weak_type=False)
+        for v, dtype in zip(body.jaxpr.invars, dtypes, strict=True)
+    ]
+
+
+def bind_staged(eqn: Any, staged: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    """Runs `eqn` with the closed jaxprs `staged` as its bodies."""
+    if eqn.primitive is primitives.cond_p:
+        return bind(eqn, operands, branches=tuple(staged))
+    if is_while(eqn):
+        condition, body = staged
+        return bind(eqn, operands, cond_jaxpr=condition, body_jaxpr=body)
+    (body,) = staged
+    if eqn.primitive is primitives.scan_p:
+        return bind(eqn, operands, jaxpr=body)
+    if is_checkpoint(eqn):
+        jaxpr, consts = body_of(body)
+        if not consts:
+            return bind(eqn, operands, jaxpr=jaxpr)
+        assert not eqn.params["differentiated"], "it closes over nothing"
+        run = jax.checkpoint(
+            core.jaxpr_as_fun(body),
+            prevent_cse=eqn.params["prevent_cse"],
+            policy=eqn.params["policy"],
+        )
+        return list(run(*operands))
+    return bind(eqn, operands, **{_BODY_PARAMETER[eqn.primitive]: body})
+
+
+def is_shard_map(eqn: Any) -> bool:
+    return eqn.primitive.name == _SHARD_MAP
+
+
+def bind_shard_map(
+    eqn: Any, run: Callable[..., list[Any]], operands: Sequence[Any]
+) -> list[Any]:
+    """Runs the `shard_map` equation `eqn` with the function `run` as its body."""
+    params = eqn.params
+    mapped = jax.shard_map(
+        lambda *shards: tuple(run(*shards)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
+    )
+    return list(mapped(*operands))
+
+
+@contextlib.contextmanager
+def source_of(eqn: Any) -> Iterator[None]:
+    """What is bound inside carries the name scopes and the source line of `eqn`."""
+    info = eqn.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with (
+        source_info_util.user_context(info.traceback, name_stack=stack),
+        eqn.ctx.manager,
+    ):
+        yield
+
+
+def scope_text(eqn: Any) -> str:
+    """Returns the name scopes of `eqn`, outermost first, joined by slashes."""
+    return str(eqn.source_info.name_stack)
+
+
+def calling_code(eqn: Any) -> Sequence[Any]:
+    """Returns the code objects of the Python calls that made `eqn`, innermost first.
+
+    JAX cuts a traceback at the function being traced, so these are the frames between
+    that function and the equation.
+    """
+    traceback = eqn.source_info.traceback
+    return () if traceback is None else traceback.raw_frames()[0]
+
+
+def is_fixed(eqn: Any) -> bool:
+    """Whether a parameter of `eqn` binds it to the dtypes that it was traced with."""
+    precision = eqn.params.get("precision")
+    return (
+        # A dot algorithm names the dtypes it multiplies and accumulates in.
+        isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
+        # The bits of one dtype are not those of another.
+        or eqn.primitive is primitives.bitcast_convert_type_p
+        # The body of a reduction or a scatter was traced with them.
+        or any(True for _ in core.jaxprs_in_params(eqn.params))
+    )
+
+
+def retyped(eqn: Any, dtype: np.dtype) -> dict[str, Any]:
+    """Returns the parameters of `eqn` that say in which dtype its result is."""
+    names = ("preferred_element_type", "out_dtype")
+    return {name: dtype for name in names if eqn.params.get(name) is not None}
+
+
+def source_line(eqn: Any) -> str | None:
+    """Returns `file:line` of the user's code that made `eqn`, or None.
+
+    The innermost call outside of JAX, Flax, Optax and this package; if there is none,
+    the innermost one in Flax or Optax.
+    """
+    traceback = eqn.source_info.traceback
+    frames = [] if traceback is None else traceback.frames
+    jax_folder, *_ = _LIBRARY_FOLDERS
+    for passed_over in (
+        (*_LIBRARY_FOLDERS, *_NOT_A_USERS),
+        (jax_folder, *_NOT_A_USERS),
+    ):
+        for frame in frames:
+            if not frame.file_name.startswith(passed_over):
+                return f"{frame.file_name}:{frame.line_num}"
+    return None
+
+
+def jitted_name(eqn: Any) -> str | None:
+    """Returns the name of the function if `eqn` calls one that the user jitted."""
+    if eqn.primitive is not primitives.jit_p:
+        return None
+    filename = body_of(eqn.params["jaxpr"]).jaxpr.debug_info.func_filename or ""
+    name = eqn.params["name"]
+    return name if name.isidentifier() and not in_library(filename) else None
+
+
+def repetitions(eqn: Any) -> int:
+    """Returns how often the bodies of `eqn` run, if the program tells; else 1.
+
+    The turns of a `scan`, the shards of a `shard_map`; a `while` does not tell.
+    """
+    if eqn.primitive is primitives.scan_p:
+        return eqn.params["length"]
+    if is_shard_map(eqn):
+        sizes = dict(eqn.params["mesh"].shape)
+        return math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])
+    return 1
+
+
+def owned_bodies(eqn: Any) -> list[Body]:
+    """Returns every body among the parameters of `eqn`, also those run as traced."""
+    return list(map(body_of, core.jaxprs_in_params(eqn.params)))
+
+
+def run_as_traced(body: Body, args: Sequence[Any]) -> list[Any]:
+    """Runs a body in the dtypes that it was traced with."""
+    return jax.core.eval_jaxpr(body.jaxpr, body.consts, *args)

@@ -1,0 +1,269 @@
+"""Floating dtypes: their names, and which of them the library moves values between.
+
+A dtype has one short name (`f32`), which is the one that policies and reports print,
+and several that are understood (`float32`, `fp32`, `full`). `half` is a name for
+whatever the machine at hand multiplies fast, see `half_dtype`.
+"""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+F16 = jnp.dtype(jnp.float16)
+BF16 = jnp.dtype(jnp.bfloat16)
+F32 = jnp.dtype(jnp.float32)
+F64 = jnp.dtype(jnp.float64)
+
+_HALF = (F16, BF16)
+_CASTABLE = (F16, BF16, F32)
+
+# Floats of 8 bits and fewer. Their values mean nothing without a scale, which lives
+# elsewhere, so nothing is ever cast out of them.
+_NARROW = tuple(
+    jnp.dtype(dtype)
+    for dtype in (
+        jnp.float8_e4m3fn,
+        jnp.float8_e5m2,
+        jnp.float8_e3m4,
+        jnp.float8_e4m3,
+        jnp.float8_e4m3b11fnuz,
+        jnp.float8_e4m3fnuz,
+        jnp.float8_e5m2fnuz,
+        jnp.float8_e8m0fnu,
+        jnp.float4_e2m1fn,
+    )
+)
+
+# `float8_e4m3` and `f8_e4m3` differ: the first is numpy's name of the IEEE-like
+# format, the second everybody's short name for the OCP one, `float8_e4m3fn`.
+_SHORT_NAMES = {
+    F16: "f16",
+    BF16: "bf16",
+    F32: "f32",
+    F64: "f64",
+    jnp.dtype(jnp.float8_e4m3fn): "f8_e4m3",
+    jnp.dtype(jnp.float8_e5m2): "f8_e5m2",
+}
+
+_DTYPES: dict[str, np.dtype] = (
+    {dtype.name: dtype for dtype in (*_CASTABLE, F64, *_NARROW)}
+    | {name: dtype for dtype, name in _SHORT_NAMES.items()}
+    | {"fp16": F16, "fp32": F32, "full": F32, "fp64": F64}
+    | {"fp8_e4m3": jnp.dtype(jnp.float8_e4m3fn), "e4m3": jnp.dtype(jnp.float8_e4m3fn)}
+    | {"fp8_e5m2": jnp.dtype(jnp.float8_e5m2), "e5m2": jnp.dtype(jnp.float8_e5m2)}
+    | {
+        dtype.name.replace("float", prefix): dtype
+        for dtype in _NARROW
+        if dtype.name not in ("float8_e4m3", "float8_e5m2")
+        for prefix in ("f", "fp")
+    }
+)
+
+
+def is_half(dtype: Any) -> bool:
+    """Returns whether `dtype` is f16 or bf16.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jmp_amp.policies.dtypes import is_half
+      >>> is_half(jnp.bfloat16), is_half(jnp.float32), is_half(jax.random.key(0).dtype)
+      (True, False, False)
+    """
+    return any(known == dtype for known in _HALF)
+
+
+def is_castable(dtype: Any) -> bool:
+    """Returns whether values may be moved out of and into `dtype` unasked.
+
+    True for f16, bf16 and f32. f64 was asked for by somebody who needs it, and fp8
+    values have a scale that a cast would lose.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_amp.policies.dtypes import is_castable
+      >>> is_castable(jnp.float32), is_castable(jnp.float64), is_castable(jnp.int32)
+      (True, False, False)
+    """
+    return any(known == dtype for known in _CASTABLE)
+
+
+def is_fp8(dtype: Any) -> bool:
+    """Returns whether `dtype` is a float of 8 bits or fewer.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_amp.policies.dtypes import is_fp8
+      >>> is_fp8(jnp.float8_e5m2), is_fp8(jnp.bfloat16), is_fp8(jnp.uint8)
+      (True, False, False)
+    """
+    return any(known == dtype for known in _NARROW)
+
+
+def short_name(dtype: Any) -> str:
+    """Returns the short name of a dtype: `f32`, `bf16`, `f8_e4m3`.
+
+    Dtypes without one (other fp8 formats, integers, keys) keep their own name.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_amp.policies.dtypes import short_name
+      >>> short_name(jnp.bfloat16), short_name("float8_e4m3fn"), short_name(jnp.int32)
+      ('bf16', 'f8_e4m3', 'int32')
+    """
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return dtype.name
+    known = jnp.dtype(dtype)
+    return _SHORT_NAMES.get(known, known.name)
+
+
+def known_names() -> list[str]:
+    """Returns every name of a dtype that a policy may be written with."""
+    return [*_DTYPES, "half"]
+
+
+def advice() -> str:
+    """Returns the end of an error message: which dtypes there are.
+
+    Example:
+      >>> from jmp_amp.policies.dtypes import advice
+      >>> advice()
+      'Use one of f16, bf16, f32, f64, f8_e4m3, f8_e5m2, or half (here bfloat16).'
+    """
+    names = ", ".join(_SHORT_NAMES.values())
+    return f"Use one of {names}, or half (here {half_dtype().name})."
+
+
+def parse_dtype(text: str) -> np.dtype | None:
+    """Returns the floating dtype that `text` names, or None if it names none.
+
+    Case and surrounding spaces do not matter; `half` is `half_dtype()`.
+
+    Example:
+      >>> from jmp_amp.policies.dtypes import parse_dtype
+      >>> parse_dtype(" BF16 "), parse_dtype("fp17")
+      (dtype(bfloat16), None)
+    """
+    name = text.strip().lower()
+    return half_dtype() if name == "half" else _DTYPES.get(name)
+
+
+def floating_dtype(dtype: DTypeLike, call: str) -> np.dtype:
+    """Returns `dtype` as a numpy dtype.
+
+    Args:
+      dtype: a name that `parse_dtype` knows, or anything `jnp.dtype` accepts. Python's
+        `float` is what it is to JAX: f32, or f64 with `jax_enable_x64`.
+      call: the call as the user wrote it, `{}` in place of the dtype: what an error
+        message begins with.
+
+    Raises:
+      TypeError: if it is the dtype of something else than floats, or no dtype.
+      ValueError: if it is text that names no dtype.
+
+    Example:
+      >>> from jmp_amp.policies.dtypes import floating_dtype
+      >>> floating_dtype("f8_e4m3", "Policy(param_dtype={})")
+      dtype(float8_e4m3fn)
+    """
+    if dtype is float:
+        return jnp.result_type(float)
+    given = _numpy_dtype(dtype)
+    if isinstance(dtype, str):
+        found = parse_dtype(dtype)
+    else:
+        # By name, not by identity: a big-endian float32 is a float32 to JAX.
+        found = None if given is None else _DTYPES.get(given.name)
+    if found is not None:
+        return found
+    is_text = isinstance(dtype, str)
+    call = call.format(repr(dtype) if is_text or given is None else given.name)
+    if given is not None and not jnp.issubdtype(given, jnp.floating):
+        raise TypeError(f"{call}: {given.name} is not a floating dtype. {advice()}")
+    if is_text:
+        raise ValueError(f"{call}: unknown dtype {dtype!r}. {advice()}")
+    fact = "that is not a dtype" if given is None else f"JAX has no {given.name}"
+    raise TypeError(f"{call}: {fact}. {advice()}")
+
+
+def _numpy_dtype(dtype: Any) -> np.dtype | None:
+    try:
+        # numpy takes None for float64.
+        return None if dtype is None else jnp.dtype(dtype)
+    except (TypeError, ValueError):
+        return None
+
+
+def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
+    """Returns one leaf of a tree cast to `dtype`; `casting.cast_floating` says when.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_amp.policies.dtypes import BF16, cast_leaf
+      >>> cast_leaf(jnp.ones(3), BF16).dtype, cast_leaf("adam", BF16)
+      (dtype(bfloat16), 'adam')
+    """
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+        return leaf
+    if leaf.dtype == dtype or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    if is_fp8(leaf.dtype):
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(dtype=dtype, weak_type=False)
+    if is_fp8(dtype):
+        # Most fp8 formats have no inf: a plain cast makes NaN of what is too large.
+        ranges = [float(jnp.finfo(each).max) for each in (dtype, leaf.dtype)]
+        bound: Any = leaf.dtype.type(min(ranges))
+        if isinstance(leaf, jax.Array):
+            leaf = jnp.clip(leaf, -bound, bound)
+        else:
+            leaf = np.clip(leaf, -bound, bound)
+    return leaf.astype(dtype)
+
+
+def half_dtype(backend: str | None = None) -> np.dtype:
+    """Returns the half-precision dtype that a backend's matrix units work in.
+
+    bf16 on TPUs, on CPUs, on AMD GPUs and on NVIDIA GPUs of compute capability 8.0
+    (Ampere) and newer; f16 on older NVIDIA GPUs (Volta, Turing), which have matrix
+    units for no other. If the local GPUs differ, the oldest decides.
+
+    Args:
+      backend: "cpu", "gpu", "cuda", "rocm" or "tpu"; by default the one that JAX uses.
+        For a backend that this machine does not have, the answer is that of the
+        current hardware generation.
+
+    Raises:
+      ValueError: if JAX knows no backend of that name.
+
+    Example:
+      >>> import jmp_amp as amp
+      >>> amp.half_dtype("tpu")
+      dtype(bfloat16)
+    """
+    known = ("cpu", "gpu", "cuda", "rocm", "tpu")
+    try:
+        devices = jax.local_devices(backend=backend)
+    except RuntimeError as error:
+        if backend is None:
+            raise
+        if backend in known:
+            return BF16
+        raise ValueError(
+            f"half_dtype({backend!r}): JAX has no such backend here. "
+            f"Use one of {', '.join(known)}, or None for the one in use."
+        ) from error
+    return BF16 if all(multiplies_bf16(device) for device in devices) else F16
+
+
+def multiplies_bf16(device: Any) -> bool:
+    """Returns whether a device, a `jax.Device`, has bf16 matrix units (or emulates)."""
+    capability = str(getattr(device, "compute_capability", ""))
+    # "7.5" on NVIDIA, "gfx942" on AMD, absent on CPUs and TPUs.
+    version = re.fullmatch(r"(\d+)\.\d+", capability)
+    return version is None or int(version[1]) >= 8

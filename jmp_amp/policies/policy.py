@@ -1,0 +1,352 @@
+"""Policies: which dtype parameters, computation and outputs have.
+
+A `Policy` is plain, hashable data. Its text form, `p=f32,c=bf16,o=f32`, says all of it
+and can be read back, so a policy can travel wherever text can: through a command line,
+a configuration file or a JAX name scope.
+"""
+
+import dataclasses
+import difflib
+import itertools
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_amp.policies.dtypes import (
+    BF16,
+    F32,
+    advice,
+    cast_leaf,
+    floating_dtype,
+    known_names,
+    parse_dtype,
+    short_name,
+)
+
+Tree = TypeVar("Tree")
+
+_DTYPE_FIELDS = ("param_dtype", "compute_dtype", "output_dtype")
+_CLASSES = ("low", "full", "follow")
+
+_KEYS = {
+    "p": "param_dtype",
+    "param": "param_dtype",
+    "params": "param_dtype",
+    "param_dtype": "param_dtype",
+    "c": "compute_dtype",
+    "compute": "compute_dtype",
+    "compute_dtype": "compute_dtype",
+    "o": "output_dtype",
+    "output": "output_dtype",
+    "outputs": "output_dtype",
+    "output_dtype": "output_dtype",
+    "low": "low",
+    "full": "full",
+    "follow": "follow",
+}
+
+_WORDS = ("mixed_bfloat16", "mixed_float16")
+
+
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
+class Policy:
+    """The dtypes of parameters, computation and outputs.
+
+    A policy is hashable and compares by value; it is not a pytree, so that it can be
+    a static argument of `jax.jit`. `str(policy)` is text that `get_policy` reads back.
+
+    Attributes:
+      param_dtype: what parameters are stored in.
+      compute_dtype: what matrix multiplications and convolutions run in.
+      output_dtype: what floating results are handed on in.
+      low: names of operations to run in `compute_dtype`, whatever the built-in rules
+        say: primitives, or functions (`"my_attention"`).
+      full: names of operations to run in f32.
+      follow: names of operations to run in the dtype that their inputs have.
+
+    Raises:
+      TypeError: if a dtype is not a floating one, or a name is not text.
+      ValueError: if a dtype is unknown, a name is in two classes, or is no identifier.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> policy = amp.Policy(compute_dtype=jnp.float16).with_full("my_loss")
+      >>> print(policy)
+      p=f32,c=f16,o=f32,full=my_loss
+      >>> policy.cast_to_compute({"x": jnp.ones(2), "label": jnp.arange(2)})
+      {'label': Array([0, 1], dtype=int32), 'x': Array([1., 1.], dtype=float16)}
+    """
+
+    param_dtype: np.dtype
+    compute_dtype: np.dtype
+    output_dtype: np.dtype
+    low: frozenset[str]
+    full: frozenset[str]
+    follow: frozenset[str]
+
+    def __init__(
+        self,
+        param_dtype: DTypeLike = F32,
+        compute_dtype: DTypeLike = BF16,
+        output_dtype: DTypeLike = F32,
+        *,
+        low: Iterable[str] = (),
+        full: Iterable[str] = (),
+        follow: Iterable[str] = (),
+    ):
+        dtypes = (param_dtype, compute_dtype, output_dtype)
+        for field, given in zip(_DTYPE_FIELDS, dtypes, strict=True):
+            dtype = floating_dtype(given, f"Policy({field}={{}})")
+            object.__setattr__(self, field, dtype)
+        for field, given in zip(_CLASSES, (low, full, follow), strict=True):
+            names = _operation_names(given, f"Policy({field}=...)")
+            object.__setattr__(self, field, names)
+        _refuse_overlap({name: getattr(self, name) for name in _CLASSES}, "Policy")
+
+    def cast_to_param(self, tree: Tree) -> Tree:
+        """Returns `tree` with its floating leaves in `param_dtype`.
+
+        What is a floating leaf, and what is left alone, is told by `cast_floating`.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jmp_amp as amp
+          >>> amp.get_policy("bf16").cast_to_param({"bias": jnp.zeros(2)})
+          {'bias': Array([0, 0], dtype=bfloat16)}
+        """
+        return jax.tree.map(lambda leaf: cast_leaf(leaf, self.param_dtype), tree)
+
+    def cast_to_compute(self, tree: Tree) -> Tree:
+        """Returns `tree` with its floating leaves in `compute_dtype`.
+
+        What is a floating leaf, and what is left alone, is told by `cast_floating`.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jmp_amp as amp
+          >>> amp.Policy().cast_to_compute((jnp.zeros(2), "relu"))
+          (Array([0, 0], dtype=bfloat16), 'relu')
+        """
+        return jax.tree.map(lambda leaf: cast_leaf(leaf, self.compute_dtype), tree)
+
+    def cast_to_output(self, tree: Tree) -> Tree:
+        """Returns `tree` with its floating leaves in `output_dtype`.
+
+        What is a floating leaf, and what is left alone, is told by `cast_floating`.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jmp_amp as amp
+          >>> amp.Policy().cast_to_output(jnp.zeros(2, jnp.bfloat16))
+          Array([0., 0.], dtype=float32)
+        """
+        return jax.tree.map(lambda leaf: cast_leaf(leaf, self.output_dtype), tree)
+
+    def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
+        """Returns this policy with another `output_dtype`.
+
+        Example:
+          >>> import jmp_amp as amp
+          >>> print(amp.Policy().with_output_dtype("bf16"))
+          p=f32,c=bf16,o=bf16
+        """
+        dtype = floating_dtype(output_dtype, "Policy.with_output_dtype({})")
+        return dataclasses.replace(self, output_dtype=dtype)
+
+    def with_low(self, *names: str) -> "Policy":
+        """Returns this policy with operations added that run in `compute_dtype`.
+
+        Args:
+          *names: of primitives (`"cumsum"`) or of Python functions (`"my_attention"`).
+
+        Raises:
+          ValueError: if a name already is in another class, or is no identifier.
+
+        Example:
+          >>> import jmp_amp as amp
+          >>> print(amp.Policy().with_low("tanh", "dot"))
+          p=f32,c=bf16,o=f32,low=dot+tanh
+        """
+        return self._with_names("low", names)
+
+    def with_full(self, *names: str) -> "Policy":
+        """Returns this policy with operations added that run in f32.
+
+        Args:
+          *names: of primitives (`"tanh"`) or of Python functions (`"my_loss"`).
+
+        Raises:
+          ValueError: if a name already is in another class, or is no identifier.
+
+        Example:
+          >>> import jmp_amp as amp
+          >>> print(amp.Policy().with_full("my_loss"))
+          p=f32,c=bf16,o=f32,full=my_loss
+        """
+        return self._with_names("full", names)
+
+    def with_follow(self, *names: str) -> "Policy":
+        """Returns this policy with operations added that keep their inputs' dtype.
+
+        Args:
+          *names: of primitives (`"exp"`) or of Python functions (`"my_norm"`).
+
+        Raises:
+          ValueError: if a name already is in another class, or is no identifier.
+
+        Example:
+          >>> import jmp_amp as amp
+          >>> print(amp.Policy().with_follow("exp"))
+          p=f32,c=bf16,o=f32,follow=exp
+        """
+        return self._with_names("follow", names)
+
+    def _with_names(self, field: str, names: tuple[str, ...]) -> "Policy":
+        written = ", ".join(map(repr, names))
+        call = f"Policy.with_{field}({written})"
+        classes = {name: getattr(self, name) for name in _CLASSES}
+        classes[field] |= _operation_names(names, call)
+        _refuse_overlap(classes, call)
+        return dataclasses.replace(self, **classes)
+
+    def __str__(self) -> str:
+        text = {name[0]: short_name(getattr(self, name)) for name in _DTYPE_FIELDS}
+        names = {name: sorted(getattr(self, name)) for name in _CLASSES}
+        text |= {name: "+".join(members) for name, members in names.items() if members}
+        return ",".join(f"{key}={value}" for key, value in text.items())
+
+    def __repr__(self) -> str:
+        text = {name: repr(short_name(getattr(self, name))) for name in _DTYPE_FIELDS}
+        names = {name: sorted(getattr(self, name)) for name in _CLASSES}
+        text |= {name: repr(members) for name, members in names.items() if members}
+        return f"Policy({', '.join(f'{key}={value}' for key, value in text.items())})"
+
+
+def _operation_names(names: Iterable[str], call: str) -> frozenset[str]:
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise TypeError(
+            f"{call}: {names!r} is not a collection of names. Use a set of strings, "
+            'like {"tanh", "my_loss"}.'
+        )
+    found = set()
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"{call}: {name!r} is not a name. Operations are named by strings, "
+                'like "tanh" or "my_loss".'
+            )
+        # JAX calls its primitives scatter-add, scatter-max, ...
+        identifier = name.replace("-", "_")
+        if not identifier.isidentifier():
+            raise ValueError(
+                f"{call}: {name!r} is not the name of an operation. Use the bare name "
+                'of a primitive or a Python function, like "tanh" or "my_loss".'
+            )
+        found.add(identifier)
+    return frozenset(found)
+
+
+def _refuse_overlap(classes: dict[str, frozenset[str]], call: str) -> None:
+    for (first, names), (second, others) in itertools.combinations(classes.items(), 2):
+        for name in sorted(names & others):
+            raise ValueError(
+                f"{call}: {name!r} is both in {first} and in {second}. An operation "
+                "has one class: name it in one of them only."
+            )
+
+
+def get_policy(policy: str | Policy) -> Policy:
+    """Returns the policy that a text describes.
+
+    The forms are those of jmp (https://github.com/google-deepmind/jmp), and two names
+    of Keras. Case and spaces do not matter.
+
+    * `"p=f32,c=bf16,o=f32"`, or spelt out `"params=..,compute=..,output=.."`: whatever
+      is left out follows what stands before it, and parameters are f32, so `"c=f16"`
+      is `"p=f32,c=f16,o=f16"`. Operations are added as
+      `"p=f32,c=bf16,o=f32,low=tanh+dot,full=my_loss"`.
+    * a dtype alone, `"bf16"`, `"float32"`, `"full"`, `"half"`: parameters, computation
+      and outputs have it.
+    * `"mixed_bfloat16"`, `"mixed_float16"`: f32 parameters and outputs.
+
+    Args:
+      policy: the text, or a `Policy`, which is returned as it is.
+
+    Raises:
+      ValueError: if the text is none of these; says which word is wrong.
+      TypeError: if it is neither text nor a policy.
+
+    Example:
+      >>> import jmp_amp as amp
+      >>> print(amp.get_policy("c=f16"))
+      p=f32,c=f16,o=f16
+      >>> amp.get_policy("mixed_bfloat16") == amp.Policy("f32", "bf16", "f32")
+      True
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str):
+        raise TypeError(
+            f"get_policy({policy!r}): wanted a Policy or its text, got "
+            f"{type(policy).__name__}. {_FORMS}"
+        )
+    if "=" in policy:
+        return _parse_pairs(policy)
+    return _parse_word(policy)
+
+
+_FORMS = (
+    'Write "p=f32,c=bf16,o=f32", a dtype alone such as "bf16" or "float32" for all '
+    'three, "mixed_bfloat16" or "mixed_float16".'
+)
+
+
+def _parse_word(text: str) -> Policy:
+    word = text.strip().lower().replace("-", "_")
+    if word in _WORDS:
+        return Policy(F32, word.removeprefix("mixed_"), F32)
+    if (dtype := parse_dtype(word)) is not None:
+        return Policy(dtype, dtype, dtype)
+    close = difflib.get_close_matches(word, [*_WORDS, *known_names()], n=1)
+    hint = f'Did you mean "{close[0]}"? ' if close else ""
+    raise ValueError(f'get_policy("{text}"): unknown policy {text!r}. {hint}{_FORMS}')
+
+
+def _parse_pairs(text: str) -> Policy:
+    call = f'get_policy("{text}")'
+    fields: dict[str, Any] = {}
+    for part in text.split(","):
+        key, equals, value = (token.strip() for token in part.partition("="))
+        field = _KEYS.get(key.lower())
+        if not equals:
+            raise ValueError(f"{call}: {key!r} is not of the form key=value. {_FORMS}")
+        if field is None:
+            raise ValueError(
+                f"{call}: unknown key {key!r}. Use p (params), c (compute), "
+                "o (output), low, full or follow."
+            )
+        if field in fields:
+            raise ValueError(
+                f'{call}: "{key}=" sets {field} a second time. Set it once.'
+            )
+        if field in _CLASSES:
+            names = [name.strip() for name in value.split("+")]
+            fields[field] = _operation_names(names, f'{call}: "{key}="')
+            continue
+        fields[field] = parse_dtype(value)
+        if fields[field] is None:
+            raise ValueError(f'{call}: unknown dtype {value!r} at "{key}=". {advice()}')
+    _refuse_overlap({name: fields.get(name, frozenset()) for name in _CLASSES}, call)
+    if not fields.keys() & set(_DTYPE_FIELDS):
+        raise ValueError(
+            f"{call}: operations but no dtypes. Say which, for example "
+            f'"p=f32,c=bf16,o=f32,{text.strip()}".'
+        )
+    fields.setdefault("param_dtype", F32)
+    fields.setdefault("compute_dtype", fields["param_dtype"])
+    fields.setdefault("output_dtype", fields["compute_dtype"])
+    return Policy(**fields)

@@ -1,0 +1,376 @@
+"""Policies by module: which `Policy` a Flax module has, by its class or its path.
+
+A `PolicyMap` is plain, hashable data, as a `Policy` is. It stands wherever a policy
+does; a policy alone is the map without entries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from flax import linen as nn
+
+from jmp_amp.policies.dtypes import is_castable
+from jmp_amp.policies.patterns import (
+    ModuleInfo,
+    Pattern,
+    advice_on,
+    checked_pattern,
+    describe,
+    matches,
+    pattern_from,
+    text_of,
+)
+from jmp_amp.policies.policy import Policy, get_policy
+
+
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
+class PolicyMap:
+    r"""Policies by Flax module, linen and nnx, for whatever takes a policy.
+
+    Among the entries that match a module the latest wins. A module that no entry
+    matches has the policy of the module that calls it; a module's own match beats what
+    is passed down to it, whatever the order.
+
+    A pattern is one of
+
+    * a module class: it matches its instances and those of its subclasses;
+    * a glob of the whole path, `"encoder/layers_*/attn"`: `*` and `?` and `[0-3]` stay
+      inside one name, `**` stands for any number of names, so that `"**/head"` matches
+      a `head` at the top too, and `"encoder/**"` the encoder and all that is in it;
+      `""` is the outermost module;
+    * a `re.Pattern`, which has to match the whole path, `blocks/0/attn`;
+    * a function of a `ModuleInfo` that returns whether it matches.
+
+    A norm layer (`BatchNorm`, `LayerNorm`, `GroupNorm`, `RMSNorm`, ...) computes in f32
+    and hands on the compute dtype of the policy that reaches it. An entry for a norm
+    class itself is taken as it is written.
+
+    Entries that matched no module of a program are warned about, once.
+
+    As text it is `"mixed_bfloat16; **/head: float32; re:blocks/\d+: float32"`: that is
+    what `str` gives, and what is understood wherever a policy is.
+
+    A map is hashable, compares by value and is not a pytree.
+
+    Attributes:
+      default: the policy of everything else.
+      entries: pairs of a pattern and a `Policy`, the last one strongest.
+
+    Args:
+      default: a `Policy` or what `get_policy` understands.
+      entries: patterns and their policies, a mapping or pairs; a policy is a `Policy`
+        or what `get_policy` understands.
+
+    Raises:
+      TypeError: if a pattern is none of these, or a value is no policy.
+      ValueError: if a glob cannot match, a pattern is there twice, or a policy is
+        unknown or computes in a dtype that no matrix unit multiplies.
+
+    Source: the idea is that of `keras.DTypePolicyMap`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> from flax import linen as nn
+      >>> policy = amp.PolicyMap("mixed_bfloat16", {"**/layers_1": "float32"})
+      >>> model = nn.Sequential([nn.Dense(8), nn.Dense(4)])
+      >>> x = jnp.ones((2, 8))
+      >>> params = model.init(jax.random.key(0), x)
+      >>> report = amp.explain(model.apply, policy)(params, x)
+      >>> [e.dtype for e in report.equations if e.matmuls]
+      ['bf16', 'f32']
+    """
+
+    default: Policy
+    entries: tuple[tuple[Pattern, Policy], ...]
+
+    def __init__(
+        self,
+        default: Policy | str = "mixed_bfloat16",
+        entries: Mapping[Any, Policy | str] | Iterable[tuple[Any, Policy | str]] = (),
+    ):
+        pairs = entries.items() if isinstance(entries, Mapping) else entries
+        if not isinstance(pairs, Iterable) or isinstance(pairs, str):
+            raise TypeError(
+                f"PolicyMap(default, {entries!r}): wanted a dictionary from patterns "
+                'to policies, such as {"**/head": "float32"}.'
+            )
+        checked = [_entry(pair) for pair in pairs]
+        seen: set[Any] = set()
+        for pattern, _ in checked:
+            if pattern in seen:
+                raise ValueError(
+                    f"PolicyMap: the pattern {describe(pattern)} is there twice. Give "
+                    "it one policy."
+                )
+            seen.add(pattern)
+        object.__setattr__(
+            self, "default", _computable(default, "PolicyMap(default={})")
+        )
+        object.__setattr__(self, "entries", tuple(checked))
+
+    def __reduce__(self) -> Any:
+        # Not what is cached: hashes of text differ between processes.
+        return PolicyMap, (self.default, self.entries)
+
+    @functools.cached_property
+    def sees_paths(self) -> bool:
+        """Whether it may tell two modules of one class apart."""
+        return any(not isinstance(pattern, type) for pattern, _ in self.entries)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # It is part of the key of JAX's caches, and asked for at every traced call.
+        return hash((self.default, self.entries))
+
+    def match(self, info: ModuleInfo) -> tuple[Pattern, Policy] | None:
+        """Returns the latest entry that matches a module, or None.
+
+        Example:
+          >>> import jmp_amp as amp
+          >>> policies = amp.PolicyMap("bf16", {"**/head": "float32"})
+          >>> pattern, policy = policies.match(
+          ...     amp.ModuleInfo(("gpt", "head"), object, "head")
+          ... )
+          >>> print(pattern, policy)
+          **/head p=f32,c=f32,o=f32
+        """
+        found, record = None, _record(self)
+        for entry in self.entries:
+            if matches(entry[0], info):
+                record.matched.add(entry[0])
+                found = entry
+        record.seen[info.path] = info.cls
+        return found
+
+    def match_nearest(
+        self, info: ModuleInfo, around: Sequence[type] = (), start: int = 0
+    ) -> tuple[Pattern, Policy] | None:
+        """Returns the entry of a module, or of the nearest that it is a part of.
+
+        Args:
+          info: the module.
+          around: the classes of the modules that it is a part of, the outermost first,
+            as far as they are known.
+          start: how many of them, from the outermost, are left out.
+
+        Example:
+          >>> import jmp_amp as amp
+          >>> policies = amp.PolicyMap("bf16", {"encoder": "float32"})
+          >>> norm = amp.ModuleInfo(("encoder", "norm"), object, "norm")
+          >>> policies.match(norm) is None, policies.match_nearest(norm) is None
+          (True, False)
+        """
+        found = None
+        for end in range(start, len(info.path)):
+            cls = around[end] if end < len(around) else nn.Module
+            name = info.path[end - 1] if end else None
+            found = self.match(ModuleInfo(info.path[:end], cls, name)) or found
+        return self.match(info) or found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the map as text in dictionaries, for JSON and YAML.
+
+        A `re.Pattern` is written as `"re:..."`. The order of the entries means
+        something: do not sort the keys.
+
+        Raises:
+          ValueError: if a pattern is a class or a function, which no text can say.
+
+        Example:
+          >>> import jmp_amp as amp
+          >>> policies = amp.PolicyMap("mixed_bfloat16", {"**/head": "float32"})
+          >>> policies.to_dict()
+          {'default': 'p=f32,c=bf16,o=f32',
+           'policies': {'**/head': 'p=f32,c=f32,o=f32'}}
+          >>> amp.PolicyMap.from_dict(policies.to_dict()) == policies
+          True
+        """
+        policies = {}
+        for pattern, policy in self.entries:
+            text = text_of(pattern)
+            if text is None:
+                raise ValueError(
+                    f"PolicyMap.to_dict(): {describe(pattern)} is no text. Write the "
+                    'entry as a glob such as "**/head", or as a re.Pattern.'
+                )
+            policies[text] = str(policy)
+        return {"default": str(self.default), "policies": policies}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PolicyMap:
+        """Returns the map that `to_dict` wrote.
+
+        Raises:
+          TypeError: if `data` is not of that form.
+          ValueError: if a key is unknown, or a pattern or a policy is wrong.
+        """
+        if not isinstance(data, Mapping) or not isinstance(
+            data.get("policies", {}), Mapping
+        ):
+            raise TypeError(
+                f"PolicyMap.from_dict({data!r}): wanted a dictionary such as "
+                '{"default": "mixed_bfloat16", "policies": {"**/head": "float32"}}.'
+            )
+        if unknown := data.keys() - {"default", "policies"}:
+            named = ", ".join(sorted(map(repr, unknown)))
+            raise ValueError(
+                f"PolicyMap.from_dict: unknown key {named}. The keys are "
+                '"default" and "policies".'
+            )
+        if "default" not in data:
+            raise ValueError('PolicyMap.from_dict: the key "default" is missing.')
+        pairs = data.get("policies", {}).items()
+        return cls(
+            data["default"], [(pattern_from(text), each) for text, each in pairs]
+        )
+
+    def __str__(self) -> str:
+        parts = [str(self.default)]
+        for pattern, policy in self.entries:
+            text = text_of(pattern)
+            named = f"<{describe(pattern)}>" if text is None else text
+            parts.append(f"{named}: {policy}")
+        return "; ".join(parts)
+
+    def __repr__(self) -> str:
+        entries = [f"{describe(p)}: {str(each)!r}" for p, each in self.entries]
+        return f"PolicyMap({str(self.default)!r}, {{{', '.join(entries)}}})"
+
+
+def as_policy_map(policy: Any, call: str) -> PolicyMap:
+    """Returns a policy, its text, or a map of policies as a map.
+
+    Args:
+      policy: what the caller was given.
+      call: the caller's call as written, with `{}` for the policy, for the error.
+
+    Raises:
+      TypeError: if it is none of these.
+      ValueError: if a text is wrong, or the compute dtype is no float16, bfloat16 or
+        float32.
+    """
+    if isinstance(policy, PolicyMap):
+        return policy
+    if isinstance(policy, str) and ";" in policy:
+        return _parse(policy, call)
+    return PolicyMap(_computable(policy, call))
+
+
+def _parse(text: str, call: str) -> PolicyMap:
+    """Returns the map that a text such as `"bf16; **/head: float32"` describes."""
+    call = call.replace("{}", repr(text))
+    default, *entries = (part.strip() for part in text.split(";"))
+    pairs: list[Any] = []
+    for entry in filter(None, entries):
+        pattern, colon, policy = (token.strip() for token in entry.rpartition(":"))
+        if not colon:
+            raise ValueError(
+                f"{call}: {entry!r} is not of the form pattern: policy. Write "
+                '"mixed_bfloat16; **/head: float32".'
+            )
+        if pattern.startswith("<"):
+            raise ValueError(
+                f"{call}: {pattern} is a class or a function, which no text can say. "
+                "Build the PolicyMap in Python."
+            )
+        pairs.append((pattern, policy))
+    try:
+        return PolicyMap(default, [(pattern_from(text), each) for text, each in pairs])
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{call}: {error}") from None
+
+
+def warn_of_unmatched(policies: PolicyMap, of_classes: str = "") -> None:
+    """Warns, once, of the entries that matched no module that was called so far.
+
+    Args:
+      policies: the map.
+      of_classes: what else there is to say of an entry that is a class.
+    """
+    record = _record(policies)
+    for pattern, _ in policies.entries:
+        if pattern in record.matched or pattern in record.warned:
+            continue
+        record.warned.add(pattern)
+        more = of_classes if isinstance(pattern, type) else ""
+        warnings.warn(
+            f"PolicyMap: {describe(pattern)} matched no module. "
+            f"{advice_on(pattern, record.seen)}{more}",
+            stacklevel=_outside_of_the_package(),
+        )
+
+
+class _Record(NamedTuple):
+    """What the entries of a map have matched so far.
+
+    JAX traces a jitted function once: what a map matched then counts for later calls.
+    """
+
+    matched: set[Pattern]
+    warned: set[Pattern]
+    seen: dict[tuple[str, ...], type]
+
+
+@functools.lru_cache(maxsize=4096)
+def _record(policies: PolicyMap) -> _Record:
+    return _Record(set(), set(), {})
+
+
+def _outside_of_the_package() -> int:
+    """The stack level, for a warning of the caller, of the first frame elsewhere."""
+    level, frame = 1, sys._getframe(1)
+    while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_ours(module: str) -> bool:
+    return module.startswith("jmp_amp.") or module == "contextlib"
+
+
+def _entry(pair: Any) -> tuple[Pattern, Policy]:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise TypeError(
+            f"PolicyMap: {pair!r} is no entry. Give a dictionary from patterns to "
+            'policies, such as {"**/head": "float32"}.'
+        )
+    pattern, policy = pair
+    return (
+        checked_pattern(pattern),
+        _computable(policy, f"PolicyMap(..., {{{describe(pattern)}: {{}}}})"),
+    )
+
+
+def _computable(policy: Any, call: str) -> Policy:
+    written = repr(str(policy) if isinstance(policy, Policy) else policy)
+    call = call.replace("{}", written)
+    if isinstance(policy, PolicyMap):
+        raise TypeError(f"{call}: a map inside of a map. Give a Policy or its text.")
+    try:
+        policy = get_policy(policy)
+    except (TypeError, ValueError) as error:
+        hint = ""
+        if isinstance(policy, str) and policy.isidentifier():
+            hint = (
+                f" As a recipe, if it names one: amp.recipe({policy!r}).autocast(fn), "
+                "or its policy."
+            )
+        elif hasattr(policy, "policy"):
+            hint = " Of a recipe, give recipe.policy, or use recipe.autocast(fn)."
+        raise type(error)(f"{call}: {error}{hint}") from None
+    if not is_castable(policy.compute_dtype):
+        raise ValueError(
+            f"{call}: cannot compute in {policy.compute_dtype.name}. Use a compute "
+            "dtype of float16, bfloat16 or float32."
+        )
+    return policy

@@ -1,0 +1,344 @@
+"""One word for the whole setup: the recipes of other systems, in ours.
+
+A recipe is plain data: a policy for `autocast`, the dtype that parameters are stored
+in, whether the optimizer keeps masters, a loss scale. What a word means in the system
+that it comes from is a row of `levels.LEVELS`; the rest is what these systems let one
+change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.core import Tracer
+from jax.typing import DTypeLike
+
+from jmp_amp.plan.rules import ARITHMETIC
+from jmp_amp.policies.dtypes import F32, short_name
+from jmp_amp.policies.policy import Policy
+from jmp_amp.policies.policy_map import PolicyMap
+from jmp_amp.recipes.overrides import fields_of
+from jmp_amp.reports.tables import Table, as_text
+from jmp_amp.training.checkpoints import export_params
+from jmp_amp.training.loss_scale import LossScale
+from jmp_amp.training.optimizers import with_loss_scale
+from jmp_amp.training.originals import begin_with
+from jmp_amp.training.parameters import cast_params
+from jmp_amp.training.states import WEIGHT_STATES, LossScaleState, nodes_of
+from jmp_amp.training.trainable import TreeStructure
+from jmp_amp.training.weights import with_kahan
+from jmp_amp.transform.interpreter import autocast
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recipe:
+    """How to train in mixed precision, as `recipe` puts it together.
+
+    Attributes:
+      name: what `recipe` was given.
+      system: whose name that is.
+      policy: for `autocast`; a `PolicyMap` where layers are excluded.
+      loss_scale: the first `LossScale`; the scale 1 where there is no scaling.
+      cast_model_type: the dtype of parameters; None where they are left as they are.
+      keep_batchnorm_fp32: whether norm parameters stay f32 then.
+      master_weights: whether the optimizer keeps what parameters lack of f32.
+      cast_model_outputs: the dtype of f32 outputs, if not f32.
+      num_losses: how many `loss_scales` there are.
+      enabled: False is f32 throughout.
+      save_dtype: what `export_params` returns.
+
+    Example:
+      >>> import jmp_amp as amp
+      >>> print(amp.recipe("O2", half_dtype="float16"))
+      O2 of Apex
+      <BLANKLINE>
+       parameters   compute   outputs   norms   masters   loss scale      losses
+      ───────────────────────────────────────────────────────────────────────────
+       f16          f16       f32       f32     yes       dynamic, 2^16        1
+    """
+
+    name: str
+    system: str
+    policy: Policy | PolicyMap
+    loss_scale: LossScale
+    cast_model_type: np.dtype | None = None
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool | None = None
+    cast_model_outputs: np.dtype | None = None
+    num_losses: int = 1
+    enabled: bool = True
+    save_dtype: np.dtype = F32
+
+    @property
+    def loss_scales(self) -> tuple[LossScale, ...]:
+        """One loss scale for each of `num_losses` losses, to carry along.
+
+        For several losses whose gradients are added up: each is scaled, unscaled and
+        adjusted for itself, `scale.adjust(all_finite(its_grads))`.
+        """
+        return (self.loss_scale,) * self.num_losses
+
+    def autocast(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `fn`, or an nnx module, as `amp.autocast` does under the policy.
+
+        Example:
+          >>> import jax.numpy as jnp, jmp_amp as amp
+          >>> amp.recipe("O1").autocast(jnp.matmul)(jnp.eye(2), jnp.eye(2)).dtype
+          dtype('float32')
+        """
+        return autocast(fn, self.policy, enabled=self.enabled)
+
+    def wrap(
+        self,
+        tx: optax.GradientTransformation | optax.MultiSteps,
+        *,
+        axis_name: str | Sequence[str] | None = None,
+    ) -> optax.GradientTransformationExtraArgs:
+        """Returns an optimizer with the recipe's masters and loss scale around it.
+
+        Masters are those of `with_kahan`: the 16 bits that a half-precision parameter
+        lacks of a float32, so that both are no larger than one.
+
+        Args:
+          tx: an optimizer or a chain.
+          axis_name: as for `with_loss_scale`.
+
+        Example:
+          >>> import jax.numpy as jnp, jmp_amp as amp, optax
+          >>> tx = amp.recipe("bf16").wrap(optax.sgd(0.1))
+          >>> amp.loss_scale_of(tx.init(jnp.zeros(2)))
+          LossScale(value=1.0, dynamic=False)
+        """
+        # A master is a float32, of which the parameter has one half already.
+        inner = with_kahan(tx) if self.master_weights else tx
+        return with_loss_scale(inner, self.loss_scale, axis_name=axis_name)
+
+    def cast_params(self, params: Any, *, model: Any = None) -> Any:
+        """Returns parameters in the dtypes that the recipe stores them in.
+
+        Args:
+          params: as for `amp.cast_params`.
+          model: as for `amp.cast_params`.
+
+        Example:
+          >>> import jax.numpy as jnp, jmp_amp as amp
+          >>> params = {"Dense_0": {"kernel": jnp.ones((2, 2))}}
+          >>> amp.recipe("O3", "f16").cast_params(params)["Dense_0"]["kernel"].dtype
+          dtype('float16')
+        """
+        if not self.enabled or self.cast_model_type is None:
+            return params
+        keep = self.keep_batchnorm_fp32 is not False
+        return cast_params(params, self.policy, model=model, keep_norms=keep)
+
+    def init(
+        self, tx: optax.GradientTransformation, params: Any, *, model: Any = None
+    ) -> tuple[Any, Any]:
+        """Returns parameters and the state of the optimizer to begin with.
+
+        Parameters are cast as `cast_params` does; masters begin with the digits of the
+        f32 originals. What stays f32 is returned as it was given, and not copied:
+        donated to a step, it is gone for all who hold it.
+
+        Args:
+          tx: an optimizer that `wrap` returned.
+          params: the f32 parameters; or an nnx module.
+          model: as for `amp.cast_params`.
+
+        Returns:
+          `(params, opt_state)`; for an nnx module a new `(model, nnx.Optimizer)`.
+
+        Raises:
+          TypeError: if `tx` is no optimizer.
+          ValueError: if `tx` has not been wrapped; if there are half-precision
+            parameters that the recipe would train without masters.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jmp_amp as amp, optax
+          >>> recipe = amp.recipe("O2", "bf16")
+          >>> tx = recipe.wrap(optax.sgd(0.1))
+          >>> params, opt_state = recipe.init(tx, {"w": jnp.float32(1.001)})
+          >>> params, amp.export_params(params, opt_state)
+          ({'w': Array(1, dtype=bfloat16)}, {'w': Array(1.001, dtype=float32)})
+        """
+        call = f"recipe({self.name!r}).init(tx, params)"
+        if not isinstance(tx, optax.GradientTransformation):
+            raise TypeError(
+                f"{call}: tx is of {type(tx)}. Give the optimizer first, as "
+                "recipe.wrap(tx) returned it."
+            )
+        stored = self.cast_params(params, model=model)
+        if isinstance(stored, nnx.Module):
+            originals = nnx.state(params, nnx.Param)
+            # Training is not to change the caller's module, as it is not where the
+            # recipe casts.
+            stored = nnx.clone(params) if stored is params else stored
+            optimizer = nnx.Optimizer(stored, tx, wrt=nnx.Param)
+            state = nnx.state(stored, nnx.Param)
+            self._check_wrapped(optimizer.opt_state, state, call)
+            begin_with(optimizer.opt_state, state, originals)
+            return stored, optimizer
+        opt_state = tx.init(stored)
+        self._check_wrapped(opt_state, stored, call)
+        return stored, begin_with(opt_state, stored, params)
+
+    def export_params(self, params: Any, opt_state: Any = None) -> Any:
+        """Returns `amp.export_params` of them in `save_dtype`: f32, unless asked.
+
+        Raises:
+          ValueError: if there are masters, and no state that has them.
+
+        Example:
+          >>> import jax.numpy as jnp, jmp_amp as amp
+          >>> recipe = amp.recipe("O2", save_dtype="float16")
+          >>> recipe.export_params({"w": jnp.float32(1.5)})
+          {'w': Array(1.5, dtype=float16)}
+        """
+        leaves = nnx.state(params) if isinstance(params, nnx.Module) else params
+        is_half_model = any(TreeStructure.of(leaves).half)
+        if opt_state is None and self.master_weights and is_half_model:
+            raise ValueError(
+                f"recipe({self.name!r}).export_params(params): the optimizer keeps "
+                "what half-precision parameters lack. Give its state too."
+            )
+        return export_params(params, opt_state, self.save_dtype)
+
+    def _check_wrapped(self, opt_state: Any, params: Any, call: str) -> None:
+        is_half_model = any(TreeStructure.of(params).half)
+        kept = bool(nodes_of(opt_state, WEIGHT_STATES))
+        if is_half_model and not kept and self.cast_model_type is None:
+            raise ValueError(
+                f"{call}: its parameters are f32, but some of these are half, and "
+                "would lose small updates. Give f32 ones: amp.export_params(params, "
+                "opt_state) of the run that they come from, or "
+                "amp.cast_to_full(params). O2 stores half ones."
+            )
+        lacks = None
+        if not nodes_of(opt_state, LossScaleState):
+            lacks = "no loss scale"
+        elif self.master_weights and is_half_model and not kept:
+            lacks = "no masters"
+        if lacks:
+            raise ValueError(
+                f"{call}: the optimizer has {lacks}: this recipe has not wrapped it. "
+                "Use tx = recipe.wrap(tx) before."
+            )
+
+    def __str__(self) -> str:
+        policy = self.policy
+        default = policy.default if isinstance(policy, PolicyMap) else policy
+        stored = default.param_dtype
+        norms = F32 if self.keep_batchnorm_fp32 is not False else stored
+        dtypes = (stored, default.compute_dtype, default.output_dtype, norms)
+        value = _power(self.loss_scale.value)
+        row = (
+            *map(short_name, dtypes),
+            "yes" if self.master_weights else "no",
+            f"dynamic, {value}" if self.loss_scale.dynamic else value,
+            str(self.num_losses),
+        )
+        columns = ("parameters", "compute", "outputs", "norms", "masters", "loss scale")
+        note = "" if self.enabled else "Not enabled: f32 throughout."
+        if isinstance(policy, PolicyMap):
+            note += f"In f32: {', '.join(_pattern_name(p) for p, _ in policy.entries)}."
+        for names, where in ((default.low, "half"), (default.full, "f32")):
+            # Of OD it is all but a few, which the name says.
+            if names and not names >= ARITHMETIC - default.low:
+                note += f" Operations in {where}: {', '.join(sorted(names))}."
+        table = Table("", (*columns, " losses"), [row], note.strip())
+        return as_text(f"{self.name} of {self.system}", [table], 100)
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)[2:]
+            if getattr(self, field.name) != field.default
+        ]
+        return f"Recipe({self.name!r}, {', '.join(shown)})"
+
+
+def recipe(name: str, half_dtype: DTypeLike | None = None, **overrides: Any) -> Recipe:
+    """Returns the setup that another system calls by this name.
+
+    ================== =========== ========== ========== ======= ======= ============
+    name               system      parameters operations norms   masters scaler (f16)
+    ================== =========== ========== ========== ======= ======= ============
+    O0, float32        Apex, Keras f32        f32        f32     no      none
+    O1                 Apex        f32        autocast   f32     no      apex
+    O2                 Apex        half       autocast   f32     yes     apex
+    O3                 Apex        half       autocast   half    no      none
+    OD                 Paddle      f32        products   f32     no      paddle
+    auto               MindSpore   f32        autocast   f32     no      mindspore
+    fp16, bf16         Colossal-AI f32        autocast   f32     no      torch
+    fp16_apex          Colossal-AI f32        autocast   f32     no      apex
+    fp16_naive         Colossal-AI half       autocast   f32     yes     colossalai
+    mixed_float16, ... Keras       f32        autocast   f32     no      keras
+    ================== =========== ========== ========== ======= ======= ============
+
+    Operations that need f32 have it in all of them: of O2 and O3, which run whole
+    models in half elsewhere, the storage of parameters is kept. "products" has only
+    matrix products and convolutions in half. There is no scaling in bf16 unless asked
+    for. Sources: apex/amp/frontend.py; paddle/amp/auto_cast.py; mindspore/train/amp.py;
+    colossalai/booster/mixed_precision; keras/src/dtype_policies.
+
+    Args:
+      name: from the table.
+      half_dtype: float16 or bfloat16, if the name does not say; by default what this
+        machine multiplies fastest, `amp.half_dtype()`.
+      **overrides: one by one what these systems let one change; None is as if it were
+        not given.
+
+        * `loss_scale`: "dynamic", a number, or a `LossScale`; and the parameters of the
+          scaler by its own names and ours (`init_scale`, `growth_interval`, ...), of
+          which any asks for a dynamic one.
+        * `cast_model_type`: the dtype of parameters. `keep_batchnorm_fp32`: whether
+          norms of a model that is cast stay f32. `master_weights` (or `master_weight`):
+          whether the optimizer keeps f32 masters of one.
+        * `cast_model_outputs`: the dtype of f32 outputs. `num_losses`: see
+          `Recipe.loss_scales`. `enabled`: False is f32 throughout, nothing is scaled.
+        * `custom_white_list`, `custom_black_list`: names of operations that run in half
+          and in f32, those of Paddle or ours. `excluded_layers`: classes of modules, or
+          path globs, in f32.
+        * `master_grad`: gradients are f32 here, whatever this says. `save_dtype`: see
+          `Recipe.export_params`.
+        * `opt_level`: of "fp16_apex", "O0" to "O3".
+
+    Raises:
+      ValueError: if the name is unknown, or a property contradicts it.
+      TypeError: if a property is unknown, or of the wrong kind.
+      NotImplementedError: for "fp8".
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import jmp_amp as amp
+      >>> recipe = amp.recipe("O1", half_dtype="float16", init_scale=2.0**10)
+      >>> apply = recipe.autocast(lambda w, x: x @ w)
+      >>> tx = recipe.wrap(optax.sgd(0.5))
+      >>> w, opt_state = recipe.init(tx, jnp.ones((2, 1)))
+      >>> loss_fn = lambda w: jnp.mean(apply(w, jnp.eye(2)) ** 2)
+      >>> loss, grads = amp.value_and_grad(loss_fn)(w, loss_scale=opt_state)
+      >>> updates, opt_state = tx.update(grads, opt_state, w)
+      >>> loss, updates.tolist()
+      (Array(1., dtype=float32), [[-0.5], [-0.5]])
+    """
+    return Recipe(**fields_of(name, half_dtype, overrides))
+
+
+def _power(value: jax.Array) -> str:
+    """A loss scale, as a power of two if it is one."""
+    if isinstance(value, Tracer):
+        return "traced"
+    mantissa, exponent = math.frexp(float(value))
+    is_power = mantissa == 0.5 and exponent != 1
+    return f"2^{exponent - 1}" if is_power else f"{float(value):g}"
+
+
+def _pattern_name(pattern: Any) -> str:
+    return getattr(pattern, "__name__", str(pattern))

@@ -1,0 +1,288 @@
+"""`explain`: what autocast would do to a function, to be read before it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+from jmp_amp.policies.patterns import matches_path
+from jmp_amp.policies.policy import Policy
+from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
+from jmp_amp.reports import rows, tables
+from jmp_amp.reports.reading import read_plan, read_saved
+from jmp_amp.reports.rows import Cast, Costs, Equation, Reason, Saved
+from jmp_amp.reports.tables import Table, quantity
+from jmp_amp.transform.interpreter import planned_call
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What autocast does to a function, as plain data; `explain` makes it.
+
+    `str(report)` is a table, and so is a report at the end of a notebook's cell. It is
+    about the function as it is called: to see the equations of a backward pass, explain
+    the function that computes the gradient.
+
+    What is in the body of a `scan` counts as often as it runs, in that of a
+    `while_loop` once, and in every branch of a `cond` once.
+
+    Attributes:
+      function: the name of the function.
+      policy: the text of the policy.
+      equations: what happens in every equation, in the order of the program.
+      saved: what the modules keep for the backward pass, if all floating-point
+        arguments are differentiated; None if the function cannot be.
+      not_differentiable: why not; None if it can.
+      unused_rules: the operations that the policy names and that decided no equation.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+      >>> report = amp.explain(lambda w, x: jnp.exp(x @ w))(x, x)
+      >>> [(e.operation, e.dtype) for e in report.equations]
+      [('dot_general', 'bf16'), ('exp', 'f32')]
+      >>> report.total.matmuls_in_half, report.total.flops
+      (1, 1024)
+    """
+
+    function: str
+    policy: str
+    equations: tuple[Equation, ...]
+    saved: tuple[Saved, ...] | None
+    not_differentiable: str | None
+    unused_rules: tuple[str, ...]
+
+    @functools.cached_property
+    def total(self) -> Costs:
+        """All equations, added up."""
+        return rows.added_up(self.equations, self.saved or ())
+
+    @functools.cached_property
+    def modules(self) -> dict[str, Costs]:
+        """The equations of each module, added up; "" is outside of all modules."""
+        return rows.by_module(self.equations, self.saved or ())
+
+    @functools.cached_property
+    def stays_full(self) -> tuple[Reason, ...]:
+        """Why floating-point equations stay in f32, the most elements first."""
+        return rows.by_reason(self.equations)
+
+    @property
+    def casts(self) -> dict[str, tuple[int, int]]:
+        """The casts inserted and their elements, of each pair of dtypes."""
+        return rows.by_dtypes(self.equations)
+
+    @property
+    def opaque(self) -> tuple[Equation, ...]:
+        """The calls that the plan does not look into: they run as traced."""
+        return tuple(e for e in self.equations if e.is_opaque)
+
+    @property
+    def summary(self) -> str:
+        """What runs in half, what is cast and what is saved, in one sentence."""
+        total = self.total
+        parts = [f"{total.in_half} of {total.equations} equations in half"]
+        if total.matmuls:
+            share = 100 * total.flops_in_half / total.flops if total.flops else 0.0
+            parts.append(
+                f"{total.matmuls_in_half} of {total.matmuls} matmuls in half "
+                f"({share:.0f}% of {quantity(total.flops)}FLOP)"
+            )
+        elements = quantity(total.cast_elements).strip()
+        parts.append(f"{total.casts} casts of {elements} elements")
+        if self.saved is None:
+            parts.append(f"not differentiable: {self.not_differentiable}")
+        else:
+            without = quantity(total.saved_without)
+            text = f"saved for backward {quantity(total.saved)}B of {without}B"
+            if total.saved_without:
+                text += f" ({total.saved / total.saved_without:.2f}x)"
+            parts.append(text)
+        return f"{self.function} with {self.policy}: {'; '.join(parts)}"
+
+    def __str__(self) -> str:
+        return tables.as_text(self.summary, self._tables(), 100)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        # What IPython shows where it shows no HTML; `repr` has all the equations.
+        printer.text("..." if cycle else str(self))
+
+    def _repr_html_(self) -> str:
+        return tables.as_html(self.summary, self._tables())
+
+    def drill_down(self, module: str = "**", *, width: int = 140) -> str:
+        """Returns a table of the equations of some modules.
+
+        Args:
+          module: a glob of the whole path, `"encoder/*/attention"` or `"**/head"`: `*`
+            stays inside one segment, `**` stands for any number of them; `""` is what
+            is in no module.
+          width: of the table, in characters.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> import jmp_amp as amp
+          >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+          >>> report = amp.explain(lambda w, x: jnp.exp(x @ w))(x, x)
+          >>> print(report.drill_down("", width=100).splitlines()[0])
+          2 of 2 equations
+        """
+        chosen = [
+            (index, equation)
+            for index, equation in enumerate(self.equations)
+            if matches_path(equation.module, module)
+        ]
+        heading = f"{len(chosen)} of {len(self.equations)} equations"
+        if not chosen:
+            paths = ", ".join(path or '""' for path in self.modules)
+            heading += f": {module!r} matches no module. There are {paths}."
+        return tables.as_text(heading, tables.of_equations(chosen), width)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as dictionaries, lists, numbers and text.
+
+        What is added up from the equations is in it too, for other programs to read;
+        `from_dict` does not need it.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jmp_amp as amp
+          >>> report = amp.explain(jnp.dot)(jnp.ones((2, 2)), jnp.ones((2, 2)))
+          >>> amp.Report.from_dict(report.to_dict()) == report
+          True
+          >>> report.to_dict()["total"]["matmuls"]
+          1
+        """
+        derived = {
+            "summary": self.summary,
+            "total": self.total._asdict(),
+            "modules": {path: costs._asdict() for path, costs in self.modules.items()},
+            "casts": self.casts,
+            "stays_full": [reason._asdict() for reason in self.stays_full],
+        }
+        return _as_lists({**dataclasses.asdict(self), **derived})
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Returns the report as JSON text; `from_json` reads it back.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jmp_amp as amp
+          >>> report = amp.explain(jnp.dot)(jnp.ones((2, 2)), jnp.ones((2, 2)))
+          >>> amp.Report.from_json(report.to_json()) == report
+          True
+        """
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Report:
+        """Returns the report that `to_dict` wrote."""
+        equations = []
+        for equation in data["equations"]:
+            lists = {
+                "shapes": tuple(equation["shapes"]),
+                "casts": tuple(Cast(**cast) for cast in equation["casts"]),
+            }
+            equations.append(Equation(**{**equation, **lists}))
+        saved = data["saved"]
+        return cls(
+            function=data["function"],
+            policy=data["policy"],
+            equations=tuple(equations),
+            saved=None if saved is None else tuple(Saved(**each) for each in saved),
+            not_differentiable=data["not_differentiable"],
+            unused_rules=tuple(data["unused_rules"]),
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Returns the report that `to_json` wrote."""
+        return cls.from_dict(json.loads(text))
+
+    def _tables(self) -> list[Table]:
+        shown = [
+            tables.of_modules(self.modules, self.total, self.saved is not None),
+            tables.of_reasons(self.stays_full),
+            tables.of_casts(self.casts),
+            tables.of_opaque(self.opaque),
+            Table(
+                "Named by the policy, and decided nothing",
+                ("name",),
+                [(name,) for name in self.unused_rules],
+            ),
+        ]
+        return [table for table in shown if table.rows]
+
+
+def explain(
+    fn: Callable[..., Any], policy: Policy | PolicyMap | str = "mixed_bfloat16"
+) -> Callable[..., Report]:
+    """Returns a function that tells what `autocast(fn, policy)` would do with a call.
+
+    It takes the arguments of `fn`, executes nothing, and returns a `Report`: the dtype
+    of every operation and why, with its source line; the casts; the operations of
+    matrix products in half precision; and what is kept for the backward pass.
+
+    Args:
+      fn: a function of pytrees, as `autocast` takes it.
+      policy: a `Policy`, what `get_policy` understands, or a `PolicyMap`.
+
+    Returns:
+      A function of the arguments of `fn`; in place of arrays it takes
+      `jax.ShapeDtypeStruct`s too.
+
+    Raises:
+      TypeError: if `fn` is not callable or `policy` is no policy.
+      ValueError: if the compute dtype is none of float16, bfloat16 and float32.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> def loss(w, x):
+      ...     return jnp.mean(jax.nn.relu(x @ w) ** 2)
+      >>> w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+      >>> report = amp.explain(loss, "mixed_float16")(w, w)
+      >>> report.total.matmuls_in_half, report.total.matmuls
+      (1, 1)
+      >>> [(r.reason, r.operations) for r in report.stays_full][0]
+      ('only f32 operations read it', ('integer_pow',))
+    """
+    if not callable(fn):
+        found = f"found {type(fn).__name__}"
+        advice = f" Write explain(fn, {fn!r})(*args)."
+        raise TypeError(
+            f"explain({fn!r}): the first argument is the function to explain, {found}."
+            f"{advice if isinstance(fn, str | Policy) else ''}"
+        )
+    name = getattr(fn, "__name__", type(fn).__name__)
+    policies = as_policy_map(policy, "explain(fn, {})")
+
+    def explained(*args: Any, **kwargs: Any) -> Report:
+        with planned_call(fn, policies, args, kwargs, "explain(fn)") as call:
+            equations = read_plan(call)
+            saved, why_not = read_saved(call, equations)
+        decided = {e.decided_by for e in equations if e.from_policy}
+        chosen = [policies.default, *(each for _, each in policies.entries)]
+        named = {n for each in chosen for n in (*each.low, *each.full, *each.follow)}
+        return Report(
+            function=name,
+            policy=str(policies),
+            equations=equations,
+            saved=saved,
+            not_differentiable=why_not,
+            unused_rules=tuple(sorted(named - decided)),
+        )
+
+    return explained
+
+
+def _as_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_lists(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_lists(each) for each in value]
+    return value

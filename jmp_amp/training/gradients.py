@@ -1,0 +1,255 @@
+"""`value_and_grad` and `grad` of a scaled loss: true losses in, true gradients out."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jmp_amp.training.loss_scale import LossScale, promote_gradient
+from jmp_amp.training.states import find_loss_scale
+
+
+def value_and_grad(
+    fn: Callable[..., Any],
+    argnums: Any = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """Returns a function that evaluates `fn` and its gradient under a loss scale.
+
+    `jax.value_and_grad` with one more keyword argument on the function it returns,
+    `loss_scale`: a `LossScale`, an optimizer's state or any tree that holds one (it is
+    found by `loss_scale_of`), or None for no scaling.
+
+    The loss comes back as `fn` returned it, neither scaled nor cast. The gradients are
+    unscaled with the scale that scaled them; those of f16 and bf16 arguments come back
+    float32, all others in the dtype of their argument. `aux` is not touched, and a NaN
+    in it has no effect.
+
+    A gradient that overflowed is inf or NaN; `with_loss_scale` skips such a step. Keep
+    the loss itself in float32: one computed in f16 is reported rightly, but its
+    gradient at a scale of 2**16 starts from inf, so that steps are skipped until the
+    scale has backed off to what f16 can hold.
+
+    Gradients of f16 and bf16 convolution kernels are given the memory layout of their
+    kernels (`jax.experimental.layout`), unless they are sharded automatically.
+    `jax.export` of such a step wants to be told:
+    `disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]`.
+
+    With an `nnx.Module` among the differentiated arguments it is `nnx.value_and_grad`:
+    the gradients are an `nnx.State`, and what the module writes while it runs (batch
+    statistics, random number streams) reaches the caller's object.
+
+    Args:
+      fn: returns a floating scalar, or a pair of that and anything if `has_aux`.
+      argnums: as in jax: the positions to differentiate, one or several.
+      has_aux: as in jax.
+      holomorphic: as in jax.
+      allow_int: as in jax.
+
+    Returns:
+      A function of `fn`'s arguments and `loss_scale`: `(loss, gradients)`, or
+      `((loss, aux), gradients)`.
+
+    Raises:
+      TypeError: from the function returned, while it is traced, if the loss is not a
+        floating scalar.
+      ValueError: if `fn` has a parameter called `loss_scale` itself; from the function
+        returned, if the tree holds no loss scale or several.
+
+    Example:
+      >>> import jmp_amp as amp
+      >>> loss_scale = amp.static_loss_scale(2.0**10)
+      >>> weights = jnp.array([1.0, 2.0], jnp.float16)
+      >>> loss_fn = lambda w: jnp.sum(w.astype(jnp.float32) ** 2)
+      >>> amp.value_and_grad(loss_fn)(weights, loss_scale=loss_scale)
+      (Array(5., dtype=float32), Array([2., 4.], dtype=float32))
+    """
+    return _differentiated(
+        "value_and_grad", fn, argnums, has_aux, holomorphic, allow_int
+    )
+
+
+def grad(
+    fn: Callable[..., Any],
+    argnums: Any = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """Returns a function that evaluates the gradient of `fn` under a loss scale.
+
+    As `value_and_grad`, without the loss: the gradients, or `(gradients, aux)`.
+
+    Example:
+      >>> import jmp_amp as amp
+      >>> amp.grad(jnp.sin)(0.0, loss_scale=amp.static_loss_scale(2.0**10))
+      Array(1., dtype=float32)
+    """
+    both = _differentiated("grad", fn, argnums, has_aux, holomorphic, allow_int)
+
+    @functools.wraps(both, updated=())
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = both(*args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return gradient
+
+
+def _differentiated(
+    name: str,
+    fn: Callable[..., Any],
+    argnums: Any,
+    has_aux: bool,
+    holomorphic: bool,
+    allow_int: bool,
+) -> Callable[..., Any]:
+    if not callable(fn):
+        raise TypeError(f"{name}({fn!r}): not a function. Pass the loss function.")
+    call = f"{name}({_name(fn)})"
+    signature = _signature_with_loss_scale(fn, call)
+
+    @functools.wraps(fn, updated=())
+    def differentiated(*args: Any, loss_scale: Any = None, **kwargs: Any) -> Any:
+        scaler = _scaler(loss_scale, call)
+
+        def scaled(*args: Any, **kwargs: Any) -> Any:
+            loss, aux = _checked(fn(*args, **kwargs), call, has_aux, holomorphic)
+            return (loss if scaler is None else scaler.scale(loss)), (loss, aux)
+
+        options: Any = {
+            "has_aux": True,
+            "holomorphic": holomorphic,
+            "allow_int": allow_int,
+        }
+        positions = _module_positions(argnums, args)
+        if positions is None:
+            transformed = jax.value_and_grad(scaled, argnums, **options)
+        else:
+            transformed = nnx.value_and_grad(scaled, argnums=positions, **options)
+        (_, (loss, aux)), gradients = transformed(*args, **kwargs)
+        if scaler is None:
+            gradients = jax.tree.map(promote_gradient, gradients)
+        else:
+            gradients = scaler.unscale(gradients)
+        return ((loss, aux) if has_aux else loss), gradients
+
+    if signature is not None:
+        differentiated.__signature__ = signature  # pyright: ignore
+    return differentiated
+
+
+def _signature_with_loss_scale(
+    fn: Callable[..., Any], call: str
+) -> inspect.Signature | None:
+    """`fn`'s signature with one more keyword; None if it does not tell its own."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return None
+    parameters = list(signature.parameters.values())
+    if "loss_scale" in signature.parameters:
+        raise ValueError(
+            f"{call}: the function has a parameter `loss_scale` of its own, and {call} "
+            "adds one to give the scale with. Rename the function's."
+        )
+    keyword = inspect.Parameter(
+        "loss_scale", inspect.Parameter.KEYWORD_ONLY, default=None
+    )
+    takes_any = bool(parameters) and parameters[-1].kind is parameters[-1].VAR_KEYWORD
+    parameters.insert(len(parameters) - takes_any, keyword)
+    return signature.replace(parameters=parameters)
+
+
+def _scaler(loss_scale: Any, call: str) -> LossScale | None:
+    if loss_scale is None:
+        return None
+    if isinstance(loss_scale, numbers.Number | str | np.ndarray | jax.Array):
+        raise TypeError(
+            f"{call}: loss_scale={loss_scale!r} is not a LossScale. Pass "
+            "static_loss_scale(2.0**16), dynamic_loss_scale(), or the state of an "
+            "optimizer wrapped in with_loss_scale."
+        )
+    return find_loss_scale(loss_scale, f"{call}: loss_scale")
+
+
+def _checked(
+    output: Any, call: str, has_aux: bool, holomorphic: bool
+) -> tuple[Any, Any]:
+    """The loss and the rest of what `fn` returned."""
+    if has_aux and not (isinstance(output, tuple | list) and len(output) == 2):
+        raise TypeError(
+            f"{call} with has_aux=True: the function has to return a pair (loss, aux), "
+            f"but it returned {_describe(output)}."
+        )
+    loss, aux = output if has_aux else (output, None)
+    if not isinstance(loss, jax.Array | np.ndarray | np.generic | numbers.Number):
+        remedy = " Pass has_aux=True." if isinstance(loss, tuple) else ""
+        raise TypeError(
+            f"{call}: the loss has to be a scalar, but the function returned "
+            f"{_describe(loss)}.{remedy}"
+        )
+    if np.shape(cast(Any, loss)):
+        raise TypeError(
+            f"{call}: the loss has to be a scalar, but the function returned "
+            f"{_describe(loss)}. Reduce it, with jnp.mean(loss) or jnp.sum(loss)."
+        )
+    dtype = jnp.result_type(loss)
+    wanted = jnp.complexfloating if holomorphic else jnp.floating
+    if not jnp.issubdtype(dtype, wanted):
+        kind = "complex, for holomorphic=True," if holomorphic else "a floating number"
+        remedy = (
+            "Take its real part, or pass holomorphic=True."
+            if jnp.issubdtype(dtype, jnp.complexfloating)
+            else "Cast what it is computed from, or return the loss itself."
+        )
+        raise TypeError(
+            f"{call}: the loss has to be {kind} but the function returned "
+            f"{_describe(loss)}. {remedy}"
+        )
+    return loss, aux
+
+
+def _describe(output: Any) -> str:
+    if isinstance(output, jax.Array | np.ndarray | np.generic | numbers.Number):
+        shape = ",".join(map(str, np.shape(cast(Any, output))))
+        return f"{jnp.result_type(output).name}[{shape}]"
+    if isinstance(output, tuple):
+        return f"a tuple of {len(output)}"
+    return f"a {type(output).__name__}"
+
+
+def _module_positions(argnums: Any, args: Sequence[Any]) -> Any:
+    """`argnums`, counted from the front, if nnx has to differentiate; else None."""
+    several = isinstance(argnums, Sequence)
+    positions = [
+        position + len(args) if isinstance(position, int) and position < 0 else position
+        for position in (argnums if several else (argnums,))
+    ]
+    if not any(
+        # An nnx.DiffState says itself which argument it means.
+        isinstance(position, nnx.DiffState)
+        or _holds_module(args[position : position + 1])
+        for position in positions
+    ):
+        return None
+    return tuple(positions) if several else positions[0]
+
+
+def _holds_module(tree: Any) -> bool:
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Module))
+    return any(isinstance(node, nnx.Module) for node in nodes)
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    inner = fn.func if isinstance(fn, functools.partial) else fn
+    return getattr(inner, "__name__", type(inner).__name__)

@@ -1,0 +1,429 @@
+"""The loss scale and its state machine.
+
+A `LossScale` is a value. `scale` multiplies a loss by it, `unscale` divides gradients
+by it, `adjust` returns the next one; nothing is updated in place. Dynamic scaling is
+that of Micikevicius et al. 2018 (arXiv:1710.03740, section 3.2): grow after so many
+finite steps, back off on a step whose gradients overflowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import operator
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import serialization
+from jax.core import Tracer
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AxisType
+from jax.typing import ArrayLike
+
+from jmp_amp.policies.dtypes import F32, is_fp8, is_half
+from jmp_amp.training.finite import is_inexact
+
+_HYSTERESIS_MODES = ("until_growth", "consecutive", "rearming")
+_F32_MAX = float(jnp.finfo(F32).max)
+_F32_TINY = float(jnp.finfo(F32).tiny)
+
+
+def _static() -> Any:
+    return dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class LossScale:
+    """A loss scale and the counters that decide when it moves: a frozen pytree.
+
+    Made by `dynamic_loss_scale`, `static_loss_scale` and `no_loss_scale`. The first
+    three fields are its leaves, always of a strong dtype; the others are static.
+
+    Attributes:
+      value: float32[], what a loss is multiplied by.
+      growth_tracker: int32[], finite steps since the scale last moved.
+      hysteresis_tracker: int32[], overflows left before the scale backs off.
+      dynamic: whether `adjust` does anything.
+      growth_factor: what growth multiplies the scale by.
+      backoff_factor: what an overflow multiplies the scale by.
+      growth_interval: finite steps until the scale grows.
+      min_scale: backing off stops here.
+      max_scale: growth that would pass this is refused.
+      hysteresis: overflows until the scale backs off.
+      hysteresis_mode: what refills that budget, see `dynamic_loss_scale`.
+
+    Example:
+      >>> import jmp_amp as amp
+      >>> loss_scale = amp.dynamic_loss_scale(1024.0, growth_interval=2)
+      >>> for finite in (False, True, True):
+      ...     loss_scale = loss_scale.adjust(finite)
+      ...     print(loss_scale.value)
+      512.0
+      512.0
+      1024.0
+    """
+
+    value: jax.Array
+    growth_tracker: jax.Array
+    hysteresis_tracker: jax.Array
+    dynamic: bool = _static()
+    growth_factor: float = _static()
+    backoff_factor: float = _static()
+    growth_interval: int = _static()
+    min_scale: float = _static()
+    max_scale: float = _static()
+    hysteresis: int = _static()
+    hysteresis_mode: str = _static()
+
+    def scale(self, tree: Any) -> Any:
+        """Returns `tree` with its inexact leaves multiplied by the scale.
+
+        f16 and bf16 leaves are multiplied in float32 and come back float32: a loss of
+        2.0 at a scale of 2**16 is inf in f16. float32, float64 and complex leaves keep
+        their dtype. Everything else (integers, fp8, `float0`, keys, functions,
+        strings) comes back as the same object.
+
+        Example:
+          >>> import jmp_amp as amp
+          >>> amp.static_loss_scale(2.0**16).scale(jnp.float16(2.0))
+          Array(131072., dtype=float32)
+        """
+        return jax.tree.map(lambda leaf: _multiply(leaf, self.value), tree)
+
+    def unscale(self, tree: Any) -> Any:
+        """Returns `tree` with its inexact leaves divided by the scale.
+
+        f16 and bf16 leaves become float32 first, so that a small gradient survives the
+        division. Otherwise as `scale`.
+
+        Example:
+          >>> import jmp_amp as amp
+          >>> gradients = {"w": jnp.float16(5e-4), "frozen": None}
+          >>> amp.static_loss_scale(2.0**15).unscale(gradients)
+          {'frozen': None, 'w': Array(1.526...e-08, dtype=float32)}
+        """
+        if self.max_scale > 2.0**126:
+            # The reciprocal of such a scale is a subnormal, which XLA flushes to zero.
+            return jax.tree.map(lambda leaf: _divide(leaf, self.value), tree)
+        return jax.tree.map(lambda leaf: _multiply(leaf, 1.0 / self.value), tree)
+
+    def adjust(self, finite: ArrayLike) -> LossScale:
+        """Returns the loss scale of the next step.
+
+        Args:
+          finite: bool[], whether every gradient of this step was finite.
+
+        Returns:
+          A LossScale of the same structure and dtypes; a static one returns itself.
+
+        Example:
+          >>> import jmp_amp as amp
+          >>> amp.dynamic_loss_scale(2.0**16).adjust(False).value
+          Array(32768., dtype=float32)
+        """
+        if not self.dynamic:
+            return self
+        finite = jnp.asarray(finite, bool)
+        # torch.amp compares for equality, and so does this: an interval lowered below
+        # the counter takes effect after the next overflow.
+        tracker = jnp.asarray(self.growth_tracker) + 1
+        due = finite & (tracker == self.growth_interval)
+        value = jnp.asarray(self.value)
+        grown = value * self.growth_factor
+        reduced = jnp.maximum(value * self.backoff_factor, self.min_scale)
+        left = jnp.maximum(jnp.asarray(self.hysteresis_tracker) - 1, 0)
+        back_off = ~finite & (left == 0)
+        grow = due & (grown <= self.max_scale)
+        refill = {
+            "until_growth": due,
+            "consecutive": finite,
+            "rearming": finite | back_off,
+        }[self.hysteresis_mode]
+        return dataclasses.replace(
+            self,
+            value=jnp.where(back_off, reduced, jnp.where(grow, grown, value)),
+            growth_tracker=jnp.where(finite & ~due, tracker, 0),
+            hysteresis_tracker=jnp.where(
+                refill,
+                self.hysteresis,
+                jnp.where(finite, self.hysteresis_tracker, left),
+            ),
+        )
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{field.name}={_show(getattr(self, field.name))}"
+            for field in dataclasses.fields(self)
+            if field.name != "dynamic"
+        ]
+        fields = shown if self.dynamic else [shown[0], "dynamic=False"]
+        return f"LossScale({', '.join(fields)})"
+
+
+def dynamic_loss_scale(
+    init_scale: ArrayLike = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    min_scale: float = 2.0**-14,
+    max_scale: float = 2.0**24,
+    hysteresis: int = 1,
+    hysteresis_mode: str = "until_growth",
+) -> LossScale:
+    """Returns a loss scale that grows while gradients are finite and backs off if not.
+
+    After `growth_interval` finite steps in a row the scale is multiplied by
+    `growth_factor`, unless that would pass `max_scale`: then it stays, as torch's does
+    before infinity. A step with a non-finite gradient multiplies it by
+    `backoff_factor`, down to `min_scale`. Powers of two keep the scaling exact.
+
+    With `hysteresis` n, only the n-th overflow backs off. What starts the count anew
+    is the `hysteresis_mode`:
+
+    * "until_growth" (Megatron-LM, Colossal-AI): when growth is due. Once the budget is
+      used up, every further overflow backs off.
+    * "consecutive" (Apex's `update_scale_hysteresis`): any finite step.
+    * "rearming" (Paddle): any finite step, and every backoff.
+
+    Args:
+      init_scale: the first scale, any scalar; the next one within
+        `[min_scale, max_scale]` if it lies outside.
+      growth_factor: larger than 1.
+      backoff_factor: between 0 and 1.
+      growth_interval: an int, at least 1.
+      min_scale: positive, a normal float32.
+      max_scale: not below `min_scale`; inf means the largest float32.
+      hysteresis: an int; 0 behaves as 1, as in Colossal-AI.
+      hysteresis_mode: see above.
+
+    Raises:
+      TypeError: if an argument is not a number.
+      ValueError: if it is out of range.
+
+    Example:
+      >>> import jmp_amp as amp
+      >>> amp.dynamic_loss_scale(growth_interval=100).value
+      Array(65536., dtype=float32)
+    """
+    call = "dynamic_loss_scale({}={!r})"
+    growth_factor = _number(call, "growth_factor", growth_factor)
+    backoff_factor = _number(call, "backoff_factor", backoff_factor)
+    min_scale = _number(call, "min_scale", min_scale)
+    max_scale = min(_number(call, "max_scale", max_scale), _F32_MAX)
+    growth_interval = _count(call, "growth_interval", growth_interval, at_least=1)
+    hysteresis = max(_count(call, "hysteresis", hysteresis, at_least=0), 1)
+
+    if not 1.0 < growth_factor < math.inf:
+        fact = "growth has to enlarge the scale. Use a factor above 1, such as 2"
+        raise _refused(call, "growth_factor", growth_factor, fact)
+    if not 0.0 < backoff_factor < 1.0:
+        fact = "backing off has to shrink the scale. Use a factor between 0 and 1"
+        raise _refused(call, "backoff_factor", backoff_factor, f"{fact}, such as 0.5")
+    if not _F32_TINY <= min_scale <= _F32_MAX:
+        fact = "the floor has to be a positive, normal float32. Use 2.0**-14 or 1.0"
+        raise _refused(call, "min_scale", min_scale, fact)
+    if not max_scale >= min_scale:
+        fact = f"the cap is below the floor, min_scale={min_scale!r}. Use a larger one"
+        raise _refused(call, "max_scale", max_scale, fact)
+    if hysteresis_mode not in _HYSTERESIS_MODES:
+        fact = f"unknown mode. Use one of {', '.join(map(repr, _HYSTERESIS_MODES))}"
+        raise _refused(call, "hysteresis_mode", hysteresis_mode, fact)
+
+    if isinstance(init_scale, Tracer):
+        value = jnp.clip(jnp.asarray(init_scale, F32), min_scale, max_scale)
+    else:
+        value = _positive(call, "init_scale", init_scale)
+        value = min(max(value, min_scale), max_scale)
+    return LossScale(
+        value=jnp.asarray(value, jnp.float32),
+        growth_tracker=jnp.asarray(0, jnp.int32),
+        hysteresis_tracker=jnp.asarray(hysteresis, jnp.int32),
+        dynamic=True,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=min_scale,
+        max_scale=max_scale,
+        hysteresis=hysteresis,
+        hysteresis_mode=hysteresis_mode,
+    )
+
+
+def static_loss_scale(scale: ArrayLike) -> LossScale:
+    """Returns a loss scale that never moves.
+
+    Steps whose gradients are not finite are skipped all the same.
+
+    Raises:
+      TypeError: if `scale` is not a number.
+      ValueError: if it is not positive, or no normal float32.
+
+    Example:
+      >>> import jmp_amp as amp
+      >>> amp.static_loss_scale(128)
+      LossScale(value=128.0, dynamic=False)
+    """
+    call = "static_loss_scale({}={!r})"
+    if isinstance(scale, Tracer):
+        value, bounds = scale, (_F32_TINY, _F32_MAX)
+    else:
+        value = _positive(call, "scale", scale)
+        bounds = (value, value)
+        if not _F32_TINY <= value <= _F32_MAX:
+            fact = "that is no normal float32. Use a power of two, such as 128.0"
+            raise _refused(call, "scale", value, fact)
+    return dataclasses.replace(
+        dynamic_loss_scale(value, min_scale=bounds[0], max_scale=bounds[1]),
+        dynamic=False,
+    )
+
+
+def no_loss_scale() -> LossScale:
+    """Returns the loss scale 1, for bf16 and f32, which need none.
+
+    Example:
+      >>> import jmp_amp as amp
+      >>> amp.no_loss_scale()
+      LossScale(value=1.0, dynamic=False)
+    """
+    return static_loss_scale(1.0)
+
+
+def promote_half(leaf: Any) -> Any:
+    """Returns an f16 or bf16 leaf as float32, and any other as the same object.
+
+    Example:
+      >>> from jmp_amp.training.loss_scale import promote_half
+      >>> promote_half(jnp.ones(3, jnp.float16)).dtype, promote_half(None)
+      (dtype('float32'), None)
+    """
+    half = is_half(getattr(leaf, "dtype", None))
+    return jnp.asarray(leaf, jnp.float32) if half else leaf
+
+
+def promote_gradient(leaf: Any) -> Any:
+    """Returns `promote_half` of a gradient, in the order in which parameters lie.
+
+    A GPU's convolutions read and write kernels with the dimensions in another order. Of
+    a kernel that is stored in half precision XLA then computes the whole update in that
+    order: it transposes moments and masters, before the model runs, and what is new
+    back. (Those of f32 kernels too, but in the kernel that updates them.) Where the
+    gradient itself is in order, in half precision, nothing else has to be moved.
+
+    Example:
+      >>> from jmp_amp.training.loss_scale import promote_gradient
+      >>> promote_gradient(jnp.ones(3, jnp.float16)).dtype
+      dtype('float32')
+    """
+    if isinstance(leaf, Tracer) and is_half(leaf.dtype) and leaf.ndim > 2:
+        # Kernels in one dimension have rank 3, and embeddings of positions: (1, n, d).
+        if (leaf.ndim > 3 or leaf.shape[0] != 1) and _is_whole(leaf):
+            leaf = with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim))))
+    return promote_half(leaf)
+
+
+def _is_whole(leaf: Tracer) -> bool:
+    """Whether no device has less than all of an array, which `shard_map` made its own.
+
+    XLA gathers an array whose layout is constrained. Of one that is sharded
+    automatically nobody knows, while a program is traced, how.
+    """
+    sharding = jax.typeof(leaf).sharding
+    mesh = sharding.mesh
+    axes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    unknown = any(kind == AxisType.Auto and size > 1 for kind, size in axes)
+    return not unknown and not any(sharding.spec)
+
+
+def _with_factor(leaf: Any, factor: jax.Array, operation: Any) -> Any:
+    """`operation(leaf, factor)` in float32 at least; other leaves come back as is."""
+    if not is_inexact(leaf) or is_fp8(getattr(leaf, "dtype", None)):
+        return leaf
+    leaf = jnp.asarray(promote_gradient(leaf))
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        # Part by part: (inf + 0j) * (2 + 0j) would have a NaN.
+        factor = factor.astype(leaf.real.dtype)
+        real, imag = operation(leaf.real, factor), operation(leaf.imag, factor)
+        return jax.lax.complex(real, imag)
+    return operation(leaf, factor.astype(leaf.dtype))
+
+
+def _multiply(leaf: Any, factor: jax.Array) -> Any:
+    return _with_factor(leaf, factor, operator.mul)
+
+
+def _divide(leaf: Any, factor: jax.Array) -> Any:
+    return _with_factor(leaf, factor, operator.truediv)
+
+
+def _show(leaf: Any) -> str:
+    if isinstance(leaf, Tracer):
+        return f"<traced {jax.typeof(leaf)}>"
+    if isinstance(leaf, jax.Array):
+        if leaf.is_deleted():
+            return "<deleted>"
+        if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            return f"<{leaf.dtype.name}{list(leaf.shape)} on other hosts>"
+        return repr(leaf.tolist())
+    return repr(leaf)
+
+
+def _refused(call: str, name: str, value: Any, fact: str) -> ValueError:
+    return ValueError(f"{call.format(name, value)}: {fact}.")
+
+
+def _number(call: str, name: str, value: Any) -> float:
+    """`value`, a real scalar that is known now, as a Python float."""
+    real = isinstance(value, numbers.Real | np.ndarray | np.generic | jax.Array)
+    if not real or isinstance(value, bool | Tracer) or np.shape(cast(Any, value)):
+        raise TypeError(
+            f"{call.format(name, value)}: not a real number that is known before the "
+            "program runs. Use a Python number."
+        )
+    return float(cast(Any, value))
+
+
+def _positive(call: str, name: str, value: Any) -> float:
+    number = _number(call, name, value)
+    if not 0.0 < number < math.inf:
+        fact = "a loss scale has to be positive and finite. Use a power of two"
+        raise _refused(call, name, value, f"{fact}, such as 2.0**16")
+    return number
+
+
+def _count(call: str, name: str, value: Any, at_least: int) -> int:
+    number = _number(call, name, value)
+    if isinstance(value, float) or not number.is_integer() or number < at_least:
+        fact = f"a count of steps. Use an int, at least {at_least}"
+        raise _refused(call, name, value, fact)
+    return int(number)
+
+
+def _to_state_dict(loss_scale: LossScale) -> dict[str, Any]:
+    return {
+        field.name: getattr(loss_scale, field.name)
+        for field in dataclasses.fields(loss_scale)
+    }
+
+
+def _from_state_dict(target: LossScale, state: dict[str, Any]) -> LossScale:
+    """The saved configuration wins over the target's, as with torch's state_dict."""
+    names = [field.name for field in dataclasses.fields(target)]
+    if unknown := sorted(set(state) - set(names)):
+        raise ValueError(f"LossScale: a checkpoint with unknown fields {unknown}.")
+    leaves = {"value": jnp.float32, "growth_tracker": jnp.int32}
+    leaves["hysteresis_tracker"] = jnp.int32
+    saved = {
+        name: jnp.asarray(value, leaves[name])
+        if name in leaves
+        else type(getattr(target, name))(value)
+        for name, value in state.items()
+    }
+    return dataclasses.replace(target, **saved)
+
+
+serialization.register_serialization_state(LossScale, _to_state_dict, _from_state_dict)

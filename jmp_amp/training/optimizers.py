@@ -1,0 +1,216 @@
+"""Loss scaling as an optax transformation, and what its state tells.
+
+`with_loss_scale(inner, ...)` runs `inner` on every step and then chooses, element by
+element, between what it wrote and what was there. There is no branch on the device: a
+`lax.cond` would make the whole update wait for the flag and keep XLA from fusing it,
+where a select is part of the fusion that writes the new value anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmp_amp.policies.dtypes import is_half
+from jmp_amp.training.finite import all_finite, choose
+from jmp_amp.training.loss_scale import LossScale, promote_gradient
+from jmp_amp.training.states import WEIGHT_STATES, LossScaleState, nodes_of
+from jmp_amp.training.trainable import (
+    TreeStructure,
+    check_gradients,
+    owned,
+    takes_part,
+    taking_part,
+    with_extra_args,
+    zero_update,
+)
+
+
+def with_loss_scale(
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    loss_scale: LossScale,
+    *,
+    unscale: bool = False,
+    axis_name: str | Sequence[str] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns `inner` with a loss scale in its state and non-finite steps skipped.
+
+    On a step whose gradients hold an inf or a NaN the updates are zero, the state of
+    `inner` (moments, counts, schedules) stays as it was bit for bit, and the scale
+    backs off. On any other step `inner` runs and the growth counter moves. It never
+    gives up and never lets a non-finite gradient through: `metrics` counts the skipped
+    steps, `check_scale` raises after too many, `keep_if_finite` takes back what else
+    the step wrote.
+
+    What decides are the gradients that `update` is given. Put it around the whole
+    chain: a transformation outside, such as `optax.clip`, may hide an overflow from it.
+    Optimizers that ask for gradients of their own (`optax.contrib.sam`) or keep several
+    copies of the parameters (`optax.lookahead`) go around it.
+
+    `inner` works in float32: f16 and bf16 gradients reach it as float32, f16 and bf16
+    parameters too, and so its moments are float32. With `params` given to `update` the
+    updates come back in the dtype of half parameters, ready for `optax.apply_updates`;
+    in float32 if `inner` is one of `with_master_weights`, `with_kahan` and
+    `with_stochastic_rounding`, which add them without loss.
+    Leaves that are neither float nor complex, and fp8 ones, take no part: `inner` does
+    not see them and their updates are zero.
+
+    For accumulation put this outside: `with_loss_scale(optax.MultiSteps(...))` skips a
+    bad micro-step and keeps the sum. Inside, `optax.MultiSteps(with_loss_scale(...))`,
+    the sum turns NaN and stays NaN, because MultiSteps clears it by multiplying by
+    zero: nothing is ever written to the parameters again, and `check_scale` says so.
+
+    Args:
+      inner: an optimizer or a chain; extra arguments of `update` reach it.
+      loss_scale: from `dynamic_loss_scale`, `static_loss_scale` or `no_loss_scale`.
+      unscale: whether the incoming gradients are still those of the scaled loss
+        (`jax.grad` of `loss_scale.scale(loss)`). By default they are unscaled, as
+        `value_and_grad` returns them.
+      axis_name: mapped axes (of `shard_map`, `vmap`, `pmap`) over which a step is
+        skipped together, so that replicas keep one scale.
+
+    Returns:
+      A transformation whose state is a `LossScaleState`. Its `init` copies what it
+      is given: donating the state deletes nobody's arrays.
+
+    Raises:
+      TypeError: if `inner` is no transformation or `loss_scale` is no `LossScale`.
+      ValueError: from `init`, if `inner` holds a loss scale already; from `update`, if
+        the gradients are not a tree like the one that `init` was given.
+
+    Example:
+      >>> import jmp_amp as amp
+      >>> tx = amp.with_loss_scale(optax.sgd(0.5), amp.dynamic_loss_scale(1024.0))
+      >>> params = jnp.array([1.0, 2.0])
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(jnp.array([jnp.inf, 1.0]), state, params)
+      >>> updates, amp.loss_scale_of(state).value
+      (Array([0., 0.], dtype=float32), Array(512., dtype=float32))
+    """
+    transformation = with_extra_args(inner, "with_loss_scale")
+    if not isinstance(loss_scale, LossScale):
+        raise TypeError(
+            f"with_loss_scale(inner, {loss_scale!r}): not a LossScale. Use "
+            "dynamic_loss_scale(), static_loss_scale(2.0**16) or no_loss_scale()."
+        )
+
+    def init_fn(params: Any) -> Any:
+        inner_state = owned(_begun(transformation, params))
+        _refuse_nested(inner_state)
+        return LossScaleState(
+            inner_state=inner_state,
+            loss_scale=owned(loss_scale),
+            last_finite=jnp.asarray(True),
+            skipped_total=jnp.asarray(0, jnp.int32),
+            skipped_in_a_row=jnp.asarray(0, jnp.int32),
+            applied=jnp.asarray(0, jnp.int32),
+            structure=TreeStructure.of(params),
+        )
+
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        check_gradients(updates, state.structure, params, "with_loss_scale")
+        gradients = taking_part(updates, promote_gradient)
+        if unscale:
+            gradients = state.loss_scale.unscale(gradients)
+        # An inf or NaN stays one when it is unscaled, and a scale below 1 may make a
+        # new one: checked here, both are seen.
+        finite = all_finite(gradients, axis_name)
+        inner_params = None if params is None else taking_part(params)
+        if nodes_of(state.inner_state, WEIGHT_STATES):
+            _check_half(params, state.structure)
+        proposed, inner_state = transformation.update(
+            gradients, state.inner_state, inner_params, **extra_args
+        )
+        one_more = finite.astype(jnp.int32)
+        # Updates that land on a half-precision number are not to be rounded on the way.
+        rounded = params is not None and not nodes_of(inner_state, WEIGHT_STATES)
+        chosen = _chosen_updates(finite, proposed, updates, params, rounded)
+        return chosen, LossScaleState(
+            inner_state=choose(
+                finite,
+                inner_state,
+                state.inner_state,
+                "with_loss_scale: inner changed the type of its state",
+                ("the new state", "the old one"),
+            ),
+            loss_scale=state.loss_scale.adjust(finite),
+            last_finite=finite,
+            skipped_total=state.skipped_total + (1 - one_more),
+            skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+            applied=state.applied + one_more,
+            structure=state.structure,
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_half(params: Any, structure: TreeStructure) -> None:
+    """Raises if other parameters are half than those that `init` saw."""
+    now = TreeStructure.of(params)
+    if now.paths and structure.paths and now != structure:
+        pairs = zip(now.paths, now.half, structure.half, strict=True)
+        path, found, seen = next(each for each in pairs if each[1] != each[2])
+        raise ValueError(
+            f"with_loss_scale: the parameter at {path or 'the root'} is "
+            f"{found or 'not half'} now, but init saw {seen or 'no half one'}. Call "
+            "init with the parameters as they are trained."
+        )
+
+
+def _refuse_nested(inner_state: Any) -> None:
+    if nodes_of(inner_state, LossScaleState):
+        raise ValueError(
+            "with_loss_scale: the optimizer it was given holds a loss scale already. "
+            "Wrap once, around the whole chain."
+        )
+
+
+def _begun(transformation: optax.GradientTransformation, params: Any) -> Any:
+    """The first state of an optimizer of float32 parameters.
+
+    Only transformations that store half-precision parameters themselves, such as
+    `with_master_weights`, are initialised with what there is.
+    """
+    state = transformation.init(taking_part(params))
+    if not any(TreeStructure.of(params).half) or not nodes_of(state, WEIGHT_STATES):
+        return state
+
+    def is_stored(node: Any) -> bool:
+        return isinstance(node, WEIGHT_STATES)
+
+    # The moments in there are let go of before they are made again.
+    state = jax.tree.map(
+        lambda node: None if is_stored(node) else node, state, is_leaf=is_stored
+    )
+    stored = transformation.init(taking_part(params, lambda leaf: leaf))
+    return jax.tree.map(
+        lambda node, begun: node if is_stored(node) else begun,
+        stored,
+        state,
+        is_leaf=is_stored,
+    )
+
+
+def _chosen_updates(
+    finite: jax.Array, proposed: Any, gradients: Any, params: Any, rounded: bool
+) -> Any:
+    """`proposed` or zeros; if `rounded` half where `params` are."""
+    leaves, structure = jax.tree.flatten(gradients)
+    likes = leaves if params is None else jax.tree.leaves(params)
+    remaining = iter(jax.tree.leaves(proposed))
+    chosen = []
+    for gradient, like in zip(leaves, likes, strict=True):
+        if not takes_part(gradient):
+            chosen.append(zero_update(gradient, like))
+            continue
+        update = next(remaining)
+        update = jnp.where(finite, update, jnp.zeros_like(update))
+        half = rounded and is_half(getattr(like, "dtype", None))
+        chosen.append(update.astype(like.dtype) if half else update)
+    return structure.unflatten(chosen)

@@ -1,0 +1,213 @@
+"""Parameters in the dtypes of a policy: a whole tree, or module by module."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from flax import linen as nn
+from flax import nnx
+
+from jmp_amp.policies.dtypes import F32, cast_leaf, is_castable
+from jmp_amp.policies.patterns import NORM_MODULES, ModuleInfo, names_a_norm
+from jmp_amp.policies.policy import Policy
+from jmp_amp.policies.policy_map import PolicyMap, as_policy_map, warn_of_unmatched
+
+Tree = TypeVar("Tree")
+
+# What linen calls a module that its user did not name: `LayerNorm_0`.
+_AUTOMATIC = re.compile(r"(?:Checkpoint|Scan|Vmap|Jit|Remat)*(\w+)_\d+")
+
+
+def cast_params(
+    params: Tree,
+    policy: Policy | PolicyMap | str,
+    *,
+    model: nn.Module | nnx.Module | None = None,
+    keep_norms: bool = True,
+) -> Tree:
+    """Returns parameters in the `param_dtype` of their modules' policies.
+
+    The parameters of norm layers (`BatchNorm`, `LayerNorm`, `GroupNorm`, `RMSNorm`,
+    ...) are float32, unless an entry of a `PolicyMap` names their class. So is
+    everything that is no parameter: batch statistics, caches and random number streams
+    stay as they are, and so do integers, float64 and fp8.
+
+    A module is known by its class in an nnx module, and in a state of one if `model` is
+    given. A linen tree knows names only: a norm is what linen named `LayerNorm_0`, or
+    holds a `scale` and no `kernel`; with `model`, modules that `setup` makes are known
+    by their class too. A `PolicyMap` finds modules by path in all of them.
+
+    Args:
+      params: linen variables (`{"params": ..., "batch_stats": ...}`) or parameters; an
+        `nnx.State`; or an nnx module.
+      policy: a `Policy`, what `get_policy` understands, or a `PolicyMap`.
+      model: the module that the parameters belong to.
+      keep_norms: False casts the parameters of norm layers like all others.
+
+    Returns:
+      A tree of the same structure; for a module a new one, the old one is left alone.
+
+    Raises:
+      TypeError: if `params` is a linen module, or `policy` is no policy.
+      ValueError: if a policy is unknown.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> from flax import linen as nn
+      >>> model = nn.Sequential([nn.Dense(4), nn.LayerNorm(), nn.Dense(2)])
+      >>> params = model.init(jax.random.key(0), jnp.ones((1, 3)))
+      >>> params = amp.cast_params(params, "p=bf16,c=bf16,o=f32")
+      >>> {name: leaf["bias"].dtype.name for name, leaf in params["params"].items()}
+      {'layers_0': 'bfloat16', 'layers_1': 'float32', 'layers_2': 'bfloat16'}
+    """
+    policies = as_policy_map(policy, "cast_params(params, {})")
+    if isinstance(params, nn.Module):
+        raise TypeError(
+            f"cast_params: got a linen module, a {type(params).__name__}, which holds "
+            "no parameters. Pass what its init returned, and the module as model=."
+        )
+    if isinstance(params, nnx.Module):
+        copy = nnx.clone(params)
+        modules = _modules_of(copy)
+        for path, variable in nnx.iter_graph(copy):
+            if isinstance(variable, nnx.Param):
+                dtype = _dtype_of(_names(path)[:-1], modules, policies, keep_norms)
+                variable.set_raw_value(_cast(variable.get_raw_value(), dtype))
+        warn_of_unmatched(policies)
+        return copy
+    leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_variable)[0]
+    # linen's variables hold a collection of parameters among others.
+    is_collections = isinstance(params, Mapping) and "params" in params
+    modules = _modules_in([_path(keys, is_collections) for keys, _ in leaves], policies)
+    if model is not None:
+        modules |= _modules_of(model, params if is_collections else {"params": params})
+
+    def leaf_in_its_dtype(keys: Any, leaf: Any) -> Any:
+        if is_collections and str(getattr(keys[0], "key", "")) != "params":
+            return leaf
+        path = _path(keys, is_collections)[:-1]
+        dtype = _dtype_of(path, modules, policies, keep_norms)
+        if not isinstance(leaf, nnx.Variable):
+            return _cast(leaf, dtype)
+        is_parameter = isinstance(leaf, nnx.Param)
+        value = leaf.get_raw_value()
+        return leaf.replace(_cast(value, dtype)) if is_parameter else leaf
+
+    cast = jax.tree_util.tree_map_with_path(
+        leaf_in_its_dtype, params, is_leaf=_is_variable
+    )
+    warn_of_unmatched(
+        policies,
+        " In a linen tree, what an nn.compact method makes is known by name: for "
+        'parameters, give a glob such as "**/head".',
+    )
+    return cast
+
+
+class _Module(NamedTuple):
+    """What is known of a module.
+
+    Attributes:
+      cls: its class, or the nearest known base of it.
+      is_norm: it is a norm layer.
+    """
+
+    cls: type
+    is_norm: bool
+
+
+_Modules = dict[tuple[str, ...], _Module]
+
+
+def _dtype_of(
+    path: tuple[str, ...], modules: _Modules, policies: PolicyMap, keep_norms: bool
+) -> np.dtype:
+    """The dtype of the parameters of the module at `path`."""
+    unknown = _Module(nn.Module, False)
+    *around, module = (modules.get(path[:n], unknown) for n in range(len(path) + 1))
+    info = ModuleInfo(path, module.cls, path[-1] if path else None)
+    entry = policies.match_nearest(info, [each.cls for each in around])
+    policy = policies.default if entry is None else entry[1]
+    literal = entry is not None and names_a_norm(entry[0])
+    return F32 if module.is_norm and keep_norms and not literal else policy.param_dtype
+
+
+def _modules_in(paths: Iterable[tuple[str, ...]], policies: PolicyMap) -> _Modules:
+    """What the names in a tree of parameters tell of the modules that they are in."""
+    held: dict[tuple[str, ...], set[str]] = {}
+    for path in paths:
+        held.setdefault(path[:-1], set()).add(path[-1] if path else "")
+        for end in range(len(path)):
+            held.setdefault(path[:end], set())
+    classes = {each.__name__: each for each in vars(nn).values() if _is_module(each)}
+    classes |= {p.__name__: p for p, _ in policies.entries if isinstance(p, type)}
+    modules = {}
+    for path, leaves in held.items():
+        named = _AUTOMATIC.fullmatch(path[-1]) if path else None
+        cls = classes.get(named[1], nn.Module) if named else nn.Module
+        is_norm = issubclass(cls, NORM_MODULES) or (
+            "scale" in leaves and "kernel" not in leaves
+        )
+        modules[path] = _Module(cls, is_norm)
+    return modules
+
+
+def _modules_of(model: Any, variables: Any = None) -> _Modules:
+    """The modules that a model holds, as far as it tells."""
+    if isinstance(model, nnx.Module):
+        found = {
+            _names(path): type(node)
+            for path, node in nnx.iter_graph(model)
+            if isinstance(node, nnx.Module)
+        }
+    else:
+        found = dict(_bound_modules(model.bind(variables)))
+    return {
+        path: _Module(cls, issubclass(cls, NORM_MODULES)) for path, cls in found.items()
+    }
+
+
+def _bound_modules(module: nn.Module) -> Iterator[tuple[tuple[str, ...], type]]:
+    yield module.path, type(module)
+    # What `setup` makes is there once an attribute was asked for.
+    hasattr(module, "_")
+    children = jax.tree.leaves(
+        [value for name, value in vars(module).items() if name != "parent"],
+        is_leaf=lambda value: isinstance(value, nn.Module),
+    )
+    for child in children:
+        if isinstance(child, nn.Module) and child.scope is not None:
+            yield from _bound_modules(child)
+
+
+def _path(keys: Sequence[Any], is_collections: bool) -> tuple[str, ...]:
+    names = [key.key for key in keys if isinstance(key, jax.tree_util.DictKey)]
+    return _names(names[is_collections:])
+
+
+def _names(path: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(map(str, path))
+
+
+def _cast(tree: Any, dtype: np.dtype) -> Any:
+    return jax.tree.map(
+        lambda leaf: (
+            cast_leaf(leaf, dtype)
+            if is_castable(getattr(leaf, "dtype", None))
+            else leaf
+        ),
+        tree,
+    )
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)

@@ -1,0 +1,332 @@
+"""The loss scalers of other systems, as settings of one state machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_amp.training.loss_scale import (
+    LossScale,
+    dynamic_loss_scale,
+    no_loss_scale,
+    static_loss_scale,
+)
+from jmp_amp.training.states import find_loss_scale
+
+# No system has a floor below this: a scale that is no normal float32 has no reciprocal.
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+
+_UNBOUNDED = {"min_scale": _TINY, "max_scale": math.inf}
+
+# The defaults of each system. Sources: torch/amp/grad_scaler.py; apex/amp/scaler.py;
+# paddle/python/paddle/amp/grad_scaler.py; mindspore/python/mindspore/train/
+# loss_scale_manager.py; megatron/core/optimizer/grad_scaler.py; deepspeed/runtime/
+# config.py; colossalai/amp/naive_amp/grad_scaler/dynamic_grad_scaler.py;
+# keras/src/optimizers/loss_scale_optimizer.py; flax/training/dynamic_scale.py;
+# jmp/_src/loss_scale.py.
+_PRESETS: dict[str, dict[str, Any]] = {
+    "torch": {"init_scale": 2.0**16, "growth_interval": 2000, **_UNBOUNDED},
+    "apex": {
+        "init_scale": 2.0**16,
+        "growth_interval": 2000,
+        "min_scale": _TINY,
+        "max_scale": 2.0**24,
+    },
+    "paddle": {
+        "init_scale": 2.0**16,
+        "growth_interval": 2000,
+        "hysteresis_mode": "rearming",
+        **_UNBOUNDED,
+    },
+    "mindspore": {
+        "init_scale": 2.0**24,
+        "growth_interval": 2000,
+        "min_scale": 1.0,
+        "max_scale": math.inf,
+    },
+    "megatron": {
+        "init_scale": 2.0**32,
+        "growth_interval": 1000,
+        "hysteresis": 2,
+        "min_scale": 1.0,
+        "max_scale": math.inf,
+    },
+    "deepspeed": {
+        "init_scale": 2.0**16,
+        "growth_interval": 1000,
+        "hysteresis": 2,
+        "min_scale": 1.0,
+        "max_scale": math.inf,
+    },
+    "colossalai": {
+        "init_scale": 2.0**16,
+        "growth_interval": 1000,
+        "hysteresis": 2,
+        "min_scale": 1.0,
+        "max_scale": 2.0**32,
+    },
+    "keras": {"init_scale": 2.0**15, "growth_interval": 2000, **_UNBOUNDED},
+    "flax": {"init_scale": 2.0**16, "growth_interval": 2000, **_UNBOUNDED},
+    "jmp": {
+        "init_scale": 2.0**15,
+        "growth_interval": 2000,
+        "min_scale": 1.0,
+        "max_scale": math.inf,
+    },
+}
+
+# What the systems call the parameters of `dynamic_loss_scale`.
+_THEIR_NAMES: dict[str, dict[str, str]] = {
+    "apex": {
+        "scale_factor": "growth_factor",
+        "scale_window": "growth_interval",
+        "min_loss_scale": "min_scale",
+        "max_loss_scale": "max_scale",
+    },
+    "paddle": {
+        "init_loss_scaling": "init_scale",
+        "incr_ratio": "growth_factor",
+        "decr_ratio": "backoff_factor",
+        "incr_every_n_steps": "growth_interval",
+        "decr_every_n_nan_or_inf": "hysteresis",
+    },
+    "mindspore": {
+        "scale_value": "init_scale",
+        "init_loss_scale": "init_scale",
+        "scale_factor": "growth_factor",
+        "scale_window": "growth_interval",
+    },
+    "megatron": {"initial_scale": "init_scale"},
+    "deepspeed": {
+        "scale_factor": "growth_factor",
+        "scale_window": "growth_interval",
+        "loss_scale_window": "growth_interval",
+        "min_loss_scale": "min_scale",
+        "delayed_shift": "hysteresis",
+    },
+    "colossalai": {"initial_scale": "init_scale"},
+    "keras": {
+        "initial_scale": "init_scale",
+        "dynamic_growth_steps": "growth_interval",
+    },
+    "flax": {
+        "scale": "init_scale",
+        "fin_steps": "growth_interval",
+        "minimum_scale": "min_scale",
+    },
+    "jmp": {
+        "loss_scale": "init_scale",
+        "period": "growth_interval",
+        "factor": "growth_factor",
+        "min_loss_scale": "min_scale",
+    },
+}
+
+# Parameters that shrink the scale by what they let it grow by.
+_BOTH_WAYS = {
+    "apex": ("scale_factor",),
+    "mindspore": ("scale_factor",),
+    "deepspeed": ("scale_factor",),
+    "jmp": ("factor",),
+}
+
+_TORCH_KEYS = (
+    "scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "_growth_tracker",
+)
+
+_OUR_NAMES = (
+    "init_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "min_scale",
+    "max_scale",
+    "hysteresis",
+    "hysteresis_mode",
+)
+
+
+def loss_scale_preset(name: str, **overrides: Any) -> LossScale:
+    """Returns the dynamic loss scale that another system has by default.
+
+    ============ ========= ======== =========== =============== ====================
+    name         scale     interval overflows   floor           cap
+    ============ ========= ======== =========== =============== ====================
+    torch        2**16     2000     1           2**-126 (none)  f32's largest (none)
+    apex         2**16     2000     1           2**-126 (none)  2**24
+    paddle       2**16     2000     1           2**-126 (none)  f32's largest (none)
+    mindspore    2**24     2000     1           1               f32's largest (none)
+    megatron     2**32     1000     2           1               f32's largest (none)
+    deepspeed    2**16     1000     2           1               f32's largest (none)
+    colossalai   2**16     1000     2           1               2**32
+    keras        2**15     2000     1           2**-126 (none)  f32's largest (none)
+    flax         2**16     2000     1           2**-126 (tiny)  f32's largest
+    jmp          2**15     2000     1           1               f32's largest (none)
+    ============ ========= ======== =========== =============== ====================
+
+    Every one grows by 2 and backs off by 0.5. Where a system has no floor, its scale
+    falls to 0 and writes NaN (torch, Keras); where it has no cap, its scale may reach
+    infinity and stay there (Paddle's dynamic graph, Megatron, DeepSpeed, Keras). Here
+    it stops at the smallest and the largest normal float32: growth that would pass
+    that is refused.
+
+    What differs from the original otherwise: flax grows one step late, after
+    `growth_interval` + 1 finite steps; DeepSpeed raises at its minimum by default and
+    MindSpore's manager after 1000 overflows in a row, which `check_scale` does here;
+    Apex does not skip a step with a static scale, `with_loss_scale` does.
+
+    Args:
+      name: of the system.
+      **overrides: parameters of `dynamic_loss_scale`, or those of the system itself:
+        `incr_every_n_steps`, `scale_window`, ... A `scale_factor` of Apex, MindSpore
+        and DeepSpeed, and jmp's `factor`, set both factors.
+
+    Raises:
+      ValueError: if the system is unknown, or a value out of range.
+      TypeError: if a parameter is unknown, or given twice.
+
+    Example:
+      >>> import jmp_amp as amp
+      >>> amp.loss_scale_preset("megatron").value
+      Array(4.2949673e+09, dtype=float32)
+      >>> scale = amp.loss_scale_preset("paddle", decr_every_n_nan_or_inf=2)
+      >>> scale.adjust(False).value, scale.adjust(False).adjust(False).value
+      (Array(65536., dtype=float32), Array(32768., dtype=float32))
+    """
+    if name not in _PRESETS:
+        close = difflib.get_close_matches(str(name).lower(), _PRESETS, n=1)
+        hint = f' Did you mean "{close[0]}"?' if close else ""
+        known = ", ".join(map(repr, _PRESETS))
+        raise ValueError(
+            f"loss_scale_preset({name!r}): unknown system.{hint} There are {known}."
+        )
+    settings: dict[str, Any] = {}
+    theirs = _THEIR_NAMES.get(name, {})
+    for given, value in overrides.items():
+        ours = theirs.get(given, given)
+        if ours not in _OUR_NAMES:
+            known = ", ".join([*theirs, *_OUR_NAMES])
+            raise TypeError(
+                f"loss_scale_preset({name!r}, {given}={value!r}): unknown parameter. "
+                f"There are {known}."
+            )
+        factors = {ours: value}
+        if given in _BOTH_WAYS.get(name, ()) and _is_positive(value):
+            factors["backoff_factor"] = 1 / value
+        for parameter, each in factors.items():
+            if parameter in settings:
+                raise TypeError(
+                    f"loss_scale_preset({name!r}, {given}={value!r}): {parameter} is "
+                    "given twice. Give it once."
+                )
+            settings[parameter] = each
+    return dynamic_loss_scale(**{**_PRESETS[name], **settings})
+
+
+def parameters_of(name: str) -> tuple[str, ...]:
+    """Returns what `loss_scale_preset(name, ...)` understands: their names, and ours.
+
+    Example:
+      >>> from jmp_amp.training.presets import parameters_of
+      >>> parameters_of("megatron")[:2]
+      ('initial_scale', 'init_scale')
+    """
+    return (*_THEIR_NAMES.get(name, {}), *_OUR_NAMES)
+
+
+def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> LossScale:
+    """Returns the loss scale that a `torch.amp.GradScaler` had.
+
+    Args:
+      state_dict: what `GradScaler.state_dict()` returned: `scale`, `growth_factor`,
+        `backoff_factor`, `growth_interval` and `_growth_tracker`. That of a scaler with
+        `enabled=False` is empty, and is the scale 1; one whose factors are both 1 never
+        moves, and is a static scale.
+
+    Raises:
+      TypeError: if it is no mapping, or a value is no number.
+      ValueError: if a key is missing or unknown, or a value out of range.
+
+    Example:
+      >>> import jmp_amp as amp
+      >>> state = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5,
+      ...          "growth_interval": 2000, "_growth_tracker": 7}
+      >>> scale = amp.loss_scale_from_torch(state)
+      >>> scale.value, scale.growth_tracker
+      (Array(1024., dtype=float32), Array(7, dtype=int32))
+      >>> amp.loss_scale_to_torch(scale) == state
+      True
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"loss_scale_from_torch: {state_dict!r} is no dictionary. Pass what "
+            "GradScaler.state_dict() returns."
+        )
+    if not state_dict:
+        return no_loss_scale()
+    if different := set(state_dict) ^ set(_TORCH_KEYS):
+        known = ", ".join(_TORCH_KEYS)
+        what = "unknown" if min(different) in state_dict else "missing"
+        raise ValueError(
+            f"loss_scale_from_torch: the key {min(different)!r} is {what}. Pass what "
+            f"GradScaler.state_dict() returns: {known}."
+        )
+    for key, value in state_dict.items():
+        # A checkpoint of arrays has them without dimensions.
+        is_array = isinstance(value, jax.Array | np.ndarray) and np.ndim(value) == 0
+        if isinstance(value, bool) or not (is_array or isinstance(value, numbers.Real)):
+            raise TypeError(
+                f"loss_scale_from_torch: {key!r} is {value!r}, which is no number. "
+                "Pass what GradScaler.state_dict() returns."
+            )
+    if state_dict["growth_factor"] == state_dict["backoff_factor"] == 1:
+        return static_loss_scale(float(state_dict["scale"]))
+    tracker = jnp.asarray(int(state_dict["_growth_tracker"]), jnp.int32)
+    scale = loss_scale_preset(
+        "torch",
+        init_scale=float(state_dict["scale"]),
+        **{key: state_dict[key] for key in _TORCH_KEYS[1:4]},
+    )
+    return dataclasses.replace(scale, growth_tracker=tracker)
+
+
+def loss_scale_to_torch(loss_scale: Any) -> dict[str, Any]:
+    """Returns what `torch.amp.GradScaler.load_state_dict` reads, as Python numbers.
+
+    A static scale is one that neither grows nor shrinks. Floors, caps and hysteresis,
+    which torch does not know, are left out.
+
+    Args:
+      loss_scale: a `LossScale`, or the state of an optimizer that has one.
+
+    Example:
+      >>> import jmp_amp as amp
+      >>> amp.loss_scale_to_torch(amp.dynamic_loss_scale(1024.0))["scale"]
+      1024.0
+    """
+    loss_scale = find_loss_scale(loss_scale, "loss_scale_to_torch(loss_scale)")
+    static = {} if loss_scale.dynamic else {"growth_factor": 1.0, "backoff_factor": 1.0}
+    return {
+        "scale": float(loss_scale.value),
+        "growth_factor": loss_scale.growth_factor,
+        "backoff_factor": loss_scale.backoff_factor,
+        "growth_interval": loss_scale.growth_interval,
+        "_growth_tracker": int(loss_scale.growth_tracker),
+        **static,
+    }
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and value > 0

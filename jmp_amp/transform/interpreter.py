@@ -1,0 +1,377 @@
+"""Autocast: trace a function, plan it, and run the plan in its place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax.custom_derivatives import SymbolicZero
+
+from jmp_amp.plan import jaxprs
+from jmp_amp.plan.islands import Island
+from jmp_amp.plan.plan import EquationPlan, Plan
+from jmp_amp.plan.planner import plan_derivative_rule, plan_program
+from jmp_amp.plan.regions import scope
+from jmp_amp.plan.rewrites import half_operands_f32_result, pick
+from jmp_amp.policies.policy import Policy
+from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
+from jmp_amp.transform import linen_modules, scopes
+from jmp_amp.transform.calls import traced_call
+
+
+def autocast(
+    fn: Callable[..., Any] | None = None,
+    policy: Policy | PolicyMap | str = "mixed_bfloat16",
+    *,
+    enabled: bool = True,
+) -> Any:
+    """Returns `fn` in mixed precision: same signature, matrix products in half.
+
+    The function is traced, every floating-point operation of the whole program gets a
+    dtype, and the program with these dtypes runs in its place. Matrix products and
+    convolutions run in the policy's `compute_dtype`; exponentials, logarithms, sums,
+    norms, softmaxes and losses in float32; everything else follows its operands, and
+    runs in float32 where only float32 operations read it. The rules are in
+    `jmp_amp/plan/rules.py`.
+
+    Every call traces `fn` anew, so call the result under `jax.jit`. Differentiate it,
+    `jax.grad(amp.autocast(loss))`: the backward matrix products run in half too and the
+    gradients of float32 parameters are float32. It composes with every transformation
+    of JAX, inside and outside.
+
+    Loops, branches, calls and sharded maps are entered. What a `scan` carries is half
+    if it starts as an activation, a parameter or an input and every turn updates it in
+    half; a carry that starts from constants, or is updated in float32, is float32.
+
+    What is left alone: integers, booleans, complex, float64, fp8 and PRNG keys; dtypes
+    that the program asks for, such as `x.astype(jnp.bfloat16)`; and, computed as they
+    were traced, `custom_vjp` functions, callbacks and Pallas kernels that `cast_inputs`
+    does not mark. In a float32 program `x.astype(jnp.float32)` is no operation and
+    asks for nothing: `full_precision` does.
+
+    nnx modules may be arguments or closed over: what the function writes to them
+    reaches the caller's objects, as under `nnx.jit`.
+
+    Keep an optimizer's update outside: a parameter plus a half-precision update is a
+    half-precision sum.
+
+    Args:
+      fn: a function of pytrees. Arguments that are no arrays (Python numbers, strings,
+        callables, modules) reach it unchanged, and so do those of its results. Called
+        without `fn`, `autocast` is a decorator.
+      policy: a `Policy`, what `get_policy` understands, or a `PolicyMap`, by module of
+        linen or nnx. Outputs that were float32 come back in its `output_dtype`; those
+        of linen's mutable collections and of nnx variables stay as they are.
+      enabled: False returns `fn` itself.
+
+    Raises:
+      TypeError: if `fn` is not callable or `policy` is no policy.
+      ValueError: if the compute dtype is none of float16, bfloat16 and float32.
+
+    Source: the op lists are those of `torch.autocast`
+    (pytorch/aten/src/ATen/autocast_mode.h), the mixed-precision scheme that of
+    Micikevicius et al. 2018, arXiv:1710.03740.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> def loss(w, x):
+      ...     return jnp.mean(jax.nn.relu(x @ w) ** 2)
+      >>> w, x = jnp.ones((4, 2)), jnp.ones((8, 4))
+      >>> print(jax.make_jaxpr(lambda w, x: x @ w)(w, x).eqns[0].outvars[0].aval)
+      float32[8,2]
+      >>> half = amp.autocast(lambda w, x: x @ w, "mixed_float16")
+      >>> [str(e.outvars[0].aval) for e in jax.make_jaxpr(half)(w, x).eqns]
+      ['float16[8,4]', 'float16[4,2]', 'float16[8,2]', 'float32[8,2]']
+      >>> jax.grad(amp.autocast(loss))(w, x).dtype
+      dtype('float32')
+    """
+    if fn is None:
+        return functools.partial(autocast, policy=policy, enabled=enabled)
+    if not callable(fn):
+        raise TypeError(
+            f"autocast({fn!r}): the first argument is the function to transform, "
+            f"found {type(fn).__name__}. Write autocast(fn, {fn!r}) or, as a "
+            f"decorator, @autocast(policy={fn!r})."
+            if isinstance(fn, str | Policy)
+            else f"autocast({fn!r}): the first argument is the function to transform, "
+            f"found {type(fn).__name__}."
+        )
+    if isinstance(fn, nn.Module) and fn.scope is None:
+        raise TypeError(
+            f"autocast({type(fn).__name__}(...)): a linen module holds no parameters, "
+            "so it cannot be called. Write autocast(model.apply, policy)."
+        )
+    policies = as_policy_map(policy, "autocast(fn, {})")
+    if not enabled:
+        return fn
+
+    @functools.wraps(fn, updated=())
+    def autocast_fn(*args: Any, **kwargs: Any) -> Any:
+        outer = scopes.active()
+        with planned_call(fn, policies, args, kwargs, "autocast(fn)") as call:
+            if any(isinstance(x, jax.ShapeDtypeStruct) for x in call.arrays):
+                raise TypeError(
+                    "autocast(fn): an argument is a jax.ShapeDtypeStruct, which has no "
+                    "values. Use explain(fn, policy)(*args) to read the plan, or "
+                    "jax.eval_shape(autocast(fn), *args) for the shapes."
+                )
+            # Inside another autocast the scope tells the outer one whose policy it is.
+            nested = nullcontext() if outer is None else scope(policies.default)
+            with nested:
+                results = run(call.plan, call.arrays)
+            avals = call.jaxpr.out_avals
+            return call.returned(list(map(jaxprs.as_output, results, avals)))
+
+    return autocast_fn
+
+
+class PlannedCall(NamedTuple):
+    """A call of a function, traced and planned.
+
+    Attributes:
+      plan: its plan.
+      jaxpr: the closed jaxpr of the function as it is, from arrays to arrays.
+      arrays: the inputs of the plan.
+      returned: returns what the call does, given the outputs of the plan.
+    """
+
+    plan: Plan
+    jaxpr: Any
+    arrays: list[Any]
+    returned: Callable[[Sequence[Any]], Any]
+
+
+@contextmanager
+def planned_call(
+    fn: Callable[..., Any],
+    policies: PolicyMap,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    call: str,
+) -> Iterator[PlannedCall]:
+    """Traces and plans `fn(*args, **kwargs)`, see `calls.traced_call`."""
+    with traced_call(fn, policies, args, kwargs, call) as traced:
+        plan = plan_program(traced.jaxpr, policies.default, traced.held, traced.states)
+        yield PlannedCall(plan, traced.jaxpr, traced.arrays, traced.returned)
+
+
+def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
+    """Runs the planned body on `args`, one for each of its inputs."""
+    return _Run().body(plan, args)
+
+
+class _Values:
+    """The values of a body's variables, and their casts, each made once."""
+
+    def __init__(self, plan: Plan, variables: Sequence[Any], values: Sequence[Any]):
+        self.plan = plan
+        self.values = dict(zip(variables, values, strict=True))
+        self.casts: dict[tuple[Any, np.dtype], Any] = {}
+
+    def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        self.values.update(zip(variables, values, strict=True))
+
+    def read(self, atom: Any, dtype: np.dtype | None, saturate: bool = False) -> Any:
+        if isinstance(atom, jaxprs.Literal):
+            value = _cast_constant(atom.val, dtype, saturate)
+            # A user's rule may do with an array what only JAX's own arrays can.
+            return jnp.asarray(value) if np.ndim(value) else value
+        value = self.values[atom]
+        if dtype is None or value.dtype == dtype:
+            return value
+        if saturate or atom in self.plan.cast_per_use:
+            return _cast(value, dtype, saturate)
+        if (atom, dtype) not in self.casts:
+            self.casts[atom, dtype] = _cast(value, dtype, False)
+        return self.casts[atom, dtype]
+
+
+class _Run:
+    """One replay.
+
+    Attributes:
+      staged: the bodies that were staged, each of them once.
+      differentiable: False inside the primal of a `custom_jvp`, which has a rule.
+    """
+
+    def __init__(self, differentiable: bool = True):
+        self.staged: dict[Plan, Any] = {}
+        self.differentiable = differentiable
+
+    def body(self, plan: Plan, args: Sequence[Any]) -> list[Any]:
+        jaxpr = plan.body.jaxpr
+        # JAX keeps small constants as numpy arrays; a user's rule may do with them what
+        # only JAX's own arrays can.
+        consts = [
+            jnp.asarray(const) if isinstance(const, np.ndarray) else const
+            for const in plan.body.consts
+        ]
+        values = _Values(plan, jaxpr.constvars, consts)
+        values.write(jaxpr.invars, args)
+        self.steps(values, plan.order)
+        return [
+            values.read(atom, dtype)
+            for atom, dtype in zip(jaxpr.outvars, plan.outputs, strict=True)
+        ]
+
+    def steps(self, values: _Values, order: Sequence[int | Island]) -> None:
+        plan = values.plan
+        eqns = plan.body.jaxpr.eqns
+        for step in order:
+            if isinstance(step, Island):
+                self.island(values, step)
+                continue
+            eqn, planned = eqns[step], plan.equations[step]
+            if not eqn.effects and all(
+                isinstance(v, jaxprs.DropVar) for v in eqn.outvars
+            ):
+                continue
+            with jaxprs.source_of(eqn):
+                operands = [
+                    values.read(atom, dtype, planned.saturate)
+                    for atom, dtype in zip(eqn.invars, planned.reads, strict=True)
+                ]
+                values.write(eqn.outvars, self.equation(eqn, planned, operands))
+
+    def island(self, values: _Values, island: Island) -> None:
+        def compute(*inputs: Any) -> list[Any]:
+            inside = _Values(values.plan, [var for var, _ in island.inputs], inputs)
+            self.steps(inside, island.equations)
+            return [inside.read(var, dtype) for var, dtype in island.outputs]
+
+        # The staged bodies of one trace are closed and serve the other traces too.
+        results = jax.checkpoint(compute, prevent_cse=False)(
+            *(values.read(var, dtype) for var, dtype in island.inputs)
+        )
+        values.write([var for var, _ in island.outputs], results)
+
+    def equation(
+        self, eqn: Any, planned: EquationPlan, operands: Sequence[Any]
+    ) -> list[Any]:
+        if jaxprs.is_custom_jvp(eqn):
+            return self.custom_jvp(eqn, planned, operands)
+        if planned.bodies and jaxprs.is_helper(eqn):
+            return self.body(planned.bodies[0], operands)
+        if jaxprs.is_shard_map(eqn) and planned.bodies:
+            return jaxprs.bind_shard_map(
+                eqn, lambda *shards: self.body(planned.bodies[0], shards), operands
+            )
+        if planned.bodies:
+            staged = [
+                self.staged_body(
+                    inner.body, plan, [planned.reads[i] for i in inner.operands]
+                )
+                for inner, plan in zip(
+                    jaxprs.inner_bodies(eqn), planned.bodies, strict=True
+                )
+            ]
+            return jaxprs.bind_staged(eqn, staged, operands)
+        if jaxprs.is_conversion(eqn):
+            source, target = *planned.reads, *planned.writes
+            if source is not None and target is not None:
+                return [jax.lax.convert_element_type(operands[0], target)]
+        if planned.f32_result:
+            assert planned.dtype is not None
+            if not self.differentiable:
+                return jaxprs.bind(eqn, operands)
+            return [half_operands_f32_result(eqn, planned.dtype)(*operands)]
+        if planned.picks and self.differentiable:
+            return [pick(eqn, *operands)]
+        changed = {} if planned.dtype is None else jaxprs.retyped(eqn, planned.dtype)
+        results = jaxprs.bind(eqn, operands, **changed)
+        return [
+            x if dtype is None else jax.lax.convert_element_type(x, dtype)
+            for x, dtype in zip(results, planned.writes, strict=True)
+        ]
+
+    def staged_body(
+        self, body: jaxprs.Body, plan: Plan, dtypes: Sequence[np.dtype | None]
+    ) -> Any:
+        """Returns the closed jaxpr of a planned body, staged once for all its calls."""
+        if plan not in self.staged:
+
+            def run_body(*args: Any) -> list[Any]:
+                results = self.body(plan, args)
+                return [
+                    jaxprs.as_output(value, v.aval)
+                    for value, v in zip(results, body.jaxpr.outvars, strict=True)
+                ]
+
+            self.staged[plan] = jaxprs.trace(
+                run_body, jaxprs.retyped_avals(body, dtypes)
+            )
+        return self.staged[plan]
+
+    def custom_jvp(
+        self, eqn: Any, planned: EquationPlan, operands: Sequence[Any]
+    ) -> list[Any]:
+        """Runs the planned primal; its derivative is the planned rule of the user."""
+        (body,) = planned.bodies
+
+        def primal(*xs: Any) -> list[Any]:
+            return _Run(differentiable=False).body(body, xs)
+
+        primal.__name__ = jaxprs.function_name(eqn) or primal.__name__
+        primal = jax.custom_jvp(primal)
+
+        def derivative(xs: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+            # The user's rule may ask which of the tangents are zero.
+            differentiated = [
+                i
+                for i, (v, t) in enumerate(zip(eqn.invars, tangents, strict=True))
+                if jnp.issubdtype(v.aval.dtype, jnp.inexact)
+                and not isinstance(t, SymbolicZero)
+            ]
+            rule = _planned_rule(eqn, planned, differentiated)
+            both = run(rule, [*xs, *(tangents[i] for i in differentiated)])
+            results, moving = both[: len(eqn.outvars)], iter(both[len(eqn.outvars) :])
+            result_tangents = [
+                next(moving)
+                if jnp.issubdtype(v.aval.dtype, jnp.inexact)
+                else np.zeros(v.aval.shape, jax.dtypes.float0)
+                for v in eqn.outvars
+            ]
+            return results, result_tangents
+
+        primal.defjvp(derivative, symbolic_zeros=True)
+        return list(primal(*operands))
+
+
+def _planned_rule(
+    eqn: Any, planned: EquationPlan, differentiated: Sequence[int]
+) -> Plan:
+    """Traces and plans the derivative rule of a `custom_jvp` equation.
+
+    JAX asks for the rule when it differentiates, maybe long after it traced the
+    function around the rule, and only then knows which tangents are zero.
+    """
+    assert planned.rule_context is not None
+    policy = planned.rule_context.region.policy
+    active = scopes.Active(policy, PolicyMap(policy))
+    with scopes.activate(active), linen_modules.intercepted():
+        traced = jaxprs.trace_derivative_rule(eqn, differentiated)
+    return plan_derivative_rule(traced, eqn, planned, differentiated)
+
+
+def _cast(value: Any, dtype: np.dtype, saturate: bool) -> Any:
+    if saturate:
+        largest = jnp.finfo(dtype).max.astype(value.dtype)
+        clipped = jax.lax.clamp(-largest, value, largest)
+        value = jax.lax.select(jnp.isinf(value), value, clipped)
+    return jax.lax.convert_element_type(value, dtype)
+
+
+def _cast_constant(value: Any, dtype: np.dtype | None, saturate: bool) -> Any:
+    if dtype is None or value.dtype == dtype:
+        return value
+    if saturate and np.isfinite(value):
+        largest = float(jnp.finfo(dtype).max)
+        value = np.clip(value, -largest, largest)
+    return np.asarray(value).astype(dtype)

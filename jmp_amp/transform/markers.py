@@ -1,0 +1,218 @@
+"""Regions: parts of a program that have a policy of their own.
+
+Outside `autocast` a marked function is the function that it marks.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_amp.policies.dtypes import F32, floating_dtype, is_castable
+from jmp_amp.policies.policy import Policy, get_policy
+from jmp_amp.transform import linen_modules, scopes
+
+
+def with_policy(policy: Policy | str) -> Callable[[Callable[..., Any]], Any]:
+    """Returns a decorator: under autocast, what it marks runs with `policy`.
+
+    It marks a function, a method, a Flax module class (the result is a subclass) or a
+    module (the result shares its parameters), linen or nnx.
+
+    The innermost policy wins: that of a marked function over that of `autocast`, and
+    that of a marked function inside it over both. Values that leave the function come
+    in the policy's `output_dtype`: half precision goes on in half precision, and what
+    reads an f32 result of activations runs in f32.
+
+    It holds under every transformation of JAX, and outside `autocast` it does nothing.
+
+    Args:
+      policy: a `Policy` or what `get_policy` understands.
+
+    Raises:
+      TypeError: if `policy` is no policy, or what is decorated none of these.
+      ValueError: if the compute dtype is none of float16, bfloat16 and float32.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> head = amp.with_policy("p=f32,c=f32,o=f32")(lambda h, w: h @ w)
+      >>> fn = amp.autocast(lambda x, w: head(x @ w, w))
+      >>> x = jnp.ones((2, 2))
+      >>> [str(e.invars[0].aval) for e in jax.make_jaxpr(fn)(x, x).eqns
+      ...  if e.primitive.name == "dot_general"]
+      ['bfloat16[2,2]', 'float32[2,2]']
+    """
+    policy = get_policy(policy)
+    if not is_castable(policy.compute_dtype):
+        raise ValueError(
+            f"with_policy({str(policy)!r}): cannot compute in "
+            f"{policy.compute_dtype.name}. Use a compute dtype of float16, bfloat16 or "
+            "float32."
+        )
+
+    def mark(fn: Any) -> Any:
+        if isinstance(fn, nn.Module | nnx.Module):
+            return _marked_module(fn, policy)
+        if isinstance(fn, type) and issubclass(fn, nn.Module | nnx.Module):
+            return _marked_class(fn, policy)
+        if not callable(fn) or isinstance(fn, type):
+            raise TypeError(
+                f"with_policy({str(policy)!r})({fn!r}): it marks a function, a method "
+                f"or a Flax module, found {type(fn).__name__}. Write "
+                "with_policy(policy)(fn)."
+            )
+        return _marked(fn, policy)
+
+    return mark
+
+
+def _marked(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    @functools.wraps(fn, updated=())
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        if scopes.active_policy() is None:
+            return fn(*args, **kwargs)
+        with scopes.active_scope(policy):
+            return fn(*args, **kwargs)
+
+    return marked
+
+
+@functools.cache
+def _marked_class(module: type, policy: Policy) -> type:
+    """Returns a subclass of the same name whose methods run with `policy`."""
+    if issubclass(module, nn.Module):
+        # The interceptor of autocast opens the scope: linen wraps methods by itself.
+        methods: dict[str, Any] = {linen_modules.MODULE_POLICY: policy}
+    else:
+        base = vars(nnx.Module).keys() | vars(nnx.Pytree).keys()
+        methods = {
+            name: _marked(method, policy)
+            for name, method in inspect.getmembers(module, inspect.isfunction)
+            if name == "__call__" or not (name.startswith("_") or name in base)
+        }
+    kept = {
+        name: getattr(module, name)
+        for name in ("__module__", "__qualname__", "__doc__")
+    }
+    metaclass: Any = type(module)
+    return metaclass(module.__name__, (module,), {**kept, **methods})
+
+
+def _marked_module(module: Any, policy: Policy) -> Any:
+    """Returns a module of a marked class that shares all state with `module`."""
+    if isinstance(module, nn.Module):
+        # One that is a part of another module already is known to it by its identity.
+        marked = module if module.parent is not None else module.clone()
+    else:
+        marked = copy.copy(module)
+    object.__setattr__(marked, "__class__", _marked_class(type(module), policy))
+    return marked
+
+
+def full_precision(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn` that computes in float32 under autocast: `with_policy("float32")`.
+
+    In float32 code `x.astype(jnp.float32)` is no operation and leaves no trace; this is
+    how to say it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> @amp.full_precision
+      ... def energy(h):
+      ...     return jnp.sum(h @ h)
+      >>> x = jnp.full((2, 2), 1 + 2.0**-12)
+      >>> bool(amp.autocast(energy)(x) == energy(x))
+      True
+    """
+    return with_policy("float32")(fn)
+
+
+def cast_inputs(
+    fn: Callable[..., Any], dtype: DTypeLike | None = None
+) -> Callable[..., Any]:
+    """Returns `fn` that is traced with its float inputs in `dtype` under autocast.
+
+    For functions that autocast does not look into: a `custom_vjp`, a Pallas kernel, an
+    attention kernel that takes half precision only. They see half-precision arrays,
+    and so do their derivative rules; their half-precision results stay half for what
+    follows. The code around them sees results in float32, as it does without autocast.
+
+    Only float32, bfloat16 and float16 arrays are cast. Outside autocast `fn` is called
+    as it is.
+
+    Args:
+      fn: a function of pytrees.
+      dtype: float16, bfloat16 or float32; by default the compute dtype of the policy in
+        force.
+
+    Raises:
+      TypeError: if `fn` is not callable.
+      ValueError: if `dtype` is another one.
+
+    Source: `torch.amp.custom_fwd(cast_inputs=...)`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> @jax.custom_vjp
+      ... def double(x):
+      ...     print("traced in", x.dtype)
+      ...     return 2 * x
+      >>> double.defvjp(lambda x: (double(x), None), lambda _, g: (2 * g,))
+      >>> amp.autocast(amp.cast_inputs(double))(jnp.ones(3)).dtype
+      traced in bfloat16
+      dtype('float32')
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"cast_inputs({fn!r}): the first argument is a function, found "
+            f"{type(fn).__name__}."
+        )
+    chosen = None if dtype is None else floating_dtype(dtype, "cast_inputs(fn, {})")
+    if chosen is not None and not is_castable(chosen):
+        raise ValueError(
+            f"cast_inputs(fn, {dtype!r}): cannot cast to {chosen.name}. Use float16, "
+            "bfloat16 or float32."
+        )
+
+    @functools.wraps(fn, updated=())
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        policy = scopes.active_policy()
+        if policy is None:
+            return fn(*args, **kwargs)
+        target = policy.compute_dtype if chosen is None else chosen
+        changed: list[Any] = []
+
+        def lower(leaf: Any) -> Any:
+            if not isinstance(leaf, jax.Array | np.ndarray) or not is_castable(
+                leaf.dtype
+            ):
+                return leaf
+            if leaf.dtype == F32 and target != F32:
+                changed.append(leaf)
+            return jnp.asarray(leaf, target)
+
+        def raised(leaf: Any) -> Any:
+            # The program goes on in f32; the plan knows that this scope hands on half.
+            widened = isinstance(leaf, jax.Array) and leaf.dtype == target
+            return leaf.astype(F32) if changed and widened else leaf
+
+        inside = dataclasses.replace(policy, compute_dtype=target, output_dtype=target)
+        with scopes.active_scope(inside):
+            args, kwargs = jax.tree.map(lower, (args, kwargs))
+            return jax.tree.map(raised, fn(*args, **kwargs))
+
+    return cast
