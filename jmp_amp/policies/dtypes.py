@@ -6,12 +6,16 @@ whatever the machine at hand multiplies fast, see `half_dtype`.
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+
+PyTree = Any  # A pytree of arrays; jax has no type for it.
+AnyFn = Callable[..., Any]  # A user's function.
 
 F16 = jnp.dtype(jnp.float16)
 BF16 = jnp.dtype(jnp.bfloat16)
