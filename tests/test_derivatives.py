@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jmp_amp as amp
-from jmp_amp.plan.rewrites import pick, picks_from_rows
+from jmp_amp.plan.picks import pick, picks_from_rows
 from tests.programs import equations
 
 POLICIES = ("mixed_bfloat16", "mixed_float16")

@@ -15,11 +15,15 @@ import jmp_amp as amp
 WINGS = {
     "policies": (("dtypes", "patterns"), ("policy", "casting"), ("policy_map",)),
     "plan": (
-        ("jaxprs", "constants", "regions"),
-        ("rules", "rewrites"),
-        ("decisions", "islands"),
-        ("origins", "plan"),
-        ("consumers",),
+        ("jaxprs", "operations", "regions"),
+        ("constants", "rules"),
+        ("values", "rewriting"),
+        ("modes", "f32_results", "picks"),
+        ("rewrites",),
+        ("decisions",),
+        ("origins",),
+        ("consumers", "plan"),
+        ("islands", "walk"),
         ("planner",),
     ),
     "transform": (

@@ -12,8 +12,8 @@ from flax import linen as nn
 from jax import lax
 
 import jmp_amp as amp
-from jmp_amp.plan import rules
-from jmp_amp.plan.rules import OpClass
+from jmp_amp.plan import operations, rules
+from jmp_amp.plan.operations import Kind, OpClass, kind_of
 from tests.programs import equations
 
 ORACLE = pathlib.Path(__file__).parent / "oracle"
@@ -128,14 +128,15 @@ def arithmetic_dtypes(fn):
     # The result is read in half, as in the middle of a network.
     policy = amp.Policy(compute_dtype="f16", output_dtype="f16")
     jaxpr = jax.make_jaxpr(amp.autocast(marked, policy))(X, W)
-    exact = rules.STRUCTURAL | rules.COMPARISONS | {"convert_element_type"}
+    exact = (Kind.MOVE, Kind.COMPARISON)
     inside = [
         e for e in equations(jaxpr) if "operation" in str(e.source_info.name_stack)
     ]
     inside = [e for outer in inside for e in (outer, *_inner(outer))]
     inside = [e for e in inside if not _calls(e) and _is_float(e)]
-    own = [e for e in inside if e.primitive.name not in exact]
-    own = own or [e for e in inside if e.primitive.name in rules.STRUCTURAL]
+    inside = [e for e in inside if e.primitive.name != "convert_element_type"]
+    own = [e for e in inside if kind_of(e.primitive.name) not in exact]
+    own = own or [e for e in inside if kind_of(e.primitive.name) is Kind.MOVE]
     found = {v.aval.dtype.name for e in own for v in e.outvars}
     return found - {"bool", "int32"}
 
@@ -177,7 +178,7 @@ def test_every_primitive_that_torch_lists_is_in_the_class_that_torch_says():
         if primitive in ("custom_vjp", "composite"):
             continue
         seen += 1
-        assert rules._PRIMITIVE_RULES[primitive].op_class is expected, primitive
+        assert rules.PRIMITIVE_RULES[primitive].op_class is expected, primitive
     assert seen > 20
 
 
@@ -196,15 +197,7 @@ def test_a_primitive_is_in_the_class_that_paddle_says(paddle, primitive):
     lists = json.loads((ORACLE / "oplists_other.json").read_text())
     category = lists["paddle"]["float16"]["O1"][paddle]
     expected = {"white": OpClass.LOW, "black": OpClass.FULL}[category]
-    assert rules._PRIMITIVE_RULES[primitive].op_class is expected
-
-
-def test_no_name_is_in_two_classes():
-    names = [n for g in rules.PRIMITIVES for n in g.names]
-    assert len(names) == len(set(names))
-    assert not set(names) & rules.FOLLOW
-    functions = [n for g in rules.FUNCTIONS for n in g.names]
-    assert len(functions) == len(set(functions))
+    assert rules.PRIMITIVE_RULES[primitive].op_class is expected
 
 
 def test_every_loss_of_optax_is_in_the_table():
@@ -214,8 +207,7 @@ def test_every_loss_of_optax_is_in_the_table():
         for name, value in vars(optax.losses).items()
         if inspect.isfunction(value) and not name.startswith("_")
     }
-    table = {name for group in rules.FUNCTIONS for name in group.names}
-    assert losses - not_a_loss <= table
+    assert losses - not_a_loss <= set(rules.FUNCTION_RULES)
 
 
 def test_every_primitive_of_the_table_exists():
@@ -232,5 +224,4 @@ def test_every_primitive_of_the_table_exists():
         *("reduce_scatter", "reshard", "scatter-sub", "split", "stack", "unstack"),
         *("symmetric_product", "tile", "with_memory_space_constraint"),
     }
-    table = {n for g in rules.PRIMITIVES for n in g.names} | rules.FOLLOW
-    assert table - known - also == set()
+    assert set(operations.OPERATIONS) - known - also == set()

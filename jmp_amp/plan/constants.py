@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.core
 import numpy as np
+
+from jmp_amp.plan.jaxprs import Eqn, Value, aval_of
+from jmp_amp.plan.operations import OPERATIONS, Fold
 
 # The lowest and the highest finite element; None when nothing is known.
 Bounds = tuple[float, float] | None
@@ -28,30 +30,8 @@ _F16 = np.dtype(np.float16)
 # What is assumed of a parameter or an input that meets a constant.
 _UNKNOWN = (-1.0, 1.0)
 
-# Monotone in each argument, so that the extremes of the result are at the corners.
-_FOLDED: dict[str, Callable[..., Any]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "max": np.maximum,
-    "min": np.minimum,
-    "neg": np.negative,
-    "exp": np.exp,
-    "exp2": np.exp2,
-    "expm1": np.expm1,
-    "log": np.log,
-    "log1p": np.log1p,
-    "pow": np.power,
-    "sqrt": np.sqrt,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    "square": np.square,
-    "abs": np.abs,
-}
-_BOUNDED = frozenset(("sin", "cos", "tanh", "logistic", "erf", "sign"))
 
-
-def bounds_of_constant(value: Any) -> Bounds:
+def bounds_of_constant(value: Value) -> Bounds:
     """Returns the bounds of a literal or of a small constant array."""
     is_array = isinstance(jax.typeof(value), jax.core.ShapedArray)
     if isinstance(value, jax.core.Tracer) or not is_array:
@@ -66,13 +46,13 @@ def bounds_of_constant(value: Any) -> Bounds:
     return float(elements.min()), float(elements.max())
 
 
-def bounds_of_fill(eqn: Any) -> Bounds:
+def bounds_of_fill(eqn: Eqn) -> Bounds:
     """Returns the bounds of what a `gather` puts where an index is out of bounds."""
     fill = eqn.params.get("fill_value")
     return None if fill is None else bounds_of_constant(fill)
 
 
-def bounds_of_result(eqn: Any, operands: Sequence[Bounds]) -> Bounds:
+def bounds_of_result(eqn: Eqn, operands: Sequence[Bounds]) -> Bounds:
     """Returns the bounds of the result of `eqn`, none of whose operands is computed.
 
     A constant that has no place in f16 makes the result suspect even where another
@@ -84,18 +64,20 @@ def bounds_of_result(eqn: Any, operands: Sequence[Bounds]) -> Bounds:
     if name == "iota":
         return 0.0, float(max(eqn.params["shape"][eqn.params["dimension"]] - 1, 0))
     operands = [
-        b for b, v in zip(operands, eqn.invars, strict=True) if v.aval.dtype != np.bool_
+        b
+        for b, v in zip(operands, eqn.invars, strict=True)
+        if aval_of(v).dtype != np.bool_
     ]
     fill = bounds_of_fill(eqn)
     if fill is not None:
         operands.append(fill)
     if all(b is None for b in operands):
         return None
-    if name in _BOUNDED:
-        return -1.0, 1.0
-    fold = _FOLDED.get(name)
+    limits = OPERATIONS[name].row.limits if name in OPERATIONS else None
+    if isinstance(limits, tuple):
+        return limits
     ranges = [b or _UNKNOWN for b in operands]
-    result = (fold and _corners(fold, ranges)) or _hull(ranges)
+    result = (limits and _corners(limits, ranges)) or _hull(ranges)
     if None not in operands:
         return result
     travels = any(misfit(b, _F16) for b in operands) and misfit(result, _F16)
@@ -120,7 +102,7 @@ def misfit(bounds: Bounds, dtype: np.dtype) -> str | None:
     return "vanishes" if magnitude > 0 and rounded == 0 else None
 
 
-def _is_real(dtype: Any) -> bool:
+def _is_real(dtype: np.dtype) -> bool:
     return jax.numpy.issubdtype(dtype, np.number) and not jax.numpy.issubdtype(
         dtype, np.complexfloating
     )
@@ -130,7 +112,7 @@ def _hull(bounds: Sequence[tuple[float, float]]) -> Bounds:
     return min(b[0] for b in bounds), max(b[1] for b in bounds)
 
 
-def _corners(fold: Callable[..., Any], bounds: Sequence[tuple[float, float]]) -> Bounds:
+def _corners(fold: Fold, bounds: Sequence[tuple[float, float]]) -> Bounds:
     with np.errstate(all="ignore"):
         values = np.array(
             [fold(*corner) for corner in itertools.product(*bounds)], dtype=np.float64

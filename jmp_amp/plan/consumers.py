@@ -1,222 +1,204 @@
 """The second pass of the plan: where do values go?
 
 A value that only f32 operations read is better made in f32 too; a parameter that only
-half-precision operations read is cast before it is broadcast or looked up.
+half-precision operations read is cast before it is broadcast or looked up. This pass
+goes backward, so that the demands on a result are known before its equation is reached,
+and takes the option of each decision whose condition holds.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.decisions import Decision, Known, Origin, traced_dtype
+from jmp_amp.plan import jaxprs, modes
+from jmp_amp.plan.jaxprs import Atom, Eqn, Literal, Var
+from jmp_amp.plan.modes import Demand, Mode, demand_of
 from jmp_amp.plan.origins import Flow, Step, carry_dtype
 from jmp_amp.plan.regions import Region
-from jmp_amp.policies.dtypes import BF16, F16, F32, is_half
+from jmp_amp.plan.values import Known, Origin
+from jmp_amp.policies.dtypes import is_half
 
 
-class Demand(enum.IntFlag):
-    """What the consumers of a value read it in; comparisons read it as it is."""
-
-    NONE = 0
-    F16 = 1
-    BF16 = 2
-    F32 = 4
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Chosen:
-    """The backward pass over one equation.
+class Use(NamedTuple):
+    """How consumers use a value.
 
     Attributes:
-      dtype: the dtype of the computation; None if it runs as traced or is a call.
-      reason: why, in words.
-      store: the dtype in which the results are kept, if not the computation's.
-      bodies: the choices for its bodies.
-      asked: the demands on its operands.
-      often: which of its operands it may read more than once.
+      demand: the dtypes in which they read it.
+      repeatedly: whether they read it more than once.
     """
 
-    dtype: np.dtype | None
-    reason: str
-    asked: tuple[Demand, ...]
-    store: np.dtype | None = None
-    bodies: tuple[Choice, ...] = ()
-    often: tuple[bool, ...] = ()
+    demand: Demand
+    repeatedly: bool = False
+
+
+UNUSED = Use(Demand.NONE)
+# One for each output of a body, or for each result of an equation.
+Uses = tuple[Use, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Choice:
-    """The backward pass over one body, with the demands on its inputs and outputs.
+class Outcome:
+    """The backward pass over one equation: its decision, with an option taken.
 
-    `often` tells which of its inputs are read more than once.
+    Attributes:
+      mode: how the equation treats the dtypes of its operands.
+      dtype: the dtype of the computation; None if the mode says all.
+      reason: why, in words.
+      operands: how the equation uses its operands.
+      store: the dtype in which the results are kept, if not the computation's.
+      bodies: the outcomes of its bodies.
     """
 
-    equations: tuple[Chosen, ...]
-    inputs: tuple[Demand, ...]
-    outputs: tuple[Demand, ...]
-    often: tuple[bool, ...]
+    mode: Mode
+    dtype: np.dtype | None
+    reason: str
+    operands: Uses
+    store: np.dtype | None = None
+    bodies: tuple[BodyOutcome, ...] = ()
 
 
-class Demands:
-    """Goes back through flows; through each once for what is asked of its outputs."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class BodyOutcome:
+    """The backward pass over one body, with the uses of its inputs and outputs."""
+
+    equations: tuple[Outcome, ...]
+    inputs: Uses
+    outputs: Uses
+
+
+class Consumers:
+    """Goes back through flows; through each once for the uses of its outputs."""
 
     def __init__(self) -> None:
-        self._choices: dict[Any, Choice] = {}
+        self._outcomes: dict[tuple[Flow, Uses], BodyOutcome] = {}
 
-    def on(
-        self, flow: Flow, outputs: tuple[Demand, ...], often: tuple[bool, ...]
-    ) -> Choice:
-        """Returns the choice for every equation of a body.
+    def of(self, flow: Flow, outputs: Uses) -> BodyOutcome:
+        """Returns the outcome of every equation of a body.
 
         Args:
           flow: the forward pass over it.
-          outputs: what is asked of its outputs.
-          often: which of its outputs are read more than once.
+          outputs: how its outputs are used.
         """
-        key = flow, outputs, often
-        if key in self._choices:
-            return self._choices[key]
+        key = flow, outputs
+        if key not in self._outcomes:
+            self._outcomes[key] = self._of(flow, outputs)
+        return self._outcomes[key]
+
+    def _of(self, flow: Flow, outputs: Uses) -> BodyOutcome:
         jaxpr = flow.body.jaxpr
-        demands: dict[Any, Demand] = {}
-        uses: dict[Any, int] = {}
+        used: dict[Var, Use] = {}
 
-        def ask(atom: Any, demand: Demand, region: Region, often: bool) -> None:
-            if not isinstance(atom, jaxprs.Literal):
-                if demand == Demand.F32 and _takes_half(flow.known[atom], region):
-                    demand = demand_of(region.policy.output_dtype)
-                demands[atom] = demands.get(atom, Demand.NONE) | demand
-                uses[atom] = uses.get(atom, 0) + 1 + often
-
-        for atom, demand, many in zip(jaxpr.outvars, outputs, often, strict=True):
-            ask(atom, demand, flow.region, many)
-        chosen: list[Chosen] = []
-        for eqn, step in zip(reversed(jaxpr.eqns), reversed(flow.steps), strict=True):
-            wanted = tuple(demands.get(var, Demand.NONE) for var in eqn.outvars)
-            shared = tuple(uses.get(var, 0) > 1 for var in eqn.outvars)
-            if step.flows:
-                made = self._bodies(eqn, step, flow, wanted, shared)
-                many = made.often
+        def use(atom: Atom, wanted: Use, region: Region) -> None:
+            if isinstance(atom, Literal):
+                return
+            demand = wanted.demand
+            if demand == Demand.F32 and _takes_half(flow.known[atom], region):
+                demand = demand_of(region.policy.output_dtype)
+            before = used.get(atom)
+            if before is None:
+                used[atom] = Use(demand, wanted.repeatedly)
             else:
-                made = _choose(eqn, step, wanted, not any(shared))
-                assert step.decision is not None
-                # A result that is an operand is read as often as the operand.
-                passed_on = step.decision.passes_on and any(shared)
-                many = (passed_on,) * len(eqn.invars)
-            chosen.append(made)
-            for atom, demand, each in zip(eqn.invars, made.asked, many, strict=True):
-                ask(atom, demand, step.region, each)
-        inputs = tuple(demands.get(var, Demand.NONE) for var in jaxpr.invars)
-        read = tuple(uses.get(var, 0) > 1 for var in jaxpr.invars)
-        choice = Choice(tuple(reversed(chosen)), inputs, outputs, read)
-        self._choices[key] = choice
-        return choice
+                used[atom] = Use(before.demand | demand, True)
 
-    def _bodies(
-        self,
-        eqn: Any,
-        step: Step,
-        flow: Flow,
-        wanted: tuple[Demand, ...],
-        shared: tuple[bool, ...],
-    ) -> Chosen:
+        for atom, wanted in zip(jaxpr.outvars, outputs, strict=True):
+            use(atom, wanted, flow.region)
+        outcomes: list[Outcome] = []
+        for eqn, step in zip(reversed(jaxpr.eqns), reversed(flow.steps), strict=True):
+            results = tuple(used.get(var, UNUSED) for var in eqn.outvars)
+            if step.flows:
+                outcome = self._bodies(eqn, step, flow, results)
+            else:
+                outcome = _taken(eqn, step, results)
+            outcomes.append(outcome)
+            for atom, wanted in zip(eqn.invars, outcome.operands, strict=True):
+                use(atom, wanted, step.region)
+        inputs = tuple(used.get(var, UNUSED) for var in jaxpr.invars)
+        return BodyOutcome(tuple(reversed(outcomes)), inputs, outputs)
+
+    def _bodies(self, eqn: Eqn, step: Step, flow: Flow, results: Uses) -> Outcome:
         carried = jaxprs.carried(eqn)
-        carry = tuple(
-            demand_of(carry_dtype(step.views[i], eqn.invars[i])) for i in carried
+        carry = {
+            i: demand_of(carry_dtype(step.views[i], eqn.invars[i])) for i in carried
+        }
+        outputs = tuple(
+            result._replace(demand=demand)
+            for result, demand in zip(results, carry.values(), strict=False)
         )
-        outputs = carry + wanted[len(carry) :]
-        wants, many = [outputs] * len(step.flows), [shared] * len(step.flows)
+        outputs += results[len(carried) :]
+        wanted = [outputs] * len(step.flows)
         if jaxprs.is_while(eqn):
             # Its condition returns a boolean.
-            wants[0], many[0] = (Demand.NONE,), (False,)
-        bodies = tuple(map(self.on, step.flows, wants, many))
-        asked = [Demand.NONE] * len(eqn.invars)
-        # A loop reads its constants in every turn, and of what it goes through a part
-        # in each, which is where parameters are cast.
-        often = [False] * len(eqn.invars)
-        for index, x in enumerate(eqn.invars if jaxprs.is_loop(eqn) else ()):
-            often[index] = index < carried.start or (
-                index >= carried.stop and _is_parameter(x, flow)
-            )
-        for (_, operands), body in zip(step.inner, bodies, strict=True):
-            for i, demand, each in zip(operands, body.inputs, body.often, strict=True):
-                asked[i] |= demand
-                often[i] |= each
-        for i, demand in zip(carried, carry, strict=True):
-            # Cast before the loop, however often its turns read what is carried.
-            asked[i], often[i] = demand, False
+            wanted[0] = (UNUSED,)
+        bodies = tuple(map(self.of, step.flows, wanted))
+        operands = [UNUSED] * len(eqn.invars)
+        for (_, positions), body in zip(step.inner, bodies, strict=True):
+            for i, inside in zip(positions, body.inputs, strict=True):
+                demand = operands[i].demand | inside.demand
+                operands[i] = Use(demand, operands[i].repeatedly or inside.repeatedly)
+        for i in _read_every_turn(eqn, flow):
+            operands[i] = operands[i]._replace(repeatedly=True)
+        for i, demand in carry.items():
+            # It is cast before the loop, however often the turns read it.
+            operands[i] = Use(demand)
         reason = "a loop" if carried else "a call: its body is planned"
-        return Chosen(None, reason, tuple(asked), bodies=bodies, often=tuple(often))
+        return Outcome(Mode.CALL, None, reason, tuple(operands), bodies=bodies)
 
 
-def demand_of(dtype: np.dtype | None) -> Demand:
-    """Returns the demand of a consumer that reads `dtype`."""
-    if dtype is None:
-        return Demand.NONE
-    return {F16: Demand.F16, BF16: Demand.BF16, F32: Demand.F32}[dtype]
+def _taken(eqn: Eqn, step: Step, results: Uses) -> Outcome:
+    """Returns the decision for an equation, with the option that its consumers take."""
+    decision = step.decision
+    assert decision is not None
+    repeatedly = any(use.repeatedly for use in results)
+    if decision.mode is Mode.PASSED_ON:
+        # A result that is an operand is read as often as the operand.
+        operands = tuple(Use(use.demand, repeatedly) for use in results)
+        return Outcome(decision.mode, decision.dtype, decision.reason, operands)
+    readers = Demand.NONE
+    for use in results:
+        readers |= use.demand
+    mode, dtype, reason = decision.mode, decision.dtype, decision.reason
+    option = decision.option(readers, once=not repeatedly)
+    if option is not None:
+        reason = option.reason
+        if option.dtype is not None:
+            mode, dtype = Mode.IN_DTYPE, option.dtype
+    asked = modes.asked(mode, dtype, eqn)
+    store = None if option is None else option.store
+    return Outcome(mode, dtype, reason, tuple(map(Use, asked)), store)
 
 
-def _is_parameter(atom: Any, flow: Flow) -> bool:
-    return not isinstance(atom, jaxprs.Literal) and flow.known[atom].as_parameter
+def _read_every_turn(eqn: Eqn, flow: Flow) -> Sequence[int]:
+    """Returns the operands of a loop that all of its turns read.
+
+    They are its constants, and the parameters that it goes through: a turn casts the
+    part that it reads.
+    """
+    if not jaxprs.is_loop(eqn):
+        return ()
+    carried = jaxprs.carried(eqn)
+    through = range(carried.stop, len(eqn.invars))
+    parameters = [i for i in through if _is_parameter(eqn.invars[i], flow)]
+    return [*range(carried.start), *parameters]
+
+
+def _is_parameter(atom: Atom, flow: Flow) -> bool:
+    return not isinstance(atom, Literal) and flow.known[atom].is_parameter
 
 
 def _takes_half(known: Known, region: Region) -> bool:
     """Whether a value that enters `region` is rounded to half precision first.
 
-    A norm hands on half precision, and takes it too: what it normalises is not kept in
-    f32 for its sake. Its parameters and statistics are.
+    A norm hands on half precision, and takes it too: the values that it normalises are
+    not kept in f32 for its sake. Its parameters and statistics are.
     """
     enters = known.region.path != region.path and known.region.holds(region)
     return (
         enters
         and is_half(region.policy.output_dtype)
         and known.origin != Origin.FULL
-        and not known.as_parameter
-    )
-
-
-def _choose(eqn: Any, step: Step, wanted: Sequence[Demand], once: bool) -> Chosen:
-    """Returns the decision as the consumers of the results change it."""
-    decision = step.decision
-    assert decision is not None
-    if decision.passes_on:
-        return Chosen(decision.dtype, decision.reason, tuple(wanted))
-    total = Demand.NONE
-    for demand in wanted:
-        total |= demand
-    low = step.region.policy.compute_dtype
-    dtype, reason, store = decision.dtype, decision.reason, None
-    if decision.may_rise and total == Demand.F32:
-        dtype, reason = F32, "only f32 operations read it"
-    elif decision.may_fall and total == demand_of(low):
-        dtype, reason = low, "only half precision reads it"
-    elif decision.may_sink and total == demand_of(low) and once:
-        dtype, reason = low, "moves parameters that only half precision reads"
-    elif decision.may_add_in_half and total == demand_of(low):
-        dtype, reason = low, "adds up parameters that only half precision reads"
-    elif (
-        decision.may_store_half
-        and total == demand_of(low)
-        and (once or decision.result.costly)
-    ):
-        # Made of parameters and read twice, the sum of its gradients would be half.
-        store = low
-    return Chosen(dtype, reason, _operand_demands(eqn, dtype, decision), store)
-
-
-def _operand_demands(
-    eqn: Any, dtype: np.dtype | None, decision: Decision
-) -> tuple[Demand, ...]:
-    if jaxprs.is_conversion(eqn) and not decision.as_traced:
-        return (Demand.NONE,)
-    if dtype is None and not decision.as_traced:
-        return (Demand.NONE,) * len(eqn.invars)
-    return tuple(
-        demand_of(traced if dtype is None or traced is None else dtype)
-        for traced in map(traced_dtype, eqn.invars)
+        and not known.is_parameter
     )

@@ -7,98 +7,78 @@ it began with, and XLA, which sees both passes of a compiled step, still keeps w
 cheapest to keep (`prevent_cse=False`). In a loop it cannot see both, and the half
 values are what is kept.
 
-An island is recomputed in the backward pass, so only cheap operations belong to one.
+An island is recomputed in the backward pass, so only cheap operations belong to one,
+and none that has an effect.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from jmp_amp.plan import jaxprs
-from jmp_amp.plan.rules import COMPARISONS, RECOMPUTED, SAVES_OPERANDS, SAVES_RESULT
+from jmp_amp.plan.jaxprs import Eqn, Jaxpr, Var, aval_of, variables
+from jmp_amp.plan.modes import Dtypes
+from jmp_amp.plan.operations import OPERATIONS, Kind, Saves, is_cheap, kind_of
+from jmp_amp.plan.origins import Flow
+from jmp_amp.plan.plan import EquationPlan, Island
+from jmp_amp.plan.values import Origin
 from jmp_amp.policies.dtypes import F32, is_half
 
 
-@dataclasses.dataclass(frozen=True)
-class Island:
-    """Equations that are differentiated as one.
+def find_islands(
+    flow: Flow,
+    equations: Sequence[EquationPlan],
+    outputs: Dtypes,
+    held: Mapping[Var, np.dtype | None],
+) -> tuple[Island, ...]:
+    """Returns the islands of a body that save memory.
 
-    Attributes:
-      equations: their indices, in the order of the body.
-      inputs: the variables that they read from outside, and the dtype to read them in;
-        None is that which they are held in.
-      outputs: the variables that are read outside, with the dtype of the readers.
+    Args:
+      flow: the forward pass over the body.
+      equations: the plan of each of its equations.
+      outputs: the dtypes in which its outputs are read.
+      held: the dtype of each of its variables.
     """
-
-    equations: tuple[int, ...]
-    inputs: tuple[tuple[Any, np.dtype | None], ...]
-    outputs: tuple[tuple[Any, np.dtype | None], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Seen:
-    """What finding the islands of a body takes.
-
-    Attributes:
-      jaxpr: the body.
-      dtypes: the dtype that each equation computes in.
-      reads: the dtypes in which each equation reads its operands.
-      recomputed: whether each equation, if it is a call, calls cheap operations only.
-      outputs: the dtypes in which the outputs of the body are read.
-      held: the dtype of each variable.
-      is_activation: whether a variable depends on the activations.
-      is_parameter: whether it is a parameter or an input, which live anyway.
-    """
-
-    jaxpr: Any
-    dtypes: Sequence[np.dtype | None]
-    reads: Sequence[Sequence[np.dtype | None]]
-    recomputed: Sequence[bool]
-    outputs: Sequence[np.dtype | None]
-    held: Mapping[Any, np.dtype | None]
-    is_activation: Callable[[Any], bool]
-    is_parameter: Callable[[Any], bool]
-
-
-def find_islands(seen: Seen) -> tuple[Island, ...]:
-    """Returns the islands of a planned body that save memory."""
-    if any(eqn.effects for eqn in seen.jaxpr.eqns):
-        return ()  # their order is the program's
+    body = _Body(flow, equations, outputs, held)
     found = []
-    for members in _clusters(seen):
-        island = _island(seen, members)
-        borders = [dtype or seen.held[v] for v, dtype in island.inputs + island.outputs]
+    for members in body.clusters():
+        island = body.island(members)
+        borders = [dtype or held[v] for v, dtype in island.inputs + island.outputs]
         # Between f32 values, as under a policy of f32, the program is left as it is.
         if not any(is_half(dtype) for dtype in borders if dtype is not None):
             continue
-        if _saved(seen, members) > _kept(seen, island):
+        if body.saved(members) > body.kept(island):
             found.append(island)
     return tuple(found)
 
 
-def in_order(jaxpr: Any, islands: Sequence[Island]) -> tuple[int | Island, ...]:
-    """Returns the equations of a body, some of them in islands, as they can run."""
+def in_order(jaxpr: Jaxpr, islands: Sequence[Island]) -> tuple[int | Island, ...]:
+    """Returns the equations of a body, some of them in islands, as they can run.
+
+    An island runs when the first of its results is read, after all that it reads; at
+    the end if only the outputs of the body read them. Effects keep their order.
+    """
     if not islands:
         return tuple(range(len(jaxpr.eqns)))
     island_of = {i: island for island in islands for i in island.equations}
     maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    effects = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.effects]
+    effect_before = dict(zip(effects[1:], effects, strict=False))
     ordered: dict[int | Island, None] = {}
 
     def needs(node: int | Island) -> Iterator[int | Island]:
         if isinstance(node, Island):
-            atoms = [atom for atom, _ in node.inputs]
+            read = [var for var, _ in node.inputs]
         else:
-            atoms = jaxpr.eqns[node].invars
-        for atom in atoms:
-            if not isinstance(atom, jaxprs.Literal) and atom in maker:
-                yield island_of.get(maker[atom], maker[atom])
+            read = variables(jaxpr.eqns[node].invars)
+            if node in effect_before:
+                yield effect_before[node]
+        for var in read:
+            if var in maker:
+                yield island_of.get(maker[var], maker[var])
 
-    # An island runs when the first of its results is read, after all that it reads; at
-    # the end if only the outputs of the body read them.
     outside = [i for i in range(len(jaxpr.eqns)) if i not in island_of]
     for start in (*outside, *islands):
         stack: list[tuple[int | Island, Iterator[int | Island]]] = []
@@ -116,139 +96,178 @@ def in_order(jaxpr: Any, islands: Sequence[Island]) -> tuple[int | Island, ...]:
     return tuple(ordered)
 
 
-def _clusters(seen: Seen) -> list[list[int]]:
-    """The f32 operations that read one another's f32 results, as sets of equations.
+class _Body:
+    """A body whose dtypes are settled, in which islands are looked for."""
 
-    Those that read the same half-precision activation in f32 belong together too: the
-    gradients of their readings are summed in f32. A value that leaves the f32
-    operations and comes back has a higher level, and the operations of one cluster have
-    one level: so no cluster waits for itself.
-    """
-    level: dict[Any, int] = {}
-    made_by: dict[Any, int] = {}
-    parent: dict[int, int] = {}
-    reader: dict[Any, int] = {}
-
-    def root(i: int) -> int:
-        while parent[i] != i:
-            i = parent[i]
-        return i
-
-    for index, eqn in enumerate(seen.jaxpr.eqns):
-        atoms = [v for v in eqn.invars if not isinstance(v, jaxprs.Literal)]
-        member = _belongs(seen, index, eqn)
-        joined = [
-            v for v in atoms if member and v in made_by and not is_half(seen.held[v])
+    def __init__(
+        self,
+        flow: Flow,
+        equations: Sequence[EquationPlan],
+        outputs: Dtypes,
+        held: Mapping[Var, np.dtype | None],
+    ):
+        self.flow = flow
+        self.eqns = flow.body.jaxpr.eqns
+        self.equations = equations
+        self.outputs = outputs
+        self.held = held
+        self.cheap_calls = [
+            _is_cheap_call(eqn, planned)
+            for eqn, planned in zip(self.eqns, equations, strict=True)
         ]
-        here = max(
-            (level.get(v, 0) + (v in made_by and v not in joined) for v in atoms),
-            default=0,
-        )
-        level.update((v, here) for v in eqn.outvars)
-        if member:
+
+    def is_activation(self, var: Var) -> bool:
+        return self.flow.known[var].origin != Origin.FREE
+
+    def clusters(self) -> list[list[int]]:
+        """Returns the f32 operations that read one another's f32 results.
+
+        Those that read the same half-precision activation in f32 belong together too:
+        the gradients of their readings are summed in f32.
+
+        `level[v]` counts how often the path to `v` has left an f32 cluster. Only equal
+        levels merge, so a cluster never depends on its own output. An effect depends on
+        the effect before it.
+        """
+        level: dict[Var, int] = {}
+        made_by: dict[Var, int] = {}
+        parent: dict[int, int] = {}
+        reader: dict[tuple[Var, int], int] = {}
+        effects = 0  # the level of the last effect
+
+        def root(i: int) -> int:
+            while parent[i] != i:
+                i = parent[i]
+            return i
+
+        for index, eqn in enumerate(self.eqns):
+            read = variables(eqn.invars)
+            member = self.belongs(index)
+            joined = {
+                v for v in read if member and v in made_by and not is_half(self.held[v])
+            }
+            here = max(
+                (level.get(v, 0) + (v in made_by and v not in joined) for v in read),
+                default=0,
+            )
+            if eqn.effects:
+                here = effects = max(here, effects)
+            level.update((v, here) for v in eqn.outvars)
+            if not member:
+                continue
             parent[index] = index
             made_by.update((v, index) for v in eqn.outvars)
-            for v, dtype in zip(eqn.invars, seen.reads[index], strict=True):
+            for v, dtype in zip(eqn.invars, self.equations[index].reads, strict=True):
                 if isinstance(v, jaxprs.Literal):
                     continue
                 if v in joined:
                     other = made_by[v]
-                elif seen.is_activation(v) and dtype == F32:
+                elif self.is_activation(v) and dtype == F32:
                     other = reader.setdefault((v, here), index)
                 else:
                     continue
-                if level[seen.jaxpr.eqns[other].outvars[0]] == here:
+                if level[self.eqns[other].outvars[0]] == here:
                     parent[root(other)] = root(index)
-    clusters: dict[int, list[int]] = {}
-    for index in parent:
-        clusters.setdefault(root(index), []).append(index)
-    return list(clusters.values())
+        clusters: dict[int, list[int]] = {}
+        for index in parent:
+            clusters.setdefault(root(index), []).append(index)
+        return list(clusters.values())
 
-
-def _belongs(seen: Seen, index: int, eqn: Any) -> bool:
-    """Whether an equation computes in f32, from activations, and cheaply."""
-    if seen.recomputed[index]:
-        computes = any(seen.held[v] == F32 for v in eqn.outvars)
-    elif eqn.primitive.name in COMPARISONS:
-        computes = F32 in seen.reads[index]
-    else:
-        computes = (
-            eqn.primitive.name in RECOMPUTED
-            and seen.dtypes[index] == F32
-            and any(seen.held[v] == F32 for v in eqn.outvars)
-        )
-    return computes and any(seen.is_activation(v) for v in eqn.outvars)
-
-
-def _island(seen: Seen, members: Sequence[int]) -> Island:
-    inside = set(members)
-    eqns = [seen.jaxpr.eqns[i] for i in members]
-    made = {v for eqn in eqns for v in eqn.outvars}
-    outside: dict[Any, set[np.dtype | None]] = {}
-    for index, (eqn, dtypes) in enumerate(
-        zip(seen.jaxpr.eqns, seen.reads, strict=True)
-    ):
-        if index not in inside:
-            for atom, dtype in zip(eqn.invars, dtypes, strict=True):
-                if not isinstance(atom, jaxprs.Literal):
-                    outside.setdefault(atom, set()).add(dtype)
-    for atom, dtype in zip(seen.jaxpr.outvars, seen.outputs, strict=True):
-        if not isinstance(atom, jaxprs.Literal):
-            outside.setdefault(atom, set()).add(dtype)
-    inputs = dict.fromkeys(
-        atom
-        for eqn in eqns
-        for atom in eqn.invars
-        if not isinstance(atom, jaxprs.Literal) and atom not in made
-    )
-    return Island(
-        tuple(members),
-        # The gradients of all that is read in f32 are summed in f32.
-        tuple(
-            (
-                v,
-                F32 if seen.is_activation(v) and F32 in outside.get(v, ()) else None,
-            )
-            for v in inputs
-        ),
-        tuple(
-            (v, next(iter(outside[v])) if len(outside[v]) == 1 else seen.held[v])
-            for eqn in eqns
-            for v in eqn.outvars
-            if v in outside
-        ),
-    )
-
-
-def _saved(seen: Seen, members: Sequence[int]) -> int:
-    """The bytes of f32 values that differentiation would save, were it no island.
-
-    A product saves a factor for the derivative with respect to the other one. What the
-    operations begin with counts too, as the f32 cast of it is what is saved.
-    """
-    saved = set()
-    made = {v for i in members for v in seen.jaxpr.eqns[i].outvars}
-    for index in members:
-        eqn = seen.jaxpr.eqns[index]
+    def belongs(self, index: int) -> bool:
+        """Whether an equation computes in f32, from activations, and cheaply."""
+        eqn, planned = self.eqns[index], self.equations[index]
         name = eqn.primitive.name
-        if name in SAVES_RESULT or seen.recomputed[index]:
-            saved.update(eqn.outvars)
-        if name in SAVES_OPERANDS:
-            operands = [v for v in eqn.invars if not isinstance(v, jaxprs.Literal)]
-            if len(operands) > 1 or len(eqn.invars) == 1:
-                saved.update(operands)
-    return sum(
-        v.aval.size * F32.itemsize
-        for v in saved
-        if (v in made and seen.held[v] == F32)
-        or (v not in made and seen.is_activation(v) and is_half(seen.held[v]))
-    )
+        if eqn.effects:
+            return False
+        if self.cheap_calls[index]:
+            computes = any(self.held[v] == F32 for v in eqn.outvars)
+        elif kind_of(name) is Kind.COMPARISON:
+            computes = F32 in planned.reads
+        else:
+            computes = (
+                is_cheap(name)
+                and planned.dtype == F32
+                and any(self.held[v] == F32 for v in eqn.outvars)
+            )
+        return computes and any(map(self.is_activation, eqn.outvars))
+
+    def island(self, members: Sequence[int]) -> Island:
+        """Returns the island of some equations, with the variables at its borders."""
+        inside = set(members)
+        eqns = [self.eqns[i] for i in members]
+        made = {v for eqn in eqns for v in eqn.outvars}
+        outside: dict[Var, set[np.dtype | None]] = {}
+        readings = [
+            *(
+                (e.invars, p.reads)
+                for e, p in zip(self.eqns, self.equations, strict=True)
+            ),
+            (self.flow.body.jaxpr.outvars, self.outputs),
+        ]
+        for index, (atoms, dtypes) in enumerate(readings):
+            for atom, dtype in zip(atoms, dtypes, strict=True):
+                if index not in inside and not isinstance(atom, jaxprs.Literal):
+                    outside.setdefault(atom, set()).add(dtype)
+        inputs = dict.fromkeys(
+            v for eqn in eqns for v in variables(eqn.invars) if v not in made
+        )
+
+        def entering(v: Var) -> np.dtype | None:
+            # The gradients of all that is read in f32 are summed in f32.
+            return F32 if self.is_activation(v) and F32 in outside.get(v, ()) else None
+
+        def leaving(v: Var) -> np.dtype | None:
+            dtypes = outside[v]
+            return next(iter(dtypes)) if len(dtypes) == 1 else self.held[v]
+
+        return Island(
+            tuple(members),
+            tuple((v, entering(v)) for v in inputs),
+            tuple((v, leaving(v)) for e in eqns for v in e.outvars if v in outside),
+        )
+
+    def saved(self, members: Sequence[int]) -> int:
+        """Returns the bytes of f32 that differentiation would save without the island.
+
+        A product saves a factor for the derivative with respect to the other one. The
+        values that the operations begin with count too: their f32 casts are saved.
+        """
+        saved: set[Var] = set()
+        made = {v for i in members for v in self.eqns[i].outvars}
+        for index in members:
+            eqn = self.eqns[index]
+            operation = OPERATIONS.get(eqn.primitive.name)
+            saves = None if operation is None else operation.row.saves
+            if saves is Saves.RESULT or self.cheap_calls[index]:
+                saved.update(eqn.outvars)
+            if saves is Saves.OPERANDS:
+                operands = variables(eqn.invars)
+                if len(operands) > 1 or len(eqn.invars) == 1:
+                    saved.update(operands)
+        return sum(
+            aval_of(v).size * F32.itemsize
+            for v in saved
+            if (v in made and self.held[v] == F32)
+            or (v not in made and self.is_activation(v) and is_half(self.held[v]))
+        )
+
+    def kept(self, island: Island) -> int:
+        """Returns the bytes that the island saves instead: those of its inputs."""
+        return sum(
+            aval_of(v).size * (dtype or self.held[v] or aval_of(v).dtype).itemsize
+            for v, dtype in island.inputs
+            if not self.flow.known[v].is_parameter
+        )
 
 
-def _kept(seen: Seen, island: Island) -> int:
-    """The bytes that the island saves instead: what it begins with."""
-    return sum(
-        v.aval.size * (dtype or seen.held[v] or v.aval.dtype).itemsize
-        for v, dtype in island.inputs
-        if not seen.is_parameter(v)
+def _is_cheap_call(eqn: Eqn, planned: EquationPlan) -> bool:
+    """Whether an equation is a call that computes in f32, and cheaply."""
+    if not planned.bodies or not jaxprs.is_helper(eqn):
+        return False
+    (plan,) = planned.bodies
+    return all(
+        _is_cheap_call(inner, p)
+        if p.bodies
+        else p.dtype in (F32, None) and is_cheap(inner.primitive.name)
+        for inner, p in zip(plan.body.jaxpr.eqns, plan.equations, strict=True)
     )

@@ -13,18 +13,28 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from types import CodeType
+from typing import Any, NamedTuple, cast
 
 import flax
 import jax
 import jax.core
 import numpy as np
 import optax
+from jax.core import ShapedArray
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives
 
+from jmp_amp.policies.dtypes import F32, AnyFn, is_castable, is_half
+
+Eqn = core.JaxprEqn
+Var = core.Var
 Literal = core.Literal
-DropVar = core.DropVar
+Atom = Var | Literal
+Jaxpr = core.Jaxpr
+ClosedJaxpr = core.ClosedJaxpr
+# An array, a tracer or a numpy array: whatever `primitive.bind` takes.
+Value = Any
 
 # The calls whose body is planned and staged again, with the parameter that holds it.
 _BODY_PARAMETER = {
@@ -36,8 +46,9 @@ _BODY_PARAMETER = {
 # Not in `jax.extend`.
 _SHARD_MAP = "shard_map"
 
-
-# The largest body that runs in place of its call; `log_softmax` has ten equations.
+# A jitted function of a library with at most so many equations runs in place of its
+# call: `jnp.where` has 3 equations, `jax.nn.log_softmax` 10. Larger ones stay calls, so
+# that a program does not grow by what it calls often.
 _HELPER_SIZE = 24
 
 _LIBRARY_FOLDERS = tuple(
@@ -54,8 +65,8 @@ _NOT_A_USERS = (
 class Body(NamedTuple):
     """An open jaxpr and the values of its `constvars`."""
 
-    jaxpr: Any
-    consts: tuple[Any, ...]
+    jaxpr: Jaxpr
+    consts: tuple[Value, ...]
 
 
 class Inner(NamedTuple):
@@ -65,13 +76,30 @@ class Inner(NamedTuple):
     operands: Sequence[int]
 
 
-def body_of(jaxpr: Any) -> Body:
+def body_of(jaxpr: Jaxpr | ClosedJaxpr) -> Body:
     """Returns the parts of an open or closed jaxpr."""
     # JAX < 0.11: a ClosedJaxpr wraps a Jaxpr; later the two are one class.
     return Body(getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ())))
 
 
-def inner_bodies(eqn: Any) -> tuple[Inner, ...]:
+def aval_of(atom: Atom) -> ShapedArray:
+    """Returns the shape and the dtype of an operand or a result."""
+    return cast(ShapedArray, atom.aval)
+
+
+def runs(eqn: Eqn) -> bool:
+    """Whether somebody reads a result of `eqn`, or it has an effect."""
+    return bool(eqn.effects) or any(
+        not isinstance(v, core.DropVar) for v in eqn.outvars
+    )
+
+
+def variables(atoms: Sequence[Atom]) -> list[Var]:
+    """Returns the operands that are not literals."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def inner_bodies(eqn: Eqn) -> tuple[Inner, ...]:
     """Returns the bodies of `eqn` that can be staged again with other dtypes.
 
     One for a call and a `scan`, one for each branch of a `cond`, condition and body of
@@ -96,15 +124,15 @@ def inner_bodies(eqn: Any) -> tuple[Inner, ...]:
     else:
         return ()
     # A mutable array is no value: what reads and writes it runs as traced.
-    arrays = all(isinstance(v.aval, jax.core.ShapedArray) for v in eqn.invars)
+    arrays = all(isinstance(v.aval, ShapedArray) for v in eqn.invars)
     return bodies if arrays else ()
 
 
-def is_loop(eqn: Any) -> bool:
+def is_loop(eqn: Eqn) -> bool:
     return eqn.primitive in (primitives.scan_p, primitives.while_p)
 
 
-def carried(eqn: Any) -> range:
+def carried(eqn: Eqn) -> range:
     """Returns which operands of `eqn` a loop carries; its first results are theirs."""
     if eqn.primitive is primitives.while_p:
         start = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
@@ -119,7 +147,7 @@ def carried(eqn: Any) -> range:
     return range(0)
 
 
-def function_name(eqn: Any) -> str | None:
+def function_name(eqn: Eqn) -> str | None:
     """Returns the name of the Python function that a call equation stands for."""
     bodies = inner_bodies(eqn)
     if not bodies:
@@ -128,7 +156,7 @@ def function_name(eqn: Any) -> str | None:
     return name if isinstance(name, str) and name.isidentifier() else None
 
 
-def is_helper(eqn: Any) -> bool:
+def is_helper(eqn: Eqn) -> bool:
     """Whether `eqn` calls a few operations that a library jits for itself.
 
     `jnp.where` and `jnp.take` are jitted functions of JAX. Run without the call, their
@@ -147,33 +175,33 @@ def in_library(filename: str) -> bool:
     return filename.startswith(_LIBRARY_FOLDERS)
 
 
-def is_custom_jvp(eqn: Any) -> bool:
+def is_custom_jvp(eqn: Eqn) -> bool:
     return eqn.primitive is primitives.custom_jvp_call_p
 
 
-def is_checkpoint(eqn: Any) -> bool:
+def is_checkpoint(eqn: Eqn) -> bool:
     return eqn.primitive is primitives.remat_p
 
 
-def is_while(eqn: Any) -> bool:
+def is_while(eqn: Eqn) -> bool:
     return eqn.primitive is primitives.while_p
 
 
-def saves_residuals(eqn: Any) -> bool:
+def saves_residuals(eqn: Eqn) -> bool:
     """Whether the derivative of the call `eqn` saves what its body computes."""
     return not (is_checkpoint(eqn) or is_custom_jvp(eqn))
 
 
-def is_conversion(eqn: Any) -> bool:
+def is_conversion(eqn: Eqn) -> bool:
     return eqn.primitive is primitives.convert_element_type_p
 
 
-def trace(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+def trace(fn: AnyFn, args: Sequence[Value]) -> ClosedJaxpr:
     """Returns the closed jaxpr of `fn(*args)`; `args` are arrays or avals."""
     return jax.make_jaxpr(fn)(*args)
 
 
-def trace_derivative_rule(eqn: Any, differentiated: Sequence[int]) -> Any:
+def trace_derivative_rule(eqn: Eqn, differentiated: Sequence[int]) -> ClosedJaxpr:
     """Returns the jaxpr of the user's rule of a `custom_jvp` equation, as traced.
 
     Its inputs are the operands of `eqn` and then the tangents of the operands at the
@@ -181,8 +209,8 @@ def trace_derivative_rule(eqn: Any, differentiated: Sequence[int]) -> Any:
     the floating results.
     """
 
-    def rule(operands: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-        def call(*moving: Any) -> list[Any]:
+    def rule(operands: Sequence[Value], tangents: Sequence[Value]) -> object:
+        def call(*moving: Value) -> list[Value]:
             given = dict(zip(differentiated, moving, strict=True))
             return bind(eqn, [given.get(i, x) for i, x in enumerate(operands)])
 
@@ -194,17 +222,17 @@ def trace_derivative_rule(eqn: Any, differentiated: Sequence[int]) -> Any:
     return jax.make_jaxpr(rule)(avals, tuple(avals[i] for i in differentiated))
 
 
-def bind(eqn: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
+def bind(eqn: Eqn, operands: Sequence[Value], **changed: object) -> list[Value]:
     """Runs `eqn` on `operands`, as traced or with `changed` parameters."""
     params = eqn.primitive.get_bind_params({**eqn.params, **changed})
     results = eqn.primitive.bind(*operands, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def as_output(value: Any, aval: Any) -> jax.Array:
-    """Returns a result as an array, of a weak type where it was traced as one.
+def as_output(value: Value, aval: ShapedArray) -> jax.Array:
+    """Returns a result as an array, weakly typed if it was traced so.
 
-    What a literal holds is no array, and a Python number in it no longer weak.
+    A literal holds a numpy value, which has lost the weak type of a Python number.
     """
     dtype = getattr(value, "dtype", aval.dtype)
     weak = aval.weak_type and dtype == aval.dtype
@@ -215,17 +243,19 @@ def as_output(value: Any, aval: Any) -> jax.Array:
     )
 
 
-def retyped_avals(body: Body, dtypes: Sequence[np.dtype | None]) -> list[Any]:
+def retyped_avals(body: Body, dtypes: Sequence[np.dtype | None]) -> list[ShapedArray]:
     """Returns the avals of the inputs of `body`, some of them of another dtype."""
     return [
-        v.aval
-        if dtype is None or v.aval.dtype == dtype
-        else v.aval.update(dtype=dtype, weak_type=False)
-        for v, dtype in zip(body.jaxpr.invars, dtypes, strict=True)
+        aval
+        if dtype is None or aval.dtype == dtype
+        else aval.update(dtype=dtype, weak_type=False)
+        for aval, dtype in zip(map(aval_of, body.jaxpr.invars), dtypes, strict=True)
     ]
 
 
-def bind_staged(eqn: Any, staged: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+def bind_staged(
+    eqn: Eqn, staged: Sequence[ClosedJaxpr], operands: Sequence[Value]
+) -> list[Value]:
     """Runs `eqn` with the closed jaxprs `staged` as its bodies."""
     if eqn.primitive is primitives.cond_p:
         return bind(eqn, operands, branches=tuple(staged))
@@ -249,13 +279,13 @@ def bind_staged(eqn: Any, staged: Sequence[Any], operands: Sequence[Any]) -> lis
     return bind(eqn, operands, **{_BODY_PARAMETER[eqn.primitive]: body})
 
 
-def is_shard_map(eqn: Any) -> bool:
+def is_shard_map(eqn: Eqn) -> bool:
     return eqn.primitive.name == _SHARD_MAP
 
 
 def bind_shard_map(
-    eqn: Any, run: Callable[..., list[Any]], operands: Sequence[Any]
-) -> list[Any]:
+    eqn: Eqn, run: Callable[..., list[Value]], operands: Sequence[Value]
+) -> list[Value]:
     """Runs the `shard_map` equation `eqn` with the function `run` as its body."""
     params = eqn.params
     mapped = jax.shard_map(
@@ -270,7 +300,7 @@ def bind_shard_map(
 
 
 @contextlib.contextmanager
-def source_of(eqn: Any) -> Iterator[None]:
+def source_of(eqn: Eqn) -> Iterator[None]:
     """What is bound inside carries the name scopes and the source line of `eqn`."""
     info = eqn.source_info
     stack = source_info_util.current_name_stack() + info.name_stack
@@ -281,12 +311,12 @@ def source_of(eqn: Any) -> Iterator[None]:
         yield
 
 
-def scope_text(eqn: Any) -> str:
+def scope_text(eqn: Eqn) -> str:
     """Returns the name scopes of `eqn`, outermost first, joined by slashes."""
     return str(eqn.source_info.name_stack)
 
 
-def calling_code(eqn: Any) -> Sequence[Any]:
+def calling_code(eqn: Eqn) -> Sequence[CodeType]:
     """Returns the code objects of the Python calls that made `eqn`, innermost first.
 
     JAX cuts a traceback at the function being traced, so these are the frames between
@@ -296,7 +326,7 @@ def calling_code(eqn: Any) -> Sequence[Any]:
     return () if traceback is None else traceback.raw_frames()[0]
 
 
-def is_fixed(eqn: Any) -> bool:
+def is_fixed(eqn: Eqn) -> bool:
     """Whether a parameter of `eqn` binds it to the dtypes that it was traced with."""
     precision = eqn.params.get("precision")
     return (
@@ -309,13 +339,26 @@ def is_fixed(eqn: Any) -> bool:
     )
 
 
-def retyped(eqn: Any, dtype: np.dtype) -> dict[str, Any]:
+def sums_half_in_f32(eqn: Eqn) -> bool:
+    """Whether `eqn` is a product of half operands that asks for an f32 result."""
+    return (
+        "preferred_element_type" in eqn.params
+        and all(
+            is_half(aval_of(v).dtype)
+            for v in eqn.invars
+            if is_castable(aval_of(v).dtype)
+        )
+        and aval_of(eqn.outvars[0]).dtype == F32
+    )
+
+
+def retyped(eqn: Eqn, dtype: np.dtype) -> dict[str, object]:
     """Returns the parameters of `eqn` that say in which dtype its result is."""
     names = ("preferred_element_type", "out_dtype")
     return {name: dtype for name in names if eqn.params.get(name) is not None}
 
 
-def source_line(eqn: Any) -> str | None:
+def source_line(eqn: Eqn) -> str | None:
     """Returns `file:line` of the user's code that made `eqn`, or None.
 
     The innermost call outside of JAX, Flax, Optax and this package; if there is none,
@@ -334,7 +377,7 @@ def source_line(eqn: Any) -> str | None:
     return None
 
 
-def jitted_name(eqn: Any) -> str | None:
+def jitted_name(eqn: Eqn) -> str | None:
     """Returns the name of the function if `eqn` calls one that the user jitted."""
     if eqn.primitive is not primitives.jit_p:
         return None
@@ -343,7 +386,7 @@ def jitted_name(eqn: Any) -> str | None:
     return name if name.isidentifier() and not in_library(filename) else None
 
 
-def repetitions(eqn: Any) -> int:
+def repetitions(eqn: Eqn) -> int:
     """Returns how often the bodies of `eqn` run, if the program tells; else 1.
 
     The turns of a `scan`, the shards of a `shard_map`; a `while` does not tell.
@@ -356,11 +399,11 @@ def repetitions(eqn: Any) -> int:
     return 1
 
 
-def owned_bodies(eqn: Any) -> list[Body]:
+def owned_bodies(eqn: Eqn) -> list[Body]:
     """Returns every body among the parameters of `eqn`, also those run as traced."""
     return list(map(body_of, core.jaxprs_in_params(eqn.params)))
 
 
-def run_as_traced(body: Body, args: Sequence[Any]) -> list[Any]:
+def run_as_traced(body: Body, args: Sequence[Value]) -> list[Value]:
     """Runs a body in the dtypes that it was traced with."""
     return jax.core.eval_jaxpr(body.jaxpr, body.consts, *args)

@@ -10,22 +10,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 import sys
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from jmp_amp.plan import constants, jaxprs, rules
-from jmp_amp.plan.decisions import (
-    Decision,
-    Known,
-    Origin,
-    castable,
-    decide,
-    is_constant,
-)
-from jmp_amp.plan.jaxprs import Body, Inner
+from jmp_amp.plan.decisions import Decision, decide
+from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Inner, Literal, Var, aval_of
+from jmp_amp.plan.modes import Mode
 from jmp_amp.plan.regions import Region, region_of
 from jmp_amp.plan.rules import Rule
+from jmp_amp.plan.values import Known, Origin, Trait, castable, unfit
 from jmp_amp.policies.dtypes import F32, is_half
 
 # Of a constant that no dtype is sure to hold.
@@ -38,7 +33,7 @@ class Step:
 
     Attributes:
       region: the policy scope that it is in.
-      views: what it sees of its operands; of a loop's carry, what is known throughout.
+      views: what it sees of its operands; of a loop's carry, what holds in every turn.
       results: what is known of its results.
       decision: what it runs in, if it calls nothing.
       inner: its bodies.
@@ -57,20 +52,39 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Flow:
-    """The forward pass over one body."""
+    """The forward pass over one body.
+
+    Attributes:
+      body: the body.
+      region: the policy scope that it is called in.
+      known: what is known of each of its variables.
+      steps: one for each of its equations.
+      outputs: what its caller sees of its outputs.
+    """
 
     body: Body
     region: Region
-    known: dict[Any, Known]
+    known: dict[Var, Known]
     steps: tuple[Step, ...]
     outputs: tuple[Known, ...]
+
+    def of(self, atom: Atom) -> Known | None:
+        """Returns what is known of a variable; None of a literal."""
+        return None if isinstance(atom, Literal) else self.known[atom]
+
+
+class _Key(NamedTuple):
+    jaxpr: int
+    inputs: tuple[Known, ...]
+    region: Region
+    inherited: Rule | None
 
 
 class Flows:
     """Follows values through bodies; each body once for what is known of its inputs."""
 
     def __init__(self) -> None:
-        self._flows: dict[Any, Flow] = {}
+        self._flows: dict[_Key, Flow] = {}
 
     def through(
         self,
@@ -87,62 +101,77 @@ class Flows:
           region: the policy scope that it is called in.
           inherited: the rule that the name of its caller gives to all of it.
         """
-        key = id(body.jaxpr), inputs, region, inherited
-        if key in self._flows:
-            return self._flows[key]
+        key = _Key(id(body.jaxpr), inputs, region, inherited)
+        if key not in self._flows:
+            self._flows[key] = self._through(body, inputs, region, inherited)
+        return self._flows[key]
+
+    def _through(
+        self,
+        body: Body,
+        inputs: tuple[Known, ...],
+        region: Region,
+        inherited: Rule | None,
+    ) -> Flow:
         jaxpr = body.jaxpr
-        uses = collections.Counter(
-            atom
-            for atoms in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars)
-            for atom in atoms
-            if not isinstance(atom, jaxprs.Literal)
-        )
+        read = [atom for eqn in jaxpr.eqns for atom in eqn.invars]
+        uses = collections.Counter(jaxprs.variables([*read, *jaxpr.outvars]))
         known = {
-            var: dataclasses.replace(k, shared=True)
-            if uses[var] > 1 and not k.shared
-            else k
-            for var, k in zip(jaxpr.invars, inputs, strict=True)
+            var: each.shared(each.is_shared or uses[var] > 1)
+            for var, each in zip(jaxpr.invars, inputs, strict=True)
         }
         for var, const in zip(jaxpr.constvars, body.consts, strict=True):
             limits = constants.bounds_of_constant(const)
-            known[var] = Known(Origin.FREE, limits, True, region)
-        makers: dict[Any, Any] = {}
+            traits = frozenset((Trait.PARAMETER,))
+            known[var] = Known(Origin.FREE, limits, region, traits)
+        makers: dict[Var, Eqn] = {}
         steps = []
         for eqn in jaxpr.eqns:
             here = region_of(jaxprs.scope_text(eqn), region)
-            views = tuple(view(_known(atom, known, here), here) for atom in eqn.invars)
+            views = tuple(seen(_known(atom, known, here), here) for atom in eqn.invars)
             step = self._step(eqn, views, here, inherited, makers)
             steps.append(step)
             for var, result in zip(eqn.outvars, step.results, strict=True):
-                if result.shared != (uses[var] > 1):
-                    result = dataclasses.replace(result, shared=uses[var] > 1)
-                known[var] = result
+                known[var] = result.shared(uses[var] > 1)
                 makers[var] = eqn
         outputs = tuple(
-            view(_known(atom, known, region), region) for atom in jaxpr.outvars
+            seen(_known(atom, known, region), region) for atom in jaxpr.outvars
         )
-        flow = Flow(body, region, known, tuple(steps), outputs)
-        self._flows[key] = flow
-        return flow
+        return Flow(body, region, known, tuple(steps), outputs)
 
     def _step(
         self,
-        eqn: Any,
+        eqn: Eqn,
         views: tuple[Known, ...],
         region: Region,
         inherited: Rule | None,
-        makers: dict[Any, Any],
+        makers: dict[Var, Eqn],
     ) -> Step:
         rule = rules.rule_for(eqn, region.policy, inherited)
         inner = jaxprs.inner_bodies(eqn)
-        if not inner:
-            assert rule is not None
-            decision = decide(eqn, rule, region, views, makers)
-            if decision.passes_on:
-                results = _in_region(views, region)
-            else:
-                results = (decision.result,) * len(eqn.outvars)
-            return Step(region, views, results, decision)
+        if inner:
+            return self._call(eqn, views, region, rule, inner)
+        assert rule is not None
+        decision = decide(eqn, rule, region, views, makers)
+        if decision.mode is Mode.PASSED_ON:
+            results = _in_region(views, region)
+        else:
+            results = (decision.result,) * len(eqn.outvars)
+        return Step(region, views, results, decision)
+
+    def _call(
+        self,
+        eqn: Eqn,
+        views: tuple[Known, ...],
+        region: Region,
+        rule: Rule | None,
+        inner: tuple[Inner, ...],
+    ) -> Step:
+        """Follows values through the bodies of a call, a loop or a branch.
+
+        The fixpoint ends: the origin of a carry only rises, its bounds widen once, to
+        any size, and it may only lose the trait of a parameter.
+        """
         starts = views = _in_region(views, region)
         carried = jaxprs.carried(eqn)
         join = _carried_by_while if jaxprs.is_while(eqn) else _carried_by_scan
@@ -166,52 +195,54 @@ class Flows:
             for other in flows[1:]:
                 results = tuple(map(_either, results, other.outputs))
         if carried or jaxprs.is_custom_jvp(eqn):
-            # A loop is not run again for what reads its results, and the user's rule
-            # saves what it needs by itself.
-            costly = is_half(region.policy.compute_dtype)
-            results = tuple(dataclasses.replace(k, costly=costly) for k in results)
-        return Step(
-            region, views, _in_region(results, region), None, inner, flows, rule
-        )
+            # A loop is not run again for the readers of its results, and the user's
+            # rule says what it saves.
+            half = is_half(region.policy.compute_dtype)
+            saved = frozenset((Trait.SAVED_IN_F32,))
+            results = tuple(
+                k._replace(traits=k.traits | saved if half else k.traits - saved)
+                for k in results
+            )
+        results = _in_region(results, region)
+        return Step(region, views, results, None, inner, flows, rule)
 
 
-def carry_dtype(known: Known, atom: Any) -> np.dtype | None:
+def carry_dtype(known: Known, atom: Atom) -> np.dtype | None:
     """Returns the dtype that a loop carries a value in; None if it is never cast."""
     if not castable(atom):
         return None
-    traced = atom.aval.dtype
     if known.origin == Origin.FULL:
         return F32
-    low = known.region.policy.compute_dtype
+    traced, low = aval_of(atom).dtype, known.region.policy.compute_dtype
     if known.origin == Origin.LOW and traced == F32 and is_half(low):
         return low
     return traced
 
 
-def view(known: Known, region: Region) -> Known:
+def seen(known: Known, region: Region) -> Known:
     """Returns what a consumer in `region` sees: values that leave a scope change."""
-    if known.region.holds(region) or is_constant(known):
+    if known.region.holds(region) or known.is_constant:
         return known
     half = is_half(known.region.policy.output_dtype)
     origin = Origin.LOW if half else Origin.FULL
-    return dataclasses.replace(known, origin=origin, as_parameter=False, costly=False)
+    traits = known.traits - {Trait.PARAMETER, Trait.SAVED_IN_F32}
+    return known._replace(origin=origin, traits=traits)
 
 
-def _known(atom: Any, known: dict[Any, Known], region: Region) -> Known:
-    if isinstance(atom, jaxprs.Literal):
-        limits = constants.bounds_of_constant(atom.val)
-        return Known(Origin.FREE, limits, False, region)
+def _known(atom: Atom, known: dict[Var, Known], region: Region) -> Known:
+    if isinstance(atom, Literal):
+        return Known(Origin.FREE, constants.bounds_of_constant(atom.val), region)
     return known[atom]
 
 
 def _in_region(values: tuple[Known, ...], region: Region) -> tuple[Known, ...]:
     return tuple(
-        known if known.region is region else dataclasses.replace(known, region=region)
+        known if known.region is region else known._replace(region=region)
         for known in values
     )
 
 
-def _carried_by_scan(atom: Any, start: Known, now: Known, update: Known) -> Known:
+def _carried_by_scan(atom: Atom, start: Known, now: Known, update: Known) -> Known:
     """Returns what is known of a carry after one more turn.
 
     One that is updated in half precision is half if it starts as an activation, a
@@ -226,43 +257,37 @@ def _carried_by_scan(atom: Any, start: Known, now: Known, update: Known) -> Know
       update: what is known of it after this turn.
     """
     origin = max(now.origin, update.origin)
-    if origin == Origin.LOW and is_constant(start):
+    if origin == Origin.LOW and start.is_constant:
         origin = Origin.FULL
     return _carry(now, update, origin)
 
 
-def _carried_by_while(atom: Any, start: Known, now: Known, update: Known) -> Known:
+def _carried_by_while(atom: Atom, start: Known, now: Known, update: Known) -> Known:
     """As `_carried_by_scan`, but a carry keeps its dtype."""
     origin = max(now.origin, update.origin)
     if origin != Origin.FREE and castable(atom):
-        origin = Origin.LOW if is_half(atom.aval.dtype) else Origin.FULL
+        origin = Origin.LOW if is_half(aval_of(atom).dtype) else Origin.FULL
     return _carry(now, update, origin)
 
 
 def _carry(now: Known, update: Known, origin: Origin) -> Known:
     limits = now.bounds
     if limits not in (update.bounds, _ANY_SIZE):
-        # Constants that grow from turn to turn, or what inputs have a part in.
+        # Constants that grow from turn to turn, or that inputs have a part in.
         grows = limits is not None and update.bounds is not None
         limits = _ANY_SIZE if grows else None
-    return Known(origin, limits, now.as_parameter and update.as_parameter, now.region)
+    both = now.traits & update.traits & {Trait.PARAMETER}
+    return Known(origin, limits, now.region, both)
 
 
 def _either(a: Known, b: Known) -> Known:
     """Returns what is known of a value that is `a` or `b`."""
-    known = Known(
-        max(a.origin, b.origin),
-        (min(a.bounds[0], b.bounds[0]), max(a.bounds[1], b.bounds[1]))
-        if a.bounds and b.bounds
-        else None,
-        a.as_parameter and b.as_parameter,
-        a.region,
-    )
+    limits = None
+    if a.bounds and b.bounds:
+        limits = min(a.bounds[0], b.bounds[0]), max(a.bounds[1], b.bounds[1])
+    origin = max(a.origin, b.origin)
     low = a.region.policy.compute_dtype
-    unfit = any(
-        is_constant(k) and is_half(low) and constants.misfit(k.bounds, low) is not None
-        for k in (a, b)
-    )
-    if known.origin == Origin.LOW and unfit:
-        return dataclasses.replace(known, origin=Origin.FULL)
-    return known
+    if origin == Origin.LOW and unfit((a, b), low) is not None:
+        origin = Origin.FULL
+    both = a.traits & b.traits & {Trait.PARAMETER}
+    return Known(origin, limits, a.region, both)

@@ -1,20 +1,32 @@
 """The plan: a dtype for every equation of a program, and the reason, as plain data.
 
-`planner` makes it, `interpreter` replays it, a report can read it.
+`planner` makes it; `walk` goes through it, for the interpreter and for the report.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
-from jmp_amp.plan.decisions import Known
-from jmp_amp.plan.islands import Island
-from jmp_amp.plan.jaxprs import Body
+from jmp_amp.plan.jaxprs import Body, Var
+from jmp_amp.plan.modes import Dtypes, Mode
 from jmp_amp.plan.regions import Region
+from jmp_amp.plan.rewrites import Rewrite
 from jmp_amp.plan.rules import Rule
+from jmp_amp.plan.values import Known
+
+
+class Identity(tuple[int, ...]):
+    """Which equation of a program: the way to it through bodies.
+
+    `(4, 0, 2)` is equation 2 in body 0 of equation 4; its text is `4.0.2`. Two traces
+    of the same program give an equation the same identity, under every policy.
+    """
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,28 +34,51 @@ class EquationPlan:
     """How one equation runs.
 
     Attributes:
+      index: its place among the equations of its body, see `Identity`.
       rule: the class of the operation, and the name that decided it.
-      dtype: the dtype of the computation; None if it runs as traced or is a call.
+      mode: how it treats the dtypes of its operands.
+      dtype: the dtype of the computation; None if the mode says all.
       reason: why, in words.
       reads: the dtype in which each operand is read; None for one left as it is.
-      writes: the dtype of each result; None for results that are never cast.
+      yields: the dtype of each result as it is computed.
+      writes: the dtype in which each result is kept.
+      rewrite: how it is bound, if not as it was.
       saturate: constants that overflow `dtype` become its largest finite value.
-      f32_result: half-precision operands, f32 result (`preferred_element_type`).
-      picks: takes one element of each row, with a derivative that is no scatter.
       bodies: the plans of its bodies: of calls, loops and branches.
       rule_context: what planning the derivative rule of a `custom_jvp` needs.
     """
 
+    index: int
     rule: Rule
+    mode: Mode
     dtype: np.dtype | None
     reason: str
-    reads: tuple[np.dtype | None, ...]
-    writes: tuple[np.dtype | None, ...]
+    reads: Dtypes
+    yields: Dtypes
+    writes: Dtypes
+    rewrite: Rewrite | None = None
     saturate: bool = False
-    f32_result: bool = False
-    picks: bool = False
     bodies: tuple[Plan, ...] = ()
     rule_context: RuleContext | None = None
+
+
+# A variable, and the dtype in which an island reads or returns it; None is the dtype
+# that it is held in.
+Border = tuple[Var, np.dtype | None]
+
+
+class Island(NamedTuple):
+    """Equations that are differentiated as one, see `islands`.
+
+    Attributes:
+      equations: their indices, in the order of the body.
+      inputs: the variables that they read from outside, with the dtype to read them in.
+      outputs: the variables that are read outside, with the dtype of the readers.
+    """
+
+    equations: tuple[int, ...]
+    inputs: tuple[Border, ...]
+    outputs: tuple[Border, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,8 +96,8 @@ class Plan:
 
     body: Body
     equations: tuple[EquationPlan, ...]
-    outputs: tuple[np.dtype | None, ...]
-    cast_per_use: frozenset[Any]
+    outputs: Dtypes
+    cast_per_use: frozenset[Var]
     order: tuple[int | Island, ...]
 
     @property
@@ -70,8 +105,7 @@ class Plan:
         return tuple(step for step in self.order if isinstance(step, Island))
 
 
-@dataclasses.dataclass(frozen=True)
-class RuleContext:
+class RuleContext(NamedTuple):
     """What is known where a `custom_jvp` is called, for planning its rule later."""
 
     known: tuple[Known, ...]

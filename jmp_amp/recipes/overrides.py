@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_amp.plan.rules import ARITHMETIC
+from jmp_amp.plan.operations import ARITHMETIC
 from jmp_amp.policies.dtypes import (
     F16,
     F32,

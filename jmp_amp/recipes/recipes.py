@@ -20,7 +20,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from jmp_amp.plan.rules import ARITHMETIC
+from jmp_amp.plan.operations import ARITHMETIC
 from jmp_amp.policies.dtypes import F32, short_name
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap

@@ -1,23 +1,25 @@
 """Reading a plan: what happens in every equation of a program, as plain data.
 
-The plan is a tree of bodies; what comes out here is the list of its equations in the
-order of the program, each with the module that it is in and the casts that it costs.
+The plan is walked as the interpreter walks it, with dtypes in place of arrays. What
+comes out is the list of its equations in the order of the program, each with the module
+that it is in and the casts that it costs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
-import jax.core
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp.plan import jaxprs, regions, rules
-from jmp_amp.plan.decisions import castable, traced_dtype
-from jmp_amp.plan.islands import Island
-from jmp_amp.plan.plan import EquationPlan, Plan
+from jmp_amp.plan import jaxprs, regions
+from jmp_amp.plan.jaxprs import Eqn, Literal, Value, Var, aval_of
+from jmp_amp.plan.operations import OPERATIONS
+from jmp_amp.plan.plan import EquationPlan, Identity, Island, Plan
+from jmp_amp.plan.values import castable, traced_dtype
+from jmp_amp.plan.walk import Walk
 from jmp_amp.policies.dtypes import short_name
 from jmp_amp.reports.costs import (
     Matmuls,
@@ -28,8 +30,6 @@ from jmp_amp.reports.costs import (
 )
 from jmp_amp.reports.rows import Cast, Equation, Saved
 from jmp_amp.transform.interpreter import PlannedCall, run
-
-_IN_TABLE = rules.FOLLOW.union(*(group.names for group in rules.PRIMITIVES))
 
 # What JAX adds to the name stack of a checkpoint.
 _NO_MODULES = ("", "checkpoint", "rematted_computation")
@@ -43,10 +43,11 @@ def read_plan(call: PlannedCall) -> tuple[Equation, ...]:
     plan = call.plan
     # An argument may be stored in another dtype than it was traced in.
     inputs = [
-        traced_dtype(v) and np.dtype(array.dtype)
+        _Slot(v, traced_dtype(v) and np.dtype(array.dtype))
         for v, array in zip(plan.body.jaxpr.invars, call.arrays, strict=True)
     ]
-    found, returned = _Body(plan, inputs, "", 1, 0).read()
+    reader = _Reader()
+    found, returned = reader.read(plan, inputs, _Place())
     if returned:
         found.append(
             Equation(
@@ -86,17 +87,17 @@ def read_saved(
     if not any(jnp.issubdtype(v.dtype, jnp.inexact) for v in call.jaxpr.out_avals):
         return None, "no result is floating-point"
 
-    def plain(*values: Any) -> list[Any]:
+    def plain(*values: Value) -> list[Value]:
         # Caches may come in half precision.
         traced = [
-            jax.lax.convert_element_type(x, v.aval.dtype)
+            jax.lax.convert_element_type(x, aval_of(v).dtype)
             if traced_dtype(v) is not None
             else x
             for x, v in zip(values, call.jaxpr.jaxpr.invars, strict=True)
         ]
         return jaxprs.run_as_traced(jaxprs.body_of(call.jaxpr), traced)
 
-    def planned(*values: Any) -> list[Any]:
+    def planned(*values: Value) -> list[Value]:
         return run(call.plan, values)
 
     residuals: list[list[Residual]] = []
@@ -129,208 +130,212 @@ def _modules_of(
     return sizes
 
 
-class _Body:
-    """One body of a plan, gone through as the interpreter does, to note what it does.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Slot:
+    """A value of the report's walk: the dtype of a variable, and its maker.
 
     Attributes:
-      plan: its plan.
-      path: the module that it is called in.
-      times: how often it runs.
-      depth: how many calls it is inside of.
-      held: the dtype that each variable is held in.
-      found: what each equation comes to: itself, and those of its bodies.
-      made: the equation that made each variable.
+      var: the variable; None for a literal.
+      dtype: the dtype that it is held in; None if it is never cast.
+      maker: the index of the equation of the same body that made it, if one did.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        inputs: Sequence[np.dtype | None],
-        path: str,
-        times: int,
-        depth: int,
-    ):
-        jaxpr = plan.body.jaxpr
-        self.plan = plan
-        self.path = path
-        self.times = times
-        self.depth = depth
-        self.held = dict(zip(jaxpr.invars, inputs, strict=True))
-        self.held.update((var, traced_dtype(var)) for var in jaxpr.constvars)
+    var: Var | None
+    dtype: np.dtype | None
+    maker: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where the bodies of an equation are.
+
+    Attributes:
+      module: the path of the module that they are called in.
+      times: how often they run.
+      depth: how many calls they are inside of.
+      identity: the identity of the equation that calls, and the number of its body.
+    """
+
+    module: str = ""
+    times: int = 1
+    depth: int = 0
+    identity: tuple[int, ...] = ()
+
+
+class _Reader(Walk[_Slot]):
+    """A walk that notes the casts and the equations of one body at a time.
+
+    Attributes:
+      place: where the body is.
+      found: the rows of each of its equations: its own, and those of its bodies.
+      casts: the casts since the last equation, with the slots that they read.
+      entering: the casts of the values that an island begins with.
+    """
+
+    def __init__(self) -> None:
+        self.place = _Place()
         self.found: dict[int, list[Equation]] = {}
-        self.made: dict[Any, int] = {}
-
-    def read(self) -> tuple[list[Equation], list[Cast]]:
-        """Returns the equations, and the casts of outputs that none of them made."""
-        values = self.casts()
-        for step in self.plan.order:
-            if isinstance(step, Island):
-                self.island(step, values)
-            else:
-                self.equation(step, values)
-        outputs = zip(self.plan.body.jaxpr.outvars, self.plan.outputs, strict=True)
-        others = self.returned(outputs, values)
-        return [e for index in sorted(self.found) for e in self.found[index]], others
-
-    def casts(self) -> _Casts:
-        return _Casts(self.held, self.plan.cast_per_use, self.times)
-
-    def island(self, island: Island, values: _Casts) -> None:
-        inside = self.casts()
-        inside.held = dict(self.held)
-        first = island.equations[0]
-        entering: list[Cast] = []
-        for var, dtype in island.inputs:
-            entering += values.read(var, dtype, "operand")
-            inside.held[var] = dtype or self.held[var]
-        for index in island.equations:
-            self.equation(index, inside, entering if index == first else [])
-        self.returned(island.outputs, inside)
-        for var, dtype in island.outputs:
-            self.held[var] = dtype or inside.held[var]
-
-    def returned(
-        self, outputs: Iterable[tuple[Any, np.dtype | None]], values: _Casts
-    ) -> list[Cast]:
-        """Notes the casts of outputs where they were made; returns the others."""
-        others = []
-        for atom, dtype in outputs:
-            casts = values.read(atom, dtype, "result")
-            if casts and atom in self.made:
-                maker, *inner = self.found[self.made[atom]]
-                maker = dataclasses.replace(maker, casts=(*maker.casts, *casts))
-                self.found[self.made[atom]] = [maker, *inner]
-            else:
-                others += casts
-        return others
-
-    def equation(
-        self, index: int, values: _Casts, entering: Iterable[Cast] = ()
-    ) -> None:
-        eqn, planned = self.plan.body.jaxpr.eqns[index], self.plan.equations[index]
-        if not eqn.effects and all(isinstance(v, jaxprs.DropVar) for v in eqn.outvars):
-            return
-        casts = list(entering)
-        for atom, dtype in zip(eqn.invars, planned.reads, strict=True):
-            read = values.read(atom, dtype, "operand", planned.saturate)
-            # A cast of the program's own is not one that the plan inserts.
-            casts += [] if jaxprs.is_conversion(eqn) else read
-        for var, dtype in zip(eqn.outvars, planned.writes, strict=True):
-            computed = _computed(var, planned, dtype, eqn)
-            if dtype is not None and computed is not None and computed != dtype:
-                casts.append(values.cast(var, computed, dtype, "result"))
-        values.held.update(zip(eqn.outvars, planned.writes, strict=True))
-        self.made.update((var, index) for var in eqn.outvars)
-
-        path = _joined(self.path, *_scope(eqn))
-        inside: list[Equation] = []
-        if planned.bodies:
-            again = self.times * jaxprs.repetitions(eqn)
-            within = _joined(path, jaxprs.jitted_name(eqn) or "")
-            for inner, plan in zip(
-                jaxprs.inner_bodies(eqn), planned.bodies, strict=True
-            ):
-                reads = [planned.reads[i] for i in inner.operands]
-                body = _Body(plan, reads, within, again, self.depth + 1)
-                equations, returned = body.read()
-                inside += equations
-                casts += returned
-        described = self.described(eqn, planned, path, tuple(casts))
-        self.found[index] = [described, *inside]
-
-    def described(
-        self, eqn: Any, planned: EquationPlan, path: str, casts: tuple[Cast, ...]
-    ) -> Equation:
-        is_opaque = _is_opaque(eqn, planned)
-        matmuls = _matmuls(eqn, planned, is_opaque, self.times)
-        dtype = None if planned.bodies else _dtype(eqn, planned)
-        return Equation(
-            module=path,
-            operation=eqn.primitive.name,
-            calls=_called(eqn),
-            source=jaxprs.source_line(eqn),
-            shapes=tuple(_shape(v.aval) for v in eqn.outvars),
-            dtype="" if dtype is None else short_name(dtype),
-            is_floating=not planned.bodies and _is_floating(eqn),
-            op_class=planned.rule.op_class.value,
-            decided_by=planned.rule.decided_by,
-            from_policy=planned.rule.from_user,
-            reason=planned.reason,
-            casts=casts,
-            matmuls=matmuls.total,
-            matmuls_in_half=matmuls.in_half,
-            flops=matmuls.flops,
-            flops_in_half=matmuls.flops_in_half,
-            elements=sum(_size(v.aval) for v in eqn.outvars) * self.times,
-            times=self.times,
-            depth=self.depth,
-            is_opaque=is_opaque,
-        )
-
-
-class _Casts:
-    """The casts of a body's variables: each is made once, unless at each use."""
-
-    def __init__(
-        self,
-        held: dict[Any, np.dtype | None],
-        cast_per_use: frozenset[Any],
-        times: int,
-    ):
-        self.held = held
-        self.cast_per_use = cast_per_use
-        self.times = times
-        self.shared: set[tuple[Any, np.dtype]] = set()
+        self.casts: list[tuple[_Slot, np.dtype]] = []
+        self.entering: list[Cast] = []
 
     def read(
-        self, atom: Any, dtype: np.dtype | None, where: str, saturate: bool = False
-    ) -> list[Cast]:
-        """Returns the cast that reading `atom` in `dtype` costs, if it costs one."""
-        if isinstance(atom, jaxprs.Literal) or dtype is None:
-            return []
-        held = self.held[atom]
-        if held is None or held == dtype or (atom, dtype) in self.shared:
-            return []
-        if not saturate and atom not in self.cast_per_use:
-            self.shared.add((atom, dtype))
-        return [self.cast(atom, held, dtype, where)]
+        self, plan: Plan, inputs: Sequence[_Slot], place: _Place
+    ) -> tuple[list[Equation], list[Cast]]:
+        """Returns the equations, and the casts of outputs that none of them made."""
+        inner = _Reader()
+        inner.place = place
+        inner.body(plan, inputs)
+        others = inner._returned()
+        rows = [e for index in sorted(inner.found) for e in inner.found[index]]
+        return rows, others
 
-    def cast(self, atom: Any, source: np.dtype, target: np.dtype, where: str) -> Cast:
-        elements = _size(atom.aval) * self.times
-        return Cast(short_name(source), short_name(target), elements, where)
+    def constant(self, value: Value, var: Var) -> _Slot:
+        return _Slot(var, traced_dtype(var))
+
+    def literal(self, atom: Literal, dtype: np.dtype | None, saturate: bool) -> _Slot:
+        return _Slot(None, dtype)
+
+    def dtype_of(self, value: _Slot) -> np.dtype | None:
+        return value.dtype
+
+    def cast(self, value: _Slot, dtype: np.dtype, saturate: bool) -> _Slot:
+        self.casts.append((value, dtype))
+        return dataclasses.replace(value, dtype=dtype)
+
+    def island(
+        self,
+        compute: Callable[..., list[_Slot]],
+        island: Island,
+        inputs: list[_Slot],
+    ) -> list[_Slot]:
+        self.entering = self._noted("operand")
+        results = compute(*inputs)
+        self._returned()
+        return results
+
+    def equation(
+        self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[_Slot]]
+    ) -> list[_Slot]:
+        read()
+        casts, self.entering = self.entering, []
+        operands = self._noted("operand")
+        # A cast of the program's own is not one that the plan inserts.
+        casts += [] if jaxprs.is_conversion(eqn) else operands
+        slots = []
+        for var, made, kept in zip(
+            eqn.outvars, planned.yields, planned.writes, strict=True
+        ):
+            slots.append(_Slot(var, kept, planned.index))
+            if made is not None and kept is not None and made != kept:
+                casts.append(self._cast(_Slot(var, made), kept, "result"))
+        here = dataclasses.replace(
+            self.place,
+            module=_joined(self.place.module, *_scope(eqn)),
+            identity=(*self.place.identity, planned.index),
+        )
+        rows: list[Equation] = []
+        for number, plan in enumerate(planned.bodies):
+            equations, returned = self._inside(eqn, planned, plan, number, here)
+            rows += equations
+            casts += returned
+        self.found[planned.index] = [_row(eqn, planned, here, casts), *rows]
+        return slots
+
+    def _inside(
+        self, eqn: Eqn, planned: EquationPlan, plan: Plan, number: int, here: _Place
+    ) -> tuple[list[Equation], list[Cast]]:
+        """Returns the rows of a body of an equation, and the casts of its outputs."""
+        positions = jaxprs.inner_bodies(eqn)[number].operands
+        inputs = [
+            _Slot(var, planned.reads[i])
+            for var, i in zip(plan.body.jaxpr.invars, positions, strict=True)
+        ]
+        place = _Place(
+            _joined(here.module, jaxprs.jitted_name(eqn) or ""),
+            here.times * jaxprs.repetitions(eqn),
+            here.depth + 1,
+            (*here.identity, number),
+        )
+        return self.read(plan, inputs, place)
+
+    def _noted(self, where: str) -> list[Cast]:
+        """Returns the casts since the last equation."""
+        noted, self.casts = self.casts, []
+        return [self._cast(slot, dtype, where) for slot, dtype in noted]
+
+    def _cast(self, slot: _Slot, dtype: np.dtype, where: str) -> Cast:
+        assert slot.var is not None and slot.dtype is not None
+        elements = _size(slot.var) * self.place.times
+        return Cast(short_name(slot.dtype), short_name(dtype), elements, where)
+
+    def _returned(self) -> list[Cast]:
+        """Notes the casts of outputs where they were made; returns the others."""
+        others = []
+        slots = [slot for slot, _ in self.casts]
+        for slot, cast in zip(slots, self._noted("result"), strict=True):
+            if slot.maker in self.found:
+                maker, *inner = self.found[slot.maker]
+                maker = dataclasses.replace(maker, casts=(*maker.casts, cast))
+                self.found[slot.maker] = [maker, *inner]
+            else:
+                others.append(cast)
+        return others
 
 
-def _computed(
-    var: Any, planned: EquationPlan, written: np.dtype | None, eqn: Any
-) -> np.dtype | None:
-    """The dtype in which an equation yields a result, before it is cast."""
-    as_written = planned.bodies or planned.f32_result or jaxprs.is_conversion(eqn)
-    if as_written or eqn.primitive.name in rules.PASSED_ON or not castable(var):
-        return written
-    return planned.dtype or traced_dtype(var)
+def _row(
+    eqn: Eqn, planned: EquationPlan, place: _Place, casts: Sequence[Cast]
+) -> Equation:
+    is_opaque = _is_opaque(eqn, planned)
+    matmuls = _matmuls(eqn, planned, is_opaque, place.times)
+    dtype = None if planned.bodies else _dtype(eqn, planned)
+    return Equation(
+        module=place.module,
+        operation=eqn.primitive.name,
+        calls=_called(eqn),
+        source=jaxprs.source_line(eqn),
+        shapes=tuple(map(_shape, eqn.outvars)),
+        dtype="" if dtype is None else short_name(dtype),
+        is_floating=not planned.bodies and _is_floating(eqn),
+        op_class=planned.rule.op_class.value,
+        decided_by=planned.rule.decided_by,
+        from_policy=planned.rule.from_user,
+        reason=planned.reason,
+        casts=tuple(casts),
+        matmuls=matmuls.total,
+        matmuls_in_half=matmuls.in_half,
+        flops=matmuls.flops,
+        flops_in_half=matmuls.flops_in_half,
+        elements=sum(map(_size, eqn.outvars)) * place.times,
+        times=place.times,
+        depth=place.depth,
+        is_opaque=is_opaque,
+        identity=str(Identity(place.identity)),
+    )
 
 
-def _dtype(eqn: Any, planned: EquationPlan) -> np.dtype | None:
+def _dtype(eqn: Eqn, planned: EquationPlan) -> np.dtype | None:
     dtypes = [planned.dtype, *planned.reads, *planned.writes]
     known = [dtype for dtype in dtypes if dtype is not None]
     traced = [
-        v.aval.dtype for v in eqn.outvars if isinstance(v.aval, jax.core.ShapedArray)
+        aval_of(v).dtype
+        for v in eqn.outvars
+        if isinstance(v.aval, jax.core.ShapedArray)
     ]
     return next(iter(known + traced), None)
 
 
-def _is_floating(eqn: Any) -> bool:
+def _is_floating(eqn: Eqn) -> bool:
     return any(castable(v) for v in (*eqn.invars, *eqn.outvars))
 
 
-def _is_opaque(eqn: Any, planned: EquationPlan) -> bool:
+def _is_opaque(eqn: Eqn, planned: EquationPlan) -> bool:
     name = eqn.primitive.name
-    if planned.bodies or name in _IN_TABLE or not _is_floating(eqn):
+    if planned.bodies or name in OPERATIONS or not _is_floating(eqn):
         return False
     return "call" in name or bool(jaxprs.owned_bodies(eqn))
 
 
-def _matmuls(eqn: Any, planned: EquationPlan, opaque: bool, times: int) -> Matmuls:
+def _matmuls(eqn: Eqn, planned: EquationPlan, opaque: bool, times: int) -> Matmuls:
     if opaque:
         total, again = Matmuls(), times * jaxprs.repetitions(eqn)
         if eqn.primitive.name == "pallas_call":
@@ -345,7 +350,7 @@ def _matmuls(eqn: Any, planned: EquationPlan, opaque: bool, times: int) -> Matmu
     return matmul_of(eqn, dtypes, times)
 
 
-def _called(eqn: Any) -> str:
+def _called(eqn: Eqn) -> str:
     if name := jaxprs.function_name(eqn):
         return name
     for body in jaxprs.owned_bodies(eqn):
@@ -355,7 +360,7 @@ def _called(eqn: Any) -> str:
     return ""
 
 
-def _scope(eqn: Any) -> list[str]:
+def _scope(eqn: Eqn) -> list[str]:
     text = regions.without_policies(jaxprs.scope_text(eqn))
     # `jnp.einsum` opens a scope of the name of its subscripts.
     return [
@@ -367,9 +372,9 @@ def _joined(path: str, *names: str) -> str:
     return "/".join(name for name in (path, *names) if name)
 
 
-def _shape(aval: Any) -> str:
-    return f"[{','.join(map(str, getattr(aval, 'shape', ())))}]"
+def _shape(var: Var) -> str:
+    return f"[{','.join(map(str, getattr(var.aval, 'shape', ())))}]"
 
 
-def _size(aval: Any) -> int:
-    return int(getattr(aval, "size", 0))
+def _size(var: Var) -> int:
+    return int(getattr(var.aval, "size", 0))

@@ -49,6 +49,8 @@ class Equation:
       times: how often it runs, as far as the program tells.
       depth: how many calls it is inside of.
       is_opaque: a call that the plan does not look into: it runs as traced.
+      identity: the way to it through the bodies of the program: `4.0.2` is equation 2
+        in body 0 of equation 4. Two traces of a program agree on it.
     """
 
     module: str
@@ -71,6 +73,7 @@ class Equation:
     times: int = 1
     depth: int = 0
     is_opaque: bool = False
+    identity: str = ""
 
     @property
     def is_in_half(self) -> bool:

@@ -14,11 +14,13 @@ from flax import linen as nn
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.plan import jaxprs
-from jmp_amp.plan.islands import Island
-from jmp_amp.plan.plan import EquationPlan, Plan
+from jmp_amp.plan.jaxprs import ClosedJaxpr, Eqn, Literal, Value, Var, aval_of
+from jmp_amp.plan.plan import EquationPlan, Island, Plan
 from jmp_amp.plan.planner import plan_derivative_rule, plan_program
 from jmp_amp.plan.regions import scope
-from jmp_amp.plan.rewrites import half_operands_f32_result, pick
+from jmp_amp.plan.values import is_inexact
+from jmp_amp.plan.walk import Walk
+from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.transform import linen_modules, scopes
@@ -26,7 +28,7 @@ from jmp_amp.transform.calls import traced_call
 
 
 def autocast(
-    fn: Callable[..., Any] | None = None,
+    fn: AnyFn | None = None,
     policy: Policy | PolicyMap | str = "mixed_bfloat16",
     *,
     enabled: bool = True,
@@ -113,7 +115,7 @@ def autocast(
         return fn
 
     @functools.wraps(fn, updated=())
-    def autocast_fn(*args: Any, **kwargs: Any) -> Any:
+    def autocast_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
         outer = scopes.active()
         with planned_call(fn, policies, args, kwargs, "autocast(fn)") as call:
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in call.arrays):
@@ -143,17 +145,17 @@ class PlannedCall(NamedTuple):
     """
 
     plan: Plan
-    jaxpr: Any
-    arrays: list[Any]
-    returned: Callable[[Sequence[Any]], Any]
+    jaxpr: ClosedJaxpr
+    arrays: list[Value]
+    returned: Callable[[Sequence[Value]], PyTree]
 
 
 @contextmanager
 def planned_call(
-    fn: Callable[..., Any],
+    fn: AnyFn,
     policies: PolicyMap,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
     call: str,
 ) -> Iterator[PlannedCall]:
     """Traces and plans `fn(*args, **kwargs)`, see `calls.traced_call`."""
@@ -162,190 +164,155 @@ def planned_call(
         yield PlannedCall(plan, traced.jaxpr, traced.arrays, traced.returned)
 
 
-def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
+def run(plan: Plan, args: Sequence[Value]) -> list[jax.Array]:
     """Runs the planned body on `args`, one for each of its inputs."""
-    return _Run().body(plan, args)
+    return _Replay().body(plan, args)
 
 
-class _Values:
-    """The values of a body's variables, and their casts, each made once."""
-
-    def __init__(self, plan: Plan, variables: Sequence[Any], values: Sequence[Any]):
-        self.plan = plan
-        self.values = dict(zip(variables, values, strict=True))
-        self.casts: dict[tuple[Any, np.dtype], Any] = {}
-
-    def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        self.values.update(zip(variables, values, strict=True))
-
-    def read(self, atom: Any, dtype: np.dtype | None, saturate: bool = False) -> Any:
-        if isinstance(atom, jaxprs.Literal):
-            value = _cast_constant(atom.val, dtype, saturate)
-            # A user's rule may do with an array what only JAX's own arrays can.
-            return jnp.asarray(value) if np.ndim(value) else value
-        value = self.values[atom]
-        if dtype is None or value.dtype == dtype:
-            return value
-        if saturate or atom in self.plan.cast_per_use:
-            return _cast(value, dtype, saturate)
-        if (atom, dtype) not in self.casts:
-            self.casts[atom, dtype] = _cast(value, dtype, False)
-        return self.casts[atom, dtype]
-
-
-class _Run:
-    """One replay.
+class _Replay(Walk[Value]):
+    """One replay of a plan on arrays.
 
     Attributes:
-      staged: the bodies that were staged, each of them once.
+      staged: the bodies that were staged, each of them once. They are closed jaxprs and
+        hold no tracers, so the traces inside `jax.checkpoint` share them too.
       differentiable: False inside the primal of a `custom_jvp`, which has a rule.
     """
 
     def __init__(self, differentiable: bool = True):
-        self.staged: dict[Plan, Any] = {}
+        self.staged: dict[Plan, ClosedJaxpr] = {}
         self.differentiable = differentiable
 
-    def body(self, plan: Plan, args: Sequence[Any]) -> list[Any]:
-        jaxpr = plan.body.jaxpr
-        # JAX keeps small constants as numpy arrays; a user's rule may do with them what
-        # only JAX's own arrays can.
-        consts = [
-            jnp.asarray(const) if isinstance(const, np.ndarray) else const
-            for const in plan.body.consts
-        ]
-        values = _Values(plan, jaxpr.constvars, consts)
-        values.write(jaxpr.invars, args)
-        self.steps(values, plan.order)
-        return [
-            values.read(atom, dtype)
-            for atom, dtype in zip(jaxpr.outvars, plan.outputs, strict=True)
-        ]
+    def constant(self, value: Value, var: Var) -> Value:
+        # JAX keeps small constants as numpy arrays. A custom rule may index them by a
+        # tracer, which numpy arrays refuse.
+        return jnp.asarray(value) if isinstance(value, np.ndarray) else value
 
-    def steps(self, values: _Values, order: Sequence[int | Island]) -> None:
-        plan = values.plan
-        eqns = plan.body.jaxpr.eqns
-        for step in order:
-            if isinstance(step, Island):
-                self.island(values, step)
-                continue
-            eqn, planned = eqns[step], plan.equations[step]
-            if not eqn.effects and all(
-                isinstance(v, jaxprs.DropVar) for v in eqn.outvars
-            ):
-                continue
-            with jaxprs.source_of(eqn):
-                operands = [
-                    values.read(atom, dtype, planned.saturate)
-                    for atom, dtype in zip(eqn.invars, planned.reads, strict=True)
-                ]
-                values.write(eqn.outvars, self.equation(eqn, planned, operands))
+    def literal(self, atom: Literal, dtype: np.dtype | None, saturate: bool) -> Value:
+        value = atom.val
+        if dtype is not None and value.dtype != dtype:
+            if saturate and np.isfinite(value):
+                largest = float(jnp.finfo(dtype).max)
+                value = np.clip(value, -largest, largest)
+            value = np.asarray(value).astype(dtype)
+        return jnp.asarray(value) if np.ndim(value) else value
 
-    def island(self, values: _Values, island: Island) -> None:
-        def compute(*inputs: Any) -> list[Any]:
-            inside = _Values(values.plan, [var for var, _ in island.inputs], inputs)
-            self.steps(inside, island.equations)
-            return [inside.read(var, dtype) for var, dtype in island.outputs]
+    def dtype_of(self, value: Value) -> np.dtype:
+        return value.dtype
 
-        # The staged bodies of one trace are closed and serve the other traces too.
-        results = jax.checkpoint(compute, prevent_cse=False)(
-            *(values.read(var, dtype) for var, dtype in island.inputs)
-        )
-        values.write([var for var, _ in island.outputs], results)
+    def cast(self, value: Value, dtype: np.dtype, saturate: bool) -> Value:
+        if saturate:
+            largest = jnp.finfo(dtype).max.astype(value.dtype)
+            clipped = jax.lax.clamp(-largest, value, largest)
+            value = jax.lax.select(jnp.isinf(value), value, clipped)
+        return jax.lax.convert_element_type(value, dtype)
+
+    def island(
+        self,
+        compute: Callable[..., list[Value]],
+        island: Island,
+        inputs: list[Value],
+    ) -> list[Value]:
+        return jax.checkpoint(compute, prevent_cse=False)(*inputs)
 
     def equation(
-        self, eqn: Any, planned: EquationPlan, operands: Sequence[Any]
-    ) -> list[Any]:
-        if jaxprs.is_custom_jvp(eqn):
-            return self.custom_jvp(eqn, planned, operands)
-        if planned.bodies and jaxprs.is_helper(eqn):
-            return self.body(planned.bodies[0], operands)
-        if jaxprs.is_shard_map(eqn) and planned.bodies:
-            return jaxprs.bind_shard_map(
-                eqn, lambda *shards: self.body(planned.bodies[0], shards), operands
-            )
-        if planned.bodies:
-            staged = [
-                self.staged_body(
-                    inner.body, plan, [planned.reads[i] for i in inner.operands]
-                )
-                for inner, plan in zip(
-                    jaxprs.inner_bodies(eqn), planned.bodies, strict=True
+        self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[Value]]
+    ) -> list[Value]:
+        with jaxprs.source_of(eqn):
+            operands = read()
+            if planned.bodies:
+                return self._call(eqn, planned, operands)
+            if jaxprs.is_conversion(eqn):
+                (source,), (target,) = planned.reads, planned.writes
+                if source is not None and target is not None:
+                    return [jax.lax.convert_element_type(*operands, target)]
+            return [
+                x if dtype is None else jax.lax.convert_element_type(x, dtype)
+                for x, dtype in zip(
+                    self._bound(eqn, planned, operands), planned.writes, strict=True
                 )
             ]
-            return jaxprs.bind_staged(eqn, staged, operands)
-        if jaxprs.is_conversion(eqn):
-            source, target = *planned.reads, *planned.writes
-            if source is not None and target is not None:
-                return [jax.lax.convert_element_type(operands[0], target)]
-        if planned.f32_result:
-            assert planned.dtype is not None
-            if not self.differentiable:
-                return jaxprs.bind(eqn, operands)
-            return [half_operands_f32_result(eqn, planned.dtype)(*operands)]
-        if planned.picks and self.differentiable:
-            return [pick(eqn, *operands)]
-        changed = {} if planned.dtype is None else jaxprs.retyped(eqn, planned.dtype)
-        results = jaxprs.bind(eqn, operands, **changed)
-        return [
-            x if dtype is None else jax.lax.convert_element_type(x, dtype)
-            for x, dtype in zip(results, planned.writes, strict=True)
-        ]
 
-    def staged_body(
-        self, body: jaxprs.Body, plan: Plan, dtypes: Sequence[np.dtype | None]
-    ) -> Any:
+    def _bound(
+        self, eqn: Eqn, planned: EquationPlan, operands: Sequence[Value]
+    ) -> Sequence[Value]:
+        rewrite, dtype = planned.rewrite, planned.dtype
+        if rewrite is None:
+            changed = {} if dtype is None else jaxprs.retyped(eqn, dtype)
+            return jaxprs.bind(eqn, operands, **changed)
+        if rewrite.derivative_only and not self.differentiable:
+            return jaxprs.bind(eqn, operands)
+        return rewrite.bind(eqn, dtype, operands)
+
+    def _call(
+        self, eqn: Eqn, planned: EquationPlan, operands: Sequence[Value]
+    ) -> list[Value]:
+        bodies = planned.bodies
+        if jaxprs.is_custom_jvp(eqn):
+            return self._custom_jvp(eqn, planned, operands)
+        if jaxprs.is_helper(eqn):
+            return self.body(bodies[0], operands)
+        if jaxprs.is_shard_map(eqn):
+            return jaxprs.bind_shard_map(
+                eqn, lambda *shards: self.body(bodies[0], shards), operands
+            )
+        staged = [
+            self._staged(plan, [planned.reads[i] for i in inner.operands])
+            for inner, plan in zip(jaxprs.inner_bodies(eqn), bodies, strict=True)
+        ]
+        return jaxprs.bind_staged(eqn, staged, operands)
+
+    def _staged(self, plan: Plan, dtypes: Sequence[np.dtype | None]) -> ClosedJaxpr:
         """Returns the closed jaxpr of a planned body, staged once for all its calls."""
         if plan not in self.staged:
+            avals = [aval_of(v) for v in plan.body.jaxpr.outvars]
 
-            def run_body(*args: Any) -> list[Any]:
-                results = self.body(plan, args)
-                return [
-                    jaxprs.as_output(value, v.aval)
-                    for value, v in zip(results, body.jaxpr.outvars, strict=True)
-                ]
+            def run_body(*args: Value) -> list[jax.Array]:
+                return list(map(jaxprs.as_output, self.body(plan, args), avals))
 
             self.staged[plan] = jaxprs.trace(
-                run_body, jaxprs.retyped_avals(body, dtypes)
+                run_body, jaxprs.retyped_avals(plan.body, dtypes)
             )
         return self.staged[plan]
 
-    def custom_jvp(
-        self, eqn: Any, planned: EquationPlan, operands: Sequence[Any]
-    ) -> list[Any]:
+    def _custom_jvp(
+        self, eqn: Eqn, planned: EquationPlan, operands: Sequence[Value]
+    ) -> list[Value]:
         """Runs the planned primal; its derivative is the planned rule of the user."""
         (body,) = planned.bodies
+        inexact = [jnp.issubdtype(aval_of(v).dtype, jnp.inexact) for v in eqn.outvars]
 
-        def primal(*xs: Any) -> list[Any]:
-            return _Run(differentiable=False).body(body, xs)
+        def primal(*xs: Value) -> list[Value]:
+            return _Replay(differentiable=False).body(body, xs)
 
         primal.__name__ = jaxprs.function_name(eqn) or primal.__name__
-        primal = jax.custom_jvp(primal)
+        rewritten = jax.custom_jvp(primal)
 
-        def derivative(xs: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+        def derivative(
+            xs: Sequence[Value], tangents: Sequence[Value]
+        ) -> tuple[list[Value], list[Value]]:
             # The user's rule may ask which of the tangents are zero.
             differentiated = [
                 i
                 for i, (v, t) in enumerate(zip(eqn.invars, tangents, strict=True))
-                if jnp.issubdtype(v.aval.dtype, jnp.inexact)
-                and not isinstance(t, SymbolicZero)
+                if is_inexact(v) and not isinstance(t, SymbolicZero)
             ]
             rule = _planned_rule(eqn, planned, differentiated)
             both = run(rule, [*xs, *(tangents[i] for i in differentiated)])
-            results, moving = both[: len(eqn.outvars)], iter(both[len(eqn.outvars) :])
+            results, moving = both[: len(inexact)], iter(both[len(inexact) :])
             result_tangents = [
                 next(moving)
-                if jnp.issubdtype(v.aval.dtype, jnp.inexact)
-                else np.zeros(v.aval.shape, jax.dtypes.float0)
-                for v in eqn.outvars
+                if is_float
+                else np.zeros(aval_of(v).shape, jax.dtypes.float0)
+                for is_float, v in zip(inexact, eqn.outvars, strict=True)
             ]
             return results, result_tangents
 
-        primal.defjvp(derivative, symbolic_zeros=True)
-        return list(primal(*operands))
+        rewritten.defjvp(derivative, symbolic_zeros=True)
+        return list(rewritten(*operands))
 
 
 def _planned_rule(
-    eqn: Any, planned: EquationPlan, differentiated: Sequence[int]
+    eqn: Eqn, planned: EquationPlan, differentiated: Sequence[int]
 ) -> Plan:
     """Traces and plans the derivative rule of a `custom_jvp` equation.
 
@@ -358,20 +325,3 @@ def _planned_rule(
     with scopes.activate(active), linen_modules.intercepted():
         traced = jaxprs.trace_derivative_rule(eqn, differentiated)
     return plan_derivative_rule(traced, eqn, planned, differentiated)
-
-
-def _cast(value: Any, dtype: np.dtype, saturate: bool) -> Any:
-    if saturate:
-        largest = jnp.finfo(dtype).max.astype(value.dtype)
-        clipped = jax.lax.clamp(-largest, value, largest)
-        value = jax.lax.select(jnp.isinf(value), value, clipped)
-    return jax.lax.convert_element_type(value, dtype)
-
-
-def _cast_constant(value: Any, dtype: np.dtype | None, saturate: bool) -> Any:
-    if dtype is None or value.dtype == dtype:
-        return value
-    if saturate and np.isfinite(value):
-        largest = float(jnp.finfo(dtype).max)
-        value = np.clip(value, -largest, largest)
-    return np.asarray(value).astype(dtype)

@@ -1,0 +1,325 @@
+"""The table of operations: one row for each primitive of JAX.
+
+A row says everything that the plan knows of a primitive. A primitive without a row runs
+as it was traced. To add a primitive, add a row.
+
+Sources. [torch] the CUDA lists of `torch.amp` (aten/src/ATen/autocast_mode.h, torch
+2.13); [paddle] python/paddle/amp/amp_lists.py; [apex] apex/amp/lists; [xla]
+torch_xla/csrc/autocast_mode.cpp; [jax] the derivative rules of `jax.lax`, which the
+tests differentiate; [exact] IEEE 754: the result has the bits of an operand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+
+class OpClass(enum.Enum):
+    """What decides the dtype of an operation."""
+
+    LOW = "low"  # the policy's compute dtype
+    FULL = "full"  # float32
+    FOLLOW = "follow"  # the plan: from its operands and its consumers
+    KEEP = "keep"  # as traced
+
+
+class Kind(enum.Enum):
+    """What an operation does to its operands."""
+
+    PRODUCT = "a product: sums products of elements"
+    FUNCTION = "a function of each element"
+    ARITHMETIC = "arithmetic on each element, which rounds"
+    REDUCTION = "a sum or a product of many elements"
+    ALGEBRA = "linear algebra, or a Fourier transform"
+    MOVE = "a move: elements change their places, not their bits"
+    SELECTION = "a selection: each result is an operand or its negative"
+    COMPARISON = "a comparison: reads floats and decides"
+
+
+class Cost(enum.Enum):
+    """What it costs to compute an operation again in the backward pass."""
+
+    CHEAP = "computed again: it costs less than to save an f32 result"
+    DEAR = "saved: it takes long to compute"
+    BOUND = "saved: computed again, it would move data, or a user refers to it"
+
+
+class Saves(enum.Enum):
+    """The float values that the derivative of an operation saves."""
+
+    NOTHING = "nothing"
+    RESULT = "its result"
+    OPERANDS = "its operands, or a function of them"
+
+
+class Role(enum.Enum):
+    """A part that an operation plays in patterns that the plan looks for."""
+
+    ADDS = "adds two terms"
+    MULTIPLIES = "multiplies two factors"
+    DIVIDES = "divides by a factor"
+    NORMALIZES = "makes the factor of a norm"
+    SUMS = "makes one number of many, which may overflow"
+    CHOOSES = "chooses between values, such as a mask's"
+    LOOKS_UP = "writes what it looks up to memory"
+    HANDS_ON = "each result is one operand: nothing joins their dtypes"
+
+
+# The result of a function whose operands are the corners of their ranges.
+Fold = Callable[..., object]
+Limits = Fold | tuple[float, float] | None
+
+
+class Row(NamedTuple):
+    """The row of one primitive, in a group that shares class, kind and reason.
+
+    Attributes:
+      name: the name of the primitive.
+      cost: what it costs to compute it again.
+      saves: the values that its derivative saves; nobody asks unless it is `CHEAP`.
+      limits: the range of its results: fixed, or a function that is monotone in each
+        operand; None if the results lie between the smallest and the largest operand.
+      role: the part that it plays in a pattern, if any.
+    """
+
+    name: str
+    cost: Cost
+    saves: Saves
+    limits: Limits = None
+    role: Role | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Operations that share a class for one reason."""
+
+    op_class: OpClass
+    kind: Kind
+    reason: str
+    source: str
+    rows: tuple[Row, ...]
+
+
+class Operation(NamedTuple):
+    """All that the table says of one primitive."""
+
+    row: Row
+    group: Group
+
+    @property
+    def kind(self) -> Kind:
+        return self.group.kind
+
+    @property
+    def is_cheap(self) -> bool:
+        return self.row.cost is Cost.CHEAP
+
+
+CHEAP, DEAR, BOUND = Cost.CHEAP, Cost.DEAR, Cost.BOUND
+NOTHING, RESULT, OPERANDS = Saves.NOTHING, Saves.RESULT, Saves.OPERANDS
+_FOLLOWS = "elementwise or structural"
+
+
+def _named(cost: Cost, saves: Saves, names: str) -> tuple[Row, ...]:
+    """Returns a row for each name in a text."""
+    return tuple(Row(name, cost, saves) for name in names.split())
+
+
+GROUPS = (
+    Group(
+        OpClass.LOW,
+        Kind.PRODUCT,
+        "matrix units multiply half precision and accumulate in f32",
+        "[torch] lower_precision_fp; [paddle] white list; [apex] FP16_FUNCS",
+        _named(DEAR, OPERANDS, "dot_general conv_general_dilated ragged_dot_general"),
+    ),
+    Group(
+        OpClass.FULL,
+        Kind.FUNCTION,
+        "grows or shrinks faster than its argument: f16 has no range for it",
+        "[torch] fp32: exp, expm1, pow, reciprocal, sinh, cosh, tan; [apex] FP32_FUNCS",
+        (
+            Row("exp", CHEAP, RESULT, np.exp),
+            Row("exp2", CHEAP, RESULT, np.exp2),
+            Row("expm1", CHEAP, RESULT, np.expm1),
+            Row("pow", CHEAP, OPERANDS, np.power),
+            Row("rsqrt", CHEAP, RESULT, lambda x: 1 / np.sqrt(x), Role.NORMALIZES),
+            Row("sinh", CHEAP, OPERANDS),
+            Row("cosh", CHEAP, OPERANDS),
+            Row("tan", CHEAP, RESULT),
+        ),
+    ),
+    Group(
+        OpClass.FULL,
+        Kind.FUNCTION,
+        "ill-conditioned near the ends of its domain: half has no digits for it",
+        "[torch] fp32: log*, acos, asin, erfinv; [paddle] black list: atanh",
+        (
+            Row("log", CHEAP, OPERANDS, np.log),
+            Row("log2", CHEAP, OPERANDS),
+            Row("log1p", CHEAP, OPERANDS, np.log1p),
+            *_named(CHEAP, OPERANDS, "acos asin acosh atanh"),
+            Row("erf_inv", CHEAP, RESULT),
+        ),
+    ),
+    Group(
+        OpClass.FULL,
+        Kind.FUNCTION,
+        "its derivative squares its argument: above 255.9 the square overflows f16",
+        "[jax] ad.defjvp of asinh_p and atan2_p",
+        _named(CHEAP, OPERANDS, "asinh atan2"),
+    ),
+    Group(
+        OpClass.FULL,
+        Kind.FUNCTION,
+        "a special function, evaluated in f32 on every backend",
+        "[xla] fp32; XLA expands them to hundreds of f32 operations",
+        _named(
+            DEAR,
+            OPERANDS,
+            "lgamma digamma polygamma zeta igamma igammac igamma_grad_a "
+            "regularized_incomplete_beta bessel_i0e bessel_i1e",
+        ),
+    ),
+    Group(
+        OpClass.FULL,
+        Kind.REDUCTION,
+        "a sum or product of many terms loses digits, and overflows above 65504 in f16",
+        "[torch] fp32_set_opt_dtype: sum, prod, cumsum, cumprod, norm",
+        (
+            Row("reduce_sum", CHEAP, NOTHING, role=Role.SUMS),
+            # A scan or a sort inside, which XLA does not fuse.
+            Row("reduce_prod", DEAR, OPERANDS, role=Role.SUMS),
+            Row("cumsum", DEAR, NOTHING, role=Role.SUMS),
+            Row("cumprod", DEAR, OPERANDS, role=Role.SUMS),
+            Row("cumlogsumexp", DEAR, OPERANDS, role=Role.SUMS),
+            *_named(DEAR, NOTHING, "reduce_window_sum scatter-add scatter-sub"),
+            *_named(DEAR, OPERANDS, "scatter-mul select_and_scatter_add"),
+            # They send data to other devices.
+            *_named(BOUND, NOTHING, "psum reduce_scatter"),
+        ),
+    ),
+    Group(
+        OpClass.FULL,
+        Kind.ALGEBRA,
+        "linear algebra and FFT have no half-precision kernels",
+        "[xla] fp32: cholesky, qr, svd, triangular_solve, ...",
+        _named(
+            DEAR,
+            OPERANDS,
+            "cholesky cholesky_update eig eigh fft hessenberg householder_product lu "
+            "lu_pivots_to_permutation qr schur svd symmetric_product triangular_solve "
+            "tridiagonal tridiagonal_solve",
+        ),
+    ),
+    Group(
+        OpClass.FOLLOW,
+        Kind.MOVE,
+        _FOLLOWS,
+        "[exact]",
+        (
+            *_named(CHEAP, NOTHING, "broadcast_in_dim broadcast_to reshape transpose"),
+            *_named(CHEAP, NOTHING, "squeeze slice dynamic_slice rev pad concatenate"),
+            *_named(CHEAP, NOTHING, "split stack unstack tile copy stop_gradient"),
+            Row("gather", CHEAP, NOTHING, role=Role.LOOKS_UP),
+            # They write a whole array for the part of it that changes.
+            *_named(DEAR, NOTHING, "dynamic_update_slice scatter"),
+            # The policy of a `jax.checkpoint` refers to it.
+            Row("name", BOUND, NOTHING),
+            # They place data, or send it to other devices.
+            *_named(BOUND, NOTHING, "sharding_constraint layout_constraint reshard"),
+            *_named(BOUND, NOTHING, "with_memory_space_constraint all_gather"),
+            *_named(BOUND, NOTHING, "all_gather_invariant all_to_all ppermute"),
+            Row("optimization_barrier", BOUND, NOTHING, role=Role.HANDS_ON),
+            Row("device_put", BOUND, NOTHING, role=Role.HANDS_ON),
+            Row("pvary", BOUND, NOTHING, role=Role.HANDS_ON),
+            Row("pbroadcast", BOUND, NOTHING, role=Role.HANDS_ON),
+        ),
+    ),
+    Group(
+        OpClass.FOLLOW,
+        Kind.SELECTION,
+        _FOLLOWS,
+        "[exact]",
+        (
+            Row("select_n", CHEAP, NOTHING, role=Role.CHOOSES),
+            Row("max", CHEAP, NOTHING, np.maximum),
+            Row("min", CHEAP, NOTHING, np.minimum),
+            Row("neg", CHEAP, NOTHING, np.negative),
+            Row("abs", CHEAP, NOTHING, np.abs),
+            *_named(CHEAP, NOTHING, "clamp reduce_max reduce_min"),
+            # A scan or a sort inside, which XLA does not fuse.
+            *_named(DEAR, NOTHING, "reduce_window_max reduce_window_min cummax cummin"),
+            *_named(DEAR, NOTHING, "top_k approx_top_k select_and_gather_add"),
+            Row("sort", DEAR, NOTHING, role=Role.HANDS_ON),
+            # They send data to other devices.
+            *_named(BOUND, NOTHING, "pmax pmin"),
+        ),
+    ),
+    Group(
+        OpClass.FOLLOW,
+        Kind.COMPARISON,
+        _FOLLOWS,
+        "[exact]",
+        _named(
+            CHEAP,
+            NOTHING,
+            "eq ne lt le gt ge eq_to lt_to le_to is_finite argmax argmin",
+        ),
+    ),
+    Group(
+        OpClass.FOLLOW,
+        Kind.ARITHMETIC,
+        _FOLLOWS,
+        "[torch] in no list: promotes to the widest operand",
+        (
+            Row("add", CHEAP, NOTHING, np.add, Role.ADDS),
+            Row("sub", CHEAP, NOTHING, np.subtract),
+            Row("mul", CHEAP, OPERANDS, np.multiply, Role.MULTIPLIES),
+            Row("div", CHEAP, OPERANDS, np.divide, Role.DIVIDES),
+            *_named(CHEAP, OPERANDS, "rem integer_pow one_minus_square"),
+            Row("square", CHEAP, OPERANDS, np.square),
+            Row("sqrt", CHEAP, RESULT, np.sqrt),
+            Row("cbrt", CHEAP, RESULT),
+            Row("tanh", CHEAP, RESULT, (-1.0, 1.0)),
+            Row("logistic", CHEAP, RESULT, (-1.0, 1.0)),
+            Row("sin", CHEAP, OPERANDS, (-1.0, 1.0)),
+            Row("cos", CHEAP, OPERANDS, (-1.0, 1.0)),
+            Row("erf", CHEAP, OPERANDS, (-1.0, 1.0)),
+            *_named(CHEAP, OPERANDS, "atan erfc"),
+            Row("sign", CHEAP, NOTHING, (-1.0, 1.0)),
+            *_named(CHEAP, NOTHING, "add_any floor ceil round convert_element_type"),
+            # It reads nothing: there is nothing to keep in its place.
+            Row("iota", BOUND, NOTHING),
+        ),
+    ),
+)
+
+OPERATIONS = {row.name: Operation(row, group) for group in GROUPS for row in group.rows}
+# Operations that a matrix unit cannot do, and that torch lets promote.
+ARITHMETIC = frozenset(
+    name for name, op in OPERATIONS.items() if op.kind is Kind.ARITHMETIC
+)
+
+
+def kind_of(name: str) -> Kind | None:
+    """Returns what a primitive does, or None if it has no row."""
+    operation = OPERATIONS.get(name)
+    return None if operation is None else operation.kind
+
+
+def role_of(name: str) -> Role | None:
+    """Returns the part that a primitive plays in a pattern, if any."""
+    operation = OPERATIONS.get(name)
+    return None if operation is None else operation.row.role
+
+
+def is_cheap(name: str) -> bool:
+    """Whether a primitive is computed again in the backward pass, not saved."""
+    operation = OPERATIONS.get(name)
+    return operation is not None and operation.is_cheap

@@ -1,0 +1,89 @@
+"""A lookup of one element in each row, whose derivative is not a scatter.
+
+So a cross-entropy takes the logits of the labels: `jnp.take_along_axis` with one index
+for each row. JAX differentiates it to a scatter into an array of zeros, which XLA keeps
+in f32 and fuses with nothing: an array as large as the logits. A comparison with the
+indices is fused with its reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_amp.plan import jaxprs
+from jmp_amp.plan.jaxprs import Eqn, Value, aval_of
+from jmp_amp.plan.rewriting import Rewrite
+from jmp_amp.plan.rules import Rule
+from jmp_amp.policies.dtypes import is_half
+
+
+def picks_from_rows(eqn: Eqn) -> bool:
+    """Whether `eqn` takes one element of each row, along the last dimension."""
+    if eqn.primitive.name != "gather":
+        return False
+    operand, indices = map(aval_of, eqn.invars)
+    numbers = eqn.params["dimension_numbers"]
+    rows = numbers.operand_batching_dims
+    return (
+        operand.ndim > 1
+        and all(size == 1 for size in eqn.params["slice_sizes"])
+        and not numbers.offset_dims
+        and rows == tuple(range(operand.ndim - 1))
+        and numbers.start_indices_batching_dims == rows
+        and numbers.start_index_map == (operand.ndim - 1,)
+        and indices.shape[:-2] == operand.shape[:-1]
+        and indices.shape[-2:] == (1, 1)
+    )
+
+
+def pick(eqn: Eqn, operand: jax.Array, indices: jax.Array) -> jax.Array:
+    """Runs the `gather` equation `eqn`, which picks one element of each row.
+
+    Args:
+      eqn: the equation.
+      operand: f16, bf16 or f32 of shape (..., n).
+      indices: integers of shape (..., 1, 1).
+
+    Returns:
+      An array of the dtype of `operand` and of shape (..., 1).
+    """
+
+    @jax.custom_jvp
+    def picked(operand: jax.Array, indices: jax.Array) -> jax.Array:
+        (result,) = jaxprs.bind(eqn, (operand, indices))
+        return result
+
+    @picked.defjvp
+    def derivative(
+        primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, object]
+    ) -> tuple[jax.Array, jax.Array]:
+        (operand, indices), (tangent, _) = primals, tangents
+        axis = operand.ndim - 1
+        index = indices[..., 0]
+        if index.dtype.itemsize < 4:
+            # Labels may be of a dtype that cannot count to the end of a row.
+            index = index.astype(jnp.int32)
+        if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
+            index = jnp.clip(index, 0, operand.shape[axis] - 1)
+        here = jax.lax.broadcasted_iota(index.dtype, operand.shape, axis) == index
+        rows = jnp.where(here, tangent, jnp.zeros((), tangent.dtype))
+        return picked(operand, indices), jnp.sum(rows, axis=axis, keepdims=True)
+
+    return picked(operand, indices)
+
+
+def _applies(eqn: Eqn, rule: Rule, half: np.dtype, moves: bool) -> bool:
+    return moves and is_half(half) and picks_from_rows(eqn)
+
+
+def _bind(
+    eqn: Eqn, dtype: np.dtype | None, operands: Sequence[Value]
+) -> Sequence[jax.Array]:
+    return [pick(eqn, *operands)]
+
+
+PICK = Rewrite("pick", _applies, _bind, derivative_only=True)

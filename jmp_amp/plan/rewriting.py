@@ -1,0 +1,40 @@
+"""The record of a rewrite, see `rewrites`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from jmp_amp.plan.jaxprs import Eqn, Value
+from jmp_amp.plan.rules import Rule
+
+# (equation, dtype of the computation, operands) -> results
+Bind = Callable[[Eqn, np.dtype | None, Sequence[Value]], Sequence[jax.Array]]
+# (equation, rule, the policy's compute dtype, whether an operand is an activation)
+Applies = Callable[[Eqn, Rule, np.dtype, bool], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewrite:
+    """How an equation is bound when not as it was traced.
+
+    Attributes:
+      name: its name, for reports.
+      applies: whether it takes over an equation.
+      bind: runs the equation on operands in the dtypes that the plan gave them.
+      reason: why, in words, if it decides the dtype of a product; None if it leaves the
+        decision as it is.
+      result: the dtype of the results; None for that of the computation.
+      derivative_only: it changes nothing but the derivative, and is left out where
+        nothing is differentiated.
+    """
+
+    name: str
+    applies: Applies
+    bind: Bind
+    reason: str | None = None
+    result: np.dtype | None = None
+    derivative_only: bool = False

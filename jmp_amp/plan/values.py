@@ -1,0 +1,114 @@
+"""Values: what the plan knows of a value before it asks who reads it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_amp.plan import constants
+from jmp_amp.plan.constants import Bounds
+from jmp_amp.plan.jaxprs import Atom, aval_of
+from jmp_amp.plan.regions import Region
+from jmp_amp.policies.dtypes import is_castable, is_half
+
+
+class Origin(enum.IntEnum):
+    """Where a value comes from; an equation's is the greatest of its operands'."""
+
+    FREE = 0  # parameters, inputs, constants, and values computed from them alone
+    LOW = 1  # made by a half-precision operation
+    FULL = 2  # made by an f32 operation from activations
+
+
+class Trait(enum.Enum):
+    """What else may hold of a value."""
+
+    # An input, or an input moved around. It is cast at each use, so that the gradients
+    # of its uses are summed in its own dtype.
+    PARAMETER = "parameter"
+    # To compute it in f32 beats casting it up where it is read: the operation rounds,
+    # or its operand is cast to f32 anyway.
+    WORTH_F32 = "worth f32"
+    # It has more than one consumer.
+    SHARED = "shared"
+    # Autodiff keeps it in f32 whatever reads it: to compute it again is too expensive.
+    # Operations that follow it inherit the trait.
+    SAVED_IN_F32 = "saved in f32"
+
+
+class Known(NamedTuple):
+    """What the forward pass knows of a value.
+
+    Attributes:
+      origin: where it comes from.
+      bounds: its range, if it is computed from constants.
+      region: the policy scope that it was made in.
+      traits: what else holds of it.
+    """
+
+    origin: Origin
+    bounds: Bounds
+    region: Region
+    traits: frozenset[Trait] = frozenset()
+
+    @property
+    def is_parameter(self) -> bool:
+        return Trait.PARAMETER in self.traits
+
+    @property
+    def is_shared(self) -> bool:
+        return Trait.SHARED in self.traits
+
+    @property
+    def is_constant(self) -> bool:
+        return self.origin == Origin.FREE and self.bounds is not None
+
+    def shared(self, is_shared: bool) -> Known:
+        """Returns the same value, with one consumer or with several."""
+        if is_shared == self.is_shared:
+            return self
+        return self._replace(traits=self.traits ^ {Trait.SHARED})
+
+
+def is_inexact(atom: Atom) -> bool:
+    """Whether an operand is an array of floats or complex numbers."""
+    # A mutable array has the dtype of its elements, and is not a value.
+    return isinstance(atom.aval, jax.core.ShapedArray) and jnp.issubdtype(
+        atom.aval.dtype, jnp.inexact
+    )
+
+
+def traced_dtype(atom: Atom) -> np.dtype | None:
+    """Returns the dtype that a value was traced in; None if it is never cast."""
+    return aval_of(atom).dtype if castable(atom) else None
+
+
+def castable(atom: Atom) -> bool:
+    """Whether an operand is an array of a dtype that the plan may change."""
+    return is_inexact(atom) and is_castable(aval_of(atom).dtype)
+
+
+def unfit(
+    operands: Sequence[Known], dtype: np.dtype, kind: str | None = None
+) -> str | None:
+    """Returns in words why one of the constants does not fit `dtype`, or None.
+
+    Args:
+      operands: the values that meet in an equation.
+      dtype: the dtype that the equation would run in.
+      kind: "overflows" or "vanishes" to look for one of these alone.
+    """
+    if not is_half(dtype):
+        return None
+    for value in operands:
+        if value.origin == Origin.FREE and value.bounds is not None:
+            how = constants.misfit(value.bounds, dtype)
+            if how is not None and kind in (None, how):
+                worst = max(value.bounds, key=abs)
+                return f"the constant {worst:g} {how} in {dtype.name}"
+    return None

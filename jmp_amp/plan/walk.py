@@ -1,0 +1,128 @@
+"""One walk through a plan, for values that are arrays and for values that are dtypes.
+
+`Walk` reads like `jax.core.eval_jaxpr`: read the operands, compute, write the results.
+It knows the order of the equations, which casts are shared, and where islands begin and
+end. A subclass says what a value is, what a cast does and what an equation does: the
+interpreter computes arrays, the report notes dtypes.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from jmp_amp.plan.jaxprs import Atom, Eqn, Literal, Value, Var, runs
+from jmp_amp.plan.plan import Border, EquationPlan, Island, Plan
+
+V = TypeVar("V")
+
+
+class Walk(abc.ABC, Generic[V]):
+    """Goes through a plan in the order in which it runs."""
+
+    @abc.abstractmethod
+    def constant(self, value: Value, var: Var) -> V:
+        """Returns the value of a constant that a body holds."""
+
+    @abc.abstractmethod
+    def literal(self, atom: Literal, dtype: np.dtype | None, saturate: bool) -> V:
+        """Returns the value of a literal, read in `dtype`; None reads it as it is."""
+
+    @abc.abstractmethod
+    def dtype_of(self, value: V) -> np.dtype | None:
+        """Returns the dtype of a value."""
+
+    @abc.abstractmethod
+    def cast(self, value: V, dtype: np.dtype, saturate: bool) -> V:
+        """Returns a value in another dtype."""
+
+    @abc.abstractmethod
+    def equation(
+        self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[V]]
+    ) -> list[V]:
+        """Returns the results of an equation; `read` returns its operands."""
+
+    @abc.abstractmethod
+    def island(
+        self, compute: Callable[..., list[V]], island: Island, inputs: list[V]
+    ) -> list[V]:
+        """Returns the results of `compute(*inputs)`, which goes through an island."""
+
+    def body(self, plan: Plan, args: Sequence[V]) -> list[V]:
+        """Returns the outputs of a planned body, given its inputs."""
+        jaxpr = plan.body.jaxpr
+        consts = map(self.constant, plan.body.consts, jaxpr.constvars)
+        values = _Values(self, plan)
+        values.write(jaxpr.constvars, list(consts))
+        values.write(jaxpr.invars, args)
+        self._steps(values, plan.order)
+        return values.read_all(jaxpr.outvars, plan.outputs)
+
+    def _steps(self, values: _Values[V], order: Sequence[int | Island]) -> None:
+        plan = values.plan
+        for step in order:
+            if isinstance(step, Island):
+                self._island(values, step)
+                continue
+            eqn, planned = plan.body.jaxpr.eqns[step], plan.equations[step]
+            if runs(eqn):
+
+                def read(eqn: Eqn = eqn, planned: EquationPlan = planned) -> list[V]:
+                    return values.read_all(eqn.invars, planned.reads, planned.saturate)
+
+                values.write(eqn.outvars, self.equation(eqn, planned, read))
+
+    def _island(self, values: _Values[V], island: Island) -> None:
+        def compute(*inputs: V) -> list[V]:
+            inside = _Values(self, values.plan)
+            inside.write([var for var, _ in island.inputs], inputs)
+            self._steps(inside, island.equations)
+            return inside.read_borders(island.outputs)
+
+        inputs = values.read_borders(island.inputs)
+        results = self.island(compute, island, inputs)
+        values.write([var for var, _ in island.outputs], results)
+
+
+class _Values(Generic[V]):
+    """The values of a body's variables, and their casts, each made once."""
+
+    def __init__(self, walk: Walk[V], plan: Plan):
+        self.walk = walk
+        self.plan = plan
+        self.values: dict[Var, V] = {}
+        self.casts: dict[tuple[Var, np.dtype], V] = {}
+
+    def write(self, variables: Sequence[Var], values: Sequence[V]) -> None:
+        self.values.update(zip(variables, values, strict=True))
+
+    def read(self, atom: Atom, dtype: np.dtype | None, saturate: bool) -> V:
+        if isinstance(atom, Literal):
+            return self.walk.literal(atom, dtype, saturate)
+        value = self.values[atom]
+        held = self.walk.dtype_of(value)
+        if dtype is None or held is None or held == dtype:
+            return value
+        if saturate or atom in self.plan.cast_per_use:
+            return self.walk.cast(value, dtype, saturate)
+        key = atom, dtype
+        if key not in self.casts:
+            self.casts[key] = self.walk.cast(value, dtype, False)
+        return self.casts[key]
+
+    def read_all(
+        self,
+        atoms: Sequence[Atom],
+        dtypes: Sequence[np.dtype | None],
+        saturate: bool = False,
+    ) -> list[V]:
+        return [
+            self.read(atom, dtype, saturate)
+            for atom, dtype in zip(atoms, dtypes, strict=True)
+        ]
+
+    def read_borders(self, borders: Sequence[Border]) -> list[V]:
+        return [self.read(var, dtype, False) for var, dtype in borders]
