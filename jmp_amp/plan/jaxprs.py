@@ -79,7 +79,8 @@ class Inner(NamedTuple):
 def body_of(jaxpr: Jaxpr | ClosedJaxpr) -> Body:
     """Returns the parts of an open or closed jaxpr."""
     # JAX < 0.11: a ClosedJaxpr wraps a Jaxpr; later the two are one class.
-    return Body(getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ())))
+    opened = cast(Jaxpr, getattr(jaxpr, "jaxpr", jaxpr))
+    return Body(opened, tuple(getattr(jaxpr, "consts", ())))
 
 
 def aval_of(atom: Atom) -> ShapedArray:
@@ -183,6 +184,10 @@ def is_checkpoint(eqn: Eqn) -> bool:
     return eqn.primitive is primitives.remat_p
 
 
+def is_branch(eqn: Eqn) -> bool:
+    return eqn.primitive is primitives.cond_p
+
+
 def is_while(eqn: Eqn) -> bool:
     return eqn.primitive is primitives.while_p
 
@@ -283,20 +288,44 @@ def is_shard_map(eqn: Eqn) -> bool:
     return eqn.primitive.name == _SHARD_MAP
 
 
+def mapped_axes(eqn: Eqn) -> tuple[str, ...]:
+    """Returns the mesh axes that the `shard_map` equation `eqn` maps over."""
+    return tuple(eqn.params["newly_manual_axes"])
+
+
 def bind_shard_map(
-    eqn: Eqn, run: Callable[..., list[Value]], operands: Sequence[Value]
+    eqn: Eqn,
+    run: Callable[..., Sequence[Value]],
+    operands: Sequence[Value],
+    replicated: int = 0,
 ) -> list[Value]:
-    """Runs the `shard_map` equation `eqn` with the function `run` as its body."""
+    """Runs the `shard_map` equation `eqn` with the function `run` as its body.
+
+    Args:
+      eqn: the equation.
+      run: a function of the shards of its operands.
+      operands: whole arrays.
+      replicated: how many more results than `eqn` has `run` returns, at the end, each
+        the same on all shards.
+    """
     params = eqn.params
+    more = [jax.sharding.PartitionSpec()] * replicated
     mapped = jax.shard_map(
         lambda *shards: tuple(run(*shards)),
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
+        out_specs=(*params["out_specs"], *more),
         axis_names=set(params["newly_manual_axes"]),
         check_vma=params["check_vma"],
     )
     return list(mapped(*operands))
+
+
+def varying(eqn: Eqn, value: Value) -> Value:
+    """Returns an array that may differ between the shards of a `shard_map`."""
+    if not eqn.params["check_vma"]:
+        return value
+    return jax.lax.pcast(value, mapped_axes(eqn), to="varying")
 
 
 @contextlib.contextmanager

@@ -248,11 +248,12 @@ GROUPS = (
         "[exact]",
         (
             Row("select_n", CHEAP, NOTHING, role=Role.CHOOSES),
-            Row("max", CHEAP, NOTHING, np.maximum),
-            Row("min", CHEAP, NOTHING, np.minimum),
+            Row("max", CHEAP, OPERANDS, np.maximum),
+            Row("min", CHEAP, OPERANDS, np.minimum),
             Row("neg", CHEAP, NOTHING, np.negative),
             Row("abs", CHEAP, NOTHING, np.abs),
-            *_named(CHEAP, NOTHING, "clamp reduce_max reduce_min"),
+            *_named(CHEAP, NOTHING, "clamp"),
+            *_named(CHEAP, OPERANDS, "reduce_max reduce_min"),
             # A scan or a sort inside, which XLA does not fuse.
             *_named(DEAR, NOTHING, "reduce_window_max reduce_window_min cummax cummin"),
             *_named(DEAR, NOTHING, "top_k approx_top_k select_and_gather_add"),

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 

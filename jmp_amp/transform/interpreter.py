@@ -224,7 +224,7 @@ class _Replay(Walk[Value]):
             if jaxprs.is_conversion(eqn):
                 (source,), (target,) = planned.reads, planned.writes
                 if source is not None and target is not None:
-                    return [jax.lax.convert_element_type(*operands, target)]
+                    return [jax.lax.convert_element_type(operands[0], target)]
             return [
                 x if dtype is None else jax.lax.convert_element_type(x, dtype)
                 for x, dtype in zip(

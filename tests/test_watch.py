@@ -1,0 +1,178 @@
+"""An evaluator that an observer watches: every equation, in every construct."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import jmp_amp as amp
+from jmp_amp.plan.watch import watched
+
+
+class Sum:
+    """Counts the runs of an equation and adds up its first result, in f32."""
+
+    def nothing(self, eqn: Any) -> Any:
+        return {"runs": jnp.zeros((), jnp.int32), "sum": jnp.zeros((), jnp.float32)}
+
+    def seen(self, eqn: Any, operands: Any, results: Any) -> Any:
+        total = jnp.sum(jnp.asarray(results[0]) if results else jnp.zeros(()))
+        total = total.astype(jnp.float32)
+        return {"runs": jnp.ones((), jnp.int32), "sum": total}
+
+    def merged(self, before: Any, after: Any) -> Any:
+        return jax.tree.map(jnp.add, before, after)
+
+    def across(self, statistic: Any, axes: Any) -> Any:
+        return jax.lax.psum(statistic, tuple(axes))
+
+
+def watch(fn: Any, *args: Any) -> tuple[Any, dict[str, tuple[str, int, float]]]:
+    """Returns the outputs, and of each equation its primitive, runs and sum."""
+    jaxpr = jax.make_jaxpr(fn)(*args)
+    outputs, found = jax.jit(watched(jaxpr, Sum()))(*jax.tree.leaves(args))
+    return outputs, {
+        str(identity): (int(each["runs"]), float(each["sum"]))
+        for identity, each in found.items()
+    }
+
+
+def runs_and_sums(fn: Any, *args: Any) -> list[tuple[int, float]]:
+    outputs, found = watch(fn, *args)
+    expected = jax.tree.leaves(jax.jit(fn)(*args))
+    for ours, plain in zip(outputs, expected, strict=True):
+        np.testing.assert_array_equal(ours, plain)
+    return list(found.values())
+
+
+def test_equations_outside_of_all_bodies_are_seen_once():
+    x = jnp.arange(4.0)
+    _, found = watch(lambda x: jnp.sin(x) * 2.0, x)
+    doubled = 2.0 * np.sin(np.arange(4.0)).sum()
+    assert list(found) == ["0", "1"]
+    assert found["0"] == (1, pytest.approx(doubled / 2, rel=1e-6))
+    assert found["1"] == (1, pytest.approx(doubled, rel=1e-6))
+
+
+def test_every_turn_of_a_scan_is_seen():
+    def fn(x):
+        def turn(c, x):
+            return c + x, c * x
+
+        return jax.lax.scan(turn, jnp.float32(1.0), x, reverse=True)
+
+    # The carry before each turn: 1, 4, 6, 7 of 3, 2, 1, 0.
+    after, product = [4.0, 6.0, 7.0, 7.0], [3.0, 8.0, 6.0, 0.0]
+    found = runs_and_sums(fn, jnp.arange(4.0))
+    assert sorted(found) == sorted([(4, sum(after)), (4, sum(product))])
+
+
+def test_a_while_loop_is_seen_and_so_is_its_condition():
+    def fn(x):
+        return jax.lax.while_loop(lambda x: x < 20.0, lambda x: x * 3.0, x)
+
+    # 1, 3, 9, 27: three turns, four tests, of which three hold.
+    assert runs_and_sums(fn, 1.0) == [(4, 3.0), (3, 39.0)]
+
+
+def test_only_the_branch_that_runs_is_seen():
+    def fn(i, x):
+        return jax.lax.switch(i, [jnp.sin, lambda x: x + 1.0, jnp.cos], x)
+
+    _, found = watch(fn, jnp.int32(1), jnp.float32(2.0))
+    branches = {k: v for k, v in found.items() if k.count(".") == 2}
+    assert [runs for runs, _ in branches.values()] == [0, 1, 0]
+    assert [total for _, total in branches.values()] == [0.0, 3.0, 0.0]
+
+
+def test_loops_in_loops_and_branches_in_them_are_seen():
+    def fn(x):
+        def inner(c, x):
+            return jax.lax.cond(x > 1.0, lambda: c + x, lambda: c), None
+
+        def outer(c, x):
+            return jax.lax.scan(inner, c, x)[0], None
+
+        return jax.lax.scan(outer, jnp.float32(0.0), x.reshape(2, 3))[0]
+
+    found = runs_and_sums(fn, jnp.arange(6.0))
+    # Of 0 ... 5, four are above 1: sums 2, 5, 9, 14.
+    assert (4, 30.0) in found
+    assert max(runs for runs, _ in found) == 6
+
+
+def test_two_calls_of_one_function_are_two():
+    @jax.jit
+    def double(x):
+        return x * 2.0
+
+    _, found = watch(lambda x: double(double(x)), jnp.float32(1.0))
+    assert found == {"0.0.0": (1, 2.0), "1.0.0": (1, 4.0)}
+
+
+def test_a_custom_derivative_rule_is_one_equation_and_a_checkpoint_is_entered():
+    @jax.custom_vjp
+    def cube(x):
+        return x**3
+
+    cube.defvjp(lambda x: (cube(x), x), lambda x, g: (3 * x**2 * g,))
+
+    def fn(x):
+        return cube(jax.checkpoint(lambda x: jnp.square(x) + 1.0)(x))
+
+    _, found = watch(fn, jnp.float32(1.0))
+    assert found == {"0.0.0": (1, 1.0), "0.0.1": (1, 2.0), "1": (1, 8.0)}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shards_are_merged_loops_in_them_too(check_vma):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec("d")
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=check_vma
+    )
+    def fn(x):
+        y = x * 2.0
+        total = jax.lax.psum(y, "d")
+        return jax.lax.scan(lambda c, _: (c + total, None), y, None, length=3)[0]
+
+    x = np.arange(16.0, dtype=np.float32)
+    found = runs_and_sums(fn, jnp.asarray(x))
+    assert (8, 2 * x.sum()) in found
+    # Each turn adds the sums over even and odd places to 8 pairs.
+    turns = [2 * x.sum() + n * 8 * 2 * x.sum() for n in (1, 2, 3)]
+    assert (24, sum(turns)) in found
+
+
+def test_effects_happen_once(capfd):
+    def fn(x):
+        jax.debug.print("seen {x}", x=x)
+        return x + 1.0
+
+    watch(fn, jnp.float32(1.0))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("seen 1.0") == 1
+
+
+def test_the_program_of_a_gradient_computes_the_same_and_every_equation_is_seen():
+    def block(x, w):
+        h = jax.nn.gelu(x @ w)
+        return h + jax.nn.softmax(h, axis=-1), None
+
+    def loss(ws, x):
+        return jnp.mean(jax.lax.scan(jax.checkpoint(block), x, ws)[0] ** 2)
+
+    ws = jax.random.normal(jax.random.key(0), (3, 8, 8)) / 3
+    x = jax.random.normal(jax.random.key(1), (4, 8))
+    step = jax.value_and_grad(amp.autocast(loss))
+    jaxpr = jax.make_jaxpr(step)(ws, x)
+    outputs, found = jax.jit(watched(jaxpr, Sum()))(ws, x)
+    value, gradient = jax.jit(step)(ws, x)
+    np.testing.assert_array_equal(outputs[0], value)
+    np.testing.assert_array_equal(outputs[1], gradient)
+    assert {int(each["runs"]) for each in found.values()} == {1, 3}
