@@ -143,7 +143,7 @@ def test_four_numbers_of_the_first_screen_are_those_that_were_measured():
     assert list(found) == list(expected)
     for number, text in expected.items():
         assert text in found[number]
-    assert f"medians over {len(MODELS)} models" in first_screen
+    assert f"three medians over {len(MODELS)} models" in first_screen
     # By hand is the better half of the comparison: nothing that is half there is f32.
     assert all(programs["compared"]["missing"] == 0 for programs in in_bf16)
 
