@@ -1,4 +1,9 @@
-"""The notebooks run as they are, and what they show is what the library does."""
+"""The notebooks run as they are, and what they show is what the library does.
+
+    python tests/test_notebooks.py 05_how_it_works
+
+executes a notebook from top to bottom and writes its outputs into the file.
+"""
 
 import functools
 import json
@@ -140,6 +145,7 @@ def executed(name):
             # Where Jupyter runs it; that of the measurements reads files from there.
             resources={"metadata": {"path": str(ROOT / "notebooks")}},
             timeout=600,
+            record_timing=False,
         )
         client.execute(env=env | dict.fromkeys(folders, folder))
     (printed,) = notebook.cells.pop().outputs
@@ -609,3 +615,25 @@ def test_links_in_notebooks_lead_to_files():
             if cell.cell_type == "markdown":
                 for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", cell.source):
                     assert (ROOT / "notebooks" / target).exists(), (name, target)
+
+
+def write(name):
+    """Executes a notebook and keeps its outputs, and nothing else of the run."""
+    notebook, _ = executed(name)
+    notebook.metadata = committed(name).metadata
+    for cell in code_cells(notebook):
+        merged = []
+        for output in cell.outputs:
+            last = merged[-1] if merged else {}
+            # How many pieces a printed text comes in is chance.
+            if output.get("name") and output.get("name") == last.get("name"):
+                last["text"] += output.text
+            else:
+                merged.append(output)
+        cell.outputs = merged
+    nbformat.write(notebook, ROOT / "notebooks" / f"{name}.ipynb")
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:]:
+        write(each)
