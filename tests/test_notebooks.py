@@ -596,11 +596,19 @@ def test_how_it_works_shows_the_rules_of_the_plan():
 
 
 def test_how_it_works_prints_every_value_that_it_tells_of():
-    _, traced, *_, kernels, _, _, _, in_f16, devices, _ = printed_lines(
-        "05_how_it_works"
+    _, traced, _, _, totals, *_, kernels, policies, _, _, in_f16, devices, _ = (
+        printed_lines("05_how_it_works")
     )
     assert sum("dot_general" in line for line in traced) == 2
     assert not [line for line in traced if "f16" in line]
+    # A multiplication and an addition for each of 8 x 6 x 16 and 8 x 16 x 4 elements.
+    flops = [2 * 8 * 16 * 6, 2 * 8 * 16 * 4]
+    assert totals[0] == f"2 of 2 products in half, {sum(flops)} FLOP"
+    assert totals[1] == f"of these in up: {flops[0]}"
+    assert policies[-2:] == [
+        "p=f32,c=f16,o=f16",
+        'get_policy("c=fp17"): unknown dtype \'fp17\' at "c="',
+    ]
     assert kernels == [
         "double is traced in float16",
         "largest energy 1.6e+09, largest f16 65504.0",
