@@ -1,4 +1,9 @@
-"""The notebooks run as they are, and what they show is what the library does."""
+"""The notebooks run as they are, and what they show is what the library does.
+
+    python tests/test_notebooks.py 05_how_it_works
+
+executes a notebook from top to bottom and writes its outputs into the file.
+"""
 
 import functools
 import json
@@ -9,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import nbformat
 import numpy as np
@@ -25,10 +31,18 @@ ROUNDINGS = 2
 # What one worker has executed, the next test on it does not execute again.
 pytestmark = pytest.mark.xdist_group("notebooks")
 each_notebook = pytest.mark.parametrize("name", NOTEBOOKS)
-# Of what is not slow, what is committed is looked at.
+# These train models. By default only their committed outputs are looked at.
+TRAIN = ("01_tour", "02_recipes")
 each_executed = pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.slow) for each in NOTEBOOKS]
+    "name",
+    [
+        pytest.param(each, marks=pytest.mark.slow if each in TRAIN else ())
+        for each in NOTEBOOKS
+    ],
 )
+# Jaxprs are printed otherwise by other versions of JAX.
+MADE_WITH = {"05_how_it_works": "0.10."}
+RESULTS = ROOT / "examples" / "benchmarks" / "results"
 
 # What a notebook has computed, read back by a cell of ours at its end.
 READ_BACK = {
@@ -63,6 +77,24 @@ READ_BACK = {
     "in_half": {system: report.total.in_half for system, report in plans.items()},
     "exported": [np.asarray(each).tolist() for each in (kernel, half_kernel)],
     "agree": agree,
+}
+""",
+    "05_how_it_works": """
+{
+    "scopes": [
+        [str(eqn.source_info.name_stack), eqn.primitive.name]
+        for eqn in traced.jaxpr.eqns
+    ],
+    "dtypes": [[each.module, each.operation, each.dtype] for each in report.equations],
+    "products": step_products,
+    "options": options,
+    "constants": constants,
+    "rewrites": rewrites,
+    "kept": [islands.total.saved_without, islands.total.saved],
+    "carries": {name: str(each) for name, each in carries.items()},
+    "by_name": by_name,
+    "mapped": {each.module: each.dtype for each in mapped.equations if each.matmuls},
+    "weights": {name: float(each) for name, (each, _) in half_weights.items()},
 }
 """,
 }
@@ -110,8 +142,10 @@ def executed(name):
             notebook,
             kernel_manager_class=ThisPython,
             config=Config({"ThisPython": sockets}),
-            resources={"metadata": {"path": folder}},
+            # Where Jupyter runs it; that of the measurements reads files from there.
+            resources={"metadata": {"path": str(ROOT / "notebooks")}},
             timeout=600,
+            record_timing=False,
         )
         client.execute(env=env | dict.fromkeys(folders, folder))
     (printed,) = notebook.cells.pop().outputs
@@ -195,6 +229,11 @@ def test_notebook_runs_in_a_fresh_kernel_and_shows_what_it_showed(name):
         assert printed_by(now, "stderr") == []
         assert kinds(now) == kinds(before)
     assert absolute_paths(notebook) == []
+    if name not in TRAIN and jax.__version__.startswith(MADE_WITH.get(name, "")):
+        for now, before in zip(
+            code_cells(notebook), code_cells(committed(name)), strict=True
+        ):
+            assert "".join(printed_by(now)) == "".join(printed_by(before))
 
 
 def matmuls_by_dtype(report):
@@ -381,3 +420,228 @@ def test_recipes_export_the_digits_that_half_precision_lacks():
     assert np.all(np.abs(exported - half) <= np.maximum(eps * np.abs(half), tiny) / 2)
     assert np.mean(exported != half) > 0.9
     assert values["agree"] > 0.99
+
+
+def printed_lines(name):
+    """The lines that the code cells of a notebook print when it is executed."""
+    notebook, _ = executed(name)
+    return ["".join(printed_by(cell)).splitlines() for cell in code_cells(notebook)]
+
+
+def test_coming_from_trains_alike_by_the_words_of_all_systems():
+    found = [line.split() for line in printed_lines("03_coming_from")[0]]
+    stored = {system: dtype for system, _, _, dtype, *_ in found}
+    others = dict.fromkeys(["Paddle", "Colossal-AI", "Keras", "f32"], "float32")
+    assert stored == {"Apex": "float16"} | others
+    losses = [float(line[-1]) for line in found]
+    assert losses == [losses[-1]] * len(found)
+
+
+def test_coming_from_does_what_the_other_systems_do():
+    _, torch, apex, paddle, mindspore, colossalai, keras, jmp, *flax, presets = (
+        printed_lines("03_coming_from")
+    )
+    # One finite step is left until the scale doubles.
+    assert torch == ["8192.0", "16384.0", "True"]
+    assert 'the letter O, not the digit zero: "O2"' in apex[0]
+    assert "norms are f32 in it already" in apex[1]
+    assert apex[2] == "LossScale(value=1.0, dynamic=False)"
+    # The second overflow halves.
+    assert paddle[0] == "1024.0 512.0"
+    assert paddle[-1].startswith("In f32: **/head.")
+    # The derivative of x**2 at 3, after one finite step.
+    assert mindspore == ["6.0 1", "True"]
+    assert colossalai == ["256.0 128.0"]
+    assert keras == ["32768.0 500", "True"]
+    assert jmp == ["float32", "16384.0"]
+    # 1 - 0.5 * 2 * [1, 0.25], and the loss 1 + 0.25.
+    assert flax[0] == ["[1. 1.] 32768.0", "[0.   0.75] 1.25"]
+    assert flax[1] == ["bfloat16", "[1.001 1.001]"]
+    scales = {line.split()[0]: line.split()[1:] for line in presets[1:]}
+    assert scales["torch"] == ["2^16", "2000", "1"]
+    assert scales["megatron"] == ["2^32", "1000", "2"]
+    assert len(scales) == 10
+
+
+def results(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def rows_of(lines, models):
+    """The words of the lines that begin with a model's name, by model."""
+    words = [line.split() for line in lines if line.split()]
+    return {first: rest for first, *rest in words if first in models}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_measurements_show_every_model_as_it_was_measured(dtype):
+    models = results("h100_compiled")["models"]
+    lines = printed_lines("04_measurements")[1]
+    # The table of a dtype ends at an empty line.
+    start = next(i for i, line in enumerate(lines) if line.startswith(dtype))
+    shown = rows_of(lines[start : lines.index("", start)], models)
+    assert list(shown) == list(models)
+    for name, row in shown.items():
+        half, of, total, *memory, temp, saved, error = row
+        f32, twin, autocast = (
+            models[name][dtype][p] for p in ("f32", "twin", "autocast")
+        )
+        counts = [autocast["gemms"], autocast["convs"]]
+        pairs = [each.split("/") for each in counts if each]
+        assert of == "of"
+        assert int(half) == sum(int(each) for each, _ in pairs)
+        assert int(total) == sum(int(each) for _, each in pairs)
+        bytes_of_steps = [each["temp"] for each in (f32, twin, autocast)]
+        assert memory == [f"{each / 1e6:.0f}" for each in bytes_of_steps]
+        assert temp == f"{autocast['temp'] / twin['temp']:.2f}x"
+        assert saved == f"{autocast['saved'] / twin['saved']:.2f}x"
+        pairs = zip(autocast["errors"], twin["errors"], strict=True)
+        assert error == f"{np.median([here / hand for here, hand in pairs]):.2f}x"
+
+
+def test_measurements_leave_out_no_figure_and_no_bound_that_does_not_hold():
+    zoo, levels = results("h100_compiled"), results("recipe_levels")["models"]
+    conditions, _, _, errors, casts, times, recipes, steps, updates = printed_lines(
+        "04_measurements"
+    )
+    for key, value in zoo["conditions"].items():
+        assert f"{key:13} {value}" in conditions
+    for table in (errors, casts, times):
+        assert list(rows_of(table, zoo["models"])) == list(zoo["models"])
+    violations = [line.partition(": ")[2] for line in times if "not hold" in line]
+    assert violations == zoo["violations"]
+    shown = rows_of(recipes, zoo["models"])
+    for model in levels:
+        found = [each["memory"]["all"] for each in model["levels"].values()]
+        expected = [f"{each / 1e6:.0f}" for each in found]
+        assert shown[model["model"]][: len(expected)] == expected
+    cost = results("loss_scale_cost")
+    assert len(steps) == 1 + len(cost["steps"])
+    for line, step in zip(steps[1:], cost["steps"], strict=True):
+        moved = step["scaled"]["bytes_moved"] / step["plain"]["bytes_moved"]
+        assert line.split()[-2:-1] == [f"{moved:.3f}x"]
+    # Parameters and Adam's two moments, in f32, are 12 bytes; masters add 2.
+    stay = {line[:18].strip(): line.split()[-2] for line in updates[2:]}
+    assert stay["f32"] == stay["bf16, Kahan"] == "12.0"
+    assert stay["bf16, masters"] == "14.0"
+    assert stay["bf16, stochastic"] == "10.0"
+
+
+def test_how_it_works_names_the_module_of_every_operation():
+    _, values = executed("05_how_it_works")
+    dense = ["dot_general", "reshape", "add"]
+    up, down = ([[f"Model/{each}", name] for name in dense] for each in ("up", "down"))
+    assert values["scopes"][:7] == [*up, ["Model", "tanh"], *down]
+    # The loss is in no module.
+    assert {module for module, _ in values["scopes"][7:]} == {""}
+
+
+def test_how_it_works_plans_by_makers_and_readers():
+    _, values = executed("05_how_it_works")
+    dtypes = {(module, name): dtype for module, name, dtype in values["dtypes"]}
+    assert dtypes["Model/up", "add"] == dtypes["Model", "tanh"] == "bf16"
+    assert dtypes["Model/down", "dot_general"] == "bf16"
+    # The softmax alone reads the logits.
+    assert dtypes["Model/down", "add"] == dtypes["", "exp"] == "f32"
+    assert values["products"] == ["bf16 x bf16 -> bf16"] * 5
+    added = {
+        title: dict((name, dtype) for name, dtype, _ in rows)["add"]
+        for title, rows in values["options"].items()
+    }
+    half = dict.fromkeys(["half reads it", "both read it"], "f16")
+    assert added == half | dict.fromkeys(["f32 reads it", "no activation"], "f32")
+
+
+def test_how_it_works_shows_the_rules_of_the_plan():
+    _, values = executed("05_how_it_works")
+    found = {
+        title: [dtype for name, dtype, _ in rows if name in ("add", "mul", "select_n")]
+        for title, rows in values["constants"].items()
+    }
+    assert found.pop("+ 1e-8") == ["f32"]
+    assert set(map(tuple, found.values())) == {("f16",)}
+    assert values["rewrites"]["JAX"]["scatters"] == 1
+    assert values["rewrites"]["autocast"]["scatters"] == 0
+    assert values["rewrites"]["autocast"]["products"] == [
+        "bf16 x bf16 -> f32",
+        "bf16 x bf16 -> bf16",
+    ]
+    # The norm's f32 input and what it was before the scale, of 256 x 64 elements, are
+    # not kept: one half-precision array on each side of it is.
+    without, kept = values["kept"]
+    assert without > 2 * 4 * 256 * 64
+    assert 2 * 2 * 256 * 64 < kept < without / 3
+    assert values["carries"] == {
+        "residual stream": "float16[5,8]",
+        "RNN": "float32[8]",
+    }
+    by_name = {
+        title: [dtype for name, dtype, _ in rows if name in ("tanh", "mul")]
+        for title, rows in values["by_name"].items()
+    }
+    assert by_name.pop("as it is") == ["f16", "f16"]
+    assert list(by_name.values()) == [["f32", "f32"]] * 2
+    assert values["mapped"] == {
+        "Experts/expert_0/up": "f16",
+        "Experts/expert_0/down": "f16",
+        "Experts/expert_1/up": "bf16",
+        "Experts/expert_1/down": "bf16",
+        "Experts/expert_2/up": "f32",
+        "Experts/expert_2/down": "f32",
+        "Experts/head": "f32",
+    }
+    # A hundred updates of 0.001: bf16 has seven bits after the point.
+    assert values["weights"].pop("rounded") == 1.0
+    assert set(values["weights"].values()) == {float(jnp.bfloat16(1.1))}
+
+
+def test_how_it_works_prints_every_value_that_it_tells_of():
+    _, traced, _, _, totals, *_, kernels, policies, _, _, in_f16, devices, _ = (
+        printed_lines("05_how_it_works")
+    )
+    assert sum("dot_general" in line for line in traced) == 2
+    assert not [line for line in traced if "f16" in line]
+    # A multiplication and an addition for each of 8 x 6 x 16 and 8 x 16 x 4 elements.
+    flops = [2 * 8 * 16 * 6, 2 * 8 * 16 * 4]
+    assert totals[0] == f"2 of 2 products in half, {sum(flops)} FLOP"
+    assert totals[1] == f"of these in up: {flops[0]}"
+    assert policies[-2:] == [
+        "p=f32,c=f16,o=f16",
+        'get_policy("c=fp17"): unknown dtype \'fp17\' at "c="',
+    ]
+    assert kernels == [
+        "double is traced in float16",
+        "largest energy 1.6e+09, largest f16 65504.0",
+    ]
+    assert in_f16 == ["2.0 [inf inf]", "2.0 [2. 2.]"]
+    assert devices == ["False 32768.0"]
+
+
+def test_links_in_notebooks_lead_to_files():
+    for name in NOTEBOOKS:
+        for cell in committed(name).cells:
+            if cell.cell_type == "markdown":
+                for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", cell.source):
+                    assert (ROOT / "notebooks" / target).exists(), (name, target)
+
+
+def write(name):
+    """Executes a notebook and keeps its outputs, and nothing else of the run."""
+    notebook, _ = executed(name)
+    notebook.metadata = committed(name).metadata
+    for cell in code_cells(notebook):
+        merged = []
+        for output in cell.outputs:
+            last = merged[-1] if merged else {}
+            # How many pieces a printed text comes in is chance.
+            if output.get("name") and output.get("name") == last.get("name"):
+                last["text"] += output.text
+            else:
+                merged.append(output)
+        cell.outputs = merged
+    nbformat.write(notebook, ROOT / "notebooks" / f"{name}.ipynb")
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:]:
+        write(each)

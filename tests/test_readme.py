@@ -1,6 +1,9 @@
 """The README does what it says: its code runs and prints what the comments say."""
 
+import ast
+import json
 import re
+import statistics
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,6 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+# Megabytes are written without decimals, ratios with two.
+MODELS = json.loads(
+    (ROOT / "examples" / "benchmarks" / "results" / "h100_compiled.json").read_text()
+)["models"]
 
 
 class Block(NamedTuple):
@@ -27,7 +34,8 @@ def blocks(language: str) -> list[Block]:
     return found
 
 
-SECTIONS = list(dict.fromkeys(block.section for block in blocks("python")))
+# The first screen has a test for itself.
+FIRST, *SECTIONS = dict.fromkeys(block.section for block in blocks("python"))
 
 
 def announced(code: str) -> list[str]:
@@ -55,7 +63,7 @@ def test_code_runs_and_prints_what_its_comments_say(section):
 
 
 def test_train_step_of_the_first_screen_trains():
-    (first,) = [block for block in blocks("python") if block.section == "jmp_amp"]
+    (first,) = [block for block in blocks("python") if block.section == FIRST]
     names: dict = {"__name__": "readme"}
     with jax.numpy_dtype_promotion("standard"):
         exec(first.code, names)
@@ -65,7 +73,7 @@ def test_train_step_of_the_first_screen_trains():
         }
         params, opt_state, losses = names["params"], names["opt_state"], []
         for _ in range(100):
-            params, opt_state, loss = names["train_step"](params, opt_state, batch)
+            params, opt_state, loss = names["train_step"](params, opt_state, **batch)
             losses.append(float(loss))
     assert losses[-1] < losses[0] / 2
 
@@ -93,3 +101,105 @@ def test_continuous_integration_runs_the_command_of_the_readme():
 def test_links_lead_to_files():
     for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
+
+
+def test_is_read_in_one_sitting():
+    assert len(README.splitlines()) <= 350
+
+
+def section_of(heading: str) -> str:
+    _, found, rest = README.partition(f"\n## {heading}\n")
+    assert found, heading
+    return rest.partition("\n## ")[0]
+
+
+def products(of_a_program: dict) -> tuple[int, int]:
+    """How many products are in half precision, and how many there are."""
+    counts = [of_a_program[kind].split("/") for kind in ("gemms", "convs")]
+    pairs = [(int(half), int(total)) for half, total in filter(lambda x: x[1:], counts)]
+    in_half, total = map(sum, zip(*pairs, strict=True))
+    return in_half, total
+
+
+def median(figure) -> str:
+    return f"{statistics.median(map(figure, MODELS.values())):.2f}x"
+
+
+def test_four_numbers_of_the_first_screen_are_those_that_were_measured():
+    first_screen = README.partition("\n## ")[0]
+    found = dict(re.findall(r"^\| (\d[\w. ]*) \| (.+) \|$", first_screen, re.MULTILINE))
+    in_bf16 = [model["bfloat16"] for model in MODELS.values()]
+    here, total, by_hand = 0, 0, 0
+    for programs in in_bf16:
+        in_half, all_products = products(programs["autocast"])
+        here, total = here + in_half, total + all_products
+        by_hand += products(programs["twin"])[0]
+    expected = {
+        f"{here} of {total}": f"{by_hand} in mixed precision by hand",
+        median(lambda m: ratio(m, "temp", "f32")): "temporary memory",
+        median(lambda m: ratio(m, "saved", "twin")): "kept for the backward pass",
+        median(lambda m: m["bfloat16"]["compared"]["error"]): "gradient error",
+    }
+    assert list(found) == list(expected)
+    for number, text in expected.items():
+        assert text in found[number]
+    assert f"three medians over {len(MODELS)} models" in first_screen
+    # By hand is the better half of the comparison: nothing that is half there is f32.
+    assert all(programs["compared"]["missing"] == 0 for programs in in_bf16)
+
+
+def ratio(model: dict, figure: str, to: str) -> float:
+    programs = model["bfloat16"]
+    return programs["autocast"][figure] / programs[to][figure]
+
+
+def test_what_it_saves_is_what_was_measured():
+    rows = re.findall(
+        r"^\| (\w+) \| (\d+), (\d+), (\d+) \| ([\d.]+)x \|$",
+        section_of("What it saves"),
+        re.MULTILINE,
+    )
+    assert len(rows) == 5
+    for name, *megabytes, saved in rows:
+        programs = MODELS[name]["bfloat16"]
+        measured = [programs[each]["temp"] for each in ("f32", "twin", "autocast")]
+        assert megabytes == [f"{each / 1e6:.0f}" for each in measured], name
+        assert saved == f"{ratio(MODELS[name], 'saved', 'twin'):.2f}", name
+    # The last one is there because none is worse.
+    for figure in ("temp", "saved"):
+        worst = max(MODELS, key=lambda name: ratio(MODELS[name], figure, "twin"))
+        assert worst == rows[-1][0]
+
+
+def exported() -> set[str]:
+    """The names that `jmp_amp/__init__.py` imports for others to use."""
+    tree = ast.parse((ROOT / "jmp_amp" / "__init__.py").read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    return {name.asname for node in imports for name in node.names if name.asname}
+
+
+def test_index_has_every_public_name_and_no_other():
+    rows = re.findall(r"^\| (`.+`) \| ", section_of("Public names"), re.MULTILINE)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == exported()
+    assert {"autocast", "with_loss_scale", "jmp"} <= exported()
+
+
+def test_every_notebook_and_its_place_in_the_order_is_named():
+    text = section_of("Versions, notebooks, examples")
+    linked = re.findall(r"\]\((notebooks/\w+\.ipynb)\)", text)
+    there = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    assert linked == [str(path.relative_to(ROOT)) for path in there]
+
+
+def test_versions_are_those_that_the_package_declares():
+    text = section_of("Versions, notebooks, examples")
+    declared = (ROOT / "pyproject.toml").read_text()
+    (oldest,) = re.findall(r'"jax>=([\d.]+),<0\.12"', declared)
+    assert f"jax {oldest} and 0.11," in text
+    for package in ("flax", "optax"):
+        (version,) = re.findall(rf'"{package}>=([\d.]+)"', declared)
+        assert f"{package} {version} or newer" in text
+    (python,) = re.findall(r'requires-python = ">=([\d.]+)"', declared)
+    assert text.strip().startswith(f"Python {python} to ")
