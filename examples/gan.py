@@ -1,22 +1,22 @@
 """Trains a GAN on handwritten digits: two losses, two optimizers, two loss scales.
 
     python examples/gan.py                          compares f32, bf16 and f16
+    python examples/gan.py --steps 1500             trains longer: better digits
     python examples/gan.py --policy mixed_float16   trains with one policy
     python examples/gan.py --plot samples.png       draws what each of them generates
 
-The gradients of a generator and of a discriminator are of different sizes. Each loss
-has a scale of its own, in the state of its own optimizer: when the gradients of one
-overflow, that one is skipped and its scale backs off, and the other goes on. It is what
-Apex does (`amp.initialize(.., num_losses=2)`), or PyTorch with two scalers, in one step
-that is compiled as a whole.
+The gradients of a generator and of a discriminator differ in size. So each loss has a
+separate scale, in the state of its optimizer. When the gradients of one loss overflow,
+only that update is skipped and only that scale backs off. Apex does the same
+(`amp.initialize(.., num_losses=2)`), and so does PyTorch with two scalers; here it is
+one compiled step.
 
 The discriminator's loss has a penalty: the squared gradient of its logits with respect
-to the real images (R1 of Mescheder et al. 2018, arXiv:1801.04406). It is a gradient
-inside the loss, inside autocast, and the optimizer's gradient goes through it.
+to the real images (R1 of Mescheder et al. 2018, arXiv:1801.04406). This gradient is
+taken inside autocast, and the optimizer's gradient goes through it.
 
-How good the digits are is not for the discriminator to say: a classifier of
-scikit-learn learns the real digits and reads the generated ones. `make_losses` and
-`make_train_step` are the parts to copy.
+A classifier of scikit-learn, trained on the real digits, judges the generated ones.
+`make_losses` and `make_train_step` are the parts to copy.
 """
 
 from __future__ import annotations

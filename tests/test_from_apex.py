@@ -16,6 +16,8 @@ from tests.scripts import run_example
 
 F16 = jnp.float16
 F16_EPS = float(jnp.finfo(F16).eps)
+# Slow tests share their trainings: one process has them all (`--dist loadgroup`).
+pytestmark = pytest.mark.xdist_group("from_apex")
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,11 @@ import jmp_amp as amp
 ROOT = Path(__file__).parent.parent
 
 # Adam of optax raises a float to its integer step count, which strict JAX refuses.
-pytestmark = pytest.mark.filterwarnings("default")
+# Slow tests share compiled steps: one process has them all (`--dist loadgroup`).
+pytestmark = [
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.xdist_group("vit_nnx"),
+]
 
 
 @pytest.fixture(autouse=True)
