@@ -20,6 +20,8 @@ import jmp_amp as amp
 from tests.programs import equations
 
 ROOT = Path(__file__).parent.parent
+# Tests share trainings: one process has the slow ones (`--dist loadgroup`).
+pytestmark = pytest.mark.xdist_group("char_gpt")
 HALF = {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}
 TINY = char_gpt.Model(layers=2, width=32, context=16)
 SGD = amp.with_loss_scale(optax.sgd(0.1), amp.no_loss_scale())
@@ -325,7 +327,7 @@ def bigram_loss():
 
 @pytest.mark.slow
 def test_half_precision_reaches_the_loss_of_float32():
-    # A training takes minutes: bf16, which cannot overflow, is left to the script.
+    # bf16, which cannot overflow, is left to the script.
     reference, result = (
         trained(policy, char_gpt.MODEL, char_gpt.STEPS)
         for policy in ("float32", "mixed_float16")

@@ -508,8 +508,6 @@ def of_dtype(found: Moved, dtype: str) -> dict[str, list[int]]:
     ("name", "precision"),
     [
         ("fsdp", "bf16"),
-        slow("fsdp", "f16"),
-        slow("fsdp", "bf16_weights"),
         slow("fsdp", "f16_weights"),
         slow("fsdp_tensor", "bf16"),
     ],
@@ -543,11 +541,14 @@ def test_data_parallelism_reduces_gradients_in_half(precision):
 @h100.needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("precision", "stored"),
-    # What is gathered is what is stored: the policy `bf16` stores f32.
-    [("bf16", "f32"), ("bf16_weights", "bf16"), ("f16_weights", "f16")],
+    ("name", "precision", "stored"),
+    # Weights are gathered as they are stored: the policy `bf16` stores f32.
+    [
+        ("zero1", "bf16", "f32"),
+        ("zero1", "bf16_weights", "bf16"),
+        ("zero1_tensor", "f16_weights", "f16"),
+    ],
 )
-@pytest.mark.parametrize("name", ["zero1", "zero1_tensor"])
 def test_zero1_scatters_gradients_in_half_and_gathers_weights_as_they_are_stored(
     name, precision, stored
 ):
