@@ -701,6 +701,24 @@ def test_what_cannot_be_is_one_line(arguments, message, capsys):
     assert written.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [
+        ([], sharded_gpt.DEFAULT),
+        (["--full"], CUT_UP),
+        (["--full", "--layout", "data"], ["data"]),
+    ],
+)
+def test_options_choose_layouts_beside_one_device(options, chosen, monkeypatch, capsys):
+    def stop(options: Any) -> None:
+        raise ValueError(", ".join(options.layout))
+
+    monkeypatch.setattr(sharded_gpt, "make_trainers", stop)
+    with pytest.raises(SystemExit):
+        sharded_gpt.main(options)
+    assert capsys.readouterr().err.endswith(f"{', '.join([ONE_DEVICE, *chosen])}\n")
+
+
 # Two processes
 
 
