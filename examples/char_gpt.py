@@ -1,7 +1,7 @@
 """Trains a character-level GPT on the text of Python's manual, in several precisions.
 
     python examples/char_gpt.py                          compares f32, bf16 and f16
-    python examples/char_gpt.py --steps 1000             trains longer: whole words
+    python examples/char_gpt.py --steps 1000             trains longer
     python examples/char_gpt.py --policy mixed_float16   trains with one policy
 
 One f32 model learns from the same batches in f32, under bf16 autocast, and under f16
