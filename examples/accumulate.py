@@ -1,10 +1,10 @@
-"""Trains on batches that are read in pieces, in f32 and in f16 with loss scaling.
+"""Trains on batches in pieces, in f32 and in f16 with loss scaling.
 
     python examples/accumulate.py                         compares f32 and f16
     python examples/accumulate.py --policy mixed_float16  trains with one policy
 
-A batch that does not fit is read in `pieces` micro-batches, and the optimizer moves
-once for all of them. Paddle's recipe, and the same here:
+A batch that does not fit in memory is cut into `pieces` micro-batches, and the
+optimizer moves once for all of them. Paddle's recipe, and the same here:
 
     Paddle                               here
     -----------------------------------  --------------------------------------------
@@ -20,19 +20,19 @@ once for all of them. Paddle's recipe, and the same here:
         scaler.update()                  is in tx.update, after every micro-batch
         optimizer.clear_grad()           MultiSteps clears its sum
 
-What becomes of a micro-batch whose gradients are not finite is the difference:
+The two steps below differ when the gradients of a micro-batch are not finite:
 
-* `make_micro_step`, as above: that micro-batch alone is left out. Neither the sum nor
-  the count of MultiSteps knows of it, so the window ends one micro-batch later. The
-  scale is adjusted after every micro-batch: `growth_interval` counts micro-batches.
-* `make_window_step`, by hand: a scan adds up the gradients of a window, unscaled and in
-  f32, and one `tx.update` is given their mean. An inf or a NaN in any of them stays, so
+* `make_micro_step`, as above, leaves out that micro-batch alone. MultiSteps neither
+  adds nor counts it, so the window ends one micro-batch later. The scale is adjusted
+  after every micro-batch: `growth_interval` counts micro-batches.
+* `make_window_step`, by hand, adds up the unscaled f32 gradients of a window in a scan,
+  and calls `tx.update` once, with their mean. An inf or a NaN in any of them stays, so
   the whole window is dropped, as by the scalers of Paddle and PyTorch. One scale serves
   the whole window, and `growth_interval` counts windows.
 
-Both are compared with training on the whole batch at once, and then trained again on
-the same images with one infinite pixel among them. The model has no BatchNorm: its
-statistics would be those of a micro-batch, and no sum of gradients mends that.
+Both are compared with training on the whole batch, and then train again with one
+infinite pixel among the same images. The model has no BatchNorm, because its statistics
+would be those of a micro-batch.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ initialise = jax.jit(MODEL.init)
 
 
 class Result(NamedTuple):
-    """What a run yielded."""
+    """The outcome of a run."""
 
     params: Any
     loss: float  # of all training images, in f32, after the last step
@@ -111,8 +111,8 @@ def make_micro_step(
 ) -> Callable[..., Any]:
     """Returns the step: a function of (params, opt_state, micro-batch).
 
-    Nothing in it is about accumulation: `tx` has a MultiSteps in it, or has none and
-    the micro-batch is the whole one.
+    Accumulation is in `tx`, which holds a MultiSteps; without one, the micro-batch is
+    the whole batch.
     """
 
     def micro_step(params: Any, opt_state: Any, batch: Batch) -> Any:
@@ -129,14 +129,14 @@ def make_window_step(
 ) -> Callable[..., Any]:
     """Returns the step: a function of (params, opt_state, window of micro-batches).
 
-    The arrays of a window have one more axis in front, that of its micro-batches.
+    The first axis of a window's arrays counts its micro-batches.
     """
 
     def window_step(params: Any, opt_state: Any, window: Batch) -> Any:
         gradient = amp.value_and_grad(loss_fn)
 
         def add(total: Any, batch: Batch) -> Any:
-            # The scale of the window: it is adjusted below, after the last one.
+            # The scale of the window, which is adjusted below, after the last piece.
             each = gradient(params, batch, loss_scale=opt_state)
             return jax.tree.map(jnp.add, total, each), None
 
@@ -179,8 +179,8 @@ def compiled(
     """Returns the step of a way, which is jitted once, and its optimizer."""
     loss_scale = amp.no_loss_scale()
     if policy.compute_dtype == jnp.float16:
-        # 50 windows, in each of which MultiSteps has `pieces` steps. The default, 2000,
-        # is longer than this training.
+        # 50 windows, each of `pieces` steps of MultiSteps. The default, 2000, is longer
+        # than this training.
         interval = 50 * (pieces if way == "MultiSteps" else 1)
         loss_scale = amp.dynamic_loss_scale(growth_interval=interval)
     inner: Any = optax.sgd(RATE, MOMENTUM)
@@ -200,7 +200,7 @@ def train(
     pieces: int = PIECES,
     poisoned: bool = False,
 ) -> Result:
-    """Trains in one of the WAYS."""
+    """Returns a training in one of the WAYS."""
     step, tx = compiled(amp.get_policy(policy), way, pieces)
     train_data, _ = digits()
     params: Any = initialise(jax.random.key(seed), train_data["image"])["params"]
@@ -223,7 +223,7 @@ def train(
 
 
 def given(window: Batch, way: str) -> Sequence[Batch]:
-    """Returns the batches that the steps of a window are given."""
+    """Returns the arguments of the steps of a window, one after the other."""
     if way == "by hand":
         return [window]
     if way == "whole batch":

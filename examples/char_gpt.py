@@ -1,11 +1,12 @@
 """Trains a character-level GPT on the text of Python's manual, in several precisions.
 
     python examples/char_gpt.py                          compares f32, bf16 and f16
+    python examples/char_gpt.py --steps 1000             trains longer
     python examples/char_gpt.py --policy mixed_float16   trains with one policy
 
-One f32 model, whose layers are one `scan` that computes each of them again in the
-backward pass, learns from the same batches in f32, under bf16 autocast, and under f16
-autocast with dynamic loss scaling. Each run then writes a text of its own.
+One f32 model learns from the same batches in f32, under bf16 autocast, and under f16
+autocast with dynamic loss scaling. Its layers are one `scan`, which computes each layer
+again in the backward pass. At the end every run writes a text.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rich.table import Column, Table
 import jmp_amp as amp
 
 POLICIES = ["float32", "mixed_bfloat16", "mixed_float16"]
-STEPS = 1000
+STEPS = 250
 BATCH = 8
 PROMPT = "The "
 
@@ -52,7 +53,7 @@ def tokens() -> tuple[np.ndarray, np.ndarray]:
 
 
 class Block(nn.Module):
-    """A layer, with one more argument and result, as `nn.scan` wants it."""
+    """A layer; `nn.scan` demands the second argument and result."""
 
     heads: int
     dropout: float
@@ -97,14 +98,14 @@ MODEL = Model()
 
 
 class Result(NamedTuple):
-    """What a run yielded."""
+    """The outcome of a run."""
 
     params: Any
     opt_state: Any
     losses: np.ndarray  # float32[steps], without the loss scale
     validation_loss: float  # of the held-out text, after the last step
-    skips: int  # steps that changed nothing, because a gradient had overflowed
-    scale: float  # what the loss is multiplied by in the end
+    skips: int  # steps skipped because a gradient overflowed
+    scale: float  # the last loss scale
     matmuls: tuple[int, int]  # of a gradient: those in half precision, and all
     saved: tuple[int, int]  # bytes for the backward pass: kept, and without autocast
 
@@ -149,11 +150,16 @@ def make_train_step(loss_fn: Callable[..., Any], tx: Any) -> Callable[..., Any]:
 
 
 def batch_of(step: int, seed: int, context: int) -> np.ndarray:
-    """Returns the batch of a step, whatever ran before: int32[BATCH, context + 1]."""
+    """Returns the batch of a step: int32[BATCH, context + 1]."""
     train, _ = tokens()
     random = np.random.default_rng((seed, step))
     starts = random.integers(len(train) - context, size=(BATCH, 1))
     return train[starts + np.arange(context + 1)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def initialise(model: Model, key: jax.Array, tokens: jax.Array) -> Any:
+    return model.init(key, tokens)["params"]
 
 
 def train(
@@ -166,14 +172,14 @@ def train(
     params: Any = None,
     progress: bool = False,
 ) -> Result:
-    """Trains and validates a model.
+    """Returns a trained and validated model.
 
-    `policy` is a name for `policy_for`; `tx` an optimizer in `amp.with_loss_scale` to
-    use instead of AdamW; `params` what to begin with instead of random parameters.
+    `policy` is a name for `policy_for`. `tx` is an optimizer in `amp.with_loss_scale`,
+    by default AdamW. `params` are the first parameters, by default random ones.
     """
     key, first = jax.random.key(seed), batch_of(0, seed, model.context)
     if params is None:
-        params = jax.jit(model.init)(key, first[:, :-1])["params"]
+        params = initialise(model, key, first[:, :-1])
         params = amp.get_policy(policy).cast_to_param(params)
     if tx is None:
         f16 = amp.get_policy(policy).compute_dtype == jnp.float16
@@ -218,7 +224,7 @@ def sample(
     *,
     model: Model = MODEL,
 ) -> str:
-    """Returns what the model writes after the prompt; at temperature 0, greedily."""
+    """Returns the text after the prompt; at temperature 0, the likeliest characters."""
     apply = amp.autocast(model.apply, policy_for(policy))
     begun, end = len(PROMPT), len(PROMPT) + length
     # Longer than the text, which may be shorter than a window.
@@ -228,7 +234,8 @@ def sample(
     @jax.jit
     def write(params: Any, written: jax.Array, key: jax.Array) -> jax.Array:
         def write_next(number: jax.Array, written: jax.Array) -> jax.Array:
-            # The first windows reach into what is not written yet: attention is causal.
+            # The first windows hold characters that are not written yet, which causal
+            # attention does not read.
             start = jnp.maximum(number - model.context, 0)
             window = jax.lax.dynamic_slice(written, (start,), (model.context,))
             logits = apply({"params": params}, window[None])[0, number - start - 1]

@@ -1,6 +1,7 @@
 """Trains a CNN at the opt levels of NVIDIA Apex, and fine-tunes it in eval mode.
 
     python examples/from_apex.py                          compares O0, O1, O2 and O3
+    python examples/from_apex.py --steps 300              trains longer
     python examples/from_apex.py --opt-level O2 --keep-batchnorm-fp32 False
     python examples/from_apex.py --opt-level O1 --loss-scale 128.0
     python examples/from_apex.py --h100                   with the memory on an H100
@@ -27,14 +28,14 @@ The lines of Apex's ImageNet example, examples/imagenet/main_amp.py, and the sam
     amp.state_dict()                        is in opt_state, see amp.loss_scale_of
     model.state_dict()                      recipe.export_params(params, opt_state)
 
-The options are those of main_amp.py, and what `amp.initialize` refuses is refused.
-Different here: gradients are f32 and unscaled when the optimizer sees them, so clipping
-needs no masters; sums, norms and losses are f32 at every level; a skipped step takes
-back its batch statistics too, and a static scale skips as a dynamic one does.
+The options are those of main_amp.py, with the same combinations refused as by
+`amp.initialize`. Differences: the optimizer sees unscaled f32 gradients, so clipping
+needs no masters. Sums, norms and losses are f32 at every level. A skipped step takes
+back its batch statistics too. A static scale skips as a dynamic one does.
 
-The second table is what Apex could not do: fine-tuning at O2 with BatchNorm in eval
-mode, on the same digits lying on their sides. The statistics of the first training are
-used and never written, and gradients pass through them.
+The second table shows fine-tuning at O2 with BatchNorm in eval mode, which Apex cannot
+do. The digits now lie on their sides. The statistics of the first training are used and
+never written, and gradients pass through them.
 """
 
 from __future__ import annotations
@@ -54,15 +55,16 @@ from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
-from train_digits import CNN, STEPS, State, accuracy, batches, digits
+from train_digits import CNN, State, accuracy, batches, digits
 
 import jmp_amp as amp
 
 LEVELS = ["O0", "O1", "O2", "O3"]
 FINE_TUNED = ["O0", "O2"]
+STEPS = 120
 FINE_TUNE_STEPS = 60
-# The memory of a step is that of so many images: of fewer, workspaces hide activations,
-# of more, activations hide parameters.
+# Memory is that of a step on this many images. With fewer, workspaces hide activations;
+# with more, activations hide parameters.
 MEMORY_BATCH = 512
 Batch = Mapping[str, Any]
 
@@ -79,7 +81,7 @@ def recipe_for(level: str, **overrides: Any) -> amp.Recipe:
 def loss_of(params: Any, batch_stats: Any, batch: Batch, dropout_key: Any) -> Any:
     """Returns the loss and new batch statistics; without a dropout key, in eval mode.
 
-    In eval mode BatchNorm uses its running statistics and hands them on as they are.
+    In eval mode BatchNorm uses its running statistics and returns them unchanged.
     """
     logits, updated = CNN().apply(
         {"params": params, "batch_stats": batch_stats},
@@ -94,7 +96,7 @@ def loss_of(params: Any, batch_stats: Any, batch: Batch, dropout_key: Any) -> An
 
 def make_optimizer(recipe: amp.Recipe, steps: int) -> Any:
     rate = optax.warmup_cosine_decay_schedule(0.0, 5e-4, max(1, steps // 10), steps + 1)
-    # Clipping sees true gradients in f32, whatever the parameters are stored in.
+    # Clipping sees unscaled f32 gradients, however the parameters are stored.
     clip, adamw = optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.1)
     return recipe.wrap(optax.chain(clip, adamw))
 
@@ -129,7 +131,7 @@ def first_variables(seed: int) -> Any:
 
 
 class Result(NamedTuple):
-    """What a training yielded."""
+    """The outcome of a training."""
 
     state: State
     losses: np.ndarray  # float32[steps]
@@ -143,7 +145,7 @@ def tested(recipe: amp.Recipe, state: State, losses: list, data: Batch) -> Resul
 
 
 def train(recipe: amp.Recipe, steps: int = STEPS, seed: int = 0) -> Result:
-    """Trains from the first parameters of a seed, and tests."""
+    """Returns a tested training from the first parameters of a seed."""
     data, test_data = digits()
     variables, tx = first_variables(seed), make_optimizer(recipe, steps)
     params, opt_state = recipe.init(tx, variables["params"])
@@ -176,7 +178,7 @@ def fine_tune(
     steps: int = FINE_TUNE_STEPS,
     seed: int = 0,
 ) -> Result:
-    """Trains on in eval mode; `params` may be f32, or stored in half already."""
+    """Returns a further training, in eval mode, of f32 or half-precision `params`."""
     tx, step = fine_tuner(recipe, head_alone)
     params, opt_state = recipe.init(tx, params)
     state, losses = State(params, batch_stats, opt_state), []
@@ -192,12 +194,12 @@ def on_their_sides(data: Batch) -> Batch:
 
 
 class Memory(NamedTuple):
-    """What a training step on `MEMORY_BATCH` images holds, in bytes.
+    """The bytes that a training step on `MEMORY_BATCH` images holds.
 
     Attributes:
       stored: the parameters and the state of the optimizer.
-      saved: what autodiff keeps for the backward pass.
-      temporary: what the step compiled for an H100 needs besides its arguments and
+      saved: the residuals of the backward pass.
+      temporary: memory of the step compiled for an H100, besides its arguments and
         results; None if it was not compiled.
     """
 
@@ -207,7 +209,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(recipe: amp.Recipe, compile_for_gpu: Any = None) -> Memory:
-    """Returns the memory of a step at some level; nothing is executed."""
+    """Returns the memory of a recipe's step, without executing it."""
     tx = make_optimizer(recipe, STEPS)
 
     def begin() -> tuple[State, Batch, jax.Array]:
@@ -232,9 +234,9 @@ def memory_of(recipe: amp.Recipe, compile_for_gpu: Any = None) -> Memory:
 def gpu_compiler() -> tuple[Any, str]:
     """Returns a function that compiles for a described H100, or None and why not.
 
-    To be called before JAX has looked for devices, of which only the CPU is left.
+    Call this before JAX looks for devices: it leaves only the CPU.
     """
-    # It is one of the tests, which are not installed.
+    # The compiler is a module of the tests, which are not installed.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     try:
         from tests import h100
@@ -267,7 +269,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--opt-level", help=f"default: {', '.join(LEVELS)}")
-    # Text, which the library reads: Apex's example does it so.
+    # Text that the library parses, as in Apex's example.
     parser.add_argument("--keep-batchnorm-fp32", help="True or False")
     parser.add_argument("--loss-scale", help='"dynamic", or a number')
     parser.add_argument("--steps", type=int, default=STEPS, help="default: %(default)s")
@@ -308,7 +310,7 @@ def compare_levels(options: argparse.Namespace) -> tuple[dict[str, Result], Tabl
 
 
 def fine_tune_levels(options: argparse.Namespace, results: dict[str, Result]) -> Table:
-    """Returns the second table: what goes on from some of the first."""
+    """Returns the second table, which goes on from runs of the first."""
     table = table_of(
         "level, begins with, trains",
         "loss before, after, test accuracy, statistics",

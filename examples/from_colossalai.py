@@ -1,6 +1,7 @@
 """Trains a vision transformer as Colossal-AI's tutorial does, with linear warm-up.
 
     python examples/from_colossalai.py                                compares all
+    python examples/from_colossalai.py --steps 300                    trains longer
     python examples/from_colossalai.py --mixed-precision fp16_naive   trains with one
     python examples/from_colossalai.py --initial-scale 1024 --hysteresis 1
 
@@ -26,13 +27,12 @@ The lines of the tutorial, `examples/tutorial/new_api/cifar_vit`, and the same h
     optimizer.step()                         optimizer.update(model, grads)
     lr_scheduler.step()                      is in tx
 
-Before there was a booster, `fp16 = dict(mode=AMP_TYPE.TORCH)` in a configuration was
-"fp16", `AMP_TYPE.APEX` "fp16_apex", `AMP_TYPE.NAIVE` "fp16_naive".
+In configurations from before the booster, `AMP_TYPE.TORCH` is "fp16", `AMP_TYPE.APEX`
+is "fp16_apex", and `AMP_TYPE.NAIVE` is "fp16_naive".
 
-`lr_scheduler.step()` goes on whether or not the scaler skipped the step. Here the
-schedule is a part of the optimizer, and a skipped step leaves it where it was: the last
-row begins at a scale that is far too large, and its warm-up waits until that has backed
-off.
+`lr_scheduler.step()` counts skipped steps. Here the schedule is part of the optimizer,
+which a skipped step leaves alone. The last row shows this: its scale begins far too
+large, and the warm-up waits until the scale has backed off.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from vit_nnx import ViT, batch_of
 import jmp_amp as amp
 
 NAMES = ["float32", "bf16", "fp16", "fp16_apex", "fp16_naive"]
-STEPS = 300
+STEPS = 150
 RATE = 8e-3
 TOO_LARGE = 2.0**32
 # The intervals of Colossal-AI, 1000 and 2000 steps, are longer than this training.
 GROWTH_INTERVAL = 50
-# The parameters of its own scaler, which "fp16_naive" has.
+# The parameters of Colossal-AI's scaler, which "fp16_naive" uses.
 SCALER: dict[str, Callable[[str], Any]] = {
     "initial_scale": float,
     "growth_factor": float,
@@ -78,7 +78,7 @@ Batch = Mapping[str, Any]
 def recipe_for(name: str, **scaler: Any) -> amp.Recipe:
     """Returns the recipe of `mixed_precision=name`, with some of the `SCALER`."""
     if "initial_scale" in scaler:
-        # The scaler of "fp16" is PyTorch's, which calls it otherwise: this all know.
+        # "fp16" has PyTorch's scaler, which calls it `init_scale`; all accept that.
         scaler["init_scale"] = scaler.pop("initial_scale")
     return amp.recipe(name, **scaler)
 
@@ -103,9 +103,9 @@ def make_optimizer(recipe: amp.Recipe, steps: int, warmup: int) -> Any:
 
 
 def make_train_step(recipe: amp.Recipe) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Returns the step, the same for all recipes: of (model, optimizer, batch).
+    """Returns the step, a function of (model, optimizer, batch), for any recipe.
 
-    It returns the loss and the learning rate: in a skipped step, that of the last one.
+    The step returns the loss and the learning rate; a skipped step keeps the last rate.
     """
 
     @recipe.autocast
@@ -125,10 +125,10 @@ def make_train_step(recipe: amp.Recipe) -> Callable[..., tuple[jax.Array, jax.Ar
 
 
 def jitted(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `nnx.jit(step)`, which here rounds to half wherever the program says so.
+    """Returns a jitted `step` that rounds to half wherever the program says so.
 
     By default the CPU compiler keeps f32 from one operation to the next, and f16 would
-    look better than it is; `nnx.jit` takes no option of the compiler.
+    look better than it is. `nnx.jit` takes no compiler options.
     """
 
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
@@ -148,7 +148,7 @@ def jitted(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Result(NamedTuple):
-    """What a run yielded."""
+    """The outcome of a run."""
 
     model: ViT
     optimizer: nnx.Optimizer
@@ -165,14 +165,14 @@ def train(
     *,
     model: ViT,
 ) -> Result:
-    """Trains an f32 model, which is left alone, and tests what came of it.
+    """Returns a trained and tested copy of an f32 model.
 
     Args:
-      recipe: how.
+      recipe: how to train.
       batches: one for each step.
-      steps: of the schedule.
-      warmup: so many of them; by default a tenth.
-      model: to begin with.
+      steps: the length of the learning-rate schedule.
+      warmup: how many of these steps warm up; by default a tenth.
+      model: the first parameters.
     """
     warmup = max(1, steps // 10) if warmup is None else warmup
     tx = make_optimizer(recipe, steps, warmup)
@@ -227,7 +227,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     given = {name: getattr(options, name) for name in SCALER}
     given = {name: value for name, value in given.items() if value is not None}
     in_f16 = {"growth_interval": GROWTH_INTERVAL} | given
-    # What is not in f16 has a scaler only if it is asked for.
+    # Without f16 there is a scaler only on request.
     others = given if options.mixed_precision else {}
     try:
         options.recipes = {

@@ -2,8 +2,8 @@
 
     python examples/from_mindspore.py    both, and f32; with and without an overflow
 
-The original is the tutorial "Mixed Precision" of MindSpore, which scales the loss,
-looks for overflows and leaves steps out by hand. Its lines, and the same here:
+The original is the tutorial "Mixed Precision" of MindSpore. By hand it scales the loss,
+looks for overflows and skips steps. Its lines, and the same here:
 
     MindSpore                                 here
     ----------------------------------------  ------------------------------------------
@@ -29,9 +29,9 @@ looks for overflows and leaves steps out by hand. Its lines, and the same here:
         optimizer(grads)                        flag, it computes both and chooses
     loss_scaler.adjust(is_finite)             loss_scaler.adjust(is_finite) is the next
 
-`make_train_step` is that, line by line. `make_short_train_step` is what to write
-instead: `amp.with_loss_scale(optimizer, loss_scaler)`, or `recipe.wrap(optimizer)`,
-holds the scaler and does all of it. The two end at the same bits.
+`make_train_step` follows it line by line. Prefer `make_short_train_step`, in which
+`amp.with_loss_scale(optimizer, loss_scaler)`, or `recipe.wrap(optimizer)`, holds the
+scaler and does all of this. The two end at the same bits.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def make_train_step(
         is_finite = amp.all_finite(grads)
         grads = loss_scaler.unscale(grads)
         new = optimizer.update(grads, opt_state, params)
-        # Updates are chosen, and not parameters: a compiler may round parameters plus
-        # rate times momentum once or twice, and the last bits would not be the same.
+        # `select_tree` chooses updates, not parameters: a compiler may round parameters
+        # plus rate times momentum once or twice, and the last bits would differ.
         old = optax.tree.zeros_like(params), opt_state
         updates, opt_state = amp.select_tree(is_finite, new, old)
         params = optax.apply_updates(params, updates)
@@ -147,7 +147,7 @@ def jitted(step: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def compiled(precision: str, by_hand: bool) -> Callable[..., Any]:
-    """Returns the step of a run, which is jitted once."""
+    """Returns the step of a run, jitted once."""
     recipe = RECIPES[precision]
     model = recipe.autocast(Network().apply)
     if by_hand:
@@ -180,7 +180,7 @@ def batches(steps: int, seed: int, overflow: bool = False) -> Iterator[Batch]:
 
 
 class Result(NamedTuple):
-    """What a run yielded."""
+    """The outcome of a run."""
 
     params: Any
     loss: float  # of all training images, in f32
@@ -202,7 +202,7 @@ def train(
     *,
     overflow: bool = False,
 ) -> Result:
-    """Trains with one form of the step."""
+    """Returns a training with one form of the step."""
     step, state = compiled(precision, by_hand), first_state(precision, by_hand, seed)
     skips = 0
     for batch in batches(steps, seed, overflow):

@@ -29,9 +29,9 @@ lines, and the same here:
     if (i + 1) % accumulate_batchs_num == 0:  tx = recipe.wrap(
         scaler.step(optimizer)                    optax.MultiSteps(sgd, accumulate))
 
-The guide adds the gradients of 10 batches up where `MultiSteps` takes their mean, so
-the rate is 10 times as large here. And the guide's rate, 0.0001, hardly moves the loss,
-a mean over 2 million numbers: here it is 1, to have something to compare.
+The guide adds up the gradients of 10 batches. `MultiSteps` takes their mean, so the
+rate is 10 times as large here. The guide's rate, 0.0001, hardly moves the loss, a mean
+over 2 million numbers: here it is 1.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class SimpleNet(nn.Module):
 
 
 class Result(NamedTuple):
-    """What a run yielded."""
+    """The outcome of a run."""
 
-    params: Any  # in f32, with all the digits that the optimizer kept
+    params: Any  # in f32, from `export_params`
     losses: np.ndarray  # one of each step
     seconds: float  # of a step
     skips: int
@@ -92,7 +92,7 @@ def make_recipe(level: str, half_dtype: Any) -> amp.Recipe:
 def make_optimizer(
     recipe: amp.Recipe, rate: float, accumulate: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns SGD that moves once for the sum of the gradients of some batches."""
+    """Returns SGD that moves once for the summed gradients of `accumulate` batches."""
     if accumulate == 1:
         return recipe.wrap(optax.sgd(rate))
     return recipe.wrap(optax.MultiSteps(optax.sgd(rate * accumulate), accumulate))
@@ -101,7 +101,7 @@ def make_optimizer(
 def make_train_step(
     apply: Callable[..., Any], tx: optax.GradientTransformationExtraArgs
 ) -> Callable[..., Any]:
-    """Returns the step, which is the same for all levels and for accumulation."""
+    """Returns the step, the same for all levels, with or without accumulation."""
 
     def loss_fn(params: Any, data: jax.Array, label: jax.Array) -> jax.Array:
         return jnp.mean((apply({"params": params}, data) - label) ** 2)
@@ -147,11 +147,11 @@ def train(
     batch: int,
     rate: float = RATE,
 ) -> Result:
-    """Trains at a level, and moves once for `accumulate` batches."""
+    """Returns a training at a level that moves once for `accumulate` batches."""
     recipe = make_recipe(level, half_dtype)
     tx = make_optimizer(recipe, rate, accumulate)
     params, opt_state = recipe.init(tx, first_params(seed, width=width))
-    # Read now: the first step is given their arrays.
+    # Before the first step, which donates these arrays.
     held = sum(leaf.nbytes for leaf in jax.tree.leaves((params, opt_state)))
     step = make_train_step(recipe.autocast(SimpleNet(width).apply), tx)
     losses, seconds = [], []
@@ -164,7 +164,7 @@ def train(
     return Result(
         amp.export_params(params, opt_state),
         np.array(losses),
-        # The first step compiles, and what else the machine does only adds time.
+        # The first step compiles. Other work of the machine only adds time.
         float(np.quantile(seconds[1:] or seconds, 0.1)),
         int(metrics["skipped_total"]),
         float(metrics["scale"]),

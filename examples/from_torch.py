@@ -33,7 +33,7 @@ digits of scikit-learn in place of random numbers. Its lines, and the same here:
     scaler.load_state_dict(state_dict)        opt_state._replace(loss_scale=
                                                   amp.loss_scale_from_torch(state_dict))
 
-As there, a resumed run goes on at the same bits.
+A resumed run goes on at the same bits, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from train_digits import batches, digits
 import jmp_amp as amp
 
 STEPS, RATE, MAX_NORM = 200, 1.0, 0.1
-# What a GradScaler that is about to grow has saved in a checkpoint.
+# The saved state of a GradScaler that is about to grow.
 SCALER = {
     "scale": 1024.0,
     "growth_factor": 2.0,
@@ -120,8 +120,7 @@ def first_params(seed: int) -> Any:
 def resumed(checkpoint: bytes, tx: Any, *, switched: bool = False) -> Any:
     """Returns `(params, opt_state)` of a checkpoint.
 
-    A checkpoint brings its scaler along. If the precision is `switched`, the run goes
-    on with a fresh one, that of `tx`.
+    The scaler comes from the checkpoint, or from `tx` if the precision is `switched`.
     """
     params = first_params(0)
     opt_state = tx.init(params)
@@ -132,7 +131,7 @@ def resumed(checkpoint: bytes, tx: Any, *, switched: bool = False) -> Any:
 
 
 class Result(NamedTuple):
-    """What a run yielded: `loss` is of all training images, `seconds` of a step."""
+    """The outcome of a run: `loss` is of all training images, `seconds` of a step."""
 
     params: Any
     loss: float
@@ -156,7 +155,7 @@ def train(
     max_norm: float = MAX_NORM,
     scaler: Any = SCALER,
 ) -> Result:
-    """Trains in one of the RUNS."""
+    """Returns one of the RUNS, trained."""
     train_data, test_data = digits()
     tx, step = make_training(not name.startswith("default"), max_norm)
     params = first_params(seed)

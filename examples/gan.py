@@ -1,22 +1,22 @@
 """Trains a GAN on handwritten digits: two losses, two optimizers, two loss scales.
 
     python examples/gan.py                          compares f32, bf16 and f16
+    python examples/gan.py --steps 1500             trains longer: better digits
     python examples/gan.py --policy mixed_float16   trains with one policy
     python examples/gan.py --plot samples.png       draws what each of them generates
 
-The gradients of a generator and of a discriminator are of different sizes. Each loss
-has a scale of its own, in the state of its own optimizer: when the gradients of one
-overflow, that one is skipped and its scale backs off, and the other goes on. It is what
-Apex does (`amp.initialize(.., num_losses=2)`), or PyTorch with two scalers, in one step
-that is compiled as a whole.
+The gradients of a generator and of a discriminator differ in size. So each loss has a
+separate scale, in the state of its optimizer. When the gradients of one loss overflow,
+only that update is skipped and only that scale backs off. Apex does the same
+(`amp.initialize(.., num_losses=2)`), and so does PyTorch with two scalers; here it is
+one compiled step.
 
 The discriminator's loss has a penalty: the squared gradient of its logits with respect
-to the real images (R1 of Mescheder et al. 2018, arXiv:1801.04406). It is a gradient
-inside the loss, inside autocast, and the optimizer's gradient goes through it.
+to the real images (R1 of Mescheder et al. 2018, arXiv:1801.04406). This gradient is
+taken inside autocast, and the optimizer's gradient goes through it.
 
-How good the digits are is not for the discriminator to say: a classifier of
-scikit-learn learns the real digits and reads the generated ones. `make_losses` and
-`make_train_step` are the parts to copy.
+A classifier of scikit-learn, trained on the real digits, judges the generated ones.
+`make_losses` and `make_train_step` are the parts to copy.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from train_digits import digits
 import jmp_amp as amp
 
 POLICIES = ["float32", "mixed_bfloat16", "mixed_float16"]
-STEPS = 1500
+STEPS = 600
 BATCH = 64
 NOISE = 32
 PENALTY = 0.5
@@ -83,18 +83,18 @@ class State(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a run yielded; pairs are of the discriminator and the generator."""
+    """The outcome of a run; pairs are of the discriminator and the generator."""
 
     state: State
     losses: np.ndarray  # float32[steps, 2], without the loss scales
     images: np.ndarray  # float32[SAMPLES, 8, 8, 1]
-    skips: tuple[int, int]  # steps of one of them that changed nothing of it
-    scales: tuple[float, float]  # what the losses are multiplied by in the end
+    skips: tuple[int, int]  # steps that skipped the update of one of them
+    scales: tuple[float, float]  # the last loss scales
     matmuls: tuple[str, str]  # of a gradient: those in half precision, and all
 
 
 class Quality(NamedTuple):
-    """What a classifier that was trained on real digits says of images."""
+    """The judgement of images by a classifier that was trained on real digits."""
 
     confidence: float  # mean probability of the digit that an image is taken for
     digits: int  # how many of the ten are at least 2 % of the images
@@ -118,8 +118,8 @@ def make_losses(
     def logits_of(params: Any, image: Any) -> Any:
         return Discriminator().apply({"params": params}, image)
 
-    # The whole loss and not only the models, so that the gradient of the penalty, which
-    # is taken in here, has its matrix products in half precision too.
+    # Autocast has the whole loss, not only the models, so that the gradient inside the
+    # penalty has its matrix products in half precision too.
     @functools.partial(amp.autocast, policy=policy)
     def discriminator_loss(
         params: Any, generator: Any, batch_stats: Any, real: Any, noise: Any
@@ -129,7 +129,7 @@ def make_losses(
         loss = nn.softplus(-logits).mean() + nn.softplus(logits_of(params, fake)).mean()
         if not penalty:
             return loss
-        # Of a sum: an image's gradient begins with 1 and needs no scale of its own.
+        # Of a sum: the cotangent of each image is 1, so this gradient needs no scale.
         slopes = jax.grad(lambda image: logits_of(params, image).sum())(real)
         return loss + penalty * jnp.square(slopes).sum(axis=(1, 2, 3)).mean()
 
@@ -145,7 +145,7 @@ def make_losses(
 
 
 def make_optimizer(loss_scale: amp.LossScale) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer with a loss scale of its own: one for each loss."""
+    """Returns an optimizer with a loss scale. Each loss has a separate state of it."""
     return amp.with_loss_scale(optax.adam(1e-3, b1=0.5), loss_scale)
 
 
@@ -155,8 +155,7 @@ def make_train_step(
 ) -> Callable[..., tuple[State, jax.Array]]:
     """Returns the step, a function of (state, real images, a pair of noises).
 
-    One transformation serves both: the loss scale is in the state, of which there are
-    two.
+    One transformation serves both losses, since loss scales are in the states.
     """
     discriminator_loss, generator_loss = losses
 
@@ -186,7 +185,7 @@ def make_train_step(
         )
         updates, generator_opt = tx.update(grads, generator_opt, generator)
         generator = optax.apply_updates(generator, updates)
-        # They are the generator's: taken back with its step, not with the other's.
+        # Batch statistics are the generator's: they are taken back with its step alone.
         batch_stats = amp.keep_if_finite(generator_opt, new_stats, batch_stats)
 
         state = State(
@@ -236,12 +235,12 @@ def train(
     tx: optax.GradientTransformationExtraArgs | None = None,
     progress: bool = False,
 ) -> Result:
-    """Trains both; `tx` is an optimizer in `amp.with_loss_scale` to use for Adam."""
+    """Returns both trained; `tx` is Adam by default, in `amp.with_loss_scale`."""
     parsed = amp.get_policy(policy)
     if tx is None:
         f16 = parsed.compute_dtype == jnp.float16
-        # The default interval, 2000 steps, is longer than this training. With this one
-        # each of the two scales grows until it has found out where its limit is.
+        # The default interval, 2000 steps, is longer than this training. With 50 steps
+        # each scale grows until it finds its limit.
         scale = amp.dynamic_loss_scale(growth_interval=50) if f16 else None
         tx = make_optimizer(scale or amp.no_loss_scale())
     losses, state = make_losses(parsed, penalty), new_state(parsed, tx, seed)
@@ -279,7 +278,7 @@ def matmuls_in_half(losses: Any, state: State, batch: Any) -> tuple[str, str]:
 
 
 def sample(policy: str, state: State, number: int, seed: int = 0) -> np.ndarray:
-    """Returns what the generator makes of noise: float32[number, 8, 8, 1]."""
+    """Returns images of the generator: float32[number, 8, 8, 1]."""
     apply = amp.autocast(Generator().apply, policy)
     variables = {"params": state.generator, "batch_stats": state.batch_stats}
     noise = np.random.default_rng(seed).standard_normal((number, NOISE), np.float32)
@@ -289,14 +288,14 @@ def sample(policy: str, state: State, number: int, seed: int = 0) -> np.ndarray:
 
 @functools.cache
 def classifier() -> LogisticRegression:
-    """Returns one that was trained on the real digits, and sees no gradient of ours."""
+    """Returns a classifier of the real digits, independent of the GAN."""
     train, _ = digits()
     flat = real_images()[0].reshape(len(train["label"]), -1)
     return LogisticRegression(max_iter=1000).fit(flat, train["label"])
 
 
 def quality(images: np.ndarray) -> Quality:
-    """Returns what tells how much like real digits the images are."""
+    """Returns how much the images are like real digits."""
     flat, held_out = (
         each.reshape(len(each), -1).astype(np.float64)
         for each in (images, real_images()[1])

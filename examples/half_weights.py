@@ -1,23 +1,24 @@
-"""Trains with weights that are stored in bfloat16, with and without what that takes.
+"""Trains with weights that are stored in bfloat16, in several ways to update them.
 
-    python examples/half_weights.py               both tasks, all of their steps
-    python examples/half_weights.py --task gpt    the character-level GPT alone
+    python examples/half_weights.py                 the character-level GPT
+    python examples/half_weights.py --task digits   the CNN
+    python examples/half_weights.py --full          both, 1000 and 300 steps
 
-The CNN of `train_digits.py` and the GPT of `char_gpt.py` learn from the same batches,
+The GPT of `char_gpt.py` and the CNN of `train_digits.py` learn from the same batches,
 with the optimizer and the schedule of their examples, from the same first weights:
 
     f32         f32 weights, f32 everywhere
     autocast    f32 weights under bf16 autocast
-    naive       bf16 weights, updated by `optax.apply_updates` as it is
+    naive       bf16 weights, updated by plain `optax.apply_updates`
     masters     bf16 weights in `with_master_weights`
     stochastic  bf16 weights in `with_stochastic_rounding`
     kahan       bf16 weights in `with_kahan`
 
-Losses of the digits are small, and change by some percent if so much as the first
-weights of an f32 run are rounded to bf16: compare means over `--seeds`.
+The losses of the digits are small. Rounding the first weights of an f32 run to bf16
+changes them by some percent, so compare means over `--seeds`.
 
-The learning rate falls to zero. Before it does, updates are less than half the distance
-between two bf16 numbers, and the naive weights stand still.
+The learning rate falls to zero. Late updates are less than half the distance between
+two bf16 numbers, and the naive weights stand still.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ import jmp_amp as amp
 F32 = amp.get_policy("float32")
 AUTOCAST = amp.get_policy("mixed_bfloat16")
 BF16_WEIGHTS = amp.get_policy("p=bf16,c=bf16,o=f32")
-# Masters are made of the weights before they were rounded, random bits of a key.
+# Of the optimizer, the weights before rounding (masters begin there), and a random key.
 Wrap = Callable[[optax.GradientTransformationExtraArgs, Any, jax.Array], Any]
 
 
 class Run(NamedTuple):
-    """Where the weights of a run are, and who updates them."""
+    """The policy that stores the weights, and the wrapper that updates them."""
 
     policy: amp.Policy
     wrap: Wrap = lambda tx, first, key: tx
@@ -69,21 +70,23 @@ RUNS = {
 
 
 class Task(NamedTuple):
-    """What one of the other examples trains.
+    """The training of another example.
 
     Attributes:
-      title: of the table.
-      steps: how many the example makes.
-      init: first parameters and batch statistics, of a seed.
-      batches: of a number of steps and a seed.
-      make_loss: of a policy: a function of (parameters, batch statistics, batch,
-        dropout key) to the loss and new batch statistics.
-      make_optimizer: of a number of steps.
-      validate: loss and accuracy of (policy, parameters, batch statistics).
+      title: the title of the table.
+      steps: the default number of steps.
+      full_steps: the number of steps of `--full`.
+      init: takes a seed; returns first parameters and batch statistics.
+      batches: takes a number of steps and a seed.
+      make_loss: takes a policy; returns a function of (parameters, batch statistics,
+        batch, dropout key) to the loss and new batch statistics.
+      make_optimizer: takes a number of steps.
+      validate: takes (policy, parameters, batch statistics); returns loss and accuracy.
     """
 
     title: str
     steps: int
+    full_steps: int
     init: Callable[[int], tuple[Any, Any]]
     batches: Callable[[int, int], Iterator[Any]]
     make_loss: Callable[[amp.Policy], Callable[..., Any]]
@@ -116,7 +119,7 @@ def digits_task() -> Task:
 
     return Task(
         "CNN on 1797 handwritten digits",
-        train_digits.STEPS,
+        *(100, 300),
         init,
         functools.partial(train_digits.batches, train_data),
         train_digits.make_loss,
@@ -129,7 +132,7 @@ def gpt_task(model: char_gpt.Model = char_gpt.MODEL) -> Task:
     @functools.cache
     def init(seed: int) -> tuple[Any, Any]:
         tokens = char_gpt.batch_of(0, seed, model.context)[:, :-1]
-        return jax.jit(model.init)(jax.random.key(seed), tokens)["params"], None
+        return char_gpt.initialise(model, jax.random.key(seed), tokens), None
 
     def batches(steps: int, seed: int) -> Iterator[Any]:
         return (char_gpt.batch_of(step, seed, model.context) for step in range(steps))
@@ -149,7 +152,7 @@ def gpt_task(model: char_gpt.Model = char_gpt.MODEL) -> Task:
 
     return Task(
         "A character-level GPT on Python's manual",
-        char_gpt.STEPS,
+        *(150, 1000),
         init,
         batches,
         make_loss,
@@ -160,7 +163,7 @@ def gpt_task(model: char_gpt.Model = char_gpt.MODEL) -> Task:
     )
 
 
-TASKS = {"digits": digits_task, "gpt": gpt_task}
+TASKS = {"gpt": gpt_task, "digits": digits_task}
 
 
 class State(NamedTuple):
@@ -172,12 +175,12 @@ class State(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a run yielded."""
+    """The outcome of a run."""
 
     state: State
     validation_loss: float  # with the weights as they are stored
     accuracy: float
-    exported_loss: float  # with all digits that there are, in f32
+    exported_loss: float  # with the f32 weights of `export_params`
     bytes_per_parameter: float  # of weights and optimizer state
     losses: np.ndarray  # float32[steps], of training
     still: np.ndarray  # float32[steps], shares of the entries: see `movement`
@@ -186,7 +189,7 @@ class Result(NamedTuple):
 
 
 def movement(wanted: Any, before: State, after: State) -> dict[str, jax.Array]:
-    """Returns how much of the updates that the optimizer wanted was made.
+    """Returns which share of the wanted updates the weights made.
 
     Args:
       wanted: the float32 updates of the optimizer within all wrappers.
@@ -194,11 +197,11 @@ def movement(wanted: Any, before: State, after: State) -> dict[str, jax.Array]:
       after: the state after it.
 
     Returns:
-      `still`, the share of the stored weights that did not change though their update
-      was not zero; `lost`, the same of the weights with what the optimizer keeps of
-      them; `arrived`, how far these moved in the wanted direction, together, as a share
-      of what was wanted. Rounding at random keeps some weights where they are and takes
-      others too far: only the last tells whether that evens out.
+      `still`: the share of stored weights that did not change although their update was
+      not zero. `lost`: the same share, counting the digits that the optimizer keeps.
+      `arrived`: how far these weights moved in the wanted direction, as a share of the
+      wanted distance. Stochastic rounding leaves some weights where they are and takes
+      others too far: only `arrived` shows whether that evens out.
     """
 
     def numbers(tree: Any) -> jax.Array:
@@ -227,7 +230,7 @@ def make_train_step(
 ) -> Callable[..., tuple[State, dict[str, jax.Array]]]:
     """Returns the step: a function of (state, batch, dropout key)."""
     run, inner = RUNS[name], task.make_optimizer(steps)
-    # Only `init` asks for the first weights and the key: the same step serves all.
+    # Only `init` reads the first weights and the key, so all seeds share the step.
     tx, loss_fn = run.wrap(inner, None, jax.random.key(0)), task.make_loss(run.policy)
 
     def train_step(state: State, batch: Any, dropout_key: jax.Array) -> Any:
@@ -238,7 +241,7 @@ def make_train_step(
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         after = State(params, batch_stats, opt_state)
-        # For the table only: what the optimizer makes of these gradients in f32.
+        # For the table only: the update of these gradients in f32.
         inner_state = state.opt_state if tx is inner else state.opt_state.inner_state
         exact = amp.export_params(state.params, state.opt_state)
         wanted, _ = inner.update(grads, inner_state, exact)
@@ -253,10 +256,10 @@ def make_train_step(
 def train(
     task: Task, name: str, steps: int, seed: int = 0, progress: bool = False
 ) -> Result:
-    """Trains and validates; `name` is one of `RUNS`."""
+    """Returns a validated training; `name` is one of `RUNS`."""
     run, key = RUNS[name], jax.random.key(seed)
     first, batch_stats = task.init(seed)
-    # The step donates its arguments, and all runs begin with the same ones.
+    # The step donates its arguments, and all runs share the first weights.
     params, batch_stats = jax.tree.map(
         jnp.copy, (amp.cast_params(first, run.policy), batch_stats)
     )
@@ -288,7 +291,7 @@ def train(
 
 
 def table_of(title: str, results: Mapping[str, Sequence[Result]]) -> Table:
-    """Returns results as a table, one run in a row: the means over its seeds."""
+    """Returns a table with a row for each run: the means over its seeds."""
     right = "train, validation, to f32, exported, to f32, accuracy, bytes, "
     right += "still, lost, arrived"
     table = Table(
@@ -337,8 +340,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--task", choices=TASKS, help="default: both")
-    parser.add_argument("--steps", type=int, help="default: those of the other example")
+    parser.add_argument("--task", choices=TASKS, help="default: gpt; --full: both")
+    parser.add_argument("--full", action="store_true", help="trains longer")
+    parser.add_argument("--steps", type=int, help="default: depends on the task")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument(
         "--seeds", type=int, default=1, help="so many, from --seed on; default: 1"
@@ -349,9 +353,10 @@ def main() -> None:
         if number is not None and number < 1:
             parser.error(f"--{name} {number}: use a positive number")
     seeds = range(options.seed, options.seed + options.seeds)
-    for each in TASKS if options.task is None else (options.task,):
+    chosen = [options.task] if options.task else TASKS if options.full else ["gpt"]
+    for each in chosen:
         task = TASKS[each]()
-        steps = task.steps if options.steps is None else options.steps
+        steps = options.steps or (task.full_steps if options.full else task.steps)
         results = {
             name: [train(task, name, steps, seed, progress=True) for seed in seeds]
             for name in RUNS

@@ -148,8 +148,8 @@ def specs_of(params: Any, dimensions: Dimensions) -> Any:
 def state_specs(opt_state: Any, specs: Any) -> Any:
     """Returns the `PartitionSpec` of all that an optimizer keeps.
 
-    What it keeps for each of the parameters has paths that end as theirs do; the rest
-    are counts and the loss scale, which every device has.
+    A leaf that belongs to a parameter has a path that ends as the parameter's. The rest
+    are counts and the loss scale, which every device holds.
     """
     leaves = jax.tree_util.tree_leaves_with_path(specs)
     ends = {jax.tree_util.keystr(path): spec for path, spec in leaves}
@@ -202,8 +202,8 @@ def make_loss(
 ) -> Callable[[Any, Any], jax.Array]:
     """Returns the loss of a batch, as a function of (params, batch).
 
-    The same mathematics for all layouts: that of `model`. What a layout adds are
-    constraints on where things lie, and the pipeline if it has stages.
+    All layouts compute the loss of `model`. A layout only adds constraints on where
+    arrays lie, and the pipeline if it has stages.
 
     Args:
       model: without dropout.
@@ -220,8 +220,7 @@ def make_loss(
     def gathered(params: Any, at: str) -> Any:
         """Some of the parameters, whole but for what is cut over the tensor axis.
 
-        Where the gradient comes back it is cut again before anything else is done with
-        it: that is why both places are named.
+        Both places are named so that the gradient is cut again before any other use.
         """
         lies = specs_of({at: params}, layout_of(name).parameters)[at]
         for axes in (AXES, ("tensor",)):
@@ -235,7 +234,7 @@ def make_loss(
         return params
 
     def rows(x: jax.Array) -> jax.Array:
-        """Activations: cut along the batch, and along nothing else."""
+        """Returns activations, cut along the batch alone."""
         return lax.with_sharding_constraint(x, P("data"))
 
     def embed(params: Any, tokens: jax.Array) -> jax.Array:
@@ -269,9 +268,9 @@ def make_loss(
     def staged(layers: Any, first: jax.Array, fed: jax.Array) -> jax.Array:
         """One stage of the pipeline, which has some of the layers.
 
-        At every tick it has one micro-batch go through its layers and hands it on. It
-        is fed by the stage before, the first stage by the embedding. Until the first
-        micro-batch arrives a stage computes with what it has; nobody looks at that.
+        At every tick a stage runs one micro-batch through its layers and hands it on.
+        Its input comes from the stage before, or from the embedding. The results before
+        the first micro-batch arrives are not read.
         """
         stage = lax.axis_index("stage")
 

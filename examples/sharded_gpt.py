@@ -1,7 +1,8 @@
 """Trains a GPT in half precision on several devices, in every way to cut it up.
 
-    python examples/sharded_gpt.py                       compares all layouts in f16
-    python examples/sharded_gpt.py --layout fsdp         with one device
+    python examples/sharded_gpt.py                       compares five layouts in f16
+    python examples/sharded_gpt.py --full                compares all eleven
+    python examples/sharded_gpt.py --layout fsdp         compares one
     python examples/sharded_gpt.py --precision bf16_weights --layout zero1
     python examples/sharded_gpt.py --poison 3            an inf on one device
     python examples/sharded_gpt.py --layout fsdp --checkpoint DIR
@@ -24,9 +25,10 @@ below is one for all of them and for all precisions. Colossal-AI, and the same h
     optimizer.step()                          tx.update
     booster.save_optimizer(.., shard=True)    checkpointer.save(.., (params, opt_state))
 
-There fp16 excludes ZeRO, and Apex tensor parallelism. Here precision and layout
-do not know of each other: gradients are checked under `jit`, which sees whole arrays,
-so that all devices skip the same steps and have one loss scale.
+Every layout is compared with one device. In Colossal-AI fp16 excludes ZeRO, and Apex
+excludes tensor parallelism. Here precision and layout are independent: gradients are
+checked under `jit`, which sees whole arrays, so all devices skip the same steps and
+have one loss scale.
 """
 
 from __future__ import annotations
@@ -72,6 +74,8 @@ PRECISIONS = {
     "bf16_weights": ("O2", "bfloat16"),
     "f16_weights": ("fp16_naive", None),
 }
+# Each of the five ways to cut a model, and one that combines three of them.
+DEFAULT = ["zero1", "fsdp", "tensor", "pipeline", "pipeline_data_tensor"]
 STEPS = 10
 BATCH = 16
 PIECES = 8
@@ -79,12 +83,12 @@ MODEL = char_gpt.Model(layers=8, width=64, heads=8, context=32, dropout=0.0)
 
 
 class Trainer(NamedTuple):
-    """A layout's training.
+    """The training of a layout.
 
     Attributes:
-      mesh: of the layout.
-      begin: a function of a seed: (params, opt_state), which are never on one device.
-      step: a function of (params, opt_state, batch): (params, opt_state, loss).
+      mesh: the devices of the layout.
+      begin: takes a seed; returns (params, opt_state), which never lie on one device.
+      step: takes (params, opt_state, batch); returns (params, opt_state, loss).
       like: the shapes, dtypes and shardings of (params, opt_state).
       rows: the sharding of a batch.
     """
@@ -97,7 +101,7 @@ class Trainer(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a run yielded."""
+    """The outcome of a run."""
 
     mesh: Mapping[str, int]
     params: Any
@@ -130,7 +134,7 @@ def make_trainer(
 ) -> Trainer:
     """Returns the training of a model in a layout and a precision.
 
-    `devices` may be those of a machine that is only described.
+    `devices` may belong to a machine that is only described.
     """
     if devices is None:
         # In several processes each trains the comparison for itself.
@@ -159,7 +163,7 @@ def make_trainer(
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             gradient = amp.value_and_grad(loss_fn)
             loss, grads = gradient(params, batch, loss_scale=opt_state)
-        # Each device is given those that it updates: ZeRO's first stage scatters them.
+        # Each device gets the gradients that it updates: ZeRO's first stage scatters.
         grads = jax.lax.with_sharding_constraint(grads, placed(states, mesh))
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
@@ -202,7 +206,7 @@ def batch_of(
 def poisoned(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the batch with an infinite weight on its last text.
 
-    Of the devices along the data axis the last one has that.
+    That text lies on the last device along the data axis.
     """
     weight = batch["weight"].copy()
     weight[-1] = np.inf
@@ -210,7 +214,7 @@ def poisoned(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def put(batch: Mapping[str, np.ndarray], rows: NamedSharding) -> dict[str, jax.Array]:
-    """Returns global arrays, of which each process provides what its devices hold."""
+    """Returns global arrays; each process provides the parts of its devices."""
     return {
         name: jax.make_array_from_callback(
             array.shape, rows, lambda at, array=array: array[at]
@@ -220,7 +224,7 @@ def put(batch: Mapping[str, np.ndarray], rows: NamedSharding) -> dict[str, jax.A
 
 
 def restore(trainer: Trainer, directory: Path) -> tuple[int, tuple[Any, Any]]:
-    """Returns the number of the next step and (params, opt_state), as they lie here."""
+    """Returns the next step and (params, opt_state), laid out for this trainer."""
     like = {"step": 0, "state": trainer.like}
     with ocp.StandardCheckpointer() as checkpointer:
         kept = checkpointer.restore(directory.absolute(), like)
@@ -243,7 +247,7 @@ def train(
     resume: Path | None = None,
     checkpoint: Path | None = None,
 ) -> Result:
-    """Trains for some steps, from the beginning or from a checkpoint."""
+    """Returns a training of some steps, from the beginning or from a checkpoint."""
     first, (params, opt_state) = 0, (None, None)
     if resume is None:
         params, opt_state = trainer.begin(seed)
@@ -309,6 +313,7 @@ def table_of(results: Mapping[str, Result], precision: str) -> Table:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=f"{__doc__}".splitlines()[0])
     parser.add_argument("--layout", action="append", help=", ".join(LAYOUTS))
+    parser.add_argument("--full", action="store_true", help="compares all layouts")
     parser.add_argument("--precision", default="f16", help=", ".join(PRECISIONS))
     numbers = {"steps": STEPS, "batch": BATCH, "pieces": PIECES, "devices": 8}
     for name, value in (numbers | {"processes": 1}).items():
@@ -324,7 +329,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises a ValueError if the options ask for what cannot be."""
+    """Raises a ValueError if the options contradict each other."""
     for name in ("steps", "batch", "pieces", "devices", "processes"):
         if (value := getattr(options, name)) < 1:
             raise ValueError(f"--{name} {value}: use a number of at least 1")
@@ -361,7 +366,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def find_devices(options: argparse.Namespace) -> None:
-    """Makes the devices known, virtual ones where there is only a CPU.
+    """Starts the devices, virtual ones on a CPU.
 
     Raises:
       ValueError: if there are too few.
@@ -382,7 +387,7 @@ def find_devices(options: argparse.Namespace) -> None:
 
 
 def make_trainers(options: argparse.Namespace) -> dict[str, Trainer]:
-    """Returns the trainings that are asked for.
+    """Returns the chosen trainings.
 
     Raises:
       ValueError: if a layout does not fit the devices or the batch.
@@ -410,8 +415,8 @@ def make_trainers(options: argparse.Namespace) -> dict[str, Trainer]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser()
     options = parser.parse_args(arguments)
-    # The run on one device is what the others are compared with.
-    options.layout = list(dict.fromkeys([ONE_DEVICE, *(options.layout or LAYOUTS)]))
+    chosen = options.layout or (LAYOUTS if options.full else DEFAULT)
+    options.layout = list(dict.fromkeys([ONE_DEVICE, *chosen]))
     try:
         check(options)
         find_devices(options)

@@ -1,14 +1,16 @@
 """Trains a vision transformer in nnx on the 1797 handwritten digits of scikit-learn.
 
     python examples/vit_nnx.py                         compares f32, bf16 and f16
+    python examples/vit_nnx.py --steps 300             trains longer
     python examples/vit_nnx.py --policy mixed_float16  trains with one policy
     python examples/vit_nnx.py --checkpoint DIR        saves, and goes on from there
 
-The model is f32 and knows nothing of precision. Its policy is set by module: the head,
-which has ten outputs and costs nothing, is f32; the norms are so by themselves.
+The model is f32 and knows nothing of precision. A `PolicyMap` sets the policy by
+module: the head, which has ten outputs and costs little, stays f32. Autocast computes
+the norms in f32 anyway.
 
-Every run writes a checkpoint half way. After it has ended, a new model and a new
-optimizer go on from that checkpoint, and have to end at the same bits.
+Every run writes a checkpoint half way. After the run, a new model and a new optimizer
+go on from that checkpoint and must end at the same bits.
 
 The learning rate is warmed up linearly and falls linearly, as in Colossal-AI's tutorial
 (`LinearWarmupLR`, examples/tutorial/new_api/cifar_vit).
@@ -36,7 +38,7 @@ from train_digits import digits
 
 import jmp_amp as amp
 
-STEPS = 300
+STEPS = 100
 BATCH = 64
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 Batch = Mapping[str, Any]
@@ -113,14 +115,14 @@ def make_train_step(policy: amp.PolicyMap) -> Callable[..., jax.Array]:
 
 
 def batch_of(data: Batch, step: int, seed: int) -> Batch:
-    """Returns the batch of a step, whether or not the steps before it were made."""
+    """Returns the batch of a step, which does not depend on the steps before it."""
     rng = np.random.default_rng((seed, step))
     chosen = rng.choice(len(data["label"]), BATCH, replace=False)
     return {name: values[chosen] for name, values in data.items()}
 
 
 def states(model: ViT, optimizer: nnx.Optimizer) -> dict[str, Any]:
-    """Returns all that a checkpoint needs, as arrays: random keys are no arrays yet."""
+    """Returns the contents of a checkpoint, with random keys as arrays of integers."""
     pure = {
         "model": nnx.to_pure_dict(nnx.state(model)),
         "optimizer": nnx.to_pure_dict(nnx.state(optimizer)),
@@ -136,7 +138,7 @@ def states(model: ViT, optimizer: nnx.Optimizer) -> dict[str, Any]:
 
 
 def restore(model: ViT, optimizer: nnx.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Writes what `states` returned into a model and its optimizer."""
+    """Writes a result of `states` into a model and its optimizer."""
     for name, module in (("model", model), ("optimizer", optimizer)):
         state = nnx.state(module)
         now = nnx.to_pure_dict(state)
@@ -154,7 +156,7 @@ def restore(model: ViT, optimizer: nnx.Optimizer, saved: Mapping[str, Any]) -> N
 
 
 class Result(NamedTuple):
-    """What a run yielded; `losses` are those of the steps that it made itself."""
+    """The outcome of a run; `losses` begin at the step that it resumed from."""
 
     model: ViT
     optimizer: nnx.Optimizer
@@ -170,15 +172,15 @@ def train(
     start: int | None = None,
     save_every: int | None = None,
 ) -> Result:
-    """Trains and tests, beginning with a checkpoint if there is one.
+    """Returns a tested training, which goes on from a checkpoint if there is one.
 
     Args:
-      policy: of the model.
-      directory: of the checkpoints.
+      policy: the precision of the model.
+      directory: where the checkpoints are.
       steps: how many steps the training has.
-      seed: of the parameters, the dropout and the order of the images.
+      seed: decides parameters, dropout and the order of the images.
       start: the step to go on from; by default that of the latest checkpoint.
-      save_every: how many steps lie between two checkpoints; half of all by default.
+      save_every: steps between two checkpoints; by default half of all.
     """
     data, test = digits()
     model = ViT(rngs=nnx.Rngs(seed))
@@ -201,16 +203,20 @@ def train(
     return Result(model, optimizer, np.array(losses), accuracy(model, policy, test))
 
 
+@functools.cache
+def make_predict(policy: amp.PolicyMap) -> Callable[..., jax.Array]:
+    return nnx.jit(amp.autocast(lambda model, image: model(image), policy))
+
+
 def accuracy(model: ViT, policy: amp.PolicyMap, batch: Batch) -> float:
     model.eval()
-    predict = nnx.jit(amp.autocast(lambda model, image: model(image), policy))
-    predicted = jnp.argmax(predict(model, batch["image"]), axis=-1)
+    predicted = jnp.argmax(make_predict(policy)(model, batch["image"]), axis=-1)
     model.train()
     return float(np.mean(np.asarray(predicted) == batch["label"]))
 
 
 def same_bits(a: Result, b: Result) -> bool:
-    """Whether two runs ended at the same model and the same optimizer."""
+    """Returns whether two runs ended at the same model and the same optimizer."""
     pairs = zip(
         jax.tree.leaves(states(a.model, a.optimizer)),
         jax.tree.leaves(states(b.model, b.optimizer)),

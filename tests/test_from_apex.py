@@ -16,6 +16,8 @@ from tests.scripts import run_example
 
 F16 = jnp.float16
 F16_EPS = float(jnp.finfo(F16).eps)
+# Slow tests share their trainings: one process has them all (`--dist loadgroup`).
+pytestmark = pytest.mark.xdist_group("from_apex")
 
 
 @pytest.fixture(autouse=True)
@@ -294,7 +296,7 @@ def trained(level):
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_levels_learn_as_f32_does(level):
     f32, half = trained("O0"), trained(level)
-    assert f32.accuracy >= 0.97
+    assert f32.accuracy >= 0.95
     # 597 images: half a percent is three of them.
     assert half.accuracy >= f32.accuracy - 0.005
     ratio = half.losses[-20:].mean() / f32.losses[-20:].mean()

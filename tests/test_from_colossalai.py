@@ -15,7 +15,10 @@ import jmp_amp as amp
 from tests.scripts import run_example
 
 ORACLE = json.loads((Path(__file__).parent / "oracle/scalers_other.json").read_text())
+STEPS = from_colossalai.STEPS
 WARMUP = 3
+# Slow tests share their trainings: one process has them all (`--dist loadgroup`).
+pytestmark = pytest.mark.xdist_group("from_colossalai")
 # At the scale of the oracle, 2**16, the first gradients of a transformer overflow by
 # themselves. Far from its floor and its cap a scaler does the same at any scale.
 SMALLER = 2.0**8
@@ -213,7 +216,7 @@ def test_a_wrong_option_gets_the_error_of_the_library_in_one_line(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--steps", "0"], ["--warmup", "-1"], ["--warmup", "300"]]
+    "arguments", [["--steps", "0"], ["--warmup", "-1"], ["--warmup", f"{STEPS}"]]
 )
 def test_a_number_that_makes_no_sense_is_refused(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -256,20 +259,20 @@ def trained(name, seed, **scaler):
     if name.startswith("fp16"):
         scaler = {"growth_interval": from_colossalai.GROWTH_INTERVAL} | scaler
     recipe = from_colossalai.recipe_for(name, **scaler)
-    steps, data = from_colossalai.STEPS, from_colossalai.digits()[0]
-    batches = (from_colossalai.batch_of(data, step, seed) for step in range(steps))
+    data = from_colossalai.digits()[0]
+    batches = (from_colossalai.batch_of(data, step, seed) for step in range(STEPS))
     model = from_colossalai.make_model(seed)
-    return from_colossalai.train(recipe, batches, steps, model=model)
+    return from_colossalai.train(recipe, batches, STEPS, model=model)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", from_colossalai.NAMES[1:])
 def test_half_precision_learns_as_f32_does(name):
     f32, half = trained("float32", 0), trained(name, 0)
-    assert f32.accuracy > 0.9
-    # 597 images: two standard deviations of a share of 0.93 are 2.1 %.
-    assert half.accuracy > f32.accuracy - 0.025
-    assert half.losses[-20:].mean() < 1.5 * f32.losses[-20:].mean()
+    assert f32.accuracy > 0.85
+    # 597 images: three standard deviations of a share of 0.89 are 3.8 %.
+    assert half.accuracy > f32.accuracy - 0.04
+    assert half.losses[-20:].mean() < 1.3 * f32.losses[-20:].mean()
 
 
 @pytest.mark.slow
@@ -278,6 +281,9 @@ def test_a_scale_that_is_far_too_large_delays_the_warm_up_and_nothing_else():
     skipped = int(amp.metrics(result.optimizer)["skipped_total"])
     # From 2**32 to 2**18 at the most, and one overflow that does not count.
     assert skipped >= 15
-    assert 30 + 15 <= np.argmax(result.rates) <= 30 + skipped
+    warmup = STEPS // 10
+    assert warmup + 15 <= np.argmax(result.rates) <= warmup + skipped
     assert np.isfinite(result.losses).all()
-    assert result.accuracy > trained("float32", 0).accuracy - 0.025
+    # The loss is f32's after as many steps that were not skipped.
+    made = trained("float32", 0).losses[:-skipped]
+    assert result.losses[-20:].mean() < 1.3 * made[-20:].mean()

@@ -53,8 +53,8 @@ DEFAULT = {("fsdp", "f16"), ("pipeline", "f16")}
 # The other precisions where the most differs from the other layouts.
 SOME = {
     "f16": CUT_UP,
-    "bf16": ("zero1", "fsdp_tensor", "pipeline_zero1", "pipeline_data_tensor"),
-    "float32": ("fsdp_tensor", "pipeline_data_tensor"),
+    "bf16": ("fsdp_tensor", "pipeline_zero1"),
+    "float32": ("pipeline_data_tensor",),
     "bf16_weights": ("zero1", "fsdp_tensor"),
     "f16_weights": ("zero1", "pipeline_zero1"),
 }
@@ -149,6 +149,7 @@ def weighted_batch() -> dict[str, np.ndarray]:
     return batch_of(0) | {"weight": weight}
 
 
+@functools.cache
 def gradient_of(name: str, policy: str) -> tuple[Any, Any]:
     """The loss of a layout and its gradient, without a loss scale."""
     mesh = layouts.mesh_of(name, jax.devices())
@@ -173,10 +174,20 @@ def relative_error(found: Any, expected: Any) -> float:
 
 
 THREE_AXES = "pipeline_data_tensor"
+# ZeRO's first stage cuts the state of the optimizer alone: its gradients are those of
+# the layout without it.
+GRADIENTS = [name for name in CUT_UP if "zero1" not in name]
+
+
+def test_layouts_without_a_gradient_test_have_the_parameters_of_one_with_it():
+    tested = [LAYOUTS[name] for name in GRADIENTS]
+    for name in set(CUT_UP) - set(GRADIENTS):
+        assert LAYOUTS[name]._replace(state=None) in tested, name
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == THREE_AXES else slow(name) for name in LAYOUTS]
+    "name",
+    [n if n == THREE_AXES else slow(n) for n in (ONE_DEVICE, *GRADIENTS)],
 )
 def test_gradients_in_f32_are_those_of_the_model_that_knows_of_no_layout(name):
     loss, grads = gradient_of(name, "float32")
@@ -198,8 +209,9 @@ def test_gradients_in_f32_are_those_of_the_model_that_knows_of_no_layout(name):
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        *(slow(name, "mixed_float16") for name in CUT_UP),
-        *(slow(name, "mixed_bfloat16") for name in SOME["bf16"]),
+        *(slow(name, "mixed_float16") for name in GRADIENTS),
+        slow("fsdp_tensor", "mixed_bfloat16"),
+        slow("pipeline_data_tensor", "mixed_bfloat16"),
     ],
 )
 def test_gradients_in_half_are_as_accurate_as_those_of_one_device(name, policy):
@@ -409,8 +421,8 @@ MOVES = [
     slow("fsdp", "tensor", "f16"),
     slow("pipeline_data_tensor", ONE_DEVICE, "f16"),
     slow("zero1", "fsdp_tensor", "bf16_weights"),
-    slow("tensor", "zero1_tensor", "f16_weights"),
-    slow("fsdp", "pipeline_zero1", "bf16"),
+    slow("pipeline_zero1", "zero1", "f16_weights"),
+    slow("fsdp_tensor", "pipeline_zero1", "bf16"),
 ]
 
 
@@ -496,8 +508,6 @@ def of_dtype(found: Moved, dtype: str) -> dict[str, list[int]]:
     ("name", "precision"),
     [
         ("fsdp", "bf16"),
-        slow("fsdp", "f16"),
-        slow("fsdp", "bf16_weights"),
         slow("fsdp", "f16_weights"),
         slow("fsdp_tensor", "bf16"),
     ],
@@ -531,11 +541,14 @@ def test_data_parallelism_reduces_gradients_in_half(precision):
 @h100.needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("precision", "stored"),
-    # What is gathered is what is stored: the policy `bf16` stores f32.
-    [("bf16", "f32"), ("bf16_weights", "bf16"), ("f16_weights", "f16")],
+    ("name", "precision", "stored"),
+    # Weights are gathered as they are stored: the policy `bf16` stores f32.
+    [
+        ("zero1", "bf16", "f32"),
+        ("zero1", "bf16_weights", "bf16"),
+        ("zero1_tensor", "f16_weights", "f16"),
+    ],
 )
-@pytest.mark.parametrize("name", ["zero1", "zero1_tensor"])
 def test_zero1_scatters_gradients_in_half_and_gathers_weights_as_they_are_stored(
     name, precision, stored
 ):
@@ -688,6 +701,24 @@ def test_what_cannot_be_is_one_line(arguments, message, capsys):
     assert written.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [
+        ([], sharded_gpt.DEFAULT),
+        (["--full"], CUT_UP),
+        (["--full", "--layout", "data"], ["data"]),
+    ],
+)
+def test_options_choose_layouts_beside_one_device(options, chosen, monkeypatch, capsys):
+    def stop(options: Any) -> None:
+        raise ValueError(", ".join(options.layout))
+
+    monkeypatch.setattr(sharded_gpt, "make_trainers", stop)
+    with pytest.raises(SystemExit):
+        sharded_gpt.main(options)
+    assert capsys.readouterr().err.endswith(f"{', '.join([ONE_DEVICE, *chosen])}\n")
+
+
 # Two processes
 
 
@@ -708,14 +739,13 @@ def test_two_processes_train_as_one_does(tmp_path):
             commands = [[*worker, "--process", str(number)] for number in range(2)]
             return run_together(commands, 2 * TIMEOUT)[0]
 
-    rows = rows_of(together(*steps, "--layout", name))
+    rows = rows_of(together(*steps, "--layout", name, "--checkpoint", folder))
     both, alone = rows[name], rows[ONE_DEVICE]
     assert both[3:5] == alone[3:5] == ["1", "2^15"]
     for found, expected in zip(both[:2], alone[:2], strict=True):
         assert float(found) == pytest.approx(float(expected), tolerance("f16"))
     assert float(both[2]) <= tolerance("f16")
     # What two processes wrote, one reads.
-    together("--steps", "2", "--layout", "fsdp", "--checkpoint", folder)
     done = run_script("--steps", "1", "--layout", "tensor", "--resume", folder)
     assert done.returncode == 0, done.stderr
     assert float(rows_of(done.stdout)["tensor"][2]) <= tolerance("f16")

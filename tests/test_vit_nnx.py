@@ -17,7 +17,11 @@ import jmp_amp as amp
 ROOT = Path(__file__).parent.parent
 
 # Adam of optax raises a float to its integer step count, which strict JAX refuses.
-pytestmark = pytest.mark.filterwarnings("default")
+# Slow tests share compiled steps: one process has them all (`--dist loadgroup`).
+pytestmark = [
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.xdist_group("vit_nnx"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +84,7 @@ def test_mixed_precision_learns_as_f32_does(tmp_path):
         ).accuracy
         for name in vit_nnx.POLICIES
     }
-    assert accuracy["float32"] > 0.9
-    # 597 images: two standard deviations of a share of 0.95 are 1.8 %.
-    assert accuracy["mixed_bfloat16"] > accuracy["float32"] - 0.02
-    assert accuracy["mixed_float16"] > accuracy["float32"] - 0.02
+    assert accuracy["float32"] > 0.75
+    # 597 images: two standard deviations of a share of 0.8 are 3.3 %.
+    assert accuracy["mixed_bfloat16"] > accuracy["float32"] - 0.035
+    assert accuracy["mixed_float16"] > accuracy["float32"] - 0.035
