@@ -122,13 +122,15 @@ class Examination:
 
 
 def _of_products(products: Iterable[Product]) -> Table:
+    numbers = ("largest", "smallest", "last place", "product")
     return Table(
         "What it computes with",
-        ("dtype", " largest", " smallest", " last place", " product"),
+        ("dtype", *numbers),
         [
             (dtype, *(f"{limit:.2g}" for limit in limits), f"{speed:.2f}x")
             for dtype, *limits, speed in products
         ],
+        numbers,
         "product: how fast a matrix product is, measured now, f32 being 1.",
     )
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jmp_amp.reports.report import Report
+from jmp_amp.reports.report_tables import TOP_LEVEL
 from jmp_amp.reports.rows import Costs
-from jmp_amp.reports.tables import TOP_LEVEL, quantity
+from jmp_amp.reports.tables import quantity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -25,6 +25,9 @@ from jax.extend.core import primitives
 
 Literal = core.Literal
 DropVar = core.DropVar
+Eqn = core.JaxprEqn
+Var = core.Var
+Atom = Var | Literal
 
 # The calls whose body is planned and staged again, with the parameter that holds it.
 _BODY_PARAMETER = {
