@@ -70,12 +70,26 @@ class Report:
     @functools.cached_property
     def stays_full(self) -> tuple[Reason, ...]:
         """Why floating-point equations stay in f32, the most elements first."""
-        return rows.by_reason(self.equations)
+        groups: dict[str, list[Equation]] = {}
+        for equation in self.equations:
+            if equation.stays_full and not equation.is_opaque:
+                groups.setdefault(equation.reason, []).append(equation)
+        reasons = []
+        for reason, group in groups.items():
+            elements = sum(e.elements for e in group)
+            operations = tuple(dict.fromkeys(e.operation for e in group))
+            reasons.append(Reason(reason, len(group), elements, operations))
+        return tuple(sorted(reasons, key=lambda reason: -reason.elements))
 
     @property
     def casts(self) -> dict[str, tuple[int, int]]:
-        """The casts inserted and their elements, of each pair of dtypes."""
-        return rows.by_dtypes(self.equations)
+        """The numbers of casts and of their elements, for each pair of dtypes."""
+        pairs: dict[str, tuple[int, int]] = {}
+        for cast in (cast for e in self.equations for cast in e.casts):
+            pair = f"{cast.source} to {cast.target}"
+            count, elements = pairs.get(pair, (0, 0))
+            pairs[pair] = count + 1, elements + cast.elements
+        return pairs
 
     @property
     def opaque(self) -> tuple[Equation, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jmp_amp.policies.dtypes import F32, is_half, parse_dtype
@@ -162,27 +162,3 @@ def by_module(
     for each in saved:
         groups.setdefault(each.module, ([], []))[1].append(each)
     return {path: added_up(*group) for path, group in groups.items()}
-
-
-def by_reason(equations: Iterable[Equation]) -> tuple[Reason, ...]:
-    """Returns the reasons to stay in f32, the one of the most elements first."""
-    groups: dict[str, list[Equation]] = {}
-    for equation in equations:
-        if equation.stays_full and not equation.is_opaque:
-            groups.setdefault(equation.reason, []).append(equation)
-    reasons = []
-    for reason, group in groups.items():
-        elements = sum(e.elements for e in group)
-        operations = tuple(dict.fromkeys(e.operation for e in group))
-        reasons.append(Reason(reason, len(group), elements, operations))
-    return tuple(sorted(reasons, key=lambda reason: -reason.elements))
-
-
-def by_dtypes(equations: Iterable[Equation]) -> dict[str, tuple[int, int]]:
-    """Returns the numbers of casts and of their elements for each pair of dtypes."""
-    pairs: dict[str, tuple[int, int]] = {}
-    for cast in (cast for e in equations for cast in e.casts):
-        pair = f"{cast.source} to {cast.target}"
-        count, elements = pairs.get(pair, (0, 0))
-        pairs[pair] = count + 1, elements + cast.elements
-    return pairs
