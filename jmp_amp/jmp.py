@@ -284,8 +284,10 @@ class DynamicLossScale(_Scaling):
         """Returns the loss scale of the next step.
 
         Args:
-          grads_finite: bool[], whether every gradient of this step was finite; an
-            AssertionError if it is not one boolean.
+          grads_finite: bool[], whether every gradient of this step was finite.
+
+        Raises:
+          AssertionError: if it is not one boolean.
         """
         _check_boolean("DynamicLossScale.adjust", grads_finite)
         following = self._state_machine().adjust(grads_finite)

@@ -534,6 +534,21 @@ def test_the_text_tells_the_figures_in_lines_of_100_characters():
     assert "\x1b" not in text
 
 
+def test_numbers_are_aligned_right_and_names_left_in_text_and_html():
+    report = explained(MODEL.apply, VARIABLES, X)
+    lines = str(report).splitlines()
+    heading, _, *rows = lines[lines.index("Modules") + 1 :][:7]
+    last = heading.index("FLOP") + len("FLOP") - 1
+    # Of "4.1 k", "2.05 k" and "6.14 k".
+    assert [row[last] for row in rows[:5]] == [" ", "k", "k", " ", "k"]
+    assert heading.startswith(" module ") and rows[0].startswith(" MLP ")
+    html = report._repr_html_()
+    assert '<th style="text-align: right">casts</th>' in html
+    assert '<td style="text-align: right">3/3</td>' in html
+    assert '<th style="text-align: left">module</th>' in html
+    assert '<td style="text-align: left">  up</td>' in html
+
+
 def test_the_html_escapes_what_it_shows():
     report = explained(lambda x: x + 1.0, X)
     assert report.function == "<lambda>"
