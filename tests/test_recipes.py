@@ -617,6 +617,8 @@ def test_what_contradicts_a_recipe_is_refused(name, overrides, error, message):
         ("O1", {"loss_scale": 64}, lambda r: r.loss_scale.value == 64.0),
         ("O3", {"keep_batchnorm_fp32": True}, lambda r: r.keep_batchnorm_fp32),
         ("O3", {"master_weights": True}, lambda r: r.master_weights),
+        # Parameters that are f32 need none.
+        ("O0", {"master_weights": True}, lambda r: r.master_weights is False),
         ("O2", {"master_weights": False}, lambda r: not r.master_weights),
         ("O2", {"cast_model_type": "f32"}, lambda r: r.policy.compute_dtype == F32),
         ("O2", {"cast_model_type": "f16"}, lambda r: r.policy.param_dtype == F16),

@@ -121,6 +121,14 @@ def test_flops_of_a_ragged_product_are_those_of_its_rows():
     assert report.total.flops == 2 * 12 * 4 * 5
     assert report.total.matmuls == 1
 
+    def gradient(x, w, sizes):
+        return jax.grad(lambda w: jnp.sum(lax.ragged_dot(x, w, sizes)))(w)
+
+    # Each row is in one group: it is multiplied once, for the kernel of that group.
+    products = explained(gradient, f32(12, 4), f32(3, 4, 5), sizes).equations
+    flops = [e.flops for e in products if e.operation == "ragged_dot_general"]
+    assert flops == [2 * 12 * 4 * 5] * 2
+
 
 def test_the_body_of_a_scan_counts_as_often_as_it_runs():
     def fn(x, ws):
@@ -504,6 +512,7 @@ def test_parameters_of_an_nnx_module_count_as_differentiated():
 def test_a_report_is_plain_data_that_reads_back():
     report = explained(MODEL.apply, VARIABLES, X, policy="mixed_float16")
     data = json.loads(json.dumps(report.to_dict()))
+    assert data == report.to_dict()
     assert amp.Report.from_dict(report.to_dict()) == report
     assert amp.Report.from_dict(data) == report
     assert amp.Report.from_json(report.to_json()) == report

@@ -143,8 +143,9 @@ class Recipe:
         """Returns parameters and the state of the optimizer to begin with.
 
         Parameters are cast as `cast_params` does; masters begin with the digits of the
-        f32 originals. Arrays that stay f32 are not copied: a step that is given them as
-        donated arguments takes them from the caller too.
+        f32 originals (but copies that `tx` itself keeps, as schedule-free ones do, with
+        the rounded ones). Arrays that stay f32 are not copied: a step that is given
+        them as donated arguments takes them from the caller too.
 
         Args:
           tx: an optimizer that `wrap` returned.
