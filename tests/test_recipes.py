@@ -615,6 +615,11 @@ def test_what_contradicts_a_recipe_is_refused(name, overrides, error, message):
         ("O0", {"loss_scale": "dynamic"}, lambda r: r.loss_scale.dynamic),
         ("O3", {"loss_scale": "128.0"}, lambda r: r.loss_scale.value == 128.0),
         ("O1", {"loss_scale": 64}, lambda r: r.loss_scale.value == 64.0),
+        (
+            "O1",
+            {"loss_scale": 64, "enabled": False},
+            lambda r: r.loss_scale.value == 1.0,
+        ),
         ("O3", {"keep_batchnorm_fp32": True}, lambda r: r.keep_batchnorm_fp32),
         ("O3", {"master_weights": True}, lambda r: r.master_weights),
         # Parameters that are f32 need none.
