@@ -8,9 +8,11 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import ModuleType
+from typing import cast
 
 from jmp_amp.doctor import examine
+from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.policy_map import as_policy_map
 from jmp_amp.reports.report import explain
 
@@ -32,7 +34,7 @@ does not hold.
 
 
 class _Mistake(Exception):
-    """What the caller can put right, in words."""
+    """A mistake of the caller, in words."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,10 +106,8 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
-def _functions(
-    text: str, sibling: str | None
-) -> tuple[Callable[..., Any], Callable[[], Any]]:
-    """Returns the function that `text` names, and the one that has its arguments."""
+def _functions(text: str, sibling: str | None) -> tuple[AnyFn, Callable[[], object]]:
+    """Returns the function that `text` names, and the one with its arguments."""
     name, colon, path = text.partition(":")
     if not (name and colon and path):
         raise _Mistake(
@@ -132,14 +132,13 @@ def _functions(
         )
     for attribute, value in ((path, function), (expected, example)):
         if not callable(value):
-            raise _Mistake(
-                f"{name}:{attribute} is not a function, but {type(value).__name__}."
-            )
-    return function, example
+            kind = type(value).__name__
+            raise _Mistake(f"{name}:{attribute} is not a function, but {kind}.")
+    return cast(AnyFn, function), cast(AnyFn, example)
 
 
-def _imported(name: str) -> Any:
-    # As for `python -m`, which has it there already: modules next to where one stands.
+def _imported(name: str) -> ModuleType:
+    # `python -m` has the current folder on the path; other callers of `main` may not.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -155,21 +154,19 @@ def _imported(name: str) -> Any:
         raise _Mistake(f"{name!r} is not the name of a module: {error}.") from error
 
 
-def _attribute(module: Any, path: str) -> Any:
-    value = module
+def _attribute(module: ModuleType, path: str) -> object:
+    value: object = module
     for name in path.split("."):
         value = getattr(value, name, None)
     return value
 
 
-def _arguments(example: Callable[[], Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+def _arguments(
+    example: Callable[[], object],
+) -> tuple[tuple[object, ...], dict[str, object]]:
     found = example()
     if isinstance(found, tuple):
-        if (
-            len(found) == 2
-            and isinstance(found[0], tuple)
-            and isinstance(found[1], dict)
-        ):
+        if len(found) == 2 and all(map(isinstance, found, (tuple, dict))):
             return found
         return found, {}
     raise _Mistake(

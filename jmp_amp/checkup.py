@@ -1,15 +1,15 @@
-"""Whether mixed precision works on this machine: a small model, trained beside f32."""
+"""A trial of mixed precision on this machine: a small model, trained beside f32."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_amp.policies.dtypes import F16, F32, short_name
+from jmp_amp.policies.dtypes import F16, F32, PyTree, short_name
 from jmp_amp.recipes.recipes import Recipe, recipe
 from jmp_amp.reports.report import explain
 from jmp_amp.training.gradients import value_and_grad
@@ -19,7 +19,7 @@ _STEPS = 20
 
 
 class Check(NamedTuple):
-    """What was tried on a small training run.
+    """One trial on a small training run.
 
     Attributes:
       dtype: the short name of the half dtype.
@@ -35,7 +35,7 @@ class Check(NamedTuple):
 
 
 def check(tried: Recipe, half: np.dtype) -> list[Check]:
-    """Returns what should hold of a recipe, tried on the device that JAX uses.
+    """Returns the checks of a recipe on the device that JAX uses.
 
     A network of two layers with a norm between them is trained by the recipe and by
     "O0", and once on a batch with an infinite number.
@@ -43,24 +43,11 @@ def check(tried: Recipe, half: np.dtype) -> list[Check]:
     Args:
       tried: a recipe that leaves parameters in f32, such as "O1".
       half: its half dtype.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jmp_amp as amp
-      >>> from jmp_amp.checkup import check
-      >>> found = check(amp.recipe("O1", "bfloat16"), jnp.dtype("bfloat16"))
-      >>> all(each.holds for each in found)
-      True
     """
-    ours, plain = _Run(tried), _Run(recipe("O0"))
-    batch, eps = _batch(), float(jnp.finfo(half).eps)
+    ours, plain, batch = _Run(tried), _Run(recipe("O0")), _batch()
     total = explain(jax.grad(ours.loss_fn), "float32")(ours.params, batch).total
     grads = ours.gradient(batch)
-    # Else TPUs multiply f32 in bf16, and new GPUs in 10 bits.
-    with jax.default_matmul_precision("highest"):
-        true_grads = plain.gradient(batch)
-    difference = optax.tree.norm(optax.tree.sub(grads, true_grads))
-    error = float(difference / optax.tree.norm(true_grads)) / eps
+    error = _relative_error(grads, plain, batch) / float(jnp.finfo(half).eps)
     losses, true_losses = (
         [run.step(batch) for _ in range(_STEPS)] for run in (ours, plain)
     )
@@ -110,7 +97,7 @@ class _Run:
         self.params, self.state = recipe.init(tx, _params())
 
         @jax.jit
-        def train_step(params: Any, state: Any, batch: Any) -> Any:
+        def train_step(params: PyTree, state: PyTree, batch: PyTree) -> PyTree:
             self.traces += 1
             gradient = value_and_grad(self.loss_fn)
             loss, grads = gradient(params, batch, loss_scale=state)
@@ -119,11 +106,11 @@ class _Run:
 
         self._train_step = train_step
 
-    def gradient(self, batch: Any) -> Any:
+    def gradient(self, batch: PyTree) -> PyTree:
         gradient = value_and_grad(self.loss_fn)
         return gradient(self.params, batch, loss_scale=self.state)[1]
 
-    def step(self, batch: Any) -> float:
+    def step(self, batch: PyTree) -> float:
         """Makes a step and returns its loss."""
         trained = self._train_step(self.params, self.state, batch)
         self.params, self.state, loss = trained
@@ -133,20 +120,28 @@ class _Run:
         return float(loss_scale_of(self.state).value)
 
 
-def _params() -> Any:
+def _relative_error(grads: PyTree, plain: _Run, batch: PyTree) -> float:
+    # Else TPUs multiply f32 in bf16, and new GPUs in 10 bits.
+    with jax.default_matmul_precision("highest"):
+        true_grads = plain.gradient(batch)
+    difference = optax.tree.norm(optax.tree.sub(grads, true_grads))
+    return float(difference / optax.tree.norm(true_grads))
+
+
+def _params() -> PyTree:
     keys = jax.random.split(jax.random.key(0))
     up, down = (jax.random.normal(key, (32, 32), F32) / 32**0.5 for key in keys)
     return {"up": up, "scale": jnp.ones(32, F32), "down": down}
 
 
-def _batch() -> Any:
+def _batch() -> PyTree:
     for_x, for_mixing = jax.random.split(jax.random.key(1))
     x = jax.random.normal(for_x, (128, 32), F32)
     mixing = jax.random.normal(for_mixing, (32, 32), F32) / 32**0.5
     return {"x": x, "y": jnp.tanh(x @ mixing)}
 
 
-def _loss(params: Any, batch: Any) -> jax.Array:
+def _loss(params: PyTree, batch: PyTree) -> jax.Array:
     x = batch["x"] @ params["up"]
     mean = jnp.mean(x, -1, keepdims=True)
     variance = jnp.mean(jnp.square(x - mean), -1, keepdims=True)
@@ -154,8 +149,5 @@ def _loss(params: Any, batch: Any) -> jax.Array:
     return jnp.mean(jnp.square(jnp.tanh(x) @ params["down"] - batch["y"]))
 
 
-def _equal(a: Any, b: Any) -> bool:
-    return all(
-        bool((x == y).all())
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
+def _equal(a: PyTree, b: PyTree) -> bool:
+    return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), a, b)))

@@ -1,8 +1,8 @@
-"""What a machine can do, which precision suits it and why, and whether it works here.
+"""The precision that suits a machine and why, and a trial of it.
 
-`advise` is knowledge: which half dtype the matrix units of a device take. `examine`
+`advise` is knowledge: the half dtype that the matrix units of a device take. `examine`
 asks the machine: it times a matrix product in each dtype and trains a small model in
-mixed precision beside f32. `python -m jmp_amp doctor` prints what it returns.
+mixed precision beside f32. `python -m jmp_amp doctor` prints both.
 """
 
 from __future__ import annotations
@@ -28,9 +28,31 @@ from jmp_amp.reports.tables import Table, as_text, quantity
 
 _PACKAGES = ("jmp_amp", "jax", "jaxlib", "flax", "optax")
 
+# Why a precision suits a kind of device.
+_CPU = (
+    "A CPU computes most of half precision in f32, and casts on top. O1 shows here "
+    "how\na model will do on an accelerator."
+)
+_TPU = (
+    "TPUs multiply f32 as bf16 by default; O1 has arrays be bf16 too, half the bytes\n"
+    "to keep and to move. bf16 has the range of f32: no scaling."
+)
+_BOTH_HALVES = (
+    "Its matrix units take bf16 and f16 alike, and bf16 has the range of f32:\n"
+    "nothing overflows or is lost, so nothing has to be scaled."
+)
+_F16_ONLY = (
+    "Its matrix units take f16, not bf16. f16 has no room for small gradients, so O1\n"
+    "scales the loss, dynamically."
+)
+_NO_UNITS = (
+    "It has no matrix units: products that add up in f32 are no faster in half. O1 "
+    "with\nf16 saves memory."
+)
+
 
 class Advice(NamedTuple):
-    """Which precision suits a kind of device.
+    """The precision that suits a kind of device.
 
     Attributes:
       half_dtype: "bf16" or "f16".
@@ -44,7 +66,7 @@ class Advice(NamedTuple):
 
 
 class Product(NamedTuple):
-    """How a dtype does on this machine.
+    """The limits of a dtype, and its speed on this machine.
 
     Attributes:
       dtype: its short name.
@@ -63,16 +85,16 @@ class Product(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Examination:
-    """What `examine` found.
+    """The findings of `examine`.
 
     Attributes:
       versions: of the packages.
-      device: what JAX calls the device, and how many there are.
-      memory: bytes of one device; None where it does not say.
-      advice: which precision to use.
-      products: how fast each dtype is multiplied.
-      checks: what was tried, and whether it holds.
-      notes: what in the settings is worth knowing.
+      device: the number of devices, and JAX's name of their kind.
+      memory: bytes of one device; None where JAX does not know.
+      advice: the precision to use.
+      products: the speed of each dtype.
+      checks: the trials, and whether they hold.
+      notes: settings of JAX that may surprise.
     """
 
     versions: dict[str, str]
@@ -122,19 +144,17 @@ class Examination:
 
 
 def _of_products(products: Iterable[Product]) -> Table:
-    return Table(
-        "What it computes with",
-        ("dtype", " largest", " smallest", " last place", " product"),
-        [
-            (dtype, *(f"{limit:.2g}" for limit in limits), f"{speed:.2f}x")
-            for dtype, *limits, speed in products
-        ],
-        "product: how fast a matrix product is, measured now, f32 being 1.",
-    )
+    numbers = ("largest", "smallest", "last place", "product")
+    rows = [
+        (dtype, *(f"{limit:.2g}" for limit in limits), f"{speed:.2f}x")
+        for dtype, *limits, speed in products
+    ]
+    note = "product: how fast a matrix product is, measured now, f32 being 1."
+    return Table("What it computes with", ("dtype", *numbers), rows, numbers, note)
 
 
 def _of_checks(checks: Sequence[Check]) -> Table:
-    """One row for a sentence, one column for a dtype."""
+    """Returns one row for each sentence, one column for each dtype."""
     shown: dict[str, dict[str, str]] = {}
     for dtype, what, holds, measured in checks:
         verdict = "ok" if holds else "FAILS"
@@ -146,60 +166,35 @@ def _of_checks(checks: Sequence[Check]) -> Table:
 
 
 def advise(kind: str, capability: str = "") -> Advice:
-    """Returns which precision suits a kind of device.
+    """Returns the precision that suits a kind of device.
 
     Args:
-      kind: "cpu", "tpu" or "gpu": what `jax.Device.platform` says.
-      capability: of a GPU, what `jax.Device.compute_capability` says: "8.0" of
-        NVIDIA's, "gfx942" of AMD's.
-
-    Example:
-      >>> from jmp_amp.doctor import advise
-      >>> advise("gpu", "7.0")[:2], advise("gpu", "9.0")[:2], advise("cpu")[:2]
-      (('f16', 'O1'), ('bf16', 'O1'), ('bf16', 'O0'))
+      kind: the `platform` of a `jax.Device`: "cpu", "tpu" or "gpu".
+      capability: the `compute_capability` of a GPU.
     """
-    version = re.fullmatch(r"(\d+)\.(\d+)", capability)
     if kind == "cpu":
-        return Advice(
-            *("bf16", "O0"),
-            "A CPU computes most of half precision in f32, and casts on top. O1 shows "
-            "here how\na model will do on an accelerator.",
-        )
+        return Advice("bf16", "O0", _CPU)
     if kind == "tpu":
-        return Advice(
-            *("bf16", "O1"),
-            "TPUs multiply f32 as bf16 by default; O1 has arrays be bf16 too, half the "
-            "bytes\nto keep and to move. bf16 has the range of f32: no scaling.",
-        )
-    if version is None or int(version[1]) >= 8:
-        newer = version is not None and (int(version[1]), int(version[2])) >= (8, 9)
-        fp8 = " Its fp8 units are not used yet." if newer else ""
-        return Advice(
-            *("bf16", "O1"),
-            "Its matrix units take bf16 and f16 alike, and bf16 has the range of f32:\n"
-            f"nothing overflows or is lost, so nothing has to be scaled.{fp8}",
-        )
-    if int(version[1]) == 7:
-        return Advice(
-            *("f16", "O1"),
-            "Its matrix units take f16, not bf16. f16 has no room for small gradients, "
-            "so O1\nscales the loss, dynamically.",
-        )
-    return Advice(
-        *("f16", "O0"),
-        "It has no matrix units: products that add up in f32 are no faster in half. O1 "
-        "with\nf16 saves memory.",
-    )
+        return Advice("bf16", "O1", _TPU)
+    # "9.0" is NVIDIA's; AMD's are names such as "gfx942", of GPUs that are new enough.
+    known = capability if re.fullmatch(r"\d+\.\d+", capability) else "8.0"
+    version = tuple(map(int, known.split(".")))
+    if version >= (8, 0):
+        fp8 = " Its fp8 units are not used yet." if version >= (8, 9) else ""
+        return Advice("bf16", "O1", _BOTH_HALVES + fp8)
+    if version >= (7, 0):
+        return Advice("f16", "O1", _F16_ONLY)
+    return Advice("f16", "O0", _NO_UNITS)
 
 
 def examine() -> Examination:
-    """Returns what the default device of JAX can do, tried on a small training step.
+    """Returns the findings on the default device of JAX.
 
     It takes seconds, and compiles and runs a few small programs.
     """
     devices = jax.local_devices()
     device = devices[0]
-    # The oldest decides, as in `half_dtype`.
+    # The oldest device decides, as in `half_dtype`.
     suits = [
         advise(each.platform, str(getattr(each, "compute_capability", "")))
         for each in devices
@@ -209,7 +204,7 @@ def examine() -> Examination:
     return Examination(
         {name: metadata.version(name) for name in _PACKAGES},
         f"{jax.device_count()} x {device.device_kind} ({device.platform})",
-        _memory(device),
+        (device.memory_stats() or {}).get("bytes_limit"),
         advice,
         _products(device.platform),
         tuple(each for half in (BF16, F16) for each in check(recipe("O1", half), half)),
@@ -217,30 +212,23 @@ def examine() -> Examination:
     )
 
 
-def _memory(device: Any) -> int | None:
-    return (device.memory_stats() or {}).get("bytes_limit")
-
-
 def _products(kind: str) -> tuple[Product, ...]:
     size = 512 if kind == "cpu" else 4096
     times = {dtype: _seconds(dtype, size) for dtype in (F32, BF16, F16)}
-    found = []
-    for dtype, seconds in times.items():
-        limits = jnp.finfo(dtype)
-        found.append(
-            Product(
-                short_name(dtype),
-                float(limits.max),
-                float(limits.smallest_subnormal),
-                float(limits.eps),
-                times[F32] / seconds,
-            )
+    return tuple(
+        Product(
+            short_name(dtype),
+            float(jnp.finfo(dtype).max),
+            float(jnp.finfo(dtype).smallest_subnormal),
+            float(jnp.finfo(dtype).eps),
+            times[F32] / seconds,
         )
-    return tuple(found)
+        for dtype, seconds in times.items()
+    )
 
 
 def _seconds(dtype: np.dtype, size: int) -> float:
-    """The time of a matrix product, the shortest of several."""
+    """Returns the time of a matrix product, the shortest of several."""
     matrix = jnp.full((size, size), 2.0**-10, dtype)
     product = jax.jit(jnp.matmul)
     times = []
@@ -252,11 +240,7 @@ def _seconds(dtype: np.dtype, size: int) -> float:
 
 
 def notes(kind: str) -> list[str]:
-    """Returns what in the settings of JAX may surprise.
-
-    Args:
-      kind: as for `advise`.
-    """
+    """Returns the settings of JAX that may surprise; `kind` is as for `advise`."""
     notes = []
     asked = os.environ.get("JAX_PLATFORMS", "")
     plugin = importlib.util.find_spec("jax_plugins") is not None

@@ -1,12 +1,12 @@
 """jmp's API, made of this library's parts: `from jmp_amp import jmp`.
 
 Code written for jmp (https://github.com/google-deepmind/jmp, version 0.0.4) runs with
-no other change. What it computes differs where jmp went wrong:
+no other change. Results differ where jmp is wrong:
 
 * Gradients are unscaled in f32, and f16 and bf16 ones come back f32. A half-precision
   loss is scaled in f32 as well. Integer, fp8 and non-array leaves are left alone.
-* A dynamic scale is a strong f32 and its counter a strong i32, whatever it began as.
-  All its settings survive `jit`, `tree_map` and checkpoints, `min_loss_scale` too.
+* A dynamic scale is a strong f32 and its counter a strong i32. All its settings survive
+  `jit`, `tree_map` and checkpoints, `min_loss_scale` too.
 * A dynamic scale never passes 2**126 (jmp's reaches 2**127, whose reciprocal is 0 to
   XLA) nor falls below 2**-126. A scale of inf, NaN or 0 is refused, and
   `jnp.float16(2**16)` is inf.
@@ -15,11 +15,11 @@ no other change. What it computes differs where jmp went wrong:
   f32 as `f32`, not `full`.
 * Casts leave fp8 values alone: they mean nothing without their scale.
 
-`half_dtype()` is jmp's: f16 except on TPUs. `jmp_amp.half_dtype` knows better, but
-loops that scale their loss count on f16.
+`half_dtype()` is jmp's: f16 except on TPUs, on which loops that scale their loss count.
+`jmp_amp.half_dtype` knows newer GPUs.
 
-A step that overflowed has to be taken back whole: optimizer state, batch statistics and
-all, not the parameters alone. `jmp_amp.with_loss_scale` does so by itself.
+A step that overflowed must be undone whole: optimizer state, batch statistics and all,
+not the parameters alone. `jmp_amp.with_loss_scale` does so by itself.
 
 Example:
   >>> import jax, jax.numpy as jnp
@@ -47,7 +47,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Iterable
+from typing import ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ from jmp_amp.training.finite import select_tree as select_same_dtypes
 from jmp_amp.training.loss_scale import LossScale as StateMachine
 from jmp_amp.training.loss_scale import static_loss_scale
 
-# Of the jmp whose API this is.
+# The version of jmp whose API this is.
 __version__ = "0.0.4"
 
 Tree = TypeVar("Tree")
@@ -77,7 +78,7 @@ _MIN_SCALE = 2.0**-126
 _MAX_PERIOD = 2**31 - 1
 
 
-def half_dtype() -> Any:
+def half_dtype() -> type:
     """Returns `jnp.bfloat16` on TPUs and `jnp.float16` elsewhere.
 
     Example:
@@ -92,10 +93,9 @@ def half_dtype() -> Any:
 def cast_to_half(tree: Tree) -> Tree:
     """Returns `tree` with its floating-point leaves in jmp's `half_dtype()`.
 
-    Which leaves those are, and what is left alone, is told by `jmp_amp.cast_floating`.
+    See `jmp_amp.cast_floating` for which leaves are cast.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> from jmp_amp import jmp
       >>> jmp.cast_to_half({"w": jnp.ones(2), "step": 3})
       {'step': 3, 'w': Array([1., 1.], dtype=float16)}
@@ -104,12 +104,10 @@ def cast_to_half(tree: Tree) -> Tree:
 
 
 def get_policy(policy_name: str) -> Policy:
-    """Returns the policy that a text describes, with jmp's `half_dtype()` as "half".
-
-    The forms are those of `jmp_amp.get_policy`, which are jmp's and more.
+    """Returns `jmp_amp.get_policy(policy_name)` with jmp's `half_dtype()` as "half".
 
     Raises:
-      ValueError: if the text is none of them; says which word is wrong.
+      ValueError: if a word of the text is unknown; the message says which.
       TypeError: if it is no text.
 
     Example:
@@ -119,13 +117,13 @@ def get_policy(policy_name: str) -> Policy:
     """
     half = jnp.dtype(half_dtype()).name
     if isinstance(policy_name, str):
-        # As a dtype only: `low=half` is an operation of that name.
+        # Only where a dtype stands: `low=half` is an operation of that name.
         dtype_of_key = r"((?:^|,)\s*(?:[pco]\w*\s*=)?\s*)half(?=\s*(?:,|$))"
         policy_name = re.sub(dtype_of_key, rf"\1{half}", policy_name, flags=re.I)
     try:
         return policies.get_policy(policy_name)
     except ValueError as error:
-        # jmp's words, for those who look for them.
+        # jmp's words, for code that looks for them.
         message = re.sub("unknown (dtype|policy)", "Unknown dtype", str(error))
         raise ValueError(message.replace("unknown key", "Unknown key")) from None
 
@@ -143,11 +141,9 @@ def select_tree(pred: ArrayLike, a: Tree, b: Tree) -> Tree:
 
     Raises:
       AssertionError: if `pred` is not one boolean.
-      ValueError: if the trees differ in structure or shape.
-      TypeError: if they differ in dtype otherwise.
+      ValueError, TypeError: as `jmp_amp.select_tree`.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> from jmp_amp import jmp
       >>> jmp.select_tree(jnp.bool_(True), jnp.ones(2), jnp.zeros(2, jnp.float16))
       Array([1., 1.], dtype=float16)
@@ -159,13 +155,16 @@ def select_tree(pred: ArrayLike, a: Tree, b: Tree) -> Tree:
 
 
 class _Scaling:
-    """What a static and a dynamic loss scale have in common."""
+    """The part that a static and a dynamic loss scale have in common."""
 
-    def scale(self: Any, tree: Any) -> Any:
+    def _state_machine(self) -> StateMachine:
+        raise NotImplementedError
+
+    def scale(self, tree: Tree) -> Tree:
         """Returns `tree` with its inexact leaves multiplied by the scale, in f32."""
         return self._state_machine().scale(tree)
 
-    def unscale(self: Any, tree: Any) -> Any:
+    def unscale(self, tree: Tree) -> Tree:
         """Returns `tree` with its inexact leaves divided by the scale, in f32."""
         return self._state_machine().unscale(tree)
 
@@ -206,13 +205,12 @@ class StaticLossScale(_Scaling):
         the scale can be hashed and passed to `jax.jit`.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> from jmp_amp import jmp
       >>> jmp.StaticLossScale(2**15).unscale(jnp.float16(5e-4))
       Array(1.526...e-08, dtype=float32)
     """
 
-    loss_scale: Any
+    loss_scale: ArrayLike
 
     def __post_init__(self):
         if not isinstance(self.loss_scale, int | float | Tracer):
@@ -233,14 +231,14 @@ class DynamicLossScale(_Scaling):
 
     After `period` finite steps in a row it is multiplied by `factor`, unless that would
     pass 2**126. A step whose gradients are not finite divides it by `factor`, but not
-    below `min_loss_scale`, and starts the count anew.
+    below `min_loss_scale`, and sets the counter to 0.
 
     Attributes:
-      loss_scale: f32[], what a loss is multiplied by; a leaf. At most 2**126.
+      loss_scale: f32[], the factor of a loss; a leaf. At most 2**126.
       counter: i32[], finite steps since the scale last moved; a leaf.
       period: finite steps until the scale grows.
-      factor: what it grows and shrinks by, at least 1.
-      min_loss_scale: where shrinking stops; 0 means 2**-126.
+      factor: the factor of growth and the divisor of a backoff, at least 1.
+      min_loss_scale: the least scale; 0 means 2**-126.
 
     Raises:
       ValueError: if one of them is out of range; a scale has to be positive and finite.
@@ -316,23 +314,27 @@ class DynamicLossScale(_Scaling):
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
 
 
-def _fields(loss_scale: LossScale) -> dict[str, Any]:
+def _fields(loss_scale: LossScale) -> dict[str, object]:
     names = [field.name for field in dataclasses.fields(loss_scale)]
     return {name: getattr(loss_scale, name) for name in names}
 
 
-def _flatten(loss_scale: DynamicLossScale) -> tuple[Any, tuple[Any, ...]]:
+def _flatten(
+    loss_scale: DynamicLossScale,
+) -> tuple[list[tuple[object, object]], tuple[object, ...]]:
     fields = _fields(loss_scale)
     leaves = [(jax.tree_util.GetAttrKey(name), leaf) for name, leaf in fields.items()]
     return leaves[:2], tuple(fields.values())[2:]
 
 
-def _unflatten(settings: Any, leaves: Any) -> DynamicLossScale:
+def _unflatten(
+    settings: Iterable[object], leaves: Iterable[object]
+) -> DynamicLossScale:
     # Not by the constructor: leaves may be anything, such as axes or shardings.
     return _fill(object.__new__(DynamicLossScale), *leaves, *settings)
 
 
-def _fill(loss_scale: DynamicLossScale, *values: Any) -> DynamicLossScale:
+def _fill(loss_scale: DynamicLossScale, *values: object) -> DynamicLossScale:
     for field, value in zip(dataclasses.fields(loss_scale), values, strict=True):
         object.__setattr__(loss_scale, field.name, value)
     return loss_scale
@@ -345,7 +347,7 @@ for kind in (NoOpLossScale, StaticLossScale, DynamicLossScale):
     )
 
 
-def _check_boolean(call: str, flag: Any) -> None:
+def _check_boolean(call: str, flag: ArrayLike) -> None:
     found = jnp.asarray(flag)
     if found.dtype != jnp.bool_ or found.shape:
         # The exception that jmp raises.
@@ -355,7 +357,7 @@ def _check_boolean(call: str, flag: Any) -> None:
         )
 
 
-def _check_scale(name: str, value: Any) -> None:
+def _check_scale(name: str, value: ArrayLike) -> None:
     if isinstance(value, Tracer) or not getattr(value, "is_fully_addressable", True):
         return
     number = np.asarray(value, float)
@@ -366,7 +368,7 @@ def _check_scale(name: str, value: Any) -> None:
         )
 
 
-def _setting(name: str, value: Any, least: int, most: float) -> float:
+def _setting(name: str, value: ArrayLike, least: int, most: float) -> float:
     call = f"DynamicLossScale({name}={value!r})"
     if isinstance(value, Tracer):
         fact = "it is traced, but has to be known before the program runs"
@@ -378,8 +380,8 @@ def _setting(name: str, value: Any, least: int, most: float) -> float:
     return number
 
 
-def _half_if(leaf: Any, other: Any) -> Any:
-    """`leaf`, in the dtype of `other` where that is half and `leaf` f32."""
+def _half_if(leaf: object, other: object) -> object:
+    """Returns `leaf`, in the dtype of `other` where that is half and `leaf` f32."""
     dtype = getattr(other, "dtype", F32)
     if is_half(dtype) and getattr(leaf, "dtype", None) == F32:
         return cast_leaf(leaf, dtype)

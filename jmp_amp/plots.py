@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jmp_amp.reports.report import Report
+from jmp_amp.reports.report_tables import TOP_LEVEL
 from jmp_amp.reports.rows import Costs
-from jmp_amp.reports.tables import TOP_LEVEL, quantity
+from jmp_amp.reports.tables import quantity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,9 +21,8 @@ _KEPT, _MORE = "#468c72", "#cfe3da"
 def explain(report: Report) -> Figure:
     """Returns a matplotlib `Figure` of a report: FLOP, casts and saved bytes by module.
 
-    The modules with the most FLOP, casts and saved bytes are shown, in the order of the
-    program; beyond thirty, the rest is added up. `figure.savefig("plan.png")` writes it
-    to a file.
+    Modules are in the order of the program; beyond thirty, the smallest are added up.
+    `figure.savefig("plan.png")` writes it to a file.
 
     Raises:
       ImportError: without matplotlib.
@@ -74,7 +74,7 @@ def explain(report: Report) -> Figure:
 
 
 def _shown(modules: dict[str, Costs]) -> list[tuple[str, Costs]]:
-    """The modules that cost something, the largest ones if there are many."""
+    """Returns the modules that cost something, the largest ones if there are many."""
     costly = {
         path: costs
         for path, costs in modules.items()

@@ -247,6 +247,27 @@ def test_masters_begin_with_the_digits_of_the_original():
     chex.assert_trees_all_equal(exported["head"]["kernel"], expected)
 
 
+@pytest.mark.parametrize("wrapper", [amp.with_kahan, amp.with_master_weights])
+@pytest.mark.parametrize("inner", [optax.sgd(0.1, momentum=0.9), optax.adam(1e-2)])
+def test_init_begins_masters_as_init_from_does(wrapper, inner):
+    recipe = amp.recipe("O2", "bf16")
+
+    def wrapped(init_from: Any) -> optax.GradientTransformationExtraArgs:
+        return amp.with_loss_scale(wrapper(inner, init_from=init_from), SCALE)
+
+    given = variables()["params"]
+    module = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    with standard():
+        params, opt_state = recipe.init(wrapped(None), given)
+        expected = wrapped(given).init(params)
+        model, optimizer = recipe.init(wrapped(None), module)
+        of_module = nnx.Optimizer(model, wrapped(module), wrt=nnx.Param)
+    states = [nnx.to_pure_dict(nnx.state(each)) for each in (optimizer, of_module)]
+    for found, wanted in ((opt_state, expected), states):
+        chex.assert_trees_all_equal(found, wanted)
+        chex.assert_trees_all_equal_dtypes(found, wanted)
+
+
 def test_a_recipe_prints_while_a_program_is_traced():
     def traced(scale: jax.Array) -> jax.Array:
         assert "dynamic, traced" in str(amp.recipe("O1", "f16", init_scale=scale))
@@ -594,8 +615,15 @@ def test_what_contradicts_a_recipe_is_refused(name, overrides, error, message):
         ("O0", {"loss_scale": "dynamic"}, lambda r: r.loss_scale.dynamic),
         ("O3", {"loss_scale": "128.0"}, lambda r: r.loss_scale.value == 128.0),
         ("O1", {"loss_scale": 64}, lambda r: r.loss_scale.value == 64.0),
+        (
+            "O1",
+            {"loss_scale": 64, "enabled": False},
+            lambda r: r.loss_scale.value == 1.0,
+        ),
         ("O3", {"keep_batchnorm_fp32": True}, lambda r: r.keep_batchnorm_fp32),
         ("O3", {"master_weights": True}, lambda r: r.master_weights),
+        # Parameters that are f32 need none.
+        ("O0", {"master_weights": True}, lambda r: r.master_weights is False),
         ("O2", {"master_weights": False}, lambda r: not r.master_weights),
         ("O2", {"cast_model_type": "f32"}, lambda r: r.policy.compute_dtype == F32),
         ("O2", {"cast_model_type": "f16"}, lambda r: r.policy.param_dtype == F16),

@@ -121,6 +121,14 @@ def test_flops_of_a_ragged_product_are_those_of_its_rows():
     assert report.total.flops == 2 * 12 * 4 * 5
     assert report.total.matmuls == 1
 
+    def gradient(x, w, sizes):
+        return jax.grad(lambda w: jnp.sum(lax.ragged_dot(x, w, sizes)))(w)
+
+    # Each row is in one group: it is multiplied once, for the kernel of that group.
+    products = explained(gradient, f32(12, 4), f32(3, 4, 5), sizes).equations
+    flops = [e.flops for e in products if e.operation == "ragged_dot_general"]
+    assert flops == [2 * 12 * 4 * 5] * 2
+
 
 def test_the_body_of_a_scan_counts_as_often_as_it_runs():
     def fn(x, ws):
@@ -504,6 +512,7 @@ def test_parameters_of_an_nnx_module_count_as_differentiated():
 def test_a_report_is_plain_data_that_reads_back():
     report = explained(MODEL.apply, VARIABLES, X, policy="mixed_float16")
     data = json.loads(json.dumps(report.to_dict()))
+    assert data == report.to_dict()
     assert amp.Report.from_dict(report.to_dict()) == report
     assert amp.Report.from_dict(data) == report
     assert amp.Report.from_json(report.to_json()) == report
@@ -532,6 +541,21 @@ def test_the_text_tells_the_figures_in_lines_of_100_characters():
     assert 2 * (4 * 16 + 16 * 32) == 1152
     assert ["up", "3/3", "1/1", "4.1", "k", "3", "608", "1.15", "kB"] in rows
     assert "\x1b" not in text
+
+
+def test_numbers_are_aligned_right_and_names_left_in_text_and_html():
+    report = explained(MODEL.apply, VARIABLES, X)
+    lines = str(report).splitlines()
+    heading, _, *rows = lines[lines.index("Modules") + 1 :][:7]
+    last = heading.index("FLOP") + len("FLOP") - 1
+    # Of "4.1 k", "2.05 k" and "6.14 k".
+    assert [row[last] for row in rows[:5]] == [" ", "k", "k", " ", "k"]
+    assert heading.startswith(" module ") and rows[0].startswith(" MLP ")
+    html = report._repr_html_()
+    assert '<th style="text-align: right">casts</th>' in html
+    assert '<td style="text-align: right">3/3</td>' in html
+    assert '<th style="text-align: left">module</th>' in html
+    assert '<td style="text-align: left">  up</td>' in html
 
 
 def test_the_html_escapes_what_it_shows():

@@ -40,7 +40,7 @@ WINGS = {
         ("presets", "originals", "gradients", "optimizers", "checkpoints"),
         ("weights",),
     ),
-    "reports": (("costs", "rows"), ("reading", "tables"), ("report",)),
+    "reports": (("costs", "rows", "tables"), ("reading", "report_tables"), ("report",)),
     "recipes": (("levels",), ("overrides",), ("recipes",)),
     "": (("plots", "jmp"), ("checkup",), ("doctor",), ("__main__", "__init__")),
 }

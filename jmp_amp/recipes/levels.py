@@ -1,4 +1,4 @@
-"""What the recipes of other systems are called, and what their names mean: data.
+"""The names of recipes in other systems and their meaning: data.
 
 Sources: apex/amp/frontend.py; paddle/amp/auto_cast.py and amp_lists.py;
 mindspore/train/amp.py; colossalai/booster/mixed_precision; keras/src/dtype_policies.
@@ -14,16 +14,16 @@ from jmp_amp.policies.dtypes import BF16, F16
 
 
 class Level(NamedTuple):
-    """What a name means.
+    """The meaning of a name.
 
     Attributes:
-      system: whose name it is.
-      scaler: whose loss scaler, for `loss_scale_preset`.
+      system: the system that the name is from.
+      scaler: the system whose loss scaler it has, for `loss_scale_preset`.
       half: the half dtype, if the name says which.
       by_operation: f32 parameters, half precision operation by operation.
       stored_half: half-precision parameters.
-      keep_norms: norm parameters stay f32 then.
-      masters: the optimizer has f32 masters.
+      keep_batchnorm_fp32: whether norm parameters stay f32 then.
+      master_weights: whether the optimizer has f32 masters.
       scaled: the loss scale is dynamic in f16.
       products_only: only matrix products and convolutions are in half.
     """
@@ -33,40 +33,34 @@ class Level(NamedTuple):
     half: np.dtype | None = None
     by_operation: bool = False
     stored_half: bool = False
-    keep_norms: bool | None = None
-    masters: bool | None = None
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool | None = None
     scaled: bool = True
     products_only: bool = False
 
 
+_F32 = Level("Apex", "apex", master_weights=False, scaled=False)
+_HALF = Level(
+    "Apex", "apex", stored_half=True, keep_batchnorm_fp32=True, master_weights=True
+)
+
 LEVELS = {
-    "O0": Level("Apex", "apex", masters=False, scaled=False),
+    "O0": _F32,
     "O1": Level("Apex", "apex", by_operation=True),
-    "O2": Level("Apex", "apex", stored_half=True, keep_norms=True, masters=True),
-    "O3": Level(
-        *("Apex", "apex"),
-        stored_half=True,
-        keep_norms=False,
-        masters=False,
-        scaled=False,
-    ),
+    "O2": _HALF,
+    "O3": _HALF._replace(keep_batchnorm_fp32=False, master_weights=False, scaled=False),
     "OD": Level("Paddle", "paddle", by_operation=True, products_only=True),
     "auto": Level("MindSpore", "mindspore", by_operation=True),
     "fp16": Level("Colossal-AI", "torch", F16, by_operation=True),
     "bf16": Level("Colossal-AI", "torch", BF16, by_operation=True),
     "fp16_apex": Level("Colossal-AI", "apex", F16, by_operation=True),
-    "fp16_naive": Level(
-        *("Colossal-AI", "colossalai", F16),
-        stored_half=True,
-        keep_norms=True,
-        masters=True,
-    ),
+    "fp16_naive": _HALF._replace(system="Colossal-AI", scaler="colossalai", half=F16),
     "mixed_float16": Level("Keras", "keras", F16, by_operation=True),
     "mixed_bfloat16": Level("Keras", "keras", BF16, by_operation=True),
-    "float32": Level("Keras", "keras", masters=False, scaled=False),
+    "float32": _F32._replace(system="Keras", scaler="keras"),
 }
 
-# Names of operations in Paddle's lists that are others here.
+# Paddle's names of operations that have another name here.
 PADDLE_NAMES: dict[str, str] = {
     **dict.fromkeys(("conv2d", "conv3d", "conv1d"), "conv_general_dilated"),
     **dict.fromkeys(("matmul", "matmul_v2", "bmm", "einsum"), "dot_general"),
@@ -74,32 +68,22 @@ PADDLE_NAMES: dict[str, str] = {
     **{"sigmoid": "logistic", "erfinv": "erf_inv", "reduce_mean": "mean"},
 }
 
-# What Apex and Paddle call the same; the first name is that of the field.
+# Second names of properties.
 ALIASES = {
     "master_weight": "master_weights",
     "patch_torch_functions": "patch_functions",
 }
 
-PROPERTIES = (
-    "loss_scale",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "cast_model_type",
-    "cast_model_outputs",
-    "patch_functions",
-    "num_losses",
-    "enabled",
-    "custom_white_list",
-    "custom_black_list",
-    "excluded_layers",
-    "master_grad",
-    "save_dtype",
+PROPERTIES = tuple(
+    "loss_scale keep_batchnorm_fp32 master_weights cast_model_type cast_model_outputs "
+    "patch_functions num_losses enabled custom_white_list custom_black_list "
+    "excluded_layers master_grad save_dtype".split()
 )
 
-# What other systems print, and this one does not.
+# Options of other systems that print; nothing is printed here.
 PRINTING = ("verbosity", "verbose", "log_num_zeros_in_grad")
 
-# Words that are near to another name than the one that is meant.
+# Words that are close to the spelling of another name than the one they mean.
 MEANT = {
     **dict.fromkeys(("float16", "f16", "half", "torch", "mixed"), "fp16"),
     "bfloat16": "bf16",

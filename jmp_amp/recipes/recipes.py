@@ -1,27 +1,27 @@
-"""One word for the whole setup: the recipes of other systems, in ours.
+"""One word for the whole setup, named as in other systems.
 
 A recipe is plain data: a policy for `autocast`, the dtype that parameters are stored
-in, whether the optimizer keeps masters, a loss scale. What a word means in the system
-that it comes from is a row of `levels.LEVELS`; the rest is what these systems let one
-change.
+in, whether the optimizer keeps masters, a loss scale. The meaning of a name is a row of
+`levels.LEVELS`; `overrides` reads the options.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 import optax
+from flax import linen as nn
 from flax import nnx
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jmp_amp.plan.operations import ARITHMETIC
-from jmp_amp.policies.dtypes import F32, short_name
+from jmp_amp.policies.dtypes import F32, AnyFn, PyTree, is_half, short_name
+from jmp_amp.policies.patterns import Pattern
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.recipes.overrides import fields_of
@@ -32,27 +32,28 @@ from jmp_amp.training.optimizers import with_loss_scale
 from jmp_amp.training.originals import begin_with
 from jmp_amp.training.parameters import cast_params
 from jmp_amp.training.states import WEIGHT_STATES, LossScaleState, nodes_of
-from jmp_amp.training.trainable import TreeStructure
 from jmp_amp.training.weights import with_kahan
 from jmp_amp.transform.interpreter import autocast
+
+_Model = nn.Module | nnx.Module | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recipe:
-    """How to train in mixed precision, as `recipe` puts it together.
+    """A setup for training in mixed precision; `recipe` makes it.
 
     Attributes:
-      name: what `recipe` was given.
-      system: whose name that is.
+      name: the name that `recipe` was given.
+      system: the system that the name is from.
       policy: for `autocast`; a `PolicyMap` where layers are excluded.
       loss_scale: the first `LossScale`; the scale 1 where there is no scaling.
-      cast_model_type: the dtype of parameters; None where they are left as they are.
+      cast_model_type: the dtype of parameters; None leaves them as they are.
       keep_batchnorm_fp32: whether norm parameters stay f32 then.
-      master_weights: whether the optimizer keeps what parameters lack of f32.
+      master_weights: whether the optimizer keeps the missing digits of parameters.
       cast_model_outputs: the dtype of f32 outputs, if not f32.
-      num_losses: how many `loss_scales` there are.
+      num_losses: the number of `loss_scales`.
       enabled: False is f32 throughout.
-      save_dtype: what `export_params` returns.
+      save_dtype: the dtype of `export_params`.
 
     Example:
       >>> import jmp_amp as amp
@@ -78,15 +79,14 @@ class Recipe:
 
     @property
     def loss_scales(self) -> tuple[LossScale, ...]:
-        """One loss scale for each of `num_losses` losses, to carry along.
+        """One loss scale for each of `num_losses` losses whose gradients are added up.
 
-        For several losses whose gradients are added up: each is scaled, unscaled and
-        adjusted for itself, `scale.adjust(all_finite(its_grads))`.
+        Each loss has its scale adjusted: `scale.adjust(all_finite(its_grads))`.
         """
         return (self.loss_scale,) * self.num_losses
 
-    def autocast(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `fn`, or an nnx module, as `amp.autocast` does under the policy.
+    def autocast(self, fn: AnyFn) -> AnyFn:
+        """Returns `amp.autocast(fn, policy)`; `fn` is a function or an nnx module.
 
         Example:
           >>> import jax.numpy as jnp, jmp_amp as amp
@@ -104,7 +104,7 @@ class Recipe:
         """Returns an optimizer with the recipe's masters and loss scale around it.
 
         Masters are those of `with_kahan`: the 16 bits that a half-precision parameter
-        lacks of a float32, so that both are no larger than one.
+        lacks of a float32, 4 bytes together.
 
         Args:
           tx: an optimizer or a chain.
@@ -116,16 +116,15 @@ class Recipe:
           >>> amp.loss_scale_of(tx.init(jnp.zeros(2)))
           LossScale(value=1.0, dynamic=False)
         """
-        # A master is a float32, of which the parameter has one half already.
         inner = with_kahan(tx) if self.master_weights else tx
         return with_loss_scale(inner, self.loss_scale, axis_name=axis_name)
 
-    def cast_params(self, params: Any, *, model: Any = None) -> Any:
+    def cast_params(self, params: PyTree, *, model: _Model = None) -> PyTree:
         """Returns parameters in the dtypes that the recipe stores them in.
 
         Args:
           params: as for `amp.cast_params`.
-          model: as for `amp.cast_params`.
+          model: likewise.
 
         Example:
           >>> import jax.numpy as jnp, jmp_amp as amp
@@ -139,13 +138,14 @@ class Recipe:
         return cast_params(params, self.policy, model=model, keep_norms=keep)
 
     def init(
-        self, tx: optax.GradientTransformation, params: Any, *, model: Any = None
-    ) -> tuple[Any, Any]:
+        self, tx: optax.GradientTransformation, params: PyTree, *, model: _Model = None
+    ) -> tuple[PyTree, PyTree]:
         """Returns parameters and the state of the optimizer to begin with.
 
         Parameters are cast as `cast_params` does; masters begin with the digits of the
-        f32 originals. What stays f32 is returned as it was given, and not copied:
-        donated to a step, it is gone for all who hold it.
+        f32 originals (but copies that `tx` itself keeps, as schedule-free ones do, with
+        the rounded ones). Arrays that stay f32 are not copied: a step that is given
+        them as donated arguments takes them from the caller too.
 
         Args:
           tx: an optimizer that `wrap` returned.
@@ -175,22 +175,20 @@ class Recipe:
                 "recipe.wrap(tx) returned it."
             )
         stored = self.cast_params(params, model=model)
-        if isinstance(stored, nnx.Module):
-            originals = nnx.state(params, nnx.Param)
-            # Training is not to change the caller's module, as it is not where the
-            # recipe casts.
-            stored = nnx.clone(params) if stored is params else stored
-            optimizer = nnx.Optimizer(stored, tx, wrt=nnx.Param)
-            state = nnx.state(stored, nnx.Param)
-            self._check_wrapped(optimizer.opt_state, state, call)
-            begin_with(optimizer.opt_state, state, originals)
-            return stored, optimizer
-        opt_state = tx.init(stored)
-        self._check_wrapped(opt_state, stored, call)
-        return stored, begin_with(opt_state, stored, params)
+        if not isinstance(stored, nnx.Module):
+            opt_state = tx.init(stored)
+            self._check_wrapped(opt_state, stored, call)
+            return stored, begin_with(opt_state, stored, params)
+        if stored is params:  # Training must not change the caller's module.
+            stored = nnx.clone(params)
+        optimizer = nnx.Optimizer(stored, tx, wrt=nnx.Param)
+        state = nnx.state(stored, nnx.Param)
+        self._check_wrapped(optimizer.opt_state, state, call)
+        begin_with(optimizer.opt_state, state, nnx.state(params, nnx.Param))
+        return stored, optimizer
 
-    def export_params(self, params: Any, opt_state: Any = None) -> Any:
-        """Returns `amp.export_params` of them in `save_dtype`: f32, unless asked.
+    def export_params(self, params: PyTree, opt_state: PyTree = None) -> PyTree:
+        """Returns `amp.export_params(params, opt_state, save_dtype)`.
 
         Raises:
           ValueError: if there are masters, and no state that has them.
@@ -202,30 +200,25 @@ class Recipe:
           {'w': Array(1.5, dtype=float16)}
         """
         leaves = nnx.state(params) if isinstance(params, nnx.Module) else params
-        is_half_model = any(TreeStructure.of(leaves).half)
-        if opt_state is None and self.master_weights and is_half_model:
+        if opt_state is None and self.master_weights and _has_half(leaves):
             raise ValueError(
                 f"recipe({self.name!r}).export_params(params): the optimizer keeps "
                 "what half-precision parameters lack. Give its state too."
             )
         return export_params(params, opt_state, self.save_dtype)
 
-    def _check_wrapped(self, opt_state: Any, params: Any, call: str) -> None:
-        is_half_model = any(TreeStructure.of(params).half)
-        kept = bool(nodes_of(opt_state, WEIGHT_STATES))
-        if is_half_model and not kept and self.cast_model_type is None:
+    def _check_wrapped(self, opt_state: PyTree, params: PyTree, call: str) -> None:
+        loses = _has_half(params) and not nodes_of(opt_state, WEIGHT_STATES)
+        if loses and self.cast_model_type is None:
             raise ValueError(
                 f"{call}: its parameters are f32, but some of these are half, and "
                 "would lose small updates. Give f32 ones: amp.export_params(params, "
                 "opt_state) of the run that they come from, or "
                 "amp.cast_to_full(params). O2 stores half ones."
             )
-        lacks = None
-        if not nodes_of(opt_state, LossScaleState):
-            lacks = "no loss scale"
-        elif self.master_weights and is_half_model and not kept:
-            lacks = "no masters"
-        if lacks:
+        is_scaled = bool(nodes_of(opt_state, LossScaleState))
+        if not is_scaled or (self.master_weights and loses):
+            lacks = "no masters" if is_scaled else "no loss scale"
             raise ValueError(
                 f"{call}: the optimizer has {lacks}: this recipe has not wrapped it. "
                 "Use tx = recipe.wrap(tx) before."
@@ -249,10 +242,10 @@ class Recipe:
         if isinstance(policy, PolicyMap):
             note += f"In f32: {', '.join(_pattern_name(p) for p, _ in policy.entries)}."
         for names, where in ((default.low, "half"), (default.full, "f32")):
-            # Of OD it is all but a few, which the name says.
+            # OD names nearly all operations, which its name says.
             if names and not names >= ARITHMETIC - default.low:
                 note += f" Operations in {where}: {', '.join(sorted(names))}."
-        table = Table("", (*columns, " losses"), [row], note.strip())
+        table = Table("", (*columns, "losses"), [row], ("losses",), note.strip())
         return as_text(f"{self.name} of {self.system}", [table], 100)
 
     def __repr__(self) -> str:
@@ -264,8 +257,10 @@ class Recipe:
         return f"Recipe({self.name!r}, {', '.join(shown)})"
 
 
-def recipe(name: str, half_dtype: DTypeLike | None = None, **overrides: Any) -> Recipe:
-    """Returns the setup that another system calls by this name.
+def recipe(
+    name: str, half_dtype: DTypeLike | None = None, **overrides: object
+) -> Recipe:
+    """Returns the setup that has this name in another system.
 
     ================== =========== ========== ========== ======= ======= ============
     name               system      parameters operations norms   masters scaler (f16)
@@ -282,30 +277,29 @@ def recipe(name: str, half_dtype: DTypeLike | None = None, **overrides: Any) -> 
     mixed_float16, ... Keras       f32        autocast   f32     no      keras
     ================== =========== ========== ========== ======= ======= ============
 
-    Operations that need f32 have it in all of them: of O2 and O3, which run whole
-    models in half elsewhere, the storage of parameters is kept. "products" has only
-    matrix products and convolutions in half. There is no scaling in bf16 unless asked
-    for. Sources: apex/amp/frontend.py; paddle/amp/auto_cast.py; mindspore/train/amp.py;
+    Operations that need f32 have it in all of them: O2 and O3, which run whole models
+    in half elsewhere, only store parameters in half. "products" has only matrix
+    products and convolutions in half. bf16 is not scaled by default. Sources:
+    apex/amp/frontend.py; paddle/amp/auto_cast.py; mindspore/train/amp.py;
     colossalai/booster/mixed_precision; keras/src/dtype_policies.
 
     Args:
       name: from the table.
-      half_dtype: float16 or bfloat16, if the name does not say; by default what this
-        machine multiplies fastest, `amp.half_dtype()`.
-      **overrides: one by one what these systems let one change; None is as if it were
-        not given.
+      half_dtype: float16 or bfloat16, if the name does not say which; by default
+        `amp.half_dtype()`.
+      **overrides: the options of these systems; None counts as not given.
 
-        * `loss_scale`: "dynamic", a number, or a `LossScale`; and the parameters of the
-          scaler by its own names and ours (`init_scale`, `growth_interval`, ...), of
-          which any asks for a dynamic one.
-        * `cast_model_type`: the dtype of parameters. `keep_batchnorm_fp32`: whether
-          norms of a model that is cast stay f32. `master_weights` (or `master_weight`):
-          whether the optimizer keeps f32 masters of one.
+        * `loss_scale`: "dynamic", a number, or a `LossScale`. The parameters of the
+          scaler, by the system's names or ours (`init_scale`, `growth_interval`, ...),
+          make it dynamic.
+        * `cast_model_type`: the dtype of parameters. If it is half,
+          `keep_batchnorm_fp32`: whether norms stay f32; `master_weights` (or
+          `master_weight`): whether the optimizer keeps f32 masters.
         * `cast_model_outputs`: the dtype of f32 outputs. `num_losses`: see
           `Recipe.loss_scales`. `enabled`: False is f32 throughout, nothing is scaled.
-        * `custom_white_list`, `custom_black_list`: names of operations that run in half
-          and in f32, those of Paddle or ours. `excluded_layers`: classes of modules, or
-          path globs, in f32.
+        * `custom_white_list`, `custom_black_list`: operations that run in half and in
+          f32, by Paddle's names or ours. `excluded_layers`: classes of modules, or path
+          globs, in f32.
         * `master_grad`: gradients are f32 here, whatever this says. `save_dtype`: see
           `Recipe.export_params`.
         * `opt_level`: of "fp16_apex", "O0" to "O3".
@@ -340,5 +334,10 @@ def _power(value: jax.Array) -> str:
     return f"2^{exponent - 1}" if is_power else f"{float(value):g}"
 
 
-def _pattern_name(pattern: Any) -> str:
+def _pattern_name(pattern: Pattern) -> str:
     return getattr(pattern, "__name__", str(pattern))
+
+
+def _has_half(params: PyTree) -> bool:
+    leaves = jax.tree.leaves(params)
+    return any(is_half(getattr(leaf, "dtype", None)) for leaf in leaves)

@@ -1,92 +1,22 @@
-"""What operations cost, read from their shapes; nothing is executed.
+"""The costs of operations, read from their shapes; nothing is executed.
 
-Multiplications and additions of matrix products, and what differentiation keeps for
-the backward pass.
+Multiplications and additions of matrix products, and the residuals that differentiation
+keeps for the backward pass.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 
 from jmp_amp.plan import jaxprs
-from jmp_amp.plan.jaxprs import Body
-
-
-def matmul_flops(eqn: Any) -> int | None:
-    """Returns the operations of a matrix product or convolution, else None.
-
-    A multiplication and an addition are two. A convolution is counted as XLA counts it:
-    what it multiplies with padding, or with the zeros of a dilated input, is not work.
-    """
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        return _products(eqn, contracted)
-    if eqn.primitive.name == "ragged_dot_general":
-        numbers = eqn.params["ragged_dot_dimension_numbers"]
-        (contracted, _), _ = numbers.dot_dimension_numbers
-        products = _products(eqn, contracted)
-        if set(numbers.lhs_ragged_dimensions) & set(contracted):
-            # The groups divide what is summed over among themselves.
-            products //= max(eqn.invars[2].aval.shape[-1], 1)
-        return products
-    if eqn.primitive.name == "conv_general_dilated":
-        return _convolution(eqn)
-    return None
-
-
-def _products(eqn: Any, contracted: Sequence[int]) -> int:
-    terms = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
-    return 2 * eqn.outvars[0].aval.size * terms
-
-
-def _convolution(eqn: Any) -> int:
-    numbers = eqn.params["dimension_numbers"]
-    image, kernel = (v.aval.shape for v in eqn.invars)
-    result = eqn.outvars[0].aval.shape
-    batch, features, *spatial = (result[d] for d in numbers.out_spec)
-    _, inputs, *window = (kernel[d] for d in numbers.rhs_spec)
-    sizes = [image[d] for d in numbers.lhs_spec[2:]]
-    if eqn.params["batch_group_count"] > 1:
-        # The groups lie along the batch of the image, which the result has not.
-        assert eqn.params["feature_group_count"] == 1
-    pairs = math.prod(
-        _pairs(*of_one_dimension)
-        for of_one_dimension in zip(
-            sizes,
-            window,
-            spatial,
-            eqn.params["window_strides"],
-            (low for low, _ in eqn.params["padding"]),
-            eqn.params["lhs_dilation"],
-            eqn.params["rhs_dilation"],
-            strict=True,
-        )
-    )
-    return 2 * batch * features * inputs * pairs
-
-
-def _pairs(
-    size: int,
-    window: int,
-    results: int,
-    stride: int,
-    padding: int,
-    image_dilation: int,
-    window_dilation: int,
-) -> int:
-    """How many pairs of a result and a window element meet an element of the image."""
-    pairs = 0
-    for element in range(window):
-        place = np.arange(results) * stride + element * window_dilation - padding
-        inside = (place >= 0) & (place <= (size - 1) * image_dilation)
-        pairs += int(np.count_nonzero(inside & (place % image_dilation == 0)))
-    return pairs
+from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Var
 
 
 class Matmuls(NamedTuple):
@@ -115,42 +45,111 @@ def matmuls_as_traced(body: Body, times: int) -> Matmuls:
     return found
 
 
-def matmul_of(eqn: Any, dtypes: Sequence[Any], times: int) -> Matmuls:
-    """Returns what `eqn` multiplies, its operands read in `dtypes`; integers do not."""
-    flops = matmul_flops(eqn)
-    if flops is None or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+def matmul_of(eqn: Eqn, dtypes: Sequence[np.dtype | None], times: int) -> Matmuls:
+    """Returns the cost of one equation: zeros if it is no product of floats.
+
+    Args:
+      eqn: an equation.
+      dtypes: for each operand, the dtype it is read in.
+      times: how often the equation runs.
+    """
+    flops = _flops(eqn)
+    if flops is None or not jnp.issubdtype(_aval(eqn.outvars[0]).dtype, jnp.inexact):
         return Matmuls()
-    half = all(dtype.itemsize <= 2 for dtype in dtypes[:2])
+    half = all(dtype is not None and dtype.itemsize <= 2 for dtype in dtypes[:2])
     return Matmuls(1, int(half), flops * times, flops * times * half)
+
+
+def _flops(eqn: Eqn) -> int | None:
+    """Returns the operations of a matrix product or convolution, else None.
+
+    A multiplication and an addition are two. A convolution is counted as XLA counts it:
+    products with padding, or with the zeros of a dilated input, are not work.
+    """
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return _dot_flops(eqn, contracted)
+    if eqn.primitive.name == "ragged_dot_general":
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (contracted, _), _ = numbers.dot_dimension_numbers
+        flops = _dot_flops(eqn, contracted)
+        if set(numbers.lhs_ragged_dimensions) & set(contracted):
+            # The groups share the contracted dimension: each sums over its part.
+            flops //= max(_aval(eqn.invars[2]).shape[-1], 1)
+        return flops
+    if eqn.primitive.name == "conv_general_dilated":
+        return _convolution_flops(eqn)
+    return None
+
+
+def _dot_flops(eqn: Eqn, contracted: Sequence[int]) -> int:
+    terms = math.prod(_aval(eqn.invars[0]).shape[d] for d in contracted)
+    return 2 * _aval(eqn.outvars[0]).size * terms
+
+
+def _convolution_flops(eqn: Eqn) -> int:
+    numbers = eqn.params["dimension_numbers"]
+    if eqn.params["batch_group_count"] > 1:
+        # The groups lie along the batch of the image, which the result has not.
+        assert eqn.params["feature_group_count"] == 1
+    kernel, result = _aval(eqn.invars[1]).shape, _aval(eqn.outvars[0]).shape
+    batch, features, *_ = (result[d] for d in numbers.out_spec)
+    flops = 2 * batch * features * kernel[numbers.rhs_spec[1]]
+    return flops * math.prod(_pairs(eqn, d) for d in range(len(result) - 2))
+
+
+def _pairs(eqn: Eqn, d: int) -> int:
+    """Returns how many products the spatial dimension `d` of a convolution makes.
+
+    Of all pairs of a result and an element of the window, those that meet an element of
+    the image, not padding and not a zero of its dilation.
+    """
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    image, kernel = (_aval(v).shape for v in eqn.invars)
+    last = (image[numbers.lhs_spec[d + 2]] - 1) * params["lhs_dilation"][d]
+    results = np.arange(_aval(eqn.outvars[0]).shape[numbers.out_spec[d + 2]])
+    begins = results * params["window_strides"][d] - params["padding"][d][0]
+    pairs = 0
+    for element in range(kernel[numbers.rhs_spec[d + 2]]):
+        place = begins + element * params["rhs_dilation"][d]
+        is_element = place % params["lhs_dilation"][d] == 0
+        pairs += int(np.count_nonzero(is_element & (place >= 0) & (place <= last)))
+    return pairs
+
+
+def _aval(atom: Atom) -> ShapedArray:
+    return cast(ShapedArray, atom.aval)
 
 
 class Residual(NamedTuple):
     """A value that is kept for the backward pass.
 
     Attributes:
-      makers: the equation that made it, preceded by the calls that it is inside of.
+      makers: the calls that contain its equation, outermost first, and the equation.
       size: in bytes.
     """
 
-    makers: tuple[Any, ...]
+    makers: tuple[Eqn, ...]
     size: int
 
 
 def saved_for_backward(
-    fn: Callable[..., Any], args: Sequence[Any], differentiated: Sequence[int]
+    fn: Callable[..., Sequence[jax.Array]],
+    args: Sequence[jax.typing.ArrayLike | jax.ShapeDtypeStruct],
+    differentiated: Sequence[int],
 ) -> list[Residual]:
-    """Returns what `jax.vjp` of `fn` keeps, arguments and constants apart.
+    """Returns the residuals of `jax.vjp(fn)`, without arguments and constants.
 
-    It is what differentiation saves, before XLA computes any of it a second time.
+    It is what differentiation saves, before XLA decides to compute it again.
 
     Args:
       fn: a function of arrays.
-      args: arrays or avals.
+      args: arrays or their shapes and dtypes.
       differentiated: the positions of the arguments to differentiate.
     """
 
-    def residuals(*args: Any) -> list[Any]:
-        def of_moving(*moving: Any) -> Any:
+    def residuals(*args: jax.Array) -> list[jax.Array]:
+        def of_moving(*moving: jax.Array) -> Sequence[jax.Array]:
             given = dict(zip(differentiated, moving, strict=True))
             return fn(*(given.get(i, x) for i, x in enumerate(args)))
 
@@ -170,18 +169,18 @@ def saved_for_backward(
     ]
 
 
-def _zero_cotangent(result: Any) -> Any:
+def _zero_cotangent(result: jax.Array) -> jax.Array | np.ndarray:
     if jnp.issubdtype(result.dtype, jnp.inexact):
         return jnp.zeros_like(result)
     return np.zeros(result.shape, jax.dtypes.float0)
 
 
-def _makers(made: dict[Any, Any], var: Any) -> tuple[Any, ...]:
+def _makers(made: dict[Var, Eqn], var: Var) -> tuple[Eqn, ...]:
     eqn = made[var]
     if jaxprs.is_conversion(eqn):
         (source,) = eqn.invars
         if not isinstance(source, jaxprs.Literal) and source in made:
-            return _makers(made, source)  # a value is whose it is in any dtype
+            return _makers(made, source)  # a conversion saves nothing new
     bodies = jaxprs.inner_bodies(eqn)
     if not bodies:
         return (eqn,)

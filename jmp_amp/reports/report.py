@@ -5,36 +5,37 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.patterns import matches_path
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
-from jmp_amp.reports import rows, tables
+from jmp_amp.reports import report_tables, rows, tables
 from jmp_amp.reports.reading import read_plan, read_saved
 from jmp_amp.reports.rows import Cast, Costs, Equation, Reason, Saved
-from jmp_amp.reports.tables import Table, quantity
+from jmp_amp.reports.tables import quantity
 from jmp_amp.transform.interpreter import planned_call
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What autocast does to a function, as plain data; `explain` makes it.
+    """The plan of a function under autocast, as plain data; `explain` makes it.
 
     `str(report)` is a table, and so is a report at the end of a notebook's cell. It is
     about the function as it is called: to see the equations of a backward pass, explain
     the function that computes the gradient.
 
-    What is in the body of a `scan` counts as often as it runs, in that of a
-    `while_loop` once, and in every branch of a `cond` once.
+    The body of a `scan` counts as often as it runs, that of a `while_loop` once, and
+    every branch of a `cond` once.
 
     Attributes:
       function: the name of the function.
       policy: the text of the policy.
-      equations: what happens in every equation, in the order of the program.
-      saved: what the modules keep for the backward pass, if all floating-point
-        arguments are differentiated; None if the function cannot be.
+      equations: a row for every equation, in the order of the program.
+      saved: the bytes that the modules keep for the backward pass, if all
+        floating-point arguments are differentiated; None if the function cannot be.
       not_differentiable: why not; None if it can.
       unused_rules: the operations that the policy names and that decided no equation.
 
@@ -69,12 +70,26 @@ class Report:
     @functools.cached_property
     def stays_full(self) -> tuple[Reason, ...]:
         """Why floating-point equations stay in f32, the most elements first."""
-        return rows.by_reason(self.equations)
+        groups: dict[str, list[Equation]] = {}
+        for equation in self.equations:
+            if equation.stays_full and not equation.is_opaque:
+                groups.setdefault(equation.reason, []).append(equation)
+        reasons = []
+        for reason, group in groups.items():
+            elements = sum(e.elements for e in group)
+            operations = tuple(dict.fromkeys(e.operation for e in group))
+            reasons.append(Reason(reason, len(group), elements, operations))
+        return tuple(sorted(reasons, key=lambda reason: -reason.elements))
 
     @property
     def casts(self) -> dict[str, tuple[int, int]]:
-        """The casts inserted and their elements, of each pair of dtypes."""
-        return rows.by_dtypes(self.equations)
+        """The numbers of casts and of their elements, for each pair of dtypes."""
+        pairs: dict[str, tuple[int, int]] = {}
+        for cast in (cast for e in self.equations for cast in e.casts):
+            pair = f"{cast.source} to {cast.target}"
+            count, elements = pairs.get(pair, (0, 0))
+            pairs[pair] = count + 1, elements + cast.elements
+        return pairs
 
     @property
     def opaque(self) -> tuple[Equation, ...]:
@@ -83,7 +98,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """What runs in half, what is cast and what is saved, in one sentence."""
+        """The operations in half, the casts and the saved bytes, in one sentence."""
         total = self.total
         parts = [f"{total.in_half} of {total.equations} equations in half"]
         if total.matmuls:
@@ -108,7 +123,7 @@ class Report:
         return tables.as_text(self.summary, self._tables(), 100)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        # What IPython shows where it shows no HTML; `repr` has all the equations.
+        # IPython calls it where it shows no HTML; `repr` has all the equations.
         printer.text("..." if cycle else str(self))
 
     def _repr_html_(self) -> str:
@@ -119,8 +134,8 @@ class Report:
 
         Args:
           module: a glob of the whole path, `"encoder/*/attention"` or `"**/head"`: `*`
-            stays inside one segment, `**` stands for any number of them; `""` is what
-            is in no module.
+            stays inside one segment, `**` stands for any number of them; `""` is
+            outside of all modules.
           width: of the table, in characters.
 
         Example:
@@ -140,13 +155,14 @@ class Report:
         if not chosen:
             paths = ", ".join(path or '""' for path in self.modules)
             heading += f": {module!r} matches no module. There are {paths}."
-        return tables.as_text(heading, tables.of_equations(chosen), width)
+        shown = report_tables.of_equations(chosen)
+        return tables.as_text(heading, shown, width)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as dictionaries, lists, numbers and text.
 
-        What is added up from the equations is in it too, for other programs to read;
-        `from_dict` does not need it.
+        The sums over the equations are in it too, for other programs to read;
+        `from_dict` does not need them.
 
         Example:
           >>> import jax.numpy as jnp
@@ -164,7 +180,8 @@ class Report:
             "casts": self.casts,
             "stays_full": [reason._asdict() for reason in self.stays_full],
         }
-        return _as_lists({**dataclasses.asdict(self), **derived})
+        # Through JSON, which makes lists of all tuples.
+        return json.loads(json.dumps({**dataclasses.asdict(self), **derived}))
 
     def to_json(self, indent: int | None = None) -> str:
         """Returns the report as JSON text; `from_json` reads it back.
@@ -179,57 +196,48 @@ class Report:
         return json.dumps(self.to_dict(), indent=indent)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Report:
+    def from_dict(cls, data: Mapping[str, Any]) -> Report:
         """Returns the report that `to_dict` wrote."""
-        equations = []
-        for equation in data["equations"]:
-            lists = {
-                "shapes": tuple(equation["shapes"]),
-                "casts": tuple(Cast(**cast) for cast in equation["casts"]),
-            }
-            equations.append(Equation(**{**equation, **lists}))
-        saved = data["saved"]
-        return cls(
-            function=data["function"],
-            policy=data["policy"],
-            equations=tuple(equations),
-            saved=None if saved is None else tuple(Saved(**each) for each in saved),
-            not_differentiable=data["not_differentiable"],
-            unused_rules=tuple(data["unused_rules"]),
-        )
+        read = {field.name: data[field.name] for field in dataclasses.fields(cls)}
+        read["equations"] = tuple(_equation(row) for row in data["equations"])
+        if data["saved"] is not None:
+            read["saved"] = tuple(Saved(**row) for row in data["saved"])
+        read["unused_rules"] = tuple(data["unused_rules"])
+        return cls(**read)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
         """Returns the report that `to_json` wrote."""
         return cls.from_dict(json.loads(text))
 
-    def _tables(self) -> list[Table]:
+    def _tables(self) -> list[tables.Table]:
         shown = [
-            tables.of_modules(self.modules, self.total, self.saved is not None),
-            tables.of_reasons(self.stays_full),
-            tables.of_casts(self.casts),
-            tables.of_opaque(self.opaque),
-            Table(
-                "Named by the policy, and decided nothing",
-                ("name",),
-                [(name,) for name in self.unused_rules],
-            ),
+            report_tables.of_modules(self.modules, self.total, self.saved is not None),
+            report_tables.of_reasons(self.stays_full),
+            report_tables.of_casts(self.casts),
+            report_tables.of_opaque(self.opaque),
+            report_tables.of_unused(self.unused_rules),
         ]
         return [table for table in shown if table.rows]
 
 
+def _equation(row: Mapping[str, Any]) -> Equation:
+    casts = tuple(Cast(**cast) for cast in row["casts"])
+    return Equation(**{**row, "shapes": tuple(row["shapes"]), "casts": casts})
+
+
 def explain(
-    fn: Callable[..., Any], policy: Policy | PolicyMap | str = "mixed_bfloat16"
+    fn: AnyFn, policy: Policy | PolicyMap | str = "mixed_bfloat16"
 ) -> Callable[..., Report]:
-    """Returns a function that tells what `autocast(fn, policy)` would do with a call.
+    """Returns a function that reports the plan of a call of `autocast(fn, policy)`.
 
     It takes the arguments of `fn`, executes nothing, and returns a `Report`: the dtype
     of every operation and why, with its source line; the casts; the operations of
-    matrix products in half precision; and what is kept for the backward pass.
+    matrix products in half precision; and the bytes kept for the backward pass.
 
     Args:
       fn: a function of pytrees, as `autocast` takes it.
-      policy: a `Policy`, what `get_policy` understands, or a `PolicyMap`.
+      policy: a `Policy`, a text for `get_policy`, or a `PolicyMap`.
 
     Returns:
       A function of the arguments of `fn`; in place of arrays it takes
@@ -261,7 +269,7 @@ def explain(
     name = getattr(fn, "__name__", type(fn).__name__)
     policies = as_policy_map(policy, "explain(fn, {})")
 
-    def explained(*args: Any, **kwargs: Any) -> Report:
+    def explained(*args: object, **kwargs: object) -> Report:
         with planned_call(fn, policies, args, kwargs, "explain(fn)") as call:
             equations = read_plan(call)
             saved, why_not = read_saved(call, equations)
@@ -278,11 +286,3 @@ def explain(
         )
 
     return explained
-
-
-def _as_lists(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _as_lists(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_lists(each) for each in value]
-    return value

@@ -1,10 +1,12 @@
-"""What happens in a program, as plain data, and added up: what a report shows."""
+"""The rows of a report as plain data, and their sums."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from jmp_amp.policies.dtypes import F32, is_half, parse_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,8 +16,8 @@ class Cast:
     Attributes:
       source: the dtype of the value.
       target: the dtype that it is cast to.
-      elements: how many, in all the times that the cast runs.
-      where: "operand" if the equation reads it, "result" if it is handed on.
+      elements: the number of elements, over all runs of the cast.
+      where: "operand" or "result" of the equation.
     """
 
     source: str
@@ -26,28 +28,28 @@ class Cast:
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """What happens in one equation.
+    """One equation of a program, and its place in the plan.
 
     Attributes:
-      module: the path of the module or jitted function that it is in; "" outside.
-      operation: the primitive.
-      calls: the function that it calls, if it calls one by name.
-      source: `file:line` of the user's code, if there is any.
+      module: the path of the module or jitted function around it; "" outside.
+      operation: the name of the primitive.
+      calls: the name of the function that it calls; "" if it calls none.
+      source: `file:line` of the user's code; None if there is none.
       shapes: of the results, as in `[8,16]`.
-      dtype: what it computes in; "" for a call, whose body has equations of its own.
+      dtype: the short name of the dtype that it computes in; "" for a planned call.
       is_floating: it has operands or results that a plan may cast.
       op_class: "low", "full", "follow" or "keep".
       decided_by: the name of the rule.
-      from_policy: the rule is one of the policy's own.
-      reason: why, in words.
-      casts: what the plan inserts for it.
+      from_policy: the rule is in the user's policy.
+      reason: why it computes in this dtype.
+      casts: the casts that the plan inserts for it.
       matmuls: 1 for a matrix product or a convolution; those inside, if it is opaque.
       matmuls_in_half: those with half-precision operands.
-      flops: of its matrix products, in all the times that it runs.
+      flops: of its matrix products, over all runs.
       flops_in_half: of those with half-precision operands.
-      elements: of its results, in all the times that it runs.
-      times: how often it runs, as far as the program tells.
-      depth: how many calls it is inside of.
+      elements: of its results, over all runs.
+      times: the number of runs, as far as the program tells.
+      depth: the number of calls around it.
       is_opaque: a call that the plan does not look into: it runs as traced.
       identity: the way to it through the bodies of the program: `4.0.2` is equation 2
         in body 0 of equation 4. Two traces of a program agree on it.
@@ -77,21 +79,21 @@ class Equation:
 
     @property
     def is_in_half(self) -> bool:
-        return self.is_floating and self.dtype in ("f16", "bf16")
+        return self.is_floating and is_half(parse_dtype(self.dtype))
 
     @property
     def stays_full(self) -> bool:
-        return self.is_floating and self.dtype == "f32"
+        return self.is_floating and parse_dtype(self.dtype) == F32
 
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What a module keeps for the backward pass, in bytes.
+    """The bytes that a module keeps for the backward pass.
 
     Attributes:
       module: its path.
-      size: under autocast.
-      size_without: in the function as it is.
+      size: bytes under autocast.
+      size_without: bytes without autocast.
     """
 
     module: str
@@ -100,7 +102,7 @@ class Saved:
 
 
 class Costs(NamedTuple):
-    """Some equations, added up.
+    """Sums over some equations.
 
     Attributes:
       equations: those with floating-point operands or results, calls not counted.
@@ -110,9 +112,9 @@ class Costs(NamedTuple):
       flops: the operations of all of them.
       flops_in_half: of those that read half precision.
       casts: the casts that the plan inserts.
-      cast_elements: how many elements they cast.
+      cast_elements: the elements that they cast.
       saved: bytes kept for the backward pass under autocast.
-      saved_without: in the function as it is.
+      saved_without: bytes without autocast.
     """
 
     equations: int
@@ -136,9 +138,8 @@ class Reason(NamedTuple):
     operations: tuple[str, ...]
 
 
-def added_up(equations: Iterable[Equation], saved: Iterable[Saved]) -> Costs:
-    """Returns the sums over `equations` and what is `saved`."""
-    equations, saved = list(equations), list(saved)
+def added_up(equations: Sequence[Equation], saved: Sequence[Saved]) -> Costs:
+    """Returns the sums over `equations` and `saved`."""
     casts = [cast for e in equations for cast in e.casts]
     return Costs(
         equations=sum(e.is_floating for e in equations),
@@ -164,31 +165,3 @@ def by_module(
     for each in saved:
         groups.setdefault(each.module, ([], []))[1].append(each)
     return {path: added_up(*group) for path, group in groups.items()}
-
-
-def by_reason(equations: Iterable[Equation]) -> tuple[Reason, ...]:
-    """Returns why equations stay in f32, the most elements first."""
-    groups: dict[str, list[Equation]] = {}
-    for equation in equations:
-        if equation.stays_full and not equation.is_opaque:
-            groups.setdefault(equation.reason, []).append(equation)
-    reasons = [
-        Reason(
-            reason,
-            len(group),
-            sum(e.elements for e in group),
-            tuple(dict.fromkeys(e.operation for e in group)),
-        )
-        for reason, group in groups.items()
-    ]
-    return tuple(sorted(reasons, key=lambda reason: -reason.elements))
-
-
-def by_dtypes(equations: Iterable[Equation]) -> dict[str, tuple[int, int]]:
-    """Returns the number of casts and of their elements, of each pair of dtypes."""
-    pairs: dict[str, tuple[int, int]] = {}
-    for cast in (cast for e in equations for cast in e.casts):
-        pair = f"{cast.source} to {cast.target}"
-        count, elements = pairs.get(pair, (0, 0))
-        pairs[pair] = count + 1, elements + cast.elements
-    return pairs

@@ -1,0 +1,141 @@
+"""The tables of a report: modules, reasons, casts, opaque calls, equations."""
+
+from __future__ import annotations
+
+import collections
+import os
+from collections.abc import Iterable, Mapping
+
+from jmp_amp.reports.rows import Cast, Costs, Equation, Reason
+from jmp_amp.reports.tables import Table, quantity
+
+TOP_LEVEL = "(top level)"
+
+
+def of_modules(modules: Mapping[str, Costs], total: Costs, saves: bool) -> Table:
+    """Returns one row for each module, below the module it is in, and one for all.
+
+    Args:
+      modules: the sums of each, by its path.
+      total: the sums of all.
+      saves: whether to show the bytes that are saved for the backward pass.
+    """
+    numbers = ("in half", "matmuls", "FLOP", "casts", "elements")
+    numbers += ("saved", "without") if saves else ()
+    rows = []
+    for path in _as_tree(path for path, costs in modules.items() if any(costs)):
+        *above, name = path.split("/")
+        costs = modules.get(path)
+        cells = [""] * len(numbers) if costs is None else _figures(costs, saves)
+        rows.append(("  " * len(above) + (name or TOP_LEVEL), *cells))
+    rows.append(("all", *_figures(total, saves)))
+    note = "in half: operations, and how many there are; matmuls likewise."
+    if saves:
+        note += " saved: bytes kept for the\nbackward pass, with autocast and without."
+    return Table("Modules", ("module", *numbers), rows, numbers, note)
+
+
+def _as_tree(paths: Iterable[str]) -> list[str]:
+    """Returns `paths` and their parents: parents first, children in their order."""
+    found: dict[str, tuple[int, ...]] = {}
+    for path in paths:
+        place: tuple[int, ...] = ()
+        above = ""
+        for name in path.split("/"):
+            above = f"{above}/{name}" if above else name
+            place = found.setdefault(above, (*place, len(found)))
+    return sorted(found, key=found.__getitem__)
+
+
+def _figures(costs: Costs, saves: bool) -> list[str]:
+    figures = [
+        f"{costs.in_half}/{costs.equations}" if costs.equations else "",
+        f"{costs.matmuls_in_half}/{costs.matmuls}" if costs.matmuls else "",
+        quantity(costs.flops) if costs.flops else "",
+        str(costs.casts or ""),
+        quantity(costs.cast_elements) if costs.casts else "",
+    ]
+    sizes = (costs.saved, costs.saved_without) if saves else ()
+    return figures + [f"{quantity(size)}B" if size else "" for size in sizes]
+
+
+def of_reasons(reasons: Iterable[Reason]) -> Table:
+    """Returns why equations stay in f32, one row for each reason."""
+    numbers = ("equations", "elements")
+    rows = [
+        (r.reason, str(r.equations), quantity(r.elements), " ".join(r.operations))
+        for r in reasons
+    ]
+    return Table("What stays in f32", ("why", *numbers, "operations"), rows, numbers)
+
+
+def of_casts(pairs: Mapping[str, tuple[int, int]]) -> Table:
+    """Returns how many casts the plan inserts, one row for each pair of dtypes."""
+    numbers = ("casts", "elements")
+    rows = [
+        (pair, str(count), quantity(elements))
+        for pair, (count, elements) in pairs.items()
+    ]
+    return Table("Casts inserted", ("cast", *numbers), rows, numbers)
+
+
+def of_opaque(equations: Iterable[Equation]) -> Table:
+    """Returns one row for each call that runs as traced."""
+    numbers = ("FLOP in it", "in half")
+    rows = [
+        (
+            _operation(e),
+            e.module or TOP_LEVEL,
+            _file_name(e.source),
+            quantity(e.flops) if e.flops else "",
+            quantity(e.flops_in_half) if e.flops else "",
+        )
+        for e in equations
+    ]
+    note = (
+        "The plan does not look into these. amp.cast_inputs(fn) has such a function "
+        "traced in half precision."
+    )
+    columns = ("call", "module", "source", *numbers)
+    return Table("Run as traced", columns, rows, numbers, note)
+
+
+def of_unused(names: Iterable[str]) -> Table:
+    """Returns one row for each operation that the policy names in vain."""
+    title = "Named by the policy, and decided nothing"
+    return Table(title, ("name",), [(name,) for name in names])
+
+
+def of_equations(equations: Iterable[tuple[int, Equation]]) -> list[Table]:
+    """Returns one row for each equation and its number, one table for each module."""
+    shown: dict[str, Table] = {}
+    columns = ("#", "source", "operation", "shape", "dtype", "class", "why", "casts")
+    for index, equation in equations:
+        path = equation.module or TOP_LEVEL
+        times = f" x{equation.times}" if equation.times > 1 else ""
+        shown.setdefault(path, Table(path, columns, [])).rows.append(
+            (
+                str(index),
+                _file_name(equation.source),
+                _operation(equation) + times,
+                " ".join(equation.shapes),
+                equation.dtype,
+                equation.op_class,
+                equation.reason,
+                _casts(equation.casts),
+            )
+        )
+    return list(shown.values())
+
+
+def _operation(equation: Equation) -> str:
+    return f"{equation.operation} {equation.calls}".strip()
+
+
+def _file_name(source: str | None) -> str:
+    return "" if source is None else os.path.basename(source)
+
+
+def _casts(casts: Iterable[Cast]) -> str:
+    pairs = collections.Counter(f"{cast.source}>{cast.target}" for cast in casts)
+    return " ".join(f"{pair} x{n}" if n > 1 else pair for pair, n in pairs.items())
