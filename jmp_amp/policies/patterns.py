@@ -73,9 +73,9 @@ def _names(text: str) -> list[str]:
     return text.split("/") if text else []
 
 
-def names_a_norm(pattern: Pattern) -> bool:
-    """Whether a pattern is a norm class: its entry is taken as it is written."""
-    return isinstance(pattern, type) and issubclass(pattern, NORM_MODULES)
+def is_norm(value: object) -> bool:
+    """Whether a value is a norm class: a module's class, or the pattern of an entry."""
+    return isinstance(value, type) and issubclass(value, NORM_MODULES)
 
 
 def describe(pattern: Pattern) -> str:

@@ -132,6 +132,10 @@ class PolicyMap:
         # It is part of the key of JAX's caches, and asked for at every traced call.
         return hash((self.default, self.entries))
 
+    @functools.cached_property
+    def _memory(self) -> _Memory:
+        return _Memory(set(), set(), {})
+
     def match(self, info: ModuleInfo) -> tuple[Pattern, Policy] | None:
         """Returns the latest entry that matches a module, or None.
 
@@ -144,16 +148,11 @@ class PolicyMap:
           >>> print(pattern, policy)
           **/head p=f32,c=f32,o=f32
         """
-        found, record = None, _record(self)
-        for entry in self.entries:
-            if matches(entry[0], info):
-                record.matched.add(entry[0])
-                found = entry
-        record.seen[info.path] = info.cls
-        return found
+        found = matching(self, info)
+        return self.entries[found[-1]] if found else None
 
     def match_nearest(
-        self, info: ModuleInfo, around: Sequence[type] = (), start: int = 0
+        self, info: ModuleInfo, around: Sequence[type] = ()
     ) -> tuple[Pattern, Policy] | None:
         """Returns the entry of a module, or of the nearest that it is a part of.
 
@@ -161,7 +160,6 @@ class PolicyMap:
           info: the module.
           around: the classes of the modules that it is a part of, the outermost first,
             as far as they are known.
-          start: how many of them, from the outermost, are left out.
 
         Example:
           >>> import jmp_amp as amp
@@ -170,12 +168,8 @@ class PolicyMap:
           >>> policies.match(norm) is None, policies.match_nearest(norm) is None
           (True, False)
         """
-        found = None
-        for end in range(start, len(info.path)):
-            cls = around[end] if end < len(around) else nn.Module
-            name = info.path[end - 1] if end else None
-            found = self.match(ModuleInfo(info.path[:end], cls, name)) or found
-        return self.match(info) or found
+        found = matching_nearest(self, info, around)
+        return self.entries[found[-1]] if found else None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the map as text in dictionaries, for JSON and YAML.
@@ -290,40 +284,79 @@ def _parse(text: str, call: str) -> PolicyMap:
         raise type(error)(f"{call}: {error}") from None
 
 
-def warn_of_unmatched(policies: PolicyMap, of_classes: str = "") -> None:
+def matching(policies: PolicyMap, info: ModuleInfo) -> list[int]:
+    """Returns the numbers of the entries that match a module, the strongest last."""
+    entries = enumerate(policies.entries)
+    found = [number for number, (pattern, _) in entries if matches(pattern, info)]
+    policies._memory.matched.update(found)
+    policies._memory.seen[info.path] = info.cls
+    return found
+
+
+def matching_nearest(
+    policies: PolicyMap, info: ModuleInfo, around: Sequence[type] = (), start: int = 0
+) -> list[int]:
+    """Returns the numbers of the entries of a module and of those that it is a part of.
+
+    Args:
+      policies: the map.
+      info: the module.
+      around: the classes of the modules that it is a part of, the outermost first, as
+        far as they are known.
+      start: how many of them, from the outermost, are left out.
+    """
+    found = []
+    for end in range(start, len(info.path)):
+        cls = around[end] if end < len(around) else nn.Module
+        name = info.path[end - 1] if end else None
+        found += matching(policies, ModuleInfo(info.path[:end], cls, name))
+    return found + matching(policies, info)
+
+
+def unmatched(policies: PolicyMap) -> list[int]:
+    """Returns the numbers of the entries to warn of, as far as is known so far."""
+    known = policies._memory.matched | policies._memory.warned
+    return [number for number in range(len(policies.entries)) if number not in known]
+
+
+def warn_of_unmatched(
+    policies: PolicyMap, of_classes: str = "", matched: Iterable[int] = ()
+) -> None:
     """Warns, once, of the entries that matched no module that was called so far.
 
     Args:
       policies: the map.
       of_classes: what else there is to say of an entry that is a class.
+      matched: the numbers of entries that are known to match from elsewhere.
     """
-    record = _record(policies)
-    for pattern, _ in policies.entries:
-        if pattern in record.matched or pattern in record.warned:
-            continue
-        record.warned.add(pattern)
+    memory = policies._memory
+    memory.matched.update(matched)
+    for number in unmatched(policies):
+        memory.warned.add(number)
+        pattern, _ = policies.entries[number]
         more = of_classes if isinstance(pattern, type) else ""
         warnings.warn(
             f"PolicyMap: {describe(pattern)} matched no module. "
-            f"{advice_on(pattern, record.seen)}{more}",
+            f"{advice_on(pattern, memory.seen)}{more}",
             stacklevel=_outside_of_the_package(),
         )
 
 
-class _Record(NamedTuple):
-    """What the entries of a map have matched so far.
+class _Memory(NamedTuple):
+    """What the entries of one `PolicyMap` have matched so far; no part of its value.
 
-    JAX traces a jitted function once: what a map matched then counts for later calls.
+    A program that JAX has traced does not call its modules again, so a match counts for
+    later calls with the same map.
+
+    Attributes:
+      matched: the numbers of the entries that matched a module.
+      warned: the numbers of the entries that were warned about.
+      seen: the classes of the modules that were looked up, by path.
     """
 
-    matched: set[Pattern]
-    warned: set[Pattern]
+    matched: set[int]
+    warned: set[int]
     seen: dict[tuple[str, ...], type]
-
-
-@functools.lru_cache(maxsize=4096)
-def _record(policies: PolicyMap) -> _Record:
-    return _Record(set(), set(), {})
 
 
 def _outside_of_the_package() -> int:
