@@ -11,7 +11,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from flax import linen as nn
 
@@ -70,7 +70,7 @@ class PolicyMap:
     Raises:
       TypeError: if a pattern is none of these, or a value is no policy.
       ValueError: if a glob cannot match, a pattern is there twice, or a policy is
-        unknown or computes in a dtype that no matrix unit multiplies.
+        unknown or computes in a dtype other than float16, bfloat16 and float32.
 
     Source: the idea is that of `keras.DTypePolicyMap`.
 
@@ -93,7 +93,8 @@ class PolicyMap:
     def __init__(
         self,
         default: Policy | str = "mixed_bfloat16",
-        entries: Mapping[Any, Policy | str] | Iterable[tuple[Any, Policy | str]] = (),
+        entries: Mapping[Any, Policy | str]
+        | Iterable[tuple[Pattern, Policy | str]] = (),
     ):
         pairs = entries.items() if isinstance(entries, Mapping) else entries
         if not isinstance(pairs, Iterable) or isinstance(pairs, str):
@@ -102,7 +103,7 @@ class PolicyMap:
                 'to policies, such as {"**/head": "float32"}.'
             )
         checked = [_entry(pair) for pair in pairs]
-        seen: set[Any] = set()
+        seen: set[Pattern] = set()
         for pattern, _ in checked:
             if pattern in seen:
                 raise ValueError(
@@ -115,7 +116,7 @@ class PolicyMap:
         )
         object.__setattr__(self, "entries", tuple(checked))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         # Not what is cached: hashes of text differ between processes.
         return PolicyMap, (self.default, self.entries)
 
@@ -149,26 +150,6 @@ class PolicyMap:
           **/head p=f32,c=f32,o=f32
         """
         found = matching(self, info)
-        return self.entries[found[-1]] if found else None
-
-    def match_nearest(
-        self, info: ModuleInfo, around: Sequence[type] = ()
-    ) -> tuple[Pattern, Policy] | None:
-        """Returns the entry of a module, or of the nearest that it is a part of.
-
-        Args:
-          info: the module.
-          around: the classes of the modules that it is a part of, the outermost first,
-            as far as they are known.
-
-        Example:
-          >>> import jmp_amp as amp
-          >>> policies = amp.PolicyMap("bf16", {"encoder": "float32"})
-          >>> norm = amp.ModuleInfo(("encoder", "norm"), object, "norm")
-          >>> policies.match(norm) is None, policies.match_nearest(norm) is None
-          (True, False)
-        """
-        found = matching_nearest(self, info, around)
         return self.entries[found[-1]] if found else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -241,17 +222,12 @@ class PolicyMap:
         return f"PolicyMap({str(self.default)!r}, {{{', '.join(entries)}}})"
 
 
-def as_policy_map(policy: Any, call: str) -> PolicyMap:
-    """Returns a policy, its text, or a map of policies as a map.
+def as_policy_map(policy: object, call: str) -> PolicyMap:
+    """Returns a policy, its text, or a map of policies as a map; raises if it is none.
 
     Args:
-      policy: what the caller was given.
+      policy: the argument of the caller.
       call: the caller's call as written, with `{}` for the policy, for the error.
-
-    Raises:
-      TypeError: if it is none of these.
-      ValueError: if a text is wrong, or the compute dtype is no float16, bfloat16 or
-        float32.
     """
     if isinstance(policy, PolicyMap):
         return policy
@@ -264,7 +240,7 @@ def _parse(text: str, call: str) -> PolicyMap:
     """Returns the map that a text such as `"bf16; **/head: float32"` describes."""
     call = call.replace("{}", repr(text))
     default, *entries = (part.strip() for part in text.split(";"))
-    pairs: list[Any] = []
+    pairs = []
     for entry in filter(None, entries):
         pattern, colon, policy = (token.strip() for token in entry.rpartition(":"))
         if not colon:
@@ -301,9 +277,8 @@ def matching_nearest(
     Args:
       policies: the map.
       info: the module.
-      around: the classes of the modules that it is a part of, the outermost first, as
-        far as they are known.
-      start: how many of them, from the outermost, are left out.
+      around: the classes of the modules around it, the outermost first, if known.
+      start: the number of modules, from the outermost, that are left out.
     """
     found = []
     for end in range(start, len(info.path)):
@@ -326,8 +301,8 @@ def warn_of_unmatched(
 
     Args:
       policies: the map.
-      of_classes: what else there is to say of an entry that is a class.
-      matched: the numbers of entries that are known to match from elsewhere.
+      of_classes: the end of the warning about an entry that is a class.
+      matched: the numbers of more entries that are known to match.
     """
     memory = policies._memory
     memory.matched.update(matched)
@@ -343,15 +318,14 @@ def warn_of_unmatched(
 
 
 class _Memory(NamedTuple):
-    """What the entries of one `PolicyMap` have matched so far; no part of its value.
+    """The modules that one `PolicyMap` was asked about; no part of its value.
 
-    A program that JAX has traced does not call its modules again, so a match counts for
-    later calls with the same map.
+    JAX traces a jitted function once: a match counts for later calls with the map.
 
     Attributes:
       matched: the numbers of the entries that matched a module.
       warned: the numbers of the entries that were warned about.
-      seen: the classes of the modules that were looked up, by path.
+      seen: the classes of the modules, by path.
     """
 
     matched: set[int]
@@ -362,16 +336,13 @@ class _Memory(NamedTuple):
 def _outside_of_the_package() -> int:
     """The stack level, for a warning of the caller, of the first frame elsewhere."""
     level, frame = 1, sys._getframe(1)
-    while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
+    inside = "jmp_amp.", "contextlib"
+    while frame and str(frame.f_globals.get("__name__")).startswith(inside):
         level, frame = level + 1, frame.f_back
     return level
 
 
-def _is_ours(module: str) -> bool:
-    return module.startswith("jmp_amp.") or module == "contextlib"
-
-
-def _entry(pair: Any) -> tuple[Pattern, Policy]:
+def _entry(pair: object) -> tuple[Pattern, Policy]:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise TypeError(
             f"PolicyMap: {pair!r} is no entry. Give a dictionary from patterns to "
@@ -384,13 +355,13 @@ def _entry(pair: Any) -> tuple[Pattern, Policy]:
     )
 
 
-def _computable(policy: Any, call: str) -> Policy:
+def _computable(policy: object, call: str) -> Policy:
     written = repr(str(policy) if isinstance(policy, Policy) else policy)
     call = call.replace("{}", written)
     if isinstance(policy, PolicyMap):
         raise TypeError(f"{call}: a map inside of a map. Give a Policy or its text.")
     try:
-        policy = get_policy(policy)
+        policy = get_policy(cast(Policy | str, policy))
     except (TypeError, ValueError) as error:
         hint = ""
         if isinstance(policy, str) and policy.isidentifier():

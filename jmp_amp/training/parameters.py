@@ -14,7 +14,12 @@ from flax import nnx
 from jmp_amp.policies.dtypes import F32, cast_leaf, is_castable
 from jmp_amp.policies.patterns import ModuleInfo, is_norm
 from jmp_amp.policies.policy import Policy
-from jmp_amp.policies.policy_map import PolicyMap, as_policy_map, warn_of_unmatched
+from jmp_amp.policies.policy_map import (
+    PolicyMap,
+    as_policy_map,
+    matching_nearest,
+    warn_of_unmatched,
+)
 
 Tree = TypeVar("Tree")
 
@@ -131,10 +136,12 @@ def _dtype_of(
     unknown = _Module(nn.Module, False)
     *around, module = (modules.get(path[:n], unknown) for n in range(len(path) + 1))
     info = ModuleInfo(path, module.cls, path[-1] if path else None)
-    entry = policies.match_nearest(info, [each.cls for each in around])
-    policy = policies.default if entry is None else entry[1]
-    literal = entry is not None and is_norm(entry[0])
-    return F32 if module.is_norm and keep_norms and not literal else policy.param_dtype
+    found = matching_nearest(policies, info, [each.cls for each in around])
+    entry = policies.entries[found[-1]] if found else (None, policies.default)
+    literal = is_norm(entry[0])
+    return (
+        F32 if module.is_norm and keep_norms and not literal else entry[1].param_dtype
+    )
 
 
 def _modules_in(paths: Iterable[tuple[str, ...]], policies: PolicyMap) -> _Modules:
