@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import numpy as np
@@ -23,17 +23,15 @@ from jmp_amp.transform import scopes
 from jmp_amp.transform.closures import Closures, find_objects
 from jmp_amp.transform.linen_modules import CACHE, Variables, dict_keys, intercepted
 from jmp_amp.transform.nnx_modules import (
-    Copies,
     Objects,
+    Written,
     bound_with_scopes,
     is_node,
     method_with_scopes,
-    split_objects,
     with_scopes,
     without_scopes,
 )
 
-T = TypeVar("T")
 Unflatten = Callable[[Sequence[object]], PyTree]
 
 
@@ -83,21 +81,19 @@ def traced_call(
     paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_node)
     leaves = [leaf for _, leaf in paths]
     nodes = [*filter(is_node, leaves), *find_objects(fn, is_node)]
+    nodes = [node for node in nodes if not isinstance(node, nnx.GraphDef)]
     outer = scopes.active()
     depth = 0 if outer is None else outer.depth + 1
     active = scopes.Active(policies.default, policies, depth=depth)
-    with split_objects(nodes, depth, call) as objects:
+    with nnx.update_context(tag := object()):
+        objects = Objects(nodes, depth, call, tag)
+        in_cache = [CACHE in dict_keys(path) for path, _ in paths]
+        unflatten = functools.partial(jax.tree.unflatten, tree)
         with scopes.activate(active), intercepted() as variables:
-            unflatten = functools.partial(jax.tree.unflatten, tree)
-            traced = _Call(fn, leaves, unflatten, objects, variables)
-            traced.is_cache = traced.of_arrays(
-                [CACHE in dict_keys(path) for path, _ in paths] + objects.caches
-            )
-            # The dtypes of what else nnx modules write are not changed.
-            is_stored = traced.of_arrays([True for _ in leaves] + objects.parameters)
+            traced = _Call(fn, leaves, in_cache, unflatten, objects, variables)
             if is_half(policies.default.param_dtype):
-                traced.widen(is_stored)
-            jaxpr = _traced(traced, is_stored)
+                traced.widen(traced.is_stored)
+            jaxpr = _traced(traced)
         if unmatched(policies):
             program = jaxpr.pretty_print(name_stack=True, use_color=False)
             warn_of_unmatched(policies, matched=scopes.noted(program, depth))
@@ -106,14 +102,14 @@ def traced_call(
         yield TracedCall(jaxpr, traced.arrays, traced.held, outputs.states, returned)
 
 
-def _traced(call: _Call, is_stored: Sequence[bool]) -> Any:
+def _traced(call: _Call) -> Any:
     """Returns the jaxpr of a call, with as few of its arguments widened as it takes."""
     # Two dtypes that do not meet: in a loop, and under strict promotion.
     refusals = (TypeError, jax.dtypes.TypePromotionError)
     try:
         return jaxprs.trace(call.run, call.inputs)
     except refusals:
-        for which in (call.is_cache, is_stored):
+        for which in (call.is_cache, call.is_stored):
             if call.widen(which):
                 with contextlib.suppress(*refusals):
                     return jaxprs.trace(call.run, call.inputs)
@@ -178,16 +174,18 @@ class _Call:
       inputs: the same, in the dtypes in which they are traced.
       held: as in `TracedCall`.
       is_cache: which of the arrays are decoding caches, as far as is known.
+      is_stored: which of them may be traced in another dtype: all but those variables
+        of nnx that are no parameters.
       outputs: what the last trace found.
     """
 
-    is_cache: list[bool]
     outputs: Outputs
 
     def __init__(
         self,
         fn: AnyFn,
         leaves: Sequence[object],
+        in_cache: Sequence[bool],
         unflatten: Unflatten,
         objects: Objects,
         variables: Variables,
@@ -195,13 +193,14 @@ class _Call:
         self.fn, self.count, self.unflatten = fn, len(leaves), unflatten
         self.objects, self.variables = objects, variables
         self.values = [*leaves, *objects.states]
-        self.arrays: list[PyTree] = self.of_arrays(self.values)
+        is_array = list(map(_is_array, self.values))
+        self.arrays: list[PyTree] = list(itertools.compress(self.values, is_array))
         self.inputs = self.arrays
+        each_is_cache = [*in_cache, *objects.caches]
+        self.is_cache = list(itertools.compress(each_is_cache, is_array))
+        each_is_stored = [*(True for _ in leaves), *objects.parameters]
+        self.is_stored = list(itertools.compress(each_is_stored, is_array))
         self.held: list[np.dtype | None] = [None] * len(self.arrays)
-
-    def of_arrays(self, each: Sequence[T]) -> list[T]:
-        """Returns those of `each` whose values are arrays."""
-        return [one for one, x in zip(each, self.values, strict=True) if _is_array(x)]
 
     def widen(self, which: Sequence[bool]) -> bool:
         """Traces these in f32 too if they are half; says if any was not so far."""
@@ -220,14 +219,14 @@ class _Call:
         """The program: the call, from arrays to arrays."""
         remaining = iter(arrays)
         filled = [next(remaining) if _is_array(x) else x for x in self.values]
-        copies = self.objects.copied(filled[self.count :])
-        by_identity = copies.by_identity()
+        leaves, states = filled[: self.count], filled[self.count :]
+        copies = self.objects.copied(states)
 
         def swap(node: object) -> object:
             described = isinstance(node, nnx.GraphDef)
-            return with_scopes(node) if described else by_identity[id(node)]
+            return with_scopes(node) if described else copies[id(node)]
 
-        given = [swap(x) if is_node(x) else x for x in filled[: self.count]]
+        given = [swap(x) if is_node(x) else x for x in leaves]
         args, kwargs = self.unflatten(given)
         closures = Closures(is_node, swap, bound_with_scopes)
         fn = method_with_scopes(self.fn, args) or closures.exchange(self.fn)
@@ -246,24 +245,31 @@ class _Call:
             for i, x in enumerate(arrays):
                 self.is_cache[i] |= id(x) in known
         closures.write_back()
-        return self._returned(results, arrays, copies)
+        return self._returned(
+            results, arrays, functools.partial(self.objects.split, copies, states)
+        )
 
     def _returned(
-        self, results: PyTree, arrays: Sequence[jax.Array], copies: Copies
+        self,
+        results: PyTree,
+        arrays: Sequence[jax.Array],
+        split: Callable[[Sequence[object]], Written],
     ) -> list[jax.Array]:
         """Returns the outputs of the program, and keeps `outputs`."""
         paths, tree = jax.tree_util.tree_flatten_with_path(results, is_leaf=is_node)
         collections = self.variables.written()
         leaves: list[tuple[PyTree, str | None]] = [
             (
-                without_scopes(x, self.objects.depth) if _is_graphdef(x) else x,
+                without_scopes(x, self.objects.depth)
+                if isinstance(x, nnx.GraphDef)
+                else x,
                 _collection(collections, path, x),
             )
             for path, x in paths
         ]
         self.variables.forget()
-        is_object = [is_node(x) and not _is_graphdef(x) for x, _ in leaves]
-        written = copies.split([x for _, x in itertools.compress(paths, is_object)])
+        is_object = [is_node(x) and not isinstance(x, nnx.GraphDef) for x, _ in leaves]
+        written = split([x for _, x in itertools.compress(paths, is_object)])
         slots = [
             _OBJECT if object_ else _ARRAY if _is_array(x) else x
             for (x, _), object_ in zip(leaves, is_object, strict=True)
@@ -305,10 +311,6 @@ def _collection(
         if count and tuple(names[-count:]) == keys[-count:]:
             return collection
     return None
-
-
-def _is_graphdef(leaf: object) -> TypeGuard[nnx.GraphDef]:
-    return isinstance(leaf, nnx.GraphDef)
 
 
 def _is_array(leaf: object) -> TypeGuard[jax.Array]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar, cast
 
 T = TypeVar("T")
@@ -15,23 +15,25 @@ IsObject = Callable[[object], bool]
 _LONG = 1000
 
 
-def find_objects(value: object, is_object: IsObject) -> list[object]:
-    """Returns the objects that `Closures(is_object, ...).exchange(value)` exchanges."""
-    found: list[object] = []
-    seen: set[int] = set()
+def find_objects(
+    value: object, is_object: IsObject, seen: set[int] | None = None
+) -> Iterator[object]:
+    """Yields the objects that `Closures` exchanges in a value, each once.
 
-    def search(each: object) -> None:
-        if id(each) in seen:
-            return
-        seen.add(id(each))
-        if is_object(each):
-            found.append(each)
-            return
-        for part in _parts(each, is_object):
-            search(part)
-
-    search(value)
-    return found
+    Args:
+      value: a function, or a value that one reaches.
+      is_object: as in `Closures`.
+      seen: the identities of values that are not searched; more are added.
+    """
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if is_object(value):
+        yield value
+        return
+    for part in _parts(value, is_object):
+        yield from find_objects(part, is_object, seen)
 
 
 class Closures:
@@ -57,7 +59,8 @@ class Closures:
     ):
         self._is_object, self._swap, self._method = is_object, swap, method
         self._exchanged: dict[int, object] = {}
-        self._leading: dict[int, bool] = {}
+        self._leading: set[int] = set()
+        self._dead: set[int] = set()
         # Containers, their copies, and the contents of the copies at first.
         self._copied: list[tuple[list | dict, list | dict, list | dict]] = []
         self._originals: dict[int, object] = {}
@@ -138,37 +141,29 @@ class Closures:
         return new
 
     def _leads_to_objects(self, value: object) -> bool:
-        seen: set[int] = set()
-        if not self._searched(value, seen):
-            # All that it leads to leads to none; of what leads to some, a part may not
-            # have been searched to the end.
-            self._leading.update(dict.fromkeys(seen, False))
+        if id(value) in self._leading:
+            return True
+        # If no object is found, no value that was seen leads to one.
+        seen = set(self._dead)
+        if next(find_objects(value, self._is_object, seen), None) is None:
+            self._dead = seen
             return False
+        self._leading.add(id(value))
         return True
-
-    def _searched(self, value: object, seen: set[int]) -> bool:
-        if self._is_object(value):
-            return True
-        known = self._leading.get(id(value))
-        if known is not None or id(value) in seen:
-            return bool(known)
-        seen.add(id(value))
-        if any(self._searched(x, seen) for x in _parts(value, self._is_object)):
-            self._leading[id(value)] = True
-            return True
-        return False
 
 
 def _parts(value: object, is_object: IsObject) -> Iterable[object]:
     """The values that a function, a partial or a short container holds."""
     if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
+        return [*value.keywords.values(), value.func, *value.args]
     if isinstance(value, types.MethodType):
-        return [value.__func__, value.__self__]
+        # The method of an object is found again in the class of its replacement.
+        owner = value.__self__
+        return [owner] if is_object(owner) else [value.__func__, owner]
     if isinstance(value, types.FunctionType):
         defaults = (value.__defaults__, value.__kwdefaults__)
         named = _named(value, is_object).values()
-        return [*_contents(value).values(), *defaults, *named]
+        return [*defaults, *_contents(value).values(), *named]
     if not _is_short_container(value):
         return ()
     return list(value.values()) if isinstance(value, dict) else cast(Sequence, value)

@@ -1,12 +1,12 @@
 """nnx under autocast: objects go in and out as state, modules get their policies.
 
-Copy, hook, trace, unhook, write back. `split_objects` splits the nnx objects that a
-function is given or closes over; `Objects.copied` makes copies of them, of tracers.
-nnx has neither scopes nor interceptors: `_hook` gives every module of a copy its
-address in the model, and makes it one of a subclass whose methods open name scopes. The
-function is traced with the copies. `Copies.split` takes subclasses and addresses away
-and returns the leaves of what was written, which are outputs of the program.
-`Written.merged` writes their values to the caller's objects, as `nnx.jit` does.
+Copy, hook, trace, unhook, write back. `Objects` splits the nnx objects that a function
+is given or closes over; `Objects.copied` makes copies of them, of tracers. nnx has
+neither scopes nor interceptors: `_hook` gives every module of a copy its address in the
+model, and makes it one of a subclass whose methods open name scopes. The function is
+traced with the copies. `Objects.split` unhooks them, and returns the leaves that they
+have then: outputs of the program. `Written.merged` writes their values to the caller's
+objects, as `nnx.jit` does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import jax
@@ -37,7 +37,7 @@ _OPENS_SCOPES = "_amp_opens_scopes"
 
 
 class _Address:
-    """Where a module is, as data that nnx and JAX compare when they compare modules.
+    """Where a module is in a model, as nnx and JAX compare it.
 
     Modules whose addresses a map cannot tell apart are alike: two layers of one class
     can be stacked, or returned by two branches, and are traced once.
@@ -70,36 +70,28 @@ def is_node(value: object) -> bool:
     return isinstance(value, nnx.Pytree | nnx.Variable | nnx.GraphDef)
 
 
-@contextlib.contextmanager
-def split_objects(nodes: Sequence[object], depth: int, call: str) -> Iterator[Objects]:
-    """Splits the nnx objects that a function is given, while it is traced and run.
-
-    Args:
-      nodes: the objects. Descriptions of objects are left out.
-      depth: that of the autocast that traces.
-      call: the caller's call as written, for errors.
-    """
-    tag = object()
-    objects = [node for node in nodes if not isinstance(node, nnx.GraphDef)]
-    with nnx.update_context(tag):
-        yield Objects(objects, depth, call, tag)
-
-
 class Objects:
-    """The nnx objects that a function is given, split.
+    """The nnx objects that a function is given, split; for use in `update_context`.
 
     Attributes:
+      nodes: the objects, those first that can be written here.
       depth: that of the autocast that traces.
       states: the arrays and other leaves of the objects.
-      caches: which of the leaves are those of an `nnx.Cache`.
-      parameters: which of the leaves are those of an `nnx.Param`.
+      caches, parameters: which of them are those of `nnx.Cache` and `nnx.Param`.
+
+    Args:
+      nodes: the objects.
+      depth: as above.
+      call: the caller's call as written, for errors.
+      tag: that of the `nnx.update_context`.
     """
 
-    def __init__(self, nodes: Sequence[object], depth: int, call: str, tag: Hashable):
+    def __init__(self, nodes: Iterable[object], depth: int, call: str, tag: Hashable):
         self.depth, self.call, self.tag = depth, call, tag
-        can_be_written = [_can_be_written(node) for node in nodes]
-        written = list(itertools.compress(nodes, can_be_written))
-        fixed = [x for x, each in zip(nodes, can_be_written, strict=True) if not each]
+        distinct = list({id(node): node for node in nodes}.values())
+        written = [node for node in distinct if _can_be_written(node)]
+        known = set(map(id, written))
+        fixed = [node for node in distinct if id(node) not in known]
         with nnx.split_context(tag) as context:
             parts = [context.split(node) for node in written]
         parts += [nnx.split(node) for node in fixed]
@@ -110,24 +102,74 @@ class Objects:
         self.caches = _leaves_of(nnx.Cache, states)
         self.parameters = _leaves_of(nnx.Param, states)
 
-    def copied(self, states: Sequence[object]) -> Copies:
-        """Returns, while tracing, copies of the objects with other leaves."""
+    def copied(self, states: Sequence[object]) -> dict[int, PyTree]:
+        """Returns, while tracing, copies with other leaves, by identity of nodes."""
         trees = jax.tree.unflatten(self.structure, states)
         parts = list(zip(self.graphdefs, trees, strict=True))
         with nnx.merge_context(self.tag, inner=True) as context:
             copies = [context.merge(*part) for part in parts[: self.count]]
         copies += [nnx.merge(*part) for part in parts[self.count :]]
         _hook(copies)
-        return Copies(self, copies, states)
+        return {id(a): b for a, b in zip(self.nodes, copies, strict=True)}
+
+    def split(
+        self,
+        copies: Mapping[int, PyTree],
+        states: Sequence[object],
+        outputs: Sequence[object],
+    ) -> Written:
+        """Returns, while tracing, what the copies and the function's outputs hold.
+
+        Args:
+          copies: what `copied` returned.
+          states: the leaves that it was given.
+          outputs: the nnx objects among the results of the function.
+
+        Raises:
+          flax.errors.TraceContextError: if an object was written that must not be.
+        """
+        count, tag, nodes = self.count, self.tag, list(copies.values())
+        _unhook([*nodes, *outputs], self.depth)
+        with nnx.split_context(tag) as context:
+            parts = [context.split(node) for node in [*nodes[:count], *outputs]]
+        self._refuse_writes(nodes[count:], states)
+        # The tracers must not outlive the trace: `merged` holds none.
+        graphdefs = [graphdef for graphdef, _ in parts]
+        trees = [state for _, state in parts]
+        leaves, structure = jax.tree.flatten(trees)
+
+        def merged(values: Sequence[object]) -> list[object]:
+            states = jax.tree.unflatten(structure, values)
+            with nnx.merge_context(tag, inner=False) as context:
+                return list(map(context.merge, graphdefs, states))[count:]
+
+        caches = list(itertools.compress(leaves, _leaves_of(nnx.Cache, trees)))
+        return Written(leaves, caches, merged)
+
+    def _refuse_writes(self, fixed: Sequence[PyTree], states: Sequence[object]) -> None:
+        """Raises an error if a copy has other leaves than it was made with."""
+        given = set(map(id, states))
+        for node in fixed:
+            for path, variable in nnx.iter_graph(node):
+                if isinstance(variable, nnx.Variable) and any(
+                    id(leaf) not in given for leaf in jax.tree.leaves(variable)
+                ):
+                    name = "/".join(map(str, path)) or type(variable).__name__
+                    raise errors.TraceContextError(
+                        f"{self.call}: the function writes {name!r} of a "
+                        f"{type(node).__name__} that belongs to another trace. Pass "
+                        "the module to the transformed function around it (nnx.jit, "
+                        "nnx.grad, ...) as an argument, instead of closing over it."
+                    )
 
 
 class Written(NamedTuple):
     """The values that a traced function leaves in nnx objects.
 
     Attributes:
-      leaves: the leaves of the objects that can be written, then of the outputs.
+      leaves: those of the objects that can be written, then those of the outputs.
       caches: those of them that are in an `nnx.Cache`.
-      merged: given the values of the leaves, writes them to the caller's objects, and
+      merged: given values of the leaves, writes them to the caller's objects, and
         returns the outputs.
     """
 
@@ -136,73 +178,10 @@ class Written(NamedTuple):
     merged: Callable[[Sequence[object]], list[object]]
 
 
-class Copies(NamedTuple):
-    """The copies of nnx objects that a function is traced with.
-
-    Attributes:
-      objects: the objects.
-      nodes: a copy of each.
-      given: the leaves of the copies before the function ran.
-    """
-
-    objects: Objects
-    nodes: list[PyTree]
-    given: Sequence[object]
-
-    def by_identity(self) -> dict[int, object]:
-        """Returns the copies by the identities of the objects."""
-        return {id(a): b for a, b in zip(self.objects.nodes, self.nodes, strict=True)}
-
-    def split(self, outputs: Sequence[object]) -> Written:
-        """Returns, while tracing, what the function wrote to the copies.
-
-        Args:
-          outputs: the nnx objects that the function returned.
-
-        Raises:
-          flax.errors.TraceContextError: if one was written that must not be.
-        """
-        count, tag = self.objects.count, self.objects.tag
-        _unhook([*self.nodes, *outputs], self.objects.depth)
-        with nnx.split_context(tag) as context:
-            parts = [context.split(node) for node in [*self.nodes[:count], *outputs]]
-        self._refuse_writes()
-        # The tracers must not outlive the trace: `merged` holds none.
-        graphdefs = [graphdef for graphdef, _ in parts]
-        states = [state for _, state in parts]
-        leaves, structure = jax.tree.flatten(states)
-
-        def merged(values: Sequence[object]) -> list[object]:
-            trees = jax.tree.unflatten(structure, values)
-            with nnx.merge_context(tag, inner=False) as context:
-                return list(map(context.merge, graphdefs, trees))[count:]
-
-        caches = list(itertools.compress(leaves, _leaves_of(nnx.Cache, states)))
-        return Written(leaves, caches, merged)
-
-    def _refuse_writes(self) -> None:
-        """Raises an error if an object was written that belongs to another trace."""
-        given = set(map(id, self.given))
-        for node in self.nodes[self.objects.count :]:
-            for path, variable in nnx.iter_graph(node):
-                if isinstance(variable, nnx.Variable) and any(
-                    id(leaf) not in given for leaf in jax.tree.leaves(variable)
-                ):
-                    name = "/".join(map(str, path)) or type(variable).__name__
-                    raise errors.TraceContextError(
-                        f"{self.objects.call}: the function writes {name!r} of a "
-                        f"{type(node).__name__} that belongs to another trace. Pass "
-                        "the module to the transformed function around it (nnx.jit, "
-                        "nnx.grad, ...) as an argument, instead of closing over it."
-                    )
-
-
 def method_with_scopes(fn: AnyFn, args: Sequence[object]) -> AnyFn | None:
-    """Returns what opens scopes in place of `Model.__call__`, if `fn` is such a method.
+    """Returns the method that opens scopes in place of `fn`, if `fn` is one of args[0].
 
-    Args:
-      fn: the function that is called.
-      args: the positional arguments: the first may be a copy of a module.
+    The first argument may be a copy of a module: `fn` is `Model.__call__`, for example.
     """
     if not args or not isinstance(args[0], nnx.Module):
         return None
@@ -230,17 +209,17 @@ Enter = Callable[[nnx.Module, str], contextlib.AbstractContextManager[None]]
 
 
 def subclass(cls: type, attributes: Mapping[str, object], enter: Enter | None) -> type:
-    """Returns a subclass of a module class, of the same name, for autocast's own use.
+    """Returns a subclass of a module class, of the same name and the same layout.
 
-    Its objects have the same layout: an object of `cls` can become one of it.
+    An object of `cls` can become one of it.
 
     Args:
       cls: a module class of linen or nnx.
       attributes: added to the class.
-      enter: the methods run in the context that it returns, given the object and the
-        method's name. These are `__call__` and all methods of the user, private ones
-        and ones with decorators too; not static methods, class methods, properties,
-        and the other methods with two underscores.
+      enter: given an object and the name of a method, returns the context in which the
+        method runs. It is asked for `__call__` and all methods of the user, private and
+        decorated ones too; not for static methods, class methods, properties and other
+        names with two underscores.
     """
     methods = {} if enter is None else _methods_in(cls, enter)
     kept = {n: getattr(cls, n) for n in ("__module__", "__qualname__", "__doc__")}
@@ -257,11 +236,10 @@ def subclass(cls: type, attributes: Mapping[str, object], enter: Enter | None) -
 
 
 def _quiet_base(cls: type) -> type:
-    """Returns a class that keeps `__init_subclass__` of the user from running.
+    """Returns a base that keeps the user's `__init_subclass__` from running.
 
-    That is for classes of the user: it may count them, or want arguments. It stands
-    before `cls` while a subclass is made, and has the layout of modules, so that it can
-    be taken out of the bases afterwards.
+    That is for classes of the user: it may count them, or want arguments. The base has
+    the layout of `cls`, so that it can be taken out when the subclass is made.
     """
 
     def quiet(new: type, **options: bool) -> None:
@@ -381,9 +359,8 @@ def _hook(nodes: Sequence[object]) -> None:
         if _ADDRESS in vars(module):
             continue
         object.__setattr__(module, _ADDRESS, _Address(path, around))
-        if not _opens_scopes(type(module)):
-            hooked = class_with_scopes(type(module))
-            object.__setattr__(module, "__class__", hooked)
+        hooked = class_with_scopes(_original(type(module)))
+        object.__setattr__(module, "__class__", hooked)
 
 
 def _unhook(nodes: Sequence[object], depth: int) -> None:
@@ -396,11 +373,7 @@ def _unhook(nodes: Sequence[object], depth: int) -> None:
 
 
 def _original(cls: type) -> type:
-    return cls.__bases__[0] if _opens_scopes(cls) else cls
-
-
-def _opens_scopes(cls: type) -> bool:
-    return _OPENS_SCOPES in vars(cls)
+    return cls.__bases__[0] if _OPENS_SCOPES in vars(cls) else cls
 
 
 def _rebuilt(
