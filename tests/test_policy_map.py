@@ -2,11 +2,13 @@
 
 import copy
 import functools
+import gc
 import itertools
 import json
 import pickle
 import re
 import warnings
+import weakref
 
 import hypothesis
 import jax
@@ -733,7 +735,6 @@ def test_a_warning_about_the_inside_of_a_lone_module_says_so():
 
 
 def test_a_class_of_the_other_library_is_pointed_out():
-    # What a map has matched is remembered by its value: these classes are in no other.
     class OwnLinear(nnx.Linear):
         pass
 
@@ -759,13 +760,38 @@ def test_a_program_without_modules_is_pointed_out():
 
 
 def test_the_second_call_is_silent_and_another_map_is_not():
-    def made(glob):
-        return amp.PolicyMap(BF16, {glob: F32})
+    first = amp.PolicyMap(BF16, {"silent": F32})
+    second = amp.PolicyMap(BF16, {"silent_too": F32})
+    assert len(forward(first)) == 1
+    assert forward(first) == []
+    assert len(forward(second)) == 1
+    assert forward(second) == forward(first) == []
 
-    assert len(forward(made("silent"))) == 1
-    assert forward(made("silent")) == []
-    assert len(forward(made("silent_too"))) == 1
-    assert forward(made("silent_too")) == forward(made("silent")) == []
+
+def test_equal_maps_share_no_memory():
+    first, second, third = (amp.PolicyMap(BF16, {"head": F32}) for _ in range(3))
+    apply = amp.autocast(Block().apply, second)
+    params = {"params": VARIABLES["params"]["block"]}
+    assert forward(first) == []
+    assert len(warned(apply, params, X)) == 1
+    assert warned(apply, params, X) == forward(third) == []
+    typos = [amp.PolicyMap(BF16, {"haed": F32}) for _ in range(2)]
+    assert len(forward(typos[0])) == len(forward(typos[1])) == 1
+
+
+def test_maps_that_are_gone_leave_nothing_behind():
+    made = [amp.PolicyMap(BF16, {f"gone_{i}": F32}) for i in range(5)]
+    equal = [amp.PolicyMap(BF16, {"**/gone": F32}) for _ in range(5)]
+    for policies in made:
+        assert len(warned(amp.cast_params, VARIABLES, policies)) == 1
+    for policies in equal:
+        assert len(forward(policies)) == 1
+    made, equal = ([weakref.ref(each) for each in group] for group in (made, equal))
+    del policies
+    gc.collect()
+    assert [each() for each in made] == [None] * 5
+    # JAX keeps the one under which it traced helpers of its own.
+    assert sum(each() is not None for each in equal) <= 1
 
 
 def test_explain_warns_too():
@@ -797,6 +823,43 @@ def test_a_map_that_matched_once_is_silent_in_a_program_without_its_module():
     assert forward(policies) == []
     apply = amp.autocast(Block().apply, policies)
     assert warned(apply, {"params": VARIABLES["params"]["block"]}, X) == []
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_helper_that_was_traced_under_an_equal_map_tells_what_it_matched(nested):
+    traces = []
+
+    @jax.jit
+    def helper(variables, x):
+        traces.append(1)
+        return NET.apply(variables, x)
+
+    def forwarded(entries):
+        fn = amp.autocast(lambda v, x: helper(v, x), amp.PolicyMap(BF16, entries))
+        if nested:
+            # The scopes of the inner autocast are no matches of the outer one.
+            outer = amp.PolicyMap(BF16, {"outer": F32, "outer_too": F32})
+            found = warned(amp.autocast(lambda v, x: fn(v, x), outer), VARIABLES, X)
+            assert [each.split("'")[1] for each in found[-2:]] == ["outer", "outer_too"]
+            return found[:-2]
+        return warned(fn, VARIABLES, X)
+
+    entries = {"head": BF16, Block: F16}
+    assert forwarded(entries) == forwarded(entries) == []
+    assert len(traces) == 1
+    typo = {"head": BF16, "haed": BF16, Block: F16}
+    for _ in range(2):
+        (found,) = forwarded(typo)
+        assert "'haed'" in found
+    assert len(traces) == 2
+
+
+def test_entries_that_match_leave_no_names_in_a_report():
+    policies = amp.PolicyMap(BF16, {"**": BF16, "head": F16})
+    for policy in (BF16, policies):
+        report = amp.explain(NET.apply, policy)(VARIABLES, X)
+        modules = {each.module for each in report.equations if each.matmuls}
+        assert modules == {"Net/block/up", "Net/head"}
 
 
 def test_a_program_that_jax_has_traced_before_warns_of_nothing():

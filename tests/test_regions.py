@@ -1,6 +1,8 @@
 """Parts of a program that have a policy of their own."""
 
+import dataclasses
 import functools
+import pickle
 import threading
 
 import jax
@@ -794,6 +796,162 @@ def test_nnx_classes_and_modules_can_be_marked_and_stay_modules():
         assert found == ["float32"] * 3
     assert products(amp.autocast(lambda x: marked.head(x), BF16), X) == ["float32"]
     assert products(amp.autocast(lambda x: net(x), BF16), X) == expected
+
+
+class Told:
+    """A user's base: it counts the classes of the user, and wants an argument."""
+
+    def __init_subclass__(cls, *, tag, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls.told = [*getattr(cls, "told", ()), tag]
+
+
+class ToldLinen(Told, nn.Module, tag="base"):
+    features: int = 16
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.features)(x)
+
+
+class ToldNnx(Told, nnx.Module, tag="base"):
+    def __init__(self):
+        self.linear = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("cls", [ToldLinen, ToldNnx])
+def test_marking_tells_nothing_to_a_users_class_and_its_subclasses_do(cls):
+    marked = mark_f32(cls)
+    assert marked.told == cls.told == ["base"] and type(marked) is type(cls)
+    assert marked.__mro__ == (marked, *cls.__mro__)
+    assert type(mark_f32(cls())).told == ["base"]
+
+    class Derived(marked, tag="derived"):
+        pass
+
+    assert Derived.told == ["base", "derived"]
+    for each in (marked(), Derived(), mark_f32(cls())):
+        if cls is ToldNnx:
+            fn, args = amp.autocast(lambda x, each=each: each(x), BF16), (X,)
+        else:
+            fn = amp.autocast(each.apply, BF16)
+            args = each.init(jax.random.key(0), X), X
+        assert products(fn, *args) == ["float32"]
+
+
+class EveryMethod(nnx.Module, pytree=False):
+    """Methods of all kinds; `compute` multiplies in the policy in force."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.eye(16))
+
+    def compute(self, x):
+        return x @ self.w[...]
+
+    def _private(self, x):
+        return self.compute(x)
+
+    def __hidden(self, x):
+        return self.compute(x)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def jitted(self, x):
+        return x @ jnp.eye(16)
+
+    @functools.singledispatchmethod
+    def dispatching(self, x):
+        return self.compute(x)
+
+    @staticmethod
+    def static(x):
+        return x @ jnp.eye(16)
+
+    @classmethod
+    def of_class(cls, x):
+        return x @ jnp.eye(16)
+
+    @property
+    def product(self):
+        return X @ self.w[...]
+
+    def __matmul__(self, x):
+        return x @ self.w[...]
+
+
+@pytest.mark.parametrize("mark", ["class", "object"])
+def test_methods_of_all_kinds_have_the_policy_of_a_marked_class(mark):
+    model = mark_f32(EveryMethod)() if mark == "class" else mark_f32(EveryMethod())
+
+    def used(call):
+        return products(amp.autocast(lambda x: call(model, x), BF16), X)
+
+    for name in (
+        *("compute", "_private", "_EveryMethod__hidden"),
+        *("jitted", "dispatching"),
+    ):
+        assert used(lambda m, x, name=name: getattr(m, name)(x)) == ["float32"], name
+    # Of these a class has one for all its objects, or Python asks for the value.
+    assert used(lambda m, x: m.static(x)) == ["bfloat16"]
+    assert used(lambda m, x: type(m).of_class(x)) == ["bfloat16"]
+    assert used(lambda m, x: m.product) == ["bfloat16"]
+    assert used(lambda m, x: m @ x) == ["bfloat16"]
+    assert not jax.tree_util.all_leaves([nnx.Linear(1, 1, rngs=nnx.Rngs(0))])
+    assert jax.tree_util.all_leaves([model])
+
+
+def test_a_private_method_is_no_region_inside_of_the_module_that_calls_it():
+    class Block(nnx.Module):
+        def __call__(self, x):
+            return self._twice(x @ jnp.eye(16)) @ jnp.eye(16)
+
+        def _twice(self, x):
+            return 2 * x
+
+    marked = amp.with_policy("mixed_bfloat16")(Block())
+    for model, policy in ((Block(), BF16), (marked, "float32")):
+        fn = amp.autocast(lambda x, model=model: model(x), policy)
+        (twice,) = (
+            e for e in equations(jax.make_jaxpr(fn)(X)) if e.primitive.name == "mul"
+        )
+        assert twice.outvars[0].aval.dtype == jnp.bfloat16
+
+
+@amp.with_policy("float32")
+class PickledLinen(nn.Module):
+    features: int
+    name_of_it: str = "marked"
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.features)(x)
+
+
+@amp.with_policy("float32")
+class PickledNnx(nnx.Module):
+    def __init__(self, features):
+        self.features = features
+
+    def __call__(self, x):
+        return x @ jnp.ones((16, self.features))
+
+
+@pytest.mark.parametrize("cls", [PickledLinen, PickledNnx])
+def test_modules_of_a_marked_class_are_pickled_and_keep_their_fields(cls):
+    model = pickle.loads(pickle.dumps(cls(4)))
+    assert type(model) is cls and model.features == 4
+    if cls is PickledLinen:
+        assert model == cls(4) and model.clone(features=8) == cls(8)
+        assert [each.name for each in dataclasses.fields(cls)][:2] == [
+            "features",
+            "name_of_it",
+        ]
+        found = model.init_with_output(jax.random.key(0), X)[0]
+    else:
+        found = model(X)
+    assert found.shape == (8, 4)
 
 
 @pytest.mark.parametrize("bad", [int, 3, "relu"])

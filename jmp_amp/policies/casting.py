@@ -1,7 +1,7 @@
 """Casting the floating-point leaves of a tree.
 
-`cast_floating` is explicit: whoever calls it has named the dtype, so f64 leaves follow
-too. What the library casts by itself is less, see `dtypes.is_castable`.
+`cast_floating` is explicit: its caller has named the dtype, so f64 leaves follow too.
+The library itself casts fewer dtypes, see `dtypes.is_castable`.
 """
 
 from typing import TypeVar
@@ -58,7 +58,7 @@ def cast_floating(tree: Tree, dtype: DTypeLike) -> Tree:
 def cast_to_half(tree: Tree) -> Tree:
     """Returns `tree` with its floating-point leaves in `half_dtype()`.
 
-    Which leaves those are, and what is left alone, is told by `cast_floating`.
+    See `cast_floating` for which leaves are cast.
 
     Example:
       >>> import jax.numpy as jnp
@@ -72,8 +72,7 @@ def cast_to_half(tree: Tree) -> Tree:
 def cast_to_full(tree: Tree) -> Tree:
     """Returns `tree` with its floating-point leaves in f32.
 
-    Which leaves those are, and what is left alone, is told by `cast_floating`. f64
-    leaves become f32 as well.
+    See `cast_floating` for which leaves are cast. f64 leaves become f32 as well.
 
     Example:
       >>> import jax.numpy as jnp

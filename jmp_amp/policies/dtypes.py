@@ -2,12 +2,12 @@
 
 A dtype has one short name (`f32`), which is the one that policies and reports print,
 and several that are understood (`float32`, `fp32`, `full`). `half` is a name for
-whatever the machine at hand multiplies fast, see `half_dtype`.
+the dtype that the machine at hand multiplies fast, see `half_dtype`.
 """
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,18 +28,11 @@ _CASTABLE = (F16, BF16, F32)
 # Floats of 8 bits and fewer. Their values mean nothing without a scale, which lives
 # elsewhere, so nothing is ever cast out of them.
 _NARROW = tuple(
-    jnp.dtype(dtype)
-    for dtype in (
-        jnp.float8_e4m3fn,
-        jnp.float8_e5m2,
-        jnp.float8_e3m4,
-        jnp.float8_e4m3,
-        jnp.float8_e4m3b11fnuz,
-        jnp.float8_e4m3fnuz,
-        jnp.float8_e5m2fnuz,
-        jnp.float8_e8m0fnu,
-        jnp.float4_e2m1fn,
-    )
+    jnp.dtype(name)
+    for name in (
+        "float8_e4m3fn float8_e5m2 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz "
+        "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn"
+    ).split()
 )
 
 # `float8_e4m3` and `f8_e4m3` differ: the first is numpy's name of the IEEE-like
@@ -68,59 +61,32 @@ _DTYPES: dict[str, np.dtype] = (
 )
 
 
-def is_half(dtype: Any) -> bool:
-    """Returns whether `dtype` is f16 or bf16.
-
-    Example:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> from jmp_amp.policies.dtypes import is_half
-      >>> is_half(jnp.bfloat16), is_half(jnp.float32), is_half(jax.random.key(0).dtype)
-      (True, False, False)
-    """
+def is_half(dtype: object) -> bool:
+    """Returns whether `dtype` is f16 or bf16."""
     return any(known == dtype for known in _HALF)
 
 
-def is_castable(dtype: Any) -> bool:
-    """Returns whether values may be moved out of and into `dtype` unasked.
+def is_castable(dtype: object) -> bool:
+    """Returns whether values may be cast out of and into `dtype` unasked.
 
-    True for f16, bf16 and f32. f64 was asked for by somebody who needs it, and fp8
+    True for f16, bf16 and f32. A program asks for f64 because it needs it, and fp8
     values have a scale that a cast would lose.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jmp_amp.policies.dtypes import is_castable
-      >>> is_castable(jnp.float32), is_castable(jnp.float64), is_castable(jnp.int32)
-      (True, False, False)
     """
     return any(known == dtype for known in _CASTABLE)
 
 
-def is_fp8(dtype: Any) -> bool:
-    """Returns whether `dtype` is a float of 8 bits or fewer.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jmp_amp.policies.dtypes import is_fp8
-      >>> is_fp8(jnp.float8_e5m2), is_fp8(jnp.bfloat16), is_fp8(jnp.uint8)
-      (True, False, False)
-    """
+def is_fp8(dtype: object) -> bool:
+    """Returns whether `dtype` is a float of 8 bits or fewer."""
     return any(known == dtype for known in _NARROW)
 
 
-def short_name(dtype: Any) -> str:
+def short_name(dtype: DTypeLike) -> str:
     """Returns the short name of a dtype: `f32`, `bf16`, `f8_e4m3`.
 
     Dtypes without one (other fp8 formats, integers, keys) keep their own name.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jmp_amp.policies.dtypes import short_name
-      >>> short_name(jnp.bfloat16), short_name("float8_e4m3fn"), short_name(jnp.int32)
-      ('bf16', 'f8_e4m3', 'int32')
     """
     if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return dtype.name
+        return str(getattr(dtype, "name", dtype))
     known = jnp.dtype(dtype)
     return _SHORT_NAMES.get(known, known.name)
 
@@ -131,13 +97,7 @@ def known_names() -> list[str]:
 
 
 def advice() -> str:
-    """Returns the end of an error message: which dtypes there are.
-
-    Example:
-      >>> from jmp_amp.policies.dtypes import advice
-      >>> advice()
-      'Use one of f16, bf16, f32, f64, f8_e4m3, f8_e5m2, or half (here bfloat16).'
-    """
+    """Returns the end of an error message: which dtypes there are."""
     names = ", ".join(_SHORT_NAMES.values())
     return f"Use one of {names}, or half (here {half_dtype().name})."
 
@@ -146,11 +106,6 @@ def parse_dtype(text: str) -> np.dtype | None:
     """Returns the floating dtype that `text` names, or None if it names none.
 
     Case and surrounding spaces do not matter; `half` is `half_dtype()`.
-
-    Example:
-      >>> from jmp_amp.policies.dtypes import parse_dtype
-      >>> parse_dtype(" BF16 "), parse_dtype("fp17")
-      (dtype(bfloat16), None)
     """
     name = text.strip().lower()
     return half_dtype() if name == "half" else _DTYPES.get(name)
@@ -161,18 +116,12 @@ def floating_dtype(dtype: DTypeLike, call: str) -> np.dtype:
 
     Args:
       dtype: a name that `parse_dtype` knows, or anything `jnp.dtype` accepts. Python's
-        `float` is what it is to JAX: f32, or f64 with `jax_enable_x64`.
-      call: the call as the user wrote it, `{}` in place of the dtype: what an error
-        message begins with.
+        `float` is f32, or f64 with `jax_enable_x64`.
+      call: the call as the user wrote it, with `{}` for the dtype, for the error.
 
     Raises:
-      TypeError: if it is the dtype of something else than floats, or no dtype.
+      TypeError: if it is no dtype, or not one of floats.
       ValueError: if it is text that names no dtype.
-
-    Example:
-      >>> from jmp_amp.policies.dtypes import floating_dtype
-      >>> floating_dtype("f8_e4m3", "Policy(param_dtype={})")
-      dtype(float8_e4m3fn)
     """
     if dtype is float:
         return jnp.result_type(float)
@@ -194,7 +143,7 @@ def floating_dtype(dtype: DTypeLike, call: str) -> np.dtype:
     raise TypeError(f"{call}: {fact}. {advice()}")
 
 
-def _numpy_dtype(dtype: Any) -> np.dtype | None:
+def _numpy_dtype(dtype: DTypeLike | None) -> np.dtype | None:
     try:
         # numpy takes None for float64.
         return None if dtype is None else jnp.dtype(dtype)
@@ -202,15 +151,8 @@ def _numpy_dtype(dtype: Any) -> np.dtype | None:
         return None
 
 
-def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
-    """Returns one leaf of a tree cast to `dtype`; `casting.cast_floating` says when.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jmp_amp.policies.dtypes import BF16, cast_leaf
-      >>> cast_leaf(jnp.ones(3), BF16).dtype, cast_leaf("adam", BF16)
-      (dtype(bfloat16), 'adam')
-    """
+def cast_leaf(leaf: PyTree, dtype: np.dtype) -> PyTree:
+    """Returns one leaf of a tree cast to `dtype`; see `cast_floating` for which."""
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
         return leaf
     if leaf.dtype == dtype or not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -222,11 +164,9 @@ def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
     if is_fp8(dtype):
         # Most fp8 formats have no inf: a plain cast makes NaN of what is too large.
         ranges = [float(jnp.finfo(each).max) for each in (dtype, leaf.dtype)]
-        bound: Any = leaf.dtype.type(min(ranges))
-        if isinstance(leaf, jax.Array):
-            leaf = jnp.clip(leaf, -bound, bound)
-        else:
-            leaf = np.clip(leaf, -bound, bound)
+        bound = np.asarray(min(ranges), leaf.dtype)
+        clip = jnp.clip if isinstance(leaf, jax.Array) else np.clip
+        leaf = clip(cast(PyTree, leaf), -bound, bound)
     return leaf.astype(dtype)
 
 
@@ -265,8 +205,8 @@ def half_dtype(backend: str | None = None) -> np.dtype:
     return BF16 if all(multiplies_bf16(device) for device in devices) else F16
 
 
-def multiplies_bf16(device: Any) -> bool:
-    """Returns whether a device, a `jax.Device`, has bf16 matrix units (or emulates)."""
+def multiplies_bf16(device: object) -> bool:
+    """Returns whether a device has bf16 matrix units, or emulates them."""
     capability = str(getattr(device, "compute_capability", ""))
     # "7.5" on NVIDIA, "gfx942" on AMD, absent on CPUs and TPUs.
     version = re.fullmatch(r"(\d+)\.\d+", capability)

@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from flax import linen as nn
 from flax import nnx
@@ -14,21 +14,12 @@ from flax import nnx
 # Modules that compute in f32 whatever surrounds them, and hand on the compute dtype: a
 # mean and a variance over many values need f32 (Micikevicius et al. 2018,
 # arXiv:1710.03740, section 3.3), the values that they normalise do not.
-NORM_MODULES: tuple[type, ...] = (
-    nn.BatchNorm,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-    nn.InstanceNorm,
-    nn.WeightNorm,
-    nn.SpectralNorm,
-    nnx.BatchNorm,
-    nnx.LayerNorm,
-    nnx.GroupNorm,
-    nnx.RMSNorm,
-    nnx.InstanceNorm,
-    nnx.WeightNorm,
-    nnx.SpectralNorm,
+_NORMS = tuple(
+    getattr(library, name)
+    for library in (nn, nnx)
+    for name in (
+        "BatchNorm LayerNorm GroupNorm RMSNorm InstanceNorm WeightNorm SpectralNorm"
+    ).split()
 )
 
 _REGEX = "re:"
@@ -36,15 +27,14 @@ _FLAGS = {"a": re.A, "i": re.I, "m": re.M, "s": re.S, "x": re.X}
 
 
 class ModuleInfo(NamedTuple):
-    """What the patterns of a `PolicyMap` see of a module that is called.
+    """A called module, as the patterns of a `PolicyMap` see it.
 
     Attributes:
       path: the names that lead to it from the outermost module: linen names, or nnx
         attributes and indices, `("blocks", "0", "attn")`; empty for the outermost one.
       cls: its class.
       name: its own name, the last of the path; None for the outermost one.
-      method: the name of the method that is called; `"__call__"` where none is, as in
-        `cast_params`.
+      method: the name of the called method; `"__call__"` in `cast_params`.
 
     Example:
       >>> import jmp_amp as amp
@@ -73,9 +63,9 @@ def _names(text: str) -> list[str]:
     return text.split("/") if text else []
 
 
-def names_a_norm(pattern: Pattern) -> bool:
-    """Whether a pattern is a norm class: its entry is taken as it is written."""
-    return isinstance(pattern, type) and issubclass(pattern, NORM_MODULES)
+def is_norm(value: object) -> bool:
+    """Whether a value is a norm class: a module's class, or the pattern of an entry."""
+    return isinstance(value, type) and issubclass(value, _NORMS)
 
 
 def describe(pattern: Pattern) -> str:
@@ -88,7 +78,7 @@ def describe(pattern: Pattern) -> str:
     return getattr(pattern, "__qualname__", repr(pattern))
 
 
-def checked_pattern(pattern: Any) -> Pattern:
+def checked_pattern(pattern: object) -> Pattern:
     """Returns a pattern as it is kept; raises if it is none."""
     if isinstance(pattern, type):
         if not issubclass(pattern, nn.Module | nnx.Module):
@@ -183,13 +173,13 @@ def _matches_names(path: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def text_of(pattern: Pattern) -> str | None:
-    """Returns what `pattern_from` reads back, or None if no text can say it."""
+    """Returns the text that `pattern_from` reads back, or None if there is none."""
     if isinstance(pattern, re.Pattern):
         return f"{_REGEX}{pattern.pattern}"
     return pattern if isinstance(pattern, str) else None
 
 
-def pattern_from(text: Any) -> Any:
+def pattern_from(text: str) -> str | re.Pattern[str]:
     """Returns the pattern that `text_of` wrote."""
     if isinstance(text, str) and text.startswith(_REGEX):
         try:
@@ -203,7 +193,12 @@ def pattern_from(text: Any) -> Any:
 
 
 def advice_on(pattern: Pattern, seen: Mapping[tuple[str, ...], type]) -> str:
-    """Returns what may be wrong with a pattern that matched none of the modules."""
+    """Returns the hint of a warning about a pattern that matched none of the modules.
+
+    Args:
+      pattern: the pattern.
+      seen: the classes of the modules that were called, by path.
+    """
     if not seen:
         return (
             "No Flax module was called at all: is the function one that calls the "

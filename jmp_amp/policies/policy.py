@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import itertools
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -32,20 +32,14 @@ _DTYPE_FIELDS = ("param_dtype", "compute_dtype", "output_dtype")
 _CLASSES = ("low", "full", "follow")
 
 _KEYS = {
-    "p": "param_dtype",
-    "param": "param_dtype",
-    "params": "param_dtype",
-    "param_dtype": "param_dtype",
-    "c": "compute_dtype",
-    "compute": "compute_dtype",
-    "compute_dtype": "compute_dtype",
-    "o": "output_dtype",
-    "output": "output_dtype",
-    "outputs": "output_dtype",
-    "output_dtype": "output_dtype",
-    "low": "low",
-    "full": "full",
-    "follow": "follow",
+    key: field
+    for field, keys in {
+        "param_dtype": "p param params param_dtype",
+        "compute_dtype": "c compute compute_dtype",
+        "output_dtype": "o output outputs output_dtype",
+        **{name: name for name in _CLASSES},
+    }.items()
+    for key in keys.split()
 }
 
 _WORDS = ("mixed_bfloat16", "mixed_float16")
@@ -59,9 +53,9 @@ class Policy:
     a static argument of `jax.jit`. `str(policy)` is text that `get_policy` reads back.
 
     Attributes:
-      param_dtype: what parameters are stored in.
-      compute_dtype: what matrix multiplications and convolutions run in.
-      output_dtype: what floating results are handed on in.
+      param_dtype: the dtype of stored parameters.
+      compute_dtype: the dtype of matrix multiplications and convolutions.
+      output_dtype: the dtype of floating results.
       low: names of operations to run in `compute_dtype`, whatever the built-in rules
         say: primitives, or functions (`"my_attention"`).
       full: names of operations to run in f32.
@@ -110,7 +104,7 @@ class Policy:
     def cast_to_param(self, tree: Tree) -> Tree:
         """Returns `tree` with its floating leaves in `param_dtype`.
 
-        What is a floating leaf, and what is left alone, is told by `cast_floating`.
+        See `cast_floating` for which leaves are cast.
 
         Example:
           >>> import jax.numpy as jnp
@@ -123,7 +117,7 @@ class Policy:
     def cast_to_compute(self, tree: Tree) -> Tree:
         """Returns `tree` with its floating leaves in `compute_dtype`.
 
-        What is a floating leaf, and what is left alone, is told by `cast_floating`.
+        See `cast_floating` for which leaves are cast.
 
         Example:
           >>> import jax.numpy as jnp
@@ -136,7 +130,7 @@ class Policy:
     def cast_to_output(self, tree: Tree) -> Tree:
         """Returns `tree` with its floating leaves in `output_dtype`.
 
-        What is a floating leaf, and what is left alone, is told by `cast_floating`.
+        See `cast_floating` for which leaves are cast.
 
         Example:
           >>> import jax.numpy as jnp
@@ -174,13 +168,7 @@ class Policy:
         return self._with_names("low", names)
 
     def with_full(self, *names: str) -> "Policy":
-        """Returns this policy with operations added that run in f32.
-
-        Args:
-          *names: of primitives (`"tanh"`) or of Python functions (`"my_loss"`).
-
-        Raises:
-          ValueError: if a name already is in another class, or is no identifier.
+        """Returns this policy with operations added that run in f32, see `with_low`.
 
         Example:
           >>> import jmp_amp as amp
@@ -190,13 +178,9 @@ class Policy:
         return self._with_names("full", names)
 
     def with_follow(self, *names: str) -> "Policy":
-        """Returns this policy with operations added that keep their inputs' dtype.
+        """Returns this policy with operations added that follow their inputs' dtype.
 
-        Args:
-          *names: of primitives (`"exp"`) or of Python functions (`"my_norm"`).
-
-        Raises:
-          ValueError: if a name already is in another class, or is no identifier.
+        Names and errors are those of `with_low`.
 
         Example:
           >>> import jmp_amp as amp
@@ -213,17 +197,20 @@ class Policy:
         _refuse_overlap(classes, call)
         return dataclasses.replace(self, **classes)
 
-    def __str__(self) -> str:
-        text = {name[0]: short_name(getattr(self, name)) for name in _DTYPE_FIELDS}
+    def _dtypes_and_names(self) -> tuple[dict[str, str], dict[str, list[str]]]:
+        dtypes = {name: short_name(getattr(self, name)) for name in _DTYPE_FIELDS}
         names = {name: sorted(getattr(self, name)) for name in _CLASSES}
-        text |= {name: "+".join(members) for name, members in names.items() if members}
-        return ",".join(f"{key}={value}" for key, value in text.items())
+        return dtypes, {name: each for name, each in names.items() if each}
+
+    def __str__(self) -> str:
+        dtypes, names = self._dtypes_and_names()
+        text = [f"{name[0]}={dtype}" for name, dtype in dtypes.items()]
+        return ",".join(text + [f"{n}={'+'.join(each)}" for n, each in names.items()])
 
     def __repr__(self) -> str:
-        text = {name: repr(short_name(getattr(self, name))) for name in _DTYPE_FIELDS}
-        names = {name: sorted(getattr(self, name)) for name in _CLASSES}
-        text |= {name: repr(members) for name, members in names.items() if members}
-        return f"Policy({', '.join(f'{key}={value}' for key, value in text.items())})"
+        dtypes, names = self._dtypes_and_names()
+        text = [f"{name}={each!r}" for name, each in (dtypes | names).items()]
+        return f"Policy({', '.join(text)})"
 
 
 def _operation_names(names: Iterable[str], call: str) -> frozenset[str]:
@@ -318,7 +305,8 @@ def _parse_word(text: str) -> Policy:
 
 def _parse_pairs(text: str) -> Policy:
     call = f'get_policy("{text}")'
-    fields: dict[str, Any] = {}
+    dtypes: dict[str, np.dtype] = {}
+    classes: dict[str, frozenset[str]] = {}
     for part in text.split(","):
         key, equals, value = (token.strip() for token in part.partition("="))
         field = _KEYS.get(key.lower())
@@ -329,24 +317,23 @@ def _parse_pairs(text: str) -> Policy:
                 f"{call}: unknown key {key!r}. Use p (params), c (compute), "
                 "o (output), low, full or follow."
             )
-        if field in fields:
+        if field in dtypes or field in classes:
             raise ValueError(
                 f'{call}: "{key}=" sets {field} a second time. Set it once.'
             )
         if field in _CLASSES:
             names = [name.strip() for name in value.split("+")]
-            fields[field] = _operation_names(names, f'{call}: "{key}="')
-            continue
-        fields[field] = parse_dtype(value)
-        if fields[field] is None:
+            classes[field] = _operation_names(names, f'{call}: "{key}="')
+        elif (dtype := parse_dtype(value)) is not None:
+            dtypes[field] = dtype
+        else:
             raise ValueError(f'{call}: unknown dtype {value!r} at "{key}=". {advice()}')
-    _refuse_overlap({name: fields.get(name, frozenset()) for name in _CLASSES}, call)
-    if not fields.keys() & set(_DTYPE_FIELDS):
+    _refuse_overlap(classes, call)
+    if not dtypes:
         raise ValueError(
             f"{call}: operations but no dtypes. Say which, for example "
             f'"p=f32,c=bf16,o=f32,{text.strip()}".'
         )
-    fields.setdefault("param_dtype", F32)
-    fields.setdefault("compute_dtype", fields["param_dtype"])
-    fields.setdefault("output_dtype", fields["compute_dtype"])
-    return Policy(**fields)
+    param = dtypes.get("param_dtype", F32)
+    compute = dtypes.get("compute_dtype", param)
+    return Policy(param, compute, dtypes.get("output_dtype", compute), **classes)

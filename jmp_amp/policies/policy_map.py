@@ -11,7 +11,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from flax import linen as nn
 
@@ -70,7 +70,7 @@ class PolicyMap:
     Raises:
       TypeError: if a pattern is none of these, or a value is no policy.
       ValueError: if a glob cannot match, a pattern is there twice, or a policy is
-        unknown or computes in a dtype that no matrix unit multiplies.
+        unknown or computes in a dtype other than float16, bfloat16 and float32.
 
     Source: the idea is that of `keras.DTypePolicyMap`.
 
@@ -93,7 +93,8 @@ class PolicyMap:
     def __init__(
         self,
         default: Policy | str = "mixed_bfloat16",
-        entries: Mapping[Any, Policy | str] | Iterable[tuple[Any, Policy | str]] = (),
+        entries: Mapping[Any, Policy | str]
+        | Iterable[tuple[Pattern, Policy | str]] = (),
     ):
         pairs = entries.items() if isinstance(entries, Mapping) else entries
         if not isinstance(pairs, Iterable) or isinstance(pairs, str):
@@ -102,7 +103,7 @@ class PolicyMap:
                 'to policies, such as {"**/head": "float32"}.'
             )
         checked = [_entry(pair) for pair in pairs]
-        seen: set[Any] = set()
+        seen: set[Pattern] = set()
         for pattern, _ in checked:
             if pattern in seen:
                 raise ValueError(
@@ -115,7 +116,7 @@ class PolicyMap:
         )
         object.__setattr__(self, "entries", tuple(checked))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         # Not what is cached: hashes of text differ between processes.
         return PolicyMap, (self.default, self.entries)
 
@@ -132,6 +133,10 @@ class PolicyMap:
         # It is part of the key of JAX's caches, and asked for at every traced call.
         return hash((self.default, self.entries))
 
+    @functools.cached_property
+    def _memory(self) -> _Memory:
+        return _Memory(set(), set(), {})
+
     def match(self, info: ModuleInfo) -> tuple[Pattern, Policy] | None:
         """Returns the latest entry that matches a module, or None.
 
@@ -144,38 +149,8 @@ class PolicyMap:
           >>> print(pattern, policy)
           **/head p=f32,c=f32,o=f32
         """
-        found, record = None, _record(self)
-        for entry in self.entries:
-            if matches(entry[0], info):
-                record.matched.add(entry[0])
-                found = entry
-        record.seen[info.path] = info.cls
-        return found
-
-    def match_nearest(
-        self, info: ModuleInfo, around: Sequence[type] = (), start: int = 0
-    ) -> tuple[Pattern, Policy] | None:
-        """Returns the entry of a module, or of the nearest that it is a part of.
-
-        Args:
-          info: the module.
-          around: the classes of the modules that it is a part of, the outermost first,
-            as far as they are known.
-          start: how many of them, from the outermost, are left out.
-
-        Example:
-          >>> import jmp_amp as amp
-          >>> policies = amp.PolicyMap("bf16", {"encoder": "float32"})
-          >>> norm = amp.ModuleInfo(("encoder", "norm"), object, "norm")
-          >>> policies.match(norm) is None, policies.match_nearest(norm) is None
-          (True, False)
-        """
-        found = None
-        for end in range(start, len(info.path)):
-            cls = around[end] if end < len(around) else nn.Module
-            name = info.path[end - 1] if end else None
-            found = self.match(ModuleInfo(info.path[:end], cls, name)) or found
-        return self.match(info) or found
+        found = matching(self, info)
+        return self.entries[found[-1]] if found else None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the map as text in dictionaries, for JSON and YAML.
@@ -247,17 +222,12 @@ class PolicyMap:
         return f"PolicyMap({str(self.default)!r}, {{{', '.join(entries)}}})"
 
 
-def as_policy_map(policy: Any, call: str) -> PolicyMap:
-    """Returns a policy, its text, or a map of policies as a map.
+def as_policy_map(policy: object, call: str) -> PolicyMap:
+    """Returns a policy, its text, or a map of policies as a map; raises if it is none.
 
     Args:
-      policy: what the caller was given.
+      policy: the argument of the caller.
       call: the caller's call as written, with `{}` for the policy, for the error.
-
-    Raises:
-      TypeError: if it is none of these.
-      ValueError: if a text is wrong, or the compute dtype is no float16, bfloat16 or
-        float32.
     """
     if isinstance(policy, PolicyMap):
         return policy
@@ -270,7 +240,7 @@ def _parse(text: str, call: str) -> PolicyMap:
     """Returns the map that a text such as `"bf16; **/head: float32"` describes."""
     call = call.replace("{}", repr(text))
     default, *entries = (part.strip() for part in text.split(";"))
-    pairs: list[Any] = []
+    pairs = []
     for entry in filter(None, entries):
         pattern, colon, policy = (token.strip() for token in entry.rpartition(":"))
         if not colon:
@@ -290,55 +260,89 @@ def _parse(text: str, call: str) -> PolicyMap:
         raise type(error)(f"{call}: {error}") from None
 
 
-def warn_of_unmatched(policies: PolicyMap, of_classes: str = "") -> None:
+def matching(policies: PolicyMap, info: ModuleInfo) -> list[int]:
+    """Returns the numbers of the entries that match a module, the strongest last."""
+    entries = enumerate(policies.entries)
+    found = [number for number, (pattern, _) in entries if matches(pattern, info)]
+    policies._memory.matched.update(found)
+    policies._memory.seen[info.path] = info.cls
+    return found
+
+
+def matching_nearest(
+    policies: PolicyMap, info: ModuleInfo, around: Sequence[type] = (), start: int = 0
+) -> list[int]:
+    """Returns the numbers of the entries of a module and of those that it is a part of.
+
+    Args:
+      policies: the map.
+      info: the module.
+      around: the classes of the modules around it, the outermost first, if known.
+      start: the number of modules, from the outermost, that are left out.
+    """
+    found = []
+    for end in range(start, len(info.path)):
+        cls = around[end] if end < len(around) else nn.Module
+        name = info.path[end - 1] if end else None
+        found += matching(policies, ModuleInfo(info.path[:end], cls, name))
+    return found + matching(policies, info)
+
+
+def unmatched(policies: PolicyMap) -> list[int]:
+    """Returns the numbers of the entries to warn of, as far as is known so far."""
+    known = policies._memory.matched | policies._memory.warned
+    return [number for number in range(len(policies.entries)) if number not in known]
+
+
+def warn_of_unmatched(
+    policies: PolicyMap, of_classes: str = "", matched: Iterable[int] = ()
+) -> None:
     """Warns, once, of the entries that matched no module that was called so far.
 
     Args:
       policies: the map.
-      of_classes: what else there is to say of an entry that is a class.
+      of_classes: the end of the warning about an entry that is a class.
+      matched: the numbers of more entries that are known to match.
     """
-    record = _record(policies)
-    for pattern, _ in policies.entries:
-        if pattern in record.matched or pattern in record.warned:
-            continue
-        record.warned.add(pattern)
+    memory = policies._memory
+    memory.matched.update(matched)
+    for number in unmatched(policies):
+        memory.warned.add(number)
+        pattern, _ = policies.entries[number]
         more = of_classes if isinstance(pattern, type) else ""
         warnings.warn(
             f"PolicyMap: {describe(pattern)} matched no module. "
-            f"{advice_on(pattern, record.seen)}{more}",
+            f"{advice_on(pattern, memory.seen)}{more}",
             stacklevel=_outside_of_the_package(),
         )
 
 
-class _Record(NamedTuple):
-    """What the entries of a map have matched so far.
+class _Memory(NamedTuple):
+    """The modules that one `PolicyMap` was asked about; no part of its value.
 
-    JAX traces a jitted function once: what a map matched then counts for later calls.
+    JAX traces a jitted function once: a match counts for later calls with the map.
+
+    Attributes:
+      matched: the numbers of the entries that matched a module.
+      warned: the numbers of the entries that were warned about.
+      seen: the classes of the modules, by path.
     """
 
-    matched: set[Pattern]
-    warned: set[Pattern]
+    matched: set[int]
+    warned: set[int]
     seen: dict[tuple[str, ...], type]
-
-
-@functools.lru_cache(maxsize=4096)
-def _record(policies: PolicyMap) -> _Record:
-    return _Record(set(), set(), {})
 
 
 def _outside_of_the_package() -> int:
     """The stack level, for a warning of the caller, of the first frame elsewhere."""
     level, frame = 1, sys._getframe(1)
-    while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
+    inside = "jmp_amp.", "contextlib"
+    while frame and str(frame.f_globals.get("__name__")).startswith(inside):
         level, frame = level + 1, frame.f_back
     return level
 
 
-def _is_ours(module: str) -> bool:
-    return module.startswith("jmp_amp.") or module == "contextlib"
-
-
-def _entry(pair: Any) -> tuple[Pattern, Policy]:
+def _entry(pair: object) -> tuple[Pattern, Policy]:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise TypeError(
             f"PolicyMap: {pair!r} is no entry. Give a dictionary from patterns to "
@@ -351,13 +355,13 @@ def _entry(pair: Any) -> tuple[Pattern, Policy]:
     )
 
 
-def _computable(policy: Any, call: str) -> Policy:
+def _computable(policy: object, call: str) -> Policy:
     written = repr(str(policy) if isinstance(policy, Policy) else policy)
     call = call.replace("{}", written)
     if isinstance(policy, PolicyMap):
         raise TypeError(f"{call}: a map inside of a map. Give a Policy or its text.")
     try:
-        policy = get_policy(policy)
+        policy = get_policy(cast(Policy | str, policy))
     except (TypeError, ValueError) as error:
         hint = ""
         if isinstance(policy, str) and policy.isidentifier():

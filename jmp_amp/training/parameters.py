@@ -12,9 +12,14 @@ from flax import linen as nn
 from flax import nnx
 
 from jmp_amp.policies.dtypes import F32, cast_leaf, is_castable
-from jmp_amp.policies.patterns import NORM_MODULES, ModuleInfo, names_a_norm
+from jmp_amp.policies.patterns import ModuleInfo, is_norm
 from jmp_amp.policies.policy import Policy
-from jmp_amp.policies.policy_map import PolicyMap, as_policy_map, warn_of_unmatched
+from jmp_amp.policies.policy_map import (
+    PolicyMap,
+    as_policy_map,
+    matching_nearest,
+    warn_of_unmatched,
+)
 
 Tree = TypeVar("Tree")
 
@@ -131,10 +136,12 @@ def _dtype_of(
     unknown = _Module(nn.Module, False)
     *around, module = (modules.get(path[:n], unknown) for n in range(len(path) + 1))
     info = ModuleInfo(path, module.cls, path[-1] if path else None)
-    entry = policies.match_nearest(info, [each.cls for each in around])
-    policy = policies.default if entry is None else entry[1]
-    literal = entry is not None and names_a_norm(entry[0])
-    return F32 if module.is_norm and keep_norms and not literal else policy.param_dtype
+    found = matching_nearest(policies, info, [each.cls for each in around])
+    entry = policies.entries[found[-1]] if found else (None, policies.default)
+    literal = is_norm(entry[0])
+    return (
+        F32 if module.is_norm and keep_norms and not literal else entry[1].param_dtype
+    )
 
 
 def _modules_in(paths: Iterable[tuple[str, ...]], policies: PolicyMap) -> _Modules:
@@ -150,10 +157,8 @@ def _modules_in(paths: Iterable[tuple[str, ...]], policies: PolicyMap) -> _Modul
     for path, leaves in held.items():
         named = _AUTOMATIC.fullmatch(path[-1]) if path else None
         cls = classes.get(named[1], nn.Module) if named else nn.Module
-        is_norm = issubclass(cls, NORM_MODULES) or (
-            "scale" in leaves and "kernel" not in leaves
-        )
-        modules[path] = _Module(cls, is_norm)
+        scales = "scale" in leaves and "kernel" not in leaves
+        modules[path] = _Module(cls, is_norm(cls) or scales)
     return modules
 
 
@@ -167,9 +172,7 @@ def _modules_of(model: Any, variables: Any = None) -> _Modules:
         }
     else:
         found = dict(_bound_modules(model.bind(variables)))
-    return {
-        path: _Module(cls, issubclass(cls, NORM_MODULES)) for path, cls in found.items()
-    }
+    return {path: _Module(cls, is_norm(cls)) for path, cls in found.items()}
 
 
 def _bound_modules(module: nn.Module) -> Iterator[tuple[tuple[str, ...], type]]:

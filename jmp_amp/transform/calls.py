@@ -1,28 +1,30 @@
 """A call of a function as a program from arrays to arrays, and back.
 
-Arguments and results may hold anything: what is no array goes around the program, nnx
-objects go through it as their arrays.
+Arguments and results may hold anything: values that are not arrays go around the
+program, nnx objects go through it as their arrays.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import numpy as np
 from flax import errors, nnx
 
 from jmp_amp.plan import jaxprs
-from jmp_amp.policies.dtypes import F32, is_half
-from jmp_amp.policies.policy_map import PolicyMap, warn_of_unmatched
+from jmp_amp.policies.dtypes import F32, AnyFn, PyTree, is_half
+from jmp_amp.policies.policy_map import PolicyMap, unmatched, warn_of_unmatched
 from jmp_amp.transform import scopes
-from jmp_amp.transform.closures import Closures
+from jmp_amp.transform.closures import Closures, find_objects
 from jmp_amp.transform.linen_modules import CACHE, Variables, dict_keys, intercepted
 from jmp_amp.transform.nnx_modules import (
     Objects,
+    Written,
     bound_with_scopes,
     is_node,
     method_with_scopes,
@@ -30,131 +32,175 @@ from jmp_amp.transform.nnx_modules import (
     without_scopes,
 )
 
-# In the place of an output: the next result of the program, the next nnx object.
-_ARRAY, _OBJECT = object(), object()
+Unflatten = Callable[[Sequence[object]], PyTree]
 
 
 class TracedCall(NamedTuple):
     """A call of a function, traced.
 
     Attributes:
-      jaxpr: the closed jaxpr of the function as it is, from arrays to arrays.
+      jaxpr: the closed jaxpr of the function as written, from arrays to arrays.
       arrays: the arrays among the arguments, and those of the nnx objects that the
         function is given or closes over: the inputs of the program.
       held: for every input that is traced in f32 although it is half, its dtype; None
         for the other inputs.
       states: for every output that linen or nnx keeps as state, the dtype in which it
         comes back; None for the other outputs.
-      returned: returns what the call does, given the outputs of the program, and writes
-        what it wrote to nnx objects.
+      returned: given the outputs of the program, returns the results of the call, and
+        writes to nnx objects.
     """
 
     jaxpr: Any
-    arrays: list[Any]
+    arrays: list[PyTree]
     held: list[np.dtype | None]
     states: list[np.dtype | None]
-    returned: Callable[[Sequence[Any]], Any]
+    returned: Callable[[Sequence[PyTree]], PyTree]
 
 
 @contextlib.contextmanager
 def traced_call(
-    fn: Callable[..., Any],
+    fn: AnyFn,
     policies: PolicyMap,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[PyTree, ...],
+    kwargs: Mapping[str, PyTree],
     call: str,
 ) -> Iterator[TracedCall]:
     """Traces `fn(*args, **kwargs)`; nothing is executed.
 
-    Arguments may be in half precision where the program was written for f32. If the
-    policy stores parameters so, it is traced with all of them in f32; otherwise if it
-    refuses them, as a decoding cache, or in a scan that goes on in f32: caches first.
+    Half arguments are traced as f32 (1) if `param_dtype` is half; else, only if tracing
+    raises a dtype error: (2) caches, then (3) all.
 
     Args:
       fn: the function.
       policies: the policies of its modules, and of the rest.
-      args: pytrees. Array leaves may be `jax.ShapeDtypeStruct`s; leaves that are no
+      args: pytrees. Array leaves may be `jax.ShapeDtypeStruct`s; leaves that are not
         arrays reach `fn` unchanged.
       kwargs: likewise.
       call: the caller's call as written, for errors.
     """
     paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_node)
     leaves = [leaf for _, leaf in paths]
-    nodes = [leaf for leaf in leaves if is_node(leaf)]
-    Closures(is_node, lambda x: nodes.append(x) or x, lambda _, fn: fn).exchange(fn)
+    nodes = [*filter(is_node, leaves), *find_objects(fn, is_node)]
+    nodes = [node for node in nodes if not isinstance(node, nnx.GraphDef)]
     outer = scopes.active()
     depth = 0 if outer is None else outer.depth + 1
     active = scopes.Active(policies.default, policies, depth=depth)
-    with Objects(nodes, depth, call) as objects:
-        caches = [CACHE in dict_keys(path) for path, _ in paths]
-        stored = [True for _ in leaves] + objects.parameters
-        traced = _Call(fn, leaves, tree, objects, caches + objects.caches, stored)
-        with scopes.activate(active), intercepted() as traced.variables:
+    with nnx.update_context(tag := object()):
+        objects = Objects(nodes, depth, call, tag)
+        in_cache = [CACHE in dict_keys(path) for path, _ in paths]
+        unflatten = functools.partial(jax.tree.unflatten, tree)
+        with scopes.activate(active), intercepted() as variables:
+            traced = _Call(fn, leaves, in_cache, unflatten, objects, variables)
             if is_half(policies.default.param_dtype):
-                # Half-precision arguments are f32 ones, stored.
                 traced.widen(traced.is_stored)
             jaxpr = _traced(traced)
-        warn_of_unmatched(policies)
-        yield TracedCall(
-            jaxpr, traced.arrays, traced.held, traced.states, traced.returned
-        )
+        if unmatched(policies):
+            program = jaxpr.pretty_print(name_stack=True, use_color=False)
+            warn_of_unmatched(policies, matched=scopes.noted(program, depth))
+        outputs = traced.outputs
+        returned = functools.partial(outputs.returned, traced.arrays)
+        yield TracedCall(jaxpr, traced.arrays, traced.held, outputs.states, returned)
 
 
 def _traced(call: _Call) -> Any:
-    """The jaxpr of a call, with as few of its arguments widened as it takes."""
+    """Returns the jaxpr of a call, with as few of its arguments widened as it takes."""
     # Two dtypes that do not meet: in a loop, and under strict promotion.
     refusals = (TypeError, jax.dtypes.TypePromotionError)
     try:
         return jaxprs.trace(call.run, call.inputs)
     except refusals:
-        if call.widen(call.is_cache):
-            with contextlib.suppress(*refusals):
-                return jaxprs.trace(call.run, call.inputs)
-        if call.widen(call.is_stored):
-            with contextlib.suppress(*refusals):
-                return jaxprs.trace(call.run, call.inputs)
+        for which in (call.is_cache, call.is_stored):
+            if call.widen(which):
+                with contextlib.suppress(*refusals):
+                    return jaxprs.trace(call.run, call.inputs)
         raise
 
 
+# In the slot of an output: the next result of the program, the next nnx object.
+_ARRAY, _OBJECT = object(), object()
+
+
 class _Input(NamedTuple):
-    """In the place of an output that is one of the inputs."""
+    """In the slot of an output that is one of the inputs."""
 
     position: int
 
 
-class _Call:
-    """A call while it is traced.
+class Outputs(NamedTuple):
+    """What a trace found out about the results of a call; holds no tracers.
 
     Attributes:
-      arrays: the inputs of the program.
-      inputs: the same, in the dtypes in which they are traced.
-      is_cache, is_stored: which of them are decoding caches, and which may be traced in
-        another dtype than they are stored in: not what nnx modules write.
-      held, states: as in `TracedCall`.
-      variables: what linen modules write.
+      unflatten: makes the results of their leaves.
+      width: the number of these leaves.
+      slots: for every leaf of the results, and then for every leaf of the nnx objects,
+        where its value comes from: `_ARRAY`, `_OBJECT`, an `_Input`, or the value.
+      states: as in `TracedCall`.
+      merged: as in `nnx_modules.Written`.
     """
 
-    variables: Variables
+    unflatten: Unflatten
+    width: int
+    slots: list[object]
+    states: list[np.dtype | None]
+    merged: Callable[[Sequence[object]], list[object]]
+
+    def returned(self, inputs: Sequence[PyTree], results: Sequence[PyTree]) -> PyTree:
+        """Returns the results of the call, and writes to nnx objects.
+
+        Args:
+          inputs: the inputs of the program.
+          results: the outputs of the program.
+        """
+        remaining = iter(results)
+        filled = [
+            next(remaining)
+            if slot is _ARRAY
+            else inputs[slot.position]
+            if isinstance(slot, _Input)
+            else slot
+            for slot in self.slots
+        ]
+        made = iter(self.merged(filled[self.width :]))
+        leaves = [next(made) if x is _OBJECT else x for x in filled[: self.width]]
+        return self.unflatten(leaves)
+
+
+class _Call:
+    """A call to trace; `run` may be traced several times.
+
+    Attributes:
+      values: the leaves of the arguments, then those of the nnx objects.
+      arrays: the arrays among them: the inputs of the program.
+      inputs: the same, in the dtypes in which they are traced.
+      held: as in `TracedCall`.
+      is_cache: which of the arrays are decoding caches, as far as is known.
+      is_stored: which of them may be traced in another dtype: all but those variables
+        of nnx that are no parameters.
+      outputs: what the last trace found.
+    """
+
+    outputs: Outputs
 
     def __init__(
         self,
-        fn: Callable[..., Any],
-        leaves: Sequence[Any],
-        tree: Any,
+        fn: AnyFn,
+        leaves: Sequence[object],
+        in_cache: Sequence[bool],
+        unflatten: Unflatten,
         objects: Objects,
-        is_cache: Sequence[bool],
-        is_stored: Sequence[bool],
+        variables: Variables,
     ):
-        self.fn, self.tree, self.objects = fn, tree, objects
-        self.leaves = list(leaves)
-        self.values = self.leaves + objects.states
-        self.arrays = self.inputs = [x for x in self.values if _is_array(x)]
-        self.is_cache, self.is_stored = (
-            [each for each, x in zip(which, self.values, strict=True) if _is_array(x)]
-            for which in (is_cache, is_stored)
-        )
+        self.fn, self.count, self.unflatten = fn, len(leaves), unflatten
+        self.objects, self.variables = objects, variables
+        self.values = [*leaves, *objects.states]
+        is_array = list(map(_is_array, self.values))
+        self.arrays: list[PyTree] = list(itertools.compress(self.values, is_array))
+        self.inputs = self.arrays
+        each_is_cache = [*in_cache, *objects.caches]
+        self.is_cache = list(itertools.compress(each_is_cache, is_array))
+        each_is_stored = [*(True for _ in leaves), *objects.parameters]
+        self.is_stored = list(itertools.compress(each_is_stored, is_array))
         self.held: list[np.dtype | None] = [None] * len(self.arrays)
-        self.states: list[np.dtype | None] = []
 
     def widen(self, which: Sequence[bool]) -> bool:
         """Traces these in f32 too if they are half; says if any was not so far."""
@@ -169,18 +215,19 @@ class _Call:
         ]
         return self.held != before
 
-    def run(self, *arrays: Any) -> list[Any]:
-        """What is traced: the call, from arrays to arrays."""
+    def run(self, *arrays: jax.Array) -> list[jax.Array]:
+        """The program: the call, from arrays to arrays."""
         remaining = iter(arrays)
         filled = [next(remaining) if _is_array(x) else x for x in self.values]
-        copies = self.objects.inside(filled[len(self.leaves) :])
+        leaves, states = filled[: self.count], filled[self.count :]
+        copies = self.objects.copied(states)
 
-        def swap(node: Any) -> Any:
+        def swap(node: object) -> object:
             described = isinstance(node, nnx.GraphDef)
             return with_scopes(node) if described else copies[id(node)]
 
-        given = [swap(x) if is_node(x) else x for x in filled[: len(self.leaves)]]
-        args, kwargs = jax.tree.unflatten(self.tree, given)
+        given = [swap(x) if is_node(x) else x for x in leaves]
+        args, kwargs = self.unflatten(given)
         closures = Closures(is_node, swap, bound_with_scopes)
         fn = method_with_scopes(self.fn, args) or closures.exchange(self.fn)
         try:
@@ -193,81 +240,70 @@ class _Call:
             )
             raise
         finally:
-            # Caches are known by their place, or once a module has got them.
-            given = set(map(id, self.variables.caches))
-            self.is_cache = [
-                each or id(x) in given
-                for each, x in zip(self.is_cache, arrays, strict=True)
-            ]
+            # Caches are known by their path, or once a module has got them.
+            known = set(map(id, self.variables.caches))
+            for i, x in enumerate(arrays):
+                self.is_cache[i] |= id(x) in known
         closures.write_back()
-        return self._arrays_of(results, arrays)
-
-    def _arrays_of(self, results: Any, arrays: Sequence[Any]) -> list[Any]:
-        """The outputs of the program; keeps the places of all outputs."""
-        with_paths, self.output_tree = jax.tree_util.tree_flatten_with_path(
-            results, is_leaf=is_node
+        return self._returned(
+            results, arrays, functools.partial(self.objects.split, copies, states)
         )
-        outputs = [
-            without_scopes(x, self.objects.depth) if isinstance(x, nnx.GraphDef) else x
-            for _, x in with_paths
-        ]
-        is_object = [is_node(x) and not isinstance(x, nnx.GraphDef) for x in outputs]
-        made = list(itertools.compress(outputs, is_object))
-        written, caches = self.objects.after(made)
-        self.count = len(outputs)
-        inputs = {id(x): _Input(i) for i, x in enumerate(arrays)}
-        # Tracers must not outlive the trace: keep their places only.
-        self.places = [
-            _OBJECT if object_ else _ARRAY if _is_array(x) else x
-            for x, object_ in zip(outputs, is_object, strict=True)
-        ]
-        self.places += [
-            inputs.get(id(x), _ARRAY) if _is_array(x) else x for x in written
-        ]
-        collections = self.variables.written()
-        self.variables.forget()
-        states = [_collection(collections, path, x) for path, x in with_paths]
-        ids = set(map(id, caches))
-        states += [CACHE if id(x) in ids else "state" for x in written]
-        returned = [
-            (x, state)
-            for x, place, state in zip(
-                outputs + written, self.places, states, strict=True
-            )
-            if place is _ARRAY
-        ]
-        self.states = [self._dtype_of(*each) for each in returned]
-        return [x for x, _ in returned]
 
-    def _dtype_of(self, array: Any, state: str | None) -> np.dtype | None:
+    def _returned(
+        self,
+        results: PyTree,
+        arrays: Sequence[jax.Array],
+        split: Callable[[Sequence[object]], Written],
+    ) -> list[jax.Array]:
+        """Returns the outputs of the program, and keeps `outputs`."""
+        paths, tree = jax.tree_util.tree_flatten_with_path(results, is_leaf=is_node)
+        collections = self.variables.written()
+        leaves: list[tuple[PyTree, str | None]] = [
+            (
+                without_scopes(x, self.objects.depth)
+                if isinstance(x, nnx.GraphDef)
+                else x,
+                _collection(collections, path, x),
+            )
+            for path, x in paths
+        ]
+        self.variables.forget()
+        is_object = [is_node(x) and not isinstance(x, nnx.GraphDef) for x, _ in leaves]
+        written = split([x for _, x in itertools.compress(paths, is_object)])
+        slots = [
+            _OBJECT if object_ else _ARRAY if _is_array(x) else x
+            for (x, _), object_ in zip(leaves, is_object, strict=True)
+        ]
+        inputs = {id(x): _Input(i) for i, x in enumerate(arrays)}
+        slots += [
+            inputs.get(id(x), _ARRAY) if _is_array(x) else x for x in written.leaves
+        ]
+        caches = set(map(id, written.caches))
+        leaves += [(x, CACHE if id(x) in caches else "state") for x in written.leaves]
+        outputs = [
+            each for each, slot in zip(leaves, slots, strict=True) if slot is _ARRAY
+        ]
+        states = [self._dtype_of(x, state) for x, state in outputs]
+        unflatten = functools.partial(jax.tree.unflatten, tree)
+        self.outputs = Outputs(unflatten, len(paths), slots, states, written.merged)
+        return [x for x, _ in outputs]
+
+    def _dtype_of(self, array: jax.Array, state: str | None) -> np.dtype | None:
         if state == CACHE and array.dtype == F32:
             widened = filter(None, itertools.compress(self.held, self.is_cache))
             return next(widened, array.dtype)
         return None if state is None else array.dtype
 
-    def returned(self, results: Sequence[Any]) -> Any:
-        """As `TracedCall.returned`."""
-        remaining = iter(results)
-        filled = [
-            next(remaining)
-            if place is _ARRAY
-            else self.arrays[place.position]
-            if isinstance(place, _Input)
-            else place
-            for place in self.places
-        ]
-        made = iter(self.objects.outside(filled[self.count :]))
-        outputs = [next(made) if x is _OBJECT else x for x in filled[: self.count]]
-        return jax.tree.unflatten(self.output_tree, outputs)
-
 
 def _collection(
-    written: dict[int, list[tuple[str, ...]]], path: Any, leaf: Any
+    written: Mapping[int, Sequence[tuple[str, ...]]],
+    path: jax.tree_util.KeyPath,
+    leaf: object,
 ) -> str | None:
-    """The collection that an output is a variable of, if it is one.
+    """Returns the linen collection that an output is a variable of, if it is one.
 
-    The array that a variable holds may be another output too, as what is sown may be:
-    a variable stands under its names.
+    The array that a variable holds may be another output too, for example if it is
+    sown: a variable stands under its names.
     """
     keys = dict_keys(path)
     for collection, *names in written.get(id(leaf), ()):
@@ -277,7 +313,7 @@ def _collection(
     return None
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> TypeGuard[jax.Array]:
     if isinstance(leaf, np.ndarray | np.generic):
         # Arrays of text, objects and dates are no arrays to JAX.
         return leaf.dtype.kind not in "SUOMm"

@@ -1,4 +1,4 @@
-"""linen under autocast: every module that is called gets the policy that it should.
+"""linen under autocast: every module that is called opens the scope of its policy.
 
 linen names its scopes itself, and `nn.intercept_methods` sees every call.
 """
@@ -6,20 +6,21 @@ linen names its scopes itself, and `nn.intercept_methods` sees every call.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import jax
 from flax import linen as nn
 from flax import nnx
+from flax.core import Scope
 
+from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.patterns import ModuleInfo
 from jmp_amp.transform import nnx_modules, scopes
 
-# The attribute of a linen module class that holds its own policy.
+# The attribute of a marked linen module class that holds its policy.
 MODULE_POLICY = "_amp_policy"
 
-
+# The collection of decoding caches.
 CACHE = "cache"
 
 
@@ -31,8 +32,8 @@ class Variables:
     """
 
     def __init__(self) -> None:
-        self._roots: dict[int, Any] = {}
-        self.caches: list[Any] = []
+        self._roots: dict[int, Scope] = {}
+        self.caches: list[object] = []
 
     def add(self, module: nn.Module) -> None:
         scope = module.scope
@@ -41,9 +42,9 @@ class Variables:
             self.caches += jax.tree.leaves(scope.root.variables().get(CACHE))
 
     def written(self) -> dict[int, list[tuple[str, ...]]]:
-        """Returns where the arrays in mutable collections are, by their identity.
+        """Returns the paths of the arrays in mutable collections, by their identity.
 
-        A place begins with the collection; then come the names of the modules and that
+        A path begins with the collection; then come the names of the modules and that
         of the variable.
         """
         found: dict[int, list[tuple[str, ...]]] = {}
@@ -59,7 +60,7 @@ class Variables:
         self.caches.clear()
 
 
-def dict_keys(path: Iterable[Any]) -> tuple[str, ...]:
+def dict_keys(path: jax.tree_util.KeyPath) -> tuple[str, ...]:
     """Returns the keys of dictionaries in the path of a leaf."""
     return tuple(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))
 
@@ -68,35 +69,29 @@ def dict_keys(path: Iterable[Any]) -> tuple[str, ...]:
 def intercepted() -> Iterator[Variables]:
     """While tracing inside, linen modules that are called open their scopes."""
     variables = Variables()
-    # For every call that is running, what `nn.jit` in it has to know.
+    # For every call that is running, the context that an `nn.jit` in it is traced in.
     calls: list[contextlib.ExitStack] = []
 
     def interceptor(
-        next_fun: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        next_fun: AnyFn,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
         context: nn.module.InterceptorContext,
-    ) -> Any:
+    ) -> object:
         module, method = context.module, context.method_name
-        found = scopes.active()
         is_internal = method == "setup" or (
             method.startswith("__") and method != "__call__"
         )
-        if found is None or is_internal or module.scope is None:
+        if scopes.active() is None or is_internal or module.scope is None:
             return next_fun(*args, **kwargs)
         variables.add(module)
-        path = module.path
         if not method.isidentifier():
             # The class is one that `nn.jit(Block)` made. Its `__call__` is no method to
-            # linen, only what it asks the module before: JAX would trace the block once
-            # for all its places, which a map may tell apart. So the place is part of
-            # the key of JAX's cache from here to the next such call.
-            if found.policies.sees_paths and calls and module.name:
-                where = (*(scopes.running() or ()), module.name)
-                calls[-1].close()
-                calls[-1].enter_context(scopes.activate(found._replace(where=where)))
+            # linen, only what it asks the module before.
+            if calls and module.name:
+                _enter_jitted(calls[-1], module.name)
             return next_fun(*args, **kwargs)
-        info = ModuleInfo(path, type(module), module.name, method)
+        info = ModuleInfo(module.path, type(module), module.name, method)
         own = getattr(type(module), MODULE_POLICY, None)
         with scopes.module_scope(info, own), contextlib.ExitStack() as inside:
             if isinstance(module, nnx.bridge.ToLinen):
@@ -114,8 +109,21 @@ def intercepted() -> Iterator[Variables]:
         variables.forget()
 
 
+def _enter_jitted(call: contextlib.ExitStack, name: str) -> None:
+    """Makes the path of an `nn.jit` module a part of the key of JAX's cache.
+
+    JAX would trace the module once for all its paths, which a map may tell apart. The
+    path is a part of the key from here to the next such module of the same call.
+    """
+    found = scopes.active()
+    if found is not None and found.policies.sees_paths:
+        where = (*(scopes.running() or ()), name)
+        call.close()
+        call.enter_context(scopes.activate(found._replace(where=where)))
+
+
 @contextlib.contextmanager
-def _made_with_scopes(module: Any) -> Iterator[None]:
+def _made_with_scopes(module: nnx.bridge.ToLinen) -> Iterator[None]:
     """The nnx module that a bound `ToLinen` makes at every call opens its scopes."""
     cls = module.nnx_class
     if isinstance(cls, type) and issubclass(cls, nnx.Module):

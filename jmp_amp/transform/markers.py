@@ -1,16 +1,16 @@
-"""Regions: parts of a program that have a policy of their own.
+"""Regions: parts of a program that have another policy.
 
 Outside `autocast` a marked function is the function that it marks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TypeGuard, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,21 @@ from flax import linen as nn
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_amp.policies.dtypes import F32, floating_dtype, is_castable
+from jmp_amp.policies.dtypes import (
+    F32,
+    AnyFn,
+    PyTree,
+    floating_dtype,
+    is_castable,
+)
 from jmp_amp.policies.policy import Policy, get_policy
 from jmp_amp.transform import linen_modules, scopes
+from jmp_amp.transform.nnx_modules import subclass
+
+Marked = TypeVar("Marked")
 
 
-def with_policy(policy: Policy | str) -> Callable[[Callable[..., Any]], Any]:
+def with_policy(policy: Policy | str) -> Callable[[Marked], Marked]:
     """Returns a decorator: under autocast, what it marks runs with `policy`.
 
     It marks a function, a method, a Flax module class (the result is a subclass) or a
@@ -62,31 +71,26 @@ def with_policy(policy: Policy | str) -> Callable[[Callable[..., Any]], Any]:
             "float32."
         )
 
-    def mark(fn: Any) -> Any:
+    def mark(fn: Marked) -> Marked:
         if isinstance(fn, nn.Module | nnx.Module):
-            return _marked_module(fn, policy)
+            return cast(Marked, _marked_module(fn, policy))
         if isinstance(fn, type) and issubclass(fn, nn.Module | nnx.Module):
-            return _marked_class(fn, policy)
+            return cast(Marked, _marked_class(fn, policy))
         if not callable(fn) or isinstance(fn, type):
             raise TypeError(
                 f"with_policy({str(policy)!r})({fn!r}): it marks a function, a method "
                 f"or a Flax module, found {type(fn).__name__}. Write "
                 "with_policy(policy)(fn)."
             )
-        return _marked(fn, policy)
+
+        @functools.wraps(fn, updated=())
+        def marked(*args: object, **kwargs: object) -> object:
+            with scopes.active_scope(policy):
+                return fn(*args, **kwargs)
+
+        return cast(Marked, marked)
 
     return mark
-
-
-def _marked(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    @functools.wraps(fn, updated=())
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        if scopes.active_policy() is None:
-            return fn(*args, **kwargs)
-        with scopes.active_scope(policy):
-            return fn(*args, **kwargs)
-
-    return marked
 
 
 @functools.cache
@@ -94,34 +98,31 @@ def _marked_class(module: type, policy: Policy) -> type:
     """Returns a subclass of the same name whose methods run with `policy`."""
     if issubclass(module, nn.Module):
         # The interceptor of autocast opens the scope: linen wraps methods by itself.
-        methods: dict[str, Any] = {linen_modules.MODULE_POLICY: policy}
-    else:
-        base = vars(nnx.Module).keys() | vars(nnx.Pytree).keys()
-        methods = {
-            name: _marked(method, policy)
-            for name, method in inspect.getmembers(module, inspect.isfunction)
-            if name == "__call__" or not (name.startswith("_") or name in base)
-        }
-    kept = {
-        name: getattr(module, name)
-        for name in ("__module__", "__qualname__", "__doc__")
-    }
-    metaclass: Any = type(module)
-    return metaclass(module.__name__, (module,), {**kept, **methods})
+        return subclass(module, {linen_modules.MODULE_POLICY: policy}, None)
+
+    def enter(_: nnx.Module, method: str) -> contextlib.AbstractContextManager[None]:
+        # A private method is called by the module itself, in the region of the caller.
+        is_private = method.startswith("_") and method != "__call__"
+        is_inside = is_private and scopes.active_policy() == policy
+        return contextlib.nullcontext() if is_inside else scopes.active_scope(policy)
+
+    return subclass(module, {}, enter)
 
 
-def _marked_module(module: Any, policy: Policy) -> Any:
+def _marked_module(
+    module: nn.Module | nnx.Module, policy: Policy
+) -> nn.Module | nnx.Module:
     """Returns a module of a marked class that shares all state with `module`."""
-    if isinstance(module, nn.Module):
-        # One that is a part of another module already is known to it by its identity.
-        marked = module if module.parent is not None else module.clone()
-    else:
+    if isinstance(module, nnx.Module):
         marked = copy.copy(module)
+    else:
+        # A part of another module is known to that module by its identity.
+        marked = module if module.parent is not None else module.clone()
     object.__setattr__(marked, "__class__", _marked_class(type(module), policy))
     return marked
 
 
-def full_precision(fn: Callable[..., Any]) -> Callable[..., Any]:
+def full_precision(fn: Marked) -> Marked:
     """Returns `fn` that computes in float32 under autocast: `with_policy("float32")`.
 
     In float32 code `x.astype(jnp.float32)` is no operation and leaves no trace; this is
@@ -140,9 +141,7 @@ def full_precision(fn: Callable[..., Any]) -> Callable[..., Any]:
     return with_policy("float32")(fn)
 
 
-def cast_inputs(
-    fn: Callable[..., Any], dtype: DTypeLike | None = None
-) -> Callable[..., Any]:
+def cast_inputs(fn: AnyFn, dtype: DTypeLike | None = None) -> AnyFn:
     """Returns `fn` that is traced with its float inputs in `dtype` under autocast.
 
     For functions that autocast does not look into: a `custom_vjp`, a Pallas kernel, an
@@ -189,30 +188,29 @@ def cast_inputs(
         )
 
     @functools.wraps(fn, updated=())
-    def cast(*args: Any, **kwargs: Any) -> Any:
+    def cast_fn(*args: object, **kwargs: object) -> PyTree:
         policy = scopes.active_policy()
         if policy is None:
             return fn(*args, **kwargs)
         target = policy.compute_dtype if chosen is None else chosen
-        changed: list[Any] = []
+        inputs = [leaf for leaf in jax.tree.leaves((args, kwargs)) if _is_cast(leaf)]
+        lowers = target != F32 and any(leaf.dtype == F32 for leaf in inputs)
 
-        def lower(leaf: Any) -> Any:
-            if not isinstance(leaf, jax.Array | np.ndarray) or not is_castable(
-                leaf.dtype
-            ):
-                return leaf
-            if leaf.dtype == F32 and target != F32:
-                changed.append(leaf)
-            return jnp.asarray(leaf, target)
+        def lowered(leaf: PyTree) -> PyTree:
+            return jnp.asarray(leaf, target) if _is_cast(leaf) else leaf
 
-        def raised(leaf: Any) -> Any:
+        def raised(leaf: PyTree) -> PyTree:
             # The program goes on in f32; the plan knows that this scope hands on half.
-            widened = isinstance(leaf, jax.Array) and leaf.dtype == target
-            return leaf.astype(F32) if changed and widened else leaf
+            is_low = isinstance(leaf, jax.Array) and leaf.dtype == target
+            return leaf.astype(F32) if lowers and is_low else leaf
 
         inside = dataclasses.replace(policy, compute_dtype=target, output_dtype=target)
         with scopes.active_scope(inside):
-            args, kwargs = jax.tree.map(lower, (args, kwargs))
+            args, kwargs = jax.tree.map(lowered, (args, kwargs))
             return jax.tree.map(raised, fn(*args, **kwargs))
 
-    return cast
+    return cast_fn
+
+
+def _is_cast(leaf: object) -> TypeGuard[jax.Array]:
+    return isinstance(leaf, jax.Array | np.ndarray) and is_castable(leaf.dtype)

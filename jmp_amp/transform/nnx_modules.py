@@ -1,9 +1,12 @@
 """nnx under autocast: objects go in and out as state, modules get their policies.
 
-A function is traced with copies of the nnx objects that it is given or closes over,
-made of tracers; what it does to them reaches the caller's objects afterwards, as with
-`nnx.jit`. The copies are of subclasses whose methods open name scopes: nnx has neither
-scopes nor interceptors of its own.
+Copy, hook, trace, unhook, write back. `Objects` splits the nnx objects that a function
+is given or closes over; `Objects.copied` makes copies of them, of tracers. nnx has
+neither scopes nor interceptors: `_hook` gives every module of a copy its address in the
+model, and makes it one of a subclass whose methods open name scopes. The function is
+traced with the copies. `Objects.split` unhooks them, and returns the leaves that they
+have then: outputs of the program. `Written.merged` writes their values to the caller's
+objects, as `nnx.jit` does.
 """
 
 from __future__ import annotations
@@ -13,29 +16,31 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
 from flax import errors, nnx
+from flax import linen as nn
 
+from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.patterns import ModuleInfo
 from jmp_amp.transform import scopes
 
-# The attribute of a traced copy of a module that holds its `_Place`. nnx takes what is
-# called so for no part of the model: `ToNNX` does not hand it to linen.
-_PLACE = "_pytree__amp_place"
+# The attribute of a traced copy of a module that holds its `_Address`. nnx takes what
+# is called so for no part of the model: `ToNNX` does not hand it to linen.
+_ADDRESS = "_pytree__amp_address"
 
 # The attribute of a class whose methods open scopes.
 _OPENS_SCOPES = "_amp_opens_scopes"
 
 
-class _Place:
-    """Where a module is, as data that nnx and JAX compare when they compare modules.
+class _Address:
+    """Where a module is in a model, as nnx and JAX compare it.
 
-    Modules whose places a map cannot tell apart are alike: two layers of one class can
-    be stacked, or returned by two branches, and are traced once.
+    Modules whose addresses a map cannot tell apart are alike: two layers of one class
+    can be stacked, or returned by two branches, and are traced once.
 
     Attributes:
       path: the names that lead to it.
@@ -54,125 +59,129 @@ class _Place:
         self.key = found.depth, told_by, around if found.policies.entries else ()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Place) and self.key == other.key
+        return isinstance(other, _Address) and self.key == other.key
 
     def __hash__(self) -> int:
         return hash(self.key)
 
 
-def is_node(value: Any) -> bool:
+def is_node(value: object) -> bool:
     """Whether a value is an object of nnx, or the description of one."""
     return isinstance(value, nnx.Pytree | nnx.Variable | nnx.GraphDef)
 
 
 class Objects:
-    """The nnx objects that a function is given, while it is traced and run.
-
-    Use it as a context, and its methods in their order.
+    """The nnx objects that a function is given, split; for use in `update_context`.
 
     Attributes:
-      depth: that of the autocast which traces.
-      states: the arrays and other leaves of the objects; what takes their place, and
-        what they are afterwards, are lists of the same kind.
-      caches: which of the leaves are those of an `nnx.Cache`.
-      parameters: which of the leaves are those of an `nnx.Param`.
+      nodes: the objects, those first that can be written here.
+      depth: that of the autocast that traces.
+      states: the arrays and other leaves of the objects.
+      caches, parameters: which of them are those of `nnx.Cache` and `nnx.Param`.
+
+    Args:
+      nodes: the objects.
+      depth: as above.
+      call: the caller's call as written, for errors.
+      tag: that of the `nnx.update_context`.
     """
 
-    def __init__(self, nodes: Sequence[Any], depth: int, call: str):
-        self.depth, self._call = depth, call
-        self._nodes = [node for node in nodes if not isinstance(node, nnx.GraphDef)]
-        self._written = [_can_be_written(node) for node in self._nodes]
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> Objects:
-        self._stack.enter_context(nnx.update_context(self))
-        with nnx.split_context(self) as context:
-            written = [context.split(node) for node in self._of(self._nodes, True)]
-        fixed = [nnx.split(node) for node in self._of(self._nodes, False)]
-        self._parts = [graphdef for graphdef, _ in [*written, *fixed]]
-        states = [state for _, state in [*written, *fixed]]
-        self.states, self._structure = jax.tree.flatten(states)
+    def __init__(self, nodes: Iterable[object], depth: int, call: str, tag: Hashable):
+        self.depth, self.call, self.tag = depth, call, tag
+        distinct = list({id(node): node for node in nodes}.values())
+        written = [node for node in distinct if _can_be_written(node)]
+        known = set(map(id, written))
+        fixed = [node for node in distinct if id(node) not in known]
+        with nnx.split_context(tag) as context:
+            parts = [context.split(node) for node in written]
+        parts += [nnx.split(node) for node in fixed]
+        self.nodes, self.count = [*written, *fixed], len(written)
+        self.graphdefs = [graphdef for graphdef, _ in parts]
+        states = [state for _, state in parts]
+        self.states, self.structure = jax.tree.flatten(states)
         self.caches = _leaves_of(nnx.Cache, states)
         self.parameters = _leaves_of(nnx.Param, states)
-        return self
 
-    def __exit__(self, *exception: Any) -> None:
-        self._stack.close()
-
-    def inside(self, states: Sequence[Any]) -> dict[int, Any]:
-        """Returns, while tracing, the copies of the nodes by the nodes' identities."""
-        trees = jax.tree.unflatten(self._structure, states)
-        count = sum(self._written)
-        with nnx.merge_context(self, inner=True) as context:
-            copies = [
-                context.merge(*part)
-                for part in zip(self._parts[:count], trees[:count], strict=True)
-            ]
-        copies += [
-            nnx.merge(*part)
-            for part in zip(self._parts[count:], trees[count:], strict=True)
-        ]
+    def copied(self, states: Sequence[object]) -> dict[int, PyTree]:
+        """Returns, while tracing, copies with other leaves, by identity of nodes."""
+        trees = jax.tree.unflatten(self.structure, states)
+        parts = list(zip(self.graphdefs, trees, strict=True))
+        with nnx.merge_context(self.tag, inner=True) as context:
+            copies = [context.merge(*part) for part in parts[: self.count]]
+        copies += [nnx.merge(*part) for part in parts[self.count :]]
         _hook(copies)
-        originals = self._of(self._nodes, True) + self._of(self._nodes, False)
-        self._copies, self._given = copies, list(states)
-        return {id(a): b for a, b in zip(originals, copies, strict=True)}
+        return {id(a): b for a, b in zip(self.nodes, copies, strict=True)}
 
-    def after(self, outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns, while tracing, the leaves of the nodes and those in the outputs.
+    def split(
+        self,
+        copies: Mapping[int, PyTree],
+        states: Sequence[object],
+        outputs: Sequence[object],
+    ) -> Written:
+        """Returns, while tracing, what the copies and the function's outputs hold.
 
-        The second list is of those that are in an `nnx.Cache`.
+        Args:
+          copies: what `copied` returned.
+          states: the leaves that it was given.
+          outputs: the nnx objects among the results of the function.
 
         Raises:
-          flax.errors.TraceContextError: if one was written that must not be.
+          flax.errors.TraceContextError: if an object was written that must not be.
         """
-        _unhook([*self._copies, *outputs], self.depth)
-        count = sum(self._written)
-        with nnx.split_context(self) as context:
-            parts = [context.split(node) for node in [*self._copies[:count], *outputs]]
-        given = set(map(id, self._given))
-        for node in self._copies[count:]:
+        count, tag, nodes = self.count, self.tag, list(copies.values())
+        _unhook([*nodes, *outputs], self.depth)
+        with nnx.split_context(tag) as context:
+            parts = [context.split(node) for node in [*nodes[:count], *outputs]]
+        self._refuse_writes(nodes[count:], states)
+        # The tracers must not outlive the trace: `merged` holds none.
+        graphdefs = [graphdef for graphdef, _ in parts]
+        trees = [state for _, state in parts]
+        leaves, structure = jax.tree.flatten(trees)
+
+        def merged(values: Sequence[object]) -> list[object]:
+            states = jax.tree.unflatten(structure, values)
+            with nnx.merge_context(tag, inner=False) as context:
+                return list(map(context.merge, graphdefs, states))[count:]
+
+        caches = list(itertools.compress(leaves, _leaves_of(nnx.Cache, trees)))
+        return Written(leaves, caches, merged)
+
+    def _refuse_writes(self, fixed: Sequence[PyTree], states: Sequence[object]) -> None:
+        """Raises an error if a copy has other leaves than it was made with."""
+        given = set(map(id, states))
+        for node in fixed:
             for path, variable in nnx.iter_graph(node):
                 if isinstance(variable, nnx.Variable) and any(
                     id(leaf) not in given for leaf in jax.tree.leaves(variable)
                 ):
                     name = "/".join(map(str, path)) or type(variable).__name__
                     raise errors.TraceContextError(
-                        f"{self._call}: the function writes {name!r} of a "
+                        f"{self.call}: the function writes {name!r} of a "
                         f"{type(node).__name__} that belongs to another trace. Pass "
                         "the module to the transformed function around it (nnx.jit, "
                         "nnx.grad, ...) as an argument, instead of closing over it."
                     )
-        self._results = [graphdef for graphdef, _ in parts]
-        # Their tracers must not outlive the trace.
-        del self._copies, self._given
-        states = [state for _, state in parts]
-        leaves, self._result_structure = jax.tree.flatten(states)
-        return leaves, list(itertools.compress(leaves, _leaves_of(nnx.Cache, states)))
-
-    def outside(self, leaves: Sequence[Any]) -> list[Any]:
-        """Returns the outputs, and writes what the function wrote.
-
-        Args:
-          leaves: the values of what `after` returned.
-        """
-        trees = jax.tree.unflatten(self._result_structure, leaves)
-        with nnx.merge_context(self, inner=False) as context:
-            nodes = [
-                context.merge(*part) for part in zip(self._results, trees, strict=True)
-            ]
-        return nodes[sum(self._written) :]
-
-    def _of(self, values: Sequence[Any], written: bool) -> list[Any]:
-        pairs = zip(values, self._written, strict=True)
-        return [value for value, each in pairs if each == written]
 
 
-def method_with_scopes(fn: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
-    """Returns what opens scopes in place of `Model.__call__`, if `fn` is such a method.
+class Written(NamedTuple):
+    """The values that a traced function leaves in nnx objects.
 
-    Args:
-      fn: the function that is called.
-      args: the positional arguments: the first may be a copy of a module.
+    Attributes:
+      leaves: those of the objects that can be written, then those of the outputs.
+      caches: those of them that are in an `nnx.Cache`.
+      merged: given values of the leaves, writes them to the caller's objects, and
+        returns the outputs.
+    """
+
+    leaves: list[object]
+    caches: list[object]
+    merged: Callable[[Sequence[object]], list[object]]
+
+
+def method_with_scopes(fn: AnyFn, args: Sequence[object]) -> AnyFn | None:
+    """Returns the method that opens scopes in place of `fn`, if `fn` is one of args[0].
+
+    The first argument may be a copy of a module: `fn` is `Model.__call__`, for example.
     """
     if not args or not isinstance(args[0], nnx.Module):
         return None
@@ -181,162 +190,118 @@ def method_with_scopes(fn: Any, args: Sequence[Any]) -> Callable[..., Any] | Non
     return getattr(type(args[0]), name) if is_method else None
 
 
-def bound_with_scopes(node: Any, fn: Any) -> Any:
+def bound_with_scopes(node: object, fn: AnyFn) -> types.MethodType:
     """Returns a method of a copy, the one that opens scopes if the class has it."""
     return types.MethodType(method_with_scopes(fn, (node,)) or fn, node)
 
 
-def with_scopes(graphdef: Any) -> Any:
+def with_scopes(graphdef: nnx.GraphDef) -> nnx.GraphDef:
     """Returns the description of the module whose methods open scopes."""
     return _rebuilt(graphdef, _hook)
 
 
-def without_scopes(graphdef: Any, depth: int) -> Any:
+def without_scopes(graphdef: nnx.GraphDef, depth: int) -> nnx.GraphDef:
     """Returns the description of the module as it was outside of this autocast."""
     return _rebuilt(graphdef, functools.partial(_unhook, depth=depth))
 
 
-class _Quiet:
-    """Keeps a subclass from its user's `__init_subclass__`: it is none of theirs.
+Enter = Callable[[nnx.Module, str], contextlib.AbstractContextManager[None]]
 
-    As a base it would change the layout, and no object could become one of the class.
+
+def subclass(cls: type, attributes: Mapping[str, object], enter: Enter | None) -> type:
+    """Returns a subclass of a module class, of the same name and the same layout.
+
+    An object of `cls` can become one of it.
+
+    Args:
+      cls: a module class of linen or nnx.
+      attributes: added to the class.
+      enter: given an object and the name of a method, returns the context in which the
+        method runs. It is asked for `__call__` and all methods of the user, private and
+        decorated ones too; not for static methods, class methods, properties and other
+        names with two underscores.
+    """
+    methods = {} if enter is None else _methods_in(cls, enter)
+    kept = {n: getattr(cls, n) for n in ("__module__", "__qualname__", "__doc__")}
+    options = {}
+    if issubclass(cls, nnx.Module):
+        is_leaf = jax.tree_util.all_leaves([object.__new__(cls)])
+        options = {"pytree": not is_leaf}
+    body = {**kept, **methods, **attributes}
+    metaclass = cast(Callable[..., type], type(cls))
+    new = metaclass(cls.__name__, (_quiet_base(cls), cls), body, **options)
+    # Subclasses of the new class are the user's again.
+    new.__bases__ = (cls,)
+    return new
+
+
+def _quiet_base(cls: type) -> type:
+    """Returns a base that keeps the user's `__init_subclass__` from running.
+
+    That is for classes of the user: it may count them, or want arguments. The base has
+    the layout of `cls`, so that it can be taken out when the subclass is made.
     """
 
-    __slots__ = ()
+    def quiet(new: type, **options: bool) -> None:
+        library = nn.Module if issubclass(cls, nn.Module) else nnx.Module
+        library.__init_subclass__.__func__(new, **options)  # pyright: ignore
 
-    def __init_subclass__(cls, **kwargs: Any):
-        nnx.Module.__init_subclass__.__func__(cls, **kwargs)  # pyright: ignore
+    has_layout = cls
+    while "__dict__" not in vars(has_layout):
+        has_layout = cast(type, has_layout.__base__)
+    bases = (cast(type, has_layout.__base__),)
+    return type("Quiet", bases, {"__init_subclass__": quiet})
+
+
+def _methods_in(cls: type, enter: Enter) -> dict[str, AnyFn]:
+    """The methods of a class, each in its context."""
+
+    def inside(name: str, method: AnyFn | functools.singledispatchmethod) -> AnyFn:
+        @functools.wraps(cast(AnyFn, method))
+        def scoped(self: nnx.Module, *args: object, **kwargs: object) -> object:
+            bound = method.__get__(self, type(self))
+            with enter(self, name):
+                return bound(*args, **kwargs)
+
+        return scoped
+
+    of_the_library = vars(nnx.Module).keys() | vars(nnx.Pytree).keys()
+    no_methods = staticmethod | classmethod | property | type
+    return {
+        name: inside(name, method)
+        for name, method in inspect.getmembers_static(cls)
+        if hasattr(method, "__get__")
+        and (callable(method) or isinstance(method, functools.singledispatchmethod))
+        and not isinstance(method, no_methods)
+        and not (name.startswith("__") and name != "__call__")
+        and (name not in of_the_library or name == "__call__")
+    }
 
 
 @functools.cache
 def class_with_scopes(cls: type) -> type:
     """Returns a subclass of the same name whose methods open name scopes."""
-    base = vars(nnx.Module).keys() | vars(nnx.Pytree).keys()
-    no_methods = staticmethod | classmethod | property | type
-    methods = {
-        name: _with_scope(name, method, cls)
-        for name, method in inspect.getmembers_static(cls)
-        if hasattr(method, "__get__")
-        and (callable(method) or isinstance(method, functools.singledispatchmethod))
-        and not isinstance(method, no_methods)
-        and (name == "__call__" or not (name.startswith("__") or name in base))
-    }
-    names = "__module__", "__qualname__", "__doc__"
-    kept = {name: getattr(cls, name) for name in names}
-    body = {**kept, **methods, _OPENS_SCOPES: True}
-    metaclass = _quiet_metaclass(type(cls))
-    is_pytree = not jax.tree_util.all_leaves([object.__new__(cls)])
-    return metaclass(cls.__name__, (cls,), body, pytree=is_pytree)
+    enter = functools.partial(_scopes_of, cls)
+    return subclass(cls, {_OPENS_SCOPES: True}, enter)
 
 
-@functools.cache
-def _quiet_metaclass(metaclass: Any) -> Any:
-    """Returns a metaclass whose classes have `_Quiet` before what they derive from."""
-
-    def mro(cls: Any) -> list[type]:
-        own, *others = metaclass.mro(cls)
-        return [own, _Quiet, *others]
-
-    return type(metaclass.__name__, (metaclass,), {"mro": mro})
-
-
-def _leaves_of(kind: type[nnx.Variable], states: Any) -> list[bool]:
-    """Which of the leaves of states are those of a kind of Variables."""
-    variables = jax.tree.leaves(states, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    return [
-        isinstance(variable, kind)
-        for variable in variables
-        for _ in jax.tree.leaves(variable)
-    ]
-
-
-def _can_be_written(node: Any) -> bool:
-    """Whether nnx lets the variables of a node be written where we are."""
-    variables = (each for _, each in nnx.iter_graph(node))
-    try:
-        for variable in variables:
-            if isinstance(variable, nnx.Variable):
-                variable.set_raw_value(variable.get_raw_value())
-    except errors.TraceContextError:
-        return False
-    return True
-
-
-def _modules(node: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """The modules that are parts of `node`, or `node` itself, with their paths."""
-    return [
-        (tuple(map(str, path)), each)
-        for path, each in nnx.iter_graph(node)
-        if isinstance(each, nnx.Module)
-    ]
-
-
-def _hook(nodes: Sequence[Any]) -> None:
-    found = []
-    for node in nodes:
-        modules = _modules(node)
-        classes = {path: _original(type(module)) for path, module in modules}
-        for path, module in modules:
-            around = (classes.get(path[:end], nnx.Module) for end in range(len(path)))
-            found.append((path, tuple(around), module))
-    # What is given by itself and as a part of another has the path in the other.
-    for path, around, module in sorted(found, key=lambda each: not each[0]):
-        if _PLACE in vars(module):
-            continue
-        object.__setattr__(module, _PLACE, _Place(path, around))
-        if not _opens_scopes(type(module)):
-            hooked = class_with_scopes(type(module))
-            object.__setattr__(module, "__class__", hooked)
-
-
-def _unhook(nodes: Sequence[Any], depth: int) -> None:
-    for _, module in itertools.chain.from_iterable(map(_modules, nodes)):
-        place = vars(module).get(_PLACE)
-        # What an autocast around this one gave scopes keeps them.
-        if place is None or place.depth == depth:
-            vars(module).pop(_PLACE, None)
-            object.__setattr__(module, "__class__", _original(type(module)))
-
-
-def _original(cls: type) -> type:
-    return cls.__bases__[0] if _opens_scopes(cls) else cls
-
-
-def _opens_scopes(cls: type) -> bool:
-    return _OPENS_SCOPES in vars(cls)
-
-
-def _rebuilt(graphdef: Any, change: Callable[[Sequence[Any]], None]) -> Any:
-    try:
-        node = nnx.graph.unflatten(graphdef, [np.zeros(())] * graphdef.num_leaves)
-        if nnx.graphdef(node) != graphdef:
-            return graphdef
-    except (ValueError, TypeError, RuntimeError, AttributeError):
-        # What it describes cannot be made of zeros; its modules open no scopes.
-        return graphdef
-    change([node])
-    return nnx.graphdef(node)
-
-
-def _with_scope(name: str, method: Any, cls: type) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def scoped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = method.__get__(self, type(self))
-        if scopes.active() is None:
-            return bound(*args, **kwargs)
-        if _PLACE not in vars(self):
-            # It was made of the class itself, and is the outermost one.
-            _hook([self])
-        place = vars(self)[_PLACE]
-        own_name = place.path[-1] if place.path else None
-        info = ModuleInfo(place.path, cls, own_name, name)
-        with (
-            jax.named_scope(_scope_name(info, scopes.running())),
-            scopes.module_scope(info, around=place.around),
-        ):
-            return bound(*args, **kwargs)
-
-    return scoped
+@contextlib.contextmanager
+def _scopes_of(cls: type, module: nnx.Module, method: str) -> Iterator[None]:
+    """While a method of a module of `cls` is traced inside, the scopes of both."""
+    if scopes.active() is None:
+        yield
+        return
+    if _ADDRESS not in vars(module):
+        # It was made of the class itself, and is the outermost one.
+        _hook([module])
+    address = vars(module)[_ADDRESS]
+    own_name = address.path[-1] if address.path else None
+    info = ModuleInfo(address.path, cls, own_name, method)
+    with (
+        jax.named_scope(_scope_name(info, scopes.running())),
+        scopes.module_scope(info, around=address.around),
+    ):
+        yield
 
 
 def _scope_name(info: ModuleInfo, outer: tuple[str, ...] | None) -> str:
@@ -349,3 +314,77 @@ def _scope_name(info: ModuleInfo, outer: tuple[str, ...] | None) -> str:
         path = path[len(outer) :] or path[-1:]
     name = "/".join(path) if path else info.cls.__name__
     return name if info.method == "__call__" else f"{name}.{info.method}"
+
+
+def _leaves_of(kind: type[nnx.Variable], states: PyTree) -> list[bool]:
+    """Which of the leaves of states are those of a kind of Variables."""
+    variables = jax.tree.leaves(states, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return [
+        isinstance(variable, kind)
+        for variable in variables
+        for _ in jax.tree.leaves(variable)
+    ]
+
+
+def _can_be_written(node: object) -> bool:
+    """Whether nnx lets the variables of a node be written where we are."""
+    try:
+        for _, variable in nnx.iter_graph(node):
+            if isinstance(variable, nnx.Variable):
+                variable.set_raw_value(variable.get_raw_value())
+    except errors.TraceContextError:
+        return False
+    return True
+
+
+def _modules(node: object) -> list[tuple[tuple[str, ...], nnx.Module]]:
+    """The modules that are parts of `node`, or `node` itself, with their paths."""
+    return [
+        (tuple(map(str, path)), each)
+        for path, each in nnx.iter_graph(node)
+        if isinstance(each, nnx.Module)
+    ]
+
+
+def _hook(nodes: Sequence[object]) -> None:
+    found = []
+    for node in nodes:
+        modules = _modules(node)
+        classes = {path: _original(type(module)) for path, module in modules}
+        for path, module in modules:
+            around = (classes.get(path[:end], nnx.Module) for end in range(len(path)))
+            found.append((path, tuple(around), module))
+    # What is given by itself and as a part of another has the path in the other.
+    for path, around, module in sorted(found, key=lambda each: not each[0]):
+        if _ADDRESS in vars(module):
+            continue
+        object.__setattr__(module, _ADDRESS, _Address(path, around))
+        hooked = class_with_scopes(_original(type(module)))
+        object.__setattr__(module, "__class__", hooked)
+
+
+def _unhook(nodes: Sequence[object], depth: int) -> None:
+    for _, module in itertools.chain.from_iterable(map(_modules, nodes)):
+        address = vars(module).get(_ADDRESS)
+        # What an autocast around this one gave scopes keeps them.
+        if address is None or address.depth == depth:
+            vars(module).pop(_ADDRESS, None)
+            object.__setattr__(module, "__class__", _original(type(module)))
+
+
+def _original(cls: type) -> type:
+    return cls.__bases__[0] if _OPENS_SCOPES in vars(cls) else cls
+
+
+def _rebuilt(
+    graphdef: nnx.GraphDef, change: Callable[[Sequence[object]], None]
+) -> nnx.GraphDef:
+    try:
+        node = nnx.graph.unflatten(graphdef, [np.zeros(())] * graphdef.num_leaves)
+        if nnx.graphdef(node) != graphdef:
+            return graphdef
+    except (ValueError, TypeError, RuntimeError, AttributeError):
+        # What it describes cannot be made of zeros; its modules open no scopes.
+        return graphdef
+    change([node])
+    return nnx.graphdef(node)

@@ -1,7 +1,7 @@
 """The tracing context of autocast, and the scope that each module opens in it.
 
 Which policy a module gets depends on the map that autocast was given, on the module's
-own mark, and on the modules around it: `module_scope` decides. The name scopes that it
+mark, and on the modules around it: `module_scope` decides. The name scopes that it
 opens are read by `jmp_amp.plan.regions`.
 """
 
@@ -10,33 +10,35 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
 from jmp_amp.plan.regions import scope
-from jmp_amp.policies.patterns import NORM_MODULES, ModuleInfo, Pattern, names_a_norm
+from jmp_amp.policies.dtypes import F32
+from jmp_amp.policies.patterns import ModuleInfo, is_norm
 from jmp_amp.policies.policy import Policy
-from jmp_amp.policies.policy_map import PolicyMap
+from jmp_amp.policies.policy_map import PolicyMap, matching, matching_nearest
 
 # A module of one library that is made of one of the other: paths go on inside.
 _BRIDGES = (nnx.bridge.ToLinen, nnx.bridge.ToNNX)
 
 
 class Active(NamedTuple):
-    """What decides, while autocast traces, the policy of a module that is called.
+    """Tracing context of the innermost autocast.
 
     Attributes:
       policy: the policy in force.
       policies: the map that autocast was given.
-      in_norm: inside of a norm layer, which may call the layer that it normalises.
-      base: the path of the module of the other library that wraps what is called.
-      where: the path of the module that is running, if the map may tell paths apart.
-      depth: how many other autocasts this one is inside of.
+      in_norm: whether a norm layer is running; it may call the layer that it
+        normalises.
+      base: the path of the bridge to the other library that is running.
+      where: the path of the module that is running, if the map can tell paths apart.
+      depth: the number of autocasts around this one.
     """
 
     policy: Policy
@@ -65,7 +67,7 @@ def running() -> tuple[str, ...] | None:
 
 
 def active() -> Active | None:
-    """Returns what the autocast that is tracing has set, or None outside."""
+    """Returns the context of the autocast that is tracing, or None outside."""
     return _active.value
 
 
@@ -75,18 +77,18 @@ def active_policy() -> Policy | None:
     return None if found is None else found.policy
 
 
-@contextlib.contextmanager
-def activate(state: Active) -> Iterator[None]:
-    """While tracing inside, `state` is what decides."""
-    with _active(state):
-        yield
+def activate(state: Active) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which `state` is the tracing context."""
+    return _active(state)
 
 
 @contextlib.contextmanager
 def active_scope(policy: Policy) -> Iterator[None]:
-    """As `scope`, and the policies of modules inside derive from `policy`."""
+    """While autocast traces inside, `policy` is in force; outside, nothing changes."""
     found = active()
-    assert found is not None
+    if found is None:
+        yield
+        return
     with _active(found._replace(policy=policy)), scope(policy):
         yield
 
@@ -95,11 +97,27 @@ def active_scope(policy: Policy) -> Iterator[None]:
 def module_scope(
     info: ModuleInfo, own: Policy | None = None, around: tuple[type, ...] = ()
 ) -> Iterator[None]:
-    """What a method of a module traces has the policy that the module should have.
+    """While a method of a module is traced inside, the module's policy is in force.
+
+    | the module                        | its policy       | opens a region         |
+    | --------------------------------- | ---------------- | ---------------------- |
+    | is marked                         | the mark         | always                 |
+    | matches an entry, or is a part of | that of the      | if it differs from     |
+    | modules that do and do not run    | nearest match    | the policy in force    |
+    | else                              | the one in force | no                     |
+
+    Inside that region, `__call__` opens a second one for two kinds of modules:
+
+    | the module                        | the policy of its `__call__`              |
+    | --------------------------------- | ----------------------------------------- |
+    | is a norm, if no entry names one  | `norm_policy` of its policy               |
+    | has no region, in that of a norm  | its policy, with half-precision outputs   |
+
+    The second kind is the layer whose weights `WeightNorm` or `SpectralNorm` normalise.
 
     Args:
       info: the module and the method; its path is relative to `Active.base`.
-      own: the policy that the module itself is marked with, if it is.
+      own: the policy that the module is marked with.
       around: the classes of the modules that it is a part of, the outermost first, as
         far as they are known.
     """
@@ -108,50 +126,73 @@ def module_scope(
         yield
         return
     info = info._replace(path=found.base + info.path)
-    marked, literal = own is not None, False
+    policy, names_norm, matched = own, False, []
     if found.policies.entries:
-        entry = _entry_of(found.policies, info, around)
-        if own is None and entry is not None:
-            pattern, own = entry
-            literal = names_a_norm(pattern)
+        matched = _matching(found.policies, info, around)
+        if own is None and matched:
+            pattern, policy = found.policies.entries[matched[-1]]
+            names_norm = is_norm(pattern)
         if found.policies.sees_paths and _may_be_jitted(info.cls):
             found = found._replace(where=info.path)
-    is_norm = issubclass(info.cls, NORM_MODULES) and not literal
     if issubclass(info.cls, _BRIDGES):
         found = found._replace(base=info.path)
+    opened: list[Policy] = []
+    # A glob may match a block and all that is in it: that is one region.
+    if policy is not None and (own is not None or policy != found.policy):
+        found = found._replace(policy=policy, in_norm=False)
+        opened.append(policy)
+    if info.method == "__call__":
+        normalises = is_norm(info.cls) and not names_norm
+        if normalises:
+            opened.append(norm_policy(found.policy))
+        elif found.in_norm:
+            opened.append(found.policy.with_output_dtype(found.policy.compute_dtype))
+        found = found._replace(in_norm=normalises)
     with contextlib.ExitStack() as stack:
-        # A glob may match a block and all that is in it: that is one region.
-        if own is not None and (marked or own != found.policy):
-            found = found._replace(policy=own, in_norm=False)
-            stack.enter_context(scope(own))
-        policy = found.policy
-        if info.method == "__call__" and is_norm:
-            found = found._replace(in_norm=True)
-            stack.enter_context(scope(norm_policy(policy)))
-        elif info.method == "__call__" and found.in_norm:
-            # WeightNorm and SpectralNorm call the layer whose weights they normalise:
-            # it has its own policy, not theirs.
-            found = found._replace(in_norm=False)
-            stack.enter_context(scope(policy.with_output_dtype(policy.compute_dtype)))
+        for each in opened:
+            stack.enter_context(scope(each))
+        if matched:
+            stack.enter_context(jax.named_scope(_noted(matched, found.depth)))
         stack.enter_context(_active(found))
         stack.callback(_running.reset, _running.set(info.path))
         yield
 
 
-def _entry_of(
+def _matching(
     policies: PolicyMap, info: ModuleInfo, around: tuple[type, ...]
-) -> tuple[Pattern, Policy] | None:
-    """The entry of a module, or of what it is a part of and that was never called.
+) -> list[int]:
+    """Returns the entries of a module, and of the modules around it that do not run.
 
-    A module that is running has passed its policy on already; `self.encoder.layers[0]`
-    may be called by what the encoder is a part of.
+    A module that runs has passed its policy on already. Others may never be called:
+    `self.encoder.layers[0]` may be called by the module that holds the encoder.
     """
     outer = running()
-    if outer is None:
-        return policies.match_nearest(info, around)
-    if info.path[: len(outer)] != outer:
-        return policies.match(info)
-    return policies.match_nearest(info, around, len(outer) + 1)
+    if outer is not None and info.path[: len(outer)] != outer:
+        return matching(policies, info)
+    start = 0 if outer is None else len(outer) + 1
+    return matching_nearest(policies, info, around, start)
+
+
+def _noted(matched: Sequence[int], depth: int) -> str:
+    """Returns the name scope that says which entries of a map matched a module.
+
+    `jmp_amp.plan.regions` takes it for the name of a transformation and leaves it out.
+    """
+    return f"amp_entries_{'_'.join(map(str, [depth, *matched]))}()"
+
+
+def noted(program: str, depth: int) -> set[int]:
+    """Returns the entries of the map of an autocast that matched modules of a program.
+
+    JAX traces a jitted helper once, and gives its jaxpr to the next autocast with an
+    equal map: only the name scopes of that jaxpr tell which entries matched.
+
+    Args:
+      program: the text of a jaxpr, with its name stacks.
+      depth: that of the autocast, see `Active`.
+    """
+    found = re.findall(rf"amp_entries_{depth}((?:_\d+)+)\(\)", program)
+    return {int(number) for each in found for number in each[1:].split("_")}
 
 
 def _may_be_jitted(cls: type) -> bool:
@@ -165,5 +206,5 @@ def _may_be_jitted(cls: type) -> bool:
 def norm_policy(policy: Policy) -> Policy:
     """Returns the policy of a norm module: compute in f32, hand on `policy`'s half."""
     return dataclasses.replace(
-        policy, compute_dtype=jnp.float32, output_dtype=policy.compute_dtype
+        policy, compute_dtype=F32, output_dtype=policy.compute_dtype
     )
