@@ -1,9 +1,8 @@
-"""The f32 originals of half-precision parameters: what optimizers may begin with."""
+"""The f32 originals of half-precision parameters, with which an optimizer may begin."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,102 +10,76 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from jmp_amp.policies.dtypes import F32, is_castable, is_half
-from jmp_amp.training.rounding import remainder_of
-from jmp_amp.training.states import WEIGHT_STATES, KahanState, MasterWeightsState
+from jmp_amp.policies.dtypes import F32, PyTree, is_castable, is_half
+from jmp_amp.training.digits import DIGIT_STATES
+from jmp_amp.training.structures import key_paths, leaves_by_path
 
 
-def originals_of(params: Any, init_from: Any, call: str) -> dict[str, Any]:
-    """Returns the leaves of `init_from` for the half ones of `params`, by their path.
+def first_values(params: PyTree, init_from: PyTree | None, call: str) -> PyTree:
+    """Returns `params` with its half leaves as new float32 arrays.
 
     Args:
-      params: what `init` was given.
-      init_from: the tree (or nnx module) that they were cast from, or None.
+      params: the tree that `init` was given.
+      init_from: the tree (or nnx module) that the half leaves were cast from, and whose
+        digits the new arrays have; or None.
       call: the optimizer's name, to begin errors with.
 
     Raises:
-      ValueError: if one is missing in `init_from` or is not the rounded one there.
+      ValueError: if a leaf is missing in `init_from`, or rounds to another number.
     """
-    if init_from is None:
-        return {}
-    call = f"{call}(inner, init_from=...)"
     if isinstance(init_from, nnx.Module):
         init_from = nnx.state(init_from)
-    found = dict(_leaves_by_path(nnx.as_pure(init_from)))
-    originals = {}
-    pure = _leaves_by_path(nnx.as_pure(params))
-    for (name, leaf), (path, _) in zip(pure, _leaves_by_path(params), strict=True):
-        if not is_half(getattr(leaf, "dtype", None)):
-            continue
-        original = found.get(name)
-        is_float = is_castable(getattr(original, "dtype", None))
-        if not is_float or np.shape(cast(Any, original)) != leaf.shape:
-            fact = jax.typeof(original) if hasattr(original, "dtype") else "nothing"
-            raise ValueError(
-                f"{call}: the parameter at {name} is {jax.typeof(leaf)}, but there it "
-                f"is {fact}. Give the tree that the parameters were cast from."
-            )
-        original = _beside(original, leaf)
-        if _differs(leaf, original):
-            raise ValueError(
-                f"{call}: the parameter at {name} is not the one there, rounded to "
-                f"{leaf.dtype.name}. Give the tree that the parameters were cast from."
-            )
-        originals[path] = original
-    return originals
+    found = dict(leaves_by_path(nnx.as_pure(init_from)))
+    leaves, structure = jax.tree.flatten(params)
+    call = f"{call}(inner, init_from=...)"
+    for index, path in enumerate(key_paths(nnx.as_pure(params))):
+        leaf = leaves[index]
+        if is_half(getattr(leaf, "dtype", None)):
+            if init_from is not None:
+                _check_original(leaf, found.get(path), path, call)
+            leaves[index] = _new_float32(found.get(path, leaf), leaf)
+    return structure.unflatten(leaves)
 
 
-def begin_with(opt_state: Any, params: Any, originals: Any) -> Any:
+def begin_with(opt_state: PyTree, params: PyTree, originals: PyTree) -> PyTree:
     """Returns a new optimizer state that has all digits of the original parameters.
 
-    As `init_from=` of `with_master_weights` and `with_kahan`, for a state of theirs
-    that was begun without.
+    As `init_from=` of `with_master_weights` and `with_kahan`, for a state that began
+    without it.
 
     Args:
-      opt_state: a state that holds such ones, or none. What is in `nnx.Variable`s is
-        changed in place.
+      opt_state: any optimizer's state. `nnx.Variable`s in it are changed in place.
       params: the half-precision parameters.
       originals: the parameters before they were cast.
-
-    Example:
-      >>> import jmp_amp as amp, optax
-      >>> from jmp_amp.training.originals import begin_with
-      >>> state = amp.with_master_weights(optax.sgd(0.1)).init(jnp.bfloat16(1.001))
-      >>> begin_with(state, jnp.bfloat16(1.001), jnp.float32(1.001)).masters
-      Array(1.001, dtype=float32)
     """
-    cast, found = (
-        dict(_leaves_by_path(nnx.as_pure(each))) for each in (params, originals)
-    )
+    stored = dict(leaves_by_path(nnx.as_pure(params)))
+    found = dict(leaves_by_path(nnx.as_pure(originals)))
 
-    def begun(node: Any) -> Any:
-        if isinstance(node, MasterWeightsState):
-            of = lambda name: jnp.array(  # noqa: E731
-                _beside(found[name], cast[name]), F32, copy=True
-            )
-            return node._replace(masters=_replaced(node.masters, of))
-        if isinstance(node, KahanState):
-            of = lambda name: remainder(  # noqa: E731
-                cast[name], _beside(found[name], cast[name])
-            )
-            return node._replace(compensation=_replaced(node.compensation, of))
-        return node
+    def begun(node: PyTree) -> PyTree:
+        if not isinstance(node, DIGIT_STATES):
+            return node
+
+        def first(path: str) -> jax.Array:
+            leaf = stored[path]
+            return node.first(leaf, _new_float32(found[path], leaf))
+
+        return node.with_kept(_replaced(node.kept, first))
 
     return jax.tree.map(
-        begun, opt_state, is_leaf=lambda node: isinstance(node, WEIGHT_STATES)
+        begun, opt_state, is_leaf=lambda node: isinstance(node, DIGIT_STATES)
     )
 
 
-def _replaced(tree: Any, of: Callable[[str], jax.Array]) -> Any:
-    """`tree` with `of` the path of each leaf in its place."""
-    names = iter(_leaves_by_path(nnx.as_pure(tree)))
+def _replaced(tree: PyTree, of: Callable[[str], jax.Array]) -> PyTree:
+    """Returns `tree` with `of` the key path of each leaf in its place."""
+    paths = iter(key_paths(nnx.as_pure(tree)))
     leaves, structure = jax.tree.flatten(
         tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
     )
     for index, leaf in enumerate(leaves):
         if not jax.tree.leaves(leaf):
             continue  # A Variable whose value is masked.
-        value = of(next(names)[0])
+        value = of(next(paths))
         if isinstance(leaf, nnx.Variable):
             leaf.set_value(value)
         else:
@@ -114,38 +87,37 @@ def _replaced(tree: Any, of: Callable[[str], jax.Array]) -> Any:
     return structure.unflatten(leaves)
 
 
-@jax.jit
-def remainder(param: Any, original: Any) -> jax.Array:
-    """Returns what a half-precision parameter lacks of its original: int16.
+def _check_original(leaf: jax.Array, original: PyTree, path: str, call: str) -> None:
+    dtype = getattr(original, "dtype", None)
+    if not is_castable(dtype) or np.shape(original) != leaf.shape:
+        fact = "nothing" if dtype is None else jax.typeof(original)
+        raise ValueError(
+            f"{call}: the parameter at {path} is {jax.typeof(leaf)}, but there it "
+            f"is {fact}. Give the tree that the parameters were cast from."
+        )
+    if not (_is_at_hand(leaf) and _is_at_hand(original := _beside(original, leaf))):
+        return
+    rounded = jnp.asarray(original).astype(leaf.dtype)
+    if not jnp.array_equal(rounded, leaf, equal_nan=True):
+        raise ValueError(
+            f"{call}: the parameter at {path} is not the one there, rounded to "
+            f"{leaf.dtype.name}. Give the tree that the parameters were cast from."
+        )
 
-    Counted in 2**-16 of its last place, as in a `KahanState`.
-    """
-    rounded = jnp.asarray(param, F32)
-    return remainder_of(jnp.asarray(original, F32), rounded, param.dtype)
+
+def _new_float32(original: PyTree, leaf: PyTree) -> jax.Array:
+    return jnp.array(_beside(original, leaf), F32, copy=True)
 
 
-def _leaves_by_path(tree: Any) -> list[tuple[str, Any]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
-
-
-def _beside(original: Any, leaf: Any) -> Any:
-    """`original` on the devices of `leaf`, split as it is."""
+def _beside(original: PyTree, leaf: PyTree) -> PyTree:
+    """Returns `original` on the devices of `leaf`, with the same sharding."""
     if isinstance(original, Tracer) or not _is_at_hand(leaf):
         return original
-    # What is put somewhere stays there, and a step with such an argument is compiled
-    # for it: anew, if what the step returns is not.
+    # An array that was put somewhere is committed to that place. A step that is given
+    # one is compiled for it, and again if its result is not committed.
     return jax.device_put(original, leaf.sharding) if leaf.committed else original
 
 
-def _is_at_hand(array: Any) -> bool:
+def _is_at_hand(array: PyTree) -> bool:
     is_known = isinstance(array, jax.Array) and not isinstance(array, Tracer)
     return is_known and array.is_fully_addressable
-
-
-def _differs(leaf: Any, original: Any) -> bool:
-    """Whether `leaf` is surely not `original` rounded."""
-    if not (_is_at_hand(leaf) and _is_at_hand(original)):
-        return False
-    rounded = jnp.asarray(original).astype(leaf.dtype)
-    return not bool(jnp.array_equal(rounded, leaf, equal_nan=True))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from jmp_amp.policies.dtypes import F32, cast_leaf, is_castable
+from jmp_amp.policies.dtypes import F32, PyTree, cast_leaf, is_castable
 from jmp_amp.policies.patterns import NORM_MODULES, ModuleInfo, names_a_norm
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map, warn_of_unmatched
@@ -87,7 +87,7 @@ def cast_params(
     if model is not None:
         modules |= _modules_of(model, params if is_collections else {"params": params})
 
-    def leaf_in_its_dtype(keys: Any, leaf: Any) -> Any:
+    def leaf_in_its_dtype(keys: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
         if is_collections and str(getattr(keys[0], "key", "")) != "params":
             return leaf
         path = _path(keys, is_collections)[:-1]
@@ -157,7 +157,9 @@ def _modules_in(paths: Iterable[tuple[str, ...]], policies: PolicyMap) -> _Modul
     return modules
 
 
-def _modules_of(model: Any, variables: Any = None) -> _Modules:
+def _modules_of(
+    model: nn.Module | nnx.Module, variables: PyTree | None = None
+) -> _Modules:
     """The modules that a model holds, as far as it tells."""
     if isinstance(model, nnx.Module):
         found = {
@@ -166,7 +168,7 @@ def _modules_of(model: Any, variables: Any = None) -> _Modules:
             if isinstance(node, nnx.Module)
         }
     else:
-        found = dict(_bound_modules(model.bind(variables)))
+        found = dict(_bound_modules(model.bind(variables or {})))
     return {
         path: _Module(cls, issubclass(cls, NORM_MODULES)) for path, cls in found.items()
     }
@@ -185,16 +187,16 @@ def _bound_modules(module: nn.Module) -> Iterator[tuple[tuple[str, ...], type]]:
             yield from _bound_modules(child)
 
 
-def _path(keys: Sequence[Any], is_collections: bool) -> tuple[str, ...]:
+def _path(keys: jax.tree_util.KeyPath, is_collections: bool) -> tuple[str, ...]:
     names = [key.key for key in keys if isinstance(key, jax.tree_util.DictKey)]
     return _names(names[is_collections:])
 
 
-def _names(path: Iterable[Any]) -> tuple[str, ...]:
+def _names(path: Iterable[object]) -> tuple[str, ...]:
     return tuple(map(str, path))
 
 
-def _cast(tree: Any, dtype: np.dtype) -> Any:
+def _cast(tree: PyTree, dtype: np.dtype) -> PyTree:
     return jax.tree.map(
         lambda leaf: (
             cast_leaf(leaf, dtype)
@@ -205,9 +207,9 @@ def _cast(tree: Any, dtype: np.dtype) -> Any:
     )
 
 
-def _is_variable(leaf: Any) -> bool:
+def _is_variable(leaf: object) -> bool:
     return isinstance(leaf, nnx.Variable)
 
 
-def _is_module(value: Any) -> bool:
+def _is_module(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, nn.Module)

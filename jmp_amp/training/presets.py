@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import math
 import numbers
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.training.loss_scale import (
     LossScale,
     dynamic_loss_scale,
@@ -24,7 +26,22 @@ from jmp_amp.training.states import find_loss_scale
 # No system has a floor below this: a scale that is no normal float32 has no reciprocal.
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
-_UNBOUNDED = {"min_scale": _TINY, "max_scale": math.inf}
+
+def _defaults(
+    init_scale: float,
+    growth_interval: int,
+    min_scale: float = _TINY,
+    max_scale: float = math.inf,
+    **others: Any,
+) -> dict[str, Any]:
+    return {
+        "init_scale": init_scale,
+        "growth_interval": growth_interval,
+        "min_scale": min_scale,
+        "max_scale": max_scale,
+        **others,
+    }
+
 
 # The defaults of each system. Sources: torch/amp/grad_scaler.py; apex/amp/scaler.py;
 # paddle/python/paddle/amp/grad_scaler.py; mindspore/python/mindspore/train/
@@ -32,58 +49,22 @@ _UNBOUNDED = {"min_scale": _TINY, "max_scale": math.inf}
 # config.py; colossalai/amp/naive_amp/grad_scaler/dynamic_grad_scaler.py;
 # keras/src/optimizers/loss_scale_optimizer.py; flax/training/dynamic_scale.py;
 # jmp/_src/loss_scale.py.
-_PRESETS: dict[str, dict[str, Any]] = {
-    "torch": {"init_scale": 2.0**16, "growth_interval": 2000, **_UNBOUNDED},
-    "apex": {
-        "init_scale": 2.0**16,
-        "growth_interval": 2000,
-        "min_scale": _TINY,
-        "max_scale": 2.0**24,
-    },
-    "paddle": {
-        "init_scale": 2.0**16,
-        "growth_interval": 2000,
-        "hysteresis_mode": "rearming",
-        **_UNBOUNDED,
-    },
-    "mindspore": {
-        "init_scale": 2.0**24,
-        "growth_interval": 2000,
-        "min_scale": 1.0,
-        "max_scale": math.inf,
-    },
-    "megatron": {
-        "init_scale": 2.0**32,
-        "growth_interval": 1000,
-        "hysteresis": 2,
-        "min_scale": 1.0,
-        "max_scale": math.inf,
-    },
-    "deepspeed": {
-        "init_scale": 2.0**16,
-        "growth_interval": 1000,
-        "hysteresis": 2,
-        "min_scale": 1.0,
-        "max_scale": math.inf,
-    },
-    "colossalai": {
-        "init_scale": 2.0**16,
-        "growth_interval": 1000,
-        "hysteresis": 2,
-        "min_scale": 1.0,
-        "max_scale": 2.0**32,
-    },
-    "keras": {"init_scale": 2.0**15, "growth_interval": 2000, **_UNBOUNDED},
-    "flax": {"init_scale": 2.0**16, "growth_interval": 2000, **_UNBOUNDED},
-    "jmp": {
-        "init_scale": 2.0**15,
-        "growth_interval": 2000,
-        "min_scale": 1.0,
-        "max_scale": math.inf,
-    },
+_PRESETS = {
+    "torch": _defaults(2.0**16, 2000),
+    "apex": _defaults(2.0**16, 2000, max_scale=2.0**24),
+    "paddle": _defaults(2.0**16, 2000, hysteresis_mode="rearming"),
+    "mindspore": _defaults(2.0**24, 2000, min_scale=1.0),
+    "megatron": _defaults(2.0**32, 1000, min_scale=1.0, hysteresis=2),
+    "deepspeed": _defaults(2.0**16, 1000, min_scale=1.0, hysteresis=2),
+    "colossalai": _defaults(2.0**16, 1000, 1.0, 2.0**32, hysteresis=2),
+    "keras": _defaults(2.0**15, 2000),
+    "flax": _defaults(2.0**16, 2000),
+    "jmp": _defaults(2.0**15, 2000, min_scale=1.0),
 }
 
-# What the systems call the parameters of `dynamic_loss_scale`.
+_OUR_NAMES = tuple(inspect.signature(dynamic_loss_scale).parameters)
+
+# The names of our parameters in each system.
 _THEIR_NAMES: dict[str, dict[str, str]] = {
     "apex": {
         "scale_factor": "growth_factor",
@@ -113,10 +94,7 @@ _THEIR_NAMES: dict[str, dict[str, str]] = {
         "delayed_shift": "hysteresis",
     },
     "colossalai": {"initial_scale": "init_scale"},
-    "keras": {
-        "initial_scale": "init_scale",
-        "dynamic_growth_steps": "growth_interval",
-    },
+    "keras": {"initial_scale": "init_scale", "dynamic_growth_steps": "growth_interval"},
     "flax": {
         "scale": "init_scale",
         "fin_steps": "growth_interval",
@@ -130,65 +108,49 @@ _THEIR_NAMES: dict[str, dict[str, str]] = {
     },
 }
 
-# Parameters that shrink the scale by what they let it grow by.
+# Parameters that set the backoff factor too, to the inverse of the growth factor.
 _BOTH_WAYS = {
-    "apex": ("scale_factor",),
-    "mindspore": ("scale_factor",),
-    "deepspeed": ("scale_factor",),
-    "jmp": ("factor",),
+    "apex": "scale_factor",
+    "mindspore": "scale_factor",
+    "deepspeed": "scale_factor",
+    "jmp": "factor",
 }
 
 _TORCH_KEYS = (
-    "scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "_growth_tracker",
-)
-
-_OUR_NAMES = (
-    "init_scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "min_scale",
-    "max_scale",
-    "hysteresis",
-    "hysteresis_mode",
+    "scale growth_factor backoff_factor growth_interval _growth_tracker".split()
 )
 
 
 def loss_scale_preset(name: str, **overrides: Any) -> LossScale:
     """Returns the dynamic loss scale that another system has by default.
 
-    ============ ========= ======== =========== =============== ====================
-    name         scale     interval overflows   floor           cap
-    ============ ========= ======== =========== =============== ====================
-    torch        2**16     2000     1           2**-126 (none)  f32's largest (none)
-    apex         2**16     2000     1           2**-126 (none)  2**24
-    paddle       2**16     2000     1           2**-126 (none)  f32's largest (none)
-    mindspore    2**24     2000     1           1               f32's largest (none)
-    megatron     2**32     1000     2           1               f32's largest (none)
-    deepspeed    2**16     1000     2           1               f32's largest (none)
-    colossalai   2**16     1000     2           1               2**32
-    keras        2**15     2000     1           2**-126 (none)  f32's largest (none)
-    flax         2**16     2000     1           2**-126 (tiny)  f32's largest
-    jmp          2**15     2000     1           1               f32's largest (none)
-    ============ ========= ======== =========== =============== ====================
+    ============ ========= ======== =========== ======= =======
+    name         scale     interval overflows   floor   cap
+    ============ ========= ======== =========== ======= =======
+    torch        2**16     2000     1           none    none
+    apex         2**16     2000     1           none    2**24
+    paddle       2**16     2000     1           none    none
+    mindspore    2**24     2000     1           1       none
+    megatron     2**32     1000     2           1       none
+    deepspeed    2**16     1000     2           1       none
+    colossalai   2**16     1000     2           1       2**32
+    keras        2**15     2000     1           none    none
+    flax         2**16     2000     1           2**-126 f32 max
+    jmp          2**15     2000     1           1       none
+    ============ ========= ======== =========== ======= =======
 
-    Every one grows by 2 and backs off by 0.5. Where a system has no floor, its scale
-    falls to 0 and writes NaN (torch, Keras); where it has no cap, its scale may reach
-    infinity and stay there (Paddle's dynamic graph, Megatron, DeepSpeed, Keras). Here
-    it stops at the smallest and the largest normal float32: growth that would pass
-    that is refused.
+    All grow by 2 and back off by 0.5. Without a floor, the scale of the original falls
+    to 0 and writes NaN (torch, Keras); without a cap, it may reach infinity and stay
+    there (Paddle's dynamic graph, Megatron, DeepSpeed, Keras). Here "none" is 2**-126
+    and the largest float32: growth that would pass that is refused.
 
-    What differs from the original otherwise: flax grows one step late, after
-    `growth_interval` + 1 finite steps; DeepSpeed raises at its minimum by default and
-    MindSpore's manager after 1000 overflows in a row, which `check_scale` does here;
-    Apex does not skip a step with a static scale, `with_loss_scale` does.
+    Other differences: flax grows one step late, after `growth_interval` + 1 finite
+    steps; DeepSpeed raises at its minimum by default and MindSpore's manager after 1000
+    overflows in a row, which `check_scale` does here; Apex does not skip a step with a
+    static scale, `with_loss_scale` does.
 
     Args:
-      name: of the system.
+      name: the system.
       **overrides: parameters of `dynamic_loss_scale`, or those of the system itself:
         `incr_every_n_steps`, `scale_window`, ... A `scale_factor` of Apex, MindSpore
         and DeepSpeed, and jmp's `factor`, set both factors.
@@ -215,34 +177,22 @@ def loss_scale_preset(name: str, **overrides: Any) -> LossScale:
     settings: dict[str, Any] = {}
     theirs = _THEIR_NAMES.get(name, {})
     for given, value in overrides.items():
+        call = f"loss_scale_preset({name!r}, {given}={value!r})"
         ours = theirs.get(given, given)
         if ours not in _OUR_NAMES:
             known = ", ".join([*theirs, *_OUR_NAMES])
-            raise TypeError(
-                f"loss_scale_preset({name!r}, {given}={value!r}): unknown parameter. "
-                f"There are {known}."
-            )
+            raise TypeError(f"{call}: unknown parameter. There are {known}.")
         factors = {ours: value}
-        if given in _BOTH_WAYS.get(name, ()) and _is_positive(value):
+        if given == _BOTH_WAYS.get(name) and _is_positive(value):
             factors["backoff_factor"] = 1 / value
-        for parameter, each in factors.items():
-            if parameter in settings:
-                raise TypeError(
-                    f"loss_scale_preset({name!r}, {given}={value!r}): {parameter} is "
-                    "given twice. Give it once."
-                )
-            settings[parameter] = each
+        if twice := [parameter for parameter in factors if parameter in settings]:
+            raise TypeError(f"{call}: {twice[0]} is given twice. Give it once.")
+        settings |= factors
     return dynamic_loss_scale(**{**_PRESETS[name], **settings})
 
 
 def parameters_of(name: str) -> tuple[str, ...]:
-    """Returns what `loss_scale_preset(name, ...)` understands: their names, and ours.
-
-    Example:
-      >>> from jmp_amp.training.presets import parameters_of
-      >>> parameters_of("megatron")[:2]
-      ('initial_scale', 'init_scale')
-    """
+    """Returns the parameters of `loss_scale_preset(name, ...)`: theirs, then ours."""
     return (*_THEIR_NAMES.get(name, {}), *_OUR_NAMES)
 
 
@@ -250,13 +200,13 @@ def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> LossScale:
     """Returns the loss scale that a `torch.amp.GradScaler` had.
 
     Args:
-      state_dict: what `GradScaler.state_dict()` returned: `scale`, `growth_factor`,
-        `backoff_factor`, `growth_interval` and `_growth_tracker`. That of a scaler with
-        `enabled=False` is empty, and is the scale 1; one whose factors are both 1 never
-        moves, and is a static scale.
+      state_dict: the result of `GradScaler.state_dict()`: `scale`, `growth_factor`,
+        `backoff_factor`, `growth_interval` and `_growth_tracker`. An empty one, of a
+        scaler with `enabled=False`, gives the scale 1; factors that are both 1 give a
+        static scale.
 
     Raises:
-      TypeError: if it is no mapping, or a value is no number.
+      TypeError: if it is not a mapping, or a value is not a number.
       ValueError: if a key is missing or unknown, or a value out of range.
 
     Example:
@@ -302,7 +252,7 @@ def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> LossScale:
     return dataclasses.replace(scale, growth_tracker=tracker)
 
 
-def loss_scale_to_torch(loss_scale: Any) -> dict[str, Any]:
+def loss_scale_to_torch(loss_scale: PyTree) -> dict[str, float | int]:
     """Returns what `torch.amp.GradScaler.load_state_dict` reads, as Python numbers.
 
     A static scale is one that neither grows nor shrinks. Floors, caps and hysteresis,
@@ -328,5 +278,5 @@ def loss_scale_to_torch(loss_scale: Any) -> dict[str, Any]:
     }
 
 
-def _is_positive(value: Any) -> bool:
+def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and value > 0
