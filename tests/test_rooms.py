@@ -32,7 +32,7 @@ WINGS = {
     "training": (
         ("structures", "rounding", "parameters"),
         ("finite", "digits"),
-        ("trainable", "originals"),
+        ("trainable",),
         ("loss_scale",),
         ("states",),
         ("presets", "gradients", "optimizers", "checkpoints", "weights"),

@@ -5,8 +5,6 @@ state of a plain float32 run of the same optimizer can be taken out of it, and p
 the state of another setup.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -16,21 +14,8 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_amp.policies.dtypes import (
-    F32,
-    PyTree,
-    cast_leaf,
-    floating_dtype,
-    is_castable,
-    is_half,
-)
-from jmp_amp.training.digits import (
-    DIGIT_STATES,
-    WEIGHT_STATES,
-    Half,
-    KahanState,
-    MasterWeightsState,
-)
+from jmp_amp.policies.dtypes import F32, PyTree, cast_leaf, floating_dtype, is_castable
+from jmp_amp.training.digits import DIGIT_STATES, WEIGHT_STATES, with_all_digits
 from jmp_amp.training.states import LossScaleState
 from jmp_amp.training.structures import (
     first_difference,
@@ -93,15 +78,13 @@ def export_params(
         for _, node in nodes_of(opt_state, DIGIT_STATES)
         for path, leaf in leaves_by_path(nnx.as_pure(node.kept))
     }
-    paths = key_paths(nnx.as_pure(params))
-    leaves, structure = jax.tree.flatten(params)
     exported = []
-    for path, leaf in zip(paths, leaves, strict=True):
+    for path, leaf in leaves_by_path(nnx.as_pure(params)):
         # The optimizer may have seen the collection `params` only.
         inside = path.removeprefix("['params']")
         found = kept.pop(path, None) or kept.pop(inside, None)
         if found is not None:
-            leaf = _with_all_digits(leaf, *found, path)
+            leaf = with_all_digits(leaf, *found, path)
         castable = is_castable(getattr(leaf, "dtype", None))
         exported.append(owned(cast_leaf(leaf, wanted)) if castable else leaf)
     if kept:
@@ -110,7 +93,7 @@ def export_params(
             f"{next(iter(kept))}, but there is none in this "
             f"{type(params).__name__}. Pass the tree that its init was given."
         )
-    return structure.unflatten(exported)
+    return jax.tree.structure(params).unflatten(exported)
 
 
 def export_opt_state(opt_state: PyTree) -> PyTree:
@@ -189,20 +172,6 @@ def _filled(opt_state: PyTree, leaves: Iterator[PyTree]) -> PyTree:
         return node._replace(inner_state=_filled(node.inner_state, leaves))
 
     return jax.tree.map(fill, opt_state, is_leaf=_is_wrapper)
-
-
-def _with_all_digits(
-    param: PyTree, state: type[MasterWeightsState | KahanState], kept: PyTree, path: str
-) -> jax.Array:
-    """Returns a parameter in float32, with the digits that an optimizer keeps of it."""
-    dtype = getattr(param, "dtype", None)
-    if np.shape(kept) != np.shape(param) or dtype is None or not is_half(dtype):
-        raise ValueError(
-            f"export_params: the parameter at {path} is {jax.typeof(param)}, but the "
-            f"optimizer has a half-precision one of shape {np.shape(kept)}. Pass the "
-            "parameters that this optimizer trains."
-        )
-    return state.value(Half(jnp.asarray(param, F32), dtype, jnp.asarray(kept)))
 
 
 def _kind(leaf: PyTree) -> tuple[tuple[int, ...], np.dtype]:

@@ -3,8 +3,6 @@
 Trees only: nothing here knows of loss scales.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`value_and_grad` and `grad` of a scaled loss: true losses in, true gradients out."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import numbers

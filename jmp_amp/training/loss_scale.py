@@ -6,14 +6,12 @@ that of Micikevicius et al. 2018 (arXiv:1710.03740, section 3.2): grow after a n
 finite steps, back off on a step whose gradients overflowed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import numbers
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +104,7 @@ class LossScale:
             return _mapped(operator.truediv, tree, self.value)
         return _mapped(operator.mul, tree, 1.0 / self.value)
 
-    def adjust(self, finite: ArrayLike) -> LossScale:
+    def adjust(self, finite: ArrayLike) -> Self:
         """Returns the loss scale of the next step, of the same structure and dtypes.
 
         See `dynamic_loss_scale` for the algorithm; a static scale returns itself.
@@ -137,15 +135,12 @@ class LossScale:
             "consecutive": finite,
             "rearming": finite | back_off,
         }[self.hysteresis_mode]
+        spent = jnp.where(finite, self.hysteresis_tracker, left)
         return dataclasses.replace(
             self,
             value=jnp.where(back_off, reduced, jnp.where(grow, grown, value)),
             growth_tracker=jnp.where(finite & ~due, tracker, 0),
-            hysteresis_tracker=jnp.where(
-                refill,
-                self.hysteresis,
-                jnp.where(finite, self.hysteresis_tracker, left),
-            ),
+            hysteresis_tracker=jnp.where(refill, self.hysteresis, spent),
         )
 
     def __repr__(self) -> str:
@@ -364,13 +359,6 @@ def _count(call: str, name: str, value: PyTree, at_least: int) -> int:
     return int(number)
 
 
-def _to_state_dict(loss_scale: LossScale) -> dict[str, PyTree]:
-    return {
-        field.name: getattr(loss_scale, field.name)
-        for field in dataclasses.fields(loss_scale)
-    }
-
-
 def _from_state_dict(target: LossScale, state: dict[str, PyTree]) -> LossScale:
     """The saved configuration wins over the target's, as with torch's state_dict."""
     names = [field.name for field in dataclasses.fields(target)]
@@ -386,4 +374,6 @@ def _from_state_dict(target: LossScale, state: dict[str, PyTree]) -> LossScale:
     return dataclasses.replace(target, **saved)
 
 
-serialization.register_serialization_state(LossScale, _to_state_dict, _from_state_dict)
+serialization.register_serialization_state(
+    LossScale, lambda loss_scale: vars(loss_scale).copy(), _from_state_dict
+)

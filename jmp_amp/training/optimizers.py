@@ -6,8 +6,6 @@ would make the whole update wait for the flag and keep XLA from fusing it, where
 select is part of the fusion that writes the new value anyway.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import jax

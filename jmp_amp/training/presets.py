@@ -1,7 +1,5 @@
 """The loss scalers of other systems, as settings of one state machine."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import inspect
@@ -27,21 +25,9 @@ from jmp_amp.training.states import find_loss_scale
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
-def _defaults(
-    init_scale: float,
-    growth_interval: int,
-    min_scale: float = _TINY,
-    max_scale: float = math.inf,
-    **others: Any,
-) -> dict[str, Any]:
-    return {
-        "init_scale": init_scale,
-        "growth_interval": growth_interval,
-        "min_scale": min_scale,
-        "max_scale": max_scale,
-        **others,
-    }
-
+_COLUMNS = (
+    "init_scale growth_interval min_scale max_scale hysteresis hysteresis_mode".split()
+)
 
 # The defaults of each system. Sources: torch/amp/grad_scaler.py; apex/amp/scaler.py;
 # paddle/python/paddle/amp/grad_scaler.py; mindspore/python/mindspore/train/
@@ -49,72 +35,48 @@ def _defaults(
 # config.py; colossalai/amp/naive_amp/grad_scaler/dynamic_grad_scaler.py;
 # keras/src/optimizers/loss_scale_optimizer.py; flax/training/dynamic_scale.py;
 # jmp/_src/loss_scale.py.
-_PRESETS = {
-    "torch": _defaults(2.0**16, 2000),
-    "apex": _defaults(2.0**16, 2000, max_scale=2.0**24),
-    "paddle": _defaults(2.0**16, 2000, hysteresis_mode="rearming"),
-    "mindspore": _defaults(2.0**24, 2000, min_scale=1.0),
-    "megatron": _defaults(2.0**32, 1000, min_scale=1.0, hysteresis=2),
-    "deepspeed": _defaults(2.0**16, 1000, min_scale=1.0, hysteresis=2),
-    "colossalai": _defaults(2.0**16, 1000, 1.0, 2.0**32, hysteresis=2),
-    "keras": _defaults(2.0**15, 2000),
-    "flax": _defaults(2.0**16, 2000),
-    "jmp": _defaults(2.0**15, 2000, min_scale=1.0),
+_PRESETS: dict[str, dict[str, Any]] = {
+    name: dict(zip(_COLUMNS, row, strict=False))
+    for name, row in {
+        "torch": (2.0**16, 2000, _TINY, math.inf),
+        "apex": (2.0**16, 2000, _TINY, 2.0**24),
+        "paddle": (2.0**16, 2000, _TINY, math.inf, 1, "rearming"),
+        "mindspore": (2.0**24, 2000, 1.0, math.inf),
+        "megatron": (2.0**32, 1000, 1.0, math.inf, 2),
+        "deepspeed": (2.0**16, 1000, 1.0, math.inf, 2),
+        "colossalai": (2.0**16, 1000, 1.0, 2.0**32, 2),
+        "keras": (2.0**15, 2000, _TINY, math.inf),
+        "flax": (2.0**16, 2000, _TINY, math.inf),
+        "jmp": (2.0**15, 2000, 1.0, math.inf),
+    }.items()
 }
-
 _OUR_NAMES = tuple(inspect.signature(dynamic_loss_scale).parameters)
 
-# The names of our parameters in each system.
-_THEIR_NAMES: dict[str, dict[str, str]] = {
-    "apex": {
-        "scale_factor": "growth_factor",
-        "scale_window": "growth_interval",
-        "min_loss_scale": "min_scale",
-        "max_loss_scale": "max_scale",
-    },
-    "paddle": {
-        "init_loss_scaling": "init_scale",
-        "incr_ratio": "growth_factor",
-        "decr_ratio": "backoff_factor",
-        "incr_every_n_steps": "growth_interval",
-        "decr_every_n_nan_or_inf": "hysteresis",
-    },
-    "mindspore": {
-        "scale_value": "init_scale",
-        "init_loss_scale": "init_scale",
-        "scale_factor": "growth_factor",
-        "scale_window": "growth_interval",
-    },
-    "megatron": {"initial_scale": "init_scale"},
-    "deepspeed": {
-        "scale_factor": "growth_factor",
-        "scale_window": "growth_interval",
-        "loss_scale_window": "growth_interval",
-        "min_loss_scale": "min_scale",
-        "delayed_shift": "hysteresis",
-    },
-    "colossalai": {"initial_scale": "init_scale"},
-    "keras": {"initial_scale": "init_scale", "dynamic_growth_steps": "growth_interval"},
-    "flax": {
-        "scale": "init_scale",
-        "fin_steps": "growth_interval",
-        "minimum_scale": "min_scale",
-    },
-    "jmp": {
-        "loss_scale": "init_scale",
-        "period": "growth_interval",
-        "factor": "growth_factor",
-        "min_loss_scale": "min_scale",
-    },
+# The names of our parameters in each system: theirs=ours.
+_THEIR_NAMES = {
+    name: dict(pair.split("=") for pair in pairs.split())
+    for name, pairs in {
+        "apex": "scale_factor=growth_factor scale_window=growth_interval "
+        "min_loss_scale=min_scale max_loss_scale=max_scale",
+        "paddle": "init_loss_scaling=init_scale incr_ratio=growth_factor "
+        "decr_ratio=backoff_factor incr_every_n_steps=growth_interval "
+        "decr_every_n_nan_or_inf=hysteresis",
+        "mindspore": "scale_value=init_scale init_loss_scale=init_scale "
+        "scale_factor=growth_factor scale_window=growth_interval",
+        "megatron": "initial_scale=init_scale",
+        "deepspeed": "scale_factor=growth_factor scale_window=growth_interval "
+        "loss_scale_window=growth_interval min_loss_scale=min_scale "
+        "delayed_shift=hysteresis",
+        "colossalai": "initial_scale=init_scale",
+        "keras": "initial_scale=init_scale dynamic_growth_steps=growth_interval",
+        "flax": "scale=init_scale fin_steps=growth_interval minimum_scale=min_scale",
+        "jmp": "loss_scale=init_scale period=growth_interval factor=growth_factor "
+        "min_loss_scale=min_scale",
+    }.items()
 }
 
-# Parameters that set the backoff factor too, to the inverse of the growth factor.
-_BOTH_WAYS = {
-    "apex": "scale_factor",
-    "mindspore": "scale_factor",
-    "deepspeed": "scale_factor",
-    "jmp": "factor",
-}
+# Names of theirs that set the backoff factor too, to the inverse of the growth factor.
+_BOTH_WAYS = ("scale_factor", "factor")
 
 _TORCH_KEYS = (
     "scale growth_factor backoff_factor growth_interval _growth_tracker".split()
@@ -183,7 +145,7 @@ def loss_scale_preset(name: str, **overrides: Any) -> LossScale:
             known = ", ".join([*theirs, *_OUR_NAMES])
             raise TypeError(f"{call}: unknown parameter. There are {known}.")
         factors = {ours: value}
-        if given == _BOTH_WAYS.get(name) and _is_positive(value):
+        if given in _BOTH_WAYS and isinstance(value, int | float) and value > 0:
             factors["backoff_factor"] = 1 / value
         if twice := [parameter for parameter in factors if parameter in settings]:
             raise TypeError(f"{call}: {twice[0]} is given twice. Give it once.")
@@ -276,7 +238,3 @@ def loss_scale_to_torch(loss_scale: PyTree) -> dict[str, float | int]:
         "_growth_tracker": int(loss_scale.growth_tracker),
         **static,
     }
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and value > 0

@@ -6,8 +6,6 @@ a program asks for. The error of rounding, which masters and compensations keep 
 remainder in 16 bits, would then be zero.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

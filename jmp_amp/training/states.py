@@ -1,7 +1,5 @@
 """The state of loss scaling, and the functions that find and read it."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

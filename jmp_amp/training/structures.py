@@ -1,9 +1,8 @@
 """The key paths of a tree, and where two trees differ."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import jax
 import numpy as np
@@ -64,7 +63,7 @@ class TreeStructure:
     known: bool = True
 
     @classmethod
-    def of(cls, tree: PyTree) -> TreeStructure:
+    def of(cls, tree: PyTree) -> Self:
         """Returns the structure of `tree`."""
         if isinstance(tree, _PLACEHOLDER):
             return cls((), (), known=False)
@@ -72,7 +71,7 @@ class TreeStructure:
         half = (np.dtype(each).name if is_half(each) else "" for each in dtypes)
         return cls(key_paths(tree), tuple(half))
 
-    def matches(self, other: TreeStructure) -> bool:
+    def matches(self, other: Self) -> bool:
         """Returns whether the two are equal, as far as both are known."""
         return not (self.known and other.known) or self == other
 

@@ -5,8 +5,6 @@ complex leaves: half leaves are promoted, so that its moments are float32, and l
 that are not trained are masked.
 """
 
-from __future__ import annotations
-
 import numbers
 from collections.abc import Callable
 
@@ -80,8 +78,12 @@ def owned(tree: PyTree) -> PyTree:
     leaves, structure = jax.tree.flatten(tree)
     del tree
     for index, leaf in enumerate(leaves):
-        # In place, so that each original can be freed before the next one is copied.
-        leaves[index] = _owned_leaf(leaf)
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic | numbers.Number):
+            dtype = jnp.result_type(leaf)
+            is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
+            if dtype != jax.dtypes.float0:
+                # In place, so that each original can be freed before the next copy.
+                leaves[index] = jnp.array(leaf, None if is_key else dtype, copy=True)
     return structure.unflatten(leaves)
 
 
@@ -118,12 +120,3 @@ def _is_whole(leaf: Tracer) -> bool:
     axes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
     unknown = any(kind == AxisType.Auto and size > 1 for kind, size in axes)
     return not unknown and not any(sharding.spec)
-
-
-def _owned_leaf(leaf: PyTree) -> PyTree:
-    if not isinstance(leaf, jax.Array | np.ndarray | np.generic | numbers.Number):
-        return leaf
-    dtype = jnp.result_type(leaf)
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return jnp.array(leaf, copy=True)
-    return leaf if dtype == jax.dtypes.float0 else jnp.array(leaf, dtype, copy=True)

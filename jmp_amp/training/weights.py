@@ -10,8 +10,6 @@ All three return the float32 difference between two half-precision numbers, so t
 `optax.apply_updates` arrives at the second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax
@@ -28,8 +26,8 @@ from jmp_amp.training.digits import (
     MasterWeightsState,
     StochasticRoundingState,
     WeightState,
+    first_values,
 )
-from jmp_amp.training.originals import first_values
 from jmp_amp.training.states import LossScaleState
 from jmp_amp.training.structures import (
     TreeStructure,
@@ -276,8 +274,19 @@ def _updating(
             taking_part(values),
             **extra_args,
         )
-        chosen, kept = _written(kind, updates, params, halves, proposed)
-        return chosen, next_state(state, inner_state, kept)
+        remaining = iter(jax.tree.leaves(proposed))
+        gradients, structure = jax.tree.flatten(updates)
+        chosen, kept = [], []
+        for gradient, leaf, half in zip(gradients, leaves, halves, strict=True):
+            if not takes_part(gradient):
+                update, now = zero_update(gradient, leaf), half and half.kept
+            elif half is None:
+                update, now = next(remaining), None
+            else:
+                update, now = kind.written(half, next(remaining).astype(F32))
+            chosen.append(update)
+            kept += [] if half is None else [now]
+        return structure.unflatten(chosen), next_state(state, inner_state, kept)
 
     return update_fn
 
@@ -307,31 +316,6 @@ def _halves(
             half = Half(jnp.asarray(leaf, F32), np.dtype(name), next(remaining))
         halves.append(half)
     return halves
-
-
-def _written(
-    kind: type[WeightState],
-    gradients: PyTree,
-    params: PyTree,
-    halves: list[Half | None],
-    proposed: PyTree,
-) -> tuple[PyTree, list[jax.Array]]:
-    """Returns the updates, and the array to keep now for each half parameter."""
-    remaining = iter(jax.tree.leaves(proposed))
-    leaves, structure = jax.tree.flatten(gradients)
-    updates, kept = [], []
-    for gradient, leaf, half in zip(
-        leaves, jax.tree.leaves(params), halves, strict=True
-    ):
-        if not takes_part(gradient):
-            update, now = zero_update(gradient, leaf), half and half.kept
-        elif half is None:
-            update, now = next(remaining), None
-        else:
-            update, now = kind.written(half, next(remaining).astype(F32))
-        updates.append(update)
-        kept += [] if half is None else [now]
-    return structure.unflatten(updates), kept
 
 
 def _check_arguments(
