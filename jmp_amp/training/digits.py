@@ -259,20 +259,21 @@ def _replaced(tree: PyTree, of: Callable[[str], jax.Array]) -> PyTree:
 
 def _check_original(leaf: jax.Array, original: PyTree, path: str, call: str) -> None:
     dtype = getattr(original, "dtype", None)
+    remedy = "Give the tree that the parameters were cast from."
     if not is_castable(dtype) or np.shape(original) != leaf.shape:
         fact = "nothing" if dtype is None else jax.typeof(original)
         raise ValueError(
             f"{call}: the parameter at {path} is {jax.typeof(leaf)}, but there it "
-            f"is {fact}. Give the tree that the parameters were cast from."
+            f"is {fact}. {remedy}"
         )
-    if not (_is_at_hand(leaf) and _is_at_hand(original := _beside(original, leaf))):
-        return
-    rounded = jnp.asarray(original).astype(leaf.dtype)
-    if not jnp.array_equal(rounded, leaf, equal_nan=True):
-        raise ValueError(
-            f"{call}: the parameter at {path} is not the one there, rounded to "
-            f"{leaf.dtype.name}. Give the tree that the parameters were cast from."
-        )
+    original = _beside(original, leaf)
+    if _is_at_hand(leaf) and _is_at_hand(original):
+        rounded = jnp.asarray(original).astype(leaf.dtype)
+        if not jnp.array_equal(rounded, leaf, equal_nan=True):
+            raise ValueError(
+                f"{call}: the parameter at {path} is not the one there, rounded to "
+                f"{leaf.dtype.name}. {remedy}"
+            )
 
 
 def _new_float32(original: PyTree, leaf: PyTree) -> jax.Array:

@@ -150,7 +150,7 @@ def _differentiated(
 
 
 def _signature_with_loss_scale(fn: AnyFn, call: str) -> inspect.Signature | None:
-    """`fn`'s signature with one more keyword; None if it does not tell its own."""
+    """Returns the signature of `fn` with one more keyword, or None if it has none."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
@@ -184,23 +184,21 @@ def _scaler(loss_scale: PyTree, call: str) -> LossScale | None:
 def _checked(
     output: PyTree, call: str, has_aux: bool, holomorphic: bool
 ) -> tuple[PyTree, PyTree]:
-    """The loss and the rest of what `fn` returned."""
+    """Returns the loss and aux out of the output of `fn`."""
     if has_aux and not (isinstance(output, tuple | list) and len(output) == 2):
         raise TypeError(
             f"{call} with has_aux=True: the function has to return a pair (loss, aux), "
             f"but it returned {_describe(output)}."
         )
     loss, aux = output if has_aux else (output, None)
-    if not isinstance(loss, jax.Array | np.ndarray | np.generic | numbers.Number):
+    is_array = isinstance(loss, jax.Array | np.ndarray | np.generic | numbers.Number)
+    if not is_array or getattr(loss, "shape", ()):
         remedy = " Pass has_aux=True." if isinstance(loss, tuple) else ""
+        if is_array:
+            remedy = " Reduce it, with jnp.mean(loss) or jnp.sum(loss)."
         raise TypeError(
             f"{call}: the loss has to be a scalar, but the function returned "
             f"{_describe(loss)}.{remedy}"
-        )
-    if getattr(loss, "shape", ()):
-        raise TypeError(
-            f"{call}: the loss has to be a scalar, but the function returned "
-            f"{_describe(loss)}. Reduce it, with jnp.mean(loss) or jnp.sum(loss)."
         )
     dtype = jnp.result_type(loss)
     wanted = jnp.complexfloating if holomorphic else jnp.floating
