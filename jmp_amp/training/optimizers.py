@@ -17,7 +17,12 @@ from jmp_amp.training.digits import WEIGHT_STATES
 from jmp_amp.training.finite import all_finite, choose
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.states import LossScaleState
-from jmp_amp.training.structures import TreeStructure, check_gradients, nodes_of
+from jmp_amp.training.structures import (
+    TreeStructure,
+    check_gradients,
+    check_half,
+    nodes_of,
+)
 from jmp_amp.training.trainable import (
     owned,
     promote_gradient,
@@ -119,7 +124,7 @@ def with_loss_scale(
         finite = all_finite(gradients, axis_name)
         stores = bool(nodes_of(state.inner_state, WEIGHT_STATES))
         if stores and params is not None:
-            _check_half(params, state.structure)
+            check_half(params, state.structure, "with_loss_scale")
         proposed, inner_state = transformation.update(
             gradients,
             state.inner_state,
@@ -152,19 +157,6 @@ def _next_state(
         applied=jnp.where(finite, one_more(state.applied), state.applied),
         structure=state.structure,
     )
-
-
-def _check_half(params: PyTree, structure: TreeStructure) -> None:
-    """Raises if other parameters are half than those that `init` saw."""
-    now = TreeStructure.of(params)
-    if not structure.matches(now):
-        pairs = zip(now.paths, now.half, structure.half, strict=True)
-        path, found, seen = next(each for each in pairs if each[1] != each[2])
-        raise ValueError(
-            f"with_loss_scale: the parameter at {path or 'the root'} is "
-            f"{found or 'not half'} now, but init saw {seen or 'no half one'}. Call "
-            "init with the parameters as they are trained."
-        )
 
 
 def _first_state(

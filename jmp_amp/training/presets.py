@@ -232,9 +232,7 @@ def loss_scale_to_torch(loss_scale: PyTree) -> dict[str, float | int]:
     static = {} if loss_scale.dynamic else {"growth_factor": 1.0, "backoff_factor": 1.0}
     return {
         "scale": float(loss_scale.value),
-        "growth_factor": loss_scale.growth_factor,
-        "backoff_factor": loss_scale.backoff_factor,
-        "growth_interval": loss_scale.growth_interval,
+        **{key: getattr(loss_scale, key) for key in _TORCH_KEYS[1:4]},
         "_growth_tracker": int(loss_scale.growth_tracker),
         **static,
     }

@@ -4,6 +4,9 @@ The results are float32 numbers that a half-precision dtype holds. A pair of cas
 would do the same, but XLA drops such pairs: by default it may keep more precision than
 a program asks for. The error of rounding, which masters and compensations keep as a
 remainder in 16 bits, would then be zero.
+
+Everywhere `numbers` and `rounded` are float32 of any shape, the latter on the grid of
+`dtype`, which is bfloat16 or float16.
 """
 
 import jax
@@ -21,20 +24,13 @@ def round_to(numbers: jax.Array, dtype: np.dtype) -> jax.Array:
     """Returns float32 `numbers` rounded to the nearest that `dtype` holds.
 
     Ties go to even, numbers beyond its range become inf, as in `numbers.astype(dtype)`.
-
-    Args:
-      numbers: float32 of any shape.
-      dtype: bfloat16 or float16.
     """
     info = jnp.finfo(dtype)
     rounded = jax.lax.reduce_precision(numbers, info.nexp, info.nmant)
     if dtype != _F16:
         return rounded
     # reduce_precision has no subnormal results, but f16 weights may be subnormal.
-    steps = jax.lax.round(
-        numbers / float(info.smallest_subnormal),
-        jax.lax.RoundingMethod.TO_NEAREST_EVEN,
-    )
+    steps = jnp.round(numbers / float(info.smallest_subnormal))
     is_subnormal = jnp.abs(numbers) < float(info.smallest_normal)
     return jnp.where(is_subnormal, steps * float(info.smallest_subnormal), rounded)
 
@@ -56,10 +52,7 @@ def round_at_random(numbers: jax.Array, dtype: np.dtype, key: ArrayLike) -> jax.
     of their distance). A number that `dtype` holds stays; a larger one becomes its
     largest.
 
-    Args:
-      numbers: float32 of any shape.
-      dtype: bfloat16 or float16.
-      key: a PRNG key. Equal keys make equal choices, however the array is sharded.
+    Equal PRNG keys make equal choices, however the array is sharded.
     """
     info = jnp.finfo(dtype)
     chance = jax.random.bits(key, numbers.shape, jnp.uint16).astype(jnp.uint32)
@@ -90,11 +83,6 @@ def remainder_of(numbers: jax.Array, rounded: jax.Array, dtype: np.dtype) -> jax
     (as the two halves of Kalamkar et al. 2020, arXiv:2005.04680, "Split-SGD-BF16"),
     except that a tie that was rounded down loses one bit. A float16 number and its
     remainder do so above the subnormal range.
-
-    Args:
-      numbers: float32 of any shape.
-      rounded: the same rounded to `dtype`, as float32.
-      dtype: bfloat16 or float16.
     """
     left = numbers - rounded
     units = left / _last_place(rounded, left < 0, dtype) * _UNITS
@@ -110,18 +98,17 @@ def with_remainder(
     return rounded + units * _last_place(rounded, remainder < 0, dtype)
 
 
-def _last_place(numbers: jax.Array, below: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Returns how far float32 `numbers` are from the next one on the grid of `dtype`.
+def _last_place(rounded: jax.Array, below: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Returns how far `rounded` is from the next number on its grid: float32[...].
 
-    Args:
-      below: bool[...], whether the next one is the smaller one.
+    below: bool[...], whether the next number is the smaller one.
     """
-    bits = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(rounded, jnp.uint32)
     power = jax.lax.bitcast_convert_type(bits & jnp.uint32(0x7F800000), jnp.float32)
     info = jnp.finfo(dtype)
     # Where bf16 has subnormal numbers, f32 has them too, and XLA takes them for zero.
     smallest = max(float(info.smallest_normal), 2.0**-100)
     # Toward zero from a power of two the grid is twice as fine.
-    is_edge = (jnp.abs(numbers) == power) & (below != (numbers < 0))
+    is_edge = (jnp.abs(rounded) == power) & (below != (rounded < 0))
     finer = jnp.where(is_edge & (power > smallest), 0.5, 1.0)
     return jnp.maximum(power, smallest) * float(info.eps) * finer

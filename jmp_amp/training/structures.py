@@ -93,19 +93,10 @@ class _AnyStructure:
     __hash__ = object.__hash__
 
 
-def _placeholder() -> type:
-    """The class of the parameters that `optax.tree.map_params` gives to `init`."""
-    given = []
-
-    def init(params: PyTree) -> PyTree:
-        given.append(params)
-        return optax.EmptyState()
-
-    optax.tree.map_params(init, lambda leaf: leaf, optax.EmptyState())
-    return type(given[0])
-
-
-_PLACEHOLDER = _placeholder()
+# The class of the parameters that `optax.tree.map_params` gives to `init`.
+_given: list[object] = []
+optax.tree.map_params(lambda params: _given.append(params) or (), lambda leaf: leaf, ())
+_PLACEHOLDER = type(_given[0])
 
 jax.tree_util.register_pytree_node(
     TreeStructure,
@@ -151,6 +142,29 @@ def check_gradients(
                 f"{call}: the gradient at {path} has "
                 f"shape {np.shape(gradient)} but the parameter has {np.shape(param)}. "
                 "Reduce the gradient over the axes that the parameter lacks."
+            )
+
+
+def check_half(
+    params: PyTree, structure: TreeStructure, call: str, promoted: bool = False
+) -> None:
+    """Raises if other parameters are half than those that `init` saw.
+
+    Those that are not half now may be `promoted` ones.
+
+    Raises:
+      ValueError: with the first difference; the message begins with `call`.
+    """
+    now = TreeStructure.of(params)
+    if now.matches(structure):
+        return
+    for path, found, seen in zip(now.paths, now.half, structure.half, strict=True):
+        if found != seen and (found or not promoted):
+            raise ValueError(
+                f"{call}: the parameter at {path or 'the root'} is "
+                f"{found or 'not half'} now, but init saw "
+                f"{seen or 'no half-precision one'}. Call init with the parameters as "
+                "they are trained."
             )
 
 

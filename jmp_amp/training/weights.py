@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 from jmp_amp.policies.dtypes import F32, PyTree, is_half
 from jmp_amp.training.digits import (
@@ -32,7 +31,7 @@ from jmp_amp.training.states import LossScaleState
 from jmp_amp.training.structures import (
     TreeStructure,
     check_gradients,
-    leaves_by_path,
+    check_half,
     nodes_of,
 )
 from jmp_amp.training.trainable import (
@@ -126,9 +125,9 @@ def with_kahan(
     Example:
       >>> import jmp_amp as amp
       >>> tx, params = amp.with_kahan(optax.sgd(1.0)), jnp.bfloat16(1.0)
-      >>> updates, state = tx.update(jnp.bfloat16(-1e-3), tx.init(params), params)
+      >>> updates, state = tx.update(jnp.float32(-(2**-10)), tx.init(params), params)
       >>> updates, amp.export_params(params, state)
-      (Array(0., dtype=float32), Array(1.001..., dtype=float32))
+      (Array(0., dtype=float32), Array(1.0009766, dtype=float32))
     """
     return _with_digits(KahanState, "with_kahan", inner, init_from)
 
@@ -300,22 +299,13 @@ def _halves(
             f"{call}: the state does not say which parameters are half: it "
             "comes from optax.tree.map_params. Map it with jax.tree.map instead."
         )
+    # with_loss_scale promotes half parameters before they come here.
+    check_half(params, structure, call, promoted=True)
     remaining = iter(kept)
-    halves = []
-    leaves = zip(leaves_by_path(nnx.as_pure(params)), structure.half, strict=True)
-    for (path, leaf), name in leaves:
-        if is_half(getattr(leaf, "dtype", None)) and leaf.dtype.name != name:
-            raise ValueError(
-                f"{call}: the parameter at {path or 'the root'} is {leaf.dtype.name} "
-                f"now, but init saw {name or 'no half-precision one'}. Call init with "
-                "the parameters as they are trained."
-            )
-        half = None
-        if name:
-            # with_loss_scale promotes parameters before they come here.
-            half = Half(jnp.asarray(leaf, F32), np.dtype(name), next(remaining))
-        halves.append(half)
-    return halves
+    return [
+        Half(jnp.asarray(leaf, F32), np.dtype(name), next(remaining)) if name else None
+        for leaf, name in zip(jax.tree.leaves(params), structure.half, strict=True)
+    ]
 
 
 def _check_arguments(
