@@ -7,7 +7,7 @@ with those of the f32 originals that parameters were cast from, if these are giv
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,9 +67,6 @@ class MasterWeightsState(NamedTuple):
     def kept(self) -> PyTree:
         return self.masters
 
-    def with_kept(self, kept: PyTree) -> Self:
-        return self._replace(masters=kept)
-
     @staticmethod
     def first(param: jax.Array, original: jax.Array) -> jax.Array:
         """Returns the master of a new parameter: `original`, float32[...]."""
@@ -110,9 +107,6 @@ class KahanState(NamedTuple):
     @property
     def kept(self) -> PyTree:
         return self.compensation
-
-    def with_kept(self, kept: PyTree) -> Self:
-        return self._replace(compensation=kept)
 
     @staticmethod
     @jax.jit
@@ -216,7 +210,8 @@ def begin_with(opt_state: PyTree, params: PyTree, originals: PyTree) -> PyTree:
             leaf = stored[path]
             return node.first(leaf, _new_float32(found[path], leaf))
 
-        return node.with_kept(_replaced(node.kept, first))
+        kept = _replaced(node.kept, first)
+        return type(node)(node.inner_state, kept, node.structure)
 
     return jax.tree.map(
         begun, opt_state, is_leaf=lambda node: isinstance(node, DIGIT_STATES)

@@ -229,7 +229,7 @@ def _with_digits(
         state: MasterWeightsState | KahanState, inner_state: PyTree, kept: list
     ) -> MasterWeightsState | KahanState:
         tree = jax.tree.structure(state.kept).unflatten(kept)
-        return state.with_kept(tree)._replace(inner_state=inner_state)
+        return kind(inner_state, tree, state.structure)
 
     def kept_of(state: MasterWeightsState | KahanState) -> list[jax.Array]:
         return jax.tree.leaves(state.kept)
