@@ -98,6 +98,14 @@ def test_an_initial_scale_outside_the_range_is_clipped_into_it():
     assert amp.dynamic_loss_scale(2.0**-30).value == 2.0**-14
 
 
+def test_the_growth_count_stops_at_the_largest_integer():
+    # As after a checkpoint whose interval was lowered: growth is due after an overflow.
+    largest = jnp.asarray(np.iinfo(np.int32).max)
+    scale = dataclasses.replace(amp.dynamic_loss_scale(4.0), growth_tracker=largest)
+    assert scale.adjust(True).growth_tracker == largest
+    assert scale.adjust(True).adjust(False).growth_tracker == 0
+
+
 def test_hysteresis_until_growth_is_used_up_once():
     loss_scale = amp.dynamic_loss_scale(1024.0, growth_interval=4, hysteresis=3)
     found = scales(loss_scale, "oofooffffooo")

@@ -172,6 +172,17 @@ def test_counters_and_metrics_are_strong_scalars():
             assert not value.weak_type, name
 
 
+def test_counters_stop_at_the_largest_integer():
+    tx = amp.with_loss_scale(optax.sgd(0.1), dynamic())
+    largest = jnp.asarray(np.iinfo(np.int32).max)
+    names = ("skipped_total", "skipped_in_a_row", "applied")
+    state = tx.init(jnp.ones(2))._replace(**dict.fromkeys(names, largest))
+    _, skipped = tx.update(jnp.full(2, jnp.nan), state)
+    assert [getattr(skipped, name) for name in names] == [largest] * 3
+    _, applied = tx.update(jnp.ones(2), state)
+    assert [getattr(applied, name) for name in names] == [largest, 0, largest]
+
+
 # Scales and steps
 
 
@@ -378,6 +389,19 @@ def test_an_empty_tree_is_fine():
     updates, state = tx.update({}, tx.init({}), {})
     assert updates == {}
     assert amp.last_step_finite(state)
+
+
+def test_an_empty_tree_is_a_tree_like_any_other():
+    tx = amp.with_loss_scale(optax.sgd(0.1), dynamic())
+    states = [tx.init(tree) for tree in ({}, {"a": 1.0}, {"b": 1.0})]
+    assert len({jax.tree.structure(state) for state in states}) == 3
+    # A jitted function compiles for each, and returns each with its own structure.
+    identity = jax.jit(lambda state: state)
+    for state in states:
+        assert identity(state).structure == state.structure
+    assert len({state.structure for state in states}) == 3
+    with pytest.raises(ValueError, match=r"but init saw \{\}; first difference at"):
+        tx.update({"a": jnp.ones(2)}, states[0])
 
 
 # What the optimizer is given
@@ -730,6 +754,29 @@ def test_optax_can_map_over_the_parameters_in_the_state():
     doubled = optax.tree.map_params(tx, lambda leaf: leaf + 1.0, state)
     updates, _ = jax.jit(tx.update)(params, doubled, params)
     assert amp.all_finite(updates)
+
+
+@pytest.mark.parametrize("around", ["alone", "chain", "partition", "masked"])
+def test_optax_can_map_over_the_state_wherever_it_is(around):
+    tx = amp.with_loss_scale(amp.with_kahan(optax.sgd(0.1, momentum=0.9)), dynamic())
+    tx = {
+        "alone": tx,
+        "chain": optax.chain(optax.clip(1.0), tx),
+        "partition": optax.partition({"x": tx, "y": tx}, {"w": "x", "b": "y"}),
+        "masked": optax.masked(tx, {"w": True, "b": False}),
+    }[around]
+    state = tx.init(parameters(jnp.bfloat16))
+    mapped = optax.tree.map_params(tx, lambda leaf: leaf + 1, state)
+    doubled = optax.tree.map_params(tx, lambda leaf: leaf * 2, mapped)
+
+    def parts(state, name):
+        return [part for _, part in optax.tree.get_all_with_path(state, name)]
+
+    expected = jax.tree.map(lambda leaf: (leaf + 1) * 2, parts(state, "trace"))
+    chex.assert_trees_all_equal(parts(doubled, "trace"), expected)
+    # The mapped state goes with the real one, as a tree of shardings has to.
+    jax.tree.map(lambda *leaves: None, state, mapped)
+    assert not {*parts(state, "structure")} & {*parts(mapped, "structure")}
 
 
 # check_scale

@@ -688,6 +688,15 @@ def test_random_bits_are_those_of_the_key_and_the_step():
     assert len(np.unique(np.asarray(second, np.float32))) == 3
 
 
+def test_random_bits_go_on_after_the_largest_step():
+    tx = amp.with_stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
+    params, gradient = jnp.ones(512, BF16), jnp.full(512, 1e-3, F32)
+    state = tx.init(params)._replace(steps=jnp.asarray(np.iinfo(np.int32).max))
+    first, state = tx.update(gradient, state, params)
+    second, _ = tx.update(gradient, state, params)
+    assert jnp.any(first != second)
+
+
 def test_leaves_have_random_bits_of_their_own():
     tx = amp.with_stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
     params = {"a": jnp.ones(512, BF16), "b": jnp.ones(512, BF16)}

@@ -27,11 +27,12 @@ from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.recipes.overrides import fields_of
 from jmp_amp.reports.tables import Table, as_text
 from jmp_amp.training.checkpoints import export_params
+from jmp_amp.training.digits import WEIGHT_STATES, begin_with
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.optimizers import with_loss_scale
-from jmp_amp.training.originals import begin_with
 from jmp_amp.training.parameters import cast_params
-from jmp_amp.training.states import WEIGHT_STATES, LossScaleState, nodes_of
+from jmp_amp.training.states import LossScaleState
+from jmp_amp.training.structures import nodes_of
 from jmp_amp.training.weights import with_kahan
 from jmp_amp.transform.interpreter import autocast
 

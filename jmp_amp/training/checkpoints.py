@@ -1,13 +1,12 @@
 """From training with half-precision weights to checkpoints of any precision, and back.
 
-A checkpoint of a mixed-precision run holds wrappers' states: masters, loss scales. What
-a plain float32 run of the same optimizer would have saved can be taken out of it, and
-put into the state of another setup.
+A checkpoint of a mixed-precision run holds wrappers' states: masters, loss scales. The
+state of a plain float32 run of the same optimizer can be taken out of it, and put into
+the state of another setup.
 """
 
-from __future__ import annotations
-
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,26 +14,29 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_amp.policies.dtypes import F32, cast_leaf, floating_dtype, is_castable, is_half
-from jmp_amp.training.finite import first_difference, key_paths
-from jmp_amp.training.rounding import land_on, with_remainder
-from jmp_amp.training.states import (
-    WEIGHT_STATES,
-    WRAPPER_STATES,
-    MasterWeightsState,
-    StochasticRoundingState,
+from jmp_amp.policies.dtypes import F32, PyTree, cast_leaf, floating_dtype, is_castable
+from jmp_amp.training.digits import DIGIT_STATES, WEIGHT_STATES, with_all_digits
+from jmp_amp.training.states import LossScaleState
+from jmp_amp.training.structures import (
+    first_difference,
+    key_paths,
+    leaves_by_path,
     nodes_of,
 )
 from jmp_amp.training.trainable import owned
 
 Tree = TypeVar("Tree")
 
+_WRAPPER_STATES = (LossScaleState, *WEIGHT_STATES)
 
-def export_params(params: Tree, opt_state: Any = None, dtype: DTypeLike = F32) -> Tree:
+
+def export_params(
+    params: Tree, opt_state: PyTree = None, dtype: DTypeLike = F32
+) -> Tree:
     """Returns parameters in one dtype, f32 unless asked: for a checkpoint, or to serve.
 
-    Parameters that an optimizer keeps more digits of come from there: the masters of
-    `with_master_weights`, and what `with_kahan` adds to them. Batch statistics and all
+    Half parameters get the digits that an optimizer keeps of them: the masters of
+    `with_master_weights`, the compensations of `with_kahan`. Batch statistics and all
     other floats of the tree are cast too; integers, float64, complex numbers, keys and
     fp8 are not. Arrays are copied: `params` and `opt_state` may be donated afterwards.
 
@@ -63,7 +65,7 @@ def export_params(params: Tree, opt_state: Any = None, dtype: DTypeLike = F32) -
       {'steps': 3, 'w': Array([0.999, 0.999], dtype=float32)}
     """
     wanted = floating_dtype(dtype, "export_params(params, opt_state, {})")
-    if isinstance(params, (*WRAPPER_STATES, nnx.Optimizer)):
+    if isinstance(params, (*_WRAPPER_STATES, nnx.Optimizer)):
         raise TypeError(
             f"export_params(params, opt_state): params is a {type(params).__name__}. "
             "Give the parameters first."
@@ -71,14 +73,18 @@ def export_params(params: Tree, opt_state: Any = None, dtype: DTypeLike = F32) -
     if isinstance(params, nnx.Module):
         graphdef, state = nnx.split(params)
         return nnx.merge(graphdef, export_params(state, opt_state, wanted))
-    kept = _kept(opt_state)
-    names = [jax.tree_util.keystr(path) for path, _ in _flat(nnx.as_pure(params))]
-    leaves, structure = jax.tree.flatten(params)
+    kept = {
+        path: (type(node), leaf)
+        for _, node in nodes_of(opt_state, DIGIT_STATES)
+        for path, leaf in leaves_by_path(nnx.as_pure(node.kept))
+    }
     exported = []
-    for name, leaf in zip(names, leaves, strict=True):
-        found = kept.pop(name, None) or kept.pop(_inside(name), None)
+    for path, leaf in leaves_by_path(nnx.as_pure(params)):
+        # The optimizer may have seen the collection `params` only.
+        inside = path.removeprefix("['params']")
+        found = kept.pop(path, None) or kept.pop(inside, None)
         if found is not None:
-            leaf = _with_all_digits(leaf, *found, name)
+            leaf = with_all_digits(leaf, *found, path)
         castable = is_castable(getattr(leaf, "dtype", None))
         exported.append(owned(cast_leaf(leaf, wanted)) if castable else leaf)
     if kept:
@@ -87,17 +93,17 @@ def export_params(params: Tree, opt_state: Any = None, dtype: DTypeLike = F32) -
             f"{next(iter(kept))}, but there is none in this "
             f"{type(params).__name__}. Pass the tree that its init was given."
         )
-    return structure.unflatten(exported)
+    return jax.tree.structure(params).unflatten(exported)
 
 
-def export_opt_state(opt_state: Any) -> Any:
+def export_opt_state(opt_state: PyTree) -> PyTree:
     """Returns an optimizer's state as the optimizer without this library has it.
 
     The states of `with_loss_scale`, `with_master_weights`, `with_kahan` and
-    `with_stochastic_rounding` give way to those of what they wrap, at any depth. With
-    `export_params` this turns a checkpoint of mixed precision into one of float32. A
-    loss scale is lost; `loss_scale_of` has it. Arrays are copied. (For trees of floats
-    and complex numbers: of other leaves the wrappers keep no moments.)
+    `with_stochastic_rounding` are replaced by the states that they wrap, at any depth.
+    With `export_params` this turns a checkpoint of mixed precision into one of float32.
+    The loss scale is left out; `loss_scale_of` has it. Arrays are copied. (For trees of
+    floats and complex numbers: for other leaves the wrappers keep no moments.)
 
     Example:
       >>> import optax
@@ -115,12 +121,11 @@ def export_opt_state(opt_state: Any) -> Any:
     )
 
 
-def import_opt_state(opt_state: Tree, exported: Any) -> Tree:
-    """Returns `opt_state` with moments, counts and schedules of another run's.
+def import_opt_state(opt_state: Tree, exported: PyTree) -> Tree:
+    """Returns `opt_state` with the moments, counts and schedules of another run.
 
-    The inverse of `export_opt_state`: a float32 run goes on in mixed precision. What
-    the wrappers of this library keep (loss scale, counters, masters) stays that of
-    `opt_state`.
+    The inverse of `export_opt_state`: a float32 run goes on in mixed precision. Loss
+    scale, counters and masters stay those of `opt_state`.
 
     Args:
       opt_state: a new state, `tx.init(params)`; for masters with all their digits `tx`
@@ -147,20 +152,21 @@ def import_opt_state(opt_state: Tree, exported: Any) -> Tree:
             f"difference at {where}. Give the state of the optimizer that the wrappers "
             "are around (export_opt_state takes wrappers off), for the same parameters."
         )
-    for (path, old), new in zip(_flat(own), jax.tree.leaves(given), strict=True):
+    pairs = zip(leaves_by_path(nnx.as_pure(own)), jax.tree.leaves(given), strict=True)
+    for (path, old), new in pairs:
         if _kind(old) != _kind(new):
             raise ValueError(
-                f"import_opt_state: at {jax.tree_util.keystr(path)} this optimizer has "
+                f"import_opt_state: at {path} this optimizer has "
                 f"{jax.typeof(old)} but the other state has {jax.typeof(new)}. Give a "
                 "state for the same parameters, with its moments in float32."
             )
     return _filled(opt_state, iter(jax.tree.leaves(given)))
 
 
-def _filled(opt_state: Any, leaves: Any) -> Any:
-    """`opt_state` with all its leaves but those of wrappers taken from `leaves`."""
+def _filled(opt_state: PyTree, leaves: Iterator[PyTree]) -> PyTree:
+    """Returns `opt_state` with all leaves but those of wrappers taken from `leaves`."""
 
-    def fill(node: Any) -> Any:
+    def fill(node: PyTree) -> PyTree:
         if not _is_wrapper(node):
             return owned(next(leaves))
         return node._replace(inner_state=_filled(node.inner_state, leaves))
@@ -168,45 +174,9 @@ def _filled(opt_state: Any, leaves: Any) -> Any:
     return jax.tree.map(fill, opt_state, is_leaf=_is_wrapper)
 
 
-def _kept(opt_state: Any) -> dict[str, tuple[type, Any]]:
-    """What the optimizer keeps of parameters, by their path: the kind and the array."""
-    kept = {}
-    for _, node in nodes_of(opt_state, WEIGHT_STATES):
-        if isinstance(node, StochasticRoundingState):
-            continue
-        is_master = isinstance(node, MasterWeightsState)
-        tree = node.masters if is_master else node.compensation
-        for path, leaf in _flat(nnx.as_pure(tree)):
-            kept[jax.tree_util.keystr(path)] = type(node), leaf
-    return kept
-
-
-def _with_all_digits(param: Any, kind: type, kept: Any, name: str) -> jax.Array:
-    """A parameter, in float32, with what the optimizer keeps of it."""
-    if np.shape(kept) != np.shape(param) or not is_half(getattr(param, "dtype", None)):
-        raise ValueError(
-            f"export_params: the parameter at {name} is {jax.typeof(param)}, but the "
-            f"optimizer has a half-precision one of shape {np.shape(kept)}. Pass the "
-            "parameters that this optimizer trains."
-        )
-    if kind is MasterWeightsState:
-        rounded, now = land_on(kept, param.dtype), jnp.asarray(param, F32)
-        return jnp.where(rounded == now, kept, now)
-    return with_remainder(jnp.asarray(param, F32), kept, param.dtype)
-
-
-def _inside(name: str) -> str:
-    """The path of a parameter inside of the collection `params`."""
-    return name.removeprefix("['params']")
-
-
-def _kind(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
+def _kind(leaf: PyTree) -> tuple[tuple[int, ...], np.dtype]:
     return np.shape(leaf), jnp.result_type(leaf)
 
 
-def _flat(tree: Any) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_flatten_with_path(tree)[0]
-
-
-def _is_wrapper(node: Any) -> bool:
-    return isinstance(node, WRAPPER_STATES)
+def _is_wrapper(node: object) -> bool:
+    return isinstance(node, _WRAPPER_STATES)

@@ -1,28 +1,27 @@
-"""Telling a step that overflowed, and taking back what it wrote.
+"""Telling a step that overflowed, and taking back the values that it wrote.
 
-Trees only: nothing here knows what a loss scale is.
+Trees only: nothing here knows of loss scales.
 """
-
-from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.typing import ArrayLike
 
-# A reduction of its own for every leaf is two GPU kernels for every leaf: 36 for a
-# 12-layer MLP, where the rest of its training step is 112. XLA fuses the checks of
-# several leaves into one kernel, as long as it has few enough operands.
+from jmp_amp.policies.dtypes import PyTree
+from jmp_amp.training.structures import first_difference, key_paths
+
+# One reduction a leaf is two GPU kernels a leaf: 36 for a 12-layer MLP, where the rest
+# of its training step is 112. XLA fuses the checks of several leaves into one kernel,
+# as long as it has few enough operands.
 _LEAVES_PER_KERNEL = 16
 
 
-def all_finite(tree: Any, axis_name: str | Sequence[str] | None = None) -> jax.Array:
+def all_finite(tree: PyTree, axis_name: str | Sequence[str] | None = None) -> jax.Array:
     """Returns whether no leaf of `tree` holds an inf or a NaN: bool[].
 
     Only inexact leaves are looked at, complex and fp8 ones included; an empty tree is
@@ -39,18 +38,18 @@ def all_finite(tree: Any, axis_name: str | Sequence[str] | None = None) -> jax.A
       Array(False, dtype=bool)
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    groups: dict[Any, list[Any]] = {}
+    groups: dict[tuple[str, object], list[jax.Array]] = {}
     for path, leaf in leaves:
         if is_inexact(leaf):
-            # `layers/0/kernel` and `layers/1/kernel`: one role, so one shape and one
-            # sharding. Combining arrays of different shardings would move them.
+            # `layers/0/kernel` and `layers/1/kernel` have one role, so one shape and
+            # one sharding. Combining arrays of different shardings would move them.
             role = re.sub(r"\d+", "", jax.tree_util.keystr(path))
             groups.setdefault((role, jax.typeof(leaf)), []).append(leaf)
-    flags = [
-        functools.reduce(jnp.logical_and, map(jnp.isfinite, together)).all()
-        for group in groups.values()
-        for together in _batches(group)
-    ]
+    flags = []
+    for group in groups.values():
+        for start in range(0, len(group), _LEAVES_PER_KERNEL):
+            together = map(jnp.isfinite, group[start : start + _LEAVES_PER_KERNEL])
+            flags.append(functools.reduce(jnp.logical_and, together).all())
     finite = functools.reduce(jnp.logical_and, flags, jnp.asarray(True))
     if axis_name is None:
         return finite
@@ -58,20 +57,20 @@ def all_finite(tree: Any, axis_name: str | Sequence[str] | None = None) -> jax.A
     return jax.lax.pmin(finite.astype(jnp.int32), axes) == 1
 
 
-def select_tree(pred: ArrayLike, a: Any, b: Any) -> Any:
+def select_tree(pred: ArrayLike, a: PyTree, b: PyTree) -> PyTree:
     """Returns `a` if `pred` holds and `b` otherwise, leaf by leaf.
 
-    Both are computed; what is not chosen leaves no trace, not even as NaN.
+    Both are computed. The one that is not chosen leaves no trace, not even as NaN.
 
     Args:
       pred: bool[].
       a: a pytree of arrays and numbers.
-      b: a pytree of the same structure, shapes and dtypes. Leaves that are no arrays
+      b: a pytree of the same structure, shapes and dtypes. Leaves that are not arrays
         have to be equal.
 
     Raises:
       ValueError: if the two differ in structure or shape.
-      TypeError: if they differ in dtype, or in a leaf that is no array.
+      TypeError: if they differ in dtype, or in a leaf that is not an array.
 
     Example:
       >>> import jmp_amp as amp
@@ -81,8 +80,10 @@ def select_tree(pred: ArrayLike, a: Any, b: Any) -> Any:
     return choose(pred, a, b, "select_tree", ("a", "b"))
 
 
-def choose(pred: ArrayLike, a: Any, b: Any, call: str, names: tuple[str, str]) -> Any:
-    """`select_tree` for a caller that has its own names for the two trees."""
+def choose(
+    pred: ArrayLike, a: PyTree, b: PyTree, call: str, names: tuple[str, str]
+) -> PyTree:
+    """Returns `select_tree` of `a` and `b`; errors speak of `call` and `names`."""
     pred = jnp.asarray(pred, bool)
     if pred.shape:
         raise ValueError(
@@ -104,54 +105,16 @@ def choose(pred: ArrayLike, a: Any, b: Any, call: str, names: tuple[str, str]) -
     return structure.unflatten(chosen)
 
 
-def key_paths(tree: Any) -> tuple[str, ...]:
-    """Returns the key path of every leaf, an nnx Variable being one leaf.
-
-    Example:
-      >>> from jmp_amp.training.finite import key_paths
-      >>> key_paths({"decoder": {"bias": 0.0, "kernel": 1.0}})
-      ("['decoder']['bias']", "['decoder']['kernel']")
-    """
-    leaves, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: isinstance(node, nnx.Variable)
-    )
-    return tuple(jax.tree_util.keystr(path) for path, _ in leaves)
-
-
-def first_difference(a: Sequence[str], b: Sequence[str]) -> str:
-    """Returns the first key path that only one of the two has.
-
-    Example:
-      >>> from jmp_amp.training.finite import first_difference
-      >>> first_difference(["['w']"], ["['b']", "['w']"])
-      "['b']"
-    """
-    extra = [path for path in a if path not in set(b)]
-    missing = [path for path in b if path not in set(a)]
-    return (extra or missing or ["a container without leaves"])[0]
-
-
-def _batches(leaves: list[Any]) -> Iterator[list[Any]]:
-    for start in range(0, len(leaves), _LEAVES_PER_KERNEL):
-        yield leaves[start : start + _LEAVES_PER_KERNEL]
-
-
-def is_inexact(leaf: Any) -> bool:
-    """Returns whether a leaf is a float or complex number, or an array of them.
-
-    Example:
-      >>> from jmp_amp.training.finite import is_inexact
-      >>> is_inexact(1.0), is_inexact(jnp.ones(3)), is_inexact(3), is_inexact("w")
-      (True, True, False, False)
-    """
+def is_inexact(leaf: PyTree) -> bool:
+    """Returns whether a leaf is a float or complex number, or an array of them."""
     if isinstance(leaf, float | complex):
         return True
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def _choose_leaf(
-    pred: jax.Array, a: Any, b: Any, where: str, names: tuple[str, str]
-) -> Any:
+    pred: jax.Array, a: PyTree, b: PyTree, where: str, names: tuple[str, str]
+) -> PyTree:
     both = (a, b)
     if all(isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in both):
         if a.shape != b.shape:
@@ -166,7 +129,7 @@ def _choose_leaf(
             )
         if a.dtype == jax.dtypes.float0:
             return a
-    elif not all(isinstance(leaf, jax.typing.ArrayLike) for leaf in both):
+    elif not all(isinstance(leaf, ArrayLike) for leaf in both):
         if a is b or a == b:
             return a
         raise TypeError(

@@ -1,34 +1,38 @@
 """`value_and_grad` and `grad` of a scaled loss: true losses in, true gradients out."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import numbers
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jmp_amp.training.loss_scale import LossScale, promote_gradient
+from jmp_amp.policies.dtypes import AnyFn, PyTree
+from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.states import find_loss_scale
+from jmp_amp.training.structures import nodes_of
+from jmp_amp.training.trainable import promote_gradient
+
+# The positions to differentiate: one or several, as in jax and in nnx.
+Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 
 
 def value_and_grad(
-    fn: Callable[..., Any],
-    argnums: Any = 0,
+    fn: AnyFn,
+    argnums: Argnums = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., Any]:
+) -> AnyFn:
     """Returns a function that evaluates `fn` and its gradient under a loss scale.
 
     `jax.value_and_grad` with one more keyword argument on the function it returns,
-    `loss_scale`: a `LossScale`, an optimizer's state or any tree that holds one (it is
-    found by `loss_scale_of`), or None for no scaling.
+    `loss_scale`: a `LossScale`, an optimizer's state or any tree that holds one (see
+    `loss_scale_of`), or None for no scaling.
 
     The loss comes back as `fn` returned it, neither scaled nor cast. The gradients are
     unscaled with the scale that scaled them; those of f16 and bf16 arguments come back
@@ -36,25 +40,22 @@ def value_and_grad(
     in it has no effect.
 
     A gradient that overflowed is inf or NaN; `with_loss_scale` skips such a step. Keep
-    the loss itself in float32: one computed in f16 is reported rightly, but its
-    gradient at a scale of 2**16 starts from inf, so that steps are skipped until the
-    scale has backed off to what f16 can hold.
+    the loss itself in float32: one computed in f16 comes back right, but its gradient
+    at a scale of 2**16 starts from inf, so that steps are skipped until the scale has
+    backed off into the range of f16.
 
     Gradients of f16 and bf16 convolution kernels are given the memory layout of their
     kernels (`jax.experimental.layout`), unless they are sharded automatically.
-    `jax.export` of such a step wants to be told:
+    `jax.export` of such a step needs
     `disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]`.
 
     With an `nnx.Module` among the differentiated arguments it is `nnx.value_and_grad`:
-    the gradients are an `nnx.State`, and what the module writes while it runs (batch
-    statistics, random number streams) reaches the caller's object.
+    the gradients are an `nnx.State`, and the values that the module writes while it
+    runs (batch statistics, random number streams) reach the caller's object.
 
     Args:
       fn: returns a floating scalar, or a pair of that and anything if `has_aux`.
-      argnums: as in jax: the positions to differentiate, one or several.
-      has_aux: as in jax.
-      holomorphic: as in jax.
-      allow_int: as in jax.
+      argnums, has_aux, holomorphic, allow_int: as in jax.
 
     Returns:
       A function of `fn`'s arguments and `loss_scale`: `(loss, gradients)`, or
@@ -80,12 +81,12 @@ def value_and_grad(
 
 
 def grad(
-    fn: Callable[..., Any],
-    argnums: Any = 0,
+    fn: AnyFn,
+    argnums: Argnums = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., Any]:
+) -> AnyFn:
     """Returns a function that evaluates the gradient of `fn` under a loss scale.
 
     As `value_and_grad`, without the loss: the gradients, or `(gradients, aux)`.
@@ -98,7 +99,7 @@ def grad(
     both = _differentiated("grad", fn, argnums, has_aux, holomorphic, allow_int)
 
     @functools.wraps(both, updated=())
-    def gradient(*args: Any, **kwargs: Any) -> Any:
+    def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
         value, gradients = both(*args, **kwargs)
         return (gradients, value[1]) if has_aux else gradients
 
@@ -107,36 +108,36 @@ def grad(
 
 def _differentiated(
     name: str,
-    fn: Callable[..., Any],
+    fn: AnyFn,
     argnums: Any,
     has_aux: bool,
     holomorphic: bool,
     allow_int: bool,
-) -> Callable[..., Any]:
+) -> AnyFn:
     if not callable(fn):
         raise TypeError(f"{name}({fn!r}): not a function. Pass the loss function.")
     call = f"{name}({_name(fn)})"
     signature = _signature_with_loss_scale(fn, call)
 
     @functools.wraps(fn, updated=())
-    def differentiated(*args: Any, loss_scale: Any = None, **kwargs: Any) -> Any:
+    def differentiated(
+        *args: PyTree, loss_scale: PyTree = None, **kwargs: PyTree
+    ) -> PyTree:
         scaler = _scaler(loss_scale, call)
 
-        def scaled(*args: Any, **kwargs: Any) -> Any:
+        def scaled(*args: PyTree, **kwargs: PyTree) -> PyTree:
             loss, aux = _checked(fn(*args, **kwargs), call, has_aux, holomorphic)
             return (loss if scaler is None else scaler.scale(loss)), (loss, aux)
 
-        options: Any = {
-            "has_aux": True,
-            "holomorphic": holomorphic,
-            "allow_int": allow_int,
-        }
         positions = _module_positions(argnums, args)
-        if positions is None:
-            transformed = jax.value_and_grad(scaled, argnums, **options)
-        else:
-            transformed = nnx.value_and_grad(scaled, argnums=positions, **options)
-        (_, (loss, aux)), gradients = transformed(*args, **kwargs)
+        transform = jax.value_and_grad if positions is None else nnx.value_and_grad
+        (_, (loss, aux)), gradients = transform(
+            scaled,
+            argnums=argnums if positions is None else positions,
+            has_aux=True,
+            holomorphic=holomorphic,
+            allow_int=allow_int,
+        )(*args, **kwargs)
         if scaler is None:
             gradients = jax.tree.map(promote_gradient, gradients)
         else:
@@ -148,10 +149,8 @@ def _differentiated(
     return differentiated
 
 
-def _signature_with_loss_scale(
-    fn: Callable[..., Any], call: str
-) -> inspect.Signature | None:
-    """`fn`'s signature with one more keyword; None if it does not tell its own."""
+def _signature_with_loss_scale(fn: AnyFn, call: str) -> inspect.Signature | None:
+    """Returns the signature of `fn` with one more keyword, or None if it has none."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
@@ -170,7 +169,7 @@ def _signature_with_loss_scale(
     return signature.replace(parameters=parameters)
 
 
-def _scaler(loss_scale: Any, call: str) -> LossScale | None:
+def _scaler(loss_scale: PyTree, call: str) -> LossScale | None:
     if loss_scale is None:
         return None
     if isinstance(loss_scale, numbers.Number | str | np.ndarray | jax.Array):
@@ -183,25 +182,23 @@ def _scaler(loss_scale: Any, call: str) -> LossScale | None:
 
 
 def _checked(
-    output: Any, call: str, has_aux: bool, holomorphic: bool
-) -> tuple[Any, Any]:
-    """The loss and the rest of what `fn` returned."""
+    output: PyTree, call: str, has_aux: bool, holomorphic: bool
+) -> tuple[PyTree, PyTree]:
+    """Returns the loss and aux out of the output of `fn`."""
     if has_aux and not (isinstance(output, tuple | list) and len(output) == 2):
         raise TypeError(
             f"{call} with has_aux=True: the function has to return a pair (loss, aux), "
             f"but it returned {_describe(output)}."
         )
     loss, aux = output if has_aux else (output, None)
-    if not isinstance(loss, jax.Array | np.ndarray | np.generic | numbers.Number):
+    is_array = isinstance(loss, jax.Array | np.ndarray | np.generic | numbers.Number)
+    if not is_array or getattr(loss, "shape", ()):
         remedy = " Pass has_aux=True." if isinstance(loss, tuple) else ""
+        if is_array:
+            remedy = " Reduce it, with jnp.mean(loss) or jnp.sum(loss)."
         raise TypeError(
             f"{call}: the loss has to be a scalar, but the function returned "
             f"{_describe(loss)}.{remedy}"
-        )
-    if np.shape(cast(Any, loss)):
-        raise TypeError(
-            f"{call}: the loss has to be a scalar, but the function returned "
-            f"{_describe(loss)}. Reduce it, with jnp.mean(loss) or jnp.sum(loss)."
         )
     dtype = jnp.result_type(loss)
     wanted = jnp.complexfloating if holomorphic else jnp.floating
@@ -219,16 +216,16 @@ def _checked(
     return loss, aux
 
 
-def _describe(output: Any) -> str:
+def _describe(output: PyTree) -> str:
     if isinstance(output, jax.Array | np.ndarray | np.generic | numbers.Number):
-        shape = ",".join(map(str, np.shape(cast(Any, output))))
+        shape = ",".join(map(str, getattr(output, "shape", ())))
         return f"{jnp.result_type(output).name}[{shape}]"
     if isinstance(output, tuple):
         return f"a tuple of {len(output)}"
     return f"a {type(output).__name__}"
 
 
-def _module_positions(argnums: Any, args: Sequence[Any]) -> Any:
+def _module_positions(argnums: Argnums, args: Sequence[PyTree]) -> PyTree | None:
     """`argnums`, counted from the front, if nnx has to differentiate; else None."""
     several = isinstance(argnums, Sequence)
     positions = [
@@ -238,18 +235,13 @@ def _module_positions(argnums: Any, args: Sequence[Any]) -> Any:
     if not any(
         # An nnx.DiffState says itself which argument it means.
         isinstance(position, nnx.DiffState)
-        or _holds_module(args[position : position + 1])
+        or nodes_of(args[position : position + 1], nnx.Module)
         for position in positions
     ):
         return None
     return tuple(positions) if several else positions[0]
 
 
-def _holds_module(tree: Any) -> bool:
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Module))
-    return any(isinstance(node, nnx.Module) for node in nodes)
-
-
-def _name(fn: Callable[..., Any]) -> str:
+def _name(fn: AnyFn) -> str:
     inner = fn.func if isinstance(fn, functools.partial) else fn
     return getattr(inner, "__name__", type(inner).__name__)

@@ -2,29 +2,27 @@
 
 A `LossScale` is a value. `scale` multiplies a loss by it, `unscale` divides gradients
 by it, `adjust` returns the next one; nothing is updated in place. Dynamic scaling is
-that of Micikevicius et al. 2018 (arXiv:1710.03740, section 3.2): grow after so many
+that of Micikevicius et al. 2018 (arXiv:1710.03740, section 3.2): grow after a number of
 finite steps, back off on a step whose gradients overflowed.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
 import numbers
 import operator
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import serialization
 from jax.core import Tracer
-from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
-from jmp_amp.policies.dtypes import F32, is_fp8, is_half
-from jmp_amp.training.finite import is_inexact
+from jmp_amp.policies.dtypes import F32, PyTree
+from jmp_amp.training.trainable import promote_gradient, takes_part
 
 _HYSTERESIS_MODES = ("until_growth", "consecutive", "rearming")
 _F32_MAX = float(jnp.finfo(F32).max)
@@ -44,17 +42,12 @@ class LossScale:
     three fields are its leaves, always of a strong dtype; the others are static.
 
     Attributes:
-      value: float32[], what a loss is multiplied by.
+      value: float32[], the scale.
       growth_tracker: int32[], finite steps since the scale last moved.
       hysteresis_tracker: int32[], overflows left before the scale backs off.
       dynamic: whether `adjust` does anything.
-      growth_factor: what growth multiplies the scale by.
-      backoff_factor: what an overflow multiplies the scale by.
-      growth_interval: finite steps until the scale grows.
-      min_scale: backing off stops here.
-      max_scale: growth that would pass this is refused.
-      hysteresis: overflows until the scale backs off.
-      hysteresis_mode: what refills that budget, see `dynamic_loss_scale`.
+      growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis,
+        hysteresis_mode: see `dynamic_loss_scale`.
 
     Example:
       >>> import jmp_amp as amp
@@ -79,7 +72,7 @@ class LossScale:
     hysteresis: int = _static()
     hysteresis_mode: str = _static()
 
-    def scale(self, tree: Any) -> Any:
+    def scale(self, tree: PyTree) -> PyTree:
         """Returns `tree` with its inexact leaves multiplied by the scale.
 
         f16 and bf16 leaves are multiplied in float32 and come back float32: a loss of
@@ -92,9 +85,9 @@ class LossScale:
           >>> amp.static_loss_scale(2.0**16).scale(jnp.float16(2.0))
           Array(131072., dtype=float32)
         """
-        return jax.tree.map(lambda leaf: _multiply(leaf, self.value), tree)
+        return _mapped(operator.mul, tree, self.value)
 
-    def unscale(self, tree: Any) -> Any:
+    def unscale(self, tree: PyTree) -> PyTree:
         """Returns `tree` with its inexact leaves divided by the scale.
 
         f16 and bf16 leaves become float32 first, so that a small gradient survives the
@@ -108,17 +101,16 @@ class LossScale:
         """
         if self.max_scale > 2.0**126:
             # The reciprocal of such a scale is a subnormal, which XLA flushes to zero.
-            return jax.tree.map(lambda leaf: _divide(leaf, self.value), tree)
-        return jax.tree.map(lambda leaf: _multiply(leaf, 1.0 / self.value), tree)
+            return _mapped(operator.truediv, tree, self.value)
+        return _mapped(operator.mul, tree, 1.0 / self.value)
 
-    def adjust(self, finite: ArrayLike) -> LossScale:
-        """Returns the loss scale of the next step.
+    def adjust(self, finite: ArrayLike) -> Self:
+        """Returns the loss scale of the next step, of the same structure and dtypes.
+
+        See `dynamic_loss_scale` for the algorithm; a static scale returns itself.
 
         Args:
           finite: bool[], whether every gradient of this step was finite.
-
-        Returns:
-          A LossScale of the same structure and dtypes; a static one returns itself.
 
         Example:
           >>> import jmp_amp as amp
@@ -130,7 +122,7 @@ class LossScale:
         finite = jnp.asarray(finite, bool)
         # torch.amp compares for equality, and so does this: an interval lowered below
         # the counter takes effect after the next overflow.
-        tracker = jnp.asarray(self.growth_tracker) + 1
+        tracker = jnp.asarray(optax.safe_increment(self.growth_tracker))
         due = finite & (tracker == self.growth_interval)
         value = jnp.asarray(self.value)
         grown = value * self.growth_factor
@@ -143,15 +135,12 @@ class LossScale:
             "consecutive": finite,
             "rearming": finite | back_off,
         }[self.hysteresis_mode]
+        spent = jnp.where(finite, self.hysteresis_tracker, left)
         return dataclasses.replace(
             self,
             value=jnp.where(back_off, reduced, jnp.where(grow, grown, value)),
             growth_tracker=jnp.where(finite & ~due, tracker, 0),
-            hysteresis_tracker=jnp.where(
-                refill,
-                self.hysteresis,
-                jnp.where(finite, self.hysteresis_tracker, left),
-            ),
+            hysteresis_tracker=jnp.where(refill, self.hysteresis, spent),
         )
 
     def __repr__(self) -> str:
@@ -176,18 +165,29 @@ def dynamic_loss_scale(
 ) -> LossScale:
     """Returns a loss scale that grows while gradients are finite and backs off if not.
 
-    After `growth_interval` finite steps in a row the scale is multiplied by
-    `growth_factor`, unless that would pass `max_scale`: then it stays, as torch's does
-    before infinity. A step with a non-finite gradient multiplies it by
-    `backoff_factor`, down to `min_scale`. Powers of two keep the scaling exact.
+    After each step::
 
-    With `hysteresis` n, only the n-th overflow backs off. What starts the count anew
-    is the `hysteresis_mode`:
+      if finite:  # No gradient of the step held an inf or a NaN.
+        tracker += 1
+        if tracker == growth_interval:
+          tracker = 0
+          if scale * growth_factor <= max_scale:
+            scale *= growth_factor
+      else:
+        tracker = 0
+        left = max(left - 1, 0)  # Begins as `hysteresis`.
+        if left == 0:
+          scale = max(scale * backoff_factor, min_scale)
+      if <refill>:
+        left = hysteresis
 
-    * "until_growth" (Megatron-LM, Colossal-AI): when growth is due. Once the budget is
+    Powers of two keep the scaling exact. With `hysteresis` n, only the n-th overflow
+    backs off. The `hysteresis_mode` says when the count is refilled:
+
+    * "until_growth" (Megatron-LM, Colossal-AI): when growth is due. Once the count is
       used up, every further overflow backs off.
-    * "consecutive" (Apex's `update_scale_hysteresis`): any finite step.
-    * "rearming" (Paddle): any finite step, and every backoff.
+    * "consecutive" (Apex's `update_scale_hysteresis`): after any finite step.
+    * "rearming" (Paddle): after any finite step, and every backoff.
 
     Args:
       init_scale: the first scale, any scalar; the next one within
@@ -293,74 +293,30 @@ def no_loss_scale() -> LossScale:
     return static_loss_scale(1.0)
 
 
-def promote_half(leaf: Any) -> Any:
-    """Returns an f16 or bf16 leaf as float32, and any other as the same object.
+def _mapped(
+    operation: Callable[[jax.Array, jax.Array], jax.Array],
+    tree: PyTree,
+    factor: jax.Array,
+) -> PyTree:
+    """Returns `operation(leaf, factor)` of trained leaves, in float32 at least.
 
-    Example:
-      >>> from jmp_amp.training.loss_scale import promote_half
-      >>> promote_half(jnp.ones(3, jnp.float16)).dtype, promote_half(None)
-      (dtype('float32'), None)
+    factor: float32[].
     """
-    half = is_half(getattr(leaf, "dtype", None))
-    return jnp.asarray(leaf, jnp.float32) if half else leaf
+
+    def of(leaf: PyTree) -> PyTree:
+        if not takes_part(leaf):
+            return leaf
+        leaf = jnp.asarray(promote_gradient(leaf))
+        by = factor.astype(jnp.finfo(leaf.dtype).dtype)
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            # Part by part: (inf + 0j) * (2 + 0j) would have a NaN.
+            return jax.lax.complex(operation(leaf.real, by), operation(leaf.imag, by))
+        return operation(leaf, by)
+
+    return jax.tree.map(of, tree)
 
 
-def promote_gradient(leaf: Any) -> Any:
-    """Returns `promote_half` of a gradient, in the order in which parameters lie.
-
-    A GPU's convolutions read and write kernels with the dimensions in another order. Of
-    a kernel that is stored in half precision XLA then computes the whole update in that
-    order: it transposes moments and masters, before the model runs, and what is new
-    back. (Those of f32 kernels too, but in the kernel that updates them.) Where the
-    gradient itself is in order, in half precision, nothing else has to be moved.
-
-    Example:
-      >>> from jmp_amp.training.loss_scale import promote_gradient
-      >>> promote_gradient(jnp.ones(3, jnp.float16)).dtype
-      dtype('float32')
-    """
-    if isinstance(leaf, Tracer) and is_half(leaf.dtype) and leaf.ndim > 2:
-        # Kernels in one dimension have rank 3, and embeddings of positions: (1, n, d).
-        if (leaf.ndim > 3 or leaf.shape[0] != 1) and _is_whole(leaf):
-            leaf = with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim))))
-    return promote_half(leaf)
-
-
-def _is_whole(leaf: Tracer) -> bool:
-    """Whether no device has less than all of an array, which `shard_map` made its own.
-
-    XLA gathers an array whose layout is constrained. Of one that is sharded
-    automatically nobody knows, while a program is traced, how.
-    """
-    sharding = jax.typeof(leaf).sharding
-    mesh = sharding.mesh
-    axes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
-    unknown = any(kind == AxisType.Auto and size > 1 for kind, size in axes)
-    return not unknown and not any(sharding.spec)
-
-
-def _with_factor(leaf: Any, factor: jax.Array, operation: Any) -> Any:
-    """`operation(leaf, factor)` in float32 at least; other leaves come back as is."""
-    if not is_inexact(leaf) or is_fp8(getattr(leaf, "dtype", None)):
-        return leaf
-    leaf = jnp.asarray(promote_gradient(leaf))
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        # Part by part: (inf + 0j) * (2 + 0j) would have a NaN.
-        factor = factor.astype(leaf.real.dtype)
-        real, imag = operation(leaf.real, factor), operation(leaf.imag, factor)
-        return jax.lax.complex(real, imag)
-    return operation(leaf, factor.astype(leaf.dtype))
-
-
-def _multiply(leaf: Any, factor: jax.Array) -> Any:
-    return _with_factor(leaf, factor, operator.mul)
-
-
-def _divide(leaf: Any, factor: jax.Array) -> Any:
-    return _with_factor(leaf, factor, operator.truediv)
-
-
-def _show(leaf: Any) -> str:
+def _show(leaf: object) -> str:
     if isinstance(leaf, Tracer):
         return f"<traced {jax.typeof(leaf)}>"
     if isinstance(leaf, jax.Array):
@@ -372,22 +328,22 @@ def _show(leaf: Any) -> str:
     return repr(leaf)
 
 
-def _refused(call: str, name: str, value: Any, fact: str) -> ValueError:
+def _refused(call: str, name: str, value: PyTree, fact: str) -> ValueError:
     return ValueError(f"{call.format(name, value)}: {fact}.")
 
 
-def _number(call: str, name: str, value: Any) -> float:
+def _number(call: str, name: str, value: PyTree) -> float:
     """`value`, a real scalar that is known now, as a Python float."""
     real = isinstance(value, numbers.Real | np.ndarray | np.generic | jax.Array)
-    if not real or isinstance(value, bool | Tracer) or np.shape(cast(Any, value)):
+    if not real or isinstance(value, bool | Tracer) or getattr(value, "shape", ()):
         raise TypeError(
             f"{call.format(name, value)}: not a real number that is known before the "
             "program runs. Use a Python number."
         )
-    return float(cast(Any, value))
+    return float(value)
 
 
-def _positive(call: str, name: str, value: Any) -> float:
+def _positive(call: str, name: str, value: PyTree) -> float:
     number = _number(call, name, value)
     if not 0.0 < number < math.inf:
         fact = "a loss scale has to be positive and finite. Use a power of two"
@@ -395,7 +351,7 @@ def _positive(call: str, name: str, value: Any) -> float:
     return number
 
 
-def _count(call: str, name: str, value: Any, at_least: int) -> int:
+def _count(call: str, name: str, value: PyTree, at_least: int) -> int:
     number = _number(call, name, value)
     if isinstance(value, float) or not number.is_integer() or number < at_least:
         fact = f"a count of steps. Use an int, at least {at_least}"
@@ -403,20 +359,12 @@ def _count(call: str, name: str, value: Any, at_least: int) -> int:
     return int(number)
 
 
-def _to_state_dict(loss_scale: LossScale) -> dict[str, Any]:
-    return {
-        field.name: getattr(loss_scale, field.name)
-        for field in dataclasses.fields(loss_scale)
-    }
-
-
-def _from_state_dict(target: LossScale, state: dict[str, Any]) -> LossScale:
+def _from_state_dict(target: LossScale, state: dict[str, PyTree]) -> LossScale:
     """The saved configuration wins over the target's, as with torch's state_dict."""
     names = [field.name for field in dataclasses.fields(target)]
     if unknown := sorted(set(state) - set(names)):
         raise ValueError(f"LossScale: a checkpoint with unknown fields {unknown}.")
-    leaves = {"value": jnp.float32, "growth_tracker": jnp.int32}
-    leaves["hysteresis_tracker"] = jnp.int32
+    leaves = dict(value=F32, growth_tracker="int32", hysteresis_tracker="int32")
     saved = {
         name: jnp.asarray(value, leaves[name])
         if name in leaves
@@ -426,4 +374,6 @@ def _from_state_dict(target: LossScale, state: dict[str, Any]) -> LossScale:
     return dataclasses.replace(target, **saved)
 
 
-serialization.register_serialization_state(LossScale, _to_state_dict, _from_state_dict)
+serialization.register_serialization_state(
+    LossScale, lambda loss_scale: vars(loss_scale).copy(), _from_state_dict
+)

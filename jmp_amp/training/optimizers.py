@@ -1,28 +1,31 @@
-"""Loss scaling as an optax transformation, and what its state tells.
+"""Loss scaling as an optax transformation.
 
-`with_loss_scale(inner, ...)` runs `inner` on every step and then chooses, element by
-element, between what it wrote and what was there. There is no branch on the device: a
-`lax.cond` would make the whole update wait for the flag and keep XLA from fusing it,
-where a select is part of the fusion that writes the new value anyway.
+`with_loss_scale(inner, ...)` runs `inner` on every step and then selects, element by
+element, the new value or the old one. There is no branch on the device: a `lax.cond`
+would make the whole update wait for the flag and keep XLA from fusing it, where a
+select is part of the fusion that writes the new value anyway.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_amp.policies.dtypes import is_half
+from jmp_amp.policies.dtypes import PyTree, is_half
+from jmp_amp.training.digits import WEIGHT_STATES
 from jmp_amp.training.finite import all_finite, choose
-from jmp_amp.training.loss_scale import LossScale, promote_gradient
-from jmp_amp.training.states import WEIGHT_STATES, LossScaleState, nodes_of
-from jmp_amp.training.trainable import (
+from jmp_amp.training.loss_scale import LossScale
+from jmp_amp.training.states import LossScaleState
+from jmp_amp.training.structures import (
     TreeStructure,
     check_gradients,
+    check_half,
+    nodes_of,
+)
+from jmp_amp.training.trainable import (
     owned,
+    promote_gradient,
     takes_part,
     taking_part,
     with_extra_args,
@@ -40,16 +43,16 @@ def with_loss_scale(
     """Returns `inner` with a loss scale in its state and non-finite steps skipped.
 
     On a step whose gradients hold an inf or a NaN the updates are zero, the state of
-    `inner` (moments, counts, schedules) stays as it was bit for bit, and the scale
+    `inner` (moments, counts, schedules) stays unchanged bit for bit, and the scale
     backs off. On any other step `inner` runs and the growth counter moves. It never
     gives up and never lets a non-finite gradient through: `metrics` counts the skipped
-    steps, `check_scale` raises after too many, `keep_if_finite` takes back what else
-    the step wrote.
+    steps, `check_scale` raises after too many, `keep_if_finite` takes back all other
+    values that the step wrote.
 
-    What decides are the gradients that `update` is given. Put it around the whole
-    chain: a transformation outside, such as `optax.clip`, may hide an overflow from it.
-    Optimizers that ask for gradients of their own (`optax.contrib.sam`) or keep several
-    copies of the parameters (`optax.lookahead`) go around it.
+    The gradients that `update` is given decide. Put it around the whole chain: a
+    transformation outside, such as `optax.clip`, may hide an overflow from it.
+    Optimizers that evaluate more gradients (`optax.contrib.sam`) or keep several copies
+    of the parameters (`optax.lookahead`) go around it.
 
     `inner` works in float32: f16 and bf16 gradients reach it as float32, f16 and bf16
     parameters too, and so its moments are float32. With `params` given to `update` the
@@ -74,11 +77,11 @@ def with_loss_scale(
         skipped together, so that replicas keep one scale.
 
     Returns:
-      A transformation whose state is a `LossScaleState`. Its `init` copies what it
-      is given: donating the state deletes nobody's arrays.
+      A transformation whose state is a `LossScaleState`. Its `init` copies the arrays
+      it is given, so that the state may be donated.
 
     Raises:
-      TypeError: if `inner` is no transformation or `loss_scale` is no `LossScale`.
+      TypeError: if `inner` is not a transformation or `loss_scale` not a `LossScale`.
       ValueError: from `init`, if `inner` holds a loss scale already; from `update`, if
         the gradients are not a tree like the one that `init` was given.
 
@@ -98,11 +101,9 @@ def with_loss_scale(
             "dynamic_loss_scale(), static_loss_scale(2.0**16) or no_loss_scale()."
         )
 
-    def init_fn(params: Any) -> Any:
-        inner_state = owned(_begun(transformation, params))
-        _refuse_nested(inner_state)
+    def init_fn(params: PyTree) -> PyTree:
         return LossScaleState(
-            inner_state=inner_state,
+            inner_state=owned(_first_state(transformation, params)),
             loss_scale=owned(loss_scale),
             last_finite=jnp.asarray(True),
             skipped_total=jnp.asarray(0, jnp.int32),
@@ -112,79 +113,76 @@ def with_loss_scale(
         )
 
     def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
+    ) -> tuple[PyTree, PyTree]:
         check_gradients(updates, state.structure, params, "with_loss_scale")
         gradients = taking_part(updates, promote_gradient)
         if unscale:
             gradients = state.loss_scale.unscale(gradients)
-        # An inf or NaN stays one when it is unscaled, and a scale below 1 may make a
-        # new one: checked here, both are seen.
+        # Unscaling keeps an inf or NaN, and with a scale below 1 may make a new one:
+        # checked here, both are seen.
         finite = all_finite(gradients, axis_name)
-        inner_params = None if params is None else taking_part(params)
-        if nodes_of(state.inner_state, WEIGHT_STATES):
-            _check_half(params, state.structure)
+        stores = bool(nodes_of(state.inner_state, WEIGHT_STATES))
+        if stores and params is not None:
+            check_half(params, state.structure, "with_loss_scale")
         proposed, inner_state = transformation.update(
-            gradients, state.inner_state, inner_params, **extra_args
+            gradients,
+            state.inner_state,
+            None if params is None else taking_part(params),
+            **extra_args,
         )
-        one_more = finite.astype(jnp.int32)
         # Updates that land on a half-precision number are not to be rounded on the way.
-        rounded = params is not None and not nodes_of(inner_state, WEIGHT_STATES)
+        rounded = params is not None and not stores
         chosen = _chosen_updates(finite, proposed, updates, params, rounded)
-        return chosen, LossScaleState(
-            inner_state=choose(
-                finite,
-                inner_state,
-                state.inner_state,
-                "with_loss_scale: inner changed the type of its state",
-                ("the new state", "the old one"),
-            ),
-            loss_scale=state.loss_scale.adjust(finite),
-            last_finite=finite,
-            skipped_total=state.skipped_total + (1 - one_more),
-            skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
-            applied=state.applied + one_more,
-            structure=state.structure,
-        )
+        return chosen, _next_state(finite, state, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_half(params: Any, structure: TreeStructure) -> None:
-    """Raises if other parameters are half than those that `init` saw."""
-    now = TreeStructure.of(params)
-    if now.paths and structure.paths and now != structure:
-        pairs = zip(now.paths, now.half, structure.half, strict=True)
-        path, found, seen = next(each for each in pairs if each[1] != each[2])
-        raise ValueError(
-            f"with_loss_scale: the parameter at {path or 'the root'} is "
-            f"{found or 'not half'} now, but init saw {seen or 'no half one'}. Call "
-            "init with the parameters as they are trained."
-        )
+def _next_state(
+    finite: jax.Array, state: LossScaleState, inner_state: PyTree
+) -> LossScaleState:
+    """Returns the state after a step. finite: bool[]."""
+    call = "with_loss_scale: inner changed the type of its state"
+    names = "the new state", "the old one"
+    one_more = optax.safe_increment
+    return LossScaleState(
+        inner_state=choose(finite, inner_state, state.inner_state, call, names),
+        loss_scale=state.loss_scale.adjust(finite),
+        last_finite=finite,
+        skipped_total=jnp.where(
+            finite, state.skipped_total, one_more(state.skipped_total)
+        ),
+        skipped_in_a_row=jnp.where(finite, 0, one_more(state.skipped_in_a_row)),
+        applied=jnp.where(finite, one_more(state.applied), state.applied),
+        structure=state.structure,
+    )
 
 
-def _refuse_nested(inner_state: Any) -> None:
-    if nodes_of(inner_state, LossScaleState):
+def _first_state(
+    transformation: optax.GradientTransformation, params: PyTree
+) -> PyTree:
+    """Returns the first state of an optimizer of float32 parameters.
+
+    Transformations that store half-precision parameters themselves, such as
+    `with_master_weights`, begin with the parameters as they are; all others begin with
+    float32 ones. A state shows which is which, and `optax.partition` may hold both:
+    `init` runs twice if there are half parameters and a transformation that stores
+    them.
+    """
+    state = transformation.init(taking_part(params))
+    if nodes_of(state, LossScaleState):
         raise ValueError(
             "with_loss_scale: the optimizer it was given holds a loss scale already. "
             "Wrap once, around the whole chain."
         )
-
-
-def _begun(transformation: optax.GradientTransformation, params: Any) -> Any:
-    """The first state of an optimizer of float32 parameters.
-
-    Only transformations that store half-precision parameters themselves, such as
-    `with_master_weights`, are initialised with what there is.
-    """
-    state = transformation.init(taking_part(params))
     if not any(TreeStructure.of(params).half) or not nodes_of(state, WEIGHT_STATES):
         return state
 
-    def is_stored(node: Any) -> bool:
+    def is_stored(node: object) -> bool:
         return isinstance(node, WEIGHT_STATES)
 
-    # The moments in there are let go of before they are made again.
+    # The moments in there are freed before they are made again.
     state = jax.tree.map(
         lambda node: None if is_stored(node) else node, state, is_leaf=is_stored
     )
@@ -198,9 +196,16 @@ def _begun(transformation: optax.GradientTransformation, params: Any) -> Any:
 
 
 def _chosen_updates(
-    finite: jax.Array, proposed: Any, gradients: Any, params: Any, rounded: bool
-) -> Any:
-    """`proposed` or zeros; if `rounded` half where `params` are."""
+    finite: jax.Array,
+    proposed: PyTree,
+    gradients: PyTree,
+    params: PyTree | None,
+    rounded: bool,
+) -> PyTree:
+    """Returns `proposed` or zeros; if `rounded`, half where `params` are.
+
+    finite: bool[].
+    """
     leaves, structure = jax.tree.flatten(gradients)
     likes = leaves if params is None else jax.tree.leaves(params)
     remaining = iter(jax.tree.leaves(proposed))

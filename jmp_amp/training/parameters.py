@@ -1,17 +1,15 @@
 """Parameters in the dtypes of a policy: a whole tree, or module by module."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from jmp_amp.policies.dtypes import F32, cast_leaf, is_castable
+from jmp_amp.policies.dtypes import F32, PyTree, cast_leaf, is_castable
 from jmp_amp.policies.patterns import ModuleInfo, is_norm
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import (
@@ -23,7 +21,12 @@ from jmp_amp.policies.policy_map import (
 
 Tree = TypeVar("Tree")
 
-# What linen calls a module that its user did not name: `LayerNorm_0`.
+_LINEN_MODULES = {
+    each.__name__: each
+    for each in vars(nn).values()
+    if isinstance(each, type) and issubclass(each, nn.Module)
+}
+# The name that linen gives to a module without one: `LayerNorm_0`.
 _AUTOMATIC = re.compile(r"(?:Checkpoint|Scan|Vmap|Jit|Remat)*(\w+)_\d+")
 
 
@@ -37,9 +40,9 @@ def cast_params(
     """Returns parameters in the `param_dtype` of their modules' policies.
 
     The parameters of norm layers (`BatchNorm`, `LayerNorm`, `GroupNorm`, `RMSNorm`,
-    ...) are float32, unless an entry of a `PolicyMap` names their class. So is
-    everything that is no parameter: batch statistics, caches and random number streams
-    stay as they are, and so do integers, float64 and fp8.
+    ...) are float32, unless an entry of a `PolicyMap` names their class. Batch
+    statistics, caches and random number streams are not cast, nor are integers, float64
+    and fp8.
 
     A module is known by its class in an nnx module, and in a state of one if `model` is
     given. A linen tree knows names only: a norm is what linen named `LayerNorm_0`, or
@@ -57,7 +60,7 @@ def cast_params(
       A tree of the same structure; for a module a new one, the old one is left alone.
 
     Raises:
-      TypeError: if `params` is a linen module, or `policy` is no policy.
+      TypeError: if `params` is a linen module, or `policy` is not a policy.
       ValueError: if a policy is unknown.
 
     Example:
@@ -81,30 +84,35 @@ def cast_params(
         modules = _modules_of(copy)
         for path, variable in nnx.iter_graph(copy):
             if isinstance(variable, nnx.Param):
-                dtype = _dtype_of(_names(path)[:-1], modules, policies, keep_norms)
+                module = tuple(map(str, path[:-1]))
+                dtype = _dtype_of(module, modules, policies, keep_norms)
                 variable.set_raw_value(_cast(variable.get_raw_value(), dtype))
         warn_of_unmatched(policies)
         return copy
-    leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_variable)[0]
+
+    def is_variable(node: object) -> bool:
+        return isinstance(node, nnx.Variable)
+
+    leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)[0]
     # linen's variables hold a collection of parameters among others.
     is_collections = isinstance(params, Mapping) and "params" in params
     modules = _modules_in([_path(keys, is_collections) for keys, _ in leaves], policies)
     if model is not None:
         modules |= _modules_of(model, params if is_collections else {"params": params})
 
-    def leaf_in_its_dtype(keys: Any, leaf: Any) -> Any:
+    def leaf_in_its_dtype(keys: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
         if is_collections and str(getattr(keys[0], "key", "")) != "params":
             return leaf
         path = _path(keys, is_collections)[:-1]
         dtype = _dtype_of(path, modules, policies, keep_norms)
         if not isinstance(leaf, nnx.Variable):
             return _cast(leaf, dtype)
-        is_parameter = isinstance(leaf, nnx.Param)
-        value = leaf.get_raw_value()
-        return leaf.replace(_cast(value, dtype)) if is_parameter else leaf
+        if not isinstance(leaf, nnx.Param):
+            return leaf
+        return leaf.replace(_cast(leaf.get_raw_value(), dtype))
 
     cast = jax.tree_util.tree_map_with_path(
-        leaf_in_its_dtype, params, is_leaf=_is_variable
+        leaf_in_its_dtype, params, is_leaf=is_variable
     )
     warn_of_unmatched(
         policies,
@@ -115,12 +123,7 @@ def cast_params(
 
 
 class _Module(NamedTuple):
-    """What is known of a module.
-
-    Attributes:
-      cls: its class, or the nearest known base of it.
-      is_norm: it is a norm layer.
-    """
+    """A module: its class, or the nearest known base of it; whether it is a norm."""
 
     cls: type
     is_norm: bool
@@ -132,7 +135,7 @@ _Modules = dict[tuple[str, ...], _Module]
 def _dtype_of(
     path: tuple[str, ...], modules: _Modules, policies: PolicyMap, keep_norms: bool
 ) -> np.dtype:
-    """The dtype of the parameters of the module at `path`."""
+    """Returns the dtype of the parameters of the module at `path`."""
     unknown = _Module(nn.Module, False)
     *around, module = (modules.get(path[:n], unknown) for n in range(len(path) + 1))
     info = ModuleInfo(path, module.cls, path[-1] if path else None)
@@ -145,14 +148,14 @@ def _dtype_of(
 
 
 def _modules_in(paths: Iterable[tuple[str, ...]], policies: PolicyMap) -> _Modules:
-    """What the names in a tree of parameters tell of the modules that they are in."""
+    """Returns the modules of a linen tree, recognised by the names of parameters."""
     held: dict[tuple[str, ...], set[str]] = {}
     for path in paths:
         held.setdefault(path[:-1], set()).add(path[-1] if path else "")
         for end in range(len(path)):
             held.setdefault(path[:end], set())
-    classes = {each.__name__: each for each in vars(nn).values() if _is_module(each)}
-    classes |= {p.__name__: p for p, _ in policies.entries if isinstance(p, type)}
+    named_types = {p.__name__: p for p, _ in policies.entries if isinstance(p, type)}
+    classes = _LINEN_MODULES | named_types
     modules = {}
     for path, leaves in held.items():
         named = _AUTOMATIC.fullmatch(path[-1]) if path else None
@@ -162,22 +165,24 @@ def _modules_in(paths: Iterable[tuple[str, ...]], policies: PolicyMap) -> _Modul
     return modules
 
 
-def _modules_of(model: Any, variables: Any = None) -> _Modules:
-    """The modules that a model holds, as far as it tells."""
+def _modules_of(
+    model: nn.Module | nnx.Module, variables: PyTree | None = None
+) -> _Modules:
+    """Returns the modules that a model holds; in linen, those made by `setup`."""
     if isinstance(model, nnx.Module):
         found = {
-            _names(path): type(node)
+            tuple(map(str, path)): type(node)
             for path, node in nnx.iter_graph(model)
             if isinstance(node, nnx.Module)
         }
     else:
-        found = dict(_bound_modules(model.bind(variables)))
+        found = dict(_bound_modules(model.bind(variables or {})))
     return {path: _Module(cls, is_norm(cls)) for path, cls in found.items()}
 
 
 def _bound_modules(module: nn.Module) -> Iterator[tuple[tuple[str, ...], type]]:
     yield module.path, type(module)
-    # What `setup` makes is there once an attribute was asked for.
+    # Asking for any attribute runs `setup`, which makes the submodules.
     hasattr(module, "_")
     children = jax.tree.leaves(
         [value for name, value in vars(module).items() if name != "parent"],
@@ -188,29 +193,14 @@ def _bound_modules(module: nn.Module) -> Iterator[tuple[tuple[str, ...], type]]:
             yield from _bound_modules(child)
 
 
-def _path(keys: Sequence[Any], is_collections: bool) -> tuple[str, ...]:
+def _path(keys: jax.tree_util.KeyPath, is_collections: bool) -> tuple[str, ...]:
     names = [key.key for key in keys if isinstance(key, jax.tree_util.DictKey)]
-    return _names(names[is_collections:])
+    return tuple(map(str, names[is_collections:]))
 
 
-def _names(path: Iterable[Any]) -> tuple[str, ...]:
-    return tuple(map(str, path))
+def _cast(tree: PyTree, dtype: np.dtype) -> PyTree:
+    def cast(leaf: PyTree) -> PyTree:
+        castable = is_castable(getattr(leaf, "dtype", None))
+        return cast_leaf(leaf, dtype) if castable else leaf
 
-
-def _cast(tree: Any, dtype: np.dtype) -> Any:
-    return jax.tree.map(
-        lambda leaf: (
-            cast_leaf(leaf, dtype)
-            if is_castable(getattr(leaf, "dtype", None))
-            else leaf
-        ),
-        tree,
-    )
-
-
-def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Variable)
-
-
-def _is_module(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)
+    return jax.tree.map(cast, tree)

@@ -1,9 +1,8 @@
 """The loss scalers of other systems, as settings of one state machine."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
+import inspect
 import math
 import numbers
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.training.loss_scale import (
     LossScale,
     dynamic_loss_scale,
@@ -24,7 +24,10 @@ from jmp_amp.training.states import find_loss_scale
 # No system has a floor below this: a scale that is no normal float32 has no reciprocal.
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
-_UNBOUNDED = {"min_scale": _TINY, "max_scale": math.inf}
+
+_COLUMNS = (
+    "init_scale growth_interval min_scale max_scale hysteresis hysteresis_mode".split()
+)
 
 # The defaults of each system. Sources: torch/amp/grad_scaler.py; apex/amp/scaler.py;
 # paddle/python/paddle/amp/grad_scaler.py; mindspore/python/mindspore/train/
@@ -33,162 +36,83 @@ _UNBOUNDED = {"min_scale": _TINY, "max_scale": math.inf}
 # keras/src/optimizers/loss_scale_optimizer.py; flax/training/dynamic_scale.py;
 # jmp/_src/loss_scale.py.
 _PRESETS: dict[str, dict[str, Any]] = {
-    "torch": {"init_scale": 2.0**16, "growth_interval": 2000, **_UNBOUNDED},
-    "apex": {
-        "init_scale": 2.0**16,
-        "growth_interval": 2000,
-        "min_scale": _TINY,
-        "max_scale": 2.0**24,
-    },
-    "paddle": {
-        "init_scale": 2.0**16,
-        "growth_interval": 2000,
-        "hysteresis_mode": "rearming",
-        **_UNBOUNDED,
-    },
-    "mindspore": {
-        "init_scale": 2.0**24,
-        "growth_interval": 2000,
-        "min_scale": 1.0,
-        "max_scale": math.inf,
-    },
-    "megatron": {
-        "init_scale": 2.0**32,
-        "growth_interval": 1000,
-        "hysteresis": 2,
-        "min_scale": 1.0,
-        "max_scale": math.inf,
-    },
-    "deepspeed": {
-        "init_scale": 2.0**16,
-        "growth_interval": 1000,
-        "hysteresis": 2,
-        "min_scale": 1.0,
-        "max_scale": math.inf,
-    },
-    "colossalai": {
-        "init_scale": 2.0**16,
-        "growth_interval": 1000,
-        "hysteresis": 2,
-        "min_scale": 1.0,
-        "max_scale": 2.0**32,
-    },
-    "keras": {"init_scale": 2.0**15, "growth_interval": 2000, **_UNBOUNDED},
-    "flax": {"init_scale": 2.0**16, "growth_interval": 2000, **_UNBOUNDED},
-    "jmp": {
-        "init_scale": 2.0**15,
-        "growth_interval": 2000,
-        "min_scale": 1.0,
-        "max_scale": math.inf,
-    },
+    name: dict(zip(_COLUMNS, row, strict=False))
+    for name, row in {
+        "torch": (2.0**16, 2000, _TINY, math.inf),
+        "apex": (2.0**16, 2000, _TINY, 2.0**24),
+        "paddle": (2.0**16, 2000, _TINY, math.inf, 1, "rearming"),
+        "mindspore": (2.0**24, 2000, 1.0, math.inf),
+        "megatron": (2.0**32, 1000, 1.0, math.inf, 2),
+        "deepspeed": (2.0**16, 1000, 1.0, math.inf, 2),
+        "colossalai": (2.0**16, 1000, 1.0, 2.0**32, 2),
+        "keras": (2.0**15, 2000, _TINY, math.inf),
+        "flax": (2.0**16, 2000, _TINY, math.inf),
+        "jmp": (2.0**15, 2000, 1.0, math.inf),
+    }.items()
+}
+_OUR_NAMES = tuple(inspect.signature(dynamic_loss_scale).parameters)
+
+# The names of our parameters in each system: theirs=ours.
+_THEIR_NAMES = {
+    name: dict(pair.split("=") for pair in pairs.split())
+    for name, pairs in {
+        "apex": "scale_factor=growth_factor scale_window=growth_interval "
+        "min_loss_scale=min_scale max_loss_scale=max_scale",
+        "paddle": "init_loss_scaling=init_scale incr_ratio=growth_factor "
+        "decr_ratio=backoff_factor incr_every_n_steps=growth_interval "
+        "decr_every_n_nan_or_inf=hysteresis",
+        "mindspore": "scale_value=init_scale init_loss_scale=init_scale "
+        "scale_factor=growth_factor scale_window=growth_interval",
+        "megatron": "initial_scale=init_scale",
+        "deepspeed": "scale_factor=growth_factor scale_window=growth_interval "
+        "loss_scale_window=growth_interval min_loss_scale=min_scale "
+        "delayed_shift=hysteresis",
+        "colossalai": "initial_scale=init_scale",
+        "keras": "initial_scale=init_scale dynamic_growth_steps=growth_interval",
+        "flax": "scale=init_scale fin_steps=growth_interval minimum_scale=min_scale",
+        "jmp": "loss_scale=init_scale period=growth_interval factor=growth_factor "
+        "min_loss_scale=min_scale",
+    }.items()
 }
 
-# What the systems call the parameters of `dynamic_loss_scale`.
-_THEIR_NAMES: dict[str, dict[str, str]] = {
-    "apex": {
-        "scale_factor": "growth_factor",
-        "scale_window": "growth_interval",
-        "min_loss_scale": "min_scale",
-        "max_loss_scale": "max_scale",
-    },
-    "paddle": {
-        "init_loss_scaling": "init_scale",
-        "incr_ratio": "growth_factor",
-        "decr_ratio": "backoff_factor",
-        "incr_every_n_steps": "growth_interval",
-        "decr_every_n_nan_or_inf": "hysteresis",
-    },
-    "mindspore": {
-        "scale_value": "init_scale",
-        "init_loss_scale": "init_scale",
-        "scale_factor": "growth_factor",
-        "scale_window": "growth_interval",
-    },
-    "megatron": {"initial_scale": "init_scale"},
-    "deepspeed": {
-        "scale_factor": "growth_factor",
-        "scale_window": "growth_interval",
-        "loss_scale_window": "growth_interval",
-        "min_loss_scale": "min_scale",
-        "delayed_shift": "hysteresis",
-    },
-    "colossalai": {"initial_scale": "init_scale"},
-    "keras": {
-        "initial_scale": "init_scale",
-        "dynamic_growth_steps": "growth_interval",
-    },
-    "flax": {
-        "scale": "init_scale",
-        "fin_steps": "growth_interval",
-        "minimum_scale": "min_scale",
-    },
-    "jmp": {
-        "loss_scale": "init_scale",
-        "period": "growth_interval",
-        "factor": "growth_factor",
-        "min_loss_scale": "min_scale",
-    },
-}
-
-# Parameters that shrink the scale by what they let it grow by.
-_BOTH_WAYS = {
-    "apex": ("scale_factor",),
-    "mindspore": ("scale_factor",),
-    "deepspeed": ("scale_factor",),
-    "jmp": ("factor",),
-}
+# Names of theirs that set the backoff factor too, to the inverse of the growth factor.
+_BOTH_WAYS = ("scale_factor", "factor")
 
 _TORCH_KEYS = (
-    "scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "_growth_tracker",
-)
-
-_OUR_NAMES = (
-    "init_scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "min_scale",
-    "max_scale",
-    "hysteresis",
-    "hysteresis_mode",
+    "scale growth_factor backoff_factor growth_interval _growth_tracker".split()
 )
 
 
 def loss_scale_preset(name: str, **overrides: Any) -> LossScale:
     """Returns the dynamic loss scale that another system has by default.
 
-    ============ ========= ======== =========== =============== ====================
-    name         scale     interval overflows   floor           cap
-    ============ ========= ======== =========== =============== ====================
-    torch        2**16     2000     1           2**-126 (none)  f32's largest (none)
-    apex         2**16     2000     1           2**-126 (none)  2**24
-    paddle       2**16     2000     1           2**-126 (none)  f32's largest (none)
-    mindspore    2**24     2000     1           1               f32's largest (none)
-    megatron     2**32     1000     2           1               f32's largest (none)
-    deepspeed    2**16     1000     2           1               f32's largest (none)
-    colossalai   2**16     1000     2           1               2**32
-    keras        2**15     2000     1           2**-126 (none)  f32's largest (none)
-    flax         2**16     2000     1           2**-126 (tiny)  f32's largest
-    jmp          2**15     2000     1           1               f32's largest (none)
-    ============ ========= ======== =========== =============== ====================
+    ============ ========= ======== =========== ======= =======
+    name         scale     interval overflows   floor   cap
+    ============ ========= ======== =========== ======= =======
+    torch        2**16     2000     1           none    none
+    apex         2**16     2000     1           none    2**24
+    paddle       2**16     2000     1           none    none
+    mindspore    2**24     2000     1           1       none
+    megatron     2**32     1000     2           1       none
+    deepspeed    2**16     1000     2           1       none
+    colossalai   2**16     1000     2           1       2**32
+    keras        2**15     2000     1           none    none
+    flax         2**16     2000     1           2**-126 f32 max
+    jmp          2**15     2000     1           1       none
+    ============ ========= ======== =========== ======= =======
 
-    Every one grows by 2 and backs off by 0.5. Where a system has no floor, its scale
-    falls to 0 and writes NaN (torch, Keras); where it has no cap, its scale may reach
-    infinity and stay there (Paddle's dynamic graph, Megatron, DeepSpeed, Keras). Here
-    it stops at the smallest and the largest normal float32: growth that would pass
-    that is refused.
+    All grow by 2 and back off by 0.5. Without a floor, the scale of the original falls
+    to 0 and writes NaN (torch, Keras); without a cap, it may reach infinity and stay
+    there (Paddle's dynamic graph, Megatron, DeepSpeed, Keras). Here "none" is 2**-126
+    and the largest float32: growth that would pass that is refused.
 
-    What differs from the original otherwise: flax grows one step late, after
-    `growth_interval` + 1 finite steps; DeepSpeed raises at its minimum by default and
-    MindSpore's manager after 1000 overflows in a row, which `check_scale` does here;
-    Apex does not skip a step with a static scale, `with_loss_scale` does.
+    Other differences: flax grows one step late, after `growth_interval` + 1 finite
+    steps; DeepSpeed raises at its minimum by default and MindSpore's manager after 1000
+    overflows in a row, which `check_scale` does here; Apex does not skip a step with a
+    static scale, `with_loss_scale` does.
 
     Args:
-      name: of the system.
+      name: the system.
       **overrides: parameters of `dynamic_loss_scale`, or those of the system itself:
         `incr_every_n_steps`, `scale_window`, ... A `scale_factor` of Apex, MindSpore
         and DeepSpeed, and jmp's `factor`, set both factors.
@@ -215,34 +139,22 @@ def loss_scale_preset(name: str, **overrides: Any) -> LossScale:
     settings: dict[str, Any] = {}
     theirs = _THEIR_NAMES.get(name, {})
     for given, value in overrides.items():
+        call = f"loss_scale_preset({name!r}, {given}={value!r})"
         ours = theirs.get(given, given)
         if ours not in _OUR_NAMES:
             known = ", ".join([*theirs, *_OUR_NAMES])
-            raise TypeError(
-                f"loss_scale_preset({name!r}, {given}={value!r}): unknown parameter. "
-                f"There are {known}."
-            )
+            raise TypeError(f"{call}: unknown parameter. There are {known}.")
         factors = {ours: value}
-        if given in _BOTH_WAYS.get(name, ()) and _is_positive(value):
+        if given in _BOTH_WAYS and isinstance(value, int | float) and value > 0:
             factors["backoff_factor"] = 1 / value
-        for parameter, each in factors.items():
-            if parameter in settings:
-                raise TypeError(
-                    f"loss_scale_preset({name!r}, {given}={value!r}): {parameter} is "
-                    "given twice. Give it once."
-                )
-            settings[parameter] = each
+        if twice := [parameter for parameter in factors if parameter in settings]:
+            raise TypeError(f"{call}: {twice[0]} is given twice. Give it once.")
+        settings |= factors
     return dynamic_loss_scale(**{**_PRESETS[name], **settings})
 
 
 def parameters_of(name: str) -> tuple[str, ...]:
-    """Returns what `loss_scale_preset(name, ...)` understands: their names, and ours.
-
-    Example:
-      >>> from jmp_amp.training.presets import parameters_of
-      >>> parameters_of("megatron")[:2]
-      ('initial_scale', 'init_scale')
-    """
+    """Returns the parameters of `loss_scale_preset(name, ...)`: theirs, then ours."""
     return (*_THEIR_NAMES.get(name, {}), *_OUR_NAMES)
 
 
@@ -250,13 +162,13 @@ def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> LossScale:
     """Returns the loss scale that a `torch.amp.GradScaler` had.
 
     Args:
-      state_dict: what `GradScaler.state_dict()` returned: `scale`, `growth_factor`,
-        `backoff_factor`, `growth_interval` and `_growth_tracker`. That of a scaler with
-        `enabled=False` is empty, and is the scale 1; one whose factors are both 1 never
-        moves, and is a static scale.
+      state_dict: the result of `GradScaler.state_dict()`: `scale`, `growth_factor`,
+        `backoff_factor`, `growth_interval` and `_growth_tracker`. An empty one, of a
+        scaler with `enabled=False`, gives the scale 1; factors that are both 1 give a
+        static scale.
 
     Raises:
-      TypeError: if it is no mapping, or a value is no number.
+      TypeError: if it is not a mapping, or a value is not a number.
       ValueError: if a key is missing or unknown, or a value out of range.
 
     Example:
@@ -302,7 +214,7 @@ def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> LossScale:
     return dataclasses.replace(scale, growth_tracker=tracker)
 
 
-def loss_scale_to_torch(loss_scale: Any) -> dict[str, Any]:
+def loss_scale_to_torch(loss_scale: PyTree) -> dict[str, float | int]:
     """Returns what `torch.amp.GradScaler.load_state_dict` reads, as Python numbers.
 
     A static scale is one that neither grows nor shrinks. Floors, caps and hysteresis,
@@ -320,13 +232,7 @@ def loss_scale_to_torch(loss_scale: Any) -> dict[str, Any]:
     static = {} if loss_scale.dynamic else {"growth_factor": 1.0, "backoff_factor": 1.0}
     return {
         "scale": float(loss_scale.value),
-        "growth_factor": loss_scale.growth_factor,
-        "backoff_factor": loss_scale.backoff_factor,
-        "growth_interval": loss_scale.growth_interval,
+        **{key: getattr(loss_scale, key) for key in _TORCH_KEYS[1:4]},
         "_growth_tracker": int(loss_scale.growth_tracker),
         **static,
     }
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and value > 0

@@ -1,16 +1,16 @@
-"""What this library keeps in the states of optimizers, and how it is found again."""
+"""The state of loss scaling, and the functions that find and read it."""
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
+from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.training.finite import choose
 from jmp_amp.training.loss_scale import LossScale
+from jmp_amp.training.structures import TreeStructure, nodes_of
 
 
 class LossScaleState(NamedTuple):
@@ -26,66 +26,16 @@ class LossScaleState(NamedTuple):
       structure: which leaves `init` saw; holds no arrays.
     """
 
-    inner_state: Any
+    inner_state: PyTree
     loss_scale: LossScale
     last_finite: jax.Array
     skipped_total: jax.Array
     skipped_in_a_row: jax.Array
     applied: jax.Array
-    structure: Any
+    structure: TreeStructure
 
 
-class MasterWeightsState(NamedTuple):
-    """The state of an optimizer wrapped in `with_master_weights`.
-
-    Attributes:
-      inner_state: the state of the wrapped transformation.
-      masters: a tree like the parameters, float32 where they are half and masked where
-        they are not.
-      structure: which leaves `init` saw; holds no arrays.
-    """
-
-    inner_state: Any
-    masters: Any
-    structure: Any
-
-
-class KahanState(NamedTuple):
-    """The state of an optimizer wrapped in `with_kahan`.
-
-    Attributes:
-      inner_state: the state of the wrapped transformation.
-      compensation: a tree like the parameters: int16 where they are half, what has to
-        be added to a parameter, in 2**-16 of its last place; masked elsewhere.
-      structure: which leaves `init` saw; holds no arrays.
-    """
-
-    inner_state: Any
-    compensation: Any
-    structure: Any
-
-
-class StochasticRoundingState(NamedTuple):
-    """The state of an optimizer wrapped in `with_stochastic_rounding`.
-
-    Attributes:
-      inner_state: the state of the wrapped transformation.
-      key_data: uint32[...], the PRNG key, as `jax.random.key_data` shows it.
-      steps: int32[], steps so far; together with the key they make the bits of one.
-      structure: which leaves `init` saw; holds no arrays.
-    """
-
-    inner_state: Any
-    key_data: jax.Array
-    steps: jax.Array
-    structure: Any
-
-
-WEIGHT_STATES = (MasterWeightsState, KahanState, StochasticRoundingState)
-WRAPPER_STATES = (LossScaleState, *WEIGHT_STATES)
-
-
-def loss_scale_of(opt_state: Any) -> LossScale:
+def loss_scale_of(opt_state: PyTree) -> LossScale:
     """Returns the loss scale that an optimizer's state holds.
 
     Args:
@@ -105,7 +55,7 @@ def loss_scale_of(opt_state: Any) -> LossScale:
     return find_loss_scale(opt_state, "loss_scale_of")
 
 
-def last_step_finite(opt_state: Any) -> jax.Array:
+def last_step_finite(opt_state: PyTree) -> jax.Array:
     """Returns whether the last step's gradients were all finite: bool[].
 
     True before the first step. `opt_state` is anything that `loss_scale_of` searches.
@@ -120,11 +70,11 @@ def last_step_finite(opt_state: Any) -> jax.Array:
     return find_counters(opt_state, "last_step_finite").last_finite
 
 
-def keep_if_finite(opt_state: Any, new: Any, old: Any) -> Any:
+def keep_if_finite(opt_state: PyTree, new: PyTree, old: PyTree) -> PyTree:
     """Returns `new` if the last step was applied, and `old` if it was skipped.
 
-    For what a step writes besides the parameters: batch statistics, moving averages,
-    fp8 state, step counters.
+    For the values that a step writes besides the parameters: batch statistics, moving
+    averages, fp8 state, step counters.
 
     Args:
       opt_state: the state that `update` returned in this step, or anything that
@@ -160,8 +110,8 @@ def keep_if_finite(opt_state: Any, new: Any, old: Any) -> Any:
     return new
 
 
-def metrics(opt_state: Any) -> dict[str, jax.Array]:
-    """Returns what to log of a loss scale, as scalars on the device.
+def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
+    """Returns the values of a loss scale to log, as scalars on the device.
 
     Args:
       opt_state: anything that `loss_scale_of` searches.
@@ -188,7 +138,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     }
 
 
-def check_scale(opt_state: Any, max_skips_in_a_row: int) -> None:
+def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
     """Raises once more than `max_skips_in_a_row` steps in a row were skipped.
 
     Runs on the host and waits for the step that wrote `opt_state`: call it every so
@@ -201,7 +151,7 @@ def check_scale(opt_state: Any, max_skips_in_a_row: int) -> None:
     Raises:
       FloatingPointError: if `skipped_in_a_row` exceeds it.
       TypeError: if the state is traced.
-      ValueError: if `max_skips_in_a_row` is no such int.
+      ValueError: if `max_skips_in_a_row` is not such an int.
 
     Example:
       >>> import jax.numpy as jnp, jmp_amp as amp, optax
@@ -238,31 +188,21 @@ def check_scale(opt_state: Any, max_skips_in_a_row: int) -> None:
         )
 
 
-def find_loss_scale(tree: Any, call: str) -> LossScale:
-    """`loss_scale_of` for a caller whose error messages begin with `call`."""
-    found = find_state(tree, call, (LossScale, LossScaleState))
+def find_loss_scale(tree: PyTree, call: str) -> LossScale:
+    """Returns `loss_scale_of(tree)`; error messages begin with `call`."""
+    found = _only_node(tree, call, (LossScale, LossScaleState))
     # An nnx.Optimizer wraps every array of its state in a Variable.
     return nnx.as_pure(found.loss_scale if isinstance(found, LossScaleState) else found)
 
 
-def find_counters(tree: Any, call: str) -> LossScaleState:
+def find_counters(tree: PyTree, call: str) -> LossScaleState:
     """Returns the one `LossScaleState` in `tree`, without the inner state."""
-    found: LossScaleState = find_state(tree, call, LossScaleState)
+    found = _only_node(tree, call, (LossScaleState,))
     return nnx.as_pure(found._replace(inner_state=()))
 
 
-def find_state(tree: Any, call: str, kinds: type | tuple[type, ...]) -> Any:
-    """Returns the one node of `tree` that is an instance of `kinds`.
-
-    Raises:
-      ValueError: if there is none, or more than one; the message begins with `call`.
-
-    Example:
-      >>> import jmp_amp as amp
-      >>> from jmp_amp.training.states import find_state
-      >>> find_state({"at": [3, amp.no_loss_scale()]}, "f", amp.LossScale)
-      LossScale(value=1.0, dynamic=False)
-    """
+def _only_node(tree: PyTree, call: str, kinds: tuple[type, ...]) -> PyTree:
+    """Returns the one node of `tree` that holds a loss scale."""
     found = nodes_of(tree, kinds)
     if not found:
         raise ValueError(
@@ -271,27 +211,9 @@ def find_state(tree: Any, call: str, kinds: type | tuple[type, ...]) -> Any:
             "with_loss_scale(tx, no_loss_scale()), and pass the state of its init."
         )
     if len(found) > 1:
-        places = " and ".join(jax.tree_util.keystr(path) for path, _ in found)
+        places = " and ".join(path for path, _ in found)
         raise ValueError(
             f"{call}: this {type(tree).__name__} holds {len(found)} loss scales, at "
             f"{places}. Pass the part that holds the one you mean."
         )
     return found[0][1]
-
-
-def nodes_of(
-    tree: Any, kinds: type | tuple[type, ...]
-) -> list[tuple[tuple[Any, ...], Any]]:
-    """Returns the key paths and nodes of `tree` that are instances of `kinds`.
-
-    What is inside of such a node is not searched.
-
-    Example:
-      >>> from jmp_amp.training.states import nodes_of
-      >>> nodes_of({"a": [1, 2.0]}, float)
-      [((DictKey(key='a'), SequenceKey(idx=1)), 2.0)]
-    """
-    nodes, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: isinstance(node, kinds)
-    )
-    return [(path, node) for path, node in nodes if isinstance(node, kinds)]

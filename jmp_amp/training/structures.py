@@ -1,0 +1,173 @@
+"""The key paths of a tree, and where two trees differ."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import jax
+import numpy as np
+import optax
+from flax import nnx, serialization
+
+from jmp_amp.policies.dtypes import PyTree, is_half
+
+
+def leaves_by_path(
+    tree: PyTree, is_leaf: Callable[[object], bool] | None = None
+) -> list[tuple[str, PyTree]]:
+    """Returns the key path and the leaf for every leaf; an nnx Variable is one leaf."""
+
+    def stops(node: object) -> bool:
+        return isinstance(node, nnx.Variable) or (is_leaf is not None and is_leaf(node))
+
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=stops)
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+
+
+def key_paths(tree: PyTree) -> tuple[str, ...]:
+    """Returns the key path of every leaf: `("['decoder']['bias']",)`."""
+    return tuple(path for path, _ in leaves_by_path(tree))
+
+
+def nodes_of(tree: PyTree, kinds: type | tuple[type, ...]) -> list[tuple[str, PyTree]]:
+    """Returns the key paths and nodes of `tree` that are instances of `kinds`.
+
+    The inside of such a node is not searched.
+    """
+    nodes = leaves_by_path(tree, lambda node: isinstance(node, kinds))
+    return [(path, node) for path, node in nodes if isinstance(node, kinds)]
+
+
+def first_difference(a: Sequence[str], b: Sequence[str]) -> str:
+    """Returns the first key path that only one of the two has."""
+    extra = [path for path in a if path not in set(b)]
+    missing = [path for path in b if path not in set(a)]
+    return (extra or missing or ["a container without leaves"])[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeStructure:
+    """The key paths of a tree and which of its leaves are half, without the leaves.
+
+    A static pytree node. An optimizer's state holds it, so that `update` can say which
+    gradient is missing, and a step compiles once for each structure.
+
+    Attributes:
+      paths: the key path of every leaf.
+      half: for every leaf "bfloat16", "float16" or "", in the order of `paths`.
+      known: False if `init` was given the placeholder of `optax.tree.map_params`.
+    """
+
+    paths: tuple[str, ...]
+    half: tuple[str, ...]
+    known: bool = True
+
+    @classmethod
+    def of(cls, tree: PyTree) -> Self:
+        """Returns the structure of `tree`."""
+        if isinstance(tree, _PLACEHOLDER):
+            return cls((), (), known=False)
+        dtypes = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(tree)]
+        half = (np.dtype(each).name if is_half(each) else "" for each in dtypes)
+        return cls(key_paths(tree), tuple(half))
+
+    def matches(self, other: Self) -> bool:
+        """Returns whether the two are equal, as far as both are known."""
+        return not (self.known and other.known) or self == other
+
+    def __repr__(self) -> str:
+        return f"<{len(self.paths)} leaves, {sum(map(bool, self.half))} of them half>"
+
+
+class _AnyStructure:
+    """Stands for an unknown structure in a treedef, and equals every other one.
+
+    `optax.tree.map_params` maps over the state of a placeholder and the real state at
+    once. JAX compares the static data of their nodes with `==` alone, so the wildcard
+    has to be here; a `TreeStructure` itself equals only the same structure.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = object.__hash__
+
+
+# The class of the parameters that `optax.tree.map_params` gives to `init`.
+_given: list[object] = []
+optax.tree.map_params(lambda params: _given.append(params) or (), lambda leaf: leaf, ())
+_PLACEHOLDER = type(_given[0])
+
+jax.tree_util.register_pytree_node(
+    TreeStructure,
+    lambda structure: ((), structure if structure.known else _AnyStructure()),
+    lambda static, _: (
+        static if isinstance(static, TreeStructure) else TreeStructure((), (), False)
+    ),
+)
+serialization.register_serialization_state(
+    TreeStructure, lambda _: {}, lambda target, _: target
+)
+
+
+def check_gradients(
+    gradients: PyTree, structure: TreeStructure, params: PyTree | None, call: str
+) -> None:
+    """Raises if the gradients are not a tree like that of `init` or of `params`.
+
+    Raises:
+      ValueError: with the first difference; the message begins with `call`.
+    """
+    found, seen = key_paths(gradients), structure.paths
+    if structure.known and found != seen:
+        raise ValueError(
+            f"{call}: update was given gradients of structure {_shown(found)} "
+            f"but init saw {_shown(seen)}; first difference at "
+            f"{first_difference(found, seen)}. Differentiate with respect to the tree "
+            "that init was given."
+        )
+    if params is None:
+        return
+    if found != (expected := key_paths(params)):
+        raise ValueError(
+            f"{call}: update was given gradients of structure {_shown(found)} "
+            f"but params of {_shown(expected)}; first difference at "
+            f"{first_difference(found, expected)}. Pass the parameters that the "
+            "gradients belong to."
+        )
+    leaves = leaves_by_path(nnx.as_pure(gradients))
+    for (path, gradient), param in zip(leaves, jax.tree.leaves(params), strict=True):
+        if np.shape(gradient) != np.shape(param):
+            raise ValueError(
+                f"{call}: the gradient at {path} has "
+                f"shape {np.shape(gradient)} but the parameter has {np.shape(param)}. "
+                "Reduce the gradient over the axes that the parameter lacks."
+            )
+
+
+def check_half(
+    params: PyTree, structure: TreeStructure, call: str, promoted: bool = False
+) -> None:
+    """Raises if other parameters are half than those that `init` saw.
+
+    Those that are not half now may be `promoted` ones.
+
+    Raises:
+      ValueError: with the first difference; the message begins with `call`.
+    """
+    now = TreeStructure.of(params)
+    if now.matches(structure):
+        return
+    for path, found, seen in zip(now.paths, now.half, structure.half, strict=True):
+        if found != seen and (found or not promoted):
+            raise ValueError(
+                f"{call}: the parameter at {path or 'the root'} is "
+                f"{found or 'not half'} now, but init saw "
+                f"{seen or 'no half-precision one'}. Call init with the parameters as "
+                "they are trained."
+            )
+
+
+def _shown(paths: Sequence[str], limit: int = 8) -> str:
+    more = f", ... ({len(paths)} leaves)" if len(paths) > limit else ""
+    return f"{{{', '.join(path or '*' for path in paths[:limit])}{more}}}"
