@@ -19,7 +19,7 @@ from flax import serialization
 
 import jmp_amp as amp
 
-ORACLE = Path(__file__).parent / "oracle"
+ORACLE = Path(__file__).parent
 TORCH = {
     scenario["name"]: scenario
     for scenario in json.loads((ORACLE / "gradscaler_torch.json").read_text())[

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 
 from tests import process_worker
-from tests.test_sharded_scaling import EPS, SCALE
+from tests.training.test_sharded_scaling import EPS, SCALE
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PROCESSES, DEVICES = 2, 4
 TIMEOUT = 240.0  # seconds; a machine with nothing else to do needs fifteen
 

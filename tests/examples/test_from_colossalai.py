@@ -14,7 +14,9 @@ from flax import nnx
 import jmp_amp as amp
 from tests.scripts import run_example
 
-ORACLE = json.loads((Path(__file__).parent / "oracle/scalers_other.json").read_text())
+ORACLE = json.loads(
+    (Path(__file__).parents[1] / "oracle/scalers_other.json").read_text()
+)
 WARMUP = 3
 # At the scale of the oracle, 2**16, the first gradients of a transformer overflow by
 # themselves. Far from its floor and its cap a scaler does the same at any scale.

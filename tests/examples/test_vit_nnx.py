@@ -14,7 +14,7 @@ from flax import nnx
 
 import jmp_amp as amp
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 # Adam of optax raises a float to its integer step count, which strict JAX refuses.
 pytestmark = pytest.mark.filterwarnings("default")

@@ -15,7 +15,7 @@ import pytest
 
 import jmp_amp as amp
 
-ORACLE = pathlib.Path(__file__).parent / "oracle"
+ORACLE = pathlib.Path(__file__).parent
 RUNS = json.loads((ORACLE / "convergence_torch.json").read_text())["runs"]
 MODES = {
     "fp32": (None, False),

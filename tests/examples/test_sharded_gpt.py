@@ -26,10 +26,10 @@ from sharded_gpt import Result, Trainer
 
 import jmp_amp as amp
 from tests import h100
-from tests.test_processes import TIMEOUT, run_together
-from tests.test_sharded_scaling import collectives, on_every_device, shards
+from tests.training.test_processes import TIMEOUT, run_together
+from tests.training.test_sharded_scaling import collectives, on_every_device, shards
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "sharded_gpt.py"
 CONTEXT, ROWS, PIECES, STEPS = 16, 16, 4, 6
 MODEL = char_gpt.Model(layers=8, width=32, heads=8, context=CONTEXT, dropout=0.0)

@@ -17,7 +17,7 @@ import pytest
 import jmp_amp as amp
 from tests.programs import equations
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DTYPES = {
     "float32": jnp.float32,
     "mixed_bfloat16": jnp.bfloat16,

@@ -16,7 +16,7 @@ from rich.console import Console
 import jmp_amp as amp
 from tests.scripts import run_example
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ORACLE = ROOT / "tests" / "oracle" / "scalers_other.json"
 BOTH_FORMS = pytest.mark.parametrize("by_hand", [True, False], ids=["hand", "short"])
 OVERFLOW = 2

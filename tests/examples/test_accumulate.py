@@ -15,7 +15,7 @@ import pytest
 
 import jmp_amp as amp
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PIECES = 4
 DTYPES = {"float32": jnp.float32, "mixed_float16": jnp.float16}
 # f32 has no loss scale, and skips all the same.

@@ -19,7 +19,7 @@ import pytest
 import jmp_amp as amp
 from tests.programs import equations
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 HALF = {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}
 TINY = char_gpt.Model(layers=2, width=32, context=16)
 SGD = amp.with_loss_scale(optax.sgd(0.1), amp.no_loss_scale())

@@ -18,7 +18,7 @@ import rich.console
 
 import jmp_amp as amp
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 KEPT = ("masters", "stochastic", "kahan")
 # How far the validation loss of a short run was from f32's, at most, with 8 seeds:
 # masters 1e-4, compensation 2e-4, rounding at random 1.2e-3, naive from 7e-3 to 2.1e-2.

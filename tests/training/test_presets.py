@@ -1,4 +1,4 @@
-"""Presets by the names of other systems; `test_oracle_gradscaler` has their traces."""
+"""Presets by the names of other systems; `oracle/test_gradscaler` has their traces."""
 
 import json
 import math
@@ -16,7 +16,7 @@ NAMES = (
     "torch apex paddle mindspore megatron deepspeed colossalai keras flax jmp".split()
 )
 TORCH = json.loads(
-    (Path(__file__).parent / "oracle" / "gradscaler_torch.json").read_text()
+    (Path(__file__).parents[1] / "oracle" / "gradscaler_torch.json").read_text()
 )["scenarios"]
 LARGEST = float(jnp.finfo(jnp.float32).max)
 SMALLEST = float(jnp.finfo(jnp.float32).tiny)

@@ -16,7 +16,7 @@ from jmp_amp.plan import rules
 from jmp_amp.plan.rules import OpClass
 from tests.programs import equations
 
-ORACLE = pathlib.Path(__file__).parent / "oracle"
+ORACLE = pathlib.Path(__file__).parents[1] / "oracle"
 TORCH = json.loads((ORACLE / "autocast_ops_torch.json").read_text())["ops"]
 
 X = jnp.ones((8, 16))

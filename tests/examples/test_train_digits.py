@@ -16,7 +16,7 @@ import train_digits
 
 import jmp_amp as amp
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_digits.py"
 
 # Adam of optax raises a float to its integer step count, which strict JAX refuses; the
