@@ -18,7 +18,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jmp_amp as amp
-from tests import h100, measures, twins
+from tests import h100, measures
 
 F16, BF16, F32 = jnp.dtype("float16"), jnp.dtype("bfloat16"), jnp.dtype("float32")
 NAMES = (
@@ -616,41 +616,6 @@ def test_legal_overrides_are_taken(name, overrides, check):
 
 
 # What is held in memory
-
-
-def bytes_of(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-@h100.needs_compiler
-@pytest.mark.parametrize(
-    "name", ["mlp", pytest.param("transformer", marks=pytest.mark.slow)]
-)
-def test_memory_falls_from_level_to_level(name):
-    case = twins.CASES[name, "large"]
-    found = []
-    for level in ("O0", "O1", "O2", "O3"):
-        recipe = amp.recipe(level, "float16")
-        loss = recipe.autocast(case.loss())
-        with standard():
-            tx = recipe.wrap(optax.adamw(1e-3))
-
-        @standard()
-        def step(params: Any, opt_state: Any, batch: Any, loss=loss, tx=tx) -> Any:
-            gradient = amp.value_and_grad(loss, has_aux=True)
-            (value, state), grads = gradient(params, batch, loss_scale=opt_state)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state, state, value
-
-        params, batch = case.abstract()
-        params = jax.eval_shape(recipe.cast_params, params)
-        opt_state = jax.eval_shape(tx.init, params)
-        program = h100.compile_for_gpu(
-            step, params, opt_state, batch, donate_argnums=(0, 1)
-        )
-        temporary = h100.temp_bytes(program)
-        found.append(temporary + bytes_of(params) + bytes_of(opt_state))
-    assert found[0] > found[1] >= found[2] >= found[3]
 
 
 def convolved(kernels: list[jax.Array], x: jax.Array) -> jax.Array:

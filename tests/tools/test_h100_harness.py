@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from benchmarks import compare_precision
 from jax import lax
 
-from tests import h100, measures, twins
+from tests import h100, measures
+from tests.zoo.hand_written import BRANCHING
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
@@ -237,17 +239,12 @@ class TestMeasures:
         assert measures.saved_bytes(loss, params, aval(32, 8)) == expected
 
     @pytest.mark.parametrize(
-        "model, size",
-        [
-            ("mlp", "small"),
-            pytest.param("cnn", "small", marks=pytest.mark.slow),
-        ],
+        "model", ["mlp", pytest.param("cnn", marks=pytest.mark.slow)]
     )
-    def test_float64_reference_drops_and_normalises_as_the_float32_model(
-        self, model, size
-    ):
-        loss = twins.CASES[model, size].loss()
-        for error in twins.gradient_errors(loss, "float32", model, size, 2):
+    def test_float64_reference_drops_and_normalises_as_the_float32_model(self, model):
+        case = BRANCHING[model]
+        errors = compare_precision.gradient_errors(case, "float32", "f32", seeds=2)
+        for error in errors:
             assert jnp.finfo(F32).eps / 10 < error < 20 * jnp.finfo(F32).eps
 
     def test_relative_error_is_that_of_the_whole_tree(self):
@@ -274,14 +271,3 @@ class TestMeasures:
         assert (worse.worse, worse.better, worse.p_worse) == (10, 0, 2**-10)
         better = measures.compare([0.9] * 15, [1.0] * 15)
         assert (better.ratio, better.p_worse) == (0.9, 1.0)
-
-
-@pytest.mark.parametrize("dtype", measures.HALF)
-@pytest.mark.parametrize("model", twins.MODELS)
-def test_every_matmul_of_the_twin_is_in_half_precision(model, dtype):
-    case = twins.CASES[model, "large"]
-    matmuls, _ = twins.traced(case, case.twin_loss(dtype))
-    assert {m.operands for m in matmuls} == {(dtype, dtype)}
-    unchanged, _ = twins.traced(case, case.loss())
-    assert {m.operands for m in unchanged} == {("float32", "float32")}
-    assert len(unchanged) == len(matmuls)

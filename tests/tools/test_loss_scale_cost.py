@@ -8,22 +8,45 @@ A step that clips by their global norm waits anyway.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 from benchmarks import loss_scale_cost
-from benchmarks.loss_scale_cost import CASES, FEW_TOKENS, STORAGE
+from benchmarks.loss_scale_cost import CASES, FEW_TOKENS, STORAGE, Cost
 from rich.console import Console
 
-from tests import h100
+from tests import kept
 
-pytestmark = h100.needs_compiler
+PARAMETER_BYTES = sum(
+    p.size * 4 for p in jax.tree.leaves(FEW_TOKENS.case().abstract()[0])
+)
 
-PARAMETER_BYTES = sum(p.size * 4 for p in jax.tree.leaves(FEW_TOKENS.abstract()[0]))
-cost = loss_scale_cost.cost_of_step
+
+def kept_cost(name: str, program: tuple[Any, ...]) -> Cost:
+    found = kept.figures(
+        f"loss_scale_cost {name}",
+        *program,
+        read=lambda compiled: loss_scale_cost.cost_of(compiled)._asdict(),
+        donate_argnums=loss_scale_cost.DONATED,
+    )
+    return Cost(**found)
+
+
+@functools.cache
+def cost(name: str, clipped: bool, scaled: bool) -> Cost:
+    words = f"step {name}{' clipped' * clipped}{' scaled' * scaled}"
+    return kept_cost(words, loss_scale_cost.step_program(name, clipped, scaled))
+
+
+@functools.cache
+def cost_of_update(storage: str, scaled: bool) -> Cost:
+    words = f"update {storage}{' scaled' * scaled}"
+    return kept_cost(words, loss_scale_cost.update_program(storage, scaled))
 
 
 @pytest.mark.parametrize("clipped", [False, True], ids=["", "clipped"])
@@ -59,13 +82,13 @@ def test_gradients_that_wait_for_the_last_are_no_copy_of_the_parameters():
 )
 def test_donated_parameters_and_state_are_updated_in_place(name):
     scaled, plain = cost(name, True, True), cost(name, True, False)
+    classifier, tx = CASES[name]
+    params, _ = classifier.case().abstract()
     state = sum(
         leaf.size * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(
-            jax.eval_shape(CASES[name].optimizer.init, CASES[name].abstract()[0])
-        )
+        for leaf in jax.tree.leaves(jax.eval_shape(tx.init, params))
     )
-    parameters = sum(p.size * 4 for p in jax.tree.leaves(CASES[name].abstract()[0]))
+    parameters = sum(p.size * 4 for p in jax.tree.leaves(params))
     assert scaled.donated_bytes >= plain.donated_bytes >= parameters + state
 
 
@@ -84,8 +107,8 @@ def per_parameter(count: int) -> float:
     ],
 )
 def test_the_check_of_a_step_that_clips_reads_no_gradient_again(storage):
-    plain = loss_scale_cost.cost_of_update(storage, False)
-    scaled = loss_scale_cost.cost_of_update(storage, True)
+    plain = cost_of_update(storage, False)
+    scaled = cost_of_update(storage, True)
     # Half moments, which f32 gradients turn into f32 ones, are f32 from the start.
     more = 2.0 if storage == "bf16, rounded" else 0.0
     found = per_parameter(scaled.bytes_moved) - per_parameter(plain.bytes_moved)
@@ -106,7 +129,7 @@ def test_the_check_of_a_step_that_clips_reads_no_gradient_again(storage):
     ],
 )
 def test_an_update_moves_every_number_once(storage, kept, moved):
-    found = loss_scale_cost.cost_of_update(storage, True)
+    found = cost_of_update(storage, True)
     assert per_parameter(found.donated_bytes) == kept
     assert per_parameter(found.bytes_moved) == moved
 

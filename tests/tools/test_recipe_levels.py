@@ -14,7 +14,7 @@ import pytest
 from benchmarks import recipe_levels
 from benchmarks.recipe_levels import LEVELS
 
-from tests import h100, zoo
+from tests import h100, kept, zoo
 
 RESULTS = Path(recipe_levels.__file__).parent / "results" / "recipe_levels.json"
 
@@ -55,11 +55,27 @@ def test_levels_that_keep_all_digits_train_as_the_first_does(capsys):
     assert "Everything holds." in capsys.readouterr().out
 
 
-@h100.needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["gcn", "llama"])
+def kept_memory(model: str, level: str) -> dict[str, int]:
+    program = recipe_levels.step_program(model, level)
+    found = kept.figures(
+        f"recipe_levels {model} {level}",
+        *program,
+        read=lambda compiled: {"temporary": h100.temp_bytes(compiled)},
+        donate_argnums=recipe_levels.DONATED,
+    )
+    return recipe_levels.memory(*program, temporary=found["temporary"])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "mlp",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("gcn", "llama")),
+        pytest.param("transformer", marks=pytest.mark.slow),
+    ],
+)
 def test_memory_is_what_was_measured_and_falls(model):
-    memory = {level: recipe_levels.memory(model, level) for level in LEVELS}
+    memory = {level: kept_memory(model, level) for level in LEVELS}
     sizes = [memory[level]["all"] for level in LEVELS]
     assert sizes[0] > sizes[1] >= sizes[2] >= sizes[3]
     (row,) = [r for r in committed()["models"] if r["model"] == model]

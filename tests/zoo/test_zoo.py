@@ -1,12 +1,22 @@
 """Every model of the zoo: its hand-written twin is honest, and autocast is no worse.
 
 `python examples/benchmarks/compare_precision.py` prints the figures behind this.
+
+A gradient's error depends on the seed: both programs are measured against f64 on the
+same seeds, and "no worse" is the one-sided sign test on the seeds where they differ:
+the median of the errors' ratio is taken to be at most 1 unless so many seeds were worse
+that equal programs would show it less than once in a hundred times. Equal programs of
+the smooth hand-written models have a median ratio within 3 % of 1 (99 % of draws of 15
+seeds, found by comparing the twin with itself at nudged parameters): there more than
+that fails too. A rounding that flips a ReLU moves single seeds by much more.
 """
 
 from __future__ import annotations
 
 import doctest
 import functools
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,8 +25,12 @@ import numpy as np
 import pytest
 from benchmarks import compare_precision
 
-from tests import h100, measures, zoo
+from tests import h100, kept, measures, zoo
 from tests.zoo import language
+from tests.zoo.hand_written import BRANCHING
+
+SIGNIFICANCE = 0.01
+SMOOTH_MARGIN = 1.03
 
 # Matrix products that the twin's author computes in f32, forward and backward.
 DELIBERATELY_FLOAT32 = {"moe": 6}
@@ -25,15 +39,29 @@ DELIBERATELY_FLOAT32 = {"moe": 6}
 DISCRETE = ("moe",)
 
 each_model = pytest.mark.parametrize("model", zoo.MODELS)
-# One process for a model (`--dist loadgroup`): its programs are compiled once.
-each_whole_model = pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param(model, marks=pytest.mark.xdist_group(model))
-        for model in zoo.MODELS
-        if model not in compare_precision.AS_TRACED
-    ],
-)
+# Autocast around the whole loss, and around the forward pass alone where a model tells
+# the two apart: those are all in half precision by hand.
+WRAPPED = tuple(m for m in zoo.MODELS if zoo.CASES[m, "large"].wrapped)
+WHOLE = [m for m in zoo.MODELS if m not in compare_precision.AS_TRACED]
+# The benchmark has all models in f16 too; nothing in a plan depends on which half it is
+# but what constants fit.
+IN_F16_TOO = ("mlp", "transformer", "gpt_scan", "lstm", "moe", "resnet")
+
+
+def each_program(models: Sequence[str], dtypes: Sequence[str]) -> pytest.MarkDecorator:
+    """One process for a model (`--dist loadgroup`): its programs are made once."""
+    return pytest.mark.parametrize(
+        ("model", "program", "dtype"),
+        [
+            pytest.param(*(model, program, dtype), marks=pytest.mark.xdist_group(model))
+            for model in models
+            for program in ("autocast", "forward")[: 1 + (model in WRAPPED)]
+            for dtype in dtypes
+            if dtype == "bfloat16" or model in (*IN_F16_TOO, *WRAPPED)
+        ],
+    )
+
+
 # What compiles longest is compared with f64 below, and here only in the slow tests.
 # Neither are models that are much like another.
 SLOW = ("gpt", "custom_rules_unmarked")
@@ -61,9 +89,30 @@ def saved(model: str, dtype: str, program: str) -> int:
     return measures.saved_bytes(compare_precision.with_state(loss), *case.abstract())
 
 
+def counted_figures(program: Any) -> dict[str, Any]:
+    """Returns the figures of a compiled step, each kind of product once."""
+    found = compare_precision.compiled_figures(program)
+    counts = Counter(p._replace(source="") for p in found["products"])
+    return found | {"products": sorted([*p[:3], n] for p, n in counts.items())}
+
+
 @functools.cache
 def on_h100(model: str, dtype: str, program: str) -> dict[str, Any]:
-    return compare_precision.figures(model, dtype, program, gpu=True, seeds=0)
+    case = zoo.CASES[model, "large"]
+    loss = compare_precision.program_loss(case, dtype, program)
+    found = kept.figures(
+        f"zoo {model} {dtype} {program}",
+        compare_precision.training_step(loss),
+        *case.abstract(),
+        read=counted_figures,
+        donate_argnums=0,
+    )
+    products = [
+        compare_precision.Product(kind, tuple(operands), tuple(elements), "")
+        for kind, operands, elements, count in found["products"]
+        for _ in range(count)
+    ]
+    return found | {"products": products}
 
 
 @functools.cache
@@ -157,72 +206,83 @@ def test_half_precision_gradient_is_that_of_the_float32_program(model, dtype, pr
     assert error < (32 if model in DISCRETE else 8) * eps
 
 
-@each_model
-@each_half
-def test_every_product_that_is_half_by_hand_is_half_under_autocast(model, dtype):
-    ours = products(model, "large", dtype, "autocast")
+@each_program(zoo.MODELS, measures.HALF)
+def test_every_product_that_is_half_by_hand_is_half_under_autocast(
+    model, program, dtype
+):
+    ours = products(model, "large", dtype, program)
     by_hand = products(model, "large", dtype, "twin")
     missing = compare_precision.missing_products(ours, by_hand)
     assert not missing, list(map(str, missing))
     assert sum(p.in_half for p in ours) >= sum(p.in_half for p in by_hand)
+    if model in WRAPPED:
+        assert {p.operands for p in ours} == {(dtype, dtype)}
+        assert Counter(p.kind for p in ours) == Counter(p.kind for p in by_hand)
 
 
-@each_whole_model
-@each_half
-def test_no_more_is_saved_for_the_backward_pass_than_by_hand(model, dtype):
-    assert saved(model, dtype, "autocast") <= saved(model, dtype, "twin")
+@each_program(WHOLE, measures.HALF)
+def test_no_more_is_saved_for_the_backward_pass_than_by_hand(model, program, dtype):
+    assert saved(model, dtype, program) <= saved(model, dtype, "twin")
 
 
 @pytest.mark.slow
-@h100.needs_compiler
-@each_whole_model
-@pytest.mark.parametrize("dtype", ["bfloat16"])  # f16 programs differ in nothing else
+@each_program(WHOLE, ["bfloat16"])
 class TestOnH100:
     def test_every_product_that_is_half_by_hand_is_half_under_autocast(
-        self, model, dtype
+        self, model, program, dtype
     ):
-        ours, by_hand = (on_h100(model, dtype, p) for p in ("autocast", "twin"))
+        ours, by_hand = (on_h100(model, dtype, p) for p in (program, "twin"))
         missing = compare_precision.missing_products(
             ours["products"], by_hand["products"]
         )
         assert not missing, list(map(str, missing))
+        if model in WRAPPED:
+            assert all(p.in_half for p in ours["products"])
+            # XLA merges products that share an operand, so that there may be fewer.
+            assert len(ours["products"]) <= len(by_hand["products"])
 
     def test_step_needs_no_more_memory_than_by_hand_and_less_than_float32(
-        self, model, dtype
+        self, model, program, dtype
     ):
-        ours = on_h100(model, dtype, "autocast")["temp"]
+        ours = on_h100(model, dtype, program)["temp"]
         assert round(ours / on_h100(model, dtype, "twin")["temp"], 2) <= 1.00
         assert ours < on_h100(model, "float32", "f32")["temp"]
 
-    def test_kernels_that_only_cast_are_as_few_as_by_hand(self, model, dtype):
-        ours, by_hand = (on_h100(model, dtype, p) for p in ("autocast", "twin"))
+    def test_kernels_that_only_cast_are_as_few_as_by_hand(self, model, program, dtype):
+        ours, by_hand = (on_h100(model, dtype, p) for p in (program, "twin"))
         assert ours["casts"] <= by_hand["casts"] + 2
         assert ours["cast_elements"] <= by_hand["cast_elements"]
 
 
-# The benchmark has all models in f16 too; nothing in a plan depends on which half it is
-# but what constants fit.
-IN_F16_TOO = ("mlp", "transformer", "gpt_scan", "lstm", "moe", "resnet")
+@functools.cache
+def errors(case: zoo.Case, dtype: str, program: str) -> list[float]:
+    return compare_precision.gradient_errors(case, dtype, program, seeds=15)
+
+
+def compared(case: zoo.Case, dtype: str, program: str) -> measures.Comparison:
+    """Returns how a program compares with the twin, if it is no worse."""
+    ours = errors(case, dtype, program)
+    assert np.isfinite(ours).all()
+    found = measures.compare(ours, errors(case, dtype, "twin"))
+    assert found.p_worse > SIGNIFICANCE, found
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "dtype"),
-    [
-        (model, dtype)
-        for model in zoo.MODELS
-        for dtype in measures.HALF
-        if dtype == "bfloat16" or model in IN_F16_TOO
-    ],
-)
-def test_gradient_is_as_close_to_float64_as_by_hand(model, dtype):
-    errors = {
-        program: compare_precision.figures(model, dtype, program, gpu=False, seeds=15)
-        for program in ("autocast", "twin")
-    }
-    found = measures.compare(errors["autocast"]["errors"], errors["twin"]["errors"])
-    assert np.isfinite(errors["autocast"]["errors"]).all()
-    assert found.p_worse > 0.01, found
+@each_program(zoo.MODELS, measures.HALF)
+def test_gradient_is_as_close_to_float64_as_by_hand(model, program, dtype):
+    found = compared(zoo.CASES[model, "small"], dtype, program)
+    if program == "forward":
+        assert found.ratio <= SMOOTH_MARGIN, found
+
+
+@pytest.mark.slow
+@each_half
+@pytest.mark.parametrize("model", BRANCHING)
+def test_gradient_is_as_close_to_float64_as_by_hand_where_a_rounding_flips_branches(
+    model, dtype
+):
+    compared(BRANCHING[model], dtype, "forward")
 
 
 class TestDecoding:
