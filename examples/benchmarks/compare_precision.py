@@ -65,6 +65,7 @@ from rich.table import Table
 
 import jmp_amp as amp
 from tests import h100, measures, zoo
+from tests.programs import equations
 from tests.zoo.case import Case, Loss
 
 PROGRAMS = ("f32", "twin", "autocast")
@@ -175,11 +176,15 @@ _TRACED = {
 }
 
 
-def traced_products(loss: Loss, case: Case) -> list[Product]:
-    """Returns the products of value and gradient, as traced."""
-    closed = jax.make_jaxpr(jax.value_and_grad(loss))(*case.abstract())
+def traced(loss: Loss, case: Case) -> measures.Traced:
+    """Returns value and gradient of a case's program, as traced."""
+    return measures.traced(with_state(loss), *case.abstract())
+
+
+def traced_products(closed: Any) -> list[Product]:
+    """Returns the products of a closed jaxpr."""
     found = []
-    for eqn in measures.equations(closed):
+    for eqn in equations(closed):
         if eqn.primitive.name in _TRACED:
             avals = [v.aval for v in (*eqn.invars[:2], eqn.outvars[0])]
             found.append(
@@ -305,9 +310,10 @@ def figures(model: str, dtype: str, program: str, gpu: bool, seeds: int) -> dict
     large, small = zoo.CASES[model, "large"], zoo.CASES[model, "small"]
     try:
         loss = program_loss(large, dtype, program)
+        found = traced(loss, large)
         row: dict[str, Any] = {
-            "products": traced_products(loss, large),
-            "saved": measures.saved_bytes(with_state(loss), *large.abstract()),
+            "products": traced_products(found.jaxpr),
+            "saved": found.saved_bytes,
         }
         if gpu:
             compiled = h100.compile_for_gpu(

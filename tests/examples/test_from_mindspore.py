@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 import jmp_amp as amp
+from tests.rounding import eps
 from tests.scripts import run_example
 
 ROOT = Path(__file__).parents[2]
@@ -85,10 +86,6 @@ def movement_error(params, expected):
     return np.linalg.norm(moved - wanted) / np.linalg.norm(wanted)
 
 
-def eps(dtype):
-    return float(jnp.finfo(dtype).eps)
-
-
 def test_there_are_traces_to_follow():
     factors = [scenario["config"]["scale_factor"] for scenario in SCENARIOS]
     assert len(SCENARIOS) >= 8 and set(factors) == {2, 3}
@@ -127,18 +124,18 @@ def test_step_trains_as_plain_jax_does_without_the_bad_batch(by_hand):
     # Measured: 5.6 eps, as with Flax's own dtype=float16, because some units change
     # sides in their ReLU. Less than an eps would not be half precision.
     error = movement_error(states[-1].params, params)
-    assert eps(jnp.float16) < error < 8 * eps(jnp.float16)
+    assert eps("float16") < error < 8 * eps("float16")
     assert np.isnan(losses.pop(OVERFLOW))
     # Measured: 0.02 eps.
-    np.testing.assert_allclose(losses, expected, rtol=eps(jnp.float16) / 4)
+    np.testing.assert_allclose(losses, expected, rtol=eps("float16") / 4)
 
 
 def test_f32_trains_as_plain_jax_does():
     states, losses = run(False, batches(), precision="f32")
     params, expected = plain_training()
-    assert movement_error(states[-1].params, params) < 32 * eps(jnp.float32)
+    assert movement_error(states[-1].params, params) < 32 * eps("float32")
     del losses[OVERFLOW]
-    np.testing.assert_allclose(losses, expected, rtol=16 * eps(jnp.float32))
+    np.testing.assert_allclose(losses, expected, rtol=16 * eps("float32"))
     assert amp.loss_scale_of(states[-1]).value == 1
 
 
@@ -196,7 +193,7 @@ def test_a_few_steps_print_the_runs_and_whether_bits_are_the_same(monkeypatch, c
 def test_table_says_when_bits_are_not_the_same(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "88")
     result = from_mindspore.Result({"w": np.ones(2)}, 1.0, 0, 1.0)
-    other = result._replace(params={"w": np.array([1.0, 1 + eps(jnp.float32)])})
+    other = result._replace(params={"w": np.array([1.0, 1 + eps("float32")])})
     results = {("f16", True, False): result, ("f16", False, False): other}
     Console().print(from_mindspore.table_of(results))
     assert "1.0000       0       1   not" in capsys.readouterr().out

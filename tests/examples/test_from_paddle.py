@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 import jmp_amp as amp
+from tests.rounding import eps
 from tests.scripts import run_example
 
 WIDTH, BATCH, STEPS, PIECES, RATE = 32, 8, 20, 10, 0.16
@@ -84,17 +85,13 @@ def movement_error(params, expected):
     return np.linalg.norm(moved - wanted) / np.linalg.norm(wanted)
 
 
-def eps(dtype):
-    return float(jnp.finfo(dtype).eps)
-
-
 @BOTH_WAYS
 def test_o0_trains_as_plain_sgd_on_the_batches_that_are_added_up(accumulate):
     result = trained("O0", accumulate)
     params, losses = plain_training(accumulate)
     # Measured: 9 eps, and 5 of the losses.
-    assert movement_error(result.params, params) < 32 * eps(jnp.float32)
-    np.testing.assert_allclose(result.losses, losses, rtol=16 * eps(jnp.float32))
+    assert movement_error(result.params, params) < 32 * eps("float32")
+    np.testing.assert_allclose(result.losses, losses, rtol=16 * eps("float32"))
     assert (result.skips, result.scale) == (0, 1)
 
 
@@ -105,8 +102,8 @@ def test_half_precision_trains_as_plain_sgd_does_to_its_precision(level, accumul
     params, losses = plain_training(accumulate)
     # Measured: 0.4 eps, and 0.08 of the losses. Less would not be half precision.
     error = movement_error(result.params, params)
-    assert eps(jnp.float16) / 16 < error < eps(jnp.float16)
-    np.testing.assert_allclose(result.losses, losses, rtol=eps(jnp.float16) / 4)
+    assert eps("float16") / 16 < error < eps("float16")
+    np.testing.assert_allclose(result.losses, losses, rtol=eps("float16") / 4)
     assert (result.skips, result.scale) == (0, 1024)
 
 

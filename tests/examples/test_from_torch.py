@@ -7,12 +7,12 @@ import sys
 import chex
 import from_torch
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import serialization
 
 import jmp_amp as amp
+from tests.rounding import eps
 from tests.scripts import run_example
 
 USE_AMP = pytest.mark.parametrize("use_amp", [False, True], ids=["default", "amp"])
@@ -93,10 +93,6 @@ def plain_training():
 
 def difference(one, other):
     return jax.tree.map(lambda a, b: a - b, as_f64(one), as_f64(other))
-
-
-def eps(dtype):
-    return float(jnp.finfo(dtype).eps)
 
 
 @USE_AMP

@@ -26,6 +26,7 @@ from sharded_gpt import Result, Trainer
 
 import jmp_amp as amp
 from tests import h100
+from tests.measures import relative_error
 from tests.training.test_processes import TIMEOUT, run_together
 from tests.training.test_sharded_scaling import collectives, on_every_device, shards
 
@@ -162,14 +163,6 @@ def gradient_of(name: str, policy: str) -> tuple[Any, Any]:
     gradient = jax.jit(jax.value_and_grad(loss_fn), compiler_options=options)
     with jax.set_mesh(mesh):
         return jax.device_get(gradient(params, sharded_gpt.put(weighted_batch(), rows)))
-
-
-def relative_error(found: Any, expected: Any) -> float:
-    """The norm of the difference of two trees, relative to the norm of the second."""
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    off = sum(float(np.sum((np.float64(a) - b) ** 2)) for a, b in pairs)
-    size = sum(float(np.sum(np.float64(b) ** 2)) for b in jax.tree.leaves(expected))
-    return (off / size) ** 0.5
 
 
 THREE_AXES = "pipeline_data_tensor"

@@ -10,6 +10,7 @@ from jax import lax
 
 import jmp_amp as amp
 from tests.programs import casts_of, dtypes_of, equations, results_of
+from tests.rounding import half_of
 
 HALF = ("bfloat16", "float16")
 # Names of one primitive in the versions of JAX.
@@ -17,10 +18,6 @@ REMAT = ("checkpoint", "remat", "remat2")
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 W = jax.ShapeDtypeStruct((16, 16), jnp.float32)
 F16 = "mixed_float16"
-
-
-def half_of(policy):
-    return policy.removeprefix("mixed_")
 
 
 @pytest.fixture(params=HALF)

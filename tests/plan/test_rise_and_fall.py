@@ -14,6 +14,7 @@ from jax import lax
 
 import jmp_amp as amp
 from tests.programs import dtypes_of, equations, results_of
+from tests.rounding import assert_only_rounded
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 X = jax.random.normal(KEYS[0], (8, 16))
@@ -31,20 +32,13 @@ def autocast(fn, half):
     return amp.autocast(fn, f"mixed_{half}")
 
 
-def assert_only_rounded(fn, half, *args, roundings=8):
-    """Compares value and gradient with those of the f32 program."""
+def assert_loss_is_only_rounded(fn, *args, **options):
+    def loss(transform, *args):
+        return jax.value_and_grad(
+            lambda *args: jnp.sum(jnp.square(transform(fn)(*args)))
+        )(*args)
 
-    def loss(fn, *args):
-        return jnp.sum(jnp.square(fn(*args)))
-
-    found, expected = (
-        jax.jit(jax.value_and_grad(lambda *args, f=f: loss(f, *args)))(*args)
-        for f in (autocast(fn, half), fn)
-    )
-    for a, b in zip(found, expected, strict=True):
-        a, b = (np.asarray(leaf, np.float64) for leaf in (a, b))
-        error = np.linalg.norm(a - b) / np.linalg.norm(b)
-        assert error < roundings * float(jnp.finfo(half).eps)
+    assert_only_rounded(loss, args=args, **options)
 
 
 # Costly f32 values
@@ -98,7 +92,7 @@ def test_what_reads_a_costly_f32_value_for_half_is_half(name, half):
         if e.primitive.name in ("cos", "add", "sin")
     }
     assert found == {"cos": half, "add": half, "sin": half}
-    assert_only_rounded(fn, half, W, roundings=16)
+    assert_loss_is_only_rounded(fn, W, roundings=16)
 
 
 def test_what_reads_a_cheap_f32_value_is_f32(half):
@@ -163,7 +157,7 @@ def test_the_last_step_of_a_norm_is_half(half):
     rows = dtypes_of(autocast(fn, half), W, SCALE, primitive="mul")
     assert rows[-1] == (half,) * 3
     assert set(rows[:-1]) == {("float32",) * 3}
-    assert_only_rounded(fn, half, W, SCALE)
+    assert_loss_is_only_rounded(fn, W, SCALE)
 
 
 def test_what_a_parameter_scales_falls_to_f16_only_if_it_is_normalized():
@@ -288,7 +282,7 @@ def test_the_sum_of_two_embeddings_is_half_if_only_half_reads_it(half):
 
     rows = dtypes_of(autocast(fn, half), W, W.T, primitive="add")
     assert [row for row in rows if row] == [(half,) * 3]  # indices are added up too
-    assert_only_rounded(fn, half, W, W.T)
+    assert_loss_is_only_rounded(fn, W, W.T)
 
     def read_in_f32_too(tokens, positions):
         h = tokens[IDS] + positions[jnp.arange(4)]
@@ -312,7 +306,7 @@ def test_a_sum_of_activations_that_only_f32_reads_is_half(half):
         return jnp.exp(X @ w + X @ w.T) @ w
 
     assert dtypes_of(autocast(fn, half), W, primitive="add") == [(half,) * 3]
-    assert_only_rounded(fn, half, W)
+    assert_loss_is_only_rounded(fn, W)
     # A bias is no activation: the sum rises.
     biased = autocast(lambda w, b: jnp.exp(X @ w + b) @ w, half)
     assert dtypes_of(biased, W, SCALE, primitive="add") == [("float32",) * 3]

@@ -236,7 +236,7 @@ class TestMeasures:
         # sin keeps its cosine, f32[32, 16]; the second product keeps both its
         # operands in bf16; the parameters and the batch are arguments.
         expected = 32 * 16 * 4 + 32 * 16 * 2 + 16 * 4 * 2
-        assert measures.saved_bytes(loss, params, aval(32, 8)) == expected
+        assert measures.traced(loss, params, aval(32, 8)).saved_bytes == expected
 
     @pytest.mark.parametrize(
         "model", ["mlp", pytest.param("cnn", marks=pytest.mark.slow)]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from benchmarks import train_on_gpu
 
-from tests import measures
+from tests.programs import equations
 
 QUICK = ("--tiny", "--steps", "2", "--rounds", "2", "--warmup", "1")
 TASK = train_on_gpu.Task(
@@ -84,7 +84,7 @@ def products(name):
         with jax.default_matmul_precision(program.precision):
             jaxpr = jax.make_jaxpr(program.step)(*abstract)
     found = set()
-    for eqn in measures.equations(jaxpr):
+    for eqn in equations(jaxpr):
         if eqn.primitive.name == "dot_general":
             operands = tuple(v.aval.dtype.name for v in eqn.invars)
             found.add((operands, eqn.params["precision"]))

@@ -13,22 +13,18 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jmp_amp as amp
 from tests.programs import dtypes_of, equations, results_of
-
-BF16, F16 = "mixed_bfloat16", "mixed_float16"
-POLICIES = (BF16, F16)
-KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (8, 16))
-W = jax.random.normal(jax.random.key(1), (16, 16)) * 0.2
-
-
-def eps(policy):
-    return float(jnp.finfo(policy.removeprefix("mixed_")).eps)
-
-
-def relative_error(found, expected):
-    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
-    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
-
+from tests.rounding import (
+    BF16,
+    F16,
+    KEY,
+    POLICIES,
+    W,
+    X,
+    assert_only_rounded,
+    eps,
+    mean_square,
+    relative_error,
+)
 
 # Programs, each a scalar function of the weights
 
@@ -78,10 +74,6 @@ def _times_integer_jvp(primals, tangents):
 
 
 dense_tanh = jax.jit(lambda x, w: jnp.tanh(x @ w))
-
-
-def mean_square(x):
-    return jnp.mean(jnp.square(x))
 
 
 PROGRAMS = {
@@ -164,30 +156,20 @@ FORWARD_ONLY_REFUSED = ("custom_vjp",)
 ROUNDINGS = 10
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_value_and_gradients_are_those_of_the_function(name, policy):
+def test_value_and_derivatives_are_those_of_the_function(name):
     fn = PROGRAMS[name]
-    mixed = amp.autocast(fn, policy)
-    value, gradient = jax.jit(jax.value_and_grad(fn))(W)
-    for transformed in (
-        jax.value_and_grad(mixed),  # inside grad
-        amp.autocast(jax.value_and_grad(fn), policy),  # outside grad
-    ):
-        found, found_gradient = jax.jit(transformed)(W)
-        assert found.dtype == value.dtype and found.shape == value.shape
-        assert found_gradient.dtype == jnp.float32
-        assert relative_error(found, value) < ROUNDINGS * eps(policy)
-        assert relative_error(found_gradient, gradient) < ROUNDINGS * eps(policy)
 
+    def results(transform, w):
+        found = [
+            jax.value_and_grad(transform(fn))(w),
+            transform(jax.value_and_grad(fn))(w),
+        ]
+        if name not in FORWARD_ONLY_REFUSED:
+            found.append(jax.jvp(transform(fn), (w,), (w,)))
+        return found
 
-@pytest.mark.parametrize("name", sorted(set(PROGRAMS) - set(FORWARD_ONLY_REFUSED)))
-def test_forward_mode_is_that_of_the_function(name):
-    fn = PROGRAMS[name]
-    _, expected = jax.jit(lambda w: jax.jvp(fn, (w,), (w,)))(W)
-    _, found = jax.jit(lambda w: jax.jvp(amp.autocast(fn, F16), (w,), (w,)))(W)
-    assert found.dtype == jnp.float32
-    assert relative_error(found, expected) < ROUNDINGS * eps(F16)
+    assert_only_rounded(results, roundings=ROUNDINGS)
 
 
 @pytest.mark.parametrize("name", ["products", "jit", "custom_jvp", "softmax", "relu"])

@@ -14,60 +14,20 @@ from jax.experimental.ode import odeint
 
 import jmp_amp as amp
 from tests.programs import dtypes_of, equations, results_of
-
-BF16, F16 = "mixed_bfloat16", "mixed_float16"
-POLICIES = (BF16, F16)
-KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (8, 16))
-W = jax.random.normal(jax.random.key(1), (16, 16)) * 0.2
-# The programs are short and well-conditioned: a few roundings, one after the other.
-ROUNDINGS = 8
-# XLA may keep more digits than the program asks for, and so hide an overflow. Nothing
-# here runs long enough to be worth optimising.
-EXACT = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
-
-
-def half_of(policy):
-    return policy.removeprefix("mixed_")
-
-
-def eps(policy):
-    return float(jnp.finfo(half_of(policy)).eps)
-
-
-def relative_error(found, expected):
-    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
-    assert found.shape == expected.shape
-    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
-
-
-def mean_square(x):
-    return jnp.mean(jnp.square(x))
-
-
-def assert_only_rounded(results, roundings=ROUNDINGS):
-    """Compares the trees that `results(transform, w)` gives with the f32 program's."""
-
-    def everything(w):
-        return {
-            "plain": results(lambda fn: fn, w),
-            **{
-                p: results(functools.partial(amp.autocast, policy=p), w)
-                for p in POLICIES
-            },
-        }
-
-    found = jax.jit(everything, compiler_options=EXACT)(W)
-    for policy in POLICIES:
-        trees = found[policy], found["plain"]
-        for a, b in zip(*map(jax.tree.leaves, trees), strict=True):
-            assert a.dtype == b.dtype and a.shape == b.shape
-            if jnp.issubdtype(b.dtype, jnp.inexact):
-                assert np.isfinite(a).all()
-                assert relative_error(a, b) < roundings * eps(policy), policy
-            else:
-                np.testing.assert_array_equal(a, b)
-
+from tests.rounding import (
+    BF16,
+    F16,
+    KEY,
+    POLICIES,
+    ROUNDINGS,
+    W,
+    X,
+    assert_only_rounded,
+    eps,
+    half_of,
+    mean_square,
+    relative_error,
+)
 
 # Custom rules, recognisable by a factor that is not the derivative's
 

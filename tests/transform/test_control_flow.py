@@ -11,62 +11,24 @@ from flax import nnx
 from jax import lax
 
 import jmp_amp as amp
+from tests.measures import EXACTLY_AS_WRITTEN
 from tests.programs import dtypes_of, equations, results_of
+from tests.rounding import (
+    BF16,
+    F16,
+    KEY,
+    POLICIES,
+    ROUNDINGS,
+    W,
+    X,
+    assert_only_rounded,
+    eps,
+    half_of,
+    mean_square,
+    relative_error,
+)
 
-BF16, F16 = "mixed_bfloat16", "mixed_float16"
-POLICIES = (BF16, F16)
-KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (8, 16))
-W = jax.random.normal(jax.random.key(1), (16, 16)) * 0.2
 LAYERS = jax.random.normal(jax.random.key(2), (4, 16, 16)) * 0.2
-# The programs are short and well-conditioned: a few roundings, one after the other.
-ROUNDINGS = 8
-# XLA may keep more digits than the program asks for, and so hide an overflow. Nothing
-# here runs long enough to be worth optimising.
-EXACT = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
-
-
-def half_of(policy):
-    return policy.removeprefix("mixed_")
-
-
-def eps(policy):
-    return float(jnp.finfo(half_of(policy)).eps)
-
-
-def relative_error(found, expected):
-    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
-    assert found.shape == expected.shape
-    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
-
-
-def mean_square(x):
-    return jnp.mean(jnp.square(x))
-
-
-def assert_only_rounded(results, transform=None, roundings=ROUNDINGS):
-    """Compares the trees that `results(transform, w)` gives with the f32 program's.
-
-    All are compiled together: one compilation costs more than all that they compute.
-    """
-    transform = transform or (lambda fn, policy: amp.autocast(fn, policy))
-
-    def everything(w):
-        return {
-            "plain": results(lambda fn: fn, w),
-            **{p: results(functools.partial(transform, policy=p), w) for p in POLICIES},
-        }
-
-    found = jax.jit(everything, compiler_options=EXACT)(W)
-    for policy in POLICIES:
-        trees = found[policy], found["plain"]
-        for a, b in zip(*map(jax.tree.leaves, trees), strict=True):
-            assert a.dtype == b.dtype and a.shape == b.shape
-            if jnp.issubdtype(b.dtype, jnp.inexact):
-                assert np.isfinite(a).all()
-                assert relative_error(a, b) < roundings * eps(policy), policy
-            else:
-                np.testing.assert_array_equal(a, b)
 
 
 # Programs, each a scalar function of the weights
@@ -826,7 +788,7 @@ def test_what_every_turn_of_a_loop_reads_is_cast_there_however_it_was_moved(poli
     (loop,) = loops(mixed, *args)
     (weights,) = [v.aval for v in loop.invars if v.aval.shape == (16, 16)]
     assert weights.dtype == jnp.float32
-    gradient = jax.jit(jax.grad(mixed), compiler_options=EXACT)(*args)
+    gradient = jax.jit(jax.grad(mixed), compiler_options=EXACTLY_AS_WRITTEN)(*args)
     np.testing.assert_array_equal(gradient, np.full(256, 600.0))
 
 

@@ -12,46 +12,21 @@ from flax import nnx
 from jax import lax
 
 import jmp_amp as amp
-from tests.programs import dtypes_of, equations, results_of
+from tests.programs import equations, products, results_of
+from tests.rounding import (
+    POLICIES,
+    ROUNDINGS,
+    eps,
+    half_of,
+    relative_error,
+)
 
-POLICIES = ("mixed_bfloat16", "mixed_float16")
 F32 = "float32"
 KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (4, 16))
-ROUNDINGS = 8
 
 each_policy = pytest.mark.parametrize("policy", POLICIES)
 each_mode = pytest.mark.parametrize("train", [False, True])
-
-
-def half_of(policy):
-    return amp.get_policy(policy).compute_dtype.name
-
-
-def eps(policy):
-    return float(jnp.finfo(half_of(policy)).eps)
-
-
-# Compiling takes longer than what is compiled.
-compiled = functools.partial(
-    jax.jit, compiler_options={"xla_backend_optimization_level": 0}
-)
-
-
-def relative_error(found, expected):
-    found, expected = (
-        np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(t)])
-        for t in (found, expected)
-    )
-    assert found.shape == expected.shape
-    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
-
-
-def products(fn, *args):
-    """The dtype of the operands of each matrix product, in their order."""
-    rows = dtypes_of(fn, *args, primitive="dot_general")
-    assert all(row[0] == row[1] for row in rows)
-    return [row[0] for row in rows]
 
 
 def by_width(fn, *args):
@@ -535,8 +510,8 @@ def test_gradients_of_lifted_modules_are_those_of_f32(model):
         return lambda variables: jnp.mean(jnp.square(apply(variables, X)))
 
     policies = amp.PolicyMap("mixed_bfloat16", {"layers/up": F32})
-    found = compiled(jax.value_and_grad(loss(forward(net, policies))))(variables)
-    expected = compiled(jax.value_and_grad(loss(net.apply)))(variables)
+    found = jax.jit(jax.value_and_grad(loss(forward(net, policies))))(variables)
+    expected = jax.jit(jax.value_and_grad(loss(net.apply)))(variables)
     assert dtypes_in(found) == {F32}
     for a, b in zip(found, expected, strict=True):
         assert relative_error(a, b) < ROUNDINGS * eps("mixed_bfloat16")
@@ -803,7 +778,7 @@ SEQUENCE = jax.random.normal(jax.random.key(2), (STEPS, 2, 1, 16))
 def decode(apply, variables):
     """The outputs of every step, and the caches after it."""
     params, cache = variables["params"], variables["cache"]
-    step = compiled(lambda given, x: apply(given, x, mutable=["cache"]))
+    step = jax.jit(lambda given, x: apply(given, x, mutable=["cache"]))
     outputs, caches = [], []
     for x in SEQUENCE:
         y, written = step({"params": params, "cache": cache}, x)
@@ -891,7 +866,7 @@ def test_a_scan_over_decoding_steps_is_the_loop(made, policy, outside):
         if outside
         else steps(amp.autocast(net.apply, policies))
     )
-    cache, found = compiled(fn)(variables["cache"])
+    cache, found = jax.jit(fn)(variables["cache"])
     assert relative_error(found, expected) < ROUNDINGS * eps(policy)
     assert cache["attn"]["cache_index"] == STEPS
     keys = cache["attn"]["cached_key"], caches[-1]["attn"]["cached_key"]
@@ -969,7 +944,7 @@ def test_batch_statistics_are_those_of_f32(policy):
             y, written = apply(variables, x, True, mutable=["batch_stats"])
             return y, written, apply({**variables, **written}, x, False)
 
-        return compiled(modes)
+        return jax.jit(modes)
 
     expected = both(net.apply)(variables, X)
     found = both(amp.autocast(net.apply, policy))(variables, X)
@@ -992,7 +967,7 @@ def test_dropout_drops_what_it_drops_without_autocast(policy):
     variables = jax.tree.map(lambda x: jnp.float32(random.normal(size=x.shape)), shapes)
 
     def drop(apply):
-        return compiled(lambda key: apply(variables, X, rngs={"dropout": key}))
+        return jax.jit(lambda key: apply(variables, X, rngs={"dropout": key}))
 
     plain = drop(net.apply)
     for entries in ({}, {"drop": F32, nn.Dense: "mixed_bfloat16"}):
@@ -1214,7 +1189,7 @@ def test_a_model_with_a_norm_gives_the_values_of_f32(norm):
             applied = [amp.autocast(net.apply, policy, **options) for net in models]
             return [apply(variables, x, mutable=["batch_stats"]) for apply in applied]
 
-        return compiled(modes)(variables, IMAGES)
+        return jax.jit(modes)(variables, IMAGES)
 
     policy = amp.PolicyMap("mixed_bfloat16", {"norm": "mixed_float16"})
     found, expected = both(policy), both(policy, enabled=False)
@@ -1297,7 +1272,7 @@ def losses_of(policy, norm):
 @functools.cache
 def f32_losses(norm):
     variables = variables_of(InNorm(norm), IMAGES)
-    return variables, compiled(losses_of(F32, norm))(variables, IMAGES)
+    return variables, jax.jit(losses_of(F32, norm))(variables, IMAGES)
 
 
 @pytest.mark.parametrize(
@@ -1316,7 +1291,7 @@ def test_half_parameters_work_in_train_and_eval(norm, half):
     assert dtypes_in(cast["params"]["up"]) == {policy.compute_dtype.name}
     # linen's layers promote f32 inputs and half parameters by themselves.
     with jax.numpy_dtype_promotion("standard"):
-        found = compiled(losses_of(policy, norm))(cast, IMAGES)
+        found = jax.jit(losses_of(policy, norm))(cast, IMAGES)
     roundings = ROUNDINGS * eps(policy)
     for train in (True, False):
         grads, (y, stats) = found[train]
@@ -1497,7 +1472,7 @@ def transformer_loss(params, tokens):
 @functools.cache
 def f32_gradients():
     params = variables_of(Transformer(), TOKENS)
-    return params, compiled(jax.value_and_grad(transformer_loss))(params, TOKENS)
+    return params, jax.jit(jax.value_and_grad(transformer_loss))(params, TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -1512,7 +1487,7 @@ def test_gradients_of_a_transformer_block_are_those_of_f32(entries, policy):
     params, expected = f32_gradients()
     policies = amp.PolicyMap(policy, TRANSFORMER_ENTRIES[entries])
     loss = amp.autocast(transformer_loss, policies)
-    found = compiled(jax.value_and_grad(loss))(params, TOKENS)
+    found = jax.jit(jax.value_and_grad(loss))(params, TOKENS)
     assert dtypes_in(found) == {F32}
     # The coarsest half of the map decides.
     coarsest = "mixed_float16" if entries == "all but one" else "mixed_bfloat16"

@@ -13,39 +13,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 import jmp_amp as amp
-from tests.programs import casts_of, dtypes_of, equations, results_of
-
-BF16, F16 = "mixed_bfloat16", "mixed_float16"
-POLICIES = (BF16, F16)
-KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (8, 16))
-W = jax.random.normal(jax.random.key(1), (16, 16)) * 0.2
-ROUNDINGS = 8
-
-
-def half_of(policy):
-    return policy.removeprefix("mixed_")
-
-
-def eps(policy):
-    return float(jnp.finfo(half_of(policy)).eps)
-
-
-def relative_error(found, expected):
-    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
-    assert found.shape == expected.shape
-    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
-
-
-def mean_square(x):
-    return jnp.mean(jnp.square(x))
-
-
-def products(fn, *args):
-    """The dtype of the operands of each matrix product."""
-    rows = dtypes_of(fn, *args, primitive="dot_general")
-    assert all(row[0] == row[1] for row in rows)
-    return [row[0] for row in rows]
+from tests.programs import casts_of, dtypes_of, equations, products, results_of
+from tests.rounding import (
+    BF16,
+    F16,
+    KEY,
+    POLICIES,
+    ROUNDINGS,
+    W,
+    X,
+    eps,
+    half_of,
+    mean_square,
+    relative_error,
+)
 
 
 def layer(h, w):

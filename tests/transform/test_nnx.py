@@ -17,7 +17,8 @@ from flax.training.train_state import TrainState
 
 import jmp_amp as amp
 from tests import h100, measures
-from tests.programs import dtypes_of, equations
+from tests.programs import dtypes_of, equations, products
+from tests.rounding import half_of
 from tests.zoo.case import Case
 from tests.zoo.vision import cross_entropy, random_images
 
@@ -37,10 +38,6 @@ def standard_promotion():
     # Flax's own layers mix weak and strong dtypes, optax.adam likewise.
     with jax.numpy_dtype_promotion("standard"):
         yield
-
-
-def half_of(policy):
-    return policy.removeprefix("mixed_")
 
 
 class Attention(nnx.Module):
@@ -89,13 +86,6 @@ class Model(nnx.Module):
 
 BLOCK = ("attention/query", "attention/out", "mlp/layers/0", "mlp/layers/2")
 PATHS = ("stem", *(f"blocks/{i}/{path}" for i in range(3) for path in BLOCK), "head")
-
-
-def products(fn, *args):
-    """The dtype of the operands of each matrix product."""
-    rows = dtypes_of(fn, *args, primitive="dot_general")
-    assert all(row[0] == row[1] for row in rows)
-    return [row[0] for row in rows]
 
 
 def as_argument(model, policy):
@@ -884,17 +874,16 @@ each_zoo_model = pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_products_are_half_and_saved_bytes_no_more_than_by_hand(name, dtype):
     case = zoo_case(name, "large")
     ours, twin = (
-        compare_precision.program_loss(case, dtype, program)
+        compare_precision.traced(
+            compare_precision.program_loss(case, dtype, program), case
+        )
         for program in ("autocast", "twin")
     )
-    found, by_hand = (compare_precision.traced_products(p, case) for p in (ours, twin))
+    found, by_hand = (compare_precision.traced_products(t.jaxpr) for t in (ours, twin))
     missing = compare_precision.missing_products(found, by_hand)
     assert not missing, list(map(str, missing))
     assert sum(p.in_half for p in found) >= sum(p.in_half for p in by_hand)
-    saved, allowed = (
-        measures.saved_bytes(compare_precision.with_state(p), *case.abstract())
-        for p in (ours, twin)
-    )
+    saved, allowed = ours.saved_bytes, twin.saved_bytes
     assert round(saved / allowed, 2) <= 1.00, (saved, allowed)
 
 

@@ -9,16 +9,16 @@ from jax.custom_derivatives import SymbolicZero
 
 import jmp_amp as amp
 from tests.programs import results_of
+from tests.rounding import (
+    BF16,
+    F16,
+    W,
+    X,
+    eps,
+    relative_error,
+)
 
-F16, BF16 = "mixed_float16", "mixed_bfloat16"
-X = jax.random.normal(jax.random.key(0), (8, 16))
-W = jax.random.normal(jax.random.key(1), (16, 16)) * 0.2
-EPS = float(jnp.finfo(jnp.float16).eps)
-
-
-def relative_error(found, expected):
-    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
-    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+EPS = eps(F16)
 
 
 # Outputs

@@ -17,8 +17,9 @@ import doctest
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +39,9 @@ DELIBERATELY_FLOAT32 = {"moe": 6}
 # A rounding that sends a token to another expert moves the gradient at once.
 DISCRETE = ("moe",)
 
-each_model = pytest.mark.parametrize("model", zoo.MODELS)
+each_model = pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=pytest.mark.xdist_group(m)) for m in zoo.MODELS]
+)
 # Autocast around the whole loss, and around the forward pass alone where a model tells
 # the two apart: those are all in half precision by hand.
 WRAPPED = tuple(m for m in zoo.MODELS if zoo.CASES[m, "large"].wrapped)
@@ -73,20 +76,21 @@ LONG = (
 each_half = pytest.mark.parametrize("dtype", measures.HALF)
 
 
-@functools.cache
-def products(
-    model: str, size: str, dtype: str, program: str
-) -> list[compare_precision.Product]:
-    case = zoo.CASES[model, size]
-    loss = compare_precision.program_loss(case, dtype, program)
-    return compare_precision.traced_products(loss, case)
+class Traced(NamedTuple):
+    """A large program, traced once."""
+
+    products: list[compare_precision.Product]
+    value: jax.ShapeDtypeStruct
+    gradient: Any
+    saved_bytes: int
 
 
 @functools.cache
-def saved(model: str, dtype: str, program: str) -> int:
+def traced(model: str, dtype: str, program: str) -> Traced:
     case = zoo.CASES[model, "large"]
     loss = compare_precision.program_loss(case, dtype, program)
-    return measures.saved_bytes(compare_precision.with_state(loss), *case.abstract())
+    jaxpr, *figures = compare_precision.traced(loss, case)
+    return Traced(compare_precision.traced_products(jaxpr), *figures)
 
 
 def counted_figures(program: Any) -> dict[str, Any]:
@@ -137,15 +141,14 @@ def test_sizes_of_every_model_are_the_same_program():
 
 
 @each_model
-@each_half
 def test_twin_multiplies_in_half_precision_whatever_it_does_not_mean_to_do_in_float32(
-    model, dtype
+    model,
 ):
-    found = products(model, "small", dtype, "twin")
-    wide = [p for p in found if p.operands != (dtype, dtype)]
+    found = traced(model, "bfloat16", "twin").products
+    wide = [p for p in found if not p.in_half]
     assert {p.operands for p in wide} <= {("float32", "float32")}
     assert len(wide) == DELIBERATELY_FLOAT32.get(model, 0), list(map(str, wide))
-    assert len(found) == len(products(model, "small", "float32", "f32"))
+    assert len(found) == len(traced(model, "float32", "f32").products)
 
 
 @each_model
@@ -153,16 +156,10 @@ def test_twin_multiplies_in_half_precision_whatever_it_does_not_mean_to_do_in_fl
 def test_half_precision_program_has_the_signature_of_the_float32_program(
     model, program
 ):
-    case = zoo.CASES[model, "small"]
-    params, batch = case.abstract()
-    loss = compare_precision.program_loss(case, "bfloat16", program)
-    value, gradient = jax.eval_shape(jax.value_and_grad(loss), params, batch)
-    assert (value.shape, value.dtype) == ((), jnp.float32)
-    assert jax.tree.structure(gradient) == jax.tree.structure(params)
-    for leaf, found in zip(
-        jax.tree.leaves(params), jax.tree.leaves(gradient), strict=True
-    ):
-        assert (found.shape, found.dtype) == (leaf.shape, leaf.dtype)
+    params, _ = zoo.CASES[model, "large"].abstract()
+    found = traced(model, "bfloat16", program)
+    assert (found.value.shape, found.value.dtype) == ((), jnp.float32)
+    chex.assert_trees_all_equal_shapes_and_dtypes(found.gradient, params)
 
 
 @pytest.mark.slow
@@ -210,8 +207,8 @@ def test_half_precision_gradient_is_that_of_the_float32_program(model, dtype, pr
 def test_every_product_that_is_half_by_hand_is_half_under_autocast(
     model, program, dtype
 ):
-    ours = products(model, "large", dtype, program)
-    by_hand = products(model, "large", dtype, "twin")
+    ours = traced(model, dtype, program).products
+    by_hand = traced(model, dtype, "twin").products
     missing = compare_precision.missing_products(ours, by_hand)
     assert not missing, list(map(str, missing))
     assert sum(p.in_half for p in ours) >= sum(p.in_half for p in by_hand)
@@ -222,7 +219,8 @@ def test_every_product_that_is_half_by_hand_is_half_under_autocast(
 
 @each_program(WHOLE, measures.HALF)
 def test_no_more_is_saved_for_the_backward_pass_than_by_hand(model, program, dtype):
-    assert saved(model, dtype, program) <= saved(model, dtype, "twin")
+    ours, by_hand = (traced(model, dtype, p).saved_bytes for p in (program, "twin"))
+    assert ours <= by_hand
 
 
 @pytest.mark.slow
