@@ -26,9 +26,10 @@ import numpy as np
 import pytest
 from benchmarks import compare_precision
 
-from tests import h100, kept, measures, zoo
+from tests import h100, measures, zoo
 from tests.zoo import language
 from tests.zoo.hand_written import BRANCHING
+from tests.zoo.on_h100 import kept_figures
 
 SIGNIFICANCE = 0.01
 SMOOTH_MARGIN = 1.03
@@ -93,30 +94,9 @@ def traced(model: str, dtype: str, program: str) -> Traced:
     return Traced(compare_precision.traced_products(jaxpr), *figures)
 
 
-def counted_figures(program: Any) -> dict[str, Any]:
-    """Returns the figures of a compiled step, each kind of product once."""
-    found = compare_precision.compiled_figures(program)
-    counts = Counter(p._replace(source="") for p in found["products"])
-    return found | {"products": sorted([*p[:3], n] for p, n in counts.items())}
-
-
 @functools.cache
 def on_h100(model: str, dtype: str, program: str) -> dict[str, Any]:
-    case = zoo.CASES[model, "large"]
-    loss = compare_precision.program_loss(case, dtype, program)
-    found = kept.figures(
-        f"zoo {model} {dtype} {program}",
-        compare_precision.training_step(loss),
-        *case.abstract(),
-        read=counted_figures,
-        donate_argnums=0,
-    )
-    products = [
-        compare_precision.Product(kind, tuple(operands), tuple(elements), "")
-        for kind, operands, elements, count in found["products"]
-        for _ in range(count)
-    ]
-    return found | {"products": products}
+    return kept_figures(f"zoo {model}", zoo.CASES[model, "large"], dtype, program)
 
 
 @functools.cache
