@@ -1,11 +1,20 @@
 """Strict JAX for the whole suite, set before JAX is imported anywhere."""
 
 import os
+from importlib.metadata import version
 
 # CPU only: with the CUDA plugin installed and no driver, JAX would look for a GPU,
 # and the ahead-of-time GPU compiler of `tests/h100.py` would not be registered.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# What is compiled here runs a few times: it is not worth optimising.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_cpu_parallel_codegen_split_count=1"
+    # JAX < 0.11: a way to compile fused operations that takes half the time.
+    + " --xla_cpu_use_fusion_emitters=false"
+    * version("jaxlib").startswith("0.10."),
+)
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax

@@ -7,7 +7,7 @@ float64, for hand-written and automatic mixed precision alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax.extend.core import Literal
+
+from tests.programs import equations
 
 HALF = ("bfloat16", "float16")
 
@@ -24,6 +26,12 @@ Loss = Callable[[Any, Any], tuple[jax.Array, Any]]
 # Without it XLA may keep f32 where the program says half, and every half precision
 # program looks more accurate than it is.
 EXACTLY_AS_WRITTEN = {"xla_allow_excess_precision": False}
+
+# As a user compiles: `tests/conftest.py` compiles without optimising. Optimised code
+# contracts a product and a sum to one operation, which rounds once.
+OPTIMISED = {"xla_backend_optimization_level": 3}
+if jax.__version_info__ < (0, 11):
+    OPTIMISED["xla_cpu_use_fusion_emitters"] = True  # JAX < 0.11
 
 # f16 is measured as it is trained, with a loss scale: without one the cotangents of a
 # mean over some hundred tokens are subnormal. A power of two, so it rounds nothing.
@@ -36,17 +44,6 @@ class Matmul(NamedTuple):
     primitive: str
     operands: tuple[str, str]
     result: str
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yields the equations of an open or closed jaxpr and of all that it calls."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for value in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")
-        ):
-            if hasattr(getattr(value, "jaxpr", value), "eqns"):
-                yield from equations(value)
 
 
 def matmuls(fn: Callable[..., Any], *args: Any) -> list[Matmul]:
@@ -69,32 +66,42 @@ def matmuls(fn: Callable[..., Any], *args: Any) -> list[Matmul]:
     ]
 
 
-def saved_for_backward(loss: Loss, params: Any, batch: Any) -> tuple[list, list]:
-    """Returns the avals that the backward pass keeps: (activations, arguments).
+class Traced(NamedTuple):
+    """A loss and its gradient, traced once; nothing is executed.
 
-    What autodiff saves, before XLA recomputes any of it; nothing is executed.
+    Attributes:
+      jaxpr: closed, of both passes.
+      value: the shape of the loss.
+      gradient: the shapes of the gradient.
+      saved_bytes: of the activations that the backward pass keeps: what autodiff saves,
+        before XLA recomputes any of it. Arguments that it keeps are not counted:
+        parameters and the batch live anyway.
     """
 
-    def residuals(params: Any, batch: Any) -> list[Any]:
-        return jax.tree.leaves(jax.vjp(lambda p: loss(p, batch)[0], params)[1])
+    jaxpr: Any
+    value: jax.ShapeDtypeStruct
+    gradient: Any
+    saved_bytes: int
 
-    closed = jax.make_jaxpr(residuals)(params, batch)
-    jaxpr = getattr(closed, "jaxpr", closed)
-    kept = dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, Literal))
-    arguments = set(jaxpr.invars)
-    return (
-        [v.aval for v in kept if v not in arguments],
-        [v.aval for v in kept if v in arguments],
+
+def traced(loss: Loss, params: Any, batch: Any) -> Traced:
+    """Returns the traced value and gradient of `loss`."""
+
+    def both_passes(params: Any, batch: Any) -> Any:
+        value, backward = jax.vjp(lambda p: loss(p, batch)[0], params)
+        (gradient,) = backward(jnp.ones_like(value))
+        return jax.tree.leaves(backward), value, gradient
+
+    closed, shapes = jax.make_jaxpr(both_passes, return_shape=True)(params, batch)
+    kept, value, gradient = shapes
+    jaxpr = closed.jaxpr
+    activations = dict.fromkeys(
+        v
+        for v in jaxpr.outvars[: len(kept)]
+        if not isinstance(v, Literal) and v not in jaxpr.invars
     )
-
-
-def saved_bytes(loss: Loss, params: Any, batch: Any) -> int:
-    """Returns the bytes of activations that the backward pass keeps.
-
-    Arguments that it keeps are not counted: parameters and the batch live anyway.
-    """
-    activations, _ = saved_for_backward(loss, params, batch)
-    return sum(aval.size * aval.dtype.itemsize for aval in activations)
+    saved = sum(v.aval.size * v.aval.dtype.itemsize for v in activations)
+    return Traced(closed, value, gradient, saved)
 
 
 def gradient(loss: Loss, dtype: str) -> Callable[[Any, Any], Any]:
@@ -144,9 +151,13 @@ def float64_gradients(loss: Loss, samples: Sequence[tuple[Any, Any]]) -> list[An
 
 def relative_error(gradient: Any, reference: Any) -> float:
     """Returns |gradient - reference| / |reference| over all leaves, in f64."""
-    wide = jax.tree.map(lambda g: np.asarray(g, np.float64), gradient)
-    error = jax.tree.map(lambda g, r: float(np.sum((g - r) ** 2)), wide, reference)
-    size = jax.tree.map(lambda r: float(np.sum(r**2)), reference)
+    found, expected = (
+        jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)
+        for tree in (gradient, reference)
+    )
+    assert jax.tree.map(np.shape, found) == jax.tree.map(np.shape, expected)
+    error = jax.tree.map(lambda f, e: float(np.sum((f - e) ** 2)), found, expected)
+    size = jax.tree.map(lambda e: float(np.sum(e**2)), expected)
     return math.sqrt(sum(jax.tree.leaves(error)) / sum(jax.tree.leaves(size)))
 
 

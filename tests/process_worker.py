@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_amp as amp
-from tests import test_sharded_scaling as sharded
+from tests.training import test_sharded_scaling as sharded
 
 # The second step of the runs: a number that the last quarter of the devices holds.
 BATCHES = (

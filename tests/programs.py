@@ -30,6 +30,13 @@ def dtypes_of(
     ]
 
 
+def products(fn: Callable[..., Any], *args: Any) -> list[str]:
+    """The dtype of the operands of each matrix product, in their order."""
+    rows = dtypes_of(fn, *args, primitive="dot_general")
+    assert all(row[0] == row[1] for row in rows)
+    return [row[0] for row in rows]
+
+
 def results_of(fn: Callable[..., Any], *args: Any, primitive: str) -> list[str]:
     """The dtypes of the first result of each `primitive`."""
     return [row[-1] for row in dtypes_of(fn, *args, primitive=primitive)]

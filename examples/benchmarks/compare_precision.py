@@ -64,7 +64,8 @@ from rich.console import Console
 from rich.table import Table
 
 import jmp_amp as amp
-from tests import h100, measures, twins, zoo
+from tests import h100, measures, zoo
+from tests.programs import equations
 from tests.zoo.case import Case, Loss
 
 PROGRAMS = ("f32", "twin", "autocast")
@@ -111,10 +112,14 @@ MEDIAN_BOUND = Bound(
 
 
 def program_loss(case: Case, dtype: str, program: str) -> Loss:
+    """Returns the loss of a program; "forward" is autocast around the model alone."""
     if program == "f32":
         return case.loss
     if program == "twin":
         return case.twin(dtype)
+    if program == "forward":
+        assert case.wrapped, "the model does not tell its forward pass from its loss"
+        return case.wrapped(lambda forward: amp.autocast(forward, f"mixed_{dtype}"))
     return amp.autocast(case.loss, f"mixed_{dtype}")
 
 
@@ -171,11 +176,15 @@ _TRACED = {
 }
 
 
-def traced_products(loss: Loss, case: Case) -> list[Product]:
-    """Returns the products of value and gradient, as traced."""
-    closed = jax.make_jaxpr(jax.value_and_grad(loss))(*case.abstract())
+def traced(loss: Loss, case: Case) -> measures.Traced:
+    """Returns value and gradient of a case's program, as traced."""
+    return measures.traced(with_state(loss), *case.abstract())
+
+
+def traced_products(closed: Any) -> list[Product]:
+    """Returns the products of a closed jaxpr."""
     found = []
-    for eqn in measures.equations(closed):
+    for eqn in equations(closed):
         if eqn.primitive.name in _TRACED:
             avals = [v.aval for v in (*eqn.invars[:2], eqn.outvars[0])]
             found.append(
@@ -236,6 +245,17 @@ def compiled_products(text: str) -> list[Product]:
     return found
 
 
+def compiled_figures(compiled: Any) -> dict[str, Any]:
+    """Returns the figures of a step that was compiled for an H100."""
+    casts = h100.pure_casts(compiled)
+    return {
+        "products": compiled_products(compiled.as_text()),
+        "temp": h100.temp_bytes(compiled),
+        "casts": len(casts),
+        "cast_elements": sum(cast.elements for cast in casts),
+    }
+
+
 def missing_products(
     ours: Sequence[Product], theirs: Sequence[Product]
 ) -> list[Product]:
@@ -268,12 +288,21 @@ def missing_products(
 
 
 @functools.lru_cache(maxsize=1)
-def references(model: str, seeds: int) -> tuple[list[Any], list[Any]]:
+def references(case: Case, seeds: int) -> tuple[list[Any], list[Any]]:
     """Returns [(params, batch), ...] and their gradients in f64, one for each seed."""
-    case = zoo.CASES[model, "small"]
     sample = jax.jit(case.sample)
     samples = [sample(jax.random.key(seed)) for seed in range(seeds)]
     return samples, measures.float64_gradients(with_state(case.loss), samples)
+
+
+def gradient_errors(case: Case, dtype: str, program: str, seeds: int) -> list[float]:
+    """Returns the relative gradient error of each seed against f64."""
+    loss = program_loss(case, dtype, program)
+    gradient = measures.gradient(with_state(loss), dtype)
+    return [
+        measures.relative_error(gradient(*sample), reference)
+        for sample, reference in zip(*references(case, seeds), strict=True)
+    ]
 
 
 def figures(model: str, dtype: str, program: str, gpu: bool, seeds: int) -> dict:
@@ -281,28 +310,18 @@ def figures(model: str, dtype: str, program: str, gpu: bool, seeds: int) -> dict
     large, small = zoo.CASES[model, "large"], zoo.CASES[model, "small"]
     try:
         loss = program_loss(large, dtype, program)
+        found = traced(loss, large)
         row: dict[str, Any] = {
-            "products": traced_products(loss, large),
-            "saved": measures.saved_bytes(with_state(loss), *large.abstract()),
+            "products": traced_products(found.jaxpr),
+            "saved": found.saved_bytes,
         }
         if gpu:
             compiled = h100.compile_for_gpu(
                 training_step(loss), *large.abstract(), donate_argnums=0
             )
-            casts = h100.pure_casts(compiled)
-            row |= {
-                "products": compiled_products(compiled.as_text()),
-                "temp": h100.temp_bytes(compiled),
-                "casts": len(casts),
-                "cast_elements": sum(cast.elements for cast in casts),
-            }
+            row |= compiled_figures(compiled)
         if seeds:
-            loss = program_loss(small, dtype, program)
-            gradient = measures.gradient(with_state(loss), dtype)
-            row["errors"] = [
-                measures.relative_error(gradient(*sample), reference)
-                for sample, reference in zip(*references(model, seeds), strict=True)
-            ]
+            row["errors"] = gradient_errors(small, dtype, program, seeds)
     # A program that does not run is a line of the table, not the end of it.
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
@@ -314,7 +333,7 @@ def remembered(*arguments: Any) -> dict:
 
     For programs that `jmp_amp` has no part in: they change with what is hashed here.
     """
-    files = [Path(h100.__file__), Path(measures.__file__), Path(twins.__file__)]
+    files = [Path(h100.__file__), Path(measures.__file__)]
     files += [Path(__file__), *sorted(Path(zoo.__path__[0]).glob("*.py"))]
     sources = [file.read_text() for file in files]
     key = json.dumps([*sources, jax.__version__, flax.__version__, arguments])

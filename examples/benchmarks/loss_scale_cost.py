@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import statistics
 import sys
@@ -40,18 +39,21 @@ from rich.console import Console
 from rich.table import Table
 
 import jmp_amp as amp
-from tests import h100, twins
+from tests import h100
+from tests.zoo import hand_written
+from tests.zoo.hand_written import CLASSIFIERS, Classifier
 
 # The parameters, their gradients and moments are nearly all that this step holds.
 FEW_TOKENS = dataclasses.replace(
-    twins.CASES["transformer", "large"], inputs=twins.random_tokens(4096, 1, 64)
+    CLASSIFIERS["transformer", "large"], inputs=hand_written.random_tokens(4096, 1, 64)
 )
-CASES = {
-    "mlp": twins.CASES["mlp", "large"],
-    "cnn": twins.CASES["cnn", "large"],
-    "transformer": twins.CASES["transformer", "large"],
-    "few tokens": FEW_TOKENS,
+CASES: dict[str, tuple[Classifier, optax.GradientTransformation]] = {
+    "mlp": (CLASSIFIERS["mlp", "large"], optax.adamw(1e-3)),
+    "cnn": (CLASSIFIERS["cnn", "large"], optax.sgd(0.1, momentum=0.9)),
+    "transformer": (CLASSIFIERS["transformer", "large"], optax.adamw(1e-3)),
+    "few tokens": (FEW_TOKENS, optax.adamw(1e-3)),
 }
+DONATED = (0, 1)
 SHAPES = [(1024, 4096), (4096, 1024), (1024,), (4096,)] * 4
 
 STORAGE: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -77,15 +79,14 @@ class Cost(NamedTuple):
 
 def training_step(
     name: str, clipped: bool, scaled: bool
-) -> tuple[Callable[..., Any], twins.Case, Any]:
-    """Returns a step of (params, opt_state, batch), its case and its optimizer."""
-    case = CASES[name]
-    tx: Any = case.optimizer
+) -> tuple[Callable[..., Any], Classifier, Any]:
+    """Returns a step of (params, opt_state, batch), its model and its optimizer."""
+    classifier, tx = CASES[name]
     if clipped:
         tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
     if scaled:
         tx = amp.with_loss_scale(tx, amp.dynamic_loss_scale())
-    loss = case.twin_loss("float16")
+    loss = hand_written.mean_cross_entropy(classifier.half_forward("float16"))
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         gradient: Any = amp.value_and_grad if scaled else jax.value_and_grad
@@ -96,20 +97,18 @@ def training_step(
             updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, state, value
 
-    return step, case, tx
+    return step, classifier, tx
 
 
-@functools.cache
-def cost_of_step(name: str, clipped: bool, scaled: bool) -> Cost:
-    """Returns what a training step costs, with or without a loss scale."""
-    step, case, tx = training_step(name, clipped, scaled)
-    params, batch = case.abstract()
-    return _cost(step, params, jax.eval_shape(tx.init, params), batch)
+def step_program(name: str, clipped: bool, scaled: bool) -> tuple[Any, ...]:
+    """Returns a training step, and the shapes of its arguments."""
+    step, classifier, tx = training_step(name, clipped, scaled)
+    params, batch = jax.eval_shape(classifier.sample, jax.random.key(0))
+    return step, params, jax.eval_shape(tx.init, params), batch
 
 
-@functools.cache
-def cost_of_update(storage: str, scaled: bool) -> Cost:
-    """Returns what an update of weights stored in some way costs; gradients are f32."""
+def update_program(storage: str, scaled: bool) -> tuple[Any, ...]:
+    """Returns an update of weights stored in some way, and its arguments' shapes."""
     dtype, wrapper = STORAGE[storage]
     tx = wrapper(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
     if scaled:
@@ -123,26 +122,30 @@ def cost_of_update(storage: str, scaled: bool) -> Cost:
     params = [jax.ShapeDtypeStruct(shape, dtype) for shape in SHAPES]
     grads = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES]
     # Moments of weights that are merely rounded begin in half, as optax has it.
-    return _cost(update, params, jax.eval_shape(tx.init, params), grads)
+    return update, params, jax.eval_shape(tx.init, params), grads
 
 
 def parameters() -> int:
-    """Returns how many parameters `cost_of_update` is about."""
+    """Returns how many parameters `update_program` is about."""
     return sum(jax.ShapeDtypeStruct(shape, jnp.float32).size for shape in SHAPES)
 
 
-def _cost(step: Callable[..., Any], *args: Any) -> Cost:
-    program = h100.compile_for_gpu(step, *args, donate_argnums=(0, 1))
+def cost_of(program: Any) -> Cost:
+    """Returns what a compiled step or update costs."""
     donated = program.memory_analysis().alias_size_in_bytes
     return Cost(h100.temp_bytes(program), donated, *h100.traffic(program))
+
+
+def _compiled(fn: Callable[..., Any], *args: Any) -> Cost:
+    return cost_of(h100.compile_for_gpu(fn, *args, donate_argnums=DONATED))
 
 
 def seconds_per_step(name: str, clipped: bool, rounds: int = 7) -> dict[bool, float]:
     """Returns the median seconds of a step with (True) and without a loss scale."""
     runs = {}
     for scaled in (False, True):
-        step, case, tx = training_step(name, clipped, scaled)
-        params, batch = jax.jit(case.sample)(jax.random.key(0))
+        step, classifier, tx = training_step(name, clipped, scaled)
+        params, batch = jax.jit(classifier.sample)(jax.random.key(0))
         program = jax.jit(step, donate_argnums=(0, 1))
         runs[scaled] = [program, (params, tx.init(params)), batch]
     seconds: dict[bool, list[float]] = {False: [], True: []}
@@ -167,7 +170,7 @@ def figures(run: bool) -> dict[str, Any]:
     for name in CASES:
         for clipped in (False, True):
             plain, scaled = (
-                cost_of_step(name, clipped, each) for each in (False, True)
+                _compiled(*step_program(name, clipped, each)) for each in (False, True)
             )
             row: dict[str, Any] = {"model": name, "clipped": clipped}
             row |= {"plain": plain._asdict(), "scaled": scaled._asdict()}
@@ -176,7 +179,9 @@ def figures(run: bool) -> dict[str, Any]:
                 row["steps_per_second"] = seconds[False] / seconds[True]
             steps.append(row)
     for name in STORAGE:
-        plain, scaled = (cost_of_update(name, each) for each in (False, True))
+        plain, scaled = (
+            _compiled(*update_program(name, each)) for each in (False, True)
+        )
         updates.append(
             {"storage": name, "plain": plain._asdict(), "scaled": scaled._asdict()}
         )

@@ -43,6 +43,7 @@ import jmp_amp as amp
 from tests import h100, zoo
 
 LEVELS = ("O0", "O1", "O2", "O3")
+DONATED = (0, 1)
 STEPS = 40
 RATE = 1e-3
 # XLA begins every buffer at a multiple of so many bytes: less than that is no
@@ -75,18 +76,26 @@ def bytes_of(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def memory(model: str, level: str) -> dict[str, int]:
-    """Returns the bytes that a step of the large model holds on an H100."""
+def step_program(model: str, level: str) -> tuple[Any, ...]:
+    """Returns a step of the large model, and the shapes of its arguments."""
     case = zoo.CASES[model, "large"]
     recipe, (step, tx) = training_step(level, case.loss)
     params, batch = case.abstract()
     params = jax.eval_shape(recipe.cast_params, params)
-    opt_state = jax.eval_shape(tx.init, params)
-    program = h100.compile_for_gpu(
-        step, params, opt_state, batch, donate_argnums=(0, 1)
-    )
+    return step, params, jax.eval_shape(tx.init, params), batch
+
+
+def memory(
+    step: Any, params: Any, opt_state: Any, batch: Any, temporary: int | None = None
+) -> dict[str, int]:
+    """Returns the bytes that a step holds on an H100; compiled if not told."""
+    if temporary is None:
+        program = h100.compile_for_gpu(
+            step, params, opt_state, batch, donate_argnums=DONATED
+        )
+        temporary = h100.temp_bytes(program)
     found = {
-        "temporary": h100.temp_bytes(program),
+        "temporary": temporary,
         "parameters": bytes_of(params),
         "state": bytes_of(opt_state),
     }
@@ -120,7 +129,7 @@ def figures(
         for level in LEVELS:
             levels[level] = {"trained": trained(model, level)}
             if compiled:
-                levels[level]["memory"] = memory(model, level)
+                levels[level]["memory"] = memory(*step_program(model, level))
             jax.clear_caches()
             gc.collect()
         rows.append({"model": model, "levels": levels})

@@ -10,6 +10,8 @@ import jax
 
 # (params, batch) -> f32[]
 Loss = Callable[[Any, Any], jax.Array]
+# (params, batch) -> (logits, state of the model)
+Forward = Callable[[Any, Any], tuple[jax.Array, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +25,14 @@ class Case:
         it can be computed in f64.
       twin: half dtype -> the same loss written by hand in mixed precision, with the
         same f32 parameters.
+      wrapped: wrapper of a forward pass -> the loss of the wrapped one, itself outside
+        of the wrapper; None where the model does not tell the two apart.
     """
 
     sample: Callable[[jax.Array], tuple[Any, Any]]
     loss: Loss
     twin: Callable[[Any], Loss]
+    wrapped: Callable[[Callable[[Forward], Forward]], Loss] | None = None
 
     def abstract(self) -> tuple[Any, Any]:
         """Returns the shapes of (params, batch): nothing is allocated."""

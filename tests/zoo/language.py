@@ -1,4 +1,4 @@
-"""Language models: GPT unrolled and in a loop, LLaMA; and those of `tests/twins.py`.
+"""Language models: GPT unrolled and in a loop, LLaMA.
 
 The linen models have Flax's own field `dtype`: `None` is the f32 model, a half dtype
 the twin. Where a line says `astype`, it does nothing in the f32 model: it is how the
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from tests import twins
 from tests.zoo.case import Case, Loss
 
 Dtype = Any
@@ -412,26 +411,7 @@ def decode_sample(
     return params, cache, token, jnp.int32(position)
 
 
-def linen_twin(name: str, size: str) -> Case:
-    """Returns a case of `tests/twins.py` in the form of the zoo."""
-    case = twins.CASES[name, size]
-
-    def value_alone(loss: Any) -> Loss:
-        return lambda params, batch: loss(params, batch)[0]
-
-    return Case(
-        case.sample,
-        value_alone(case.loss()),
-        lambda dtype: value_alone(case.twin_loss(dtype)),
-    )
-
-
 CASES: dict[tuple[str, str], Case] = {
-    **{
-        (name, size): linen_twin(name, {"small": "smooth"}.get(size, size))
-        for name in twins.MODELS
-        for size in ("small", "large")
-    },
     ("gpt", "small"): gpt(64, 32, 4, 2, 8, 16, scanned=False),
     ("gpt", "large"): gpt(4096, 512, 8, 3, 4, 512, scanned=False),
     ("gpt_scan", "small"): gpt(64, 32, 4, 2, 8, 16, scanned=True),

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from tests import twins
 from tests.zoo.case import Case, Loss
+from tests.zoo.hand_written import attention_with_float32_softmax
 from tests.zoo.language import attend, linen_case, wide
 
 Dtype = Any
@@ -62,7 +62,7 @@ class ViT(nn.Module):
         x = x + position.astype(x.dtype)
         attention_fn = nn.dot_product_attention
         if self.dtype is not None:
-            attention_fn = twins.attention_with_float32_softmax
+            attention_fn = attention_with_float32_softmax
         for _ in range(self.layers):
             y = nn.LayerNorm(dtype=self.dtype)(x)
             x = x + nn.MultiHeadDotProductAttention(

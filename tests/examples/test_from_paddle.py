@@ -1,0 +1,214 @@
+"""Paddle's guide: its levels and its accumulation, against SGD in f64 numpy."""
+
+import functools
+
+import from_paddle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+import jmp_amp as amp
+from tests.rounding import eps
+from tests.scripts import run_example
+
+WIDTH, BATCH, STEPS, PIECES, RATE = 32, 8, 20, 10, 0.16
+BOTH_WAYS = pytest.mark.parametrize("accumulate", [1, PIECES])
+
+# `optax.apply_updates` adds f32 updates to half-precision weights, and MultiSteps
+# divides by an integer: strict JAX refuses both.
+standard = functools.partial(jax.numpy_dtype_promotion, "standard")
+
+
+@functools.cache
+def trained(level, accumulate, half_dtype="float16"):
+    with standard():
+        return from_paddle.train(
+            *(level, accumulate),
+            half_dtype=half_dtype,
+            **{"steps": STEPS, "width": WIDTH, "batch": BATCH, "rate": RATE},
+        )
+
+
+def as_f64(tree):
+    return jax.tree.map(np.float64, jax.device_get(tree))
+
+
+def gradients(params, data, label):
+    """The loss of SimpleNet and its gradients, by hand."""
+    inputs = [data]
+    for name in ("linear1", "linear2", "linear3"):
+        h = inputs[-1] @ params[name]["kernel"] + params[name]["bias"]
+        inputs.append(np.maximum(h, 0.0) if name != "linear3" else h)
+    error = inputs.pop() - label
+    cotangent, grads = 2 * error / error.size, {}
+    for name in ("linear3", "linear2", "linear1"):
+        x = inputs.pop()
+        grads[name] = {"kernel": x.T @ cotangent, "bias": cotangent.sum(axis=0)}
+        cotangent = (cotangent @ params[name]["kernel"].T) * (x > 0)
+    return np.mean(error**2), grads
+
+
+@functools.cache
+def plain_training(accumulate):
+    """The weights after SGD on concatenated batches, and the loss of each batch.
+
+    The guide adds gradients up: `accumulate` times the mean over all their images.
+    """
+    params = as_f64(from_paddle.first_params(0, width=WIDTH))
+    batches = np.float64(from_paddle.batches(STEPS, 0, WIDTH, BATCH))
+    losses, rate = [], RATE * accumulate
+    for first in range(0, STEPS, accumulate):
+        window = batches[first : first + accumulate]
+        losses += [gradients(params, *batch)[0] for batch in window]
+        data, label = window.swapaxes(0, 1).reshape(2, -1, WIDTH)
+        _, grads = gradients(params, data, label)
+        params = jax.tree.map(lambda p, g: p - rate * g, params, grads)
+    return params, np.array(losses)
+
+
+def movement_error(params, expected):
+    """How far off from what training changes, relative to that."""
+    first = as_f64(from_paddle.first_params(0, width=WIDTH))
+    moved, wanted = (
+        np.concatenate(
+            [
+                np.ravel(np.float64(now) - before)
+                for now, before in zip(
+                    jax.tree.leaves(tree), jax.tree.leaves(first), strict=True
+                )
+            ]
+        )
+        for tree in (params, expected)
+    )
+    return np.linalg.norm(moved - wanted) / np.linalg.norm(wanted)
+
+
+@BOTH_WAYS
+def test_o0_trains_as_plain_sgd_on_the_batches_that_are_added_up(accumulate):
+    result = trained("O0", accumulate)
+    params, losses = plain_training(accumulate)
+    # Measured: 9 eps, and 5 of the losses.
+    assert movement_error(result.params, params) < 32 * eps("float32")
+    np.testing.assert_allclose(result.losses, losses, rtol=16 * eps("float32"))
+    assert (result.skips, result.scale) == (0, 1)
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_half_precision_trains_as_plain_sgd_does_to_its_precision(level, accumulate):
+    result = trained(level, accumulate)
+    params, losses = plain_training(accumulate)
+    # Measured: 0.4 eps, and 0.08 of the losses. Less would not be half precision.
+    error = movement_error(result.params, params)
+    assert eps("float16") / 16 < error < eps("float16")
+    np.testing.assert_allclose(result.losses, losses, rtol=eps("float16") / 4)
+    assert (result.skips, result.scale) == (0, 1024)
+
+
+def test_weights_stand_still_until_the_batches_are_added_up():
+    losses = trained("O0", PIECES).losses
+    each = STEPS // from_paddle.EPOCHS
+    # Batches come again with every epoch, and so do their losses until then.
+    np.testing.assert_array_equal(losses[:each], losses[each : 2 * each])
+    again = slice(2 * each, 2 * each + 2)
+    np.testing.assert_array_equal(losses[:2], losses[again])
+    assert losses[PIECES] < losses[PIECES % each]
+
+
+def test_losses_fall():
+    losses = trained("O2", 1).losses
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("level, width_in_bytes", [("O0", 4), ("O1", 4), ("O2", 2)])
+def test_weights_are_stored_as_the_level_says(level, width_in_bytes):
+    recipe = from_paddle.make_recipe(level, "float16")
+    params = recipe.cast_params(from_paddle.first_params(0, width=WIDTH))
+    assert {leaf.dtype.itemsize for leaf in jax.tree.leaves(params)} == {width_in_bytes}
+    weights = 3 * (WIDTH + 1) * WIDTH
+    # A half-precision weight and what it lacks of f32 are 4 bytes again; the state has
+    # a few scalars besides.
+    assert 0 <= trained(level, 1).bytes - 4 * weights < 64
+    assert 0 <= trained(level, PIECES).bytes - 8 * weights < 64
+
+
+def test_biases_but_the_last_are_added_in_half_without_a_custom_white_list():
+    recipe = from_paddle.make_recipe("O1", "float16")
+    net = from_paddle.SimpleNet(WIDTH)
+    params = {"params": from_paddle.first_params(0, width=WIDTH)}
+    report = amp.explain(net.apply, recipe.policy)(params, jnp.zeros((8, WIDTH)))
+    dtypes = [e.dtype for e in report.equations if e.operation == "add"]
+    assert dtypes == ["f16", "f16", "f32"]
+
+
+def test_table_compares_each_run_with_o0_of_as_many_batches(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "88")
+    losses = {"O0": 2.0, "O1": 2.5}
+    results = {
+        (level, accumulate): trained(level, 1)._replace(
+            losses=np.full(5, accumulate * loss), seconds=loss, skips=3, bytes=10**6
+        )
+        for accumulate in (1, 10)
+        for level, loss in losses.items()
+    }
+    Console().print(from_paddle.table_of(results, "a title"))
+    rows = [row.split() for row in capsys.readouterr().out.splitlines() if "^" in row]
+    assert rows == [
+        ["O0", "1", "1.00x", "2.0000", "+0e+00", "3", "2^0", "1.00MB"],
+        ["O1", "1", "1.25x", "2.5000", "+2e-01", "3", "2^10", "1.00MB"],
+        ["O0", "10", "1.00x", "20.0000", "+0e+00", "3", "2^0", "1.00MB"],
+        ["O1", "10", "1.25x", "25.0000", "+2e-01", "3", "2^10", "1.00MB"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--steps 0", "--steps 0: "),
+        ("--accumulate 0", "--accumulate 0: "),
+        ("--width -1", "--width -1: "),
+        ("--batch 0", "--batch 0: "),
+        ("--half-dtype fp17", "unknown dtype 'fp17'"),
+        ("--half-dtype f32", "half_dtype='f32' is no half dtype"),
+    ],
+)
+def test_option_that_makes_no_sense_is_refused_in_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        from_paddle.parse(arguments.split())
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_script_prints_a_row_for_each_run_without_a_warning():
+    sizes = "--steps 4 --seed 1 --width 16 --batch 4 --accumulate 2 --half-dtype bf16"
+    done = run_example("from_paddle", *sizes.split(), columns=88)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if "^" in line]
+    runs = [(level, n) for n in ("1", "2") for level in from_paddle.LEVELS]
+    assert [tuple(row[:2]) for row in rows] == runs
+    # bf16 has no loss scale.
+    assert {(row[5], row[6]) for row in rows} == {("0", "2^0")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half_dtype", ["float16", "bfloat16"])
+@BOTH_WAYS
+def test_whole_training_ends_at_the_loss_of_o0(half_dtype, accumulate):
+    settings = vars(from_paddle.parse(["--half-dtype", half_dtype]))
+    del settings["accumulate"]
+    with standard():
+        o0, o1, o2 = (
+            from_paddle.train(level, accumulate, **settings)
+            for level in from_paddle.LEVELS
+        )
+    assert from_paddle.final_loss(o0) < 0.8 * o0.losses[0]
+    for result in (o1, o2):
+        np.testing.assert_allclose(
+            from_paddle.final_loss(result),
+            from_paddle.final_loss(o0),
+            rtol=eps(half_dtype) / 4,
+        )

@@ -1,0 +1,195 @@
+"""The main job: what a newcomer runs first, and what it promises."""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import train_digits
+
+import jmp_amp as amp
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "train_digits.py"
+
+# Adam of optax raises a float to its integer step count, which strict JAX refuses; the
+# rest of the example is run under the strict rules of the suite.
+adam_mixes_dtypes = functools.partial(jax.numpy_dtype_promotion, "standard")
+
+
+def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(SCRIPT), *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_a_few_steps_with_one_policy_print_a_table_and_write_a_plot(tmp_path):
+    plot = tmp_path / "curves.png"
+    done = run_script(
+        *("--policy", "mixed_float16", "--steps", "3", "--seed", "1"),
+        *("--plot", str(plot)),
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = [line.split() for line in done.stdout.splitlines() if "c=f16" in line][1:]
+    name, loss_mult, *_, scale, _skips, half, saved, step = row
+    assert (name, loss_mult, half) == ("p=f32,c=f16,o=f32", "1", "17/17")
+    assert scale.startswith("2^1")
+    assert saved.endswith("MB") and step.endswith("ms")
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("policy", ["fp17", "c=f16,c=f32", "float64"])
+def test_policy_that_is_none_gets_the_error_of_the_library_in_one_line(policy, capsys):
+    with pytest.raises(ValueError) as expected:
+        train_digits.make_loss(amp.get_policy(policy))
+    with pytest.raises(SystemExit) as stopped:
+        train_digits.parse(["--policy", policy])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert message.endswith(f"error: {expected.value}\n")
+    assert message.count("\n") == 1
+
+
+def test_script_stops_at_a_wrong_policy_without_a_traceback():
+    done = run_script("--policy", "fp17")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert ": error: " in done.stderr and "unknown policy 'fp17'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "option, number",
+    [("--steps", "0"), ("--loss-mult", "-1.0"), ("--loss-mult", "nan")],
+)
+def test_number_that_makes_no_sense_is_refused(option, number, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train_digits.parse([option, number])
+    assert stopped.value.code == 2
+    assert f"{option} {number}: " in capsys.readouterr().err
+
+
+def test_comparison_trains_f16_with_and_without_scaling_on_the_same_losses():
+    runs = train_digits.comparison()
+    assert [(run.name, run.loss_mult) for run in runs] == [
+        *(("f32", 1), ("bf16", 1), ("f16 + scaling", 1), ("f16 alone", 1)),
+        *(("f32", 2**-20), ("f16 + scaling", 2**-20), ("f16 alone", 2**-20)),
+    ]
+    assert [run.loss_scale.dynamic for run in runs] == [
+        *(False, False, True, False),
+        *(False, True, False),
+    ]
+    assert {run.loss_mult for run in train_digits.comparison(1e-3)} == {1e-3}
+
+
+SCALE = amp.dynamic_loss_scale(2.0**10)
+
+
+@functools.cache
+def first_batch():
+    return next(train_digits.batches(train_digits.digits()[0], 1, seed=0))
+
+
+def new_state(tx):
+    variables = train_digits.CNN().init(
+        jax.random.key(0), first_batch()["image"], train=False
+    )
+    params, batch_stats = variables["params"], variables["batch_stats"]
+    return train_digits.State(params, batch_stats, tx.init(params))
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
+def test_loss_and_gradients_mix_no_dtypes(policy):
+    policy = amp.get_policy(policy)
+    state = new_state(amp.with_loss_scale(optax.sgd(0.1), SCALE))
+    gradient = amp.value_and_grad(train_digits.make_loss(policy), has_aux=True)
+    (loss, _), grads = jax.eval_shape(
+        functools.partial(gradient, loss_scale=state.opt_state),
+        *(state.params, state.batch_stats, first_batch(), jax.random.key(0)),
+    )
+    assert {g.dtype.name for g in jax.tree.leaves(grads)} == {"float32"}
+    assert loss.shape == ()
+
+
+def test_step_that_overflows_changes_nothing_but_the_loss_scale():
+    f16 = amp.get_policy("mixed_float16")
+    tx = train_digits.make_optimizer(SCALE, steps=10)
+    train_step = train_digits.make_train_step(train_digits.make_loss(f16), tx)
+    good, key = first_batch(), jax.random.key(0)
+    bad = good | {"image": np.full_like(good["image"], 1e6)}
+
+    with adam_mixes_dtypes():
+        state, _ = train_step(new_state(tx), good, key)
+        before = jax.device_get(state)
+        after, metrics = jax.device_get(train_step(state, bad, key))
+    assert not metrics["finite"]
+    chex.assert_trees_all_equal(after[:2], before[:2])
+    chex.assert_trees_all_equal(
+        after.opt_state.inner_state, before.opt_state.inner_state
+    )
+    assert metrics["scale"] == 2.0**9
+
+    with adam_mixes_dtypes():
+        recovered, metrics = jax.device_get(train_step(after, good, key))
+    assert metrics["finite"]
+    assert metrics["applied"] == 2
+    assert amp.all_finite(recovered.batch_stats)
+
+
+# Slow tests share their trainings: one process has them all (`--dist loadgroup`).
+pytestmark = pytest.mark.xdist_group("train_digits")
+
+
+@functools.cache
+def trained(run: int):
+    with adam_mixes_dtypes():
+        return train_digits.train(train_digits.comparison()[run])
+
+
+F32, BF16, F16_SCALED, F16_ALONE, F32_SMALL, F16_SMALL_SCALED, F16_SMALL_ALONE = range(
+    7
+)
+
+
+@pytest.mark.slow
+def test_half_precision_is_as_accurate_as_float32():
+    reference = trained(F32).accuracy
+    assert reference >= 0.97
+    for run in (BF16, F16_SCALED):
+        assert abs(trained(run).accuracy - reference) <= 0.005
+
+
+@pytest.mark.slow
+def test_small_loss_trains_in_f16_only_with_loss_scaling():
+    reference, scaled = trained(F32_SMALL), trained(F16_SMALL_SCALED)
+    alone = trained(F16_SMALL_ALONE)
+    assert scaled.accuracy >= 0.95
+    assert abs(scaled.accuracy - reference.accuracy) <= 0.005
+    # Every gradient is zero, so nothing moves but what weight decay takes. Only the
+    # last bias, which the f32 logits alone read, is added in f32 and has a gradient.
+    variables = train_digits.CNN().init(
+        jax.random.key(0), jnp.ones((1, 8, 8, 1)), False
+    )
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(variables["params"]))
+    moving = (1 - alone.metrics["zero gradients"]) * parameters
+    np.testing.assert_allclose(moving, 10, atol=0.1)
+    assert alone.accuracy <= 0.2
+
+
+@pytest.mark.slow
+def test_loss_scale_grows_until_a_step_overflows():
+    metrics = trained(F16_SCALED).metrics
+    assert metrics["scale"].max() > 2.0**16
+    assert metrics["skipped_total"][-1] > 0
+    assert np.all(np.isfinite(metrics["loss"]))

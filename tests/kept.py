@@ -1,0 +1,107 @@
+"""Figures of programs compiled for an H100, beside a hash of what was compiled.
+
+A program is traced in a second and compiled in a minute. `h100_figures.json` keeps what
+was read from each compiled program, the hash of its jaxpr, and the versions of JAX, of
+the compiler and of the described GPU. A program is compiled again where one of them has
+moved: the tests then judge what is read from the new program. Otherwise they judge what
+was kept.
+
+    H100_FIGURES=again python -m pytest -m "slow or not slow" tests
+    H100_FIGURES=write python -m pytest -m "slow or not slow" tests/zoo/test_zoo.py ...
+
+The first compiles every program, whatever was kept. The second, in one process, keeps
+the figures of those that moved; remove the file to make them all anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from tests import h100
+
+FILE = Path(__file__).with_name("h100_figures.json")
+NOTHING: dict[str, Any] = {"versions": {}, "programs": {}}
+
+
+def digest(text: str) -> str:
+    """Returns a hash of `text` but for the addresses of objects in it."""
+    return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "0x", text).encode()).hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Returns what a compiled program depends on besides its jaxpr."""
+    names = {
+        name: importlib.metadata.version(name)
+        for name in ("jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
+        if any(importlib.metadata.distributions(name=name))
+    }
+    return names | {"described GPU": digest(h100.H100)}
+
+
+def figures(
+    name: str,
+    fn: Callable[..., Any],
+    *args: Any,
+    read: Callable[[Any], dict[str, Any]],
+    file: Path = FILE,
+    **jit_options: Any,
+) -> dict[str, Any]:
+    """Returns the figures of `fn(*args)`, compiled for an H100 if they are not kept.
+
+    Args:
+      name: of the program, in the file.
+      fn: the function, as for `h100.compile_for_gpu`.
+      *args: pytrees of arrays or `jax.ShapeDtypeStruct`s.
+      read: compiled program -> its figures, which JSON can hold.
+      file: where they are kept.
+      **jit_options: options of `jax.jit` such as `donate_argnums`.
+    """
+    jaxpr = jax.jit(fn, **jit_options).trace(*args).jaxpr
+    traced = digest(f"{jaxpr} {sorted(jit_options.items())}")
+    mode = os.environ.get("H100_FIGURES", "")
+    assert mode in ("", "again", "write"), f"H100_FIGURES={mode}: again, or write"
+    kept = json.loads(file.read_text()) if file.exists() else NOTHING
+    found = kept["programs"].get(name)
+    current = versions()
+    # Without a compiler its version is unknown: then that of the figures will do.
+    moved = current.items() - kept["versions"].items()
+    if found and not moved and found["traced"] == traced and mode != "again":
+        return found["figures"]
+    reason = h100.why_no_compiler()
+    if h100.skips(reason, h100.compiler_is_required()):
+        pytest.skip(f"{name} is not the program whose figures are kept, and {reason}")
+    program = h100.compile_for_gpu(fn, *args, **jit_options)
+    found = {"traced": traced, "figures": json.loads(json.dumps(read(program)))}
+    if mode == "write":
+        keep(name, found, current, file)
+    return found["figures"]
+
+
+def keep(name: str, found: dict[str, Any], current: dict[str, str], file: Path) -> None:
+    """Writes the figures of one program; those of other versions are dropped."""
+    with open(file, "a+") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        stream.seek(0)
+        kept = json.loads(stream.read() or json.dumps(NOTHING))
+        same = kept["versions"] == current
+        programs = (kept["programs"] if same else {}) | {name: found}
+        stream.truncate(0)
+        # One line for each program.
+        lines = (
+            f"{json.dumps(n)}: {json.dumps(programs[n])}" for n in sorted(programs)
+        )
+        text = ",\n".join(lines)
+        stream.write(
+            f'{{"versions": {json.dumps(current)}, "programs": {{\n{text}\n}}}}\n'
+        )

@@ -1,0 +1,129 @@
+"""Whole training runs against the same runs of torch: `oracle/convergence_torch.json`.
+
+An MLP on 512 samples, 200 steps with fixed batches, in f32, under bf16 autocast, and
+under f16 autocast with and without loss scaling. Tolerances: `oracle/README.md`.
+"""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmp_amp as amp
+
+ORACLE = pathlib.Path(__file__).parent
+RUNS = json.loads((ORACLE / "convergence_torch.json").read_text())["runs"]
+MODES = {
+    "fp32": (None, False),
+    "bf16": ("mixed_bfloat16", False),
+    "fp16": ("mixed_float16", True),
+    "fp16_noscale": ("mixed_float16", False),
+}
+
+
+def network(params, x):
+    h = jax.nn.relu(x @ params["w1"] + params["b1"][None])
+    h = jax.nn.relu(h @ params["w2"] + params["b2"][None])
+    return h @ params["w3"] + params["b3"][None]
+
+
+def classification(params, x, data):
+    logits = network(params, x)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, data["Y"]).mean()
+
+
+def regression(params, x, data):
+    return jnp.mean(jnp.square(network(params, x) - data["T"]))
+
+
+def train(run):
+    """Returns the losses, the final parameters and the optimizer state of the run."""
+    with np.load(ORACLE / "convergence_data.npz") as file:
+        data = dict(file)
+    policy, scaled = MODES[run["mode"]]
+    params = {name: jnp.asarray(data[name]) for name in ("w1", "b1", "w2", "b2")}
+    last = ("W3r", "b3r") if run["task"] == "reg" else ("w3", "b3")
+    params |= {"w3": jnp.asarray(data[last[0]]), "b3": jnp.asarray(data[last[1]])}
+    loss_of = regression if run["task"] == "reg" else classification
+    if policy is not None:
+        loss_of = amp.autocast(loss_of, policy)
+    mult = run["loss_mult"]
+    inner = optax.sgd if run["optimizer"] == "sgd" else optax.adam
+    loss_scale = amp.no_loss_scale()
+    if scaled:
+        # torch has no cap: in the run with the tiny loss its scale climbs to 2^42.
+        loss_scale = amp.dynamic_loss_scale(
+            growth_interval=20 if mult == 1 else 5, max_scale=2.0**100
+        )
+    tx = amp.with_loss_scale(inner(run["lr"]), loss_scale)
+
+    def step(carry, order):
+        params, opt_state = carry
+        batch = {"Y": jnp.asarray(data["Y"])[order], "T": jnp.asarray(data["T"])[order]}
+        x = jnp.asarray(data["X"])[order]
+        loss, grads = amp.value_and_grad(lambda p: mult * loss_of(p, x, batch))(
+            params, loss_scale=opt_state
+        )
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, opt_state), loss / mult
+
+    carry = params, tx.init(params)
+    order = jnp.asarray(data["order"])
+    run_all = jax.jit(
+        lambda carry, order: jax.lax.scan(step, carry, order),
+        # Roundings as written: torch makes them all.
+        compiler_options={"xla_allow_excess_precision": False},
+    )
+    (params, opt_state), losses = run_all(carry, order)
+    return np.asarray(losses), params, opt_state
+
+
+def run_id(run):
+    return "-".join(str(run[k]) for k in ("mode", "optimizer", "task", "loss_mult"))
+
+
+def is_stuck(run):
+    return run["mode"] == "fp16_noscale" and run["loss_mult"] == 1e-6
+
+
+@pytest.mark.parametrize(
+    "run",
+    [run for run in RUNS if run["mode"] in MODES and not is_stuck(run)],
+    ids=run_id,
+)
+def test_a_training_run_is_that_of_torch(run):
+    losses, _, opt_state = train(run)
+    atol = 2e-4 if run["mode"] == "fp32" else 5e-3
+    np.testing.assert_allclose(losses, run["loss"], atol=atol)
+    if run["scale"] is not None:
+        figures = amp.metrics(opt_state)
+        assert abs(int(figures["skipped_total"]) - run["skipped"]) <= 2
+        assert 0.5 <= float(figures["scale"]) / run["scale"][-1] <= 2
+
+
+def test_a_tiny_loss_trains_in_f16_only_with_loss_scaling():
+    (without,) = (run for run in RUNS if is_stuck(run))
+    scaled, full = (
+        next(run for run in RUNS if (run["mode"], run["loss_mult"]) == (mode, 1e-6))
+        for mode in ("fp16", "fp32")
+    )
+    with np.load(ORACLE / "convergence_data.npz") as file:
+        initial = {**file, "w3": file["W3r"]}
+    losses, params, _ = train(without)
+    # Every gradient that went through f16 is zero. The last bias is added in f32, since
+    # the loss alone reads the sum, and so it moves here; in torch it does not either.
+    for name in ("w1", "b1", "w2", "b2", "w3"):
+        np.testing.assert_array_equal(params[name], initial[name])
+    losses_with, params, opt_state = train(scaled)
+    assert losses[-1] > 10 * losses_with[-1]
+    assert all(
+        np.any(np.asarray(params[name]) != initial[name]) for name in ("w1", "w2", "w3")
+    )
+    np.testing.assert_allclose(losses_with[-1], full["loss"][-1], atol=5e-3)
+    assert float(amp.metrics(opt_state)["scale"]) > 2.0**30

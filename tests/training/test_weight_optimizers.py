@@ -1,0 +1,862 @@
+"""Half-precision parameters that lose no update.
+
+What arrives is compared with what numpy does in f64 and with casts of ml_dtypes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import warnings
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jmp_amp as amp
+from jmp_amp.training.rounding import (
+    remainder_of,
+    round_at_random,
+    round_to,
+    with_remainder,
+)
+from tests import h100
+from tests.measures import OPTIMISED
+
+BF16, F16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")
+HALF = (BF16, F16)
+each_half = pytest.mark.parametrize("dtype", HALF, ids=str)
+
+# Optax adds f32 updates to half parameters, and Adam raises a float to a step count.
+standard = functools.partial(jax.numpy_dtype_promotion, "standard")
+
+WRAPPERS = {
+    "masters": amp.with_master_weights,
+    "kahan": amp.with_kahan,
+    "stochastic": lambda inner: amp.with_stochastic_rounding(inner, jax.random.key(7)),
+}
+each_wrapper = pytest.mark.parametrize("name", WRAPPERS)
+
+
+def bits(array: Any) -> np.ndarray:
+    return np.asarray(array).view(np.uint16 if array.dtype.itemsize == 2 else np.uint32)
+
+
+def assert_same_bits(a: Any, b: Any) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(bits(x), bits(y)), a, b)
+
+
+def parameters(dtype: Any, seed: int = 0) -> dict[str, jax.Array]:
+    """Half-precision weights over many magnitudes, and an f32 bias."""
+    rng = np.random.default_rng(seed)
+    w = rng.standard_normal(4096) * 2.0 ** -rng.integers(0, 12, 4096)
+    return {"w": jnp.asarray(w, F32).astype(dtype), "b": jnp.ones(3, F32)}
+
+
+def gradients_at(step: int, like: Any) -> Any:
+    rng = np.random.default_rng(1000 + step)
+    return jax.tree.map(
+        lambda p: jnp.asarray(rng.standard_normal(p.shape), F32).astype(p.dtype), like
+    )
+
+
+def stepper(tx: optax.GradientTransformation) -> Any:
+    @functools.partial(jax.jit, compiler_options=OPTIMISED)
+    def step(params: Any, state: Any, gradients: Any) -> Any:
+        with standard():
+            updates, state = tx.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+    return step
+
+
+# Rounding
+
+
+def tricky_numbers() -> np.ndarray:
+    rng = np.random.default_rng(0)
+    any_bits = rng.integers(0, 2**32, 100_000, dtype=np.uint32).view(np.float32)
+    small = rng.standard_normal(50_000) * 2.0 ** -rng.integers(0, 30, 50_000)
+    # Ties of f16's subnormal numbers, and of bf16's around 1.
+    ties = [np.arange(-3000, 3000) * 2.0**-26, 1 + np.arange(-999, 999) * 2.0**-9]
+    return np.concatenate([any_bits, *(n.astype(np.float32) for n in [small, *ties])])
+
+
+def cast(numbers: np.ndarray, dtype: Any) -> np.ndarray:
+    # An overflow to inf warns, and the NaNs among all bits do.
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return numbers.astype(dtype)
+
+
+@each_half
+@pytest.mark.parametrize("jit", [False, True])
+def test_rounding_is_that_of_a_cast(dtype, jit):
+    numbers = tricky_numbers()
+    round_all = functools.partial(round_to, dtype=dtype)
+    found = (jax.jit(round_all) if jit else round_all)(jnp.asarray(numbers))
+    expected = cast(numbers, dtype).astype(np.float32)
+    np.testing.assert_array_equal(found, expected)
+    are_numbers = ~np.isnan(expected)
+    assert (np.signbit(found) == np.signbit(expected))[are_numbers].all()
+
+
+@each_half
+def test_random_rounding_goes_to_a_neighbour_and_stays_on_the_grid(dtype):
+    numbers = tricky_numbers()
+    numbers = numbers[np.abs(numbers) < float(jnp.finfo(dtype).max)]
+    nearest = cast(numbers, dtype)
+    found = np.asarray(round_at_random(jnp.asarray(numbers), dtype, jax.random.key(0)))
+    toward = np.where(nearest.astype(np.float32) < numbers, np.inf, -np.inf)
+    other = np.nextafter(nearest, toward.astype(dtype)).astype(np.float32)
+    exact = nearest.astype(np.float32) == numbers
+    near, far = found == nearest.astype(np.float32), found == other
+    # XLA's CPU has no subnormal f32, which are those of bf16 too.
+    counts = exact | (np.abs(numbers) >= float(jnp.finfo(F32).smallest_normal))
+    assert (near | (far & ~exact))[counts].all()
+    assert far.any()
+
+
+@each_half
+@pytest.mark.parametrize("number", [1 / 3, -2.0001, 1e-3, 3e-6, 1 - 2.0**-13, 700.1])
+def test_random_rounding_is_unbiased(dtype, number):
+    number = np.float32(number)
+    draws = 200_000
+    found = np.asarray(
+        round_at_random(jnp.full(draws, number), dtype, jax.random.key(3)), np.float64
+    )
+    assert len(np.unique(found)) == 2
+    low, high = found.min(), found.max()
+    spread = (high - low) * math.sqrt(
+        (p := (float(number) - low) / (high - low)) * (1 - p) / draws
+    )
+    assert abs(found.mean() - float(number)) < 5 * spread
+
+
+@each_half
+def test_random_rounding_makes_no_infinity_of_a_number(dtype):
+    largest = float(jnp.finfo(dtype).max)
+    barely = np.float32(largest * (2.0 if dtype == F16 else 1))
+    found = round_at_random(jnp.full(999, barely), dtype, jax.random.key(0))
+    assert (found == largest).all()
+    odd = jnp.float32([jnp.inf, -jnp.inf, jnp.nan])
+    np.testing.assert_array_equal(round_at_random(odd, dtype, jax.random.key(0)), odd)
+
+
+# A hundred small updates
+
+
+@each_half
+@pytest.mark.parametrize("order", ["alone", "scale outside", "scale inside"])
+@each_wrapper
+def test_small_updates_are_not_lost(name, order, dtype):
+    tx = (orders(name, optax.sgd(1.0)) | {"alone": WRAPPERS[name](optax.sgd(1.0))})[
+        order
+    ]
+    params = jnp.ones(5000, dtype)
+    gradient = jnp.full(5000, -1e-3 if dtype == BF16 else -1e-4, F32)
+    step, state = stepper(tx), tx.init(params)
+    naive = params
+    for _ in range(100):
+        params, state = step(params, state, gradient)
+        with standard():
+            naive = optax.apply_updates(naive, -gradient)
+    assert params.dtype == dtype
+    assert (naive == 1.0).all()
+    expected = 1.0 + 100 * (1e-3 if dtype == BF16 else 1e-4)
+    eps = float(jnp.finfo(dtype).eps)
+    if name == "stochastic":
+        # Each of 100 roundings has a variance of at most (eps / 2)**2.
+        spread = eps / 2 * math.sqrt(100 / 5000)
+        found = np.asarray(params, np.float64)
+        assert abs(found.mean() - expected) < 5 * spread
+        assert found.std() > eps / 10
+    else:
+        np.testing.assert_allclose(np.asarray(params, np.float64), expected, rtol=eps)
+
+
+# Masters
+
+
+@each_half
+@pytest.mark.parametrize("jit", [False, True])
+def test_updates_land_exactly_on_the_rounded_master(dtype, jit):
+    tx = amp.with_master_weights(optax.sgd(1.0))
+    params = parameters(dtype)
+    state = tx.init(params)
+    step = stepper(tx) if jit else stepper(tx).__wrapped__
+    for index in range(20):
+        gradients = gradients_at(index, params)
+        before = state.masters["w"]
+        params, state = step(params, state, gradients)
+        masters = state.masters["w"]
+        assert_same_bits(params["w"], masters.astype(dtype))
+        # And the masters go where an f32 optimizer takes them.
+        exact = np.float64(before) - np.float64(gradients["w"])
+        eps = np.finfo(np.float32).eps * np.maximum(np.abs(before), np.abs(exact))
+        assert (np.abs(np.asarray(masters) - exact) <= eps).all()
+    assert params["w"].dtype == dtype
+    assert params["b"].dtype == F32
+
+
+@each_half
+def test_updates_land_exactly_from_a_large_weight_to_a_small_one(dtype):
+    # The difference of these has more digits than f32.
+    starts = np.float32([1.0, 1.0, 3e-3, -777.0, 2.0**-13, 0.0])
+    goals = np.float32([1e-6, -3.1e-5, 1e-9, 3.3e-4, 6.1e-8, 1e-7])
+    tx = amp.with_master_weights(optax.sgd(1.0))
+    params = jnp.asarray(starts).astype(dtype)
+    state = tx.init(params)
+    gradient = params.astype(F32) - goals
+    params, state = stepper(tx)(params, state, gradient)
+    np.testing.assert_array_equal(params, state.masters.astype(dtype))
+    np.testing.assert_allclose(state.masters, goals, atol=2.0**-24 * 1000)
+
+
+@each_half
+def test_updates_land_exactly_where_the_last_product_is_not_rounded(dtype):
+    # XLA contracts master - rate * gradient to one operation. Where little is left of
+    # the weight it then has digits that no sum of two f32 has.
+    rng = np.random.default_rng(0)
+    params = jnp.asarray(rng.uniform(0.5, 2.0, 10_000), dtype)
+    left = 10.0 ** rng.uniform(-9, -3, 10_000)
+    gradient = jnp.asarray(np.float64(params) * (1 - left) * 3, F32)
+    tx = amp.with_master_weights(optax.sgd(1 / 3))
+    found, state = stepper(tx)(params, tx.init(params), gradient)
+    np.testing.assert_array_equal(found, state.masters.astype(dtype))
+    exact = np.float64(params) - np.float64(np.float32(1 / 3)) * np.float64(gradient)
+    np.testing.assert_allclose(state.masters, exact, atol=2.0 * 2.0**-24)
+
+
+@pytest.mark.parametrize("wrapper", [amp.with_master_weights, amp.with_kahan])
+def test_all_digits_of_the_original_are_there_from_the_start(wrapper):
+    original = numbers_of_weights()
+    params = jax.tree.map(lambda leaf: leaf.astype(BF16), original)
+    state = wrapper(optax.sgd(1.0), init_from=original).init(params)
+    chex.assert_trees_all_equal(amp.export_params(params, state), original)
+
+
+def numbers_of_weights() -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    return {"w": jnp.asarray(rng.standard_normal(4096), F32)}
+
+
+def test_masters_begin_with_the_digits_of_the_original():
+    original = {"w": jnp.float32([1.001, 0.3]), "b": jnp.float32([0.1])}
+    params = {"w": original["w"].astype(BF16), "b": original["b"]}
+    tx = amp.with_master_weights(optax.sgd(1.0), init_from=original)
+    state = tx.init(params)
+    assert_same_bits(state.masters["w"], original["w"])
+    assert isinstance(state.masters["b"], optax.MaskedNode)
+    original["w"].delete()
+    chex.assert_trees_all_equal(state.masters["w"], jnp.float32([1.001, 0.3]))
+
+
+def test_a_leaf_in_float32_has_no_master():
+    tx = amp.with_master_weights(optax.sgd(1.0))
+    params = parameters(BF16)
+    masters = jax.tree.leaves(tx.init(params).masters)
+    assert [leaf.shape for leaf in masters] == [(4096,)]
+
+
+def test_a_parameter_that_was_changed_outside_takes_its_master_along():
+    tx = amp.with_master_weights(optax.sgd(1.0))
+    params = jnp.asarray([1.0, 2.0], BF16)
+    step, state = stepper(tx), tx.init(params)
+    params, state = step(params, state, jnp.float32([1e-3, 1e-3]))
+    params = params.at[0].set(5.0)
+    params, state = step(params, state, jnp.float32([1e-3, 1e-3]))
+    np.testing.assert_allclose(state.masters, [4.999, 1.998], rtol=2.0**-22)
+
+
+@pytest.mark.parametrize(
+    ("original", "message"),
+    [
+        ({"b": jnp.ones(3)}, r"at \['w'\] is bfloat16\[2\], but there it is nothing"),
+        (
+            {"w": jnp.ones(3)},
+            r"at \['w'\] is bfloat16\[2\], but there it is float32\[3",
+        ),
+        ({"w": jnp.arange(2)}, r"but there it is int32\[2\]"),
+        ({"w": jnp.ones(2, "complex64")}, r"but there it is complex64\[2\]"),
+        ({"w": jnp.ones(2) * 1.5}, r"at \['w'\] is not the one there, rounded to bf"),
+    ],
+)
+def test_originals_that_are_none_are_refused(original, message):
+    tx = amp.with_master_weights(optax.sgd(1.0), init_from=original)
+    with pytest.raises(ValueError, match=message):
+        tx.init({"w": jnp.ones(2, BF16)})
+
+
+# Kahan
+
+
+@each_half
+def test_a_number_is_its_rounding_and_the_remainder(dtype):
+    numbers = tricky_numbers()
+    info = jnp.finfo(dtype)
+    fits = (np.abs(numbers) < float(info.max)) & (np.abs(numbers) > 2.0**-80)
+    numbers = numbers[fits]
+    rounded = round_to(jnp.asarray(numbers), dtype)
+    remainder = remainder_of(jnp.asarray(numbers), rounded, dtype)
+    found = np.asarray(with_remainder(rounded, remainder, dtype))
+    power = 2.0 ** np.floor(np.log2(np.maximum(np.abs(rounded), 2.0**-130)))
+    last_place = np.maximum(power, float(info.smallest_normal)) * float(info.eps)
+    assert (np.abs(np.float64(found) - numbers) <= last_place * 2.0**-16).all()
+    # All but the ties: their remainders do not go up to one half.
+    # All digits of f32, but of ties that were rounded down.
+    is_normal = np.abs(numbers) >= float(info.smallest_normal)
+    left = np.abs(numbers - np.asarray(rounded))
+    is_power = np.abs(rounded) == power
+    tie = (left == last_place / 2) | (is_power & (left == last_place / 4))
+    assert (found == numbers)[is_normal & ~tie].all()
+    assert remainder.dtype == jnp.int16
+
+
+@each_half
+def test_compensation_gives_a_parameter_the_digits_of_float32(dtype):
+    tx = amp.with_kahan(optax.sgd(1.0))
+    params = parameters(dtype)
+    step, state = stepper(tx), tx.init(params)
+    exact = np.float64(params["w"])
+    largest = np.abs(exact)
+    for index in range(50):
+        gradients = jax.tree.map(
+            lambda g: g.astype(F32) * 1e-3, gradients_at(index, params)
+        )
+        exact -= np.float64(gradients["w"])
+        largest = np.maximum(largest, np.abs(exact))
+        params, state = step(params, state, gradients)
+    error = np.abs(np.float64(params["w"]) - exact)
+    error_with = np.abs(np.float64(amp.export_params(params, state)["w"]) - exact)
+    # One rounding of f32 and one of the remainder a step.
+    eps = float(jnp.finfo(F32).eps)
+    assert (error_with <= 50 * eps * np.maximum(largest, 2.0**-14)).all()
+    assert np.median(error) > 1000 * np.median(error_with)
+
+
+@each_half
+def test_a_zero_update_changes_no_bit(dtype):
+    params = parameters(dtype)
+    for wrapper in WRAPPERS.values():
+        tx = wrapper(optax.sgd(1.0))
+        step = stepper(tx)
+        small = jax.tree.map(lambda g: g.astype(F32) / 3, gradients_at(0, params))
+        some, state = step(params, tx.init(params), small)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        after, still = step(some, state, zeros)
+        assert_same_bits(after, some)
+        for kept in ("masters", "compensation"):
+            if hasattr(state, kept):
+                chex.assert_trees_all_equal(getattr(still, kept), getattr(state, kept))
+
+
+# Excess precision
+
+
+def kept_after_one_step(name: str) -> Any:
+    """A step on bf16 weights as one program, its input bf16: what it keeps."""
+    tx = WRAPPERS[name](optax.sgd(1.0))
+    params = jnp.asarray(np.linspace(0.5, 2.0, 256), BF16)
+
+    def two_steps(params, gradient):
+        state = tx.init(params)
+        for _ in range(2):
+            with standard():
+                updates, state = tx.update(gradient, state, params)
+                params = optax.apply_updates(params, updates)
+        kept = state.masters if name == "masters" else state.compensation
+        return params, kept
+
+    return two_steps, params, jnp.full(256, 1e-3, F32)
+
+
+@pytest.mark.parametrize("excess", [True, False])
+@pytest.mark.parametrize("name", ["masters", "kahan"])
+def test_rounding_survives_the_excess_precision_of_xla(name, excess):
+    fn, params, gradient = kept_after_one_step(name)
+    options = {"xla_allow_excess_precision": excess}
+    program = jax.jit(fn).lower(params, gradient).compile(options)
+    found, kept = program(params, gradient)
+    expected, expected_kept = fn(params, gradient)
+    assert_same_bits(found, expected)
+    exact = np.float64(params) - 2e-3
+    if name == "kahan":
+        assert jnp.any(kept != 0)
+        with_kept = with_remainder(found.astype(F32), kept, BF16)
+        np.testing.assert_allclose(with_kept, exact, rtol=2.0**-22)
+    else:
+        np.testing.assert_array_equal(found, kept.astype(BF16))
+        np.testing.assert_allclose(kept, exact, rtol=2.0**-22)
+    assert_same_bits(kept, expected_kept)
+
+
+@h100.needs_compiler
+@pytest.mark.parametrize("name", ["masters", "kahan"])
+def test_rounding_survives_in_the_program_of_a_gpu(name):
+    fn, params, gradient = kept_after_one_step(name)
+    text = h100.compile_for_gpu(fn, params, gradient).as_text()
+    # XLA would have dropped a pair of casts, and with it the rounding.
+    assert re.search(r"reduce-precision\(.*exponent_bits=8, mantissa_bits=7", text)
+
+
+# Together with loss scaling, accumulation, parts of a tree
+
+
+def orders(name: str, inner: Any) -> dict[str, Any]:
+    scale = amp.dynamic_loss_scale(2.0**10)
+    return {
+        "scale outside": amp.with_loss_scale(WRAPPERS[name](inner), scale),
+        "scale inside": WRAPPERS[name](amp.with_loss_scale(inner, scale)),
+    }
+
+
+@pytest.mark.parametrize("order", ["scale outside", "scale inside"])
+@each_wrapper
+def test_a_poisoned_run_equals_the_run_over_its_clean_steps(name, order):
+    with standard():
+        tx = orders(name, optax.adamw(1e-2))[order]
+    step = stepper(tx)
+
+    def run(poisoned: set[int]) -> Any:
+        params = parameters(BF16)
+        state = tx.init(params)
+        for index in range(12):
+            if index in poisoned:
+                bad = gradients_at(index, params)
+                bad["w"] = bad["w"].at[index].set(jnp.nan)
+                before = params
+                params, state = step(params, state, bad)
+                assert_same_bits(params, before)
+            params, state = step(params, state, gradients_at(index, params))
+        return params, state
+
+    (clean, clean_state), (found, state) = run(set()), run({2, 3, 7})
+    assert_same_bits(found, clean)
+    assert amp.metrics(state)["skipped_total"] == 3
+    exported = amp.export_params(found, state)
+    assert_same_bits(exported, amp.export_params(clean, clean_state))
+
+
+@each_wrapper
+def test_half_parameters_are_optimized_in_float32(name):
+    with standard():
+        for tx in [
+            WRAPPERS[name](optax.adam(1e-2)),
+            *orders(name, optax.adam(1e-2)).values(),
+        ]:
+            params = parameters(F16)
+            state = tx.init(params)
+            _, after = stepper(tx)(params, state, gradients_at(0, params))
+            chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
+            for moments in ("mu", "nu"):
+                found = optax.tree.get(after, moments)
+                assert {leaf.dtype for leaf in found.values()} == {F32}
+
+
+@pytest.mark.parametrize("order", ["scale outside", "scale inside"])
+@each_wrapper
+def test_float16_gradients_too_small_for_adam_are_no_trouble(name, order):
+    # Squared in f16 they are zero, and so is Adam's epsilon.
+    with standard():
+        tx = orders(name, optax.adam(1e-2))[order]
+    params = jnp.ones(4, F16)
+    state = tx.init(params)
+    params, _ = stepper(tx)(params, state, jnp.full(4, 1e-7, F16))
+    np.testing.assert_allclose(params, 0.99, atol=5e-3)
+
+
+def test_accumulation_inside_of_masters_sums_in_float32():
+    tx = amp.with_master_weights(optax.MultiSteps(optax.sgd(1.0), 4))
+    params = jnp.ones(2, BF16)
+    step, state = stepper(tx), tx.init(params)
+    for value in (1.0, 1e-3, 1e-3, 1e-3):
+        params, state = step(params, state, jnp.full(2, value, F32))
+    np.testing.assert_allclose(state.masters, 1 - (1.003 / 4), rtol=2.0**-22)
+    np.testing.assert_array_equal(params, state.masters.astype(BF16))
+
+
+def test_masters_inside_of_accumulation_move_once_a_window():
+    tx = optax.MultiSteps(amp.with_master_weights(optax.sgd(1.0)), 2)
+    params = jnp.ones(2, BF16)
+    state = tx.init(params)
+    moved = []
+    for _ in range(4):
+        with standard():
+            updates, state = tx.update(jnp.full(2, 1e-3, F32), state, params)
+            params = optax.apply_updates(params, updates)
+        moved.append(state.inner_opt_state.masters[0])
+    np.testing.assert_allclose(moved, [1, 0.999, 0.999, 0.998], rtol=2.0**-22)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_parts_of_a_tree_are_stored_in_different_ways(scaled):
+    params = {key: jnp.ones(2000, BF16) for key in ("m", "k", "s", "plain")}
+    transforms = {
+        "m": amp.with_master_weights(optax.sgd(1.0)),
+        "k": amp.with_kahan(optax.sgd(1.0)),
+        "s": amp.with_stochastic_rounding(optax.sgd(1.0), jax.random.key(0)),
+        "plain": optax.sgd(1.0, momentum=0.0),
+    }
+    tx = optax.partition(transforms, {key: key for key in params})
+    tx = optax.chain(optax.clip_by_global_norm(1e9), tx)
+    if scaled:
+        tx = amp.with_loss_scale(tx, amp.no_loss_scale())
+    step, state = stepper(tx), tx.init(params)
+    # Only with_loss_scale begins the state of what stores nothing itself in f32.
+    trace = optax.tree.get(state, "trace")["plain"]
+    assert trace.dtype == (F32 if scaled else BF16)
+    gradient = {key: jnp.full(2000, -1e-3, F32) for key in params}
+    for _ in range(100):
+        params, state = step(params, state, gradient)
+    means = {key: float(jnp.mean(leaf.astype(F32))) for key, leaf in params.items()}
+    assert means["plain"] == 1.0
+    assert means["m"] == means["k"] == float(jnp.asarray(1.1, BF16))
+    np.testing.assert_allclose(means["s"], 1.1, atol=5 * 2.0**-8 * math.sqrt(0.05))
+    exported = amp.export_params(params, state)
+    np.testing.assert_allclose(exported["m"], 1.1, rtol=1e-5)
+    np.testing.assert_allclose(exported["k"], 1.1, rtol=1e-5)
+
+
+def test_clipping_inside_of_masters_has_float32_norms():
+    tx = amp.with_master_weights(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    )
+    params = jnp.zeros(2, F16)
+    _, state = stepper(tx)(params, tx.init(params), jnp.full(2, 300.0, F16))
+    np.testing.assert_allclose(state.masters, -(0.5**0.5), rtol=2.0**-22)
+
+
+@each_wrapper
+def test_leaves_that_are_not_trained_take_no_part(name):
+    tx = WRAPPERS[name](optax.sgd(1.0))
+    params = {
+        "w": jnp.ones(2, BF16),
+        "steps": jnp.int32(3),
+        "fp8": jnp.ones(2, jnp.float8_e4m3fn),
+        "key": jax.random.key(0),
+        "name": "model",
+    }
+    gradients = {**params, "steps": np.zeros((), jax.dtypes.float0)}
+    updates, _ = tx.update(gradients, tx.init(params), params)
+    assert updates["steps"] == 0
+    assert (updates["fp8"] == 0).all()
+    assert updates["name"] == "model"
+    np.testing.assert_array_equal(updates["w"], -1.0)
+
+
+@each_wrapper
+def test_a_step_compiles_once_and_scans(name):
+    tx = WRAPPERS[name](optax.sgd(1e-3, momentum=0.9))
+    params = parameters(BF16)
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(1)
+    def step(params, state):
+        with standard():
+            updates, state = tx.update(gradients_at(0, params), state, params)
+            return optax.apply_updates(params, updates), state
+
+    eager = params, tx.init(params)
+    for _ in range(4):
+        eager = step(*eager)
+    plain = stepper(tx).__wrapped__  # its options are for a call from outside
+    scanned, _ = jax.lax.scan(
+        lambda carry, _: (plain(*carry, gradients_at(0, params)), None),
+        (params, tx.init(params)),
+        length=4,
+    )
+    assert_same_bits(eager[0], scanned[0])
+
+
+# At the ends of the range, and after changes from outside
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+@each_half
+def test_a_weight_that_leaves_the_range_waits_at_its_end(name, dtype):
+    largest = float(jnp.finfo(dtype).max)
+    tx = WRAPPERS[name](optax.sgd(1.0))
+    params = jnp.full(4, largest, dtype)
+    step, state = stepper(tx), tx.init(params)
+    # Up by a thousandth of it, nothing, and down by half of it.
+    for gradient in (-1e-3 * largest, 0.0, 0.5 * largest):
+        params, state = step(params, state, jnp.full(4, gradient, F32))
+        assert jnp.isfinite(params).all()
+    np.testing.assert_allclose(np.float64(params), 0.5 * largest, rtol=0.02)
+
+
+@pytest.mark.parametrize("wrapper", [amp.with_master_weights, amp.with_kahan])
+def test_exported_parameters_are_those_of_now(wrapper):
+    tx = wrapper(optax.sgd(1.0))
+    state = tx.init({"w": jnp.ones(2, BF16)})
+    exported = amp.export_params({"w": jnp.zeros(2, BF16)}, state)
+    np.testing.assert_array_equal(exported["w"], 0.0)
+
+
+def test_what_was_exported_outlives_a_donated_state():
+    tx = amp.with_master_weights(optax.sgd(1.0, momentum=0.9))
+    params = {"w": jnp.ones(2, BF16), "b": jnp.ones(2)}
+    state = tx.init(params)
+    exported = amp.export_params(params, state), amp.export_opt_state(state)
+    imported = amp.import_opt_state(tx.init(params), exported[1])
+    for leaf in jax.tree.leaves((params, state)):
+        leaf.delete()
+    assert amp.all_finite(exported)
+    for leaf in jax.tree.leaves(exported[1]):
+        leaf.delete()
+    assert amp.all_finite(imported)
+
+
+@pytest.mark.parametrize("wrapper", [amp.with_master_weights, amp.with_kahan])
+def test_an_optimizer_that_begins_from_the_parameters_begins_from_the_originals(
+    wrapper,
+):
+    original = numbers_of_weights()
+    params = jax.tree.map(lambda leaf: leaf.astype(BF16), original)
+    with standard():
+        tx = wrapper(optax.contrib.schedule_free_sgd(0.1), init_from=original)
+        state = tx.init(params)
+    chex.assert_trees_all_equal(state.inner_state.z, original)
+
+
+@pytest.mark.parametrize("wrapper", [amp.with_master_weights, amp.with_kahan])
+def test_what_is_kept_is_sharded_as_the_parameters_are(wrapper):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.P("d"))
+    original = numbers_of_weights()
+    params = jax.device_put(
+        jax.tree.map(lambda leaf: leaf.astype(BF16), original), sharding
+    )
+    for originals in (original, jax.tree.map(np.asarray, original)):
+        state = wrapper(optax.adam(0.1), init_from=originals).init(params)
+        kept = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
+        assert len(kept) == 3
+        assert {leaf.sharding for leaf in kept} == {sharding}
+
+
+@each_wrapper
+def test_a_state_that_optax_has_mapped_says_that_it_is_not_known(name):
+    tx = WRAPPERS[name](optax.sgd(1.0, momentum=0.9))
+    params = {"w": jnp.ones(2, BF16)}
+    mapped = optax.tree.map_params(tx, lambda leaf: leaf, tx.init(params))
+    with pytest.raises(ValueError, match=r"Map it with jax\.tree\.map instead"):
+        tx.update(params, mapped, params)
+    copied = jax.tree.map(lambda leaf: leaf, tx.init(params))
+    tx.update(params, copied, params)
+
+
+def test_bits_go_on_for_some_parameters_while_others_are_skipped():
+    scaled = amp.with_loss_scale(optax.sgd(1.0), amp.no_loss_scale())
+    parts = optax.partition({"x": scaled, "y": optax.sgd(1.0)}, {"x": "x", "y": "y"})
+    tx = amp.with_stochastic_rounding(parts, jax.random.key(0))
+    params = {"x": jnp.ones(4, BF16), "y": jnp.ones(1000, BF16)}
+    gradient = {"x": jnp.full(4, jnp.nan), "y": jnp.full(1000, -1e-3)}
+    step, state = stepper(tx), tx.init(params)
+    for _ in range(100):
+        params, state = step(params, state, gradient)
+    found = np.asarray(params["y"], np.float64)
+    # A hundred independent roundings have a spread of at most half a step each.
+    assert found.std() < 0.5 * float(jnp.finfo(BF16).eps) * math.sqrt(100) * 1.2
+    np.testing.assert_allclose(found.mean(), 1.1, atol=0.005)
+
+
+# Random bits
+
+
+def test_random_bits_are_those_of_the_key_and_the_step():
+    params = jnp.ones(512, BF16)
+    gradient = jnp.full(512, 1e-3, F32)
+
+    def after(seed: int, steps: int) -> jax.Array:
+        tx = amp.with_stochastic_rounding(optax.sgd(1.0), jax.random.key(seed))
+        now, state = params, tx.init(params)
+        for _ in range(steps):
+            now, state = stepper(tx)(now, state, gradient)
+        return now
+
+    assert_same_bits(after(0, 1), after(0, 1))
+    assert jnp.any(after(0, 1) != after(1, 1))
+    # The second step is not the first one again: that would round the same ones down.
+    second = after(0, 2)
+    assert len(np.unique(np.asarray(second, np.float32))) == 3
+
+
+def test_random_bits_go_on_after_the_largest_step():
+    tx = amp.with_stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
+    params, gradient = jnp.ones(512, BF16), jnp.full(512, 1e-3, F32)
+    state = tx.init(params)._replace(steps=jnp.asarray(np.iinfo(np.int32).max))
+    first, state = tx.update(gradient, state, params)
+    second, _ = tx.update(gradient, state, params)
+    assert jnp.any(first != second)
+
+
+def test_leaves_have_random_bits_of_their_own():
+    tx = amp.with_stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
+    params = {"a": jnp.ones(512, BF16), "b": jnp.ones(512, BF16)}
+    found, _ = stepper(tx)(
+        params, tx.init(params), {"a": jnp.full(512, 1e-3), "b": jnp.full(512, 1e-3)}
+    )
+    assert jnp.any(found["a"] != found["b"])
+
+
+def test_random_bits_do_not_depend_on_the_sharding():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = amp.with_stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
+    params, gradient = jnp.ones(4096, BF16), jnp.full(4096, 1e-3, F32)
+    state = tx.init(params)
+    expected, _ = stepper(tx)(params, state, gradient)
+    for spec in (jax.P(), jax.P("d")):
+        place = functools.partial(
+            jax.device_put, device=jax.sharding.NamedSharding(mesh, spec)
+        )
+        found, _ = stepper(tx)(place(params), state, place(gradient))
+        assert_same_bits(found, expected)
+        for shard in found.addressable_shards:
+            assert_same_bits(shard.data, expected[shard.index])
+
+
+@pytest.mark.parametrize(
+    "key", [0, "key", jax.random.split(jax.random.key(0)), jnp.ones(2), None]
+)
+def test_something_that_is_no_key_is_refused(key):
+    with pytest.raises(TypeError, match=r"not one PRNG key. Use jax.random.key\(0\)"):
+        amp.with_stochastic_rounding(optax.sgd(1.0), key)
+
+
+def test_keys_of_the_old_style_and_of_other_generators_are_keys():
+    old = amp.with_stochastic_rounding(optax.sgd(1.0), jax.random.PRNGKey(5))
+    new = amp.with_stochastic_rounding(optax.sgd(1.0), jax.random.key(5))
+    params, gradient = jnp.ones(99, BF16), jnp.full(99, 1e-3, F32)
+    found = [stepper(tx)(params, tx.init(params), gradient)[0] for tx in (old, new)]
+    assert_same_bits(*found)
+    rbg = amp.with_stochastic_rounding(optax.sgd(1.0), jax.random.key(5, impl="rbg"))
+    assert len(np.unique(stepper(rbg)(params, rbg.init(params), gradient)[0])) == 2
+
+
+# Mistakes
+
+
+@each_wrapper
+def test_an_update_without_parameters_is_refused(name):
+    tx = WRAPPERS[name](optax.sgd(1.0))
+    state = tx.init(jnp.ones(2, BF16))
+    with pytest.raises(ValueError, match=r"no parameters.*update\(gradients, state, p"):
+        tx.update(jnp.ones(2), state)
+
+
+@each_wrapper
+def test_gradients_of_another_structure_are_refused(name):
+    tx = WRAPPERS[name](optax.sgd(1.0))
+    params = {"a": jnp.ones(2, BF16)}
+    with pytest.raises(ValueError, match=r"first difference at \['b'\]"):
+        tx.update({"b": jnp.ones(2)}, tx.init(params), params)
+    with pytest.raises(ValueError, match=r"has shape \(3,\) but the parameter has"):
+        tx.update({"a": jnp.ones(3)}, tx.init(params), params)
+
+
+@each_wrapper
+def test_parameters_that_were_cast_after_init_are_refused(name):
+    tx = WRAPPERS[name](optax.sgd(1.0))
+    state = tx.init({"a": jnp.ones(2)})
+    half = {"a": jnp.ones(2, BF16)}
+    with pytest.raises(ValueError, match=r"at \['a'\] is bfloat16 now, but init saw"):
+        tx.update(half, state, half)
+
+
+@each_wrapper
+def test_parameters_in_another_half_dtype_than_at_init_are_refused(name):
+    params = {"a": jnp.ones(2, BF16)}
+    alone = WRAPPERS[name](optax.sgd(1.0))
+    scaled = amp.with_loss_scale(alone, amp.no_loss_scale())
+    for tx, dtype in ((alone, F16), (scaled, F16), (scaled, F32)):
+        now = jax.tree.map(lambda leaf, d=dtype: leaf.astype(d), params)
+        with pytest.raises(ValueError, match=r"\['a'\] is .*, but init saw bfloat16"):
+            tx.update(now, tx.init(params), now)
+
+
+@each_wrapper
+def test_something_that_is_no_optimizer_is_refused(name):
+    with pytest.raises(TypeError, match=r"not an optax transformation. Pass the"):
+        WRAPPERS[name](1e-3)
+
+
+@each_wrapper
+def test_storing_twice_is_refused(name):
+    tx = WRAPPERS[name](amp.with_kahan(optax.sgd(1.0)))
+    with pytest.raises(ValueError, match=r"has a KahanState already"):
+        tx.init(jnp.ones(2, BF16))
+
+
+# nnx
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.dense = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.LayerNorm(4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(self.dense(x))
+
+
+@each_wrapper
+def test_an_nnx_optimizer_trains_half_parameters(name):
+    original = Layer(nnx.Rngs(0))
+    model = amp.cast_params(original, "bf16")
+    options = {"init_from": original} if name == "masters" else {}
+    tx = WRAPPERS[name](optax.sgd(1e-4))
+    if name == "masters":
+        tx = amp.with_master_weights(optax.sgd(1e-4), **options)
+    tx = amp.with_loss_scale(tx, amp.dynamic_loss_scale())
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 4)), F32)
+
+    @nnx.jit
+    def step(model, optimizer):
+        def loss_fn(model):
+            return jnp.mean(amp.autocast(lambda m: m(x))(model) ** 2 * 3)
+
+        with standard():
+            loss, grads = amp.value_and_grad(loss_fn)(model, loss_scale=optimizer)
+            optimizer.update(model, grads)
+        return loss
+
+    for _ in range(3):
+        step(model, optimizer)
+    kernel = model.dense.kernel[...]
+    assert kernel.dtype == BF16
+    assert model.norm.scale[...].dtype == F32
+    exported = amp.export_params(model, optimizer)
+    assert exported.dense.kernel[...].dtype == F32
+    np.testing.assert_array_equal(exported.dense.kernel[...].astype(BF16), kernel)
+    if name == "masters":
+        assert jnp.any(exported.dense.kernel[...] != original.dense.kernel[...])
+        np.testing.assert_allclose(
+            exported.dense.kernel[...], original.dense.kernel[...], atol=1e-2
+        )
+
+
+# linen, with module policies
+
+
+def test_half_parameters_of_a_policy_map_have_masters_and_the_others_do_not():
+    model = nn.Sequential([nn.Dense(4), nn.LayerNorm(), nn.Dense(2)])
+    original = model.init(jax.random.key(0), jnp.ones((1, 3)))
+    policy = amp.PolicyMap("bf16", {"layers_2": "float32"})
+    params = amp.cast_params(original, policy, model=model)
+    tx = amp.with_master_weights(optax.sgd(0.1), init_from=original)
+    state = tx.init(params)
+    assert {
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_flatten_with_path(state.masters)[0]
+    } == {"['params']['layers_0']['bias']", "['params']['layers_0']['kernel']"}
+    assert_same_bits(amp.export_params(params, state), original)

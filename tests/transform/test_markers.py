@@ -1,0 +1,941 @@
+"""Parts of a program that have a policy of their own."""
+
+import dataclasses
+import functools
+import pickle
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+from jax.experimental import pallas as pl
+
+import jmp_amp as amp
+from tests.programs import casts_of, dtypes_of, equations, products, results_of
+from tests.rounding import (
+    BF16,
+    F16,
+    KEY,
+    POLICIES,
+    ROUNDINGS,
+    W,
+    X,
+    eps,
+    half_of,
+    mean_square,
+    relative_error,
+)
+
+
+def layer(h, w):
+    return jnp.tanh(h @ w)
+
+
+# Each calls `block` between two matrix products, in a construct of its own.
+PLACES = {
+    "plain": lambda block, h, w: block(h, w),
+    "jit": lambda block, h, w: jax.jit(block)(h, w),
+    "checkpoint": lambda block, h, w: jax.checkpoint(block)(h, w),
+    "scan": lambda block, h, w: lax.scan(
+        lambda h, _: (block(h, w), None), h, None, length=2
+    )[0],
+    "vmap": lambda block, h, w: jax.vmap(lambda x: block(x[None], w)[0])(h),
+    "cond": lambda block, h, w: lax.cond(w[0, 0] < 9, block, lambda h, w: h, h, w),
+    "while": lambda block, h, w: lax.fori_loop(
+        0, 2 + (w[0, 0] > 9).astype(int), lambda _, h: block(h, w), h
+    ),
+    "scan_of_jit_of_checkpoint": lambda block, h, w: lax.scan(
+        lambda h, _: (jax.jit(jax.checkpoint(block))(h, w), None), h, None, length=2
+    )[0],
+}
+
+
+def around(place, block):
+    return lambda w: mean_square(PLACES[place](block, X @ w, w) @ w)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("place", sorted(PLACES))
+def test_a_region_has_its_own_policy_wherever_it_is(place, policy):
+    half = half_of(policy)
+    fn = amp.autocast(around(place, amp.full_precision(layer)), policy)
+    assert products(fn, W) == [half, "float32", half]
+    assert results_of(fn, W, primitive="tanh") == ["float32"]
+    other = "float16" if half == "bfloat16" else "bfloat16"
+    fn = amp.autocast(around(place, amp.with_policy(f"mixed_{other}")(layer)), policy)
+    assert products(fn, W) == [half, other, half]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("place", sorted(set(PLACES) - {"while"}))
+def test_the_backward_products_of_a_region_have_its_policy(place, policy):
+    half = half_of(policy)
+    fn = amp.autocast(around(place, amp.full_precision(layer)), policy)
+    found = products(jax.grad(fn), W)
+    # One forward (or two, recomputed), and two backward: by `h` and by `w`.
+    assert found.count("float32") in (3, 4)
+    assert found.count(half) == len(found) - found.count("float32") == 5
+
+
+@pytest.mark.parametrize("place", sorted(set(PLACES) - {"while"}))
+def test_value_and_gradient_with_a_region_are_those_of_f32(place):
+    expected = jax.jit(jax.value_and_grad(around(place, layer)))(W)
+    for policy in POLICIES:
+        fn = amp.autocast(around(place, amp.full_precision(layer)), policy)
+        found = jax.jit(jax.value_and_grad(fn))(W)
+        for a, b in zip(found, expected, strict=True):
+            assert a.dtype == jnp.float32
+            assert relative_error(a, b) < ROUNDINGS * eps(policy)
+
+
+@pytest.mark.parametrize("place", sorted(PLACES))
+def test_a_wholly_full_precision_function_is_the_function(place):
+    fn = around(place, layer)
+    found = jax.jit(amp.autocast(amp.full_precision(fn), F16))(W)
+    np.testing.assert_allclose(found, jax.jit(fn)(W), rtol=1e-5)
+    assert set(products(amp.autocast(amp.full_precision(fn), F16), W)) == {"float32"}
+
+
+@pytest.mark.parametrize("place", sorted(PLACES))
+def test_outside_autocast_a_region_changes_nothing(place):
+    plain = str(jax.make_jaxpr(around(place, layer))(W))
+    for mark in (amp.full_precision, amp.with_policy("bf16"), amp.cast_inputs):
+        assert str(jax.make_jaxpr(around(place, mark(layer)))(W)) == plain
+
+
+def test_the_name_of_a_marked_function_is_its_own():
+    def block(h):
+        "Doubles."
+        return 2 * h
+
+    for mark in (amp.full_precision, amp.with_policy(F16), amp.cast_inputs):
+        assert mark(block).__name__ == "block" and mark(block).__doc__ == "Doubles."
+
+
+# Nesting
+
+
+def test_the_innermost_policy_wins():
+    inner = amp.with_policy(F16)(lambda h, w: h @ w)
+    middle = amp.full_precision(lambda h, w: inner(h @ w, w) @ w)
+    fn = amp.autocast(lambda w: middle(X @ w, w) @ w, BF16)
+    assert products(fn, W) == ["bfloat16", "float32", "float16", "float32", "bfloat16"]
+
+
+def test_the_innermost_policy_wins_through_jit_scan_and_checkpoint():
+    inner = jax.jit(amp.with_policy(F16)(lambda h, w: h @ w))
+
+    @amp.full_precision
+    def middle(h, w):
+        body = jax.checkpoint(lambda h, _: (inner(h @ w, w) @ w, None))
+        return lax.scan(body, h, None, length=2)[0]
+
+    fn = amp.autocast(lambda w: mean_square(middle(X @ w, w) @ w), BF16)
+    expected = ["bfloat16", "float32", "float16", "float32", "bfloat16"]
+    assert products(fn, W) == expected
+    counts = {d: products(jax.grad(fn), W).count(d) for d in set(expected)}
+    assert counts["bfloat16"] == 5
+    assert counts["float16"] >= 3 and counts["float32"] >= 6
+    plain = lambda w: mean_square(  # noqa: E731
+        functools.reduce(lambda h, _: h @ w, range(8), X)
+    )
+    found, wanted = jax.jit(jax.grad(fn))(W), jax.grad(plain)(W)
+    assert relative_error(found, wanted) < 2 * ROUNDINGS * eps(BF16)
+
+
+def test_the_same_policy_inside_changes_nothing():
+    fn = lambda w: jnp.tanh(X @ w) @ w  # noqa: E731
+    marked = lambda w: (  # noqa: E731
+        amp.with_policy(amp.get_policy(BF16).with_output_dtype("bf16"))(layer)(X, w) @ w
+    )
+    found, expected = (
+        sorted(results_of(amp.autocast(f, BF16), W, primitive="dot_general"))
+        for f in (marked, fn)
+    )
+    assert found == expected
+    np.testing.assert_array_equal(amp.autocast(marked)(W), amp.autocast(fn)(W))
+
+
+def test_a_region_inside_itself_works():
+    @amp.full_precision
+    def power(h, w, n):
+        return h if n == 0 else power(h @ w, w, n - 1)
+
+    fn = amp.autocast(lambda w: power(X @ w, w, 3) @ w)
+    assert products(fn, W) == ["bfloat16", *["float32"] * 3, "bfloat16"]
+
+
+def test_an_autocast_inside_a_region_wins():
+    inner = amp.autocast(lambda h, w: h @ w, F16)
+    fn = amp.autocast(lambda w: amp.full_precision(inner)(X @ w, w) @ w, BF16)
+    assert products(fn, W) == ["bfloat16", "float16", "bfloat16"]
+
+
+# Values that leave
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_leaves_in_f32_makes_what_reads_it_f32(policy):
+    half = half_of(policy)
+    block = amp.full_precision(lambda h, w: h @ w)
+    fn = amp.autocast(lambda w: jnp.tanh(block(X @ w, w)) @ w, policy)
+    assert results_of(fn, W, primitive="tanh") == ["float32"]
+    handed_on = amp.with_policy(f"p=f32,c=f32,o={half}")(lambda h, w: h @ w)
+    fn = amp.autocast(lambda w: jnp.tanh(handed_on(X @ w, w)) @ w, policy)
+    assert results_of(fn, W, primitive="tanh") == [half]
+    assert products(fn, W) == [half, "float32", half]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_half_region_inside_an_f32_program_is_one(policy):
+    half = half_of(policy)
+    low = amp.with_policy(f"p=f32,c={half},o={half}")(lambda w: X @ w)
+    fn = amp.autocast(lambda w: jnp.tanh(low(w)), "float32")
+    assert products(fn, W) == [half]
+    assert results_of(fn, W, primitive="tanh") == ["float32"]
+    exact = np.asarray(X, np.float64) @ np.asarray(W, np.float64)
+    assert relative_error(fn(W), np.tanh(exact)) < ROUNDINGS * eps(policy)
+
+
+def test_integers_and_keys_leave_as_they_are():
+    @amp.with_policy(amp.get_policy("bf16"))
+    def block(i, key):
+        return i + 1, jax.random.split(key)[0], jax.random.bits(key)
+
+    found = amp.autocast(block, BF16)(jnp.int32(2**24), KEY)
+    for a, b in zip(found, block(jnp.int32(2**24), KEY), strict=True):
+        assert a.dtype == b.dtype and jnp.all(a == b)
+
+
+def test_parameters_of_a_full_region_are_not_rounded():
+    # 1 + 2**-12 has no place in bf16 nor in f16.
+    w = jnp.full((16, 16), 1 + 2.0**-12)
+    block = amp.full_precision(lambda w: jnp.sum(w * w, axis=0))
+    for policy in POLICIES:
+        found = amp.autocast(lambda w: (block(w), X @ w), policy)(w)[0]
+        np.testing.assert_array_equal(found, block(w))
+
+
+# Nothing leaks
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16)(nn.LayerNorm()(nn.Dense(16)(x)))
+        return nn.Dense(4)(jnp.tanh(x))
+
+
+def text(fn, *args):
+    return str(jax.make_jaxpr(fn)(*args))
+
+
+def test_neither_order_of_calls_leaks_between_plain_and_autocast():
+    def fresh():
+        marked = amp.full_precision(layer)
+        return jax.jit(lambda w: marked(X @ w, w) @ w)
+
+    first, second = fresh(), fresh()
+    plain, mixed = text(first, W), text(amp.autocast(first), W)
+    assert (text(amp.autocast(second), W), text(second, W)) == (mixed, plain)
+    assert "bf16" in mixed and "bf16" not in plain
+    assert text(first, W) == plain and text(amp.autocast(first), W) == mixed
+    # and what was compiled is what was traced:
+    first(W), amp.autocast(first)(W)
+    np.testing.assert_array_equal(first(W), jnp.tanh(X @ W @ W) @ W)
+
+
+@pytest.mark.parametrize("order", [(BF16, F16, None), (None, F16, BF16)])
+def test_a_jitted_helper_with_norms_does_not_leak_between_policies(order):
+    net = Net()
+    variables = net.init(KEY, X)
+
+    def traced(helper, policy):
+        fn = helper if policy is None else amp.autocast(helper, policy)
+        return text(fn, variables, X)
+
+    alone = {policy: traced(jax.jit(net.apply), policy) for policy in order}
+    helper = jax.jit(net.apply)
+    for policy in (*order, *order):
+        assert traced(helper, policy) == alone[policy]
+    assert len(set(alone.values())) == 3
+
+
+def test_a_jitted_helper_has_the_policy_of_each_of_its_regions():
+    helper = jax.jit(lambda h, w: h @ w)
+    full, half = amp.full_precision(helper), amp.with_policy(F16)(helper)
+
+    def fn(w):
+        return half(full(helper(X, w), w), w), full(X @ w, w), helper(X, w)
+
+    found = products(amp.autocast(fn, BF16), W)
+    assert sorted(found) == sorted(
+        ["bfloat16", "float32", "float16", "bfloat16", "float32", "bfloat16"]
+    )
+
+
+def test_a_helper_with_norms_has_the_policy_of_each_of_its_regions():
+    net = Net()
+    variables = net.init(KEY, X)
+    helper = jax.jit(net.apply)
+
+    def fn(variables):
+        return (
+            helper(variables, X),
+            amp.full_precision(helper)(variables, X),
+            amp.with_policy(F16)(helper)(variables, X),
+        )
+
+    found = products(amp.autocast(fn, BF16), variables)
+    assert found == ["bfloat16"] * 3 + ["float32"] * 3 + ["float16"] * 3
+
+
+def test_an_error_inside_a_region_leaves_no_policy_behind():
+    @amp.full_precision
+    def broken(x):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        amp.autocast(broken)(X)
+    marked = amp.cast_inputs(lambda x: x)
+    assert text(marked, X) == text(lambda x: x, X)
+
+
+def test_threads_have_policies_of_their_own():
+    net = Net()
+    variables = net.init(KEY, X)
+    helper = jax.jit(lambda v, x: amp.full_precision(layer)(net.apply(v, x), W[:4, :4]))
+    expected = {
+        policy: text(amp.autocast(helper, policy), variables, X) for policy in POLICIES
+    }
+    expected[None] = text(helper, variables, X)
+    jax.clear_caches()
+    wait = threading.Barrier(3)
+    wrong = []
+
+    def work(policy):
+        wait.wait()
+        for _ in range(5):
+            fn = helper if policy is None else amp.autocast(helper, policy)
+            if text(fn, variables, X) != expected[policy]:
+                wrong.append(policy)
+
+    threads = [threading.Thread(target=work, args=(p,)) for p in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# cast_inputs
+
+
+traced_in = []
+
+
+@jax.custom_vjp
+def attention(q, k):
+    traced_in.append(q.dtype.name)
+    return jax.nn.softmax(q @ k.T) @ k
+
+
+def attention_forward(q, k):
+    traced_in.append(q.dtype.name)
+    return attention(q, k), (q, k)
+
+
+def attention_backward(kept, g):
+    q, k = kept
+    traced_in.extend([q.dtype.name, g.dtype.name])
+    _, backward = jax.vjp(lambda q, k: jax.nn.softmax(q @ k.T) @ k, q, k)
+    dq, dk = backward(g)
+    # Three times the true derivative: it shows whether the rule is used.
+    return 3 * dq, 3 * dk
+
+
+attention.defvjp(attention_forward, attention_backward)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_custom_vjp_is_traced_in_half_and_its_results_stay_half(policy):
+    half = half_of(policy)
+
+    def fn(w, attend):
+        h = X @ w
+        h = h + attend(h, h)
+        return mean_square(jnp.tanh(h) @ w)
+
+    traced_in.clear()
+    mixed = amp.autocast(lambda w: fn(w, amp.cast_inputs(attention)), policy)
+    gradient = jax.grad(mixed)(W)
+    assert set(traced_in) == {half} and len(traced_in) >= 4
+    expected = jax.grad(lambda w: fn(w, attention))(W)
+    assert gradient.dtype == jnp.float32
+    assert relative_error(gradient, expected) < 2 * ROUNDINGS * eps(policy)
+    assert products(mixed, W) == [half] * 4
+    assert set(products(jax.grad(mixed), W)) == {half}
+    assert results_of(mixed, W, primitive="add")[-1] == half
+    assert results_of(mixed, W, primitive="tanh") == [half]
+    _, backward = jax.vjp(mixed, W)
+    kept = [x for x in jax.tree.leaves(backward) if x.shape == (8, 16)]
+    assert kept and sum(x.dtype == jnp.float32 for x in kept) <= 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("place", sorted(PLACES))
+def test_cast_inputs_works_wherever_it_is(place, policy):
+    def block(h, w):
+        return amp.cast_inputs(attention)(h @ w, h)
+
+    fn = amp.autocast(around(place, block), policy)
+    assert set(products(fn, W)) == {half_of(policy)}
+    plain = around(place, lambda h, w: attention(h @ w, h))
+    if place == "while":
+        found, expected = (jax.jit(f)(W) for f in (fn, plain))
+    else:
+        found, expected = (jax.jit(jax.grad(f))(W) for f in (fn, plain))
+    assert found.dtype == jnp.float32
+    assert relative_error(found, expected) < 2 * ROUNDINGS * eps(policy)
+
+
+def doubled(x):
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * jnp.asarray(2, x_ref.dtype)
+
+    return pl.pallas_call(
+        kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True
+    )(x)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_pallas_kernel_is_traced_in_half(policy):
+    half = half_of(policy)
+    fn = amp.autocast(
+        lambda w: jnp.tanh(amp.cast_inputs(doubled)(X @ w) + X @ w) @ w, policy
+    )
+    assert dtypes_of(fn, W, primitive="pallas_call") == [(half, half)]
+    assert results_of(fn, W, primitive="tanh") == [half]
+    expected = jnp.tanh(3 * X @ W) @ W
+    assert relative_error(fn(W), expected) < ROUNDINGS * eps(policy)
+    casts = [c for c in casts_of(fn, W) if c[0] == "(8, 16)"]
+    # x into the products, and the result into f32: none around the kernel.
+    assert casts.count(("(8, 16)", half, "float32")) <= 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_the_dtype_of_cast_inputs_is_the_one_that_it_names(dtype):
+    seen = []
+
+    @jax.custom_vjp
+    def note(tree, flag):
+        assert flag is True
+        seen.append(jax.tree.map(lambda x: x.dtype.name, tree))
+        return tree
+
+    def call(w):
+        tree = {"h": X @ w, "i": jnp.arange(2), "z": jnp.ones(2, jnp.complex64)}
+        # The rule is not what is tested: it need not be there.
+        return amp.cast_inputs(lambda tree, *, flag: note.fun(tree, flag), dtype=dtype)(
+            tree, flag=True
+        )
+
+    found = amp.autocast(call, BF16)(W)
+    (types,) = seen
+    assert types == {"h": jnp.dtype(dtype).name, "i": "int32", "z": "complex64"}
+    assert jax.tree.map(lambda x: x.dtype.name, found) == {
+        "h": "float32",
+        "i": "int32",
+        "z": "complex64",
+    }
+
+
+def test_cast_inputs_in_a_full_precision_region_casts_to_f32():
+    traced_in.clear()
+    fn = amp.full_precision(lambda w: amp.cast_inputs(attention)(X @ w, X))
+    found = amp.autocast(fn, BF16)(W)
+    assert set(traced_in) == {"float32"}
+    np.testing.assert_allclose(found, attention(X @ W, X), rtol=1e-5, atol=1e-6)
+
+
+def test_float64_inputs_are_not_cast():
+    with jax.enable_x64(True):
+        x = jnp.full((2, 2), 1 + 2.0**-40, jnp.float64)
+        found = amp.autocast(amp.cast_inputs(lambda x: x @ x), F16)(x)
+        assert found.dtype == jnp.float64
+        np.testing.assert_array_equal(found, x @ x)
+
+
+def test_an_input_that_is_returned_by_cast_inputs_is_an_f32_array():
+    found = amp.autocast(amp.cast_inputs(lambda x, n: (x, n)), BF16)(X, 3)
+    assert found[0].dtype == jnp.float32 and found[1] == 3
+    assert relative_error(found[0], X) < eps(BF16)
+
+
+def test_gradients_of_parameters_of_cast_inputs_are_summed_in_f32():
+    # One part of 1 and 63 of 2**-9: in half precision the small ones are lost.
+    xs = np.concatenate([[1.0], np.full(63, 2.0**-9)]).astype(np.float32)
+
+    def fn(w):
+        product = amp.cast_inputs(lambda x, w: x @ w)
+        return lax.scan(
+            lambda total, x: (total + jnp.sum(product(x.reshape(1, 1), w)), None),
+            jnp.float32(0),
+            jnp.asarray(xs),
+        )[0]
+
+    for policy in POLICIES:
+        gradient = jax.grad(amp.autocast(fn, policy))(jnp.ones((1, 1)))
+        np.testing.assert_allclose(gradient[0, 0], np.sum(xs, dtype="f8"), rtol=1e-6)
+
+
+# Regions and rules, loops and devices
+
+
+full = amp.full_precision
+half_out = amp.with_policy("p=f32,c=f16,o=f16")
+
+
+@jax.custom_jvp
+def marked_rule(x):
+    return full(jnp.sin)(x)
+
+
+marked_rule.defjvp(
+    lambda p, t: (marked_rule(*p), full(lambda x, dx: 5 * jnp.cos(x) * dx)(*p, *t))
+)
+
+
+@jax.custom_vjp
+def marked_backward(x):
+    return full(jnp.sin)(x)
+
+
+marked_backward.defvjp(
+    lambda x: (marked_backward(x), x),
+    lambda x, g: (full(lambda x, g: 3 * g * jnp.cos(x))(x, g),),
+)
+
+
+def sharded(w):
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=auto)
+    rows, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+
+    def block(x, w):
+        h = full(jnp.tanh)(x @ w)
+        return lax.psum(amp.cast_inputs(jnp.matmul)(h, w), "data")
+
+    fn = jax.shard_map(block, mesh=mesh, in_specs=(rows, whole), out_specs=whole)
+    return mean_square(full(fn)(X @ w, w) @ w + fn(X, w))
+
+
+MIXTURES = {
+    "rule_of_custom_jvp": lambda w: mean_square(marked_rule(X @ w) @ w),
+    "rule_of_custom_vjp": lambda w: mean_square(marked_backward(X @ w) @ w),
+    "shard_map": sharded,
+    "scan_in_cast_inputs": lambda w: mean_square(
+        amp.cast_inputs(
+            lambda h, w: lax.scan(lambda h, _: (layer(h, w), h), h, None, length=3)
+        )(X @ w, w)[1]
+        @ w
+    ),
+    "softmax_in_cast_inputs": lambda w: mean_square(
+        amp.cast_inputs(jax.nn.softmax)(X @ w) @ w
+    ),
+    "cast_inputs_in_cast_inputs": lambda w: mean_square(
+        amp.cast_inputs(
+            lambda h, w: amp.cast_inputs(lambda h: jnp.tanh(h) * 2)(h @ w) @ w
+        )(X @ w, w)
+    ),
+    "full_in_cast_inputs": lambda w: mean_square(
+        amp.cast_inputs(lambda h, w: full(lambda h: jnp.exp(-(h**2)))(h) @ w)(X @ w, w)
+    ),
+    "cast_inputs_to_f32": lambda w: mean_square(
+        amp.cast_inputs(lambda h: jnp.exp(-(h**2)), jnp.float32)(X @ w) @ w
+    ),
+    "carry_through_a_region": lambda w: mean_square(
+        lax.scan(lambda h, _: (half_out(layer)(h, w) + h, None), X @ w, None, length=3)[
+            0
+        ]
+    ),
+    "scan_in_a_region": lambda w: mean_square(
+        full(
+            lambda h: lax.scan(
+                lambda h, _: (half_out(layer)(h, w) + h, None), h, None, length=3
+            )[0]
+        )(X @ w)
+        @ w
+    ),
+    "branches_with_policies": lambda w: mean_square(
+        lax.cond(w[0, 0] < 9, full(layer), half_out(lambda h, w: h), X @ w, w) @ w
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(MIXTURES))
+def test_regions_mixed_with_other_constructs_are_those_of_f32(name):
+    fn = MIXTURES[name]
+
+    def everything(w):
+        functions = [amp.autocast(fn, policy) for policy in POLICIES]
+        return [jax.value_and_grad(f)(w) for f in (fn, *functions)]
+
+    options = {"xla_allow_excess_precision": False}
+    expected, *mixed = jax.jit(everything, compiler_options=options)(W)
+    # A region in f16 is f16 under bf16 too, and the other way round.
+    for found, policy in zip(mixed, POLICIES, strict=True):
+        for a, b in zip(found, expected, strict=True):
+            assert a.dtype == jnp.float32
+            assert relative_error(a, b) < ROUNDINGS * eps(policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_region_in_the_rule_of_a_custom_jvp_has_its_policy(policy):
+    gradient = jax.grad(amp.autocast(MIXTURES["rule_of_custom_jvp"], policy))
+    assert set(results_of(gradient, W, primitive="cos")) == {"float32"}
+    assert set(products(gradient, W)) == {half_of(policy)}
+
+
+# Modules and methods
+
+
+def test_a_method_can_be_marked():
+    class Model:
+        @amp.full_precision
+        def head(self, h, w):
+            return h @ w
+
+        @amp.with_policy(F16)
+        def body(self, x, w):
+            return x @ w
+
+        def __call__(self, x, w):
+            return self.head(self.body(x, w) @ w, w)
+
+    fn = amp.autocast(lambda w: Model()(X, w), BF16)
+    assert products(fn, W) == ["float16", "bfloat16", "float32"]
+
+
+def test_a_region_may_have_no_arrays_and_keyword_arguments():
+    @amp.with_policy(F16)
+    def block(w, *, mode, scale=2.0):
+        assert mode == "a" and isinstance(scale, float)
+        return {"y": X @ w * scale, "none": None, "name": mode}
+
+    found = amp.autocast(block, BF16)(W, mode="a")
+    assert found["none"] is None and found["name"] == "a"
+    assert relative_error(found["y"], 2 * X @ W) < ROUNDINGS * eps(F16)
+    assert products(lambda w: amp.autocast(block, BF16)(w, mode="a")["y"], W) == [
+        "float16"
+    ]
+
+
+def test_a_scope_that_the_user_names_stays_inside_a_region():
+    @amp.full_precision
+    def block(w):
+        with jax.named_scope("mine"):
+            return X @ w
+
+    lowered = jax.jit(amp.autocast(lambda w: block(w) @ w)).lower(W)
+    assert "mine/dot_general" in lowered.as_text(debug_info=True)
+
+
+def test_twice_is_once_with_regions():
+    def fn(w):
+        h = amp.full_precision(layer)(X @ w, w)
+        return amp.cast_inputs(attention)(h @ w, h) @ w
+
+    once = amp.autocast(fn, F16)
+    twice = amp.autocast(once, F16)
+    assert text(twice, W) == text(once, W)
+
+
+def test_a_region_survives_being_differentiated_inside_autocast():
+    def fn(w):
+        return jax.grad(lambda w: mean_square(amp.full_precision(layer)(X @ w, w)))(w)
+
+    found = products(amp.autocast(fn, BF16), W)
+    assert found.count("float32") == 3 and found.count("bfloat16") == 2
+    assert relative_error(amp.autocast(fn, BF16)(W), fn(W)) < ROUNDINGS * eps(BF16)
+
+
+def test_constants_that_f16_cannot_hold_are_right_on_both_sides_of_a_region():
+    block = amp.full_precision(lambda h: h * 1e6)
+    fn = lambda w: (block(X @ w) * 1e-6) @ w  # noqa: E731
+    assert relative_error(amp.autocast(fn, F16)(W), fn(W)) < ROUNDINGS * eps(F16)
+    made = amp.full_precision(lambda: jnp.float32(1e6))
+    fn = lambda w: ((X @ w) * made() * 1e-6) @ w  # noqa: E731
+    assert relative_error(amp.autocast(fn, F16)(W), fn(W)) < ROUNDINGS * eps(F16)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: amp.with_policy("mixed_float17"), ValueError, "mixed_float16"),
+        (lambda: amp.with_policy(16), TypeError, "16"),
+        (lambda: amp.with_policy("c=f64"), ValueError, "float64"),
+        (lambda: amp.with_policy("c=f8_e4m3"), ValueError, "float8_e4m3fn"),
+        (lambda: amp.with_policy(F16)(3), TypeError, "found int"),
+        (lambda: amp.full_precision(3), TypeError, "found int"),
+        (lambda: amp.full_precision("bf16"), TypeError, "found str"),
+        (lambda: amp.cast_inputs(3), TypeError, "found int"),
+        (lambda: amp.cast_inputs(abs, "f8_e4m3"), (TypeError, ValueError), "f8_e4m3"),
+        (lambda: amp.cast_inputs(abs, jnp.float64), ValueError, "float64"),
+        (lambda: amp.cast_inputs(abs, jnp.int32), (TypeError, ValueError), "int32"),
+        (lambda: amp.cast_inputs(abs, "bf17"), (TypeError, ValueError), "bf17"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(call, error, message):
+    with pytest.raises(error) as raised:
+        call()
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("bf16", "bfloat16"), ("f16", "float16")])
+def test_cast_inputs_takes_the_names_that_policies_take(dtype, name):
+    seen = []
+
+    def note(x):
+        seen.append(x.dtype.name)
+        return x
+
+    amp.autocast(amp.cast_inputs(note, dtype), "float32")(X)
+    assert seen == [name]
+
+
+def test_every_equation_outside_of_regions_is_unmarked():
+    fn = amp.autocast(lambda w: amp.full_precision(layer)(X @ w, w) @ w)
+    names = [str(e.source_info.name_stack) for e in equations(jax.make_jaxpr(fn)(W))]
+    assert sum("amp[" in name for name in names) >= 2
+    assert names[-1] == "" or "amp[" not in names[-1]
+
+
+# Flax modules
+
+mark_f32 = amp.with_policy("float32")
+MarkedDense = mark_f32(nn.Dense)
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16)(x)
+        x = MarkedDense(16)(x)
+        x = mark_f32(nn.Dense(16))(x)
+        return nn.Dense(16)(x)
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(16, 16, rngs=rngs)
+        self.second = mark_f32(nnx.Linear)(16, 16, rngs=rngs)
+        self.third = mark_f32(nnx.Linear(16, 16, rngs=rngs))
+
+    def __call__(self, x):
+        return self.head(self.second(self.first(x)))
+
+    def head(self, x):
+        return self.third(x)
+
+
+def test_linen_classes_and_modules_can_be_marked_and_keep_their_names():
+    net = LinenNet()
+    variables = net.init(jax.random.key(0), X)
+    assert sorted(variables["params"]) == [f"Dense_{i}" for i in range(4)]
+    apply = amp.autocast(net.apply, BF16)
+    expected = ["bfloat16", "float32", "float32", "bfloat16"]
+    assert products(apply, variables, X) == expected
+    assert products(net.apply, variables, X) == ["float32"] * 4
+
+
+def test_marking_a_linen_module_leaves_the_module_itself_alone():
+    net = LinenNet()
+    marked = mark_f32(net)
+    variables = marked.init(jax.random.key(0), X)
+    assert products(amp.autocast(marked.apply, BF16), variables, X) == ["float32"] * 4
+    assert "bfloat16" in products(amp.autocast(net.apply, BF16), variables, X)
+    assert isinstance(marked, LinenNet)
+
+
+def test_nnx_classes_and_modules_can_be_marked_and_stay_modules():
+    net = NnxNet(nnx.Rngs(0))
+    expected = ["bfloat16", "float32", "float32"]
+    assert products(amp.autocast(lambda x: net(x), BF16), X) == expected
+    marked = mark_f32(net)
+    assert isinstance(marked, NnxNet) and marked.first is net.first
+    merged = nnx.merge(*nnx.split(marked))
+    for module in (marked, merged):
+        found = products(amp.autocast(lambda x, module=module: module(x), BF16), X)
+        assert found == ["float32"] * 3
+    assert products(amp.autocast(lambda x: marked.head(x), BF16), X) == ["float32"]
+    assert products(amp.autocast(lambda x: net(x), BF16), X) == expected
+
+
+class Told:
+    """A user's base: it counts the classes of the user, and wants an argument."""
+
+    def __init_subclass__(cls, *, tag, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls.told = [*getattr(cls, "told", ()), tag]
+
+
+class ToldLinen(Told, nn.Module, tag="base"):
+    features: int = 16
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.features)(x)
+
+
+class ToldNnx(Told, nnx.Module, tag="base"):
+    def __init__(self):
+        self.linear = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("cls", [ToldLinen, ToldNnx])
+def test_marking_tells_nothing_to_a_users_class_and_its_subclasses_do(cls):
+    marked = mark_f32(cls)
+    assert marked.told == cls.told == ["base"] and type(marked) is type(cls)
+    assert marked.__mro__ == (marked, *cls.__mro__)
+    assert type(mark_f32(cls())).told == ["base"]
+
+    class Derived(marked, tag="derived"):
+        pass
+
+    assert Derived.told == ["base", "derived"]
+    for each in (marked(), Derived(), mark_f32(cls())):
+        if cls is ToldNnx:
+            fn, args = amp.autocast(lambda x, each=each: each(x), BF16), (X,)
+        else:
+            fn = amp.autocast(each.apply, BF16)
+            args = each.init(jax.random.key(0), X), X
+        assert products(fn, *args) == ["float32"]
+
+
+class EveryMethod(nnx.Module, pytree=False):
+    """Methods of all kinds; `compute` multiplies in the policy in force."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.eye(16))
+
+    def compute(self, x):
+        return x @ self.w[...]
+
+    def _private(self, x):
+        return self.compute(x)
+
+    def __hidden(self, x):
+        return self.compute(x)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def jitted(self, x):
+        return x @ jnp.eye(16)
+
+    @functools.singledispatchmethod
+    def dispatching(self, x):
+        return self.compute(x)
+
+    @staticmethod
+    def static(x):
+        return x @ jnp.eye(16)
+
+    @classmethod
+    def of_class(cls, x):
+        return x @ jnp.eye(16)
+
+    @property
+    def product(self):
+        return X @ self.w[...]
+
+    def __matmul__(self, x):
+        return x @ self.w[...]
+
+
+@pytest.mark.parametrize("mark", ["class", "object"])
+def test_methods_of_all_kinds_have_the_policy_of_a_marked_class(mark):
+    model = mark_f32(EveryMethod)() if mark == "class" else mark_f32(EveryMethod())
+
+    def used(call):
+        return products(amp.autocast(lambda x: call(model, x), BF16), X)
+
+    for name in (
+        *("compute", "_private", "_EveryMethod__hidden"),
+        *("jitted", "dispatching"),
+    ):
+        assert used(lambda m, x, name=name: getattr(m, name)(x)) == ["float32"], name
+    # Of these a class has one for all its objects, or Python asks for the value.
+    assert used(lambda m, x: m.static(x)) == ["bfloat16"]
+    assert used(lambda m, x: type(m).of_class(x)) == ["bfloat16"]
+    assert used(lambda m, x: m.product) == ["bfloat16"]
+    assert used(lambda m, x: m @ x) == ["bfloat16"]
+    assert not jax.tree_util.all_leaves([nnx.Linear(1, 1, rngs=nnx.Rngs(0))])
+    assert jax.tree_util.all_leaves([model])
+
+
+def test_a_private_method_is_no_region_inside_of_the_module_that_calls_it():
+    class Block(nnx.Module):
+        def __call__(self, x):
+            return self._twice(x @ jnp.eye(16)) @ jnp.eye(16)
+
+        def _twice(self, x):
+            return 2 * x
+
+    marked = amp.with_policy("mixed_bfloat16")(Block())
+    for model, policy in ((Block(), BF16), (marked, "float32")):
+        fn = amp.autocast(lambda x, model=model: model(x), policy)
+        (twice,) = (
+            e for e in equations(jax.make_jaxpr(fn)(X)) if e.primitive.name == "mul"
+        )
+        assert twice.outvars[0].aval.dtype == jnp.bfloat16
+
+
+@amp.with_policy("float32")
+class PickledLinen(nn.Module):
+    features: int
+    name_of_it: str = "marked"
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.features)(x)
+
+
+@amp.with_policy("float32")
+class PickledNnx(nnx.Module):
+    def __init__(self, features):
+        self.features = features
+
+    def __call__(self, x):
+        return x @ jnp.ones((16, self.features))
+
+
+@pytest.mark.parametrize("cls", [PickledLinen, PickledNnx])
+def test_modules_of_a_marked_class_are_pickled_and_keep_their_fields(cls):
+    model = pickle.loads(pickle.dumps(cls(4)))
+    assert type(model) is cls and model.features == 4
+    if cls is PickledLinen:
+        assert model == cls(4) and model.clone(features=8) == cls(8)
+        assert [each.name for each in dataclasses.fields(cls)][:2] == [
+            "features",
+            "name_of_it",
+        ]
+        found = model.init_with_output(jax.random.key(0), X)[0]
+    else:
+        found = model(X)
+    assert found.shape == (8, 4)
+
+
+@pytest.mark.parametrize("bad", [int, 3, "relu"])
+def test_what_cannot_be_marked_is_refused(bad):
+    with pytest.raises(TypeError, match="a function, a method or a Flax module"):
+        mark_f32(bad)
