@@ -23,7 +23,7 @@ WINGS = {
         ("decisions",),
         ("origins",),
         ("consumers", "plan"),
-        ("islands", "walk"),
+        ("islands", "walk", "watch"),
         ("planner",),
     ),
     "transform": (

@@ -146,11 +146,7 @@ class Report:
           >>> print(report.drill_down("", width=100).splitlines()[0])
           2 of 2 equations
         """
-        chosen = [
-            (index, equation)
-            for index, equation in enumerate(self.equations)
-            if matches_path(equation.module, module)
-        ]
+        chosen = [e for e in self.equations if matches_path(e.module, module)]
         heading = f"{len(chosen)} of {len(self.equations)} equations"
         if not chosen:
             paths = ", ".join(path or '""' for path in self.modules)

@@ -106,16 +106,16 @@ def of_unused(names: Iterable[str]) -> Table:
     return Table(title, ("name",), [(name,) for name in names])
 
 
-def of_equations(equations: Iterable[tuple[int, Equation]]) -> list[Table]:
-    """Returns one row for each equation and its number, one table for each module."""
+def of_equations(equations: Iterable[Equation]) -> list[Table]:
+    """Returns one row for each equation, one table for each module."""
     shown: dict[str, Table] = {}
     columns = ("#", "source", "operation", "shape", "dtype", "class", "why", "casts")
-    for index, equation in equations:
+    for equation in equations:
         path = equation.module or TOP_LEVEL
         times = f" x{equation.times}" if equation.times > 1 else ""
         shown.setdefault(path, Table(path, columns, [])).rows.append(
             (
-                str(index),
+                equation.identity,
                 _file_name(equation.source),
                 _operation(equation) + times,
                 " ".join(equation.shapes),

@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax import lax
+from jax.extend import core
 
 import jmp_amp as amp
 from tests.programs import casts_of
@@ -594,6 +595,55 @@ def test_the_drill_down_tells_source_dtype_class_reason_and_casts():
     assert row[1].startswith("test_report.py:")
     assert row[2:6] == ["dot_general", "[4,32]", "bf16", "low"]
     assert row[-2:] == ["f32>bf16", "x2"]
+
+
+def equation_of(jaxpr, identity):
+    """The equation that an identity names: indices of equations and bodies in turns."""
+    first, *rest = map(int, identity.split("."))
+    eqn = getattr(jaxpr, "jaxpr", jaxpr).eqns[first]
+    if not rest:
+        return eqn
+    body, *inside = rest
+    bodies = list(core.jaxprs_in_params(eqn.params))
+    if eqn.primitive.name == "while":
+        bodies = [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
+    return equation_of(bodies[body], ".".join(map(str, inside)))
+
+
+def program_of_many_bodies(w, x):
+    @jax.jit
+    def block(x):
+        return jnp.tanh(x @ w)
+
+    x = block(block(x))
+    x, _ = jax.lax.scan(lambda c, _: (block(c), None), x, None, length=2)
+    x = jax.lax.while_loop(lambda x: jnp.max(x) > 2.0, lambda x: x * 0.5, x)
+    x = jax.lax.cond(x[0, 0] > 0, jnp.exp, lambda x: jnp.sin(x) + 1.0, x)
+    return jax.checkpoint(jax.nn.relu)(x).sum()
+
+
+def test_an_identity_leads_to_its_equation_under_every_policy_and_in_every_trace():
+    args = jnp.eye(4), jnp.ones((2, 4))
+    jaxpr = jax.make_jaxpr(program_of_many_bodies)(*args)
+    found = {
+        policy: {
+            e.identity: e.operation
+            for e in explained(program_of_many_bodies, *args, policy=policy).equations
+        }
+        for policy in ("mixed_bfloat16", "mixed_float16", "float32")
+    }
+    first, *others = found.values()
+    assert len(first) > 20 and all(other == first for other in others)
+    for identity, operation in first.items():
+        assert equation_of(jaxpr, identity).primitive.name == operation, identity
+
+
+def test_the_drill_down_tells_the_identity_of_each_equation():
+    args = jnp.eye(4), jnp.ones((2, 4))
+    report = explained(program_of_many_bodies, *args)
+    text = report.drill_down()
+    for equation in report.equations:
+        assert f" {equation.identity} " in text
 
 
 # Mistakes
