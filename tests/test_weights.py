@@ -357,6 +357,17 @@ def test_a_zero_update_changes_no_bit(dtype):
                 chex.assert_trees_all_equal(getattr(still, kept), getattr(state, kept))
 
 
+@each_half
+def test_a_zero_update_does_not_round_a_tie_again(dtype):
+    # Halfway down to an even neighbour: rounded anew it would go there.
+    params = jnp.asarray([1 + float(jnp.finfo(dtype).eps)], dtype)
+    tx = amp.with_kahan(optax.sgd(1.0))
+    state = tx.init(params)._replace(compensation=jnp.int16([-(2**15)]))
+    updates, after = tx.update(jnp.zeros(1), state, params)
+    np.testing.assert_array_equal(updates, [0.0])
+    np.testing.assert_array_equal(after.compensation, state.compensation)
+
+
 # Excess precision
 
 
