@@ -765,7 +765,8 @@ def test_optax_can_map_over_the_state_wherever_it_is(around):
         "partition": optax.partition({"x": tx, "y": tx}, {"w": "x", "b": "y"}),
         "masked": optax.masked(tx, {"w": True, "b": False}),
     }[around]
-    state = tx.init(parameters(jnp.bfloat16))
+    params = parameters(jnp.bfloat16)
+    state = tx.init(params)
     mapped = optax.tree.map_params(tx, lambda leaf: leaf + 1, state)
     doubled = optax.tree.map_params(tx, lambda leaf: leaf * 2, mapped)
 
@@ -777,6 +778,8 @@ def test_optax_can_map_over_the_state_wherever_it_is(around):
     # The mapped state goes with the real one, as a tree of shardings has to.
     jax.tree.map(lambda *leaves: None, state, mapped)
     assert not {*parts(state, "structure")} & {*parts(mapped, "structure")}
+    with pytest.raises(ValueError, match=r"Map it with jax\.tree\.map instead"):
+        tx.update(params, mapped, params)
 
 
 # check_scale

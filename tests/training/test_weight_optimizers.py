@@ -221,6 +221,16 @@ def test_updates_land_exactly_from_a_large_weight_to_a_small_one(dtype):
 
 
 @each_half
+def test_a_loss_scale_outside_does_not_round_the_updates(dtype):
+    inner = amp.with_master_weights(optax.sgd(1.0))
+    tx = amp.with_loss_scale(inner, amp.no_loss_scale())
+    params = jnp.ones(1, dtype)
+    updates, state = tx.update(jnp.float32([1 - 3.1e-5]), tx.init(params), params)
+    landing = state.inner_state.masters.astype(dtype)
+    np.testing.assert_array_equal(params.astype(F32) + updates, landing.astype(F32))
+
+
+@each_half
 def test_updates_land_exactly_where_the_last_product_is_not_rounded(dtype):
     # XLA contracts master - rate * gradient to one operation. Where little is left of
     # the weight it then has digits that no sum of two f32 has.
@@ -356,6 +366,17 @@ def test_a_zero_update_changes_no_bit(dtype):
         for kept in ("masters", "compensation"):
             if hasattr(state, kept):
                 chex.assert_trees_all_equal(getattr(still, kept), getattr(state, kept))
+
+
+@each_half
+def test_a_zero_update_does_not_round_a_tie_again(dtype):
+    # Halfway down to an even neighbour: rounded anew it would go there.
+    params = jnp.asarray([1 + float(jnp.finfo(dtype).eps)], dtype)
+    tx = amp.with_kahan(optax.sgd(1.0))
+    state = tx.init(params)._replace(compensation=jnp.int16([-(2**15)]))
+    updates, after = tx.update(jnp.zeros(1), state, params)
+    np.testing.assert_array_equal(updates, [0.0])
+    np.testing.assert_array_equal(after.compensation, state.compensation)
 
 
 # Excess precision
