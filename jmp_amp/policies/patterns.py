@@ -193,12 +193,7 @@ def pattern_from(text: str) -> str | re.Pattern[str]:
 
 
 def advice_on(pattern: Pattern, seen: Mapping[tuple[str, ...], type]) -> str:
-    """Returns the hint of a warning about a pattern that matched none of the modules.
-
-    Args:
-      pattern: the pattern.
-      seen: the classes of the modules that were called, by path.
-    """
+    """Returns the hint about a pattern that matched no module; `seen` is by path."""
     if not seen:
         return (
             "No Flax module was called at all: is the function one that calls the "

@@ -103,17 +103,15 @@ class PolicyMap:
                 'to policies, such as {"**/head": "float32"}.'
             )
         checked = [_entry(pair) for pair in pairs]
-        seen: set[Pattern] = set()
-        for pattern, _ in checked:
-            if pattern in seen:
+        patterns = [pattern for pattern, _ in checked]
+        for number, pattern in enumerate(patterns):
+            if pattern in patterns[:number]:
                 raise ValueError(
                     f"PolicyMap: the pattern {describe(pattern)} is there twice. Give "
                     "it one policy."
                 )
-            seen.add(pattern)
-        object.__setattr__(
-            self, "default", _computable(default, "PolicyMap(default={})")
-        )
+        policy = _computable(default, "PolicyMap(default={})")
+        object.__setattr__(self, "default", policy)
         object.__setattr__(self, "entries", tuple(checked))
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
@@ -205,9 +203,8 @@ class PolicyMap:
         if "default" not in data:
             raise ValueError('PolicyMap.from_dict: the key "default" is missing.')
         pairs = data.get("policies", {}).items()
-        return cls(
-            data["default"], [(pattern_from(text), each) for text, each in pairs]
-        )
+        entries = [(pattern_from(text), each) for text, each in pairs]
+        return cls(data["default"], entries)
 
     def __str__(self) -> str:
         parts = [str(self.default)]
@@ -272,13 +269,10 @@ def matching(policies: PolicyMap, info: ModuleInfo) -> list[int]:
 def matching_nearest(
     policies: PolicyMap, info: ModuleInfo, around: Sequence[type] = (), start: int = 0
 ) -> list[int]:
-    """Returns the numbers of the entries of a module and of those that it is a part of.
+    """Returns the numbers of the entries of a module and of the modules around it.
 
-    Args:
-      policies: the map.
-      info: the module.
-      around: the classes of the modules around it, the outermost first, if known.
-      start: the number of modules, from the outermost, that are left out.
+    `around` are the classes of these modules, the outermost first, as far as they are
+    known. The first `start` of them are left out.
     """
     found = []
     for end in range(start, len(info.path)):
@@ -299,10 +293,8 @@ def warn_of_unmatched(
 ) -> None:
     """Warns, once, of the entries that matched no module that was called so far.
 
-    Args:
-      policies: the map.
-      of_classes: the end of the warning about an entry that is a class.
-      matched: the numbers of more entries that are known to match.
+    Warnings about classes end with `of_classes`. The entries `matched` are known to
+    match, too.
     """
     memory = policies._memory
     memory.matched.update(matched)
@@ -349,10 +341,8 @@ def _entry(pair: object) -> tuple[Pattern, Policy]:
             'policies, such as {"**/head": "float32"}.'
         )
     pattern, policy = pair
-    return (
-        checked_pattern(pattern),
-        _computable(policy, f"PolicyMap(..., {{{describe(pattern)}: {{}}}})"),
-    )
+    call = f"PolicyMap(..., {{{describe(pattern)}: {{}}}})"
+    return checked_pattern(pattern), _computable(policy, call)
 
 
 def _computable(policy: object, call: str) -> Policy:

@@ -68,14 +68,13 @@ def traced_call(
     """Traces `fn(*args, **kwargs)`; nothing is executed.
 
     Half arguments are traced as f32 (1) if `param_dtype` is half; else, only if tracing
-    raises a dtype error: (2) caches, then (3) all.
+    raises a dtype error: (2) caches, then (3) all. Array leaves of arguments may be
+    `jax.ShapeDtypeStruct`s; leaves that are not arrays reach `fn` unchanged.
 
     Args:
       fn: the function.
       policies: the policies of its modules, and of the rest.
-      args: pytrees. Array leaves may be `jax.ShapeDtypeStruct`s; leaves that are not
-        arrays reach `fn` unchanged.
-      kwargs: likewise.
+      args, kwargs: pytrees.
       call: the caller's call as written, for errors.
     """
     paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_node)
@@ -147,9 +146,7 @@ class Outputs(NamedTuple):
     def returned(self, inputs: Sequence[PyTree], results: Sequence[PyTree]) -> PyTree:
         """Returns the results of the call, and writes to nnx objects.
 
-        Args:
-          inputs: the inputs of the program.
-          results: the outputs of the program.
+        `inputs` and `results` are those of the program.
         """
         remaining = iter(results)
         filled = [

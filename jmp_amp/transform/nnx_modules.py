@@ -118,15 +118,10 @@ class Objects:
         states: Sequence[object],
         outputs: Sequence[object],
     ) -> Written:
-        """Returns, while tracing, what the copies and the function's outputs hold.
+        """Returns, while tracing, the leaves of the copies and of the outputs.
 
-        Args:
-          copies: what `copied` returned.
-          states: the leaves that it was given.
-          outputs: the nnx objects among the results of the function.
-
-        Raises:
-          flax.errors.TraceContextError: if an object was written that must not be.
+        `copies` were made of `states`; `outputs` are the nnx objects that the function
+        returned. Raises an error if an object was written that must not be.
         """
         count, tag, nodes = self.count, self.tag, list(copies.values())
         _unhook([*nodes, *outputs], self.depth)

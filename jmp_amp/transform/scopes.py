@@ -182,14 +182,11 @@ def _noted(matched: Sequence[int], depth: int) -> str:
 
 
 def noted(program: str, depth: int) -> set[int]:
-    """Returns the entries of the map of an autocast that matched modules of a program.
+    """Returns the entries that matched modules of a program, by its name stacks.
 
     JAX traces a jitted helper once, and gives its jaxpr to the next autocast with an
-    equal map: only the name scopes of that jaxpr tell which entries matched.
-
-    Args:
-      program: the text of a jaxpr, with its name stacks.
-      depth: that of the autocast, see `Active`.
+    equal map: only the name scopes in that jaxpr tell which entries matched. `program`
+    is the text of a jaxpr; `depth` is that of the autocast.
     """
     found = re.findall(rf"amp_entries_{depth}((?:_\d+)+)\(\)", program)
     return {int(number) for each in found for number in each[1:].split("_")}
