@@ -259,15 +259,6 @@ def test_a_wrong_option_gets_the_error_of_the_library_in_one_line(
 
 
 @pytest.mark.slow
-def test_script_stops_at_a_wrong_level_without_a_traceback():
-    done = run_example("from_apex", "--opt-level", "02")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert 'It is the letter O, not the digit zero: "O2".' in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
 def test_a_few_steps_print_both_tables():
     done = run_example(
         "from_apex", "--opt-level", "O3", "--loss-scale", "128", "--steps", "2"

@@ -228,15 +228,6 @@ def test_a_number_that_makes_no_sense_is_refused(arguments, capsys):
 
 
 @pytest.mark.slow
-def test_script_stops_at_a_wrong_name_without_a_traceback():
-    done = run_example("from_colossalai", "--mixed-precision", "naive")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert 'Did you mean "fp16_naive"?' in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
 def test_a_few_steps_print_a_row_for_each_recipe():
     names = ("float32", "fp16")
     options = [each for name in names for each in ("--mixed-precision", name)]

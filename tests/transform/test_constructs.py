@@ -26,6 +26,7 @@ from tests.rounding import (
     eps,
     half_of,
     mean_square,
+    one_policy,
     relative_error,
 )
 
@@ -557,7 +558,7 @@ def test_a_users_rule_can_do_with_a_constant_what_it_can_do_with_an_array():
     np.testing.assert_array_equal(jax.grad(fn)(X), 2.0)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@one_policy
 @pytest.mark.parametrize(
     "name", ["custom_jvp_in_scan", "custom_jvp_in_cond", "custom_jvp_in_vmap"]
 )
@@ -693,7 +694,7 @@ def test_a_kernel_sees_the_dtypes_it_was_traced_with():
     assert rows == [("bfloat16", "bfloat16")]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@one_policy
 def test_products_around_what_runs_as_traced_are_in_half(policy):
     for name in ("sparse", "pallas", "pure_callback", "custom_linear_solve", "odeint"):
         rows = dtypes_of(
@@ -970,7 +971,7 @@ def test_a_shard_map_is_that_of_f32(name, check_vma, mesh):
     )
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@one_policy
 def test_the_products_of_a_shard_map_run_in_half(policy, mesh):
     fn = amp.autocast(sharded(psum_block, mesh), policy)
     gradient = jax.grad(lambda w: mean_square(fn(X, w)))
@@ -978,7 +979,7 @@ def test_the_products_of_a_shard_map_run_in_half(policy, mesh):
     assert len(rows) >= 5 and set(rows) == {(half_of(policy),) * 3}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@one_policy
 def test_what_moves_between_devices_is_half_and_what_is_summed_is_f32(policy, mesh):
     half = half_of(policy)
     fn = amp.autocast(sharded(gathered_block, mesh, False), policy)

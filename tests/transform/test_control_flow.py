@@ -25,6 +25,7 @@ from tests.rounding import (
     eps,
     half_of,
     mean_square,
+    one_policy,
     relative_error,
 )
 
@@ -482,7 +483,7 @@ def results(eqn):
     return [str(v.aval.dtype) for v in eqn.outvars]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@one_policy
 @pytest.mark.parametrize(
     ("start", "carried"),
     [
@@ -507,7 +508,7 @@ def test_a_carry_is_half_if_it_starts_from_activations_parameters_or_inputs(
     assert results(loop) == [carried.replace("half", half_of(policy))]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@one_policy
 def test_a_carry_that_meets_a_full_value_is_f32(policy):
     def fn(w):
         return scan(lambda h, _: (h + jnp.exp(-(h @ w)), None), X @ w, length=3)[0] @ w
@@ -516,7 +517,7 @@ def test_a_carry_that_meets_a_full_value_is_f32(policy):
     assert results(loop) == ["float32"]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@one_policy
 def test_carries_that_feed_each_other_are_settled_together(policy):
     def turn(carry, _):
         a, b, c, d = carry
@@ -595,7 +596,7 @@ def test_carries_that_are_no_f32_are_untouched(policy):
         assert relative_error(h, h32) < ROUNDINGS * eps(policy)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@one_policy
 def test_a_while_carries_what_it_was_traced_with(policy):
     (loop,) = loops(amp.autocast(counted_while, policy), W, primitive="while")
     assert results(loop) == ["int32", "float32"]
@@ -615,7 +616,7 @@ def test_an_accumulator_counts_further_than_half_precision(policy):
     assert amp.autocast(mean, policy)(W) == 300 * 16
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@one_policy
 @pytest.mark.parametrize("name", ["scan", "fori", "map", "while", "associative"])
 def test_the_products_of_a_loop_run_in_half_both_ways(name, policy):
     half = half_of(policy)
@@ -628,7 +629,7 @@ def test_the_products_of_a_loop_run_in_half_both_ways(name, policy):
     assert rows and set(rows) == {(half,) * 3}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@one_policy
 @pytest.mark.parametrize("name", ["cond", "masked_branch", "unused_operands"])
 def test_the_products_of_a_branch_run_in_half_both_ways(name, policy):
     fn = amp.autocast(PROGRAMS[name], policy)
@@ -713,7 +714,7 @@ def test_a_constant_that_grows_from_turn_to_turn_is_taken_to_grow_beyond_f16():
     assert rows == [("float16",) * 3]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@one_policy
 def test_the_stacked_results_of_a_loop_between_products_are_half(policy):
     def fn(w):
         return scan(lambda h, _: (residual(h, w),) * 2, X @ w, length=3)[1] @ w
@@ -760,7 +761,7 @@ def test_stacked_parameters_are_cast_inside_the_body(policy, remat):
     ]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@one_policy
 def test_stacked_parameters_that_are_moved_first_are_cast_inside_the_body(policy):
     def fn(layers):
         layers = layers.reshape(4, 16, 16).swapaxes(1, 2)
@@ -1061,7 +1062,7 @@ def test_a_transformation_of_it_is_that_of_f32(name, transformation):
     )
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@one_policy
 @pytest.mark.parametrize(
     "name", ["scan", "zeros_scan", "fori", "map", "cond", "switch", "checkpoint"]
 )

@@ -13,13 +13,7 @@ from jax import lax
 
 import jmp_amp as amp
 from tests.programs import equations, products, results_of
-from tests.rounding import (
-    POLICIES,
-    ROUNDINGS,
-    eps,
-    half_of,
-    relative_error,
-)
+from tests.rounding import POLICIES, ROUNDINGS, eps, half_of, one_policy, relative_error
 
 F32 = "float32"
 KEY = jax.random.key(0)
@@ -158,7 +152,7 @@ def test_an_entry_reaches_the_modules_that_it_matches(pattern, model, policy):
     assert found == expected_dtypes(reached, half, F32)
 
 
-@each_policy
+@one_policy
 @pytest.mark.parametrize("model", [Compact, Setup])
 def test_several_entries_each_reach_their_modules(model, policy):
     half, net = half_of(policy), model()
@@ -213,7 +207,7 @@ def test_everything_in_f32_is_the_model_itself():
 # Names
 
 
-@each_policy
+@one_policy
 def test_a_name_does_not_hide_the_class(policy):
     class Named(nn.Module):
         @nn.compact
@@ -240,7 +234,7 @@ def test_a_name_does_not_hide_the_class(policy):
     assert results_of(plain, variables, X, primitive="rsqrt") == [F32]
 
 
-@each_policy
+@one_policy
 def test_automatic_names_are_paths(policy):
     net = nn.Sequential([nn.Dense(24), nn.relu, nn.Dense(16), Block(32, 20)])
     variables = shapes_of(net, X)
@@ -256,7 +250,7 @@ def test_automatic_names_are_paths(policy):
         assert by_width(apply, variables, X) == wanted
 
 
-@each_policy
+@one_policy
 def test_lists_and_dictionaries_of_modules_have_paths(policy):
     class Lists(nn.Module):
         def setup(self):
@@ -282,7 +276,7 @@ def test_lists_and_dictionaries_of_modules_have_paths(policy):
 # Methods
 
 
-@each_policy
+@one_policy
 @pytest.mark.parametrize(
     "method",
     [
@@ -307,7 +301,7 @@ def test_any_method_can_be_applied(method, policy):
         assert by_width(apply, variables, X) == wanted
 
 
-@each_policy
+@one_policy
 def test_a_predicate_can_tell_methods_apart(policy):
     seen = set()
 
@@ -326,7 +320,7 @@ def test_a_predicate_can_tell_methods_apart(policy):
         assert by_width(apply, variables, X) == {24: F32, 16: F32}
 
 
-@each_policy
+@one_policy
 def test_methods_of_a_bound_module_have_its_policy(policy):
     net = Setup()
     variables = shapes_of(net, X)
@@ -487,7 +481,7 @@ LIFTED_ENTRIES = {
 }
 
 
-@each_policy
+@one_policy
 @pytest.mark.parametrize("model", sorted(LIFTED))
 def test_lifted_modules_are_reached_as_others_are(model, policy):
     net = LIFTED[model]()
@@ -525,7 +519,7 @@ def test_the_value_of_a_while_loop_over_a_module_is_that_of_f32():
     assert relative_error(found, expected) < ROUNDINGS * eps("mixed_bfloat16")
 
 
-@each_policy
+@one_policy
 def test_two_modules_of_one_jitted_class_are_told_apart_by_path(policy):
     jitted = nn.jit(Block)
 
@@ -551,7 +545,7 @@ def test_two_modules_of_one_jitted_class_are_told_apart_by_path(policy):
         assert products(jax.jit(apply), variables, X) == wanted, pattern
 
 
-@each_policy
+@one_policy
 def test_two_modules_with_a_jitted_method_are_told_apart_by_path(policy):
     class JittedBlock(nn.Module):
         @nn.jit
@@ -608,7 +602,7 @@ def test_a_jitted_block_in_two_parents_is_told_apart_by_path():
 # Shared modules
 
 
-@each_policy
+@one_policy
 def test_modules_that_share_a_scope_have_one_path(policy):
     class Sharing(nn.Module):
         def setup(self):
@@ -634,7 +628,7 @@ def test_modules_that_share_a_scope_have_one_path(policy):
         assert by_width(apply, variables, X) == wanted, pattern
 
 
-@each_policy
+@one_policy
 def test_a_module_that_is_called_twice_has_its_policy_both_times(policy):
     class Twice(nn.Module):
         @nn.compact
@@ -665,7 +659,7 @@ class Users(nn.Module):
         return self.b(nn.relu(self.a(x)))
 
 
-@each_policy
+@one_policy
 def test_a_module_shared_by_two_parents_has_the_policy_of_who_calls_it(policy):
     net, half = Users(), half_of(policy)
     variables = shapes_of(net, X)
@@ -808,7 +802,7 @@ DECODED = {
 }
 
 
-@each_policy
+@one_policy
 @pytest.mark.parametrize("made", sorted(DECODED))
 def test_a_decoding_step_keeps_the_dtypes_of_its_cache(made, policy):
     net, variables, _ = decoded()
@@ -1041,7 +1035,7 @@ def test_paths_go_on_into_an_nnx_module_in_a_linen_module(policy):
 # Inheritance
 
 
-@each_policy
+@one_policy
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_modules_own_match_beats_what_it_inherits(reverse, policy):
     half, net = half_of(policy), Compact()
@@ -1059,7 +1053,7 @@ def test_a_modules_own_match_beats_what_it_inherits(reverse, policy):
         assert found == (wanted or dict.fromkeys(WIDTHS, half)), (parent, child)
 
 
-@each_policy
+@one_policy
 def test_among_the_entries_of_a_module_the_latest_wins(policy):
     half, net = half_of(policy), Compact()
     variables = shapes_of(net, X)
@@ -1071,7 +1065,7 @@ def test_among_the_entries_of_a_module_the_latest_wins(policy):
     assert found == expected_dtypes({24, 32}, F32, half)
 
 
-@each_policy
+@one_policy
 def test_grandchildren_inherit_and_siblings_do_not(policy):
     class Outer(nn.Module):
         @nn.compact
@@ -1157,7 +1151,7 @@ REACHING = {
 }
 
 
-@each_policy
+@one_policy
 @each_norm
 @each_mode
 def test_a_norm_computes_in_f32_and_hands_on_half(norm, train, policy):
@@ -1336,7 +1330,7 @@ def test_half_parameters_give_one_dtype_in_train_and_eval(norm, half, output, in
 marked = amp.with_policy(F32)
 
 
-@each_policy
+@one_policy
 def test_a_mark_inside_of_a_map_is_innermost(policy):
     class Marked(nn.Module):
         @nn.compact
@@ -1363,7 +1357,7 @@ def test_a_mark_inside_of_a_map_is_innermost(policy):
         assert by_width(apply, variables, X) == wanted | changed, entries
 
 
-@each_policy
+@one_policy
 def test_a_marked_function_inside_of_a_module_with_an_entry_wins(policy):
     class Marked(nn.Module):
         @nn.compact

@@ -27,6 +27,7 @@ from tests.rounding import (
     eps,
     half_of,
     mean_square,
+    one_policy,
     relative_error,
 )
 
@@ -58,7 +59,7 @@ def around(place, block):
     return lambda w: mean_square(PLACES[place](block, X @ w, w) @ w)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@one_policy
 @pytest.mark.parametrize("place", sorted(PLACES))
 def test_a_region_has_its_own_policy_wherever_it_is(place, policy):
     half = half_of(policy)
@@ -70,7 +71,7 @@ def test_a_region_has_its_own_policy_wherever_it_is(place, policy):
     assert products(fn, W) == [half, other, half]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@one_policy
 @pytest.mark.parametrize("place", sorted(set(PLACES) - {"while"}))
 def test_the_backward_products_of_a_region_have_its_policy(place, policy):
     half = half_of(policy)
@@ -178,7 +179,7 @@ def test_an_autocast_inside_a_region_wins():
 # Values that leave
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@one_policy
 def test_what_leaves_in_f32_makes_what_reads_it_f32(policy):
     half = half_of(policy)
     block = amp.full_precision(lambda h, w: h @ w)
@@ -594,7 +595,7 @@ def test_regions_mixed_with_other_constructs_are_those_of_f32(name):
             assert relative_error(a, b) < ROUNDINGS * eps(policy)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@one_policy
 def test_a_region_in_the_rule_of_a_custom_jvp_has_its_policy(policy):
     gradient = jax.grad(amp.autocast(MIXTURES["rule_of_custom_jvp"], policy))
     assert set(results_of(gradient, W, primitive="cos")) == {"float32"}

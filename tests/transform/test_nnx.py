@@ -18,7 +18,7 @@ from flax.training.train_state import TrainState
 import jmp_amp as amp
 from tests import h100, measures
 from tests.programs import dtypes_of, equations, products
-from tests.rounding import half_of
+from tests.rounding import half_of, one_policy
 from tests.zoo.case import Case
 from tests.zoo.on_h100 import kept_figures
 from tests.zoo.vision import cross_entropy, random_images
@@ -215,7 +215,7 @@ def test_a_policy_reaches_a_module_however_the_function_comes_by_it(way):
     assert way(Model(), policy) == expected
 
 
-@each_policy
+@one_policy
 def test_the_backward_products_of_a_module_have_its_policy(policy):
     graphdef, state = nnx.split(Model())
     policies = amp.PolicyMap(policy, {"blocks/1": "float32", "head": "float32"})
@@ -385,7 +385,7 @@ class AroundNorm(nnx.Module):
 IMAGES = X.reshape(2, 4, 16)
 
 
-@each_policy
+@one_policy
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_norm_computes_in_f32_and_hands_on_half(norm, policy):
     model = AroundNorm(NORMS[norm])
@@ -655,7 +655,7 @@ def test_the_same_model_in_linen_has_the_same_gradients(policy, train):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@each_policy
+@one_policy
 def test_attention_has_the_same_products_in_linen(policy):
     class Linen(nn.Module):
         @nn.compact
