@@ -160,12 +160,11 @@ def saved_for_backward(
 
     jaxpr = jaxprs.body_of(jaxprs.trace(residuals, args)).jaxpr
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    kept = dict.fromkeys(
-        v for v in jaxpr.outvars if not isinstance(v, jaxprs.Literal) and v in made
-    )
+    kept = dict.fromkeys(v for v in jaxprs.variables(jaxpr.outvars) if v in made)
+    avals = map(jaxprs.aval_of, kept)
     return [
-        Residual(_makers(made, var), var.aval.size * var.aval.dtype.itemsize)
-        for var in kept
+        Residual(_makers(made, var), aval.size * aval.dtype.itemsize)
+        for var, aval in zip(kept, avals, strict=True)
     ]
 
 
