@@ -83,12 +83,8 @@ class Consumers:
           flow: the forward pass over it.
           outputs: how its outputs are used.
         """
-        key = flow, outputs
-        if key not in self._outcomes:
-            self._outcomes[key] = self._of(flow, outputs)
-        return self._outcomes[key]
-
-    def _of(self, flow: Flow, outputs: Uses) -> BodyOutcome:
+        if (flow, outputs) in self._outcomes:
+            return self._outcomes[flow, outputs]
         jaxpr = flow.body.jaxpr
         used: dict[Var, Use] = {}
 
@@ -117,7 +113,9 @@ class Consumers:
             for atom, wanted in zip(eqn.invars, outcome.operands, strict=True):
                 use(atom, wanted, step.region)
         inputs = tuple(used.get(var, UNUSED) for var in jaxpr.invars)
-        return BodyOutcome(tuple(reversed(outcomes)), inputs, outputs)
+        outcome = BodyOutcome(tuple(reversed(outcomes)), inputs, outputs)
+        self._outcomes[flow, outputs] = outcome
+        return outcome
 
     def _bodies(self, eqn: Eqn, step: Step, flow: Flow, results: Uses) -> Outcome:
         carried = jaxprs.carried(eqn)

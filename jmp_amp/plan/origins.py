@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import sys
-from typing import NamedTuple
 
 import numpy as np
 
@@ -73,18 +72,11 @@ class Flow:
         return None if isinstance(atom, Literal) else self.known[atom]
 
 
-class _Key(NamedTuple):
-    jaxpr: int
-    inputs: tuple[Known, ...]
-    region: Region
-    inherited: Rule | None
-
-
 class Flows:
     """Follows values through bodies; each body once for what is known of its inputs."""
 
     def __init__(self) -> None:
-        self._flows: dict[_Key, Flow] = {}
+        self._flows: dict[object, Flow] = {}
 
     def through(
         self,
@@ -101,18 +93,9 @@ class Flows:
           region: the policy scope that it is called in.
           inherited: the rule that the name of its caller gives to all of it.
         """
-        key = _Key(id(body.jaxpr), inputs, region, inherited)
-        if key not in self._flows:
-            self._flows[key] = self._through(body, inputs, region, inherited)
-        return self._flows[key]
-
-    def _through(
-        self,
-        body: Body,
-        inputs: tuple[Known, ...],
-        region: Region,
-        inherited: Rule | None,
-    ) -> Flow:
+        key = id(body.jaxpr), inputs, region, inherited
+        if key in self._flows:
+            return self._flows[key]
         jaxpr = body.jaxpr
         read = [atom for eqn in jaxpr.eqns for atom in eqn.invars]
         uses = collections.Counter(jaxprs.variables([*read, *jaxpr.outvars]))
@@ -137,7 +120,9 @@ class Flows:
         outputs = tuple(
             seen(_known(atom, known, region), region) for atom in jaxpr.outvars
         )
-        return Flow(body, region, known, tuple(steps), outputs)
+        flow = Flow(body, region, known, tuple(steps), outputs)
+        self._flows[key] = flow
+        return flow
 
     def _step(
         self,

@@ -14,7 +14,6 @@ executes anything:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -121,18 +120,11 @@ def _plan(
     return _Planner().settle(flow, outcome, tuple(reads), tuple(outputs), True)
 
 
-class _Key(NamedTuple):
-    outcome: BodyOutcome
-    inputs: Dtypes
-    outputs: Dtypes | None
-    saves: bool
-
-
 class _Planner:
     """The last pass; through each body once for the dtypes that go in and out."""
 
     def __init__(self) -> None:
-        self._plans: dict[_Key, Plan] = {}
+        self._plans: dict[object, Plan] = {}
 
     def settle(
         self,
@@ -151,19 +143,9 @@ class _Planner:
           outputs: those of its outputs; None lets it hand them out as it likes.
           saves: whether differentiation saves what it computes, which islands reduce.
         """
-        key = _Key(outcome, inputs, outputs, saves)
-        if key not in self._plans:
-            self._plans[key] = self._settle(flow, *key)
-        return self._plans[key]
-
-    def _settle(
-        self,
-        flow: Flow,
-        outcome: BodyOutcome,
-        inputs: Dtypes,
-        outputs: Dtypes | None,
-        saves: bool,
-    ) -> Plan:
+        key = outcome, inputs, outputs, saves
+        if key in self._plans:
+            return self._plans[key]
         jaxpr = flow.body.jaxpr
         values = _Held(flow, inputs)
         equations = []
@@ -188,7 +170,9 @@ class _Planner:
             if known.origin == Origin.FREE and values.dtypes[v] == F32
         )
         order = in_order(jaxpr, islands)
-        return Plan(flow.body, tuple(equations), outputs, cast_per_use, order)
+        plan = Plan(flow.body, tuple(equations), outputs, cast_per_use, order)
+        self._plans[key] = plan
+        return plan
 
     def _call(
         self,
