@@ -27,7 +27,7 @@ Bounds = tuple[float, float] | None
 _LARGEST_CONSTANT = 4096
 
 _F16 = np.dtype(np.float16)
-# What is assumed of a parameter or an input that meets a constant.
+# The range that a parameter or an input is assumed to have where it meets a constant.
 _UNKNOWN = (-1.0, 1.0)
 
 
@@ -47,7 +47,7 @@ def bounds_of_constant(value: Value) -> Bounds:
 
 
 def bounds_of_fill(eqn: Eqn) -> Bounds:
-    """Returns the bounds of what a `gather` puts where an index is out of bounds."""
+    """Returns the bounds of the fill value of a `gather`, for indices out of bounds."""
     fill = eqn.params.get("fill_value")
     return None if fill is None else bounds_of_constant(fill)
 

@@ -52,7 +52,7 @@ class Decision:
       reason: why, in words.
       result: what is known of the results.
       options: what consumers may change, the first that holds.
-      rewrite: how it is bound, if not as it was.
+      rewrite: how it is bound, if not as traced.
       saturate: constants that overflow become the largest finite value.
     """
 

@@ -3,9 +3,9 @@
 A softmax of half-precision scores, a norm of half-precision activations or a loss of
 half-precision logits computes in f32. Left alone, differentiation saves its f32 values
 for the backward pass. Inside a `jax.checkpoint` it saves the half-precision values that
-it began with, and XLA, which sees both passes of a compiled step, still keeps what is
-cheapest to keep (`prevent_cse=False`). In a loop it cannot see both, and the half
-values are what is kept.
+it began with. XLA sees both passes of a compiled step, and may still keep f32 values
+where that is cheaper (`prevent_cse=False`). In a loop it cannot see both, and keeps the
+half values.
 
 An island is recomputed in the backward pass, so only cheap operations belong to one,
 and none that has an effect.

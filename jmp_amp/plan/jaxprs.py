@@ -48,14 +48,14 @@ _SHARD_MAP = "shard_map"
 
 # A jitted function of a library with at most so many equations runs in place of its
 # call: `jnp.where` has 3 equations, `jax.nn.log_softmax` 10. Larger ones stay calls, so
-# that a program does not grow by what it calls often.
+# that a function that is called often is in the program once.
 _HELPER_SIZE = 24
 
 _LIBRARY_FOLDERS = tuple(
     os.path.join(os.path.dirname(str(module.__file__)), "")
     for module in (jax, flax, optax)
 )
-# This package, and what of the standard library calls functions for others.
+# This package, and the rooms of the standard library that call functions for others.
 _NOT_A_USERS = (
     os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
     *(str(module.__file__) for module in (contextlib, functools)),
@@ -124,7 +124,7 @@ def inner_bodies(eqn: Eqn) -> tuple[Inner, ...]:
         )
     else:
         return ()
-    # A mutable array is no value: what reads and writes it runs as traced.
+    # A mutable array is not a value: equations that read or write it run as traced.
     arrays = all(isinstance(v.aval, ShapedArray) for v in eqn.invars)
     return bodies if arrays else ()
 
@@ -193,7 +193,7 @@ def is_while(eqn: Eqn) -> bool:
 
 
 def saves_residuals(eqn: Eqn) -> bool:
-    """Whether the derivative of the call `eqn` saves what its body computes."""
+    """Whether the derivative of the call `eqn` saves residuals of its body."""
     return not (is_checkpoint(eqn) or is_custom_jvp(eqn))
 
 
@@ -330,7 +330,7 @@ def varying(eqn: Eqn, value: Value) -> Value:
 
 @contextlib.contextmanager
 def source_of(eqn: Eqn) -> Iterator[None]:
-    """What is bound inside carries the name scopes and the source line of `eqn`."""
+    """Gives equations bound inside the name scopes and the source line of `eqn`."""
     info = eqn.source_info
     stack = source_info_util.current_name_stack() + info.name_stack
     with (

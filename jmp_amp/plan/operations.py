@@ -309,7 +309,7 @@ ARITHMETIC = frozenset(
 
 
 def kind_of(name: str) -> Kind | None:
-    """Returns what a primitive does, or None if it has no row."""
+    """Returns the kind of a primitive, or None if it has no row."""
     operation = OPERATIONS.get(name)
     return None if operation is None else operation.kind
 

@@ -42,10 +42,10 @@ class EquationPlan:
       reads: the dtype in which each operand is read; None for one left as it is.
       yields: the dtype of each result as it is computed.
       writes: the dtype in which each result is kept.
-      rewrite: how it is bound, if not as it was.
+      rewrite: how it is bound, if not as traced.
       saturate: constants that overflow `dtype` become its largest finite value.
       bodies: the plans of its bodies: of calls, loops and branches.
-      rule_context: what planning the derivative rule of a `custom_jvp` needs.
+      rule_context: the context of a `custom_jvp`, in which its rule is planned later.
     """
 
     index: int

@@ -42,7 +42,7 @@ class Region(NamedTuple):
 
 @contextlib.contextmanager
 def scope(policy: Policy) -> Iterator[None]:
-    """What is traced inside has `policy`."""
+    """Opens the name scope of `policy`: equations traced inside are in its region."""
     with jax.named_scope(f"amp[{policy}]"):
         yield
 

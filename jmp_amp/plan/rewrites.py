@@ -1,4 +1,4 @@
-"""Rewrites: how an equation is bound when not as it was traced.
+"""Rewrites: how an equation is bound, if not as traced.
 
 A decision gives an equation dtypes. A rewrite gives it another computation, or another
 derivative, for the same operands. To add one, write it in a file and add its row.

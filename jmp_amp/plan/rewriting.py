@@ -19,7 +19,7 @@ Applies = Callable[[Eqn, Rule, np.dtype, bool], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Rewrite:
-    """How an equation is bound when not as it was traced.
+    """How an equation is bound, if not as traced.
 
     Attributes:
       name: its name, for reports.

@@ -162,7 +162,7 @@ def cast_leaf(leaf: PyTree, dtype: np.dtype) -> PyTree:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(dtype=dtype, weak_type=False)
     if is_fp8(dtype):
-        # Most fp8 formats have no inf: a plain cast makes NaN of what is too large.
+        # Most fp8 formats have no inf: a plain cast turns too large values into NaN.
         ranges = [float(jnp.finfo(each).max) for each in (dtype, leaf.dtype)]
         bound = np.asarray(min(ranges), leaf.dtype)
         clip = jnp.clip if isinstance(leaf, jax.Array) else np.clip

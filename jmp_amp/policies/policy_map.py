@@ -115,7 +115,7 @@ class PolicyMap:
         object.__setattr__(self, "entries", tuple(checked))
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        # Not what is cached: hashes of text differ between processes.
+        # Without the cached properties: hashes of text differ between processes.
         return PolicyMap, (self.default, self.entries)
 
     @functools.cached_property
