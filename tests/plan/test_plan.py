@@ -758,3 +758,24 @@ def test_statistics_of_a_norm_are_as_in_f32():
     _, expected = apply(variables, x)
     _, found = amp.autocast(apply, F16)(variables, x)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_comparison_reads_half_activations_as_they_are():
+    def fn(w, x):
+        h = x @ w
+        return jnp.sum(jnp.where(h > 0.5, h, 2 * h) @ w), h < h.T
+
+    args = jnp.ones((4, 4)), jnp.ones((4, 4))
+    for primitive in ("gt", "lt"):
+        ((*operands,),) = dtypes_of(amp.autocast(fn), *args, primitive=primitive)
+        assert operands == ["bfloat16"] * 2
+
+
+def test_a_comparison_of_two_dtypes_is_made_in_f32():
+    def fn(w, x):
+        h = x @ w
+        return h > jnp.exp(h)
+
+    args = jnp.ones((4, 4)), jnp.ones((4, 4))
+    ((*operands,),) = dtypes_of(amp.autocast(fn), *args, primitive="gt")
+    assert operands == ["float32"] * 2
