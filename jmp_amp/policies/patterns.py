@@ -196,8 +196,9 @@ def advice_on(pattern: Pattern, seen: Mapping[tuple[str, ...], type]) -> str:
     """Returns the hint about a pattern that matched no module; `seen` is by path."""
     if not seen:
         return (
-            "No Flax module was called at all: is the function one that calls the "
-            "model, and does it take an nnx module as an argument or close over it?"
+            "No Flax module was traced here. Does the function call the model, and "
+            "take an nnx module as an argument or close over it? A jitted function that JAX "
+            "traced before under an equal map hides the paths of its modules."
         )
     if isinstance(pattern, type):
         other = _of_the_other_library(pattern, seen.values())

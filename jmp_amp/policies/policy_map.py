@@ -28,6 +28,9 @@ from jmp_amp.policies.patterns import (
 )
 from jmp_amp.policies.policy import Policy, get_policy
 
+# The names of recipes that are no policies.
+_RECIPES = frozenset("O0 O1 O2 O3 OD auto fp16_apex fp16_naive".split())
+
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class PolicyMap:
@@ -354,11 +357,8 @@ def _computable(policy: object, call: str) -> Policy:
         policy = get_policy(cast(Policy | str, policy))
     except (TypeError, ValueError) as error:
         hint = ""
-        if isinstance(policy, str) and policy.isidentifier():
-            hint = (
-                f" As a recipe, if it names one: amp.recipe({policy!r}).autocast(fn), "
-                "or its policy."
-            )
+        if isinstance(policy, str) and policy in _RECIPES:
+            hint = f" As a recipe: amp.recipe({policy!r}).autocast(fn), or its policy."
         elif hasattr(policy, "policy"):
             hint = " Of a recipe, give recipe.policy, or use recipe.autocast(fn)."
         raise type(error)(f"{call}: {error}{hint}") from None

@@ -220,14 +220,34 @@ def subclass(cls: type, attributes: Mapping[str, object], enter: Enter | None) -
     kept = {n: getattr(cls, n) for n in ("__module__", "__qualname__", "__doc__")}
     options = {}
     if issubclass(cls, nnx.Module):
-        is_leaf = jax.tree_util.all_leaves([object.__new__(cls)])
+        # An abstract class has no objects; its subclasses say `pytree=` themselves.
+        is_leaf = not inspect.isabstract(cls) and jax.tree_util.all_leaves(
+            [object.__new__(cls)]
+        )
         options = {"pytree": not is_leaf}
     body = {**kept, **methods, **attributes}
     metaclass = cast(Callable[..., type], type(cls))
+    if not _has_hook(cls):
+        return metaclass(cls.__name__, (cls,), body, **options)
     new = metaclass(cls.__name__, (_quiet_base(cls), cls), body, **options)
     # Subclasses of the new class are the user's again.
     new.__bases__ = (cls,)
     return new
+
+
+def _has_hook(cls: type) -> bool:
+    """Whether a class of the user has an `__init_subclass__`."""
+    return any(
+        "__init_subclass__" in vars(each)
+        and each.__module__.partition(".")[0] not in ("builtins", "typing", "flax")
+        for each in cls.__mro__
+    )
+
+
+class _Empty:
+    """A class of the layout of `object`, whose `__bases__` may be changed."""
+
+    __slots__ = ()
 
 
 def _quiet_base(cls: type) -> type:
@@ -244,8 +264,12 @@ def _quiet_base(cls: type) -> type:
     has_layout = cls
     while "__dict__" not in vars(has_layout):
         has_layout = cast(type, has_layout.__base__)
-    bases = (cast(type, has_layout.__base__),)
-    return type("Quiet", bases, {"__init_subclass__": quiet})
+    layout = cast(type, has_layout.__base__)
+    start = () if layout is object else (_Empty,)
+    base = type("Quiet", start, {"__init_subclass__": quiet})
+    # Given afterwards, so that no hook of the user sees this class either.
+    base.__bases__ = (layout,)
+    return base
 
 
 def _methods_in(cls: type, enter: Enter) -> dict[str, AnyFn]:
@@ -258,6 +282,10 @@ def _methods_in(cls: type, enter: Enter) -> dict[str, AnyFn]:
             with enter(self, name):
                 return bound(*args, **kwargs)
 
+        # A jitted, cached or dispatched method has more: `lower`, `register`.
+        for other in dir(method):
+            if not other.startswith("_"):
+                setattr(scoped, other, getattr(method, other))
         return scoped
 
     of_the_library = vars(nnx.Module).keys() | vars(nnx.Pytree).keys()

@@ -756,7 +756,7 @@ def test_a_program_without_modules_is_pointed_out():
     found = warned(amp.autocast(lambda x: x @ x.T, policies), X)
     assert len(found) == 2
     for text in found:
-        assert "matched no module" in text and "No Flax module was called" in text
+        assert "matched no module" in text and "No Flax module was traced" in text
 
 
 def test_the_second_call_is_silent_and_another_map_is_not():

@@ -18,6 +18,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jmp_amp as amp
+from jmp_amp.recipes.levels import LEVELS
 from tests import h100, kept, measures
 
 F16, BF16, F32 = jnp.dtype("float16"), jnp.dtype("bfloat16"), jnp.dtype("float32")
@@ -706,3 +707,18 @@ def test_moments_of_kernels_are_not_moved_to_the_layout_of_convolutions(name):
         )
     for full, half in zip(*(each.values() for each in found.values()), strict=True):
         assert half < 0.8 * full
+
+
+def test_a_policy_that_is_the_name_of_a_recipe_is_told_so():
+    refused = set()
+    for name in (*LEVELS, "f8", "bf17"):
+        try:
+            amp.get_policy(name)
+        except ValueError:
+            refused.add(name)
+    for name in refused:
+        with pytest.raises(ValueError) as error:
+            amp.autocast(jnp.sin, name)
+        advice = f"amp.recipe({name!r}).autocast(fn)"
+        assert (advice in str(error.value)) == (name in LEVELS)
+    assert {"O1", "fp16_apex", "f8", "bf17"} <= refused

@@ -1,9 +1,11 @@
 """Parts of a program that have a policy of their own."""
 
+import abc
 import dataclasses
 import functools
 import pickle
 import threading
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -822,6 +824,91 @@ def test_marking_tells_nothing_to_a_users_class_and_its_subclasses_do(cls):
             fn = amp.autocast(each.apply, BF16)
             args = each.init(jax.random.key(0), X), X
         assert products(fn, *args) == ["float32"]
+
+
+T = TypeVar("T")
+
+
+class Slotted:
+    __slots__ = ()
+
+    def __init_subclass__(cls, *, tag, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls.told = [*getattr(cls, "told", ()), tag]
+
+
+class Dense(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+class SlottedFirst(Slotted, Dense, tag="base"):
+    pass
+
+
+class GenericFirst(Generic[T], Dense):
+    pass
+
+
+class GenericOfInt(GenericFirst[int]):
+    pass
+
+
+class GenericTold(Generic[T], Told, Dense, tag="base"):
+    pass
+
+
+class Abstract(Dense, abc.ABC):
+    @abc.abstractmethod
+    def width(self): ...
+
+
+class Concrete(Abstract):
+    def width(self):
+        return 16
+
+
+@pytest.mark.parametrize(
+    "cls", [SlottedFirst, GenericFirst, GenericOfInt, GenericTold, Concrete]
+)
+def test_classes_of_all_layouts_run_under_autocast_and_are_marked(cls):
+    net = cls()
+    assert products(amp.autocast(lambda x: net(x), BF16), X) == ["bfloat16"]
+    mark_f32(net)
+    for marked in (mark_f32(cls)(), mark_f32(net)):
+        fn = amp.autocast(lambda x, marked=marked: marked(x), BF16)
+        assert products(fn, X) == ["float32"]
+        assert isinstance(marked, cls) and getattr(marked, "told", ["base"]) == ["base"]
+
+
+def test_an_abstract_class_is_marked_for_its_subclasses():
+    @mark_f32
+    class Base(Dense, abc.ABC):
+        @abc.abstractmethod
+        def width(self): ...
+
+    class Derived(Base):
+        def width(self):
+            return 16
+
+    net = Derived()
+    assert products(amp.autocast(lambda x: net(x), BF16), X) == ["float32"]
+    with pytest.raises(TypeError, match="abstract"):
+        Base()
+
+
+def test_a_jitted_method_of_a_marked_class_can_still_be_lowered():
+    @mark_f32
+    class Net(nnx.Module):
+        @functools.partial(jax.jit, static_argnums=0)
+        def double(self, x):
+            return x * 2
+
+    net = Net()
+    assert "multiply" in Net.double.lower(net, X).as_text()
 
 
 class EveryMethod(nnx.Module, pytree=False):
