@@ -51,7 +51,7 @@ class Decision:
       dtype: the dtype of the computation; None if the mode says all.
       reason: why, in words.
       result: what is known of the results.
-      options: what consumers may change, the first that holds.
+      options: alternatives; the first whose condition on the consumers holds is taken.
       rewrite: how it is bound, if not as traced.
       saturate: constants that overflow become the largest finite value.
     """
@@ -158,7 +158,7 @@ def decide(
     at = _Equation(eqn, rule, region, tuple(operands), views, makers)
     if rule.op_class is OpClass.FOLLOW and role_of(at.name) is Role.HANDS_ON:
         return at.decision(Mode.PASSED_ON, None, "hands on what it gets", Origin.FREE)
-    moves = at.origin != Origin.FREE
+    moves = at.origin != Origin.FREE or rule.op_class is OpClass.LOW
     rewrite = next((r for r in REWRITES if r.applies(eqn, rule, at.half, moves)), None)
     made = dataclasses.replace(_by_class(at, rewrite), rewrite=rewrite)
     saved, falls = _is_saved_in_f32(at, made), _may_fall(at, made)
@@ -186,7 +186,8 @@ def _by_class(at: _Equation, rewrite: Rewrite | None) -> Decision:
         return _low(at, rewrite)
     if at.rule.op_class is OpClass.FULL:
         made = Origin.FREE if at.origin == Origin.FREE else Origin.FULL
-        return at.decision(Mode.IN_DTYPE, F32, at.rule.reason, made)
+        mode = Mode.CONVERSION if jaxprs.is_conversion(at.eqn) else Mode.IN_DTYPE
+        return at.decision(mode, F32, at.rule.reason, made)
     return _follow(at)
 
 

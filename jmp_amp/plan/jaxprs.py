@@ -25,7 +25,7 @@ from jax.core import ShapedArray
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives
 
-from jmp_amp.policies.dtypes import F32, AnyFn, is_castable, is_half
+from jmp_amp.policies.dtypes import F32, AnyFn, is_half
 
 Eqn = core.JaxprEqn
 Var = core.Var
@@ -55,7 +55,7 @@ _LIBRARY_FOLDERS = tuple(
     os.path.join(os.path.dirname(str(module.__file__)), "")
     for module in (jax, flax, optax)
 )
-# This package, and the rooms of the standard library that call functions for others.
+# This package, and modules of the standard library that only call a user's function.
 _NOT_A_USERS = (
     os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
     *(str(module.__file__) for module in (contextlib, functools)),
@@ -272,9 +272,18 @@ def bind_staged(
         return bind(eqn, operands, jaxpr=body)
     if is_checkpoint(eqn):
         jaxpr, consts = body_of(body)
+        if consts and eqn.params["differentiated"]:
+            # A differentiated checkpoint holds no constants: they become operands.
+            operands = [*consts, *operands]
+            opened = trace(
+                lambda *xs: run_as_traced(
+                    Body(jaxpr, xs[: len(consts)]), xs[len(consts) :]
+                ),
+                operands,
+            )
+            return bind(eqn, operands, jaxpr=body_of(opened).jaxpr)
         if not consts:
             return bind(eqn, operands, jaxpr=jaxpr)
-        assert not eqn.params["differentiated"], "it closes over nothing"
         run = jax.checkpoint(
             core.jaxpr_as_fun(body),
             prevent_cse=eqn.params["prevent_cse"],
@@ -290,7 +299,7 @@ def is_shard_map(eqn: Eqn) -> bool:
 
 def mapped_axes(eqn: Eqn) -> tuple[str, ...]:
     """Returns the mesh axes that the `shard_map` equation `eqn` maps over."""
-    return tuple(eqn.params["newly_manual_axes"])
+    return tuple(sorted(eqn.params["newly_manual_axes"]))
 
 
 def bind_shard_map(
@@ -325,7 +334,9 @@ def varying(eqn: Eqn, value: Value) -> Value:
     """Returns an array that may differ between the shards of a `shard_map`."""
     if not eqn.params["check_vma"]:
         return value
-    return jax.lax.pcast(value, mapped_axes(eqn), to="varying")
+    # Inside another `shard_map`, the shards vary over the axes of that one too.
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return jax.lax.pcast(value, axes, to="varying")
 
 
 @contextlib.contextmanager
@@ -370,13 +381,12 @@ def is_fixed(eqn: Eqn) -> bool:
 
 def sums_half_in_f32(eqn: Eqn) -> bool:
     """Whether `eqn` is a product of half operands that asks for an f32 result."""
+    arrays = [aval_of(v) for v in eqn.invars if isinstance(v.aval, ShapedArray)]
+    floats = [a.dtype for a in arrays if jax.numpy.issubdtype(a.dtype, np.inexact)]
     return (
         "preferred_element_type" in eqn.params
-        and all(
-            is_half(aval_of(v).dtype)
-            for v in eqn.invars
-            if is_castable(aval_of(v).dtype)
-        )
+        and bool(floats)
+        and all(map(is_half, floats))
         and aval_of(eqn.outvars[0]).dtype == F32
     )
 

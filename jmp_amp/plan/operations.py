@@ -83,7 +83,7 @@ class Row(NamedTuple):
       cost: what it costs to compute it again.
       saves: the values that its derivative saves; nobody asks unless it is `CHEAP`.
       limits: the range of its results: fixed, or a function that is monotone in each
-        operand; None if the results lie between the smallest and the largest operand.
+        operand; None takes the range of all operands, a guess for a sum or a product.
       role: the part that it plays in a pattern, if any.
     """
 
@@ -302,7 +302,7 @@ GROUPS = (
 )
 
 OPERATIONS = {row.name: Operation(row, group) for group in GROUPS for row in group.rows}
-# Operations that a matrix unit cannot do, and that torch lets promote.
+# Elementwise arithmetic; a recipe that has only products in half keeps it in f32.
 ARITHMETIC = frozenset(
     name for name, op in OPERATIONS.items() if op.kind is Kind.ARITHMETIC
 )

@@ -1,8 +1,8 @@
 """The first pass of the plan: where do values come from?
 
-A *flow* is what is known of every value of a body before anybody asks who reads it, and
-a decision for every equation. Bodies of calls and branches are followed with what is
-known of their operands; a loop's carry is settled by fixpoint.
+A *flow* records, for every value of a body, where it comes from, and for every equation
+a decision. Consumers are not looked at yet. Bodies of calls and branches are followed
+with what is known of their operands; a loop's carry is settled by fixpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Step:
       region: the policy scope that it is in.
       views: what it sees of its operands; of a loop's carry, what holds in every turn.
       results: what is known of its results.
-      decision: what it runs in, if it calls nothing.
+      decision: the decision; None for a call, a loop or a branch.
       inner: its bodies.
       flows: the flow through each of them.
       inherited: the rule that its name gives to its bodies.
@@ -230,9 +230,9 @@ def _in_region(values: tuple[Known, ...], region: Region) -> tuple[Known, ...]:
 def _carried_by_scan(atom: Atom, start: Known, now: Known, update: Known) -> Known:
     """Returns what is known of a carry after one more turn.
 
-    One that is updated in half precision is half if it starts as an activation, a
-    parameter or an input, as a residual stream does. One that starts from constants is
-    an accumulator or the state of a recurrence, and f32: an LSTM's in half costs 1.3
+    A carry that every turn updates in half is half if it starts as an activation, a
+    parameter or an input, as in a residual stream. A carry that starts from constants
+    is an accumulator or the state of a recurrence, and f32: an LSTM's in half costs 1.3
     times the gradient error, a GRU's 2.1 times.
 
     Args:

@@ -140,7 +140,7 @@ class _Planner:
           flow: the forward pass over it.
           outcome: the backward pass.
           inputs: the dtypes of its inputs.
-          outputs: those of its outputs; None lets it hand them out as it likes.
+          outputs: those of its outputs; None leaves them to `_Held.handed_out`.
           saves: whether differentiation saves what it computes, which islands reduce.
         """
         key = outcome, inputs, outputs, saves

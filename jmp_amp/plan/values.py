@@ -26,7 +26,7 @@ class Origin(enum.IntEnum):
 
 
 class Trait(enum.Enum):
-    """What else may hold of a value."""
+    """Properties of a value besides its origin and its range."""
 
     # An input, or an input moved around. It is cast at each use, so that the gradients
     # of its uses are summed in its own dtype.
@@ -48,7 +48,7 @@ class Known(NamedTuple):
       origin: where it comes from.
       bounds: its range, if it is computed from constants.
       region: the policy scope that it was made in.
-      traits: what else holds of it.
+      traits: its other properties.
     """
 
     origin: Origin

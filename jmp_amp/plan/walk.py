@@ -3,7 +3,8 @@
 `Walk` reads like `jax.core.eval_jaxpr`: read the operands, compute, write the results.
 It knows the order of the equations, which casts are shared, and where islands begin and
 end. A subclass says what a value is, what a cast does and what an equation does: the
-interpreter computes arrays, the report notes dtypes.
+interpreter computes arrays, the report notes dtypes. Operands come as a function, so
+that the interpreter can give their casts the source line of the equation.
 """
 
 from __future__ import annotations
@@ -103,8 +104,10 @@ class _Values(Generic[V]):
         if isinstance(atom, Literal):
             return self.walk.literal(atom, dtype, saturate)
         value = self.values[atom]
+        if dtype is None:
+            return value  # a token has no dtype to ask for
         held = self.walk.dtype_of(value)
-        if dtype is None or held is None or held == dtype:
+        if held is None or held == dtype:
             return value
         if saturate or atom in self.plan.cast_per_use:
             return self.walk.cast(value, dtype, saturate)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import jax
+import numpy as np
 
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Literal, Value
@@ -22,9 +23,10 @@ S = TypeVar("S")  # A statistic: a pytree of arrays.
 
 
 class Observer(Protocol[S]):
-    """Sees the equations of a program, and adds up what it sees.
+    """Makes one statistic of each run of an equation, and merges those of several.
 
-    All statistics of an equation have the same structure, shapes and dtypes.
+    All statistics of an equation have the same structure, shapes and dtypes. Under
+    `vmap`, an example whose `while` has ended runs on beside the others, and is seen.
     """
 
     def nothing(self, eqn: Eqn) -> S:
@@ -222,18 +224,30 @@ def _while_loop(
     def turn(
         state: tuple[Value, Sequence[Value], Statistics[S]],
     ) -> tuple[Value, Sequence[Value], Statistics[S]]:
-        _, carry, found = state
-        return test(*run(1, [*for_body, *carry], found))
+        goes_on, before, found = state
+        after, found = run(1, [*for_body, *before], found)
+        # Under `vmap`, each example has a condition: one that has ended stays.
+        carry = [_select(goes_on, a, b) for a, b in zip(after, before, strict=True)]
+        return test(carry, found)
 
     start = test([operands[i] for i in carried], statistics)
-    _, carry, statistics = jax.lax.while_loop(lambda state: state[0], turn, start)
+    _, carry, statistics = jax.lax.while_loop(lambda state: state[0].any(), turn, start)
     return carry, statistics
+
+
+def _select(condition: Value, yes: Value, no: Value) -> Value:
+    """Returns `yes` where a condition holds, else `no`; one, or one per example."""
+    if not np.ndim(condition):
+        return yes
+    leading = tuple(range(np.ndim(condition)))
+    everywhere = jax.lax.broadcast_in_dim(condition, np.shape(yes), leading)
+    return jax.lax.select(everywhere, yes, no)
 
 
 def _checkpoint(
     eqn: Eqn, operands: Sequence[Value], statistics: Statistics[S], run: _RunBody[S]
 ) -> _Watched[S]:
-    """Runs a checkpoint as one, so that XLA still computes again what it should."""
+    """Runs a checkpoint as one call, so that the backward pass recomputes its body."""
     leaves, tree = jax.tree.flatten(statistics)
     count = len(operands)
 

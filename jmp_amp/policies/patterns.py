@@ -197,8 +197,8 @@ def advice_on(pattern: Pattern, seen: Mapping[tuple[str, ...], type]) -> str:
     if not seen:
         return (
             "No Flax module was traced here. Does the function call the model, and "
-            "take an nnx module as an argument or close over it? A jitted function that JAX "
-            "traced before under an equal map hides the paths of its modules."
+            "take an nnx module as an argument or close over it? A jitted function "
+            "that JAX traced before under an equal map hides the paths of its modules."
         )
     if isinstance(pattern, type):
         other = _of_the_other_library(pattern, seen.values())

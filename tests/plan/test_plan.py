@@ -779,3 +779,46 @@ def test_a_comparison_of_two_dtypes_is_made_in_f32():
     args = jnp.ones((4, 4)), jnp.ones((4, 4))
     ((*operands,),) = dtypes_of(amp.autocast(fn), *args, primitive="gt")
     assert operands == ["float32"] * 2
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_a_product_that_is_not_of_castable_floats_runs_as_traced(dtype):
+    dims = ((1,), (0,)), ((), ())
+
+    def loss(w, x):
+        operands = w.astype(dtype), x.astype(dtype)
+        return lax.dot_general(*operands, dims, preferred_element_type=jnp.float32)[
+            0, 0
+        ]
+
+    w, x = jnp.full((4, 4), 2.0), jnp.full((4, 4), 3.0)
+    fn = amp.autocast(loss)
+    jaxpr = jax.make_jaxpr(fn)(w, x)
+    (product,) = (e for e in equations(jaxpr) if e.primitive.name == "dot_general")
+    assert [v.aval.dtype.name for v in product.invars] == [dtype] * 2
+    assert product.outvars[0].aval.dtype == jnp.float32
+    assert fn(w, x) == 24.0
+    expected = np.zeros((4, 4))
+    if dtype != "int8":
+        expected[0] = 3.0  # the gradient that JAX gives, of the first row of w
+    np.testing.assert_array_equal(jax.grad(fn)(w, x), expected)
+
+
+def test_tokens_go_through():
+    def fn(w, x):
+        lax.after_all(lax.create_token(w))
+        return jnp.sum(w @ x)
+
+    assert amp.autocast(fn)(jnp.ones((4, 4)), jnp.ones((4, 4))) == 64.0
+
+
+def test_a_lookup_of_labels_that_the_user_wants_low_has_no_scatter_in_its_derivative():
+    labels = jnp.arange(4)[:, None]
+
+    def loss(w):
+        return jnp.sum(jnp.take_along_axis(w, labels, axis=1))
+
+    for policy in (amp.Policy(), amp.Policy().with_low("gather")):
+        jaxpr = jax.make_jaxpr(jax.grad(amp.autocast(loss, policy)))(jnp.ones((4, 8)))
+        scatters = [e for e in equations(jaxpr) if "scatter" in e.primitive.name]
+        assert bool(scatters) == (not policy.low)

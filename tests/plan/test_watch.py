@@ -176,3 +176,50 @@ def test_the_program_of_a_gradient_computes_the_same_and_every_equation_is_seen(
     np.testing.assert_array_equal(outputs[0], value)
     np.testing.assert_array_equal(outputs[1], gradient)
     assert {int(each["runs"]) for each in found.values()} == {1, 3}
+
+
+def test_examples_of_a_loop_that_is_mapped_end_when_each_of_them_does():
+    def fn(limit):
+        return jax.lax.while_loop(lambda c: c < limit, lambda c: c * 2.0, 1.0)
+
+    limits = jnp.asarray([1.0, 5.0, 3.0])
+    found = runs_and_sums(jax.vmap(fn), limits)
+    # The longest has three turns, and a test before each and at the end.
+    assert sorted({runs for runs, _ in found}) == [1, 3, 4]
+    outputs, _ = watch(jax.vmap(fn), limits)
+    np.testing.assert_array_equal(outputs[0], [1.0, 8.0, 4.0])
+
+
+def test_a_checkpoint_of_a_function_with_constants_is_entered_in_a_gradient():
+    matrix = np.arange(9.0, dtype=np.float32).reshape(3, 3)
+    times = jax.jit(lambda x: x @ matrix)
+
+    def loss(w):
+        return jnp.sum(jax.checkpoint(lambda w: jnp.sin(times(w)))(w))
+
+    w = jnp.ones((2, 3)) / 8
+    outputs, found = watch(jax.grad(loss), w)
+    product = np.ones((2, 3)) / 8 @ matrix
+    expected = np.cos(product) @ matrix.T
+    np.testing.assert_allclose(outputs[0], expected, rtol=1e-5)
+    assert (1, pytest.approx(product.sum(), rel=1e-5)) in found.values()
+
+
+def test_a_sharded_map_in_another_one_is_seen():
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    def double(x):
+        return jax.lax.scan(lambda c, _: (c * 2.0, None), x, None, length=2)[0]
+
+    def inner(x):
+        columns = PartitionSpec(None, "b")
+        specs = {"in_specs": columns, "out_specs": columns, "axis_names": {"b"}}
+        return jax.shard_map(double, **specs)(x)
+
+    rows = PartitionSpec("a")
+    specs = {"in_specs": rows, "out_specs": rows, "axis_names": {"a"}}
+    fn = jax.jit(jax.shard_map(inner, mesh=mesh, **specs))
+    x = np.arange(32.0, dtype=np.float32).reshape(8, 4)
+    found = runs_and_sums(fn, jnp.asarray(x))
+    # Two turns on each of 8 devices.
+    assert (16, 6 * x.sum()) in found
