@@ -822,3 +822,11 @@ def test_a_lookup_of_labels_that_the_user_wants_low_has_no_scatter_in_its_deriva
         jaxpr = jax.make_jaxpr(jax.grad(amp.autocast(loss, policy)))(jnp.ones((4, 8)))
         scatters = [e for e in equations(jaxpr) if "scatter" in e.primitive.name]
         assert bool(scatters) == (not policy.low)
+
+
+def test_a_product_that_asks_for_f32_hands_on_f32():
+    def fn(w, x):
+        return 1.5 * jnp.dot(x, w, preferred_element_type=jnp.float32)
+
+    half = jnp.ones((4, 4), jnp.bfloat16)
+    assert casts_of(amp.autocast(fn), half, half) == []
