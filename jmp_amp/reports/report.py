@@ -132,6 +132,9 @@ class Report:
     def drill_down(self, module: str = "**", *, width: int = 140) -> str:
         """Returns a table of the equations of some modules.
 
+        The column `#` is the identity of an equation: `4.0.2` is equation 2 in body 0
+        of equation 4. `x3` says that it runs 3 times.
+
         Args:
           module: a glob of the whole path, `"encoder/*/attention"` or `"**/head"`: `*`
             stays inside one segment, `**` stands for any number of them; `""` is
