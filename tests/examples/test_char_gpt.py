@@ -21,7 +21,7 @@ from tests.programs import equations
 
 ROOT = Path(__file__).parents[2]
 # Tests share trainings: one process has the slow ones (`--dist loadgroup`).
-pytestmark = pytest.mark.xdist_group("char_gpt")
+pytestmark = [pytest.mark.xdist_group("char_gpt"), pytest.mark.trains]
 HALF = {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}
 TINY = char_gpt.Model(layers=2, width=32, context=16)
 SGD = amp.with_loss_scale(optax.sgd(0.1), amp.no_loss_scale())

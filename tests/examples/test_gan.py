@@ -19,7 +19,7 @@ from tests.programs import equations
 
 ROOT = Path(__file__).parents[2]
 # Tests share compiled steps: one process has the slow ones (`--dist loadgroup`).
-pytestmark = pytest.mark.xdist_group("gan")
+pytestmark = [pytest.mark.xdist_group("gan"), pytest.mark.trains]
 DTYPES = {
     "float32": jnp.float32,
     "mixed_bfloat16": jnp.bfloat16,

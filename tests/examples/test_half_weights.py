@@ -17,7 +17,7 @@ import jmp_amp as amp
 
 TASKS = dict(half_weights.TASKS)
 # Slow tests share their trainings: one process has them all (`--dist loadgroup`).
-pytestmark = pytest.mark.xdist_group("half_weights")
+pytestmark = [pytest.mark.xdist_group("half_weights"), pytest.mark.trains]
 KEPT = ("masters", "stochastic", "kahan")
 # How far the validation loss of a short run was from f32's, at most, with 8 seeds:
 # masters 1e-4, compensation 2e-4, rounding at random 1.2e-3, naive from 7e-3 to 2.1e-2.

@@ -148,7 +148,7 @@ def test_step_that_overflows_changes_nothing_but_the_loss_scale():
 
 
 # Slow tests share their trainings: one process has them all (`--dist loadgroup`).
-pytestmark = pytest.mark.xdist_group("train_digits")
+pytestmark = [pytest.mark.xdist_group("train_digits"), pytest.mark.trains]
 
 
 @functools.cache

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.filterwarnings("default"),
     pytest.mark.xdist_group("vit_nnx"),
+    pytest.mark.trains,
 ]
 
 
