@@ -643,5 +643,7 @@ def write(name):
 
 
 if __name__ == "__main__":
+    # As in `conftest.py`: without them a machine's drivers are part of the output.
+    os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
     for each in sys.argv[1:]:
         write(each)
