@@ -158,9 +158,10 @@ def decide(
     at = _Equation(eqn, rule, region, tuple(operands), views, makers)
     if rule.op_class is OpClass.FOLLOW and role_of(at.name) is Role.HANDS_ON:
         return at.decision(Mode.PASSED_ON, None, "hands on what it gets", Origin.FREE)
-    moves = at.origin != Origin.FREE or rule.op_class is OpClass.LOW
-    rewrite = next((r for r in REWRITES if r.applies(eqn, rule, at.half, moves)), None)
-    made = dataclasses.replace(_by_class(at, rewrite), rewrite=rewrite)
+    rewrite = next((r for r in REWRITES if r.applies(eqn, rule, at.half)), None)
+    made = _by_class(at, rewrite)
+    if made.result.origin != Origin.FREE:
+        made = dataclasses.replace(made, rewrite=rewrite)
     saved, falls = _is_saved_in_f32(at, made), _may_fall(at, made)
     traits = frozenset(_traits(at, made, saved or falls))
     result = made.result._replace(bounds=_limits(at, made), traits=traits)

@@ -20,7 +20,7 @@ from jmp_amp.plan.rules import Rule
 from jmp_amp.policies.dtypes import F32, is_half
 
 
-def _applies(eqn: Eqn, rule: Rule, half: np.dtype, moves: bool) -> bool:
+def _applies(eqn: Eqn, rule: Rule, half: np.dtype) -> bool:
     return (
         rule.op_class is OpClass.LOW
         and is_half(half)
@@ -53,7 +53,6 @@ def _bind(
 
 
 F32_RESULT = Rewrite(
-    "f32 result",
     _applies,
     _bind,
     reason="half operands, f32 result",

@@ -76,8 +76,8 @@ def pick(eqn: Eqn, operand: jax.Array, indices: jax.Array) -> jax.Array:
     return picked(operand, indices)
 
 
-def _applies(eqn: Eqn, rule: Rule, half: np.dtype, moves: bool) -> bool:
-    return moves and is_half(half) and picks_from_rows(eqn)
+def _applies(eqn: Eqn, rule: Rule, half: np.dtype) -> bool:
+    return is_half(half) and picks_from_rows(eqn)
 
 
 def _bind(
@@ -86,4 +86,4 @@ def _bind(
     return [pick(eqn, *operands)]
 
 
-PICK = Rewrite("pick", _applies, _bind, derivative_only=True)
+PICK = Rewrite(_applies, _bind, derivative_only=True)

@@ -13,8 +13,8 @@ from jmp_amp.plan.rules import Rule
 
 # (equation, dtype of the computation, operands) -> results
 Bind = Callable[[Eqn, np.dtype | None, Sequence[Value]], Sequence[jax.Array]]
-# (equation, rule, the policy's compute dtype, whether an operand is an activation)
-Applies = Callable[[Eqn, Rule, np.dtype, bool], bool]
+# (equation, rule, the policy's compute dtype) -> whether the rewrite takes it over
+Applies = Callable[[Eqn, Rule, np.dtype], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Rewrite:
     """How an equation is bound, if not as traced.
 
     Attributes:
-      name: its name, for reports.
-      applies: whether it takes over an equation.
+      applies: whether it takes over an equation; one of parameters, inputs and
+        constants alone is bound as traced.
       bind: runs the equation on operands in the dtypes that the plan gave them.
       reason: why, in words, if it decides the dtype of a product; None if it leaves the
         decision as it is.
@@ -32,7 +32,6 @@ class Rewrite:
         nothing is differentiated.
     """
 
-    name: str
     applies: Applies
     bind: Bind
     reason: str | None = None

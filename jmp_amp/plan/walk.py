@@ -47,9 +47,7 @@ class Walk(abc.ABC, Generic[V]):
         """Returns the results of an equation; `read` returns its operands."""
 
     @abc.abstractmethod
-    def island(
-        self, compute: Callable[..., list[V]], island: Island, inputs: list[V]
-    ) -> list[V]:
+    def island(self, compute: Callable[..., list[V]], inputs: list[V]) -> list[V]:
         """Returns the results of `compute(*inputs)`, which goes through an island."""
 
     def body(self, plan: Plan, args: Sequence[V]) -> list[V]:
@@ -84,7 +82,7 @@ class Walk(abc.ABC, Generic[V]):
             return inside.read_borders(island.outputs)
 
         inputs = values.read_borders(island.inputs)
-        results = self.island(compute, island, inputs)
+        results = self.island(compute, inputs)
         values.write([var for var, _ in island.outputs], results)
 
 

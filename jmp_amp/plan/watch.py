@@ -88,11 +88,13 @@ class _Watch(Generic[S]):
         """Returns the statistics of a body that never ran."""
         found: Statistics[S] = {}
         for index, eqn in enumerate(body.jaxpr.eqns):
+            if not jaxprs.runs(eqn):
+                continue
             here = Identity((*path, index))
             inner = jaxprs.inner_bodies(eqn)
-            if jaxprs.runs(eqn) and not inner:
+            if not inner:
                 found[here] = self.observer.nothing(eqn)
-            for number, each in enumerate(inner if jaxprs.runs(eqn) else ()):
+            for number, each in enumerate(inner):
                 found |= self.nothing(each.body, (*here, number))
         return found
 

@@ -54,7 +54,7 @@ class PolicyMap:
     and hands on the compute dtype of the policy that reaches it. An entry for a norm
     class itself is taken as it is written.
 
-    Entries that matched no module of a program are warned about, once.
+    Each `PolicyMap` warns once of its entries that matched no module of a program.
 
     As text it is `"mixed_bfloat16; **/head: float32; re:blocks/\d+: float32"`: that is
     what `str` gives, and what is understood wherever a policy is.

@@ -18,7 +18,7 @@ import numpy as np
 from jmp_amp.plan import jaxprs, regions
 from jmp_amp.plan.jaxprs import Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.operations import OPERATIONS
-from jmp_amp.plan.plan import EquationPlan, Identity, Island, Plan
+from jmp_amp.plan.plan import EquationPlan, Identity, Plan
 from jmp_amp.plan.values import castable, traced_dtype
 from jmp_amp.plan.walk import Walk
 from jmp_amp.policies.dtypes import short_name
@@ -47,8 +47,7 @@ def read_plan(call: PlannedCall) -> tuple[Equation, ...]:
         _Slot(v, traced_dtype(v) and np.dtype(array.dtype))
         for v, array in zip(plan.body.jaxpr.invars, call.arrays, strict=True)
     ]
-    reader = _Reader()
-    found, returned = reader.read(plan, inputs, _Place())
+    found, returned = _Reader(_Place()).read(plan, inputs)
     if returned:
         found.append(
             Equation(
@@ -173,22 +172,19 @@ class _Reader(Walk[_Slot]):
       entering: the casts of the values that an island begins with.
     """
 
-    def __init__(self) -> None:
-        self.place = _Place()
+    def __init__(self, place: _Place) -> None:
+        self.place = place
         self.found: dict[int, list[Equation]] = {}
         self.casts: list[tuple[_Slot, np.dtype]] = []
         self.entering: list[Cast] = []
 
     def read(
-        self, plan: Plan, inputs: Sequence[_Slot], place: _Place
+        self, plan: Plan, inputs: Sequence[_Slot]
     ) -> tuple[list[Equation], list[Cast]]:
         """Returns the equations, and the casts of outputs that none of them made."""
-        inner = _Reader()
-        inner.place = place
-        inner.body(plan, inputs)
-        others = inner._returned()
-        rows = [e for index in sorted(inner.found) for e in inner.found[index]]
-        return rows, others
+        self.body(plan, inputs)
+        others = self._returned()
+        return [e for index in sorted(self.found) for e in self.found[index]], others
 
     def constant(self, value: Value, var: Var) -> _Slot:
         return _Slot(var, traced_dtype(var))
@@ -204,10 +200,7 @@ class _Reader(Walk[_Slot]):
         return dataclasses.replace(value, dtype=dtype)
 
     def island(
-        self,
-        compute: Callable[..., list[_Slot]],
-        island: Island,
-        inputs: list[_Slot],
+        self, compute: Callable[..., list[_Slot]], inputs: list[_Slot]
     ) -> list[_Slot]:
         self.entering = self._noted("operand")
         results = compute(*inputs)
@@ -257,7 +250,7 @@ class _Reader(Walk[_Slot]):
             here.depth + 1,
             (*here.identity, number),
         )
-        return self.read(plan, inputs, place)
+        return _Reader(place).read(plan, inputs)
 
     def _noted(self, where: str) -> list[Cast]:
         """Returns the casts since the last equation."""

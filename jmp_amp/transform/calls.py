@@ -10,13 +10,14 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import jax
 import numpy as np
 from flax import errors, nnx
 
 from jmp_amp.plan import jaxprs
+from jmp_amp.plan.jaxprs import ClosedJaxpr
 from jmp_amp.policies.dtypes import F32, AnyFn, PyTree, is_half
 from jmp_amp.policies.policy_map import PolicyMap, unmatched, warn_of_unmatched
 from jmp_amp.transform import scopes
@@ -42,17 +43,17 @@ class TracedCall(NamedTuple):
       jaxpr: the closed jaxpr of the function as written, from arrays to arrays.
       arrays: the arrays among the arguments, and those of the nnx objects that the
         function is given or closes over: the inputs of the program.
-      held: for every input that is traced in f32 although it is half, its dtype; None
-        for the other inputs.
+      stored: for every input that is traced in f32 although it is half, its dtype;
+        None for the other inputs.
       states: for every output that linen or nnx keeps as state, the dtype in which it
         comes back; None for the other outputs.
       returned: given the outputs of the program, returns the results of the call, and
         writes to nnx objects.
     """
 
-    jaxpr: Any
+    jaxpr: ClosedJaxpr
     arrays: list[PyTree]
-    held: list[np.dtype | None]
+    stored: list[np.dtype | None]
     states: list[np.dtype | None]
     returned: Callable[[Sequence[PyTree]], PyTree]
 
@@ -91,24 +92,24 @@ def traced_call(
         with scopes.activate(active), intercepted() as variables:
             traced = _Call(fn, leaves, in_cache, unflatten, objects, variables)
             if is_half(policies.default.param_dtype):
-                traced.widen(traced.is_stored)
+                traced.widen(traced.may_widen)
             jaxpr = _traced(traced)
         if unmatched(policies):
             program = jaxpr.pretty_print(name_stack=True, use_color=False)
             warn_of_unmatched(policies, matched=scopes.noted(program, depth))
         outputs = traced.outputs
         returned = functools.partial(outputs.returned, traced.arrays)
-        yield TracedCall(jaxpr, traced.arrays, traced.held, outputs.states, returned)
+        yield TracedCall(jaxpr, traced.arrays, traced.stored, outputs.states, returned)
 
 
-def _traced(call: _Call) -> Any:
+def _traced(call: _Call) -> ClosedJaxpr:
     """Returns the jaxpr of a call, with as few of its arguments widened as it takes."""
     # Two dtypes that do not meet: in a loop, and under strict promotion.
     refusals = (TypeError, jax.dtypes.TypePromotionError)
     try:
         return jaxprs.trace(call.run, call.inputs)
     except refusals:
-        for which in (call.is_cache, call.is_stored):
+        for which in (call.is_cache, call.may_widen):
             if call.widen(which):
                 with contextlib.suppress(*refusals):
                     return jaxprs.trace(call.run, call.inputs)
@@ -169,9 +170,9 @@ class _Call:
       values: the leaves of the arguments, then those of the nnx objects.
       arrays: the arrays among them: the inputs of the program.
       inputs: the same, in the dtypes in which they are traced.
-      held: as in `TracedCall`.
+      stored: as in `TracedCall`.
       is_cache: which of the arrays are decoding caches, as far as is known.
-      is_stored: which of them may be traced in another dtype: all but those variables
+      may_widen: which of them may be traced in another dtype: all but those variables
         of nnx that are no parameters.
       outputs: what the last trace found.
     """
@@ -195,22 +196,22 @@ class _Call:
         self.inputs = self.arrays
         each_is_cache = [*in_cache, *objects.caches]
         self.is_cache = list(itertools.compress(each_is_cache, is_array))
-        each_is_stored = [*(True for _ in leaves), *objects.parameters]
-        self.is_stored = list(itertools.compress(each_is_stored, is_array))
-        self.held: list[np.dtype | None] = [None] * len(self.arrays)
+        each_may_widen = [*(True for _ in leaves), *objects.parameters]
+        self.may_widen = list(itertools.compress(each_may_widen, is_array))
+        self.stored: list[np.dtype | None] = [None] * len(self.arrays)
 
     def widen(self, which: Sequence[bool]) -> bool:
         """Traces these in f32 too if they are half; says if any was not so far."""
-        before = self.held
-        self.held = [
+        before = self.stored
+        self.stored = [
             x.dtype if dtype or (each and is_half(x.dtype)) else None
             for dtype, each, x in zip(before, which, self.arrays, strict=True)
         ]
         self.inputs = [
             x if dtype is None else jax.ShapeDtypeStruct(x.shape, F32)
-            for x, dtype in zip(self.arrays, self.held, strict=True)
+            for x, dtype in zip(self.arrays, self.stored, strict=True)
         ]
-        return self.held != before
+        return self.stored != before
 
     def run(self, *arrays: jax.Array) -> list[jax.Array]:
         """The program: the call, from arrays to arrays."""
@@ -287,7 +288,7 @@ class _Call:
 
     def _dtype_of(self, array: jax.Array, state: str | None) -> np.dtype | None:
         if state == CACHE and array.dtype == F32:
-            widened = filter(None, itertools.compress(self.held, self.is_cache))
+            widened = filter(None, itertools.compress(self.stored, self.is_cache))
             return next(widened, array.dtype)
         return None if state is None else array.dtype
 

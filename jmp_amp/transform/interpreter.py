@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import ClosedJaxpr, Eqn, Literal, Value, Var, aval_of
-from jmp_amp.plan.plan import EquationPlan, Island, Plan
+from jmp_amp.plan.plan import EquationPlan, Plan
 from jmp_amp.plan.planner import plan_derivative_rule, plan_program
 from jmp_amp.plan.regions import scope
 from jmp_amp.plan.values import is_inexact
@@ -161,7 +161,9 @@ def planned_call(
 ) -> Iterator[PlannedCall]:
     """Traces and plans `fn(*args, **kwargs)`, see `calls.traced_call`."""
     with traced_call(fn, policies, args, kwargs, call) as traced:
-        plan = plan_program(traced.jaxpr, policies.default, traced.held, traced.states)
+        plan = plan_program(
+            traced.jaxpr, policies.default, traced.stored, traced.states
+        )
         yield PlannedCall(plan, traced.jaxpr, traced.arrays, traced.returned)
 
 
@@ -208,10 +210,7 @@ class _Replay(Walk[Value]):
         return jax.lax.convert_element_type(value, dtype)
 
     def island(
-        self,
-        compute: Callable[..., list[Value]],
-        island: Island,
-        inputs: list[Value],
+        self, compute: Callable[..., list[Value]], inputs: list[Value]
     ) -> list[Value]:
         return jax.checkpoint(compute, prevent_cse=False)(*inputs)
 
