@@ -177,8 +177,6 @@ class _Body:
         """Whether an equation computes in f32, from activations, and cheaply."""
         eqn, planned = self.eqns[index], self.equations[index]
         name = eqn.primitive.name
-        if eqn.effects:
-            return False
         if self.cheap_calls[index]:
             computes = any(self.held[v] == F32 for v in eqn.outvars)
         elif kind_of(name) is Kind.COMPARISON:

@@ -830,3 +830,11 @@ def test_a_product_that_asks_for_f32_hands_on_f32():
 
     half = jnp.ones((4, 4), jnp.bfloat16)
     assert casts_of(amp.autocast(fn), half, half) == []
+
+
+def test_a_loop_that_carries_nothing_is_planned():
+    def fn(w, x):
+        lax.while_loop(lambda _: jnp.sum(x) < 0.0, lambda _: (), ())
+        return jnp.sum(x @ w)
+
+    assert amp.autocast(fn)(jnp.ones((4, 4)), jnp.ones((4, 4))) == 64.0

@@ -205,6 +205,44 @@ def test_a_checkpoint_of_a_function_with_constants_is_entered_in_a_gradient():
     assert (1, pytest.approx(product.sum(), rel=1e-5)) in found.values()
 
 
+def test_an_observer_that_holds_arrays_sees_into_the_checkpoints_of_a_gradient():
+    class Above(Sum):
+        """Adds up how many numbers are above each of some bounds."""
+
+        bounds = jnp.asarray([-10.0, 0.0])
+
+        def nothing(self, eqn: Any) -> Any:
+            return jnp.zeros(2)
+
+        def seen(self, eqn: Any, operands: Any, results: Any) -> Any:
+            numbers = jnp.asarray(results[0]).astype(jnp.float32)
+            above = numbers.ravel()[:, None] > self.bounds[None]
+            return jnp.sum(above.astype(jnp.float32), axis=0)
+
+    def loss(x):
+        return jnp.sum(jax.checkpoint(lambda x: jnp.sin(x) * 2.0)(x))
+
+    x = jnp.asarray([-1.0, 1.0, 2.0])
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(x)
+    outputs, found = jax.jit(watched(jaxpr, Above()))(x)
+    np.testing.assert_allclose(outputs[0], 2 * np.cos(x), rtol=1e-6)
+    counts = {tuple(each.tolist()) for each in found.values()}
+    # sin(x) has two numbers above 0, cos(x) too; cotangents are ones and twos.
+    assert (3.0, 2.0) in counts and (3.0, 3.0) in counts
+
+
+def test_a_sharded_map_in_a_loop_is_seen_in_every_turn():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec("d")
+    double = jax.shard_map(lambda x: x * 2.0, mesh=mesh, in_specs=rows, out_specs=rows)
+
+    def fn(x):
+        return jax.lax.scan(lambda c, _: (double(c), None), x, None, length=3)[0]
+
+    x = np.arange(16.0, dtype=np.float32)
+    assert (24, (2 + 4 + 8) * x.sum()) in runs_and_sums(fn, jnp.asarray(x))
+
+
 def test_a_sharded_map_in_another_one_is_seen():
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 

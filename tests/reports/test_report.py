@@ -224,6 +224,12 @@ def attention(x, w):
     return jax.nn.softmax(scores) @ (x.T @ x @ w)
 
 
+def in_an_island_and_beside_it(x, w):
+    # The softmax and the cumulative sum, which is not cheap, share one cast to f32.
+    h = x @ w
+    return jax.nn.softmax(h) @ w, jnp.cumsum(h, axis=0) @ w
+
+
 def checkpointed(x, w):
     return jax.checkpoint(shared_activation)(x, w)
 
@@ -238,7 +244,7 @@ def jitted(x, w):
     "fn",
     [
         *(shared_activation, returned_input, in_branches, attention, checkpointed),
-        *(jitted, in_a_scan),
+        *(jitted, in_a_scan, in_an_island_and_beside_it),
     ],
 )
 def test_casts_are_those_of_the_program_that_runs(fn, policy):
@@ -248,6 +254,21 @@ def test_casts_are_those_of_the_program_that_runs(fn, policy):
     pairs = report.casts
     for pair in {cast.partition(" of ")[0] for cast in program} | set(pairs):
         assert sum(cast.startswith(pair) for cast in program) == pairs[pair][0], pair
+
+
+def test_casts_at_the_borders_of_an_island_belong_to_its_first_and_last_operation():
+    report = explained(in_an_island_and_beside_it, f32(16, 16), f32(16, 16))
+    (division,) = of(report, "div")
+    assert [(c.source, c.target, c.where) for c in division.casts] == [
+        ("f32", "bf16", "result")
+    ]
+    raised = [
+        e.operation
+        for e in report.equations
+        for c in e.casts
+        if (c.source, c.where) == ("bf16", "operand")
+    ]
+    assert raised == ["reduce_max"]
 
 
 def test_casts_of_a_model_are_those_of_the_program_that_runs():
