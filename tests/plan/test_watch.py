@@ -11,6 +11,11 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jmp_amp as amp
 from jmp_amp.plan.watch import watched
+from tests.programs import equations
+
+
+def is_remat(eqn: Any) -> bool:
+    return "differentiated" in eqn.params
 
 
 class Sum:
@@ -229,6 +234,11 @@ def test_an_observer_that_holds_arrays_sees_into_the_checkpoints_of_a_gradient()
     counts = {tuple(each.tolist()) for each in found.values()}
     # sin(x) has two numbers above 0, cos(x) too; cotangents are ones and twos.
     assert (3.0, 2.0) in counts and (3.0, 3.0) in counts
+    # It still computes again: XLA may not merge it with the forward pass.
+    program = jax.make_jaxpr(watched(jaxpr, Above()))(x)
+    again = [e.params["differentiated"] for e in equations(program) if is_remat(e)]
+    assert again == [e.params["differentiated"] for e in jaxpr.eqns if is_remat(e)]
+    assert True in again
 
 
 def test_a_sharded_map_in_a_loop_is_seen_in_every_turn():
