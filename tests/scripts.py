@@ -3,7 +3,10 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -19,3 +22,11 @@ def run_example(
         text=True,
         timeout=600,
     )
+
+
+def refusal(capsys: pytest.CaptureFixture[str], run: Callable[[], object]) -> str:
+    """Returns the error that `run` writes before it stops with status 2."""
+    with pytest.raises(SystemExit) as stopped:
+        run()
+    assert stopped.value.code == 2
+    return capsys.readouterr().err

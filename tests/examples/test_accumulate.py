@@ -1,10 +1,7 @@
 """The accumulation example: what N micro-batches make, and what one bad one costs."""
 
 import functools
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import accumulate
 import chex
@@ -14,8 +11,8 @@ import numpy as np
 import pytest
 
 import jmp_amp as amp
+from tests.scripts import refusal, run_example
 
-ROOT = Path(__file__).parents[2]
 PIECES = 4
 DTYPES = {"float32": jnp.float32, "mixed_float16": jnp.float16}
 # f32 has no loss scale, and skips all the same.
@@ -256,22 +253,12 @@ def test_two_steps_print_a_row_for_each_way_with_and_without_a_bad_pixel(
 )
 def test_option_that_makes_no_sense_is_refused(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["accumulate.py", *arguments.split()])
-    with pytest.raises(SystemExit) as stopped:
-        accumulate.main()
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(capsys, lambda: accumulate.main())
 
 
 @pytest.mark.slow
 def test_script_compares_both_policies_without_a_warning():
-    script = ROOT / "examples" / "accumulate.py"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", script, "--steps", "1", "--seed", "1"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "88"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_example("accumulate", "--steps", "1", "--seed", "1", columns=88)
     assert done.returncode == 0, done.stderr
     for policy in accumulate.POLICIES:
         assert done.stdout.count(f" {policy} ") == 5

@@ -1,10 +1,7 @@
 """The character-level GPT: a scan over layers that are computed again, and its text."""
 
 import functools
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import char_gpt
 import chex
@@ -18,8 +15,8 @@ import pytest
 
 import jmp_amp as amp
 from tests.programs import equations
+from tests.scripts import refusal, run_example
 
-ROOT = Path(__file__).parents[2]
 # Tests share trainings: one process has the slow ones (`--dist loadgroup`).
 pytestmark = [pytest.mark.xdist_group("char_gpt"), pytest.mark.trains]
 HALF = {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}
@@ -60,17 +57,8 @@ def trained(policy, model=TINY, steps=20):
     "policy", [pytest.param("mixed_bfloat16", marks=pytest.mark.slow), "mixed_float16"]
 )
 def test_three_steps_of_the_script_print_a_table_and_a_text(policy):
-    done = subprocess.run(
-        [
-            *(sys.executable, "-W", "error", ROOT / "examples" / "char_gpt.py"),
-            *("--policy", policy, "--steps", "3", "--seed", "1", "--length", "30"),
-            *("--layers", "2", "--width", "32"),
-        ],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "88"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    options = "--steps 3 --seed 1 --length 30 --layers 2 --width 32".split()
+    done = run_example("char_gpt", "--policy", policy, *options, columns=88)
     assert done.returncode == 0, done.stderr
     table, written = done.stdout.split(f"─ {policy} ─")
     (row,) = [r.split() for r in table.splitlines() if policy in r and "MB" in r]
@@ -89,10 +77,7 @@ def test_three_steps_of_the_script_print_a_table_and_a_text(policy):
 
 def test_script_stops_at_a_wrong_policy_without_a_traceback(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["char_gpt.py", "--policy", "fp17"])
-    with pytest.raises(SystemExit) as stopped:
-        char_gpt.main()
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err
+    message = refusal(capsys, lambda: char_gpt.main())
     assert message.startswith("char_gpt.py: error: ")
     assert "unknown policy 'fp17'" in message
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import jmp_amp as amp
 from tests.rounding import eps
-from tests.scripts import run_example
+from tests.scripts import refusal, run_example
 
 ROOT = Path(__file__).parents[2]
 ORACLE = ROOT / "tests" / "oracle" / "scalers_other.json"
@@ -200,10 +200,7 @@ def test_table_says_when_bits_are_not_the_same(capsys, monkeypatch):
 
 
 def test_number_of_steps_that_makes_no_sense_is_refused_in_one_line(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        from_mindspore.parse(["--steps", "0"])
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err
+    error = refusal(capsys, lambda: from_mindspore.parse(["--steps", "0"]))
     assert "--steps 0: " in error and error.count("\n") == 1
 
 

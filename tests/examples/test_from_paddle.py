@@ -11,7 +11,7 @@ from rich.console import Console
 
 import jmp_amp as amp
 from tests.rounding import eps
-from tests.scripts import run_example
+from tests.scripts import refusal, run_example
 
 WIDTH, BATCH, STEPS, PIECES, RATE = 32, 8, 20, 10, 0.16
 BOTH_WAYS = pytest.mark.parametrize("accumulate", [1, PIECES])
@@ -175,10 +175,7 @@ def test_table_compares_each_run_with_o0_of_as_many_batches(monkeypatch, capsys)
     ],
 )
 def test_option_that_makes_no_sense_is_refused_in_one_line(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        from_paddle.parse(arguments.split())
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err
+    error = refusal(capsys, lambda: from_paddle.parse(arguments.split()))
     assert message in error and error.count("\n") == 1
 
 

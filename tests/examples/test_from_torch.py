@@ -13,7 +13,7 @@ from flax import serialization
 
 import jmp_amp as amp
 from tests.rounding import eps
-from tests.scripts import run_example
+from tests.scripts import refusal, run_example
 
 USE_AMP = pytest.mark.parametrize("use_amp", [False, True], ids=["default", "amp"])
 SAVED = from_torch.SCALER
@@ -227,10 +227,7 @@ def test_a_few_steps_print_a_row_for_each_run(monkeypatch, capsys):
     ],
 )
 def test_option_that_makes_no_sense_is_refused_in_one_line(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        from_torch.parse(arguments)
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err
+    error = refusal(capsys, lambda: from_torch.parse(arguments))
     assert message in error and error.count("\n") == 1
 
 

@@ -1,10 +1,7 @@
 """The GAN: two losses, each with an optimizer and a loss scale of its own."""
 
 import functools
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import chex
 import gan
@@ -16,8 +13,8 @@ import pytest
 
 import jmp_amp as amp
 from tests.programs import equations
+from tests.scripts import refusal, run_example
 
-ROOT = Path(__file__).parents[2]
 # Tests share compiled steps: one process has the slow ones (`--dist loadgroup`).
 pytestmark = [pytest.mark.xdist_group("gan"), pytest.mark.trains]
 DTYPES = {
@@ -301,21 +298,12 @@ def test_two_steps_print_a_table_and_digits_and_write_a_plot(
 )
 def test_option_that_makes_no_sense_is_refused(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gan.py", *arguments.split()])
-    with pytest.raises(SystemExit) as stopped:
-        gan.main()
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(capsys, lambda: gan.main())
 
 
 @pytest.mark.slow
 def test_script_compares_all_policies_without_a_warning():
-    done = subprocess.run(
-        [sys.executable, "-W", "error", ROOT / "examples" / "gan.py", "--steps", "2"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "88"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_example("gan", "--steps", "2", columns=88)
     assert done.returncode == 0, done.stderr
     for policy in gan.POLICIES:
         assert f" {policy} " in done.stdout

@@ -1,10 +1,6 @@
 """The main job: what a newcomer runs first, and what it promises."""
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import chex
 import jax
@@ -15,28 +11,17 @@ import pytest
 import train_digits
 
 import jmp_amp as amp
-
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "train_digits.py"
+from tests.scripts import refusal, run_example
 
 # Adam of optax raises a float to its integer step count, which strict JAX refuses; the
 # rest of the example is run under the strict rules of the suite.
 adam_mixes_dtypes = functools.partial(jax.numpy_dtype_promotion, "standard")
 
 
-def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", str(SCRIPT), *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 def test_a_few_steps_with_one_policy_print_a_table_and_write_a_plot(tmp_path):
     plot = tmp_path / "curves.png"
-    done = run_script(
+    done = run_example(
+        "train_digits",
         *("--policy", "mixed_float16", "--steps", "3", "--seed", "1"),
         *("--plot", str(plot)),
     )
@@ -53,16 +38,13 @@ def test_a_few_steps_with_one_policy_print_a_table_and_write_a_plot(tmp_path):
 def test_policy_that_is_none_gets_the_error_of_the_library_in_one_line(policy, capsys):
     with pytest.raises(ValueError) as expected:
         train_digits.make_loss(amp.get_policy(policy))
-    with pytest.raises(SystemExit) as stopped:
-        train_digits.parse(["--policy", policy])
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err
+    message = refusal(capsys, lambda: train_digits.parse(["--policy", policy]))
     assert message.endswith(f"error: {expected.value}\n")
     assert message.count("\n") == 1
 
 
 def test_script_stops_at_a_wrong_policy_without_a_traceback():
-    done = run_script("--policy", "fp17")
+    done = run_example("train_digits", "--policy", "fp17")
     assert done.returncode == 2
     assert done.stdout == ""
     assert ": error: " in done.stderr and "unknown policy 'fp17'" in done.stderr
@@ -74,10 +56,9 @@ def test_script_stops_at_a_wrong_policy_without_a_traceback():
     [("--steps", "0"), ("--loss-mult", "-1.0"), ("--loss-mult", "nan")],
 )
 def test_number_that_makes_no_sense_is_refused(option, number, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        train_digits.parse([option, number])
-    assert stopped.value.code == 2
-    assert f"{option} {number}: " in capsys.readouterr().err
+    assert f"{option} {number}: " in refusal(
+        capsys, lambda: train_digits.parse([option, number])
+    )
 
 
 def test_comparison_trains_f16_with_and_without_scaling_on_the_same_losses():

@@ -19,13 +19,6 @@ from tests.measures import relative_error
 HALF = (jnp.float16, jnp.bfloat16)
 
 
-@pytest.fixture
-def optax_promotion():
-    """optax.MultiSteps, adam and the schedules need JAX's usual promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 usual_promotion = pytest.mark.usefixtures("optax_promotion")
 
 

@@ -21,12 +21,6 @@ import jmp_amp as amp
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 
-@pytest.fixture
-def optax_promotion():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def parameters(dtype=jnp.float32):
     return {
         "w": jnp.array([[1.0, -2.0, 0.5], [0.5, 4.0, -3.0]], dtype),

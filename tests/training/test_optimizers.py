@@ -20,13 +20,6 @@ import jmp_amp as amp
 HALF = (jnp.float16, jnp.bfloat16)
 
 
-@pytest.fixture
-def optax_promotion():
-    """optax.adam (`decay**count`) and optax.MultiSteps need JAX's usual promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 adam_works = pytest.mark.usefixtures("optax_promotion")
 
 
