@@ -1,0 +1,16 @@
+"""All rows of the table, by name: those of every file of this package."""
+
+import importlib
+import pkgutil
+
+from tests import idioms
+from tests.idioms.row import Idiom
+
+IDIOMS: dict[str, Idiom] = {}
+for _file in pkgutil.iter_modules(idioms.__path__):
+    if _file.name in ("row", "table", "measure", "expected", "test_idioms", "__main__"):
+        continue
+    _module = importlib.import_module(f"{idioms.__name__}.{_file.name}")
+    _found = {i.name: i for i in vars(_module).values() if isinstance(i, Idiom)}
+    assert not IDIOMS.keys() & _found.keys(), f"{_file.name}: a name is already taken"
+    IDIOMS |= _found
