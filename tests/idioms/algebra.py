@@ -13,13 +13,13 @@ PREDICTED = both(weights(w=(8, 64)), normals(b=(8,)))
 X = normals(x=(8,))
 
 
-def square(p, inputs):
+def predicted(p, inputs):
     """A matrix that a network predicts, well conditioned."""
     return 0.2 * (inputs["x"] @ p["w"]).reshape(8, 8) + jnp.eye(8)
 
 
 def positive(p, inputs):
-    m = square(p, inputs)
+    m = predicted(p, inputs)
     return m @ m.T + 0.1 * jnp.eye(8)
 
 
@@ -35,12 +35,12 @@ def expm_of_a_large_matrix(p, inputs):
 
 @row(PREDICTED, X)
 def expm_of_a_predicted_matrix(p, inputs):
-    return sla.expm(square(p, inputs))
+    return sla.expm(predicted(p, inputs))
 
 
 @row(PREDICTED, X)
 def expm_in_a_layer(p, inputs):
-    m = sla.expm(0.1 * square(p, inputs))
+    m = sla.expm(0.1 * predicted(p, inputs))
     return jnp.tanh(m @ inputs["x"]) @ m
 
 
@@ -75,10 +75,10 @@ def condition_number_and_norms(p, inputs):
     return jnp.linalg.cond(p["a"]), jnp.linalg.norm(p["a"]), jnp.linalg.norm(p["a"], 2)
 
 
-@row(weights(a=(8, 4)), ARGUMENT, f32=True, grad=())
-def rank_and_null_space_by_svd(p, inputs):
-    _, s, v = jnp.linalg.svd(p["a"] @ p["a"].T)
-    return s[:4], jnp.abs(v[:1])
+@row(MATRIX, ARGUMENT, f32=True)
+def singular_values_and_vectors(p, inputs):
+    u, s, v = jnp.linalg.svd(p["a"])
+    return s, jnp.abs(u).sum(), jnp.abs(v).sum()
 
 
 @row(MATRIX, ARGUMENT, f32=True)
@@ -89,7 +89,7 @@ def tensor_solve(p, inputs):
 
 @row(PREDICTED, X)
 def solve_of_a_predicted_matrix(p, inputs):
-    return jnp.linalg.solve(square(p, inputs), p["b"])
+    return jnp.linalg.solve(predicted(p, inputs), p["b"])
 
 
 @row(PREDICTED, X)
@@ -111,19 +111,19 @@ def log_determinant(p, inputs):
 
 @row(PREDICTED, X)
 def pinv_of_a_predicted_matrix(p, inputs):
-    return jnp.linalg.pinv(square(p, inputs)) @ p["b"]
+    return jnp.linalg.pinv(predicted(p, inputs)) @ p["b"]
 
 
 @row(PREDICTED, X)
 def orthogonal_matrix_by_cayley(p, inputs):
-    m = square(p, inputs)
+    m = predicted(p, inputs)
     skew = m - m.T
     return jnp.linalg.solve(jnp.eye(8) + skew, jnp.eye(8) - skew)
 
 
 @row(PREDICTED, X)
 def orthogonal_matrix_by_newton_schulz(p, inputs):
-    m = square(p, inputs)
+    m = predicted(p, inputs)
     m = m / jnp.linalg.norm(m)
     for _ in range(12):
         m = 1.5 * m - 0.5 * (m @ m.T @ m)

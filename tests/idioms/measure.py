@@ -1,7 +1,7 @@
 """How wrong an idiom is under a policy, and with its products alone in half precision.
 
-The reference is the idiom itself in f32. An error is a relative l2 norm, of each leaf of
-the values and of the gradients. All samples of a leaf count as one array: where one
+The reference is the idiom itself in f32. An error is a relative l2 norm, of each leaf
+of the values and of the gradients. All samples of a leaf count as one array: where one
 sample is near zero, its relative error says nothing.
 """
 
@@ -22,8 +22,8 @@ from tests.measures import EXACTLY_AS_WRITTEN, LOSS_SCALE
 SAMPLES = 4
 # What a program may lose beside its products: some roundings, one after the other.
 ALLOWED_EPS = 4
-# A rounding to half moves a value by up to eps / 2, by eps / 4 or so in the mean square.
-# Below a sixteenth of eps nothing was rounded.
+# A rounding to half moves a value by up to eps / 2, by eps / 4 or so in the mean
+# square. Below a sixteenth of eps nothing was rounded.
 F32_EPS = 1 / 16
 # f16 is measured as it is trained: a scale that overflows the backward pass of the
 # products alone is lowered.

@@ -122,7 +122,7 @@ KEY = 3
 
 @row(weights(w=(8, 16)), normals(x=(4, 8)))
 def truncated_normal_with_predicted_bounds(p, inputs):
-    low = inputs["x"] @ p["w"]
+    low = jnp.tanh(inputs["x"] @ p["w"]) - 0.5
     return jax.random.truncated_normal(jax.random.key(KEY), low, low + 1.0)
 
 

@@ -286,7 +286,9 @@ def line_search(p, inputs):
         step = carry[0] * 0.8
         return step, loss(p["w"] - step * g)
 
-    step, now = jax.lax.while_loop(too_long, turn, (jnp.float32(64.0), jnp.inf + before))
+    step, now = jax.lax.while_loop(
+        too_long, turn, (jnp.float32(64.0), jnp.inf + before)
+    )
     return step, now, p["w"] - step * g
 
 

@@ -107,8 +107,8 @@ def spatial_transformer(p, inputs):
     theta = 0.1 * (inputs["x"] @ p["w"]).reshape(4, 2, 3) + jnp.eye(2, 3)[None]
     ones = jnp.ones(32)
     grid = jnp.stack([jnp.linspace(-0.8, 0.8, 32), jnp.linspace(-0.5, 0.5, 32), ones])
-    at = (theta[:, 0] @ grid + 1) * 0.5 * (WIDE - 1)
-    return between(inputs["image"], jnp.clip(at, 0.0, WIDE - 2.0))
+    at = (theta[:, 0] @ grid + 1) * 0.5 * 63
+    return between(inputs["image"], jnp.clip(at, 0.0, 62.0))
 
 
 @row(FLOW, WARP)
