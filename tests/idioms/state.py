@@ -1,4 +1,4 @@
-"""State that goes through a transformed function: averages, statistics, memory banks."""
+"""State that goes through a transformed function: averages, statistics, banks."""
 
 import jax
 import jax.numpy as jnp
