@@ -15,7 +15,7 @@ X = normals(x=(8,))
 
 def predicted(p, inputs):
     """A matrix that a network predicts, well conditioned."""
-    return 0.2 * (inputs["x"] @ p["w"]).reshape(8, 8) + jnp.eye(8)
+    return 0.1 * (inputs["x"] @ p["w"]).reshape(8, 8) + jnp.eye(8)
 
 
 def positive(p, inputs):

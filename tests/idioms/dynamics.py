@@ -28,7 +28,7 @@ def one_step(p, inputs):
 @row(FIELD, STATE)
 def euler_in_a_python_loop(p, inputs):
     y = inputs["y"]
-    for _ in range(40):
+    for _ in range(20):
         y = down(p, y)
     return moved(y, inputs["y"])
 
@@ -142,7 +142,7 @@ def runge_kutta_in_a_python_loop(p, inputs):
         return jnp.tanh(y @ p["w"]) @ p["v"]
 
     y = inputs["y"]
-    for _ in range(5):
+    for _ in range(3):
         a = field(y)
         b = field(y + DT / 2 * a)
         c = field(y + DT / 2 * b)

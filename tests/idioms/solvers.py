@@ -168,7 +168,7 @@ def inner_gradient_descent_in_a_python_loop(p, inputs):
         return jnp.mean((h @ v - inputs["y"]) ** 2)
 
     v = inputs["v"]
-    for _ in range(10):
+    for _ in range(6):
         v = v - 2e-3 * jax.grad(loss)(v)
     return v - inputs["v"]
 
