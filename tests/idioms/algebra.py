@@ -148,7 +148,7 @@ def gaussian_process(p, inputs):
 
 
 @row(weights(w=(8, 4)), normals(x=(24, 8), y=(24,)))
-def gaussian_process_with_distances_by_a_product(p, inputs):
+def gaussian_process_by_products(p, inputs):
     z = inputs["x"] @ p["w"]
     size = (z**2).sum(1)
     far = size[:, None] + size[None] - 2 * z @ z.T

@@ -52,7 +52,7 @@ def generalized_advantages(p, inputs):
 
 
 @row(CRITIC, episode)
-def generalized_advantages_from_the_last_difference(p, inputs):
+def advantages_from_the_last_difference(p, inputs):
     v = values(p, inputs["x"])
     delta = inputs["reward"][:-1] + 0.99 * v[1:] - v[:-1]
 

@@ -218,3 +218,15 @@ def guided_steps_beside_the_loop(p, inputs):
 
     y, _ = jax.lax.scan(turn, inputs["y"], None, length=STEPS)
     return moved(y, inputs["y"])
+
+
+@row(weights(w=(8, 8), v=(8, 8)), normals(x=(4, 8), y=(4, 8)))
+def force_that_a_product_predicted(p, inputs):
+    """Every turn reads the same half value: its gradient is a sum over turns."""
+    force = inputs["x"] @ p["v"]
+
+    def turn(y, _):
+        return y - DT * (y @ p["w"] - force), None
+
+    y, _ = jax.lax.scan(turn, jnp.zeros((4, 8)), None, length=2000)
+    return y

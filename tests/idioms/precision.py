@@ -121,13 +121,13 @@ KEY = 3
 
 
 @row(weights(w=(8, 16)), normals(x=(4, 8)))
-def truncated_normal_with_predicted_bounds(p, inputs):
+def truncated_normal_between_predictions(p, inputs):
     low = jnp.tanh(inputs["x"] @ p["w"]) - 0.5
     return jax.random.truncated_normal(jax.random.key(KEY), low, low + 1.0)
 
 
 @row(normals(low=(4, 16)), constants(one=1.0), f32=True)
-def truncated_normal_with_bounds_that_are_arguments(p, inputs):
+def truncated_normal_between_arguments(p, inputs):
     low = p["low"]
     return jax.random.truncated_normal(jax.random.key(KEY), low, low + 1.0)
 

@@ -7,9 +7,10 @@ import numpy as np
 from tests.idioms.row import both, constants, normals, row, uniform, weights
 
 WEIGHT = weights(w=(8, 8))
-# Of 4000 terms of 0.8, bfloat16 adds up 320 and float16 2600: then a term is less than
-# half of what is between two numbers.
-LONG = both(normals(x=(4000, 8)), constants(total=np.zeros(8)))
+# A total so large that half precision adds no term of 0.8: there is 2 between two numbers
+# of float16, and more of bfloat16.
+LARGE = 2100.0
+LONG = both(normals(x=(300, 8)), constants(total=np.full(8, LARGE)))
 
 
 def mean_of_turn(p, x):
@@ -21,7 +22,7 @@ def total_from_an_argument(p, inputs):
     def turn(total, x):
         return total + mean_of_turn(p, x), None
 
-    return jax.lax.scan(turn, inputs["total"], inputs["x"])[0]
+    return jax.lax.scan(turn, inputs["total"], inputs["x"])[0] - inputs["total"]
 
 
 @row(WEIGHT, LONG)
@@ -29,16 +30,16 @@ def total_from_the_first_turn(p, inputs):
     def turn(total, x):
         return total + mean_of_turn(p, x), None
 
-    start = mean_of_turn(p, inputs["x"][0])
-    return jax.lax.scan(turn, start, inputs["x"][1:])[0]
+    start = LARGE * mean_of_turn(p, inputs["x"][0])
+    return jax.lax.scan(turn, start, inputs["x"][1:])[0] - start
 
 
 @row(WEIGHT, LONG)
 def total_from_constants(p, inputs):
     def turn(total, x):
-        return total + mean_of_turn(p, x), total
+        return total + mean_of_turn(p, x), None
 
-    return jax.lax.scan(turn, jnp.zeros(8), inputs["x"])
+    return jax.lax.scan(turn, jnp.full(8, LARGE), inputs["x"])[0] - LARGE
 
 
 @row(WEIGHT, LONG)
@@ -46,7 +47,7 @@ def total_in_a_fori_loop(p, inputs):
     def turn(i, total):
         return total + mean_of_turn(p, inputs["x"][i])
 
-    return jax.lax.fori_loop(0, 4000, turn, inputs["total"])
+    return jax.lax.fori_loop(0, 300, turn, inputs["total"]) - inputs["total"]
 
 
 @row(WEIGHT, LONG, grad=())
@@ -55,10 +56,11 @@ def total_in_a_while_loop(p, inputs):
         i, total = carry
         return i + 1, total + mean_of_turn(p, inputs["x"][i])
 
-    return jax.lax.while_loop(lambda c: c[0] < 4000, turn, (0, inputs["total"]))[1]
+    start = inputs["total"]
+    return jax.lax.while_loop(lambda c: c[0] < 300, turn, (0, start))[1] - start
 
 
-@row(WEIGHT, both(normals(x=(30, 8)), constants(total=np.full(8, 4100.0))))
+@row(WEIGHT, both(normals(x=(30, 8)), constants(total=np.full(8, 2 * LARGE))))
 def total_in_a_python_loop(p, inputs):
     total = inputs["total"]
     for x in inputs["x"]:
@@ -66,19 +68,20 @@ def total_in_a_python_loop(p, inputs):
     return total - inputs["total"]
 
 
-@row(WEIGHT, normals(x=(4000, 8)))
+@row(WEIGHT, normals(x=(300, 8)))
 def total_of_a_cumulative_sum(p, inputs):
     return jnp.cumsum(mean_of_turn(p, inputs["x"]), axis=0)
 
 
-@row(WEIGHT, normals(x=(4000, 8)))
+@row(WEIGHT, normals(x=(300, 8)))
 def total_in_a_dictionary_of_carries(p, inputs):
     def turn(carry, x):
         h = jnp.tanh(carry["h"] @ p["w"] + x)
         return {"h": h, "total": carry["total"] + (0.8 + 0.1 * h)}, None
 
-    start = {"h": inputs["x"][0], "total": jnp.abs(inputs["x"][0])}
-    return jax.lax.scan(turn, start, inputs["x"][1:])[0]["total"]
+    start = {"h": inputs["x"][0], "total": LARGE + inputs["x"][0]}
+    total = jax.lax.scan(turn, start, inputs["x"][1:])[0]["total"]
+    return total - start["total"]
 
 
 @row(weights(w=(8, 5), a=(5, 5)), normals(x=(200, 8)))
