@@ -1,7 +1,7 @@
 """Prints how wrong each idiom is: `python -m tests.idioms [name or field ...]`.
 
-Of the values and of the gradients, the leaf that is furthest over its bound. `-v` prints
-every leaf. `--dtype float16` runs one dtype.
+Of the values and of the gradients, the leaf that is furthest over its bound. `-v`
+prints every leaf. `--dtype float16` runs one dtype, `--wrong` prints what is wrong.
 """
 
 import argparse
@@ -32,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="of idioms or of their fields")
     parser.add_argument("--dtype", choices=HALF, action="append")
+    parser.add_argument("--wrong", action="store_true")
     parser.add_argument("-v", "--verbose", action="store_true")
     options = parser.parse_args()
     chosen = [
@@ -58,6 +59,8 @@ def main() -> None:
             verdicts["wrong" if wrong else "right"] += 1
             known = " (expected)" if wrong and idiom.name in EXPECTED else ""
             both = " ".join(text(worst(rows, kind)) for kind in ("value", "gradient"))
+            if options.wrong and not wrong:
+                continue
             seconds = time.perf_counter() - start
             print(
                 f"{idiom.name:43} {short:4} {both} {verdict}{known} {seconds:.1f}s",

@@ -28,7 +28,7 @@ def one_step(p, inputs):
 @row(FIELD, STATE)
 def euler_in_a_python_loop(p, inputs):
     y = inputs["y"]
-    for _ in range(40):
+    for _ in range(20):
         y = down(p, y)
     return moved(y, inputs["y"])
 
@@ -142,7 +142,7 @@ def runge_kutta_in_a_python_loop(p, inputs):
         return jnp.tanh(y @ p["w"]) @ p["v"]
 
     y = inputs["y"]
-    for _ in range(5):
+    for _ in range(3):
         a = field(y)
         b = field(y + DT / 2 * a)
         c = field(y + DT / 2 * b)
@@ -218,3 +218,15 @@ def guided_steps_beside_the_loop(p, inputs):
 
     y, _ = jax.lax.scan(turn, inputs["y"], None, length=STEPS)
     return moved(y, inputs["y"])
+
+
+@row(weights(w=(8, 8), v=(8, 8)), normals(x=(4, 8), y=(4, 8)))
+def force_that_a_product_predicted(p, inputs):
+    """Every turn reads the same half value: its gradient is a sum over turns."""
+    force = inputs["x"] @ p["v"]
+
+    def turn(y, _):
+        return y - DT * (y @ p["w"] - force), None
+
+    y, _ = jax.lax.scan(turn, jnp.zeros((4, 8)), None, length=2000)
+    return y

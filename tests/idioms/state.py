@@ -1,4 +1,4 @@
-"""State that goes through a transformed function: averages, statistics, memory banks."""
+"""State that goes through a transformed function: averages, statistics, banks."""
 
 import jax
 import jax.numpy as jnp
@@ -71,9 +71,15 @@ def average_in_an_nnx_variable(p, inputs):
     return {"x": inputs["x"], "s": model.s[...]}, y
 
 
+def clusters(rng):
+    centers = 4.0 * np.eye(8)
+    x = centers[np.arange(64) % 8] + rng.normal(scale=0.3, size=(64, 8))
+    return {"x": np.float32(x), "m": np.float32(3.0 * np.eye(8)), "n": np.ones(8, "f")}
+
+
 @row(
-    weights(w=(8, 8)),
-    both(normals(x=(64, 8)), normals(0.5, m=(16, 8)), constants(n=np.ones(16))),
+    lambda rng: {"w": np.float32(np.eye(8) + rng.normal(scale=0.05, size=(8, 8)))},
+    clusters,
     turns=300,
     grad=(),
 )
@@ -84,10 +90,10 @@ def codebook_of_moving_averages(p, inputs):
     near = jnp.argmin(
         (z**2).sum(1)[:, None] - 2 * z @ book.T + (book**2).sum(1)[None], axis=1
     )
-    one = jax.nn.one_hot(near, 16)
+    one = jax.nn.one_hot(near, 8)
     n = 0.99 * inputs["n"] + 0.01 * one.sum(0)
     m = 0.99 * inputs["m"] + 0.01 * (one.T @ z)
-    return {"x": inputs["x"], "m": m, "n": n}, (m / n[:, None]).sum()
+    return {"x": inputs["x"], "m": m, "n": n}, m / n[:, None]
 
 
 @row(
