@@ -27,7 +27,7 @@ WINGS = {
         ("planner",),
     ),
     "transform": (
-        ("scopes", "closures"),
+        ("scopes", "closures", "refusals", "successors"),
         ("nnx_modules",),
         ("linen_modules",),
         ("markers", "calls"),

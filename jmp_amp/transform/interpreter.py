@@ -65,12 +65,16 @@ def autocast(
     half-precision sum.
 
     Args:
-      fn: a function of pytrees. Arguments that are no arrays (Python numbers, strings,
-        callables, modules) reach it unchanged, and so do those of its results. Called
-        without `fn`, `autocast` is a decorator.
+      fn: a function of pytrees. Arguments that are no arrays (numbers of Python and
+        numpy, strings, callables, modules) reach it unchanged, and so do those of its
+        results. Arrays, numpy's too, are traced. Called without `fn`, `autocast` is a
+        decorator.
       policy: a `Policy`, what `get_policy` understands, or a `PolicyMap`, by module of
         linen or nnx. Outputs that were float32 come back in its `output_dtype`; those
-        of linen's mutable collections and of nnx variables stay as they are.
+        of linen's mutable collections and of nnx variables stay as they are. If its
+        `param_dtype` is half, `fn` is traced as if its half arguments were float32; a
+        half result of the structure and shapes of an argument, as the carry of a loop
+        is, stays half.
       enabled: False returns `fn` itself.
 
     Raises:

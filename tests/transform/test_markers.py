@@ -721,8 +721,8 @@ def test_every_equation_outside_of_regions_is_unmarked():
     assert names[-1] == "" or "amp[" not in names[-1]
 
 
-# Names of the user that look like the text of a policy but for their beginning, their end
-# or their dtypes.
+# Names of the user that look like the text of a policy but for their beginning, their
+# end or their dtypes.
 LOOKALIKES = (
     "clamp[0] ramp[f32] lamp[p=f32,c=f32,o=f32] amp[0] amp[f32] amp[] amp[f16 "
     "amp[p=f32,c=f32,o=f32]_1 x_amp[p=f32,c=f32,o=f32]"
