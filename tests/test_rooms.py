@@ -13,7 +13,11 @@ import jmp_amp as amp
 # A room imports from the wings before its own, and from the rows of its own wing that
 # are above its own row.
 WINGS = {
-    "policies": (("dtypes", "patterns"), ("policy", "casting"), ("policy_map",)),
+    "policies": (
+        ("dtypes", "patterns", "flags"),
+        ("policy", "casting"),
+        ("policy_map",),
+    ),
     "plan": (
         ("jaxprs", "operations", "regions"),
         ("constants", "rules"),

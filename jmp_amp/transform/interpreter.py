@@ -21,6 +21,7 @@ from jmp_amp.plan.regions import scope
 from jmp_amp.plan.values import is_inexact
 from jmp_amp.plan.walk import Walk
 from jmp_amp.policies.dtypes import AnyFn, PyTree
+from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.transform import linen_modules, scopes
@@ -78,7 +79,7 @@ def autocast(
       enabled: False returns `fn` itself.
 
     Raises:
-      TypeError: if `fn` is not callable or `policy` is no policy.
+      TypeError: if `fn` is not callable, `policy` no policy or `enabled` no bool.
       ValueError: if the compute dtype is none of float16, bfloat16 and float32.
 
     Source: the op lists are those of `torch.autocast`
@@ -99,6 +100,7 @@ def autocast(
       >>> jax.grad(amp.autocast(loss))(w, x).dtype
       dtype('float32')
     """
+    enabled = checked_flag(enabled, "autocast(fn, policy, enabled={})")
     if fn is None:
         return functools.partial(autocast, policy=policy, enabled=enabled)
     if not callable(fn):
