@@ -94,7 +94,7 @@ def test_a_condition_may_be_an_array_and_traced(name):
 def test_every_flag_of_the_public_calls_is_known_here():
     flags = {
         f"{name}.{parameter.name}"
-        for name, value in vars(amp).items()
+        for name, value in ((name, getattr(amp, name)) for name in amp.__all__)
         if inspect.isfunction(value)
         for parameter in inspect.signature(value).parameters.values()
         if isinstance(parameter.default, bool)

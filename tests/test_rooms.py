@@ -63,8 +63,8 @@ MODULES = sorted(
 )
 EXPORTS = {
     name: value
-    for name, value in vars(amp).items()
-    if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    for name, value in ((name, getattr(amp, name)) for name in amp.__all__)
+    if not isinstance(value, types.ModuleType)
 }
 
 each_module = pytest.mark.parametrize("module", MODULES)

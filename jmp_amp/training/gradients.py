@@ -156,8 +156,9 @@ def _differentiated(
 
 def _check_argnums(argnums: object, call: str) -> None:
     """Raises if `argnums` are not positions."""
-    several = isinstance(argnums, Sequence) and not isinstance(argnums, str)
-    positions = list(argnums) if several else [argnums]
+    positions: Sequence[object] = [argnums]
+    if isinstance(argnums, Sequence) and not isinstance(argnums, str):
+        positions = argnums
     kinds = int | np.integer | nnx.DiffState
     if not positions or not all(
         isinstance(each, kinds) and not isinstance(each, bool) for each in positions

@@ -11,7 +11,7 @@ import math
 import numbers
 import operator
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -348,7 +348,7 @@ def _number(call: str, name: str, value: PyTree) -> float:
     try:
         return float(value)
     except OverflowError:  # A Python int beyond all floats.
-        return math.inf if value > 0 else -math.inf
+        return math.inf if cast(int, value) > 0 else -math.inf
 
 
 def _positive(call: str, name: str, value: PyTree) -> float:
