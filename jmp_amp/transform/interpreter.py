@@ -47,7 +47,8 @@ def autocast(
     Every call traces `fn` anew, so call the result under `jax.jit`. Differentiate it,
     `jax.grad(amp.autocast(loss))`: the backward matrix products run in half too and the
     gradients of float32 parameters are float32. It composes with every transformation
-    of JAX, inside and outside.
+    of JAX, inside and outside. (`jax.experimental.jet` knows no `jax.checkpoint`, which
+    is in the result: use it on `autocast(fn)` itself, and `jax.jit` around jet.)
 
     Loops, branches, calls and sharded maps are entered. What a `scan` carries is half
     if it starts as an activation, a parameter or an input and every turn updates it in
@@ -175,7 +176,22 @@ def planned_call(
 
 def run(plan: Plan, args: Sequence[Value]) -> list[jax.Array]:
     """Runs the planned body on `args`, one for each of its inputs."""
-    return _Replay().body(plan, args)
+    try:
+        return _Replay().body(plan, args)
+    except KeyError as error:
+        if not _is_checkpoint(error):
+            raise
+        return _Replay(recomputes=False).body(plan, args)
+
+
+def _is_checkpoint(error: KeyError) -> bool:
+    """Whether a transformation has no rule for `jax.checkpoint`, as jet has none.
+
+    It looks primitives up in a dictionary. A checkpoint changes what a backward pass
+    saves, and what such a transformation computes has none.
+    """
+    name = getattr(error.args[0] if error.args else None, "name", "")
+    return isinstance(name, str) and name.startswith(("remat", "checkpoint"))
 
 
 class _Replay(Walk[Value]):
@@ -185,11 +201,13 @@ class _Replay(Walk[Value]):
       staged: the bodies that were staged, each of them once. They are closed jaxprs and
         hold no tracers, so the traces inside `jax.checkpoint` share them too.
       differentiable: False inside the primal of a `custom_jvp`, which has a rule.
+      recomputes: whether a backward pass is to compute islands again.
     """
 
-    def __init__(self, differentiable: bool = True):
+    def __init__(self, differentiable: bool = True, recomputes: bool = True):
         self.staged: dict[Plan, ClosedJaxpr] = {}
         self.differentiable = differentiable
+        self.recomputes = recomputes
 
     def constant(self, value: Value, var: Var) -> Value:
         # JAX keeps small constants as numpy arrays. A custom rule may index them by a
@@ -218,6 +236,8 @@ class _Replay(Walk[Value]):
     def island(
         self, compute: Callable[..., list[Value]], inputs: list[Value]
     ) -> list[Value]:
+        if not self.recomputes:
+            return compute(*inputs)
         return jax.checkpoint(compute, prevent_cse=False)(*inputs)
 
     def equation(
@@ -288,7 +308,7 @@ class _Replay(Walk[Value]):
         inexact = [jnp.issubdtype(aval_of(v).dtype, jnp.inexact) for v in eqn.outvars]
 
         def primal(*xs: Value) -> list[Value]:
-            return _Replay(differentiable=False).body(body, xs)
+            return _Replay(False, self.recomputes).body(body, xs)
 
         primal.__name__ = jaxprs.function_name(eqn) or primal.__name__
         rewritten = jax.custom_jvp(primal)
