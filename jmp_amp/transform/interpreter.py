@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,22 @@ from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.transform import linen_modules, scopes
 from jmp_amp.transform.calls import traced_call
 
+P = ParamSpec("P")
+R = TypeVar("R")
+Policies = Policy | PolicyMap | str
 
+
+@overload
+def autocast(
+    fn: Callable[P, R], policy: Policies = ..., *, enabled: bool = ...
+) -> Callable[P, R]: ...
+@overload
+def autocast(
+    fn: None = None, policy: Policies = ..., *, enabled: bool = ...
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def autocast(
     fn: AnyFn | None = None,
-    policy: Policy | PolicyMap | str = "mixed_bfloat16",
+    policy: Policies = "mixed_bfloat16",
     *,
     enabled: bool = True,
 ) -> Any:
