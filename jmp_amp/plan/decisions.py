@@ -299,8 +299,9 @@ def _is_worth_f32(at: _Equation, made: Decision) -> bool:
         return False
     moving = at.activations
     shared = any(v.is_shared for v in moving)
-    if role_of(at.name) is Role.LOOKS_UP and not shared:
-        # In f32 only to sum gradients in f32: the lookup is written to memory.
+    if role_of(at.name) is Role.LOOKS_UP and (not shared or _grows(at.eqn)):
+        # In f32 only to sum gradients in f32: the lookup is written to memory. The
+        # nodes of a graph that its edges look up are written once for each edge.
         return False
     if role_of(at.name) is Role.ADDS and len(moving) == len(at.operands):
         # The derivative of an f32 reader saves the sum, or both terms.
@@ -319,6 +320,11 @@ def _is_saved_in_f32(at: _Equation, made: Decision) -> bool:
         and made.result.origin == Origin.FULL
         and (made.rewrite is None or made.rewrite.result is None)
         and not at.rule.from_user
+def _grows(eqn: Eqn) -> bool:
+    """Whether the results are larger than the first operand."""
+    return sum(aval_of(v).size for v in eqn.outvars) > aval_of(eqn.invars[0]).size
+
+
         and (at.rule.op_class is OpClass.FULL or made.mode is Mode.AS_TRACED)
         and not is_cheap(at.name)
         and all(aval_of(v).dtype == F32 for v in at.eqn.outvars if is_inexact(v))
