@@ -283,6 +283,10 @@ def _traits(at: _Equation, made: Decision, saved: bool) -> Iterator[Trait]:
         and any(v.is_parameter for v in at.operands)
     ):
         yield Trait.PARAMETER
+        if role_of(at.name) is Role.LOOKS_UP or any(
+            Trait.LOOKED_UP in v.traits for v in at.operands
+        ):
+            yield Trait.LOOKED_UP
     if _is_worth_f32(at, made):
         yield Trait.WORTH_F32
     if saved:
@@ -303,8 +307,11 @@ def _is_worth_f32(at: _Equation, made: Decision) -> bool:
         # In f32 only to sum gradients in f32: the lookup is written to memory. The
         # nodes of a graph that its edges look up are written once for each edge.
         return False
-    if role_of(at.name) is Role.ADDS and len(moving) == len(at.operands):
-        # The derivative of an f32 reader saves the sum, or both terms.
+    if role_of(at.name) is Role.ADDS and all(
+        v.origin != Origin.FREE or Trait.LOOKED_UP in v.traits for v in at.operands
+    ):
+        # The derivative of an f32 reader saves the sum, or both terms. A parameter is
+        # there anyway.
         return False
     if is_move(at.eqn) or kind_of(at.name) is Kind.SELECTION:
         # An exact operation may be cast after as well as before, unless the maker of

@@ -39,6 +39,9 @@ class Trait(enum.Enum):
     # Autodiff keeps it in f32 whatever reads it: to compute it again is too expensive.
     # Operations that follow it inherit the trait.
     SAVED_IN_F32 = "saved in f32"
+    # Parameters that were looked up, which makes a new array of them: what saves it for
+    # the backward pass pays for it, unlike for a parameter.
+    LOOKED_UP = "looked up"
 
 
 class Known(NamedTuple):
