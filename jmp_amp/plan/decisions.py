@@ -320,6 +320,11 @@ def _is_worth_f32(at: _Equation, made: Decision) -> bool:
     return True
 
 
+def _grows(eqn: Eqn) -> bool:
+    """Whether the results are larger than the first operand."""
+    return sum(aval_of(v).size for v in eqn.outvars) > aval_of(eqn.invars[0]).size
+
+
 def _is_saved_in_f32(at: _Equation, made: Decision) -> bool:
     """Whether an operation makes f32 values that are saved for the backward pass."""
     return (
@@ -327,11 +332,6 @@ def _is_saved_in_f32(at: _Equation, made: Decision) -> bool:
         and made.result.origin == Origin.FULL
         and (made.rewrite is None or made.rewrite.result is None)
         and not at.rule.from_user
-def _grows(eqn: Eqn) -> bool:
-    """Whether the results are larger than the first operand."""
-    return sum(aval_of(v).size for v in eqn.outvars) > aval_of(eqn.invars[0]).size
-
-
         and (at.rule.op_class is OpClass.FULL or made.mode is Mode.AS_TRACED)
         and not is_cheap(at.name)
         and all(aval_of(v).dtype == F32 for v in at.eqn.outvars if is_inexact(v))
@@ -343,6 +343,8 @@ def _may_fall(at: _Equation, made: Decision) -> bool:
 
     Values that are saved in f32 may be cast, and so may the values that a parameter
     scales in the last step of a norm: else the gradient of that step is kept in f32.
+    So may the sums that a half-precision value gates, such as the output of a state
+    space model: the gradient of the gate needs them, and nobody adds them up again.
     In f16 a value must be in range: a sum that overflows may become a mean.
     """
     low = at.half
@@ -360,6 +362,8 @@ def _may_fall(at: _Equation, made: Decision) -> bool:
     if all(Trait.SAVED_IN_F32 in v.traits for v in full):
         scales = role in (Role.MULTIPLIES, Role.DIVIDES)
         return low != F16 or not (scales and len(at.activations) < len(at.operands))
+    if role is Role.MULTIPLIES and low != F16 and _gates_a_sum(at):
+        return True
     return (
         role is Role.MULTIPLIES
         and any(v.is_parameter for v in at.operands)
@@ -429,6 +433,19 @@ def _is_normalized(atom: Atom, at: _Equation) -> bool:
         and role_of(eqn.primitive.name) is Role.MULTIPLIES
         and any(_maker_role(v, at) is Role.NORMALIZES for v in eqn.invars)
     )
+
+
+def _gates_a_sum(at: _Equation) -> bool:
+    """Whether half-precision values gate sums: one for each, none is broadcast."""
+    origins = [v.origin for v in at.views]
+    if sorted(origins) != [Origin.LOW, Origin.FULL]:
+        return False
+    atom = at.eqn.invars[origins.index(Origin.FULL)]
+    made = _maker(atom, at)
+    if made is None or aval_of(atom).size != aval_of(made.outvars[0]).size:
+        return False
+    terms = made.invars if role_of(made.primitive.name) is Role.ADDS else (atom,)
+    return any(_maker_role(v, at) is Role.SUMS for v in terms)
 
 
 def _maker(atom: Atom, at: _Equation) -> Eqn | None:
