@@ -22,7 +22,7 @@ from jmp_amp.plan.modes import Demand, Mode, demand_of
 from jmp_amp.plan.operations import Kind, OpClass, kind_of
 from jmp_amp.plan.regions import Region
 from jmp_amp.plan.values import Known, Origin, Trait
-from jmp_amp.policies.dtypes import F32, is_half
+from jmp_amp.policies.dtypes import F16, F32, is_half
 
 
 class Use(NamedTuple):
@@ -217,12 +217,16 @@ def _takes_half(known: Known, region: Region) -> bool:
     """Whether a value that enters `region` is rounded to half precision first.
 
     A norm hands on half precision, and takes it too: the values that it normalises are
-    not kept in f32 for its sake. Its parameters and statistics are.
+    not kept in f32 for its sake, and nor is a dear value that is saved for the backward
+    pass. In f16 such a value may be out of range. Its parameters and statistics are
+    f32.
     """
     enters = known.region.path != region.path and known.region.holds(region)
+    half = region.policy.output_dtype
+    saved = Trait.SAVED_IN_F32 in known.traits and half != F16
     return (
         enters
-        and is_half(region.policy.output_dtype)
-        and known.origin != Origin.FULL
+        and is_half(half)
+        and (known.origin != Origin.FULL or saved)
         and not known.is_parameter
     )

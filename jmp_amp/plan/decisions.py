@@ -415,17 +415,26 @@ def _is_worth_f32(at: _Equation, made: Decision) -> bool:
         return False
     moving = at.activations
     shared = any(v.is_shared for v in moving)
-    if role_of(at.name) is Role.LOOKS_UP and not shared:
-        # In f32 only to sum gradients in f32: the lookup is written to memory.
+    if role_of(at.name) is Role.LOOKS_UP and (not shared or _grows(at.eqn)):
+        # In f32 only to sum gradients in f32: the lookup is written to memory. The
+        # nodes of a graph that its edges look up are written once for each edge.
         return False
-    if role_of(at.name) is Role.ADDS and len(moving) == len(at.operands):
-        # The derivative of an f32 reader saves the sum, or both terms.
+    if role_of(at.name) is Role.ADDS and all(
+        v.origin != Origin.FREE or Trait.LOOKED_UP in v.traits for v in at.operands
+    ):
+        # The derivative of an f32 reader saves the sum, or both terms. A parameter is
+        # there anyway.
         return False
     if is_move(at.eqn) or kind_of(at.name) is Kind.SELECTION:
         # An exact operation may be cast after as well as before, unless the maker of
         # its operand is worth f32, or another consumer needs the cast.
         return shared or any(Trait.WORTH_F32 in v.traits for v in moving)
     return True
+
+
+def _grows(eqn: Eqn) -> bool:
+    """Whether the results are larger than the first operand."""
+    return sum(aval_of(v).size for v in eqn.outvars) > aval_of(eqn.invars[0]).size
 
 
 def _is_saved_in_f32(at: _Equation, made: Decision) -> bool:
@@ -446,6 +455,8 @@ def _may_fall(at: _Equation, made: Decision) -> bool:
 
     Values that are saved in f32 may be cast, and so may the values that a parameter
     scales in the last step of a norm: else the gradient of that step is kept in f32.
+    So may the sums that a half-precision value gates, such as the output of a state
+    space model: the gradient of the gate needs them, and nobody adds them up again.
     In f16 a value must be in range: a sum that overflows may become a mean.
     """
     low = at.half
@@ -464,6 +475,8 @@ def _may_fall(at: _Equation, made: Decision) -> bool:
     if all(Trait.SAVED_IN_F32 in v.traits for v in full):
         scales = role in (Role.MULTIPLIES, Role.DIVIDES)
         return low != F16 or not (scales and len(at.activations) < len(at.operands))
+    if role is Role.MULTIPLIES and low != F16 and _gates_a_sum(at):
+        return True
     return (
         role is Role.MULTIPLIES
         and any(v.is_parameter for v in at.operands)
@@ -540,6 +553,19 @@ def _is_normalized(atom: Atom, at: _Equation) -> bool:
         and role_of(eqn.primitive.name) is Role.MULTIPLIES
         and any(_maker_role(v, at) is Role.NORMALIZES for v in eqn.invars)
     )
+
+
+def _gates_a_sum(at: _Equation) -> bool:
+    """Whether half-precision values gate sums: one for each, none is broadcast."""
+    origins = [v.origin for v in at.views]
+    if sorted(origins) != [Origin.LOW, Origin.FULL]:
+        return False
+    atom = at.eqn.invars[origins.index(Origin.FULL)]
+    made = _maker(atom, at)
+    if made is None or aval_of(atom).size != aval_of(made.outvars[0]).size:
+        return False
+    terms = made.invars if role_of(made.primitive.name) is Role.ADDS else (atom,)
+    return any(_maker_role(v, at) is Role.SUMS for v in terms)
 
 
 def _maker(atom: Atom, at: _Equation) -> Eqn | None:

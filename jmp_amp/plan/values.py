@@ -34,8 +34,8 @@ class Trait(enum.Enum):
     # To compute it in f32 beats casting it up where it is read: the operation rounds,
     # or its operand is cast to f32 anyway.
     WORTH_F32 = "worth f32"
-    # Rows of a table, such as an embedding, or made of them: a stream begins here. An
-    # argument that it is not keeps its digits where activations are added to it.
+    # Rows of a table, such as an embedding, or made of them: a stream begins here. What
+    # saves them for the backward pass pays for it, unlike for a parameter.
     LOOKED_UP = "looked up"
     # An argument that another operand of the call is computed from.
     STATE = "state"
