@@ -29,6 +29,7 @@ from jmp_amp.reports.costs import (
     matmuls_as_traced,
     saved_for_backward,
 )
+from jmp_amp.reports.opaque import reason_of
 from jmp_amp.reports.rows import Cast, Equation, Saved
 from jmp_amp.transform.interpreter import PlannedCall, run
 
@@ -293,7 +294,7 @@ def _row(
         op_class=planned.rule.op_class.value,
         decided_by=planned.rule.decided_by,
         from_policy=planned.rule.from_user,
-        reason=planned.reason,
+        reason=reason_of(eqn, matmuls) if is_opaque else planned.reason,
         casts=tuple(casts),
         matmuls=matmuls.total,
         matmuls_in_half=matmuls.in_half,

@@ -404,6 +404,71 @@ def test_an_opaque_call_is_told_with_the_products_in_it():
     assert "amp.cast_inputs" in str(report) and "kernel" in str(report)
 
 
+@jax.custom_batching.custom_vmap
+def batched(x, w):
+    return jnp.sin(x @ w) @ w
+
+
+batched.def_vmap(lambda size, is_batched, x, w: (batched(x, w), True))
+
+OPAQUE = {
+    "a custom_vjp: as traced, with 1 product in f32; amp.cast_inputs has it in half": (
+        kernel
+    ),
+    "a custom_vmap: as traced, with 2 products in f32; amp.cast_inputs has it in half": (
+        batched
+    ),
+    # What the caller has lowered needs no advice.
+    "a custom_vjp: as traced": lambda x, w: amp.cast_inputs(kernel)(x, w),
+    "a callback to Python: as traced": lambda x, w: jax.pure_callback(
+        lambda x, w: x, x, x, w
+    ),
+    "reduce, unknown to the plan: as traced": lambda x, w: lax.reduce(
+        x, 0.0, lambda a, b: a + 2 * b, (0,)
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", OPAQUE)
+def test_an_opaque_call_says_what_it_is_and_what_to_do(reason):
+    report = explained(OPAQUE[reason], X, f32(16, 16))
+    (call,) = report.opaque
+    assert call.reason == reason
+    # In a column of a table, a reason has line breaks.
+    assert set(reason.split()) <= set(str(report).split())
+
+
+def test_an_opaque_call_of_a_library_is_told_with_its_name(tmp_path):
+    folder = tmp_path / "site-packages" / "solvers"
+    folder.mkdir(parents=True)
+    code = """
+import jax
+solved = jax.custom_vjp(lambda field, y: field(field(y)), nondiff_argnums=(0,))
+solved.defvjp(
+    lambda field, y: (solved(field, y), None), lambda field, _, g: (field(g),)
+)
+def solve(field, y):
+    return solved(field, y)
+"""
+    solvers: dict = {}
+    exec(compile(code, str(folder / "loops.py"), "exec"), solvers)
+
+    def field(y):
+        return jnp.tanh(y @ jnp.eye(16))
+
+    def fn(field):
+        return lambda y: solvers["solve"](field, y)
+
+    (call,) = explained(fn(field), X).opaque
+    assert call.reason == (
+        "a custom_vjp of solvers: as traced, with 2 products in f32; autocast the "
+        "function that it calls"
+    )
+    (call,) = explained(fn(amp.autocast(field)), X).opaque
+    assert call.reason == "a custom_vjp of solvers: as traced"
+    assert (call.matmuls, call.matmuls_in_half) == (2, 2)
+
+
 def test_cast_inputs_lowers_what_an_opaque_call_multiplies():
     report = explained(lambda x, w: amp.cast_inputs(kernel)(x, w) @ w, X, f32(16, 16))
     assert report.total.matmuls == report.total.matmuls_in_half == 2
