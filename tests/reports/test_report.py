@@ -412,12 +412,10 @@ def batched(x, w):
 batched.def_vmap(lambda size, is_batched, x, w: (batched(x, w), True))
 
 OPAQUE = {
-    "a custom_vjp: as traced, with 1 product in f32; amp.cast_inputs has it in half": (
-        kernel
-    ),
-    "a custom_vmap: as traced, with 2 products in f32; amp.cast_inputs has it in half": (
-        batched
-    ),
+    "a custom_vjp: as traced, with 1 product in f32; "
+    "amp.cast_inputs has it in half": kernel,
+    "a custom_vmap: as traced, with 2 products in f32; "
+    "amp.cast_inputs has it in half": batched,
     # What the caller has lowered needs no advice.
     "a custom_vjp: as traced": lambda x, w: amp.cast_inputs(kernel)(x, w),
     "a callback to Python: as traced": lambda x, w: jax.pure_callback(
