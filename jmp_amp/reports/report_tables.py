@@ -31,7 +31,10 @@ def of_modules(modules: Mapping[str, Costs], total: Costs, saves: bool) -> Table
     rows.append(("all", *_figures(total, saves)))
     note = "in half: operations, and how many there are; matmuls likewise."
     if saves:
-        note += " saved: bytes kept for the\nbackward pass, with autocast and without."
+        note += (
+            " saved: bytes kept for the\nbackward pass, with autocast and without, "
+            "half-precision copies of arguments too."
+        )
     return Table("Modules", ("module", *numbers), rows, numbers, note)
 
 

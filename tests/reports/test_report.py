@@ -519,6 +519,55 @@ def test_bytes_saved_by_a_chain_of_tanh_are_those_of_its_activations():
     assert total.saved == 2 * (4 * (4 * 16) + 4 * 16 + 3 * 16 * 16)
 
 
+def weights_in_a_scan(ws, x):
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0]
+
+
+def weights_in_jitted_calls(ws, x):
+    for w in ws:
+        x = jax.jit(lambda h, w: jnp.tanh(h @ w))(x, w)
+    return x
+
+
+def weights_unrolled(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize(
+    "fn", [weights_unrolled, weights_in_jitted_calls, weights_in_a_scan]
+)
+def test_copies_of_weights_are_told_apart_from_activations(fn, batch):
+    weights = f32(3, 16, 16) if fn is weights_in_a_scan else [f32(16, 16)] * 3
+    report, small = (explained(fn, weights, f32(size, 16)) for size in (batch, 1))
+    total = report.total
+    # Three weights and x, which three products read. A carry of a loop is no argument.
+    numbers = 3 * 16 * 16 + (0 if fn is weights_in_a_scan else batch * 16)
+    assert (total.copies, total.copies_without) == (2 * numbers, 0)
+    assert (report.arguments, report.arguments_without) == (0, 4 * numbers)
+    kept, kept_without = total.saved - total.copies, total.saved_without
+    assert 0 < kept <= kept_without / 2
+    assert kept == batch * (small.total.saved - small.total.copies)
+    # The ratio is that of activations: it does not depend on the batch.
+    ratio = f"({kept / kept_without:.2f}x), and of arguments "
+    assert ratio in report.summary and ratio in small.summary
+    assert amp.Report.from_json(report.to_json()) == report
+
+
+def test_copies_of_weights_that_are_stored_in_half_are_those_of_the_program_in_f32():
+    w, x = jax.ShapeDtypeStruct((16, 16), jnp.bfloat16), f32(4, 16)
+    stored = "p=bf16,c=bf16,o=f32"
+    report = explained(lambda w, x: jnp.sin(x @ w), w, x, policy=stored)
+    total = report.total
+    # Kept as it is; in f32 it is a copy.
+    assert report.arguments == 2 * 16 * 16
+    assert total.copies == 2 * 4 * 16
+    assert total.copies_without == 4 * 16 * 16
+    assert report.arguments_without == 4 * 4 * 16
+
+
 def test_bytes_are_told_of_the_module_that_keeps_them():
     @jax.jit
     def block(x, w):
