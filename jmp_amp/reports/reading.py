@@ -128,10 +128,10 @@ def read_saved(call: PlannedCall, equations: Sequence[Equation]) -> SavedBytes:
     sizes = [_modules_of(each, equations) for each in (*made, *copies)]
     paths = dict.fromkeys(path for each in sizes for path in each)
     saved = tuple(Saved(path, *(each.get(path, 0) for each in sizes)) for path in paths)
-    arguments = (
+    arguments, arguments_without = (
         sum(each.size for each in found if not each.makers) for found in residuals
     )
-    return SavedBytes(saved, *arguments)
+    return SavedBytes(saved, arguments, arguments_without)
 
 
 def _modules_of(
