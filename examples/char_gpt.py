@@ -225,7 +225,7 @@ def sample(
     model: Model = MODEL,
 ) -> str:
     """Returns the text after the prompt; at temperature 0, the likeliest characters."""
-    apply = amp.autocast(model.apply, policy_for(policy))
+    apply: Callable[..., Any] = amp.autocast(model.apply, policy_for(policy))
     begun, end = len(PROMPT), len(PROMPT) + length
     # Longer than the text, which may be shorter than a window.
     written = np.zeros(end + model.context, np.int32)

@@ -111,7 +111,7 @@ def digits_task() -> Task:
 
     @functools.partial(jax.jit, static_argnums=0)
     def validate(policy: amp.Policy, params: Any, batch_stats: Any) -> Any:
-        apply = amp.autocast(train_digits.CNN().apply, policy)
+        apply: Callable[..., Any] = amp.autocast(train_digits.CNN().apply, policy)
         variables = {"params": params, "batch_stats": batch_stats}
         return loss_and_accuracy(
             apply(variables, test["image"], train=False), test["label"]
@@ -146,7 +146,7 @@ def gpt_task(model: char_gpt.Model = char_gpt.MODEL) -> Task:
         _, held_out = char_gpt.tokens()
         starts = np.arange(0, len(held_out) - model.context, model.context)[:, None]
         windows = held_out[starts + np.arange(model.context + 1)]
-        apply = amp.autocast(model.apply, policy)
+        apply: Callable[..., Any] = amp.autocast(model.apply, policy)
         logits = apply({"params": params}, windows[:, :-1])
         return loss_and_accuracy(logits, windows[:, 1:])
 

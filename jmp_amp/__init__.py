@@ -38,47 +38,93 @@ Example:
   (Array([ 0.25, -0.25], dtype=float32), Array(0.25, dtype=float32))
 """
 
-from jmp_amp import jmp as jmp
-from jmp_amp import plots as plots
-from jmp_amp.policies.casting import cast_floating as cast_floating
-from jmp_amp.policies.casting import cast_to_full as cast_to_full
-from jmp_amp.policies.casting import cast_to_half as cast_to_half
-from jmp_amp.policies.dtypes import half_dtype as half_dtype
-from jmp_amp.policies.patterns import ModuleInfo as ModuleInfo
-from jmp_amp.policies.policy import Policy as Policy
-from jmp_amp.policies.policy import get_policy as get_policy
-from jmp_amp.policies.policy_map import PolicyMap as PolicyMap
-from jmp_amp.recipes.recipes import Recipe as Recipe
-from jmp_amp.recipes.recipes import recipe as recipe
-from jmp_amp.reports.report import Report as Report
-from jmp_amp.reports.report import explain as explain
-from jmp_amp.training.checkpoints import export_opt_state as export_opt_state
-from jmp_amp.training.checkpoints import export_params as export_params
-from jmp_amp.training.checkpoints import import_opt_state as import_opt_state
-from jmp_amp.training.finite import all_finite as all_finite
-from jmp_amp.training.finite import select_tree as select_tree
-from jmp_amp.training.gradients import grad as grad
-from jmp_amp.training.gradients import value_and_grad as value_and_grad
-from jmp_amp.training.loss_scale import LossScale as LossScale
-from jmp_amp.training.loss_scale import dynamic_loss_scale as dynamic_loss_scale
-from jmp_amp.training.loss_scale import no_loss_scale as no_loss_scale
-from jmp_amp.training.loss_scale import static_loss_scale as static_loss_scale
-from jmp_amp.training.optimizers import with_loss_scale as with_loss_scale
-from jmp_amp.training.parameters import cast_params as cast_params
-from jmp_amp.training.presets import loss_scale_from_torch as loss_scale_from_torch
-from jmp_amp.training.presets import loss_scale_preset as loss_scale_preset
-from jmp_amp.training.presets import loss_scale_to_torch as loss_scale_to_torch
-from jmp_amp.training.states import check_scale as check_scale
-from jmp_amp.training.states import keep_if_finite as keep_if_finite
-from jmp_amp.training.states import last_step_finite as last_step_finite
-from jmp_amp.training.states import loss_scale_of as loss_scale_of
-from jmp_amp.training.states import metrics as metrics
-from jmp_amp.training.weights import with_kahan as with_kahan
-from jmp_amp.training.weights import with_master_weights as with_master_weights
-from jmp_amp.training.weights import (
-    with_stochastic_rounding as with_stochastic_rounding,
-)
-from jmp_amp.transform.interpreter import autocast as autocast
-from jmp_amp.transform.markers import cast_inputs as cast_inputs
-from jmp_amp.transform.markers import full_precision as full_precision
-from jmp_amp.transform.markers import with_policy as with_policy
+import importlib
+from typing import TYPE_CHECKING
+
+# For type checkers. At run time a room is imported when one of its names is first used.
+if TYPE_CHECKING:
+    from jmp_amp import jmp as jmp
+    from jmp_amp import plots as plots
+    from jmp_amp.policies.casting import cast_floating as cast_floating
+    from jmp_amp.policies.casting import cast_to_full as cast_to_full
+    from jmp_amp.policies.casting import cast_to_half as cast_to_half
+    from jmp_amp.policies.dtypes import half_dtype as half_dtype
+    from jmp_amp.policies.patterns import ModuleInfo as ModuleInfo
+    from jmp_amp.policies.policy import Policy as Policy
+    from jmp_amp.policies.policy import get_policy as get_policy
+    from jmp_amp.policies.policy_map import PolicyMap as PolicyMap
+    from jmp_amp.recipes.recipes import Recipe as Recipe
+    from jmp_amp.recipes.recipes import recipe as recipe
+    from jmp_amp.reports.report import Report as Report
+    from jmp_amp.reports.report import explain as explain
+    from jmp_amp.training.checkpoints import export_opt_state as export_opt_state
+    from jmp_amp.training.checkpoints import export_params as export_params
+    from jmp_amp.training.checkpoints import import_opt_state as import_opt_state
+    from jmp_amp.training.finite import all_finite as all_finite
+    from jmp_amp.training.finite import select_tree as select_tree
+    from jmp_amp.training.gradients import grad as grad
+    from jmp_amp.training.gradients import value_and_grad as value_and_grad
+    from jmp_amp.training.loss_scale import LossScale as LossScale
+    from jmp_amp.training.loss_scale import dynamic_loss_scale as dynamic_loss_scale
+    from jmp_amp.training.loss_scale import no_loss_scale as no_loss_scale
+    from jmp_amp.training.loss_scale import static_loss_scale as static_loss_scale
+    from jmp_amp.training.optimizers import with_loss_scale as with_loss_scale
+    from jmp_amp.training.parameters import cast_params as cast_params
+    from jmp_amp.training.presets import loss_scale_from_torch as loss_scale_from_torch
+    from jmp_amp.training.presets import loss_scale_preset as loss_scale_preset
+    from jmp_amp.training.presets import loss_scale_to_torch as loss_scale_to_torch
+    from jmp_amp.training.states import check_scale as check_scale
+    from jmp_amp.training.states import keep_if_finite as keep_if_finite
+    from jmp_amp.training.states import last_step_finite as last_step_finite
+    from jmp_amp.training.states import loss_scale_of as loss_scale_of
+    from jmp_amp.training.states import metrics as metrics
+    from jmp_amp.training.weights import with_kahan as with_kahan
+    from jmp_amp.training.weights import with_master_weights as with_master_weights
+    from jmp_amp.training.weights import (
+        with_stochastic_rounding as with_stochastic_rounding,
+    )
+    from jmp_amp.transform.interpreter import autocast as autocast
+    from jmp_amp.transform.markers import cast_inputs as cast_inputs
+    from jmp_amp.transform.markers import full_precision as full_precision
+    from jmp_amp.transform.markers import with_policy as with_policy
+
+# The names that each room has; those without a room are rooms themselves.
+_NAMES = {
+    "": "jmp plots",
+    "policies.casting": "cast_floating cast_to_full cast_to_half",
+    "policies.dtypes": "half_dtype",
+    "policies.patterns": "ModuleInfo",
+    "policies.policy": "Policy get_policy",
+    "policies.policy_map": "PolicyMap",
+    "recipes.recipes": "Recipe recipe",
+    "reports.report": "Report explain",
+    "training.checkpoints": "export_opt_state export_params import_opt_state",
+    "training.finite": "all_finite select_tree",
+    "training.gradients": "grad value_and_grad",
+    "training.loss_scale": "LossScale dynamic_loss_scale no_loss_scale "
+    "static_loss_scale",
+    "training.optimizers": "with_loss_scale",
+    "training.parameters": "cast_params",
+    "training.presets": "loss_scale_from_torch loss_scale_preset loss_scale_to_torch",
+    "training.states": "check_scale keep_if_finite last_step_finite loss_scale_of "
+    "metrics",
+    "training.weights": "with_kahan with_master_weights with_stochastic_rounding",
+    "transform.interpreter": "autocast",
+    "transform.markers": "cast_inputs full_precision with_policy",
+}
+_ROOMS = {name: room for room, names in _NAMES.items() for name in names.split()}
+__all__ = list(_ROOMS)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    room = _ROOMS[name]
+    module = importlib.import_module(f"{__name__}.{room or name}")
+    value = getattr(module, name) if room else module
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -13,21 +13,27 @@ import jmp_amp as amp
 # A room imports from the wings before its own, and from the rows of its own wing that
 # are above its own row.
 WINGS = {
-    "policies": (("dtypes", "patterns"), ("policy", "casting"), ("policy_map",)),
+    "policies": (
+        ("dtypes", "patterns", "flags"),
+        ("policy", "casting"),
+        ("policy_map",),
+    ),
     "plan": (
         ("jaxprs", "operations", "regions"),
         ("constants", "rules"),
         ("values", "rewriting"),
-        ("modes", "f32_results", "picks"),
+        ("modes", "f32_results", "picks", "sources", "indices"),
         ("rewrites",),
         ("decisions",),
+        ("flows",),
+        ("solvers",),
         ("origins",),
         ("consumers", "plan"),
         ("islands", "walk", "watch"),
         ("planner",),
     ),
     "transform": (
-        ("scopes", "closures"),
+        ("scopes", "closures", "refusals", "successors"),
         ("nnx_modules",),
         ("linen_modules",),
         ("markers", "calls"),
@@ -59,8 +65,8 @@ MODULES = sorted(
 )
 EXPORTS = {
     name: value
-    for name, value in vars(amp).items()
-    if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    for name, value in ((name, getattr(amp, name)) for name in amp.__all__)
+    if not isinstance(value, types.ModuleType)
 }
 
 each_module = pytest.mark.parametrize("module", MODULES)

@@ -15,12 +15,14 @@ from typing import NamedTuple
 import numpy as np
 
 from jmp_amp.plan import jaxprs, modes
+from jmp_amp.plan.decisions import is_move
+from jmp_amp.plan.flows import Flow, Step, carry_dtype
 from jmp_amp.plan.jaxprs import Atom, Eqn, Literal, Var
 from jmp_amp.plan.modes import Demand, Mode, demand_of
-from jmp_amp.plan.origins import Flow, Step, carry_dtype
+from jmp_amp.plan.operations import Kind, OpClass, kind_of
 from jmp_amp.plan.regions import Region
-from jmp_amp.plan.values import Known, Origin
-from jmp_amp.policies.dtypes import is_half
+from jmp_amp.plan.values import Known, Origin, Trait
+from jmp_amp.policies.dtypes import F16, F32, is_half
 
 
 class Use(NamedTuple):
@@ -92,7 +94,7 @@ class Consumers:
             if isinstance(atom, Literal):
                 return
             demand = wanted.demand
-            if demand == Demand.F32 and _takes_half(flow.known[atom], region):
+            if demand.dtypes == Demand.F32 and _takes_half(flow.known[atom], region):
                 demand = demand_of(region.policy.output_dtype)
             before = used.get(atom)
             if before is None:
@@ -119,9 +121,7 @@ class Consumers:
 
     def _bodies(self, eqn: Eqn, step: Step, flow: Flow, results: Uses) -> Outcome:
         carried = jaxprs.carried(eqn)
-        carry = {
-            i: demand_of(carry_dtype(step.views[i], eqn.invars[i])) for i in carried
-        }
+        carry = {i: _carry_demand(step.views[i], eqn.invars[i]) for i in carried}
         outputs = tuple(
             result._replace(demand=demand)
             for result, demand in zip(results, carry.values(), strict=False)
@@ -141,7 +141,7 @@ class Consumers:
             operands[i] = operands[i]._replace(repeatedly=True)
         for i, demand in carry.items():
             # It is cast before the loop, however often the turns read it.
-            operands[i] = Use(demand)
+            operands[i] = Use(demand.dtypes)
         reason = "a loop" if carried else "a call: its body is planned"
         return Outcome(Mode.CALL, None, reason, tuple(operands), bodies=bodies)
 
@@ -164,9 +164,35 @@ def _taken(eqn: Eqn, step: Step, results: Uses) -> Outcome:
         reason = option.reason
         if option.dtype is not None:
             mode, dtype = Mode.IN_DTYPE, option.dtype
+    if readers == Demand.AS_IS and is_move(eqn) and len(eqn.invars) == 1:
+        return Outcome(Mode.PASSED_ON, None, reason, (Use(readers),))
     asked = modes.asked(mode, dtype, eqn)
+    if readers == Demand.AS_IS and dtype == F32:
+        asked = tuple(each and Demand.AS_IS for each in asked)
+    elif dtype == F32 and decision.rule.op_class is OpClass.FOLLOW:
+        kept = readers & Demand.KEPT
+        asked = tuple(
+            each | kept if each and _hands_on_kept(eqn, view) else each
+            for each, view in zip(asked, step.views, strict=True)
+        )
     store = None if option is None else option.store
     return Outcome(mode, dtype, reason, tuple(map(Use, asked)), store)
+
+
+def _carry_demand(known: Known, atom: Atom) -> Demand:
+    demand = demand_of(carry_dtype(known, atom))
+    return demand | Demand.CARRIED if demand == Demand.F32 else demand
+
+
+def _hands_on_kept(eqn: Eqn, operand: Known) -> bool:
+    """Whether an operand of a kept result is kept as well.
+
+    The elements of a move or a selection are those of its operands. An argument that
+    comes back after additions is kept in all of them.
+    """
+    kind = kind_of(eqn.primitive.name)
+    exact = is_move(eqn) or kind in (Kind.MOVE, Kind.SELECTION)
+    return exact or Trait.SUMS_ARGUMENT in operand.traits
 
 
 def _read_every_turn(eqn: Eqn, flow: Flow) -> Sequence[int]:
@@ -191,12 +217,16 @@ def _takes_half(known: Known, region: Region) -> bool:
     """Whether a value that enters `region` is rounded to half precision first.
 
     A norm hands on half precision, and takes it too: the values that it normalises are
-    not kept in f32 for its sake. Its parameters and statistics are.
+    not kept in f32 for its sake, and nor is a dear value that is saved for the backward
+    pass. In f16 such a value may be out of range. Its parameters and statistics are
+    f32.
     """
     enters = known.region.path != region.path and known.region.holds(region)
+    half = region.policy.output_dtype
+    saved = Trait.SAVED_IN_F32 in known.traits and half != F16
     return (
         enters
-        and is_half(region.policy.output_dtype)
-        and known.origin != Origin.FULL
+        and is_half(half)
+        and (known.origin != Origin.FULL or saved)
         and not known.is_parameter
     )

@@ -27,7 +27,9 @@ class Option:
     """How an equation runs instead, if a condition on its consumers holds.
 
     Attributes:
-      readers: the condition: consumers read the results in exactly these dtypes.
+      readers: the condition: consumers read the results in exactly these dtypes. With
+        `Demand.KEPT`: one of them keeps the results in this way; with `Demand.AS_IS`:
+        only comparisons read them.
       reason: why, in words.
       dtype: the dtype to compute in; None leaves the computation as decided.
       store: the dtype to keep the results in; None keeps that of the computation.
@@ -39,6 +41,14 @@ class Option:
     dtype: np.dtype | None = None
     store: np.dtype | None = None
     once: bool = False
+
+    def holds(self, readers: Demand, once: bool) -> bool:
+        """Whether the condition holds, see `Decision.option`."""
+        if self.readers & Demand.KEPT:
+            return bool(self.readers & readers)
+        if self.readers is not Demand.AS_IS:
+            readers = readers.dtypes
+        return readers == self.readers and (once or not self.once)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +62,8 @@ class Decision:
       reason: why, in words.
       result: what is known of the results.
       options: alternatives; the first whose condition on the consumers holds is taken.
+      of: for each operand, whether the results count as made of it; a parameter that
+        is added to an activation does not.
       rewrite: how it is bound, if not as traced.
       saturate: constants that overflow become the largest finite value.
     """
@@ -62,6 +74,7 @@ class Decision:
     reason: str
     result: Known
     options: tuple[Option, ...] = ()
+    of: tuple[bool, ...] = ()
     rewrite: Rewrite | None = None
     saturate: bool = False
 
@@ -73,7 +86,11 @@ class Decision:
           once: whether each of them is read at most once.
         """
         for option in self.options:
-            if option.readers == readers and (once or not option.once):
+            # A comparison may look for the constant.
+            saturates = self.saturate and option.dtype not in (None, F32)
+            if option.holds(readers, once) and not (
+                saturates and Demand.AS_IS in readers
+            ):
                 return option
         return None
 
@@ -89,6 +106,8 @@ class _Equation:
       operands: what is known of its floating operands, and of a fill value.
       views: what is known of all its operands.
       makers: the equation that made each variable of the body so far.
+      sources: the inputs of the body that each operand is made of, see `sources`.
+      is_index: whether a result becomes an index.
     """
 
     eqn: Eqn
@@ -97,6 +116,8 @@ class _Equation:
     operands: tuple[Known, ...]
     views: Sequence[Known]
     makers: Mapping[Var, Eqn]
+    sources: Sequence[int]
+    is_index: bool
 
     @property
     def name(self) -> str:
@@ -141,6 +162,8 @@ def decide(
     region: Region,
     views: Sequence[Known],
     makers: Mapping[Var, Eqn],
+    sources: Sequence[int],
+    is_index: bool,
 ) -> Decision:
     """Returns the decision for `eqn`, which calls nothing.
 
@@ -150,12 +173,14 @@ def decide(
       region: the policy scope that it is in.
       views: what it sees of each of its operands.
       makers: the equation that made each variable of the body so far.
+      sources: the inputs of the body that each of its operands is made of.
+      is_index: whether a result becomes an index.
     """
     operands = [v for v, a in zip(views, eqn.invars, strict=True) if is_inexact(a)]
     fill = constants.bounds_of_fill(eqn)
     if fill is not None:
         operands.append(Known(Origin.FREE, fill, region))
-    at = _Equation(eqn, rule, region, tuple(operands), views, makers)
+    at = _Equation(eqn, rule, region, tuple(operands), views, makers, sources, is_index)
     if rule.op_class is OpClass.FOLLOW and role_of(at.name) is Role.HANDS_ON:
         return at.decision(Mode.PASSED_ON, None, "hands on what it gets", Origin.FREE)
     rewrite = next((r for r in REWRITES if r.applies(eqn, rule, at.half)), None)
@@ -166,7 +191,9 @@ def decide(
     traits = frozenset(_traits(at, made, saved or falls))
     result = made.result._replace(bounds=_limits(at, made), traits=traits)
     options = tuple(_options(at, made, result, saved, falls))
-    return dataclasses.replace(made, result=result, options=options)
+    return dataclasses.replace(
+        made, result=result, options=options, of=_made_of(at, made)
+    )
 
 
 def is_move(eqn: Eqn) -> bool:
@@ -219,7 +246,8 @@ def _low(at: _Equation, rewrite: Rewrite | None) -> Decision:
         return at.decision(
             Mode.IN_DTYPE, low, "the policy computes in f32", Origin.FULL
         )
-    return at.decision(Mode.IN_DTYPE, low, at.rule.reason, Origin.LOW)
+    saturate = any(Trait.OVERSIZED in v.traits for v in at.operands)
+    return at.decision(Mode.IN_DTYPE, low, at.rule.reason, Origin.LOW, saturate)
 
 
 def _follow(at: _Equation) -> Decision:
@@ -239,13 +267,73 @@ def _follow(at: _Equation) -> Decision:
         return at.decision(
             Mode.IN_DTYPE, low, "the policy computes in f32", Origin.FULL
         )
-    if misfit is None:
-        return at.decision(Mode.IN_DTYPE, low, "follows its operands", Origin.LOW)
-    chooses = role_of(at.name) is Role.CHOOSES
-    if chooses and unfit(at.operands, low, "vanishes") is None:
-        reason = f"{misfit}, so it saturates"
-        return at.decision(Mode.IN_DTYPE, low, reason, Origin.LOW, saturate=True)
-    return at.decision(Mode.IN_DTYPE, F32, misfit, Origin.FULL)
+    if misfit is not None:
+        # Beside half readers alone it saturates, see `_options`.
+        saturate = (
+            role_of(at.name) is Role.CHOOSES
+            and unfit(at.operands, low, "vanishes") is None
+        )
+        return at.decision(Mode.IN_DTYPE, F32, misfit, Origin.FULL, saturate)
+    kept = _keeps_digits(at)
+    if kept is not None:
+        return at.decision(Mode.IN_DTYPE, F32, kept, Origin.FULL)
+    return at.decision(Mode.IN_DTYPE, low, "follows its operands", Origin.LOW)
+
+
+def _keeps_digits(at: _Equation) -> str | None:
+    """Returns why an operation on half values computes in f32 all the same, or None.
+
+    An argument is a state if what is added to it is made of it, and a parameter such as
+    a bias if it is not. A parameter is never subtracted from an activation of its size.
+    """
+    if at.is_index:
+        return "becomes an index"
+    if role_of(at.name) not in (Role.ADDS, Role.SUBTRACTS):
+        return None
+    for i, j in ((0, 1), (1, 0)):
+        value, other = at.views[i], at.views[j]
+        if not _is_argument(value, at.eqn.invars[i]) or other.origin == Origin.FREE:
+            continue
+        looked_up = Trait.LOOKED_UP in value.traits
+        if not looked_up and (
+            Trait.STATE in value.traits or at.sources[i] & at.sources[j]
+        ):
+            return "a state: what is added to it is made of it"
+        subtracts = role_of(at.name) is Role.SUBTRACTS
+        if subtracts and not _is_broadcast(at.eqn.invars[i], at):
+            return "an argument keeps its digits in a difference"
+    return None
+
+
+def _is_argument(value: Known, atom: Atom) -> bool:
+    """Whether a value is an f32 argument, or computed from arguments alone."""
+    return (
+        value.origin == Origin.FREE
+        and not value.is_constant
+        and castable(atom)
+        and aval_of(atom).dtype == F32
+    )
+
+
+def _is_broadcast(atom: Atom, at: _Equation) -> bool:
+    """Whether a value is smaller than the result, or a smaller one broadcast."""
+    size = aval_of(at.eqn.outvars[0]).size
+    while aval_of(atom).size == size:
+        eqn = None if isinstance(atom, Literal) else at.makers.get(atom)
+        if eqn is None or not is_move(eqn):
+            return False
+        atom = eqn.invars[0]
+    return aval_of(atom).size < size
+
+
+def _made_of(at: _Equation, made: Decision) -> tuple[bool, ...]:
+    """Returns, for each operand, whether the results count as made of it."""
+    adds = role_of(at.name) in (Role.ADDS, Role.SUBTRACTS)
+    if adds and made.result.origin != Origin.FREE and _keeps_digits(at) is None:
+        return tuple(v.origin != Origin.FREE for v in at.views)
+    if adds and any(Trait.LOOKED_UP in v.traits for v in at.views):
+        return tuple(Trait.LOOKED_UP in v.traits for v in at.views)
+    return (True,) * len(at.views)
 
 
 def _convert(at: _Equation) -> Decision:
@@ -283,10 +371,38 @@ def _traits(at: _Equation, made: Decision, saved: bool) -> Iterator[Trait]:
         and any(v.is_parameter for v in at.operands)
     ):
         yield Trait.PARAMETER
+    if made.result.origin == Origin.FREE and (
+        role_of(at.name) is Role.LOOKS_UP
+        or any(Trait.LOOKED_UP in v.traits for v in at.operands)
+    ):
+        yield Trait.LOOKED_UP
+    if made.result.origin == Origin.FREE:
+        if any(Trait.STATE in v.traits for v in at.operands):
+            yield Trait.STATE
+    elif made.rule.op_class is OpClass.FOLLOW and _sums_argument(at):
+        yield Trait.SUMS_ARGUMENT
+    exact = is_move(at.eqn) or kind_of(at.name) is Kind.SELECTION
+    oversized = any(Trait.OVERSIZED in v.traits for v in at.operands)
+    if made.rule.op_class is OpClass.FOLLOW and (
+        made.saturate or (exact and oversized)
+    ):
+        yield Trait.OVERSIZED
     if _is_worth_f32(at, made):
         yield Trait.WORTH_F32
     if saved:
         yield Trait.SAVED_IN_F32
+
+
+def _sums_argument(at: _Equation) -> bool:
+    """Whether an argument, or a sum that it began, is a term of the result."""
+    if any(Trait.SUMS_ARGUMENT in v.traits for v in at.views):
+        return True
+    return role_of(at.name) in (Role.ADDS, Role.SUBTRACTS) and any(
+        _is_argument(value, atom)
+        and Trait.LOOKED_UP not in value.traits
+        and not _is_broadcast(atom, at)
+        for value, atom in zip(at.views, at.eqn.invars, strict=True)
+    )
 
 
 def _is_worth_f32(at: _Equation, made: Decision) -> bool:
@@ -299,17 +415,26 @@ def _is_worth_f32(at: _Equation, made: Decision) -> bool:
         return False
     moving = at.activations
     shared = any(v.is_shared for v in moving)
-    if role_of(at.name) is Role.LOOKS_UP and not shared:
-        # In f32 only to sum gradients in f32: the lookup is written to memory.
+    if role_of(at.name) is Role.LOOKS_UP and (not shared or _grows(at.eqn)):
+        # In f32 only to sum gradients in f32: the lookup is written to memory. The
+        # nodes of a graph that its edges look up are written once for each edge.
         return False
-    if role_of(at.name) is Role.ADDS and len(moving) == len(at.operands):
-        # The derivative of an f32 reader saves the sum, or both terms.
+    if role_of(at.name) is Role.ADDS and all(
+        v.origin != Origin.FREE or Trait.LOOKED_UP in v.traits for v in at.operands
+    ):
+        # The derivative of an f32 reader saves the sum, or both terms. A parameter is
+        # there anyway.
         return False
     if is_move(at.eqn) or kind_of(at.name) is Kind.SELECTION:
         # An exact operation may be cast after as well as before, unless the maker of
         # its operand is worth f32, or another consumer needs the cast.
         return shared or any(Trait.WORTH_F32 in v.traits for v in moving)
     return True
+
+
+def _grows(eqn: Eqn) -> bool:
+    """Whether the results are larger than the first operand."""
+    return sum(aval_of(v).size for v in eqn.outvars) > aval_of(eqn.invars[0]).size
 
 
 def _is_saved_in_f32(at: _Equation, made: Decision) -> bool:
@@ -330,11 +455,14 @@ def _may_fall(at: _Equation, made: Decision) -> bool:
 
     Values that are saved in f32 may be cast, and so may the values that a parameter
     scales in the last step of a norm: else the gradient of that step is kept in f32.
+    So may the sums that a half-precision value gates, such as the output of a state
+    space model: the gradient of the gate needs them, and nobody adds them up again.
     In f16 a value must be in range: a sum that overflows may become a mean.
     """
     low = at.half
     if not (
         is_half(low)
+        and _keeps_digits(at) is None
         and at.rule.op_class is OpClass.FOLLOW
         and not jaxprs.is_conversion(at.eqn)
         and made.dtype == F32
@@ -347,6 +475,8 @@ def _may_fall(at: _Equation, made: Decision) -> bool:
     if all(Trait.SAVED_IN_F32 in v.traits for v in full):
         scales = role in (Role.MULTIPLIES, Role.DIVIDES)
         return low != F16 or not (scales and len(at.activations) < len(at.operands))
+    if role is Role.MULTIPLIES and low != F16 and _gates_a_sum(at):
+        return True
     return (
         role is Role.MULTIPLIES
         and any(v.is_parameter for v in at.operands)
@@ -367,11 +497,18 @@ def _options(
       falls: whether f32 operands may be cast to half before it.
     """
     low = at.half
+    follows = made.rule.op_class is OpClass.FOLLOW and made.mode is Mode.IN_DTYPE
+    if follows and made.result.origin == Origin.LOW:
+        yield Option(Demand.RETURNED, "returned in f32", F32)
+        yield Option(Demand.CARRIED, "kept over the turns of a loop", F32)
+        yield Option(Demand.AS_IS, "only comparisons read it", F32)
     if Trait.WORTH_F32 in result.traits:
         yield Option(Demand.F32, "only f32 operations read it", F32)
     if not is_half(low):
         return
     half = demand_of(low)
+    if made.saturate:
+        yield Option(half, f"{made.reason}, so it saturates", low)
     if falls:
         yield Option(half, "only half precision reads it", low)
     free = result.origin == Origin.FREE and bool(at.operands)
@@ -416,6 +553,19 @@ def _is_normalized(atom: Atom, at: _Equation) -> bool:
         and role_of(eqn.primitive.name) is Role.MULTIPLIES
         and any(_maker_role(v, at) is Role.NORMALIZES for v in eqn.invars)
     )
+
+
+def _gates_a_sum(at: _Equation) -> bool:
+    """Whether half-precision values gate sums: one for each, none is broadcast."""
+    origins = [v.origin for v in at.views]
+    if sorted(origins) != [Origin.LOW, Origin.FULL]:
+        return False
+    atom = at.eqn.invars[origins.index(Origin.FULL)]
+    made = _maker(atom, at)
+    if made is None or aval_of(atom).size != aval_of(made.outvars[0]).size:
+        return False
+    terms = made.invars if role_of(made.primitive.name) is Role.ADDS else (atom,)
+    return any(_maker_role(v, at) is Role.SUMS for v in terms)
 
 
 def _maker(atom: Atom, at: _Equation) -> Eqn | None:

@@ -18,12 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from jmp_amp.plan import jaxprs
+from jmp_amp.plan.flows import Flow
 from jmp_amp.plan.jaxprs import Eqn, Jaxpr, Var, aval_of, variables
 from jmp_amp.plan.modes import Dtypes
 from jmp_amp.plan.operations import OPERATIONS, Kind, Saves, is_cheap, kind_of
-from jmp_amp.plan.origins import Flow
 from jmp_amp.plan.plan import EquationPlan, Island
-from jmp_amp.plan.values import Origin
+from jmp_amp.plan.values import Origin, may_round
 from jmp_amp.policies.dtypes import F32, is_half
 
 
@@ -216,7 +216,9 @@ class _Body:
 
         def leaving(v: Var) -> np.dtype | None:
             dtypes = outside[v]
-            return next(iter(dtypes)) if len(dtypes) == 1 else self.held[v]
+            if len(dtypes) > 1 or not may_round(self.flow.known[v]):
+                return self.held[v]
+            return next(iter(dtypes))
 
         return Island(
             tuple(members),

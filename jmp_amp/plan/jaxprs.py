@@ -379,6 +379,39 @@ def is_fixed(eqn: Eqn) -> bool:
     )
 
 
+def asks_for_digits(eqn: Eqn) -> str | None:
+    """Returns `precision=HIGH` or `HIGHEST` if the product `eqn` asks for it, or None.
+
+    `jax.default_matmul_precision` around the program is no wish of a product.
+    """
+    precision = eqn.params.get("precision")
+    if not isinstance(precision, tuple):
+        return None
+    ambient = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
+    for each in (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGH):
+        if each in precision and not (ambient and _precision(ambient) == each):
+            return f"precision={each.name}"
+    return None
+
+
+def _precision(name: str) -> jax.lax.Precision | None:
+    try:
+        return jax.lax.Precision(name)
+    except ValueError:
+        return None  # a dot algorithm
+
+
+def is_sum_of_products(eqn: Eqn) -> bool:
+    """Whether no dimension of the operands of a product is free, as in `vdot`."""
+    if eqn.primitive is not primitives.dot_general_p:
+        return False
+    contracting, batch = eqn.params["dimension_numbers"]
+    return all(
+        aval_of(operand).ndim == len(contracting[i]) + len(batch[i])
+        for i, operand in enumerate(eqn.invars)
+    )
+
+
 def sums_half_in_f32(eqn: Eqn) -> bool:
     """Whether `eqn` is a product of half operands that asks for an f32 result."""
     arrays = [aval_of(v) for v in eqn.invars if isinstance(v.aval, ShapedArray)]

@@ -31,12 +31,23 @@ class Mode(enum.Enum):
 
 
 class Demand(enum.IntFlag):
-    """The dtypes in which consumers read a value; `AS_HELD` asks for none."""
+    """How consumers read a value: in which dtypes, and who keeps it."""
 
     NONE = 0
     F16 = 1
     BF16 = 2
     F32 = 4
+    # A comparison reads it in the dtype that it has.
+    AS_IS = 8
+    # The program returns it in f32; a loop hands it to the next turn in f32.
+    RETURNED = 16
+    CARRIED = 32
+    KEPT = RETURNED | CARRIED
+
+    @property
+    def dtypes(self) -> Demand:
+        """The dtypes alone."""
+        return self & (Demand.F16 | Demand.BF16 | Demand.F32)
 
 
 _DEMANDS = {None: Demand.NONE, F16: Demand.F16, BF16: Demand.BF16, F32: Demand.F32}
@@ -50,8 +61,11 @@ def demand_of(dtype: np.dtype | None) -> Demand:
 def asked(mode: Mode, dtype: np.dtype | None, eqn: Eqn) -> tuple[Demand, ...]:
     """Returns the demand on each operand; `PASSED_ON` hands on that on its result."""
     assert mode is not Mode.PASSED_ON
-    if mode in (Mode.CONVERSION, Mode.AS_HELD):
+    if mode is Mode.CONVERSION:
         return (Demand.NONE,) * len(eqn.invars)
+    if mode is Mode.AS_HELD:
+        floats = map(castable, eqn.invars)
+        return tuple(Demand.AS_IS if each else Demand.NONE for each in floats)
     traced = map(traced_dtype, eqn.invars)
     return tuple(demand_of(each and (dtype or each)) for each in traced)
 

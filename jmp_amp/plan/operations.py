@@ -61,12 +61,14 @@ class Role(enum.Enum):
     """A part that an operation plays in patterns that the plan looks for."""
 
     ADDS = "adds two terms"
+    SUBTRACTS = "subtracts one term from another"
     MULTIPLIES = "multiplies two factors"
     DIVIDES = "divides by a factor"
     NORMALIZES = "makes the factor of a norm"
     SUMS = "makes one number of many, which may overflow"
     CHOOSES = "chooses between values, such as a mask's"
     LOOKS_UP = "writes what it looks up to memory"
+    COUNTS = "makes a whole number, such as an index"
     HANDS_ON = "each result is one operand: nothing joins their dtypes"
 
 
@@ -280,7 +282,7 @@ GROUPS = (
         "[torch] in no list: promotes to the widest operand",
         (
             Row("add", CHEAP, NOTHING, np.add, Role.ADDS),
-            Row("sub", CHEAP, NOTHING, np.subtract),
+            Row("sub", CHEAP, NOTHING, np.subtract, Role.SUBTRACTS),
             Row("mul", CHEAP, OPERANDS, np.multiply, Role.MULTIPLIES),
             Row("div", CHEAP, OPERANDS, np.divide, Role.DIVIDES),
             *_named(CHEAP, OPERANDS, "rem integer_pow one_minus_square"),
@@ -294,7 +296,10 @@ GROUPS = (
             Row("erf", CHEAP, OPERANDS, (-1.0, 1.0)),
             *_named(CHEAP, OPERANDS, "atan erfc"),
             Row("sign", CHEAP, NOTHING, (-1.0, 1.0)),
-            *_named(CHEAP, NOTHING, "add_any floor ceil round convert_element_type"),
+            Row("floor", CHEAP, NOTHING, role=Role.COUNTS),
+            Row("ceil", CHEAP, NOTHING, role=Role.COUNTS),
+            Row("round", CHEAP, NOTHING, role=Role.COUNTS),
+            *_named(CHEAP, NOTHING, "add_any convert_element_type"),
             # It reads nothing: there is nothing to keep in its place.
             Row("iota", BOUND, NOTHING),
         ),

@@ -1,24 +1,28 @@
 """The first pass of the plan: where do values come from?
 
 A *flow* records, for every value of a body, where it comes from, and for every equation
-a decision. Consumers are not looked at yet. Bodies of calls and branches are followed
-with what is known of their operands; a loop's carry is settled by fixpoint.
+a decision. Consumers are not looked at yet, but for values that become an index. Bodies
+of calls and branches are followed with what is known of their operands; a loop's carry
+is settled by fixpoint.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import sys
-
-import numpy as np
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from jmp_amp.plan import constants, jaxprs, rules
-from jmp_amp.plan.decisions import Decision, decide
+from jmp_amp.plan.decisions import decide
+from jmp_amp.plan.flows import Flow, Step
+from jmp_amp.plan.indices import Indices
 from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Inner, Literal, Var, aval_of
 from jmp_amp.plan.modes import Mode
 from jmp_amp.plan.regions import Region, region_of
-from jmp_amp.plan.rules import Rule
+from jmp_amp.plan.rules import OpClass, Rule
+from jmp_amp.plan.solvers import SOLVER, is_solver
+from jmp_amp.plan.sources import Sources, over_turns, translated, union
 from jmp_amp.plan.values import Known, Origin, Trait, castable, unfit
 from jmp_amp.policies.dtypes import F32, is_half
 
@@ -26,57 +30,12 @@ from jmp_amp.policies.dtypes import F32, is_half
 _ANY_SIZE = (-sys.float_info.max, sys.float_info.max)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Step:
-    """The forward pass over one equation: a decision, or flows through its bodies.
-
-    Attributes:
-      region: the policy scope that it is in.
-      views: what it sees of its operands; of a loop's carry, what holds in every turn.
-      results: what is known of its results.
-      decision: the decision; None for a call, a loop or a branch.
-      inner: its bodies.
-      flows: the flow through each of them.
-      inherited: the rule that its name gives to its bodies.
-    """
-
-    region: Region
-    views: tuple[Known, ...]
-    results: tuple[Known, ...]
-    decision: Decision | None = None
-    inner: tuple[Inner, ...] = ()
-    flows: tuple[Flow, ...] = ()
-    inherited: Rule | None = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Flow:
-    """The forward pass over one body.
-
-    Attributes:
-      body: the body.
-      region: the policy scope that it is called in.
-      known: what is known of each of its variables.
-      steps: one for each of its equations.
-      outputs: what its caller sees of its outputs.
-    """
-
-    body: Body
-    region: Region
-    known: dict[Var, Known]
-    steps: tuple[Step, ...]
-    outputs: tuple[Known, ...]
-
-    def of(self, atom: Atom) -> Known | None:
-        """Returns what is known of a variable; None of a literal."""
-        return None if isinstance(atom, Literal) else self.known[atom]
-
-
 class Flows:
     """Follows values through bodies; each body once for what is known of its inputs."""
 
     def __init__(self) -> None:
         self._flows: dict[object, Flow] = {}
+        self._indices = Indices()
 
     def through(
         self,
@@ -84,6 +43,7 @@ class Flows:
         inputs: tuple[Known, ...],
         region: Region,
         inherited: Rule | None,
+        indices: frozenset[int] = frozenset(),
     ) -> Flow:
         """Returns the flow through `body`, given what is known of its inputs.
 
@@ -92,10 +52,21 @@ class Flows:
           inputs: one for each of its inputs.
           region: the policy scope that it is called in.
           inherited: the rule that the name of its caller gives to all of it.
+          indices: the positions of its outputs that become an index.
         """
-        key = id(body.jaxpr), inputs, region, inherited
-        if key in self._flows:
-            return self._flows[key]
+        key = id(body.jaxpr), inputs, region, inherited, indices
+        if key not in self._flows:
+            self._flows[key] = self._through(body, inputs, region, inherited, indices)
+        return self._flows[key]
+
+    def _through(
+        self,
+        body: Body,
+        inputs: tuple[Known, ...],
+        region: Region,
+        inherited: Rule | None,
+        indices: frozenset[int],
+    ) -> Flow:
         jaxpr = body.jaxpr
         read = [atom for eqn in jaxpr.eqns for atom in eqn.invars]
         uses = collections.Counter(jaxprs.variables([*read, *jaxpr.outvars]))
@@ -107,41 +78,42 @@ class Flows:
             limits = constants.bounds_of_constant(const)
             traits = frozenset((Trait.PARAMETER,))
             known[var] = Known(Origin.FREE, limits, region, traits)
-        makers: dict[Var, Eqn] = {}
+        around = _Around(inherited, {}, Sources(jaxpr), self._indices.of(body, indices))
         steps = []
         for eqn in jaxpr.eqns:
             here = region_of(jaxprs.scope_text(eqn), region)
             views = tuple(seen(_known(atom, known, here), here) for atom in eqn.invars)
-            step = self._step(eqn, views, here, inherited, makers)
+            step = self._step(eqn, views, here, around)
             steps.append(step)
             for var, result in zip(eqn.outvars, step.results, strict=True):
                 known[var] = result.shared(uses[var] > 1)
-                makers[var] = eqn
+                around.makers[var] = eqn
         outputs = tuple(
             seen(_known(atom, known, region), region) for atom in jaxpr.outvars
         )
-        flow = Flow(body, region, known, tuple(steps), outputs)
-        self._flows[key] = flow
-        return flow
+        return Flow(body, region, known, tuple(steps), outputs, around.sources)
 
     def _step(
-        self,
-        eqn: Eqn,
-        views: tuple[Known, ...],
-        region: Region,
-        inherited: Rule | None,
-        makers: dict[Var, Eqn],
+        self, eqn: Eqn, views: tuple[Known, ...], region: Region, around: _Around
     ) -> Step:
-        rule = rules.rule_for(eqn, region.policy, inherited)
+        rule = rules.rule_for(eqn, region.policy, around.inherited)
         inner = jaxprs.inner_bodies(eqn)
         if inner:
-            return self._call(eqn, views, region, rule, inner)
+            return self._call(eqn, views, region, rule, inner, around)
         assert rule is not None
-        decision = decide(eqn, rule, region, views, makers)
+        sources = around.sources
+        read = list(map(sources.of, eqn.invars))
+        is_index = any(v in around.indices for v in eqn.outvars)
+        decision = decide(eqn, rule, region, views, around.makers, read, is_index)
         if decision.mode is Mode.PASSED_ON:
             results = _in_region(views, region)
+            sources.write(eqn.outvars, read)
         else:
             results = (decision.result,) * len(eqn.outvars)
+            made_of = union([s for s, on in zip(read, decision.of, strict=True) if on])
+            sources.write(eqn.outvars, [made_of] * len(eqn.outvars))
+            if decision.rule.op_class is OpClass.LOW:
+                sources.products |= made_of
         return Step(region, views, results, decision)
 
     def _call(
@@ -151,57 +123,119 @@ class Flows:
         region: Region,
         rule: Rule | None,
         inner: tuple[Inner, ...],
+        around: _Around,
     ) -> Step:
         """Follows values through the bodies of a call, a loop or a branch.
 
         The fixpoint ends: the origin of a carry only rises, its bounds widen once, to
         any size, and it may only lose the trait of a parameter.
         """
-        starts = views = _in_region(views, region)
+        sources = around.sources
+        read = list(map(sources.of, eqn.invars))
+        starts = views = _states(_in_region(views, region), read)
         carried = jaxprs.carried(eqn)
-        join = _carried_by_while if jaxprs.is_while(eqn) else _carried_by_scan
+        indices = self._indices.outputs(eqn, around.indices)
         while True:
             flows = tuple(
-                self.through(body, tuple(views[i] for i in operands), region, rule)
-                for body, operands in inner
+                self.through(
+                    body, tuple(views[i] for i in operands), region, rule, ends
+                )
+                for (body, operands), ends in zip(inner, indices, strict=True)
             )
+            made_of, products = _made_of(eqn, inner, flows)
             settled = list(views)
-            # Without a carry there is nothing to settle.
-            for i, update in zip(carried, flows[-1].outputs, strict=False):
-                settled[i] = join(eqn.invars[i], starts[i], views[i], update)
+            for turn, i in enumerate(carried):
+                update = flows[-1].outputs[turn]
+                if jaxprs.is_while(eqn):
+                    settled[i] = _carried_by_while(eqn.invars[i], views[i], update)
+                else:
+                    is_stream = bool(products >> i & 1)
+                    settled[i] = _carried_by_scan(
+                        eqn.invars[i], starts[i], views[i], update, is_stream
+                    )
             if tuple(settled) == views:
                 break
             views = tuple(settled)
-        if carried:
-            carry = tuple(views[i] for i in carried)
-            results = carry + flows[-1].outputs[len(carried) :]
+        sources.write(eqn.outvars, [translated(each, read) for each in made_of])
+        sources.products |= translated(products, read)
+        step = Step(
+            region, views, _results(eqn, views, flows, region), None, inner, flows, rule
+        )
+        if jaxprs.is_while(eqn) and rule is None and is_solver(step):
+            return self._call(eqn, starts, region, SOLVER, inner, around)
+        return step
+
+
+class _Around(NamedTuple):
+    """What is known around an equation of a body.
+
+    Attributes:
+      inherited: the rule that the name of the body's caller gives to all of it.
+      makers: the equation that made each variable so far.
+      sources: the inputs that each variable so far is computed from.
+      indices: the variables that become an index.
+    """
+
+    inherited: Rule | None
+    makers: dict[Var, Eqn]
+    sources: Sources
+    indices: frozenset[Var]
+
+
+def _states(views: tuple[Known, ...], sources: Sequence[int]) -> tuple[Known, ...]:
+    """Returns the operands of a call; arguments that others are made of are states."""
+    moving = union(
+        [s for s, v in zip(sources, views, strict=True) if v.origin != Origin.FREE]
+    )
+    return tuple(
+        v._replace(traits=v.traits | {Trait.STATE})
+        if v.origin == Origin.FREE and s & moving
+        else v
+        for v, s in zip(views, sources, strict=True)
+    )
+
+
+def _made_of(
+    eqn: Eqn, inner: tuple[Inner, ...], flows: tuple[Flow, ...]
+) -> tuple[list[int], int]:
+    """Returns the operands that each result of a call is made of, and its products'."""
+    results: list[int] = []
+    products = 0
+    is_loop = jaxprs.is_loop(eqn)
+    for (_, operands), flow in zip(inner, flows, strict=True):
+        bits = [1 << i for i in operands]
+        inside = flow.sources
+        outputs = [translated(inside.of(v), bits) for v in flow.body.jaxpr.outvars]
+        products |= translated(inside.products, bits)
+        if not results or is_loop:
+            results = outputs  # of the body of a `while`, not of its condition
         else:
-            results = flows[0].outputs
-            for other in flows[1:]:
-                results = tuple(map(_either, results, other.outputs))
-        if carried or jaxprs.is_custom_jvp(eqn):
-            # A loop is not run again for the readers of its results, and the user's
-            # rule says what it saves.
-            half = is_half(region.policy.compute_dtype)
-            saved = frozenset((Trait.SAVED_IN_F32,))
-            results = tuple(
-                k._replace(traits=k.traits | saved if half else k.traits - saved)
-                for k in results
-            )
-        results = _in_region(results, region)
-        return Step(region, views, results, None, inner, flows, rule)
+            results = [a | b for a, b in zip(results, outputs, strict=True)]
+    return over_turns(results, products, jaxprs.carried(eqn))
 
 
-def carry_dtype(known: Known, atom: Atom) -> np.dtype | None:
-    """Returns the dtype that a loop carries a value in; None if it is never cast."""
-    if not castable(atom):
-        return None
-    if known.origin == Origin.FULL:
-        return F32
-    traced, low = aval_of(atom).dtype, known.region.policy.compute_dtype
-    if known.origin == Origin.LOW and traced == F32 and is_half(low):
-        return low
-    return traced
+def _results(
+    eqn: Eqn, views: tuple[Known, ...], flows: tuple[Flow, ...], region: Region
+) -> tuple[Known, ...]:
+    """Returns what is known of the results of a call, a loop or a branch."""
+    carried = jaxprs.carried(eqn)
+    if carried:
+        carry = tuple(views[i] for i in carried)
+        results = carry + flows[-1].outputs[len(carried) :]
+    else:
+        results = flows[0].outputs
+        for other in flows[1:]:
+            results = tuple(map(_either, results, other.outputs))
+    if carried or jaxprs.is_custom_jvp(eqn):
+        # A loop is not run again for the readers of its results, and the user's
+        # rule says what it saves.
+        half = is_half(region.policy.compute_dtype)
+        saved = frozenset((Trait.SAVED_IN_F32,))
+        results = tuple(
+            k._replace(traits=k.traits | saved if half else k.traits - saved)
+            for k in results
+        )
+    return _in_region(results, region)
 
 
 def seen(known: Known, region: Region) -> Known:
@@ -227,27 +261,35 @@ def _in_region(values: tuple[Known, ...], region: Region) -> tuple[Known, ...]:
     )
 
 
-def _carried_by_scan(atom: Atom, start: Known, now: Known, update: Known) -> Known:
+def _carried_by_scan(
+    atom: Atom, start: Known, now: Known, update: Known, is_stream: bool
+) -> Known:
     """Returns what is known of a carry after one more turn.
 
-    A carry that every turn updates in half is half if it starts as an activation, a
-    parameter or an input, as in a residual stream. A carry that starts from constants
-    is an accumulator or the state of a recurrence, and f32: an LSTM's in half costs 1.3
-    times the gradient error, a GRU's 2.1 times.
+    What is kept over turns keeps its digits: an argument, such as the state of an ODE
+    or of an optimizer; the state of a recurrence, which starts from constants (in half
+    an LSTM's costs 1.3 times the gradient error, a GRU's 2.1 times); a sum that no
+    product reads. A stream between layers, which products read and an embedding, a
+    product or a norm began, is half.
 
     Args:
       atom: the operand that it starts from.
       start: what is known of it before the loop.
       now: what is known of it before this turn.
       update: what is known of it after this turn.
+      is_stream: whether products read it, in this turn or a later one.
     """
     origin = max(now.origin, update.origin)
     if origin == Origin.LOW and start.is_constant:
         origin = Origin.FULL
+    if origin == Origin.LOW and castable(atom) and aval_of(atom).dtype == F32:
+        begins = start.origin != Origin.FREE or Trait.LOOKED_UP in start.traits
+        if not (begins and is_stream):
+            origin = Origin.FULL
     return _carry(now, update, origin)
 
 
-def _carried_by_while(atom: Atom, start: Known, now: Known, update: Known) -> Known:
+def _carried_by_while(atom: Atom, now: Known, update: Known) -> Known:
     """As `_carried_by_scan`, but a carry keeps its dtype."""
     origin = max(now.origin, update.origin)
     if origin != Origin.FREE and castable(atom):
@@ -261,7 +303,7 @@ def _carry(now: Known, update: Known, origin: Origin) -> Known:
         # Constants that grow from turn to turn, or that inputs have a part in.
         grows = limits is not None and update.bounds is not None
         limits = _ANY_SIZE if grows else None
-    both = now.traits & update.traits & {Trait.PARAMETER}
+    both = now.traits & update.traits & {Trait.PARAMETER, Trait.LOOKED_UP}
     return Known(origin, limits, now.region, both)
 
 

@@ -19,15 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan import jaxprs, modes
-from jmp_amp.plan.consumers import BodyOutcome, Consumers, Outcome, Use
+from jmp_amp.plan.consumers import BodyOutcome, Consumers, Outcome, Use, Uses
+from jmp_amp.plan.flows import Flow, Step, carry_dtype
 from jmp_amp.plan.islands import find_islands, in_order
 from jmp_amp.plan.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Literal, Var, aval_of
 from jmp_amp.plan.modes import Demand, Dtypes, Mode, demand_of
-from jmp_amp.plan.origins import Flow, Flows, Step, carry_dtype
+from jmp_amp.plan.origins import Flows
 from jmp_amp.plan.plan import EquationPlan, Plan, RuleContext
 from jmp_amp.plan.regions import Region
 from jmp_amp.plan.rules import OpClass, Rule
-from jmp_amp.plan.values import Known, Origin, Trait, traced_dtype
+from jmp_amp.plan.values import Known, Origin, Trait, may_round, traced_dtype
 from jmp_amp.policies.dtypes import F32, is_castable, is_half
 from jmp_amp.policies.policy import Policy
 
@@ -59,7 +60,8 @@ def plan_program(
         dtype or traced_dtype(v)
         for v, dtype in zip(body.jaxpr.invars, stored, strict=True)
     ]
-    return _plan(body, [argument] * len(reads), reads, outputs, region, None)
+    uses = tuple(map(_returned_use, outputs))
+    return _plan(body, [argument] * len(reads), reads, outputs, uses, region, None)
 
 
 def plan_derivative_rule(
@@ -89,11 +91,13 @@ def plan_derivative_rule(
         if jnp.issubdtype(aval_of(v).dtype, jnp.inexact)
     ]
     tangents = [dtype if is_castable(dtype) else None for dtype in tangents]
+    outputs = [*planned.writes, *tangents]
     return _plan(
         jaxprs.body_of(closed_jaxpr),
         known,
         reads,
-        [*planned.writes, *tangents],
+        outputs,
+        tuple(Use(demand_of(dtype)) for dtype in outputs),
         context.region,
         context.inherited,
     )
@@ -107,16 +111,22 @@ def _returned(atom: Atom, state: np.dtype | None, policy: Policy) -> np.dtype | 
     return traced and (state or traced)
 
 
+def _returned_use(dtype: np.dtype | None) -> Use:
+    demand = demand_of(dtype)
+    return Use(demand | Demand.RETURNED if demand == Demand.F32 else demand)
+
+
 def _plan(
     body: Body,
     known: Sequence[Known],
     reads: Sequence[np.dtype | None],
     outputs: Sequence[np.dtype | None],
+    uses: Uses,
     region: Region,
     inherited: Rule | None,
 ) -> Plan:
     flow = Flows().through(body, tuple(known), region, inherited)
-    outcome = Consumers().of(flow, tuple(Use(demand_of(dtype)) for dtype in outputs))
+    outcome = Consumers().of(flow, uses)
     return _Planner().settle(flow, outcome, tuple(reads), tuple(outputs), True)
 
 
@@ -257,7 +267,8 @@ class _Held:
         if known is None or known.origin == Origin.FREE:
             return dtype
         low = region.policy.compute_dtype
-        return low if use.demand == demand_of(low) and dtype == F32 else dtype
+        half = use.demand.dtypes == demand_of(low) and may_round(known)
+        return low if half and dtype == F32 else dtype
 
     def handed_in(
         self, eqn: Eqn, atom: Atom, view: Known, demand: Demand
@@ -271,9 +282,11 @@ class _Held:
         if dtype is None or view.origin == Origin.FREE:
             return dtype
         low = view.region.policy.compute_dtype
-        if demand == Demand.F32 and view.is_shared and not jaxprs.is_checkpoint(eqn):
+        wanted = demand.dtypes
+        if wanted == Demand.F32 and view.is_shared and not jaxprs.is_checkpoint(eqn):
             return F32
-        return low if demand == demand_of(low) and dtype == F32 else dtype
+        half = wanted == demand_of(low) and may_round(view)
+        return low if half and dtype == F32 else dtype
 
     def _handed_on(self, atom: Atom, region: Region, demand: Demand) -> np.dtype | None:
         """Returns the dtype of a value that goes into or out of a body."""
@@ -281,7 +294,7 @@ class _Held:
         if dtype is None or known is None:
             return dtype
         leaves = not known.region.holds(region)
-        if leaves and demand != Demand.F32 and not known.is_constant:
+        if leaves and demand.dtypes != Demand.F32 and not known.is_constant:
             output = known.region.policy.output_dtype
             return output if is_half(output) else dtype
         return dtype

@@ -1,7 +1,8 @@
 """Regions: a policy travels as a name scope, and the innermost `amp[...]` is in force.
 
 A scope is text in the name stack of JAX, so it survives `jit`, `grad`, `vmap` and
-`checkpoint`, needs no registry, and serves every library that runs on JAX.
+`checkpoint`, needs no registry, and serves every library that runs on JAX. It is one
+whole name, `amp[p=f32,c=bf16,o=f32]`: a user's own `clamp[0]` is none.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import jax
 
 from jmp_amp.policies.policy import Policy, get_policy
 
-_SCOPE = re.compile(r"amp\[([^\]]*)\]")
+# The whole of a name, with all three dtypes. Names stand between slashes, and between
+# the parentheses of transformations.
+_SCOPE = re.compile(r"(?<![^/(])amp\[(p=\w+,c=\w+,o=\w+[\w,=+]*)\](?![^/)])")
 # The name stack of a derivative reads `transpose(jvp(Block_0))/Dense_0`.
 _TRANSFORM = re.compile(r"\w+\(|\)")
 
@@ -60,7 +63,10 @@ def without_policies(scopes: str) -> str:
 @functools.lru_cache(maxsize=4096)
 def _region_of(scopes: str, outer: Region) -> Region:
     plain = _TRANSFORM.sub("", scopes)
-    *_, innermost = _SCOPE.finditer(plain)
+    found = list(_SCOPE.finditer(plain))
+    if not found:
+        return outer
+    innermost = found[-1]
     path = plain[: innermost.end()]
     return Region(
         f"{outer.path}/{path}" if outer.path else path, get_policy(innermost[1])

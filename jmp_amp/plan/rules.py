@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Mapping
+from types import CodeType
+
+import jax
+import jax.numpy as jnp
 
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Eqn
-from jmp_amp.plan.operations import OPERATIONS, OpClass
+from jmp_amp.plan.operations import OPERATIONS, Kind, OpClass
 from jmp_amp.policies.policy import Policy
 
 
@@ -36,6 +41,7 @@ FULL_FUNCTIONS = {
     "squares and sums: above 255.9 the square overflows f16": (
         "norm var std standardize global_norm vector_norm"
     ),
+    "a least-squares fit: half has no digits for it": "polyfit",
     # [torch] fp32: *_loss, kl_div, cosine_similarity; the names are optax's
     "a loss is where f16 gradients begin: in f32 it cannot overflow": (
         "l2_loss squared_error huber_loss log_cosh hinge_loss cosine_similarity "
@@ -54,6 +60,30 @@ FUNCTION_RULES = {
     for reason, names in FULL_FUNCTIONS.items()
     for name in names.split()
 }
+# A public function of each module that runs in f32 whole, whatever it is made of; the
+# reason; and the functions of the module that are products or moves.
+_FULL_MODULES = (
+    (
+        jnp.linalg.pinv,
+        "linear algebra: an error grows by the condition number",
+        "matmul multi_dot _multi_dot tensordot vecdot outer diagonal matrix_transpose",
+    ),
+    (
+        jax.scipy.linalg.expm,
+        "linear algebra: an error grows by the condition number",
+        "",
+    ),
+    (
+        jax.random.normal,
+        "random numbers: half has no digits for the ends of a distribution",
+        "",
+    ),
+)
+_RULE_OF_FILE = {
+    inspect.unwrap(function).__code__.co_filename: (reason, frozenset(names.split()))
+    for function, reason, names in _FULL_MODULES
+}
+PRODUCTS = frozenset(n for n, op in OPERATIONS.items() if op.kind is Kind.PRODUCT)
 PRIMITIVE_RULES = {
     name: Rule(operation.group.op_class, operation.group.reason, name)
     for name, operation in OPERATIONS.items()
@@ -84,18 +114,38 @@ def rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
         if inherited is not None and inherited.from_user:
             return inherited
     for frame in code:
-        if frame.co_name in FUNCTION_RULES and jaxprs.in_library(frame.co_filename):
-            return FUNCTION_RULES[frame.co_name]
+        rule = _rule_of_function(frame)
+        if rule is not None:
+            return rule
     if inherited is not None:
         return inherited
     if jaxprs.inner_bodies(eqn):
         return None
+    if name in PRODUCTS:
+        wish = jaxprs.asks_for_digits(eqn)
+        if wish is not None:
+            return Rule(OpClass.FULL, f"{wish} was asked for", "precision")
+        if jaxprs.is_sum_of_products(eqn):
+            reason = "a product without a free dimension is a sum"
+            return Rule(OpClass.FULL, reason, name)
     if name == "integer_pow" and eqn.params["y"] < 0:
         # [torch] fp32: reciprocal
         return dataclasses.replace(PRIMITIVE_RULES["pow"], decided_by="reciprocal")
     return PRIMITIVE_RULES.get(
         name, Rule(OpClass.KEEP, "not known to the table: as traced", name)
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _rule_of_function(code: CodeType) -> Rule | None:
+    """Returns the built-in rule of a function of a library, if it has one."""
+    name, filename = code.co_name, code.co_filename
+    if name in FUNCTION_RULES and jaxprs.in_library(filename):
+        return FUNCTION_RULES[name]
+    reason, products = _RULE_OF_FILE.get(filename, (None, frozenset()))
+    if reason is None or name in products or not name.isidentifier():
+        return None
+    return Rule(OpClass.FULL, reason, name)
 
 
 @functools.lru_cache(maxsize=256)

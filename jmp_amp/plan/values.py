@@ -34,6 +34,15 @@ class Trait(enum.Enum):
     # To compute it in f32 beats casting it up where it is read: the operation rounds,
     # or its operand is cast to f32 anyway.
     WORTH_F32 = "worth f32"
+    # Rows of a table, such as an embedding, or made of them: a stream begins here. What
+    # saves them for the backward pass pays for it, unlike for a parameter.
+    LOOKED_UP = "looked up"
+    # An argument that another operand of the call is computed from.
+    STATE = "state"
+    # An argument and what was added to it.
+    SUMS_ARGUMENT = "sums an argument"
+    # It holds a constant, such as a mask's, that half precision has no place for.
+    OVERSIZED = "oversized"
     # It has more than one consumer.
     SHARED = "shared"
     # Autodiff keeps it in f32 whatever reads it: to compute it again is too expensive.
@@ -73,6 +82,14 @@ class Known(NamedTuple):
         if is_shared == self.is_shared:
             return self
         return self._replace(traits=self.traits ^ {Trait.SHARED})
+
+
+def may_round(known: Known) -> bool:
+    """Whether a value may be cast to half on its way to half readers.
+
+    An oversized constant would become infinite: its readers saturate it.
+    """
+    return Trait.OVERSIZED not in known.traits
 
 
 def is_inexact(atom: Atom) -> bool:

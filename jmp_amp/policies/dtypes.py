@@ -183,6 +183,7 @@ def half_dtype(backend: str | None = None) -> np.dtype:
         current hardware generation.
 
     Raises:
+      TypeError: if `backend` is neither text nor None.
       ValueError: if JAX knows no backend of that name.
 
     Example:
@@ -191,6 +192,11 @@ def half_dtype(backend: str | None = None) -> np.dtype:
       dtype(bfloat16)
     """
     known = ("cpu", "gpu", "cuda", "rocm", "tpu")
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(
+            f"half_dtype({backend!r}): the name of a backend is text. "
+            f"Use one of {', '.join(known)}, or None for the one in use."
+        )
     try:
         devices = jax.local_devices(backend=backend)
     except RuntimeError as error:

@@ -159,17 +159,23 @@ def matches(pattern: Pattern, info: ModuleInfo) -> bool:
 
 
 def _matches_names(path: Sequence[str], pattern: Sequence[str]) -> bool:
-    if not pattern:
-        return not path
-    head, *rest = pattern
-    if head == "**":
-        starts = range(len(path) + 1)
-        return any(_matches_names(path[start:], rest) for start in starts)
-    return (
-        bool(path)
-        and fnmatch.fnmatchcase(path[0], head)
-        and _matches_names(path[1:], rest)
-    )
+    place = position = 0
+    # Where to go on if a name does not match: the latest `**` takes one name more. An
+    # earlier `**` need not, because the later one takes whatever that would leave.
+    resumed: tuple[int, int] | None = None
+    while position < len(path):
+        if place < len(pattern) and pattern[place] == "**":
+            place += 1
+            resumed = place, position
+        elif place < len(pattern) and fnmatch.fnmatchcase(
+            path[position], pattern[place]
+        ):
+            place, position = place + 1, position + 1
+        elif resumed is not None:
+            resumed = place, position = resumed[0], resumed[1] + 1
+        else:
+            return False
+    return all(name == "**" for name in pattern[place:])
 
 
 def text_of(pattern: Pattern) -> str | None:

@@ -110,9 +110,9 @@ class _RecipeCall:
         value = self.properties.get(name, default)
         if isinstance(value, str):
             value = {"True": True, "False": False}.get(value, value)
-        if value is not None and not isinstance(value, bool):
+        if value is not None and not isinstance(value, bool | np.bool_):
             self.refuse("neither True nor False.", name, TypeError)
-        return value
+        return value if value is None else bool(value)
 
     def dtype(self, name: str) -> np.dtype | None:
         """Returns a property that is a floating dtype."""

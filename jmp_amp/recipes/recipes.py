@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jmp_amp.plan.operations import ARITHMETIC
-from jmp_amp.policies.dtypes import F32, AnyFn, PyTree, is_half, short_name
+from jmp_amp.policies.dtypes import F32, PyTree, is_half, short_name
 from jmp_amp.policies.patterns import Pattern
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap
@@ -37,6 +38,8 @@ from jmp_amp.training.weights import with_kahan
 from jmp_amp.transform.interpreter import autocast
 
 _Model = nn.Module | nnx.Module | None
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,7 +89,7 @@ class Recipe:
         """
         return (self.loss_scale,) * self.num_losses
 
-    def autocast(self, fn: AnyFn) -> AnyFn:
+    def autocast(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Returns `amp.autocast(fn, policy)`; `fn` is a function or an nnx module.
 
         Example:

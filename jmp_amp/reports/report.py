@@ -141,6 +141,10 @@ class Report:
             outside of all modules.
           width: of the table, in characters.
 
+        Raises:
+          TypeError: if `module` is not text, or `width` not an int.
+          ValueError: if `width` is below 1.
+
         Example:
           >>> import jax, jax.numpy as jnp
           >>> import jmp_amp as amp
@@ -149,6 +153,21 @@ class Report:
           >>> print(report.drill_down("", width=100).splitlines()[0])
           2 of 2 equations
         """
+        if not isinstance(module, str):
+            raise TypeError(
+                f"Report.drill_down({module!r}): the path of a module is text. Write a "
+                'glob such as "encoder/*/attention", or "**" for all modules.'
+            )
+        if isinstance(width, bool) or not isinstance(width, int):
+            raise TypeError(
+                f"Report.drill_down(width={width!r}): a width is a number of "
+                "characters. Use an int, such as 140."
+            )
+        if width < 1:
+            raise ValueError(
+                f"Report.drill_down(width={width!r}): no table is so narrow. Use a "
+                "width such as 140."
+            )
         chosen = [e for e in self.equations if matches_path(e.module, module)]
         heading = f"{len(chosen)} of {len(self.equations)} equations"
         if not chosen:
@@ -196,18 +215,62 @@ class Report:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
-        """Returns the report that `to_dict` wrote."""
-        read = {field.name: data[field.name] for field in dataclasses.fields(cls)}
-        read["equations"] = tuple(_equation(row) for row in data["equations"])
-        if data["saved"] is not None:
-            read["saved"] = tuple(Saved(**row) for row in data["saved"])
-        read["unused_rules"] = tuple(data["unused_rules"])
+        """Returns the report that `to_dict` wrote.
+
+        Raises:
+          TypeError: if `data` is not a mapping.
+          ValueError: if it is not one that `to_dict` wrote.
+        """
+        if not isinstance(data, Mapping):
+            raise TypeError(
+                f"Report.from_dict({data!r}): not a dictionary. Give what to_dict() of "
+                "a report returned."
+            )
+        names = [field.name for field in dataclasses.fields(cls)]
+        if missing := [name for name in names if name not in data]:
+            raise ValueError(
+                f"Report.from_dict: the key {missing[0]!r} is missing. Give what "
+                "to_dict() of a report returned."
+            )
+        read = {name: data[name] for name in names}
+        try:
+            read["equations"] = tuple(_equation(row) for row in data["equations"])
+            if data["saved"] is not None:
+                read["saved"] = tuple(Saved(**row) for row in data["saved"])
+            read["unused_rules"] = tuple(data["unused_rules"])
+        except (TypeError, KeyError) as error:
+            raise ValueError(
+                f"Report.from_dict: a row is not one of a report: {error}. It may be "
+                "of another version: make the report again."
+            ) from error
         return cls(**read)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Returns the report that `to_json` wrote."""
-        return cls.from_dict(json.loads(text))
+        """Returns the report that `to_json` wrote.
+
+        Raises:
+          TypeError: if `text` is not text.
+          ValueError: if it is not what `to_json` wrote.
+        """
+        if not isinstance(text, str | bytes | bytearray):
+            raise TypeError(
+                f"Report.from_json: found {type(text).__name__}. Give the text that "
+                "to_json() of a report returned."
+            )
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ValueError(
+                f"Report.from_json: not JSON: {error}. Give the text that to_json() of "
+                "a report returned."
+            ) from error
+        if not isinstance(data, dict):
+            raise ValueError(
+                f"Report.from_json: {str(text)[:40]!r} is JSON, but no object. Give "
+                "the text that to_json() of a report returned."
+            )
+        return cls.from_dict(data)
 
     def _tables(self) -> list[tables.Table]:
         shown = [

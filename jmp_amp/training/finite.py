@@ -70,7 +70,8 @@ def select_tree(pred: ArrayLike, a: PyTree, b: PyTree) -> PyTree:
 
     Raises:
       ValueError: if the two differ in structure or shape.
-      TypeError: if they differ in dtype, or in a leaf that is not an array.
+      TypeError: if they differ in dtype, or in a leaf that is not an array; if `pred`
+        is not boolean.
 
     Example:
       >>> import jmp_amp as amp
@@ -84,7 +85,7 @@ def choose(
     pred: ArrayLike, a: PyTree, b: PyTree, call: str, names: tuple[str, str]
 ) -> PyTree:
     """Returns `select_tree` of `a` and `b`; errors speak of `call` and `names`."""
-    pred = jnp.asarray(pred, bool)
+    pred = checked_condition(pred, call)
     if pred.shape:
         raise ValueError(
             f"{call}: the condition has shape {pred.shape}, but one scalar decides for "
@@ -103,6 +104,22 @@ def choose(
         where = f"{call}: at {jax.tree_util.keystr(path) or 'the root'},"
         chosen.append(_choose_leaf(pred, leaf_a, leaf_b, where, names))
     return structure.unflatten(chosen)
+
+
+def checked_condition(condition: ArrayLike, call: str) -> jax.Array:
+    """Returns a condition as an array: bool[...].
+
+    Raises:
+      TypeError: if it is not boolean; the message begins with `call`. Text and numbers
+        are true or false to Python, "False" is true.
+    """
+    is_bool = isinstance(condition, bool)
+    if not is_bool and getattr(condition, "dtype", None) != jnp.bool_:
+        raise TypeError(
+            f"{call}: the condition is {condition!r}, which is not boolean. Use True, "
+            "False or an array of them, such as all_finite(grads)."
+        )
+    return jnp.asarray(condition)
 
 
 def is_inexact(leaf: PyTree) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jmp_amp.policies.dtypes import AnyFn, PyTree
+from jmp_amp.policies.flags import checked_flag
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.states import find_loss_scale
 from jmp_amp.training.structures import nodes_of
@@ -62,8 +63,8 @@ def value_and_grad(
       `((loss, aux), gradients)`.
 
     Raises:
-      TypeError: from the function returned, while it is traced, if the loss is not a
-        floating scalar.
+      TypeError: if `argnums` are not positions, or a flag is not a bool; from the
+        function returned, while it is traced, if the loss is not a floating scalar.
       ValueError: if `fn` has a parameter called `loss_scale` itself; from the function
         returned, if the tree holds no loss scale or several.
 
@@ -117,6 +118,10 @@ def _differentiated(
     if not callable(fn):
         raise TypeError(f"{name}({fn!r}): not a function. Pass the loss function.")
     call = f"{name}({_name(fn)})"
+    _check_argnums(argnums, f"{name}({_name(fn)}, argnums={argnums!r})")
+    flags = dict(has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int)
+    for key, flag in flags.items():
+        checked_flag(flag, f"{name}({_name(fn)}, {key}={{}})")
     signature = _signature_with_loss_scale(fn, call)
 
     @functools.wraps(fn, updated=())
@@ -147,6 +152,21 @@ def _differentiated(
     if signature is not None:
         differentiated.__signature__ = signature  # pyright: ignore
     return differentiated
+
+
+def _check_argnums(argnums: object, call: str) -> None:
+    """Raises if `argnums` are not positions."""
+    positions: Sequence[object] = [argnums]
+    if isinstance(argnums, Sequence) and not isinstance(argnums, str):
+        positions = argnums
+    kinds = int | np.integer | nnx.DiffState
+    if not positions or not all(
+        isinstance(each, kinds) and not isinstance(each, bool) for each in positions
+    ):
+        raise TypeError(
+            f"{call}: not the position of an argument. Use an int, or several in a "
+            "tuple; an argument that is given by name has no position."
+        )
 
 
 def _signature_with_loss_scale(fn: AnyFn, call: str) -> inspect.Signature | None:

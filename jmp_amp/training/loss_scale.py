@@ -11,7 +11,7 @@ import math
 import numbers
 import operator
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,13 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jmp_amp.policies.dtypes import F32, PyTree
+from jmp_amp.training.finite import checked_condition
 from jmp_amp.training.trainable import promote_gradient, takes_part
 
 _HYSTERESIS_MODES = ("until_growth", "consecutive", "rearming")
 _F32_MAX = float(jnp.finfo(F32).max)
 _F32_TINY = float(jnp.finfo(F32).tiny)
+_MOST_STEPS = 2**31 - 1
 
 
 def _static() -> Any:
@@ -112,14 +114,17 @@ class LossScale:
         Args:
           finite: bool[], whether every gradient of this step was finite.
 
+        Raises:
+          TypeError: if `finite` is not boolean.
+
         Example:
           >>> import jmp_amp as amp
           >>> amp.dynamic_loss_scale(2.0**16).adjust(False).value
           Array(32768., dtype=float32)
         """
+        finite = checked_condition(finite, "LossScale.adjust(finite)")
         if not self.dynamic:
             return self
-        finite = jnp.asarray(finite, bool)
         # torch.amp compares for equality, and so does this: an interval lowered below
         # the counter takes effect after the next overflow.
         tracker = jnp.asarray(optax.safe_increment(self.growth_tracker))
@@ -194,7 +199,7 @@ def dynamic_loss_scale(
         `[min_scale, max_scale]` if it lies outside.
       growth_factor: larger than 1.
       backoff_factor: between 0 and 1.
-      growth_interval: an int, at least 1.
+      growth_interval: an int, at least 1 and below 2**31.
       min_scale: positive, a normal float32.
       max_scale: not below `min_scale`; inf means the largest float32.
       hysteresis: an int; 0 behaves as 1, as in Colossal-AI.
@@ -340,7 +345,10 @@ def _number(call: str, name: str, value: PyTree) -> float:
             f"{call.format(name, value)}: not a real number that is known before the "
             "program runs. Use a Python number."
         )
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # A Python int beyond all floats.
+        return math.inf if cast(int, value) > 0 else -math.inf
 
 
 def _positive(call: str, name: str, value: PyTree) -> float:
@@ -353,8 +361,10 @@ def _positive(call: str, name: str, value: PyTree) -> float:
 
 def _count(call: str, name: str, value: PyTree, at_least: int) -> int:
     number = _number(call, name, value)
-    if isinstance(value, float) or not number.is_integer() or number < at_least:
-        fact = f"a count of steps. Use an int, at least {at_least}"
+    is_count = not isinstance(value, float) and number.is_integer()
+    if not is_count or not at_least <= number <= _MOST_STEPS:
+        # Steps are counted in int32.
+        fact = f"a count of steps. Use an int, at least {at_least} and below 2**31"
         raise _refused(call, name, value, fact)
     return int(number)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jmp_amp.policies.dtypes import PyTree, is_half
+from jmp_amp.policies.flags import checked_flag
 from jmp_amp.training.digits import WEIGHT_STATES
 from jmp_amp.training.finite import all_finite, choose
 from jmp_amp.training.loss_scale import LossScale
@@ -81,7 +82,8 @@ def with_loss_scale(
       it is given, so that the state may be donated.
 
     Raises:
-      TypeError: if `inner` is not a transformation or `loss_scale` not a `LossScale`.
+      TypeError: if `inner` is not a transformation, `loss_scale` not a `LossScale` or
+        `unscale` not a bool; from `update`, if the state is another optimizer's.
       ValueError: from `init`, if `inner` holds a loss scale already; from `update`, if
         the gradients are not a tree like the one that `init` was given.
 
@@ -95,6 +97,7 @@ def with_loss_scale(
       (Array([0., 0.], dtype=float32), Array(512., dtype=float32))
     """
     transformation = with_extra_args(inner, "with_loss_scale")
+    unscale = checked_flag(unscale, "with_loss_scale(inner, scale, unscale={})")
     if not isinstance(loss_scale, LossScale):
         raise TypeError(
             f"with_loss_scale(inner, {loss_scale!r}): not a LossScale. Use "
@@ -115,6 +118,7 @@ def with_loss_scale(
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, PyTree]:
+        _check_state(state)
         check_gradients(updates, state.structure, params, "with_loss_scale")
         gradients = taking_part(updates, promote_gradient)
         if unscale:
@@ -137,6 +141,16 @@ def with_loss_scale(
         return chosen, _next_state(finite, state, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_state(state: PyTree) -> None:
+    if not isinstance(state, LossScaleState):
+        raise TypeError(
+            f"with_loss_scale: update was given a {type(state).__name__}, the state of "
+            "another optimizer. Begin with tx.init(params) of the wrapped one; to go "
+            "on from this state, give both to amp.import_opt_state(tx.init(params), "
+            "state)."
+        )
 
 
 def _next_state(

@@ -10,6 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jmp_amp.policies.dtypes import F32, PyTree, cast_leaf, is_castable
+from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.patterns import ModuleInfo, is_norm
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import (
@@ -60,7 +61,8 @@ def cast_params(
       A tree of the same structure; for a module a new one, the old one is left alone.
 
     Raises:
-      TypeError: if `params` is a linen module, or `policy` is not a policy.
+      TypeError: if `params` is a linen module, `policy` not a policy, `model` not a
+        module or `keep_norms` not a bool.
       ValueError: if a policy is unknown.
 
     Example:
@@ -74,6 +76,13 @@ def cast_params(
       {'layers_0': 'bfloat16', 'layers_1': 'float32', 'layers_2': 'bfloat16'}
     """
     policies = as_policy_map(policy, "cast_params(params, {})")
+    checked_flag(keep_norms, "cast_params(params, policy, keep_norms={})")
+    if model is not None and not isinstance(model, nn.Module | nnx.Module):
+        raise TypeError(
+            f"cast_params(params, policy, model={model!r}): a {type(model).__name__} "
+            "is no Flax module. Give the module that the parameters belong to, or "
+            "leave model out."
+        )
     if isinstance(params, nn.Module):
         raise TypeError(
             f"cast_params: got a linen module, a {type(params).__name__}, which holds "

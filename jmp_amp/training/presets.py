@@ -205,12 +205,19 @@ def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> LossScale:
             )
     if state_dict["growth_factor"] == state_dict["backoff_factor"] == 1:
         return static_loss_scale(float(state_dict["scale"]))
-    tracker = jnp.asarray(int(state_dict["_growth_tracker"]), jnp.int32)
     scale = loss_scale_preset(
         "torch",
         init_scale=float(state_dict["scale"]),
         **{key: state_dict[key] for key in _TORCH_KEYS[1:4]},
     )
+    tracker = state_dict["_growth_tracker"]
+    if not 0 <= tracker <= scale.growth_interval or int(tracker) != tracker:
+        raise ValueError(
+            f"loss_scale_from_torch: '_growth_tracker' is {tracker!r}, but it counts "
+            f"finite steps from 0 to growth_interval={scale.growth_interval}. Set it "
+            "to 0 to begin an interval."
+        )
+    tracker = jnp.asarray(int(tracker), jnp.int32)
     return dataclasses.replace(scale, growth_tracker=tracker)
 
 

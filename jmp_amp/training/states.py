@@ -1,6 +1,7 @@
 """The state of loss scaling, and the functions that find and read it."""
 
-from typing import NamedTuple
+import numbers
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
@@ -150,8 +151,8 @@ def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
 
     Raises:
       FloatingPointError: if `skipped_in_a_row` exceeds it.
-      TypeError: if the state is traced.
-      ValueError: if `max_skips_in_a_row` is not such an int.
+      TypeError: if the state is traced, or `max_skips_in_a_row` is no number.
+      ValueError: if it is a number, but not such an int.
 
     Example:
       >>> import jax.numpy as jnp, jmp_amp as amp, optax
@@ -163,10 +164,7 @@ def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
       FloatingPointError: check_scale: 1 step in a row had gradients that are not ...
     """
     call = "check_scale"
-    if max_skips_in_a_row < 0 or max_skips_in_a_row != int(max_skips_in_a_row):
-        raise ValueError(
-            f"{call}: max_skips_in_a_row={max_skips_in_a_row!r}. Use an int, 0 or more."
-        )
+    _check_limit(max_skips_in_a_row, f"{call}(opt_state, {max_skips_in_a_row!r})")
     state = find_counters(opt_state, call)
     if isinstance(state.skipped_in_a_row, Tracer):
         raise TypeError(
@@ -186,6 +184,20 @@ def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
             f"{float(np.min(state.loss_scale.value))}. Look for a NaN in the data or "
             "the loss; if there is none, lower min_scale or the learning rate."
         )
+
+
+def _check_limit(limit: object, call: str) -> None:
+    """Raises if a number of steps is not an int, 0 or more."""
+    is_array = isinstance(limit, jax.Array | np.ndarray) and not np.shape(limit)
+    is_number = isinstance(limit, numbers.Real) and not isinstance(limit, bool)
+    if isinstance(limit, Tracer) or not (is_number or is_array):
+        raise TypeError(
+            f"{call}: the number of steps is of type {type(limit).__name__}. Use an "
+            "int, 0 or more."
+        )
+    number = float(cast(float, limit))
+    if not (number >= 0 and number.is_integer()):
+        raise ValueError(f"{call}: not a number of steps. Use an int, 0 or more.")
 
 
 def find_loss_scale(tree: PyTree, call: str) -> LossScale:

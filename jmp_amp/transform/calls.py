@@ -32,6 +32,8 @@ from jmp_amp.transform.nnx_modules import (
     with_scopes,
     without_scopes,
 )
+from jmp_amp.transform.refusals import explain_traced_values, is_about_half
+from jmp_amp.transform.successors import Successor, successors
 
 Unflatten = Callable[[Sequence[object]], PyTree]
 
@@ -70,7 +72,8 @@ def traced_call(
 
     Half arguments are traced as f32 (1) if `param_dtype` is half; else, only if tracing
     raises a dtype error: (2) caches, then (3) all. Array leaves of arguments may be
-    `jax.ShapeDtypeStruct`s; leaves that are not arrays reach `fn` unchanged.
+    `jax.ShapeDtypeStruct`s; leaves that are not arrays, and numpy's numbers, reach `fn`
+    unchanged.
 
     Args:
       fn: the function.
@@ -91,9 +94,22 @@ def traced_call(
         unflatten = functools.partial(jax.tree.unflatten, tree)
         with scopes.activate(active), intercepted() as variables:
             traced = _Call(fn, leaves, in_cache, unflatten, objects, variables)
-            if is_half(policies.default.param_dtype):
-                traced.widen(traced.may_widen)
-            jaxpr = _traced(traced)
+            is_widened = is_half(policies.default.param_dtype) and traced.widen(
+                traced.may_widen
+            )
+            try:
+                jaxpr = _traced(traced)
+            except Exception as error:
+                is_array = map(_is_array, traced.values)
+                all_paths = [
+                    *(path for path, _ in paths),
+                    *(None for _ in objects.states),
+                ]
+                inputs = list(itertools.compress(all_paths, is_array))
+                explain_traced_values(error, call, fn, inputs)
+                raise
+            if is_widened:
+                traced.keep_successors_half()
         if unmatched(policies):
             program = jaxpr.pretty_print(name_stack=True, use_color=False)
             warn_of_unmatched(policies, matched=scopes.noted(program, depth))
@@ -104,14 +120,12 @@ def traced_call(
 
 def _traced(call: _Call) -> ClosedJaxpr:
     """Returns the jaxpr of a call, with as few of its arguments widened as it takes."""
-    # Two dtypes that do not meet: in a loop, and under strict promotion.
-    refusals = (TypeError, jax.dtypes.TypePromotionError)
     try:
         return jaxprs.trace(call.run, call.inputs)
-    except refusals:
+    except Exception as error:
         for which in (call.is_cache, call.may_widen):
-            if call.widen(which):
-                with contextlib.suppress(*refusals):
+            if is_about_half(error) and call.widen(which):
+                with contextlib.suppress(TypeError, jax.dtypes.TypePromotionError):
                     return jaxprs.trace(call.run, call.inputs)
         raise
 
@@ -135,6 +149,7 @@ class Outputs(NamedTuple):
       slots: for every leaf of the results, and then for every leaf of the nnx objects,
         where its value comes from: `_ARRAY`, `_OBJECT`, an `_Input`, or the value.
       states: as in `TracedCall`.
+      successors: the parts of the results that may take the place of an argument.
       merged: as in `nnx_modules.Written`.
     """
 
@@ -142,6 +157,7 @@ class Outputs(NamedTuple):
     width: int
     slots: list[object]
     states: list[np.dtype | None]
+    successors: list[Successor]
     merged: Callable[[Sequence[object]], list[object]]
 
     def returned(self, inputs: Sequence[PyTree], results: Sequence[PyTree]) -> PyTree:
@@ -213,6 +229,34 @@ class _Call:
         ]
         return self.stored != before
 
+    def keep_successors_half(self) -> None:
+        """Lets results be half that take the place of a half argument.
+
+        They have to be half in the function as it was written: it is traced once more,
+        if it has such results.
+        """
+        outputs = self.outputs
+        if not outputs.successors:
+            return
+        try:
+            written = jaxprs.trace(self.run, self.arrays).out_avals
+        except Exception:  # It runs in f32 alone, and returns nothing in half.
+            return
+        finally:
+            self.outputs = outputs
+        position = itertools.count()
+        # For each leaf of the results, which output it is.
+        leaves = [
+            next(position) if slot is _ARRAY else None
+            for slot in outputs.slots[: outputs.width]
+        ]
+        for start, dtypes in outputs.successors:
+            found = leaves[start : start + len(dtypes)]
+            if dtypes == tuple(None if i is None else written[i].dtype for i in found):
+                for i, dtype in zip(found, dtypes, strict=True):
+                    if i is not None and is_half(dtype):
+                        outputs.states[i] = dtype
+
     def run(self, *arrays: jax.Array) -> list[jax.Array]:
         """The program: the call, from arrays to arrays."""
         remaining = iter(arrays)
@@ -283,7 +327,11 @@ class _Call:
         ]
         states = [self._dtype_of(x, state) for x, state in outputs]
         unflatten = functools.partial(jax.tree.unflatten, tree)
-        self.outputs = Outputs(unflatten, len(paths), slots, states, written.merged)
+        args, kwargs = self.unflatten(self.values[: self.count])
+        parts = successors([*args, *kwargs.values()], results, is_node)
+        self.outputs = Outputs(
+            unflatten, len(paths), slots, states, parts, written.merged
+        )
         return [x for x, _ in outputs]
 
     def _dtype_of(self, array: jax.Array, state: str | None) -> np.dtype | None:
@@ -312,7 +360,8 @@ def _collection(
 
 
 def _is_array(leaf: object) -> TypeGuard[jax.Array]:
-    if isinstance(leaf, np.ndarray | np.generic):
-        # Arrays of text, objects and dates are no arrays to JAX.
+    if isinstance(leaf, np.ndarray):
+        # Arrays of text, objects and dates are no arrays to JAX. numpy's numbers are
+        # Python's to a function: flags, sizes and indices.
         return leaf.dtype.kind not in "SUOMm"
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)

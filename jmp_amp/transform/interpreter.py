@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,28 @@ from jmp_amp.plan.regions import scope
 from jmp_amp.plan.values import is_inexact
 from jmp_amp.plan.walk import Walk
 from jmp_amp.policies.dtypes import AnyFn, PyTree
+from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.transform import linen_modules, scopes
 from jmp_amp.transform.calls import traced_call
 
+P = ParamSpec("P")
+R = TypeVar("R")
+Policies = Policy | PolicyMap | str
 
+
+@overload
+def autocast(
+    fn: Callable[P, R], policy: Policies = ..., *, enabled: bool = ...
+) -> Callable[P, R]: ...
+@overload
+def autocast(
+    fn: None = None, policy: Policies = ..., *, enabled: bool = ...
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def autocast(
     fn: AnyFn | None = None,
-    policy: Policy | PolicyMap | str = "mixed_bfloat16",
+    policy: Policies = "mixed_bfloat16",
     *,
     enabled: bool = True,
 ) -> Any:
@@ -46,7 +59,8 @@ def autocast(
     Every call traces `fn` anew, so call the result under `jax.jit`. Differentiate it,
     `jax.grad(amp.autocast(loss))`: the backward matrix products run in half too and the
     gradients of float32 parameters are float32. It composes with every transformation
-    of JAX, inside and outside.
+    of JAX, inside and outside. (`jax.experimental.jet` knows no `jax.checkpoint`, which
+    is in the result: use it on `autocast(fn)` itself, and `jax.jit` around jet.)
 
     Loops, branches, calls and sharded maps are entered. What a `scan` carries is half
     if it starts as an activation, a parameter or an input and every turn updates it in
@@ -65,16 +79,20 @@ def autocast(
     half-precision sum.
 
     Args:
-      fn: a function of pytrees. Arguments that are no arrays (Python numbers, strings,
-        callables, modules) reach it unchanged, and so do those of its results. Called
-        without `fn`, `autocast` is a decorator.
+      fn: a function of pytrees. Arguments that are no arrays (numbers of Python and
+        numpy, strings, callables, modules) reach it unchanged, and so do those of its
+        results. Arrays, numpy's too, are traced. Called without `fn`, `autocast` is a
+        decorator.
       policy: a `Policy`, what `get_policy` understands, or a `PolicyMap`, by module of
         linen or nnx. Outputs that were float32 come back in its `output_dtype`; those
-        of linen's mutable collections and of nnx variables stay as they are.
+        of linen's mutable collections and of nnx variables stay as they are. If its
+        `param_dtype` is half, `fn` is traced as if its half arguments were float32; a
+        half result of the structure and shapes of an argument, as the carry of a loop
+        is, stays half.
       enabled: False returns `fn` itself.
 
     Raises:
-      TypeError: if `fn` is not callable or `policy` is no policy.
+      TypeError: if `fn` is not callable, `policy` no policy or `enabled` no bool.
       ValueError: if the compute dtype is none of float16, bfloat16 and float32.
 
     Source: the op lists are those of `torch.autocast`
@@ -95,6 +113,7 @@ def autocast(
       >>> jax.grad(amp.autocast(loss))(w, x).dtype
       dtype('float32')
     """
+    enabled = checked_flag(enabled, "autocast(fn, policy, enabled={})")
     if fn is None:
         return functools.partial(autocast, policy=policy, enabled=enabled)
     if not callable(fn):
@@ -169,7 +188,22 @@ def planned_call(
 
 def run(plan: Plan, args: Sequence[Value]) -> list[jax.Array]:
     """Runs the planned body on `args`, one for each of its inputs."""
-    return _Replay().body(plan, args)
+    try:
+        return _Replay().body(plan, args)
+    except KeyError as error:
+        if not _is_checkpoint(error):
+            raise
+        return _Replay(recomputes=False).body(plan, args)
+
+
+def _is_checkpoint(error: KeyError) -> bool:
+    """Whether a transformation has no rule for `jax.checkpoint`, as jet has none.
+
+    It looks primitives up in a dictionary. A checkpoint changes what a backward pass
+    saves, and what such a transformation computes has none.
+    """
+    name = getattr(error.args[0] if error.args else None, "name", "")
+    return isinstance(name, str) and name.startswith(("remat", "checkpoint"))
 
 
 class _Replay(Walk[Value]):
@@ -179,11 +213,13 @@ class _Replay(Walk[Value]):
       staged: the bodies that were staged, each of them once. They are closed jaxprs and
         hold no tracers, so the traces inside `jax.checkpoint` share them too.
       differentiable: False inside the primal of a `custom_jvp`, which has a rule.
+      recomputes: whether a backward pass is to compute islands again.
     """
 
-    def __init__(self, differentiable: bool = True):
+    def __init__(self, differentiable: bool = True, recomputes: bool = True):
         self.staged: dict[Plan, ClosedJaxpr] = {}
         self.differentiable = differentiable
+        self.recomputes = recomputes
 
     def constant(self, value: Value, var: Var) -> Value:
         # JAX keeps small constants as numpy arrays. A custom rule may index them by a
@@ -212,6 +248,8 @@ class _Replay(Walk[Value]):
     def island(
         self, compute: Callable[..., list[Value]], inputs: list[Value]
     ) -> list[Value]:
+        if not self.recomputes:
+            return compute(*inputs)
         return jax.checkpoint(compute, prevent_cse=False)(*inputs)
 
     def equation(
@@ -282,7 +320,7 @@ class _Replay(Walk[Value]):
         inexact = [jnp.issubdtype(aval_of(v).dtype, jnp.inexact) for v in eqn.outvars]
 
         def primal(*xs: Value) -> list[Value]:
-            return _Replay(differentiable=False).body(body, xs)
+            return _Replay(False, self.recomputes).body(body, xs)
 
         primal.__name__ = jaxprs.function_name(eqn) or primal.__name__
         rewritten = jax.custom_jvp(primal)

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TypeGuard, TypeVar, cast
+from typing import ParamSpec, TypeGuard, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,6 @@ from jax.typing import DTypeLike
 
 from jmp_amp.policies.dtypes import (
     F32,
-    AnyFn,
     PyTree,
     floating_dtype,
     is_castable,
@@ -31,6 +30,8 @@ from jmp_amp.transform import linen_modules, scopes
 from jmp_amp.transform.nnx_modules import subclass
 
 Marked = TypeVar("Marked")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def with_policy(policy: Policy | str) -> Callable[[Marked], Marked]:
@@ -141,7 +142,7 @@ def full_precision(fn: Marked) -> Marked:
     return with_policy("float32")(fn)
 
 
-def cast_inputs(fn: AnyFn, dtype: DTypeLike | None = None) -> AnyFn:
+def cast_inputs(fn: Callable[P, R], dtype: DTypeLike | None = None) -> Callable[P, R]:
     """Returns `fn` that is traced with its float inputs in `dtype` under autocast.
 
     For functions that autocast does not look into: a `custom_vjp`, a Pallas kernel, an
@@ -188,7 +189,7 @@ def cast_inputs(fn: AnyFn, dtype: DTypeLike | None = None) -> AnyFn:
         )
 
     @functools.wraps(fn, updated=())
-    def cast_fn(*args: object, **kwargs: object) -> PyTree:
+    def cast_fn(*args: P.args, **kwargs: P.kwargs) -> PyTree:
         policy = scopes.active_policy()
         if policy is None:
             return fn(*args, **kwargs)

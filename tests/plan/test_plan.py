@@ -315,27 +315,41 @@ def test_a_misfit_travels_into_a_jit(half):
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_a_mask_in_a_selection_saturates_and_stays_low(policy):
+def test_a_mask_in_a_selection_saturates_for_half_readers_alone(policy):
     lowest = float(jnp.finfo(jnp.float32).min)
 
-    def fn(x, w):
+    def masked_and_read(x, w):
         h = jnp.where(x > 0, x @ w, lowest)
         return h, jnp.max(h @ jnp.zeros((16, 16)))
 
+    def compared(x, w):
+        h = jnp.where(x > 0, x @ w, lowest)
+        return h == lowest, jnp.max(h @ jnp.zeros((16, 16)))
+
+    def read(x, w):
+        return jnp.max(jnp.where(x > 0, x @ w, lowest) @ jnp.zeros((16, 16)))
+
     x, w = jnp.array([[1.0] * 8 + [-1.0] * 8] * 8), jnp.ones((16, 16))
     half = half_of(policy)
-    both = amp.autocast(fn, policy)
-    assert results_of(both, x, w, primitive="select_n")[-1] == half
-    masked, poisoned = both(x, w)
-    assert np.isfinite(np.asarray(masked)).all()
-    np.testing.assert_allclose(masked[:, 8:], -float(jnp.finfo(half).max), rtol=1e-6)
-    assert poisoned == 0.0  # -inf * 0 would be NaN
+    for fn, dtype in (
+        (masked_and_read, "float32"),
+        (compared, "float32"),
+        (read, half),
+    ):
+        transformed = amp.autocast(fn, policy)
+        assert results_of(transformed, x, w, primitive="select_n")[-1] == dtype, fn
+    masked, product = amp.autocast(masked_and_read, policy)(x, w)
+    np.testing.assert_array_equal(masked[:, 8:], np.float32(lowest))
+    is_masked, other = amp.autocast(compared, policy)(x, w)
+    np.testing.assert_array_equal(is_masked, x <= 0)
+    # Products read the largest finite value: -inf * 0 would be NaN.
+    assert product == other == amp.autocast(read, policy)(x, w) == 0.0
 
 
 def test_an_exact_operation_is_not_cast_early_for_nothing(half):
     # A selection rounds nothing: in f32 its derivative would keep f32 zeros.
     def attend(x, w):
-        scores = jnp.where(x > 0, x @ w, -1e9)
+        scores = jnp.where(x > 0, x @ w, -1e4)
         return jax.nn.softmax(scores) @ w
 
     rows = results_of(autocast(attend, half), X, W, primitive="select_n")

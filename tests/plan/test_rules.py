@@ -114,6 +114,7 @@ DIFFERENT = {
     "square": "follows: torch squares in f32, here only where an f32 sum reads it",
     "std": "f32: torch leaves it in half and sums in f32 inside its kernel",
     "scatter_add": "f32: it is a sum",
+    "linalg_vecdot": "f32: a product without a free dimension is a sum",
 }
 
 

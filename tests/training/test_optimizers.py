@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import pickle
 import re
@@ -86,6 +87,28 @@ def test_a_skipped_step_changes_nothing_but_the_scale_and_its_counters(name):
     found, after = update(params, skipped, params)
     chex.assert_trees_all_equal(found, expected)
     assert amp.metrics(after)["applied"] == 2
+
+
+@pytest.mark.parametrize("gradient", [jnp.nan, 1.0])
+def test_counters_stay_at_the_largest_number(gradient):
+    tx = amp.with_loss_scale(optax.sgd(0.1), dynamic(growth_interval=2**31 - 1))
+    state = tx.init(jnp.float32(0))
+    largest = jnp.int32(2**31 - 1)
+    counters = ("skipped_total", "skipped_in_a_row", "applied")
+    state = state._replace(**dict.fromkeys(counters, largest))
+    found = state.loss_scale
+    state = state._replace(
+        loss_scale=dataclasses.replace(found, growth_tracker=largest)
+    )
+    _, state = jax.jit(tx.update)(jnp.float32(gradient), state)
+    counted = amp.metrics(state)
+    assert counted["skipped_total"] == counted["applied"] == largest
+    if counted["finite"]:
+        assert counted["skipped_in_a_row"] == 0
+        assert 0 <= amp.loss_scale_of(state).growth_tracker <= largest
+    else:
+        with pytest.raises(FloatingPointError, match="2147483647 steps in a row"):
+            amp.check_scale(state, 100)
 
 
 @adam_works

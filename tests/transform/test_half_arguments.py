@@ -167,15 +167,115 @@ def test_a_half_cache_beside_half_parameters_stays_half_in_nnx(policy):
     np.testing.assert_allclose(found.astype(F32), expected, atol=8 * EPS)
 
 
-def test_a_function_is_not_traced_again_where_nothing_can_be_widened():
-    traces = []
+def raises_its_own(w: jax.Array) -> jax.Array:
+    raise TypeError("mine")
+
+
+MISTAKES = {
+    "mine": raises_its_own,
+    "unsupported operand": lambda w: w + "a",
+    "missing 1 required positional argument": lambda w: raises_its_own(),  # pyright: ignore
+    "concrete value": lambda w: jnp.zeros(w[0].astype(int)),
+    "boolean conversion": lambda w: w if w[0] > 0 else -w,
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+@pytest.mark.parametrize("policy", [STORED, "mixed_bfloat16"])
+def test_a_function_with_a_mistake_of_its_own_runs_once(message, policy):
+    runs = []
 
     def fn(w: jax.Array) -> jax.Array:
-        traces.append(w.dtype)
-        raise TypeError("mine")
+        runs.append(w.dtype)
+        return MISTAKES[message](w)
 
-    for policy, wanted in ((STORED, [F32]), ("mixed_bfloat16", [BF16, F32])):
-        traces.clear()
-        with pytest.raises(TypeError, match="mine"):
-            amp.autocast(fn, policy)(jnp.ones(2, BF16))
-        assert traces == wanted
+    with pytest.raises(TypeError, match=message):
+        amp.autocast(fn, policy)(jnp.ones(2, BF16))
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("dtype", [BF16, jnp.dtype("float16")])
+def test_a_function_whose_dtypes_do_not_meet_runs_in_float32(dtype):
+    def branches(w: jax.Array) -> jax.Array:
+        return jax.lax.cond(w[0] > 0, lambda w: w, lambda w: w.astype(F32), w)
+
+    def turns(w: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 2, lambda _, w: w.astype(F32) * 2, w)
+
+    def sum_of_two(w: jax.Array) -> jax.Array:
+        return w + jnp.ones(2, F32)
+
+    for fn in (branches, turns, sum_of_two):
+        with pytest.raises((TypeError, jax.dtypes.TypePromotionError)):
+            fn(jnp.ones(2, dtype))
+        found = amp.autocast(fn)(jnp.ones(2, dtype))
+        np.testing.assert_array_equal(found, fn(jnp.ones(2, F32)))
+
+
+# States in half precision
+
+
+STORES_HALF = [("O2", "bf16"), ("O3", "bf16"), ("O3", "f16"), ("fp16_naive", None)]
+
+
+@pytest.mark.parametrize(("name", "half"), STORES_HALF)
+def test_a_loop_carries_the_half_state_of_a_step(name, half):
+    recipe = amp.recipe(name, half)
+    dtype = recipe.cast_model_type
+    w = jax.random.normal(jax.random.key(0), (8, 8), F32) / 4
+    xs = jnp.stack([X, -X, X])
+
+    def step(carry, x):
+        h, (total, count) = carry
+        h = jnp.tanh(h @ w.astype(h.dtype) + x)
+        return (h, (total + h, count + 1)), h.sum()
+
+    def scanned(step, dtype):
+        carry = jnp.zeros((4, 8), dtype), (jnp.zeros((4, 8), dtype), 0)
+        return jax.lax.scan(step, carry, xs.astype(dtype))
+
+    (h, (total, count)), sums = scanned(recipe.autocast(step), dtype)
+    assert h.dtype == total.dtype == dtype and count == 3
+    # What no argument stands for comes back in the dtype of outputs.
+    assert sums.dtype == F32
+    (expected, (expected_total, _)), _ = scanned(step, F32)
+    # Each of three turns rounds the state, the product and the sum.
+    for found, wanted in ((h, expected), (total, expected_total)):
+        error = np.abs(found.astype(F32) - wanted).max()
+        assert error < 9 * float(jnp.finfo(dtype).eps) * np.abs(wanted).max()
+
+
+def test_every_loop_carries_the_half_state_of_a_step():
+    step = amp.recipe("O3", "bf16").autocast(lambda h: jnp.tanh(h @ h))
+    h = jnp.eye(4, dtype=BF16)
+    found = [
+        jax.lax.fori_loop(0, 2, lambda _, h: step(h), h),
+        jax.lax.while_loop(lambda h: h.sum() > 1, step, h),
+        jax.lax.scan(lambda h, _: (step(h), None), h, length=2)[0],
+    ]
+    assert {each.dtype for each in found} == {BF16}
+
+
+def test_a_state_is_half_only_if_the_function_says_so():
+    step = amp.autocast(lambda h, x: (h * x, {"twice": 2 * h, "same": h}), STORED)
+    half, full = jnp.ones(3, BF16), jnp.ones(3, F32)
+    # The function returns f32: one of its arguments is.
+    with jax.numpy_dtype_promotion("standard"):
+        found, tree = step(half, full)
+    assert found.dtype == F32
+    # Neither a dictionary of results nor an array of another shape is the argument.
+    assert {leaf.dtype for leaf in jax.tree.leaves(tree)} == {F32}
+    assert amp.autocast(lambda h: h[:2], STORED)(half).dtype == F32
+    assert amp.autocast(lambda h: h.astype(F32), STORED)(half).dtype == F32
+    assert amp.autocast(lambda h: [h.sum(), h], STORED)(half)[1].dtype == BF16
+
+
+def test_a_function_without_such_a_state_is_traced_once():
+    runs = []
+
+    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        runs.append(w.dtype)
+        return x @ w
+
+    amp.autocast(fn, STORED)(jnp.ones((8, 4), BF16), X)
+    assert runs == [F32]

@@ -721,6 +721,39 @@ def test_every_equation_outside_of_regions_is_unmarked():
     assert names[-1] == "" or "amp[" not in names[-1]
 
 
+# Names of the user that look like the text of a policy but for their beginning, their
+# end or their dtypes.
+LOOKALIKES = (
+    "clamp[0] ramp[f32] lamp[p=f32,c=f32,o=f32] amp[0] amp[f32] amp[] amp[f16 "
+    "amp[p=f32,c=f32,o=f32]_1 x_amp[p=f32,c=f32,o=f32]"
+).split()
+
+
+@pytest.mark.parametrize("name", LOOKALIKES)
+def test_a_name_of_the_user_is_no_policy(name):
+    def fn(w):
+        with jax.named_scope(name):
+            return mean_square(layer(X @ w, w))
+
+    plain = lambda w: mean_square(layer(X @ w, w))  # noqa: E731
+    found, expected = (amp.autocast(each, F16) for each in (fn, plain))
+    assert products(jax.grad(found), W) == products(jax.grad(expected), W)
+    # A report shows the name as it is.
+    modules = {e.module for e in amp.explain(fn, F16)(W).equations}
+    assert modules == {name}
+
+
+def test_a_linen_module_may_have_any_name():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(4, name="clamp[0]")(x)
+            return mark_f32(nn.Dense(4, name="ramp[f32]"))(x)
+
+    params = Net().init(KEY, X)
+    assert products(amp.autocast(Net().apply, F16), params, X) == ["float16", "float32"]
+
+
 # Flax modules
 
 mark_f32 = amp.with_policy("float32")

@@ -153,6 +153,8 @@ def mamba(vocabulary: int, width: int, states: int, layers: int, *shape: int) ->
 class GCN(nn.Module):
     """Graph convolutions with symmetric normalisation (arXiv:1609.02907).
 
+    `residual` adds what a node sends to what it receives and normalises the sum.
+
     In the twin, products and messages are half. A node sums its messages in f32: a node
     with many neighbours loses the small ones otherwise, and GPUs add f32 faster, for
     which cugraph does so too (github.com/rapidsai/cugraph/pull/4260).
@@ -160,6 +162,7 @@ class GCN(nn.Module):
 
     hidden: int
     layers: int
+    residual: bool = False
     dtype: Dtype = None
 
     @nn.compact
@@ -174,11 +177,22 @@ class GCN(nn.Module):
             x = nn.Dense(self.hidden, dtype=self.dtype)(x)
             messages = x[senders] * weight.astype(x.dtype)
             summed = jax.ops.segment_sum(wide(messages), receivers, nodes)
-            x = nn.silu(summed.astype(x.dtype))
+            if self.residual:
+                x = nn.LayerNorm(dtype=self.dtype)(summed.astype(x.dtype) + x)
+                x = nn.silu(x)
+            else:
+                x = nn.silu(summed.astype(x.dtype))
         return nn.Dense(10, use_bias=False, dtype=self.dtype)(x)
 
 
-def gcn(hidden: int, layers: int, features: int, nodes: int, edges: int) -> Case:
+def gcn(
+    hidden: int,
+    layers: int,
+    features: int,
+    nodes: int,
+    edges: int,
+    residual: bool = False,
+) -> Case:
     """Every node has a loop to itself; the other edges favour the first nodes."""
 
     def inputs(key: jax.Array) -> Any:
@@ -194,7 +208,7 @@ def gcn(hidden: int, layers: int, features: int, nodes: int, edges: int) -> Case
         }
 
     return linen_case(
-        GCN(hidden, layers),
+        GCN(hidden, layers, residual),
         inputs,
         lambda logits, batch: optax.softmax_cross_entropy_with_integer_labels(
             wide(logits), batch["label"]

@@ -1,0 +1,82 @@
+"""From which inputs of a body is each of its values computed?
+
+A bias and a state are both f32 arguments that meet activations in an addition. The
+difference is what is added: `h + b` adds a value that is not made of `b`, but
+`y + dt * f(y)` adds one that is made of `y`. Sets of inputs are bits of an integer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jmp_amp.plan.jaxprs import Atom, Jaxpr, Literal, Var, aval_of
+from jmp_amp.plan.values import castable
+
+
+class Sources:
+    """The inputs that the values of a body are computed from.
+
+    Attributes:
+      products: the inputs that products read.
+    """
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        inputs = [*jaxpr.invars, *jaxpr.constvars]
+        # A number, such as a step size, is no state.
+        self._of: dict[Var, int] = {
+            v: 1 << i if castable(v) and aval_of(v).ndim else 0
+            for i, v in enumerate(inputs)
+        }
+        self.products = 0
+
+    def of(self, atom: Atom) -> int:
+        return 0 if isinstance(atom, Literal) else self._of[atom]
+
+    def write(self, variables: Sequence[Var], sources: Sequence[int]) -> None:
+        self._of.update(zip(variables, sources, strict=True))
+
+
+def union(sets: Sequence[int]) -> int:
+    """Returns the inputs that are in one of the sets."""
+    found = 0
+    for each in sets:
+        found |= each
+    return found
+
+
+def translated(inputs: int, operands: Sequence[int]) -> int:
+    """Returns the sources outside of a call of a value inside.
+
+    Args:
+      inputs: the inputs of the body that it is computed from.
+      operands: the sources of the operand that each input comes from.
+    """
+    found = 0
+    for i, sources in enumerate(operands):
+        if inputs >> i & 1:
+            found |= sources
+    return found
+
+
+def over_turns(
+    outputs: Sequence[int], products: int, carried: range
+) -> tuple[list[int], int]:
+    """Returns the operands that a loop's results are made of, and its products'.
+
+    Args:
+      outputs: the operands that the outputs of its body are made of in one turn.
+      products: the operands that its products read in one turn.
+      carried: which operands it carries, to its first outputs.
+    """
+    found = list(outputs)
+    before: object = None
+    while before != (found, products):
+        before = found, products
+        found = [
+            each | union([found[j] for j, i in enumerate(carried) if each >> i & 1])
+            for each in found
+        ]
+        for j, i in enumerate(carried):
+            if products >> i & 1:
+                products |= found[j]
+    return found, products

@@ -1,0 +1,98 @@
+"""Errors of a function that is being traced, as far as tracing has caused them.
+
+A function of half-precision arrays may be refused because two dtypes do not meet, and
+is then traced in f32. A function may need the values of an array, which nobody knows
+while it is traced: the error then names the argument as the caller knows it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+
+import jax
+from jax.tree_util import KeyPath, SequenceKey, keystr
+
+from jmp_amp.policies.dtypes import AnyFn
+
+_HALF = re.compile(r"\b(bfloat16|float16|bf16|f16)\b")
+# What JAX says of a tracer: "The error occurred while tracing the function run at
+# .../calls.py:216 for jit. This concrete value was not available in Python because it
+# depends on the value of the argument arrays[2]."
+_OUR_TRACE = re.compile(r"The error occurred while tracing the function run at .*")
+_INPUT = re.compile(r"\barrays\[(\d+)\]")
+
+
+def is_about_half(error: Exception) -> bool:
+    """Whether JAX may have refused a dtype because it is a half one.
+
+    Two dtypes do not meet in a loop, or under strict promotion. JAX names them; the
+    errors of the function itself do not.
+    """
+    kinds = (TypeError, jax.dtypes.TypePromotionError)
+    needs_values = isinstance(error, jax.errors.JAXTypeError)
+    return (
+        isinstance(error, kinds) and not needs_values and bool(_HALF.search(str(error)))
+    )
+
+
+def explain_traced_values(
+    error: Exception, call: str, fn: AnyFn, inputs: Sequence[KeyPath | None]
+) -> None:
+    """Makes an error about the value of a tracer name the arguments of `fn`.
+
+    Args:
+      error: raised by `fn` while it was traced.
+      call: the caller's call as written.
+      fn: the function of the user.
+      inputs: for each input of the program, its path in `(args, kwargs)`; None for a
+        variable of an nnx object.
+    """
+    text = str(error)
+    found = _OUR_TRACE.search(text)
+    if found is None:
+        if isinstance(error, jax.errors.NonConcreteBooleanIndexError):
+            error.add_note(_advice(call, "an array", fn))
+        return
+    numbers = dict.fromkeys(int(number) for number in _INPUT.findall(found[0]))
+    paths = [inputs[number] for number in numbers if number < len(inputs)]
+    named = [
+        "a variable of an nnx module" if path is None else _argument(fn, path)
+        for path in paths
+    ]
+    told = " and of ".join(dict.fromkeys(named)) or "an argument"
+    error.args = (text.replace(found[0], _advice(call, told, fn)), *error.args[1:])
+
+
+def _advice(call: str, argument: str, fn: AnyFn) -> str:
+    name = getattr(fn, "__name__", type(fn).__name__)
+    return (
+        f"{call}: the function {name} needs the value of {argument}, but arrays "
+        "(numpy's too) are traced, as under jax.jit. Pass flags, sizes and indices as "
+        "Python or numpy numbers; let the function close over an array whose value it "
+        "needs. Under jax.jit, make the argument static."
+    )
+
+
+def _argument(fn: AnyFn, path: KeyPath) -> str:
+    """Returns the name of a leaf of `(args, kwargs)`, such as `params['w']`."""
+    _, key, *rest = path
+    if isinstance(key, SequenceKey):
+        name = _parameter(fn, key.idx)
+    else:
+        name = str(getattr(key, "key", key))
+    return f"the argument {name}{keystr(tuple(rest))}"
+
+
+def _parameter(fn: AnyFn, index: int) -> str:
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return f"args[{index}]"
+    for number, parameter in enumerate(parameters):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return f"{parameter.name}[{index - number}]"
+        if number == index:
+            return parameter.name
+    return f"args[{index}]"

@@ -1,0 +1,220 @@
+"""Bad input of the public calls: an error that names the call and the remedy."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmp_amp as amp
+
+PARAMS = jnp.ones(3)
+PLAIN = optax.sgd(0.1, momentum=0.9)
+TX = amp.with_loss_scale(PLAIN, amp.dynamic_loss_scale())
+STATE = TX.init(PARAMS)
+TORCH = {
+    "scale": 1024.0,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+    "_growth_tracker": 0,
+}
+
+
+def torch_with(tracker):
+    return amp.loss_scale_from_torch(TORCH | {"_growth_tracker": tracker})
+
+
+def report():
+    return amp.explain(jnp.dot)(jnp.eye(2), jnp.eye(2))
+
+
+# A flag is a bool
+
+FLAGS = {
+    "autocast.enabled": lambda flag: amp.autocast(jnp.abs, enabled=flag),
+    "autocast.enabled as a decorator": lambda flag: amp.autocast(enabled=flag),
+    "with_loss_scale.unscale": lambda flag: amp.with_loss_scale(
+        PLAIN, amp.no_loss_scale(), unscale=flag
+    ),
+    "value_and_grad.has_aux": lambda flag: amp.value_and_grad(abs, has_aux=flag),
+    "value_and_grad.holomorphic": lambda flag: amp.value_and_grad(
+        abs, holomorphic=flag
+    ),
+    "value_and_grad.allow_int": lambda flag: amp.value_and_grad(abs, allow_int=flag),
+    "grad.has_aux": lambda flag: amp.grad(abs, has_aux=flag),
+    "grad.holomorphic": lambda flag: amp.grad(abs, holomorphic=flag),
+    "grad.allow_int": lambda flag: amp.grad(abs, allow_int=flag),
+    "cast_params.keep_norms": lambda flag: amp.cast_params({}, "bf16", keep_norms=flag),
+    "recipe.enabled": lambda flag: amp.recipe("O1", enabled=flag),
+    "recipe.master_weights": lambda flag: amp.recipe("O2", master_weights=flag),
+    "recipe.keep_batchnorm_fp32": lambda flag: amp.recipe(
+        "O2", keep_batchnorm_fp32=flag
+    ),
+    "recipe.master_grad": lambda flag: amp.recipe("O1", master_grad=flag),
+}
+# Of the state machine and of trees: flags that a program computes.
+CONDITIONS = {
+    "LossScale.adjust": lambda flag: amp.dynamic_loss_scale().adjust(flag),
+    "LossScale.adjust, static": lambda flag: amp.no_loss_scale().adjust(flag),
+    "select_tree": lambda flag: amp.select_tree(flag, PARAMS, PARAMS),
+}
+
+
+@pytest.mark.parametrize("value", ["no", "", 0, 1, 1.0, [True], np.int8(1)], ids=repr)
+@pytest.mark.parametrize("name", [*FLAGS, *CONDITIONS])
+def test_what_is_no_bool_is_no_flag(name, value):
+    with pytest.raises(TypeError) as raised:
+        (FLAGS | CONDITIONS)[name](value)
+    assert str(raised.value).startswith(name.partition(".")[0])
+    assert repr(value) in str(raised.value)
+
+
+@pytest.mark.parametrize("value", [True, False, np.True_, np.False_], ids=repr)
+@pytest.mark.parametrize("name", [*FLAGS, *CONDITIONS])
+def test_a_bool_of_python_or_numpy_is_a_flag(name, value):
+    (FLAGS | CONDITIONS)[name](value)
+
+
+def test_a_bool_of_numpy_means_what_it_says():
+    assert amp.autocast(jnp.abs, enabled=np.False_) is jnp.abs
+    assert amp.autocast(jnp.abs, enabled=np.True_) is not jnp.abs
+    assert amp.recipe("O2", master_weights=np.False_).master_weights is False
+    loss = lambda x: (x, "aux")  # noqa: E731
+    assert amp.grad(loss, has_aux=np.True_)(1.0) == (1.0, "aux")
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_a_condition_may_be_an_array_and_traced(name):
+    jax.jit(CONDITIONS[name])(jnp.array(True))
+
+
+def test_every_flag_of_the_public_calls_is_known_here():
+    flags = {
+        f"{name}.{parameter.name}"
+        for name, value in ((name, getattr(amp, name)) for name in amp.__all__)
+        if inspect.isfunction(value)
+        for parameter in inspect.signature(value).parameters.values()
+        if isinstance(parameter.default, bool)
+    }
+    assert flags == {name for name in FLAGS if " " not in name and "recipe" not in name}
+
+
+# Other input that is wrong: the call, the error, and words of the fact and the remedy.
+WRONG = {
+    "update of the state of the wrapped optimizer": (
+        lambda: TX.update(PARAMS, PLAIN.init(PARAMS), PARAMS),
+        (TypeError, "with_loss_scale: update was given a tuple", "import_opt_state"),
+    ),
+    "update of no state": (
+        lambda: TX.update(PARAMS, None, PARAMS),
+        (TypeError, "with_loss_scale: update was given a NoneType", "tx.init(params)"),
+    ),
+    "a growth interval beyond int32": (
+        lambda: amp.dynamic_loss_scale(growth_interval=2**31),
+        (ValueError, "dynamic_loss_scale(growth_interval=2147483648)", "below 2**31"),
+    ),
+    "a growth interval beyond all floats": (
+        lambda: amp.dynamic_loss_scale(growth_interval=10**400),
+        (ValueError, "dynamic_loss_scale(growth_interval=1000", "below 2**31"),
+    ),
+    "a hysteresis beyond int32": (
+        lambda: amp.dynamic_loss_scale(hysteresis=2**31),
+        (ValueError, "dynamic_loss_scale(hysteresis=2147483648)", "below 2**31"),
+    ),
+    "a report of an empty object": (
+        lambda: amp.Report.from_json("{}"),
+        (ValueError, "Report.from_dict: the key 'function' is missing", "to_dict()"),
+    ),
+    "a report of no text": (
+        lambda: amp.Report.from_json(""),
+        (ValueError, "Report.from_json: not JSON", "to_json()"),
+    ),
+    "a report of null": (
+        lambda: amp.Report.from_json("null"),
+        (ValueError, "Report.from_json: 'null' is JSON, but no object", "to_json()"),
+    ),
+    "a report of a number": (
+        lambda: amp.Report.from_json(3),
+        (TypeError, "Report.from_json: found int", "to_json()"),
+    ),
+    "a report of no dictionary": (
+        lambda: amp.Report.from_dict([]),
+        (TypeError, "Report.from_dict([])", "to_dict()"),
+    ),
+    "a report of other rows": (
+        lambda: amp.Report.from_dict(report().to_dict() | {"equations": [{}]}),
+        (ValueError, "Report.from_dict: a row is not one", "make the report again"),
+    ),
+    "skips in text": (
+        lambda: amp.check_scale(STATE, "3"),
+        (TypeError, "check_scale(opt_state, '3')", "Use an int, 0 or more"),
+    ),
+    "skips that are traced": (
+        lambda: jax.jit(lambda n: amp.check_scale(STATE, n))(3),
+        (TypeError, "check_scale(opt_state, ", "Use an int, 0 or more"),
+    ),
+    **{
+        f"skips {number}": (
+            lambda number=number: amp.check_scale(STATE, number),
+            (ValueError, f"check_scale(opt_state, {number})", "Use an int, 0 or more"),
+        )
+        for number in (float("nan"), float("inf"), -1, 1.5)
+    },
+    "a model that is none": (
+        lambda: amp.cast_params({}, "bf16", model=3),
+        (TypeError, "cast_params(params, policy, model=3)", "Give the module"),
+    ),
+    "a backend that is none": (
+        lambda: amp.half_dtype(3),
+        (TypeError, "half_dtype(3)", "Use one of cpu, gpu"),
+    ),
+    **{
+        f"tracker {tracker}": (
+            lambda tracker=tracker: torch_with(tracker),
+            (ValueError, f"loss_scale_from_torch: '_growth_tracker' is {tracker}", "0"),
+        )
+        for tracker in (-1, 2001, 2.5, float("nan"))
+    },
+    **{
+        f"argnums {argnums!r}": (
+            lambda argnums=argnums: amp.value_and_grad(abs, argnums=argnums),
+            (TypeError, f"value_and_grad(abs, argnums={argnums!r})", "Use an int"),
+        )
+        for argnums in ("x", 1.5, None, (), (0, "x"), True)
+    },
+    "a path that is no text": (
+        lambda: report().drill_down(3),
+        (TypeError, "Report.drill_down(3)", "Write a glob"),
+    ),
+    "a width that is no number": (
+        lambda: report().drill_down(width="x"),
+        (TypeError, "Report.drill_down(width='x')", "Use an int"),
+    ),
+    "a width of nothing": (
+        lambda: report().drill_down(width=0),
+        (ValueError, "Report.drill_down(width=0)", "Use a width"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_bad_input_is_refused_with_the_call_and_the_remedy(name):
+    call, (error, beginning, remedy) = WRONG[name]
+    with pytest.raises(error) as raised:
+        call()
+    assert type(raised.value) is error
+    assert str(raised.value).startswith(beginning)
+    assert remedy in str(raised.value)
+
+
+def test_what_is_just_within_bounds_is_taken():
+    largest = 2**31 - 1
+    scale = amp.dynamic_loss_scale(growth_interval=largest, hysteresis=largest)
+    assert scale.adjust(False).adjust(True).growth_tracker == 1
+    assert torch_with(2000).growth_tracker == 2000
+    for number in (0, 3.0, np.int64(3), jnp.int32(3)):
+        amp.check_scale(STATE, number)
+    assert amp.grad(lambda x, y: x * y, argnums=np.int64(1))(2.0, 3.0) == 2.0

@@ -1,0 +1,100 @@
+"""The models of the zoo in other shapes: bounds of memory hold for each of them.
+
+The gradients' errors do not depend on the shape, and are measured in `test_zoo.py`.
+What is compiled for an H100 is kept, see `tests/kept.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from benchmarks import compare_precision
+
+from tests import measures, zoo
+from tests.zoo.on_h100 import kept_figures
+from tests.zoo.shapes import unbatched
+
+# Autocast around the whole loss, and inside of the map that adds the axis of examples:
+# there no parameter is broadcast to it.
+PROGRAMS = [
+    (model, shape, program)
+    for model, shape in zoo.SHAPES
+    for program in ("autocast", "forward")
+    if program == "autocast" or shape == "unbatched"
+]
+# One shape a model is traced by default, of those that are traced fast.
+TRACED_BY_DEFAULT = {
+    *(("cnn", "small batch"), ("encoder_decoder", "long"), ("gcn", "many edges")),
+    *(("llama", "unbatched"), ("lstm", "wide"), ("mamba", "states"), ("moe", "wide")),
+    *(("transformer", "long"), ("vae", "small")),
+}
+
+each_program = pytest.mark.parametrize(
+    ("model", "shape", "program"),
+    [
+        pytest.param(
+            *(model, shape, program),
+            marks=[pytest.mark.slow] * ((model, shape) not in TRACED_BY_DEFAULT),
+        )
+        for model, shape, program in PROGRAMS
+    ],
+)
+
+
+@functools.cache
+def traced(
+    model: str, shape: str, program: str
+) -> tuple[list[compare_precision.Product], int]:
+    """Returns the products and the saved bytes of a program in bf16."""
+    case = zoo.SHAPES[model, shape]
+    loss = compare_precision.program_loss(case, "bfloat16", program)
+    found = compare_precision.traced(loss, case)
+    return compare_precision.traced_products(found.jaxpr), found.saved_bytes
+
+
+def test_every_model_has_three_shapes():
+    shapes = {m: [s for n, s in zoo.SHAPES if n == m] for m in zoo.MODELS}
+    as_traced = {m: [] for m in compare_precision.AS_TRACED}
+    assert {m: found for m, found in shapes.items() if len(found) < 2} == as_traced
+
+
+@each_program
+def test_products_are_half_and_no_more_is_saved_than_by_hand(model, shape, program):
+    ours, saved = traced(model, shape, program)
+    by_hand, saved_by_hand = traced(model, shape, "twin")
+    missing = compare_precision.missing_products(ours, by_hand)
+    assert not missing, list(map(str, missing))
+    assert sum(p.in_half for p in ours) >= sum(p.in_half for p in by_hand)
+    assert saved <= saved_by_hand
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "shape", "program"), PROGRAMS)
+def test_a_step_on_an_h100_needs_no_more_memory_than_by_hand(model, shape, program):
+    def figures(program: str) -> dict[str, Any]:
+        case = zoo.SHAPES[model, shape]
+        return kept_figures(f"zoo {model}, {shape}", case, "bfloat16", program)
+
+    ours, by_hand = figures(program), figures("twin")
+    missing = compare_precision.missing_products(ours["products"], by_hand["products"])
+    assert not missing, list(map(str, missing))
+    assert round(ours["temp"] / by_hand["temp"], 2) <= 1.00
+
+
+def test_an_unbatched_case_is_the_mean_of_its_examples():
+    case = zoo.CASES["mlp", "small"]
+    mapped = unbatched(case, 3)
+    params, batches = jax.jit(mapped.sample)(jax.random.key(0))
+    each = [
+        case.loss(params, jax.tree.map(lambda leaf, i=i: leaf[i], batches))
+        for i in range(3)
+    ]
+    assert len(set(map(float, each))) == 3
+    eps = float(jnp.finfo(jnp.float32).eps)
+    for loss in (mapped.loss, mapped.wrapped(lambda loss: loss)):
+        error = measures.relative_error(loss(params, batches), sum(each) / 3)
+        assert error < 8 * eps
