@@ -33,6 +33,7 @@ LOWER_SCALES = (1.0, 2.0**-5, 2.0**-10, 2.0**-15)
 MOST_EXCUSED = 1 / 4
 
 Program = Callable[[Any, Any], Any]
+Transform = Callable[[Program], Program]
 
 
 class Leaf(NamedTuple):
@@ -68,8 +69,8 @@ def error(found: Any, reference: Any) -> float:
     same = np.array_equal(found[~finite], reference[~finite], equal_nan=True)
     if not same or not np.isfinite(found[finite]).all():
         return math.inf
-    size = float(np.linalg.norm(reference[finite]))
-    return float(np.linalg.norm((found - reference)[finite])) / (size or 1.0)
+    off = np.linalg.norm(found[finite] - reference[finite])
+    return float(off) / float(np.linalg.norm(reference[finite]) or 1.0)
 
 
 def bound(idiom: Idiom, products: float, dtype: str) -> float:
@@ -121,25 +122,21 @@ def with_gradient(program: Program, grad: tuple[int, ...]) -> Callable[..., Any]
     return run
 
 
-def transforms(dtype: str) -> dict[str, Callable[[Program], Program]]:
-    """Returns the three programs of a function, by name."""
-    products = amp.recipe("OD", half_dtype=dtype)
-    return {
-        "f32": lambda fn: fn,
-        "policy": lambda fn: amp.autocast(fn, f"mixed_{dtype}"),
-        "products": products.autocast,
-    }
-
-
-def run(idiom: Idiom, dtype: str, gradient: bool = True) -> tuple[Any, dict[str, Any]]:
+def run(
+    idiom: Idiom, dtype: str, policy: Transform | None
+) -> tuple[Any, dict[str, Any]]:
     """Returns the inputs and, by program, the values and gradients, of all samples."""
-    grad = idiom.grad if gradient else ()
+    transforms: dict[str, Transform] = {
+        "f32": lambda fn: fn,
+        "policy": policy or (lambda fn: amp.autocast(fn, f"mixed_{dtype}")),
+        "products": amp.recipe("OD", half_dtype=dtype).autocast,
+    }
     runs = {}
-    for name, transform in transforms(dtype).items():
+    for name, transform in transforms.items():
         program = transform(idiom.fn)
         if idiom.turns:
             program = in_turns(program, idiom.turns)
-        runs[name] = with_gradient(program, grad)
+        runs[name] = with_gradient(program, idiom.grad)
 
     def everything(args: tuple[Any, Any], scale: jax.Array) -> dict[str, Any]:
         return {name: both(args, scale) for name, both in runs.items()}
@@ -158,9 +155,15 @@ def run(idiom: Idiom, dtype: str, gradient: bool = True) -> tuple[Any, dict[str,
     return args[1], found
 
 
-def leaves(idiom: Idiom, dtype: str, gradient: bool = True) -> list[Leaf]:
-    """Returns the errors of each leaf of an idiom in one half precision dtype."""
-    inputs, found = run(idiom, dtype, gradient)
+def leaves(idiom: Idiom, dtype: str, policy: Transform | None = None) -> list[Leaf]:
+    """Returns the errors of each leaf of an idiom in one half precision dtype.
+
+    Args:
+      idiom: the idiom.
+      dtype: the name of the half precision dtype.
+      policy: the transformation of its function that is measured; None is `autocast`.
+    """
+    inputs, found = run(idiom, dtype, policy)
     rows = []
     for number, kind in enumerate(("value", "gradient")):
         trees = {name: both[number] for name, both in found.items()}

@@ -7,8 +7,8 @@ import numpy as np
 from tests.idioms.row import both, constants, normals, row, uniform, weights
 
 WEIGHT = weights(w=(8, 8))
-# A total so large that half precision adds no term of 0.8: there is 2 between two numbers
-# of float16, and more of bfloat16.
+# A total so large that half precision adds no term of 0.8: two numbers of float16 are
+# 2.0 apart there, and those of bfloat16 more.
 LARGE = 2100.0
 LONG = both(normals(x=(300, 8)), constants(total=np.full(8, LARGE)))
 

@@ -1,9 +1,15 @@
 """Every idiom: a policy is at most twice as wrong as its products alone, and 4 eps.
 
-By default each idiom runs in one dtype, every other one in bfloat16; the slow tests run
-both. `python -m tests.idioms` prints the errors.
+Spellings of one program stand together in their file. By default every third idiom
+runs, in one dtype; the slow tests run all in both. `python -m tests.idioms` prints the
+errors.
 """
 
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.idioms import measure
@@ -12,9 +18,21 @@ from tests.idioms.row import Idiom
 from tests.idioms.table import IDIOMS
 from tests.measures import HALF
 
+each_half = pytest.mark.parametrize("dtype", HALF)
+
 
 def wrong(idiom: Idiom, dtype: str) -> list[measure.Leaf]:
     return [leaf for leaf in measure.leaves(idiom, dtype) if not leaf.is_right]
+
+
+def rounded(tree, dtype):
+    """What is left of f32 arrays that were stored in half precision."""
+    return jax.tree.map(lambda x: x.astype(dtype).astype(x.dtype), tree)
+
+
+def by_default(number: int) -> str | None:
+    """The dtype in which an idiom runs by default, if it does."""
+    return None if number % 3 else HALF[number // 3 % 2]
 
 
 @pytest.mark.parametrize(
@@ -22,8 +40,7 @@ def wrong(idiom: Idiom, dtype: str) -> list[measure.Leaf]:
     [
         pytest.param(
             *(name, dtype),
-            marks=[pytest.mark.xdist_group(name)]
-            + [pytest.mark.slow] * (number % 2 != HALF.index(dtype)),
+            marks=[pytest.mark.slow] * (dtype != by_default(number)),
         )
         for number, name in enumerate(IDIOMS)
         for dtype in HALF
@@ -38,3 +55,69 @@ def test_idiom_is_at_most_twice_as_wrong_as_its_products_alone(name, dtype):
 @pytest.mark.parametrize("name", EXPECTED)
 def test_idiom_that_is_expected_to_be_wrong_still_is(name):
     assert any(wrong(IDIOMS[name], dtype) for dtype in HALF), "take it off the list"
+
+
+@each_half
+def test_rows_that_were_stored_in_half_lose_their_bits(dtype):
+    def stores(fn):
+        return lambda p, inputs: rounded(fn(p, inputs), dtype)
+
+    found = measure.leaves(IDIOMS["bank_written_by_set"], dtype, stores)
+    kept = [leaf for leaf in found if leaf.kind == "kept"]
+    assert len(kept) == 1 and not kept[0].is_right
+
+
+@each_half
+def test_one_rounding_of_arguments_is_more_than_an_f32_idiom_may_lose(dtype):
+    def reads(fn):
+        return lambda *args: fn(*rounded(args, dtype))
+
+    found = measure.leaves(IDIOMS["rotation_with_an_algorithm"], dtype, reads)
+    assert {leaf.kind for leaf in found} == {"value", "gradient"}
+    assert not any(leaf.is_right for leaf in found if leaf.kind == "value")
+
+
+@each_half
+def test_steps_that_are_stored_in_half_are_wrong_in_value_and_gradient(dtype):
+    idiom = IDIOMS["euler_in_a_scan"]
+
+    def stores(_):
+        def program(p, inputs):
+            def turn(y, _):
+                return rounded(y - 1e-3 * (y @ p["w"]), dtype), None
+
+            y, _ = jax.lax.scan(turn, inputs["y"], None, length=400)
+            return {"end": y, "moved": y - inputs["y"]}
+
+        return program
+
+    found = measure.leaves(idiom, dtype, stores)
+    wrong = {(leaf.kind, leaf.path) for leaf in found if not leaf.is_right}
+    assert wrong == {("value", "['moved']"), ("gradient", "[0]['w']")}
+
+
+@pytest.mark.parametrize(
+    ("found", "reference", "expected"),
+    [
+        ([3.0, 4.0], [3.0, 4.0], 0.0),
+        ([3.0, 4.5], [3.0, 4.0], 0.1),
+        ([0.25, 0.0], [0.0, 0.0], 0.25),
+        ([math.inf, 4.0], [3.0, 4.0], math.inf),
+        ([math.nan, 4.0], [3.0, 4.0], math.inf),
+        ([-math.inf, 4.0], [-math.inf, 4.0], 0.0),
+        ([-65504.0, 4.0], [-math.inf, 4.0], math.inf),
+    ],
+)
+def test_error_is_relative_and_infinite_where_something_is_lost(
+    found, reference, expected
+):
+    assert math.isclose(measure.error(np.array(found), np.array(reference)), expected)
+
+
+@each_half
+def test_products_that_are_wrong_by_themselves_excuse_nothing(dtype):
+    idiom, eps = IDIOMS["vdot_under_vmap"], float(jnp.finfo(dtype).eps)
+    assert idiom.f32 and measure.bound(idiom, 1.0, dtype) < eps / 8
+    idiom = IDIOMS["one_step"]
+    assert measure.bound(idiom, 0.125, dtype) == 0.25 + 4 * eps
+    assert measure.bound(idiom, math.inf, dtype) == 4 * eps
