@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jmp_amp.plan import constants, jaxprs, rules
-from jmp_amp.plan.decisions import decide
+from jmp_amp.plan.deciding import decide
 from jmp_amp.plan.flows import Flow, Step
 from jmp_amp.plan.indices import Indices
 from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Inner, Literal, Var, aval_of
