@@ -121,7 +121,9 @@ def _follow(at: Standing) -> Decision:
         reason = "a comparison reads values as they are"
         return at.decision(Mode.AS_HELD, None, reason, origin)
     if origin == Origin.FULL:
-        return at.decision(Mode.IN_DTYPE, F32, "an operand is f32", Origin.FULL)
+        carried = any(Trait.CARRIED in v.traits for v in at.operands)
+        reason = "kept over the turns of a loop" if carried else "an operand is f32"
+        return at.decision(Mode.IN_DTYPE, F32, reason, Origin.FULL)
     if not is_half(low):
         return at.decision(
             Mode.IN_DTYPE, low, "the policy computes in f32", Origin.FULL
