@@ -177,7 +177,7 @@ MISTAKES = {
     "missing 1 required positional argument": lambda w: raises_its_own(),  # pyright: ignore
     "concrete value": lambda w: jnp.zeros(w[0].astype(int)),
     "boolean conversion": lambda w: w if w[0] > 0 else -w,
-    "16": lambda w: float(w[0]),
+    r"traced array with shape (bfloat16|float32)\[\]": lambda w: float(w[0]),
 }
 
 
