@@ -330,7 +330,7 @@ class _Replay(Walk[Value]):
         inexact = [jnp.issubdtype(aval_of(v).dtype, jnp.inexact) for v in eqn.outvars]
 
         def primal(*xs: Value) -> list[Value]:
-            return _Replay(False, self.recomputes).body(body, xs)
+            return _Replay(differentiable=False).body(body, xs)
 
         primal.__name__ = jaxprs.function_name(eqn) or primal.__name__
         rewritten = jax.custom_jvp(primal)
