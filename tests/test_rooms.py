@@ -47,7 +47,12 @@ WINGS = {
         ("states",),
         ("presets", "gradients", "optimizers", "checkpoints", "weights"),
     ),
-    "reports": (("costs", "rows", "tables"), ("reading", "report_tables"), ("report",)),
+    "reports": (
+        ("costs", "rows", "tables"),
+        ("opaque",),
+        ("reading", "report_tables"),
+        ("report",),
+    ),
     "recipes": (("levels",), ("overrides",), ("recipes",)),
     "": (("plots", "jmp"), ("checkup",), ("doctor",), ("__main__", "__init__")),
 }

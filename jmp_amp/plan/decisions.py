@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan import constants, jaxprs
@@ -292,6 +293,8 @@ def _keeps_digits(at: _Equation) -> str | None:
         return None
     for i, j in ((0, 1), (1, 0)):
         value, other = at.views[i], at.views[j]
+        if other.origin != Origin.FREE and _is_long(value, at.half):
+            return f"{at.half.name} has no digits for whole numbers as large"
         if not _is_argument(value, at.eqn.invars[i]) or other.origin == Origin.FREE:
             continue
         looked_up = Trait.LOOKED_UP in value.traits
@@ -303,6 +306,14 @@ def _keeps_digits(at: _Equation) -> str | None:
         if subtracts and not _is_broadcast(at.eqn.invars[i], at):
             return "an argument keeps its digits in a difference"
     return None
+
+
+def _is_long(value: Known, half: np.dtype) -> bool:
+    """Whether a constant counts further than `half` does: a grid of 512 pixels."""
+    if not value.is_constant or value.bounds is None or not is_half(half):
+        return False
+    low, high = value.bounds
+    return low < high and max(-low, high) > 2 / float(jnp.finfo(half).eps)
 
 
 def _is_argument(value: Known, atom: Atom) -> bool:

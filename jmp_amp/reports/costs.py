@@ -125,12 +125,15 @@ class Residual(NamedTuple):
     """A value that is kept for the backward pass.
 
     Attributes:
-      makers: the calls that contain its equation, outermost first, and the equation.
+      makers: the calls that contain its equation, outermost first, and the equation;
+        none for an argument.
       size: in bytes.
+      of_argument: whether it is an argument, as it is or in another dtype.
     """
 
     makers: tuple[Eqn, ...]
     size: int
+    of_argument: bool
 
 
 def saved_for_backward(
@@ -138,9 +141,10 @@ def saved_for_backward(
     args: Sequence[jax.typing.ArrayLike | jax.ShapeDtypeStruct],
     differentiated: Sequence[int],
 ) -> list[Residual]:
-    """Returns the residuals of `jax.vjp(fn)`, without arguments and constants.
+    """Returns the residuals of `jax.vjp(fn)`, without constants.
 
-    It is what differentiation saves, before XLA decides to compute it again.
+    It is what differentiation saves, before XLA decides to compute it again. Arguments
+    are among them, though they take no memory that was not there before.
 
     Args:
       fn: a function of arrays.
@@ -160,10 +164,17 @@ def saved_for_backward(
 
     jaxpr = jaxprs.body_of(jaxprs.trace(residuals, args)).jaxpr
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    kept = dict.fromkeys(v for v in jaxprs.variables(jaxpr.outvars) if v in made)
+    arguments = set(jaxpr.invars)
+    kept = dict.fromkeys(
+        v for v in jaxprs.variables(jaxpr.outvars) if v in made or v in arguments
+    )
     avals = map(jaxprs.aval_of, kept)
     return [
-        Residual(_makers(made, var), aval.size * aval.dtype.itemsize)
+        Residual(
+            _makers(made, var) if var in made else (),
+            aval.size * aval.dtype.itemsize,
+            _origin(made, var) in arguments,
+        )
         for var, aval in zip(kept, avals, strict=True)
     ]
 
@@ -172,6 +183,31 @@ def _zero_cotangent(result: jax.Array) -> jax.Array | np.ndarray:
     if jnp.issubdtype(result.dtype, jnp.inexact):
         return jnp.zeros_like(result)
     return np.zeros(result.shape, jax.dtypes.float0)
+
+
+def _origin(made: dict[Var, Eqn], atom: Atom) -> Atom:
+    """Returns the value that `atom` is a copy of, in another dtype; or `atom` itself.
+
+    A copy may be made in the body of a call, or in every turn of a loop of that turn's
+    slice of an array.
+    """
+    if isinstance(atom, jaxprs.Literal) or atom not in made:
+        return atom
+    eqn = made[atom]
+    if jaxprs.is_conversion(eqn):
+        return _origin(made, eqn.invars[0])
+    bodies = jaxprs.inner_bodies(eqn)
+    if not bodies:
+        return atom
+    body, operands = bodies[-1]
+    inside = {v: inner for inner in body.jaxpr.eqns for v in inner.outvars}
+    found = _origin(inside, body.jaxpr.outvars[eqn.outvars.index(atom)])
+    if found not in body.jaxpr.invars:
+        return atom
+    operand = operands[body.jaxpr.invars.index(found)]
+    return (
+        atom if operand in jaxprs.carried(eqn) else _origin(made, eqn.invars[operand])
+    )
 
 
 def _makers(made: dict[Var, Eqn], var: Var) -> tuple[Eqn, ...]:

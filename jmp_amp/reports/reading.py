@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.core
@@ -29,6 +30,7 @@ from jmp_amp.reports.costs import (
     matmuls_as_traced,
     saved_for_backward,
 )
+from jmp_amp.reports.opaque import reason_of
 from jmp_amp.reports.rows import Cast, Equation, Saved
 from jmp_amp.transform.interpreter import PlannedCall, run
 
@@ -68,10 +70,24 @@ def read_plan(call: PlannedCall) -> tuple[Equation, ...]:
     return tuple(found)
 
 
-def read_saved(
-    call: PlannedCall, equations: Sequence[Equation]
-) -> tuple[tuple[Saved, ...] | None, str | None]:
-    """Returns what differentiation saves, or None and why there is no derivative.
+class SavedBytes(NamedTuple):
+    """What differentiation saves.
+
+    Attributes:
+      saved: what the modules compute; None if there is no derivative.
+      arguments, arguments_without: bytes of the arguments that it keeps as they are,
+        under autocast and without.
+      why_not: why there is no derivative; None if there is one.
+    """
+
+    saved: tuple[Saved, ...] | None
+    arguments: int = 0
+    arguments_without: int = 0
+    why_not: str | None = None
+
+
+def read_saved(call: PlannedCall, equations: Sequence[Equation]) -> SavedBytes:
+    """Returns what differentiation saves, or why there is no derivative.
 
     Args:
       call: the planned call.
@@ -83,9 +99,9 @@ def read_saved(
         if jnp.issubdtype(value.dtype, jnp.inexact)
     ]
     if not moving:
-        return None, "no argument is floating-point"
+        return SavedBytes(None, why_not="no argument is floating-point")
     if not any(jnp.issubdtype(v.dtype, jnp.inexact) for v in call.jaxpr.out_avals):
-        return None, "no result is floating-point"
+        return SavedBytes(None, why_not="no result is floating-point")
 
     def plain(*values: Value) -> list[Value]:
         # Caches may come in half precision.
@@ -105,12 +121,17 @@ def read_saved(
         try:
             residuals.append(saved_for_backward(fn, call.arrays, moving))
         except Exception as error:  # whatever the function's own rules raise
-            return None, str(error).strip().partition("\n")[0] or type(error).__name__
-    sizes, without = (_modules_of(each, equations) for each in residuals)
-    return tuple(
-        Saved(path, sizes.get(path, 0), without.get(path, 0))
-        for path in dict.fromkeys([*sizes, *without])
-    ), None
+            told = str(error).strip().partition("\n")[0] or type(error).__name__
+            return SavedBytes(None, why_not=told)
+    made = [[each for each in found if each.makers] for found in residuals]
+    copies = [[each for each in found if each.of_argument] for found in made]
+    sizes = [_modules_of(each, equations) for each in (*made, *copies)]
+    paths = dict.fromkeys(path for each in sizes for path in each)
+    saved = tuple(Saved(path, *(each.get(path, 0) for each in sizes)) for path in paths)
+    arguments, arguments_without = (
+        sum(each.size for each in found if not each.makers) for found in residuals
+    )
+    return SavedBytes(saved, arguments, arguments_without)
 
 
 def _modules_of(
@@ -119,7 +140,7 @@ def _modules_of(
     """Returns how many bytes of `residuals` the modules of `equations` keep."""
     known = {name for e in equations for name in e.module.split("/")}
     sizes: dict[str, int] = {}
-    for makers, size in residuals:
+    for makers, size, _ in residuals:
         path = ""
         for eqn in makers:
             path = _joined(path, *_scope(eqn))
@@ -293,7 +314,7 @@ def _row(
         op_class=planned.rule.op_class.value,
         decided_by=planned.rule.decided_by,
         from_policy=planned.rule.from_user,
-        reason=planned.reason,
+        reason=reason_of(eqn, matmuls) if is_opaque else planned.reason,
         casts=tuple(casts),
         matmuls=matmuls.total,
         matmuls_in_half=matmuls.in_half,

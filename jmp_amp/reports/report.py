@@ -38,6 +38,9 @@ class Report:
         floating-point arguments are differentiated; None if the function cannot be.
       not_differentiable: why not; None if it can.
       unused_rules: the operations that the policy names and that decided no equation.
+      arguments: the bytes of the arguments that the backward pass keeps as they are,
+        besides `saved`.
+      arguments_without: those without autocast: float32 weights.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -56,6 +59,8 @@ class Report:
     saved: tuple[Saved, ...] | None
     not_differentiable: str | None
     unused_rules: tuple[str, ...]
+    arguments: int = 0
+    arguments_without: int = 0
 
     @functools.cached_property
     def total(self) -> Costs:
@@ -112,11 +117,7 @@ class Report:
         if self.saved is None:
             parts.append(f"not differentiable: {self.not_differentiable}")
         else:
-            without = quantity(total.saved_without)
-            text = f"saved for backward {quantity(total.saved)}B of {without}B"
-            if total.saved_without:
-                text += f" ({total.saved / total.saved_without:.2f}x)"
-            parts.append(text)
+            parts.append(_saved_text(self))
         return f"{self.function} with {self.policy}: {'; '.join(parts)}"
 
     def __str__(self) -> str:
@@ -283,6 +284,25 @@ class Report:
         return [table for table in shown if table.rows]
 
 
+def _saved_text(report: Report) -> str:
+    """Returns the bytes kept for the backward pass: activations, then arguments.
+
+    Copies of weights in half precision do not grow with the batch, as activations do,
+    and without autocast the weights themselves are kept.
+    """
+    total = report.total
+    saved = total.saved - total.copies
+    without = total.saved_without - total.copies_without
+    text = f"saved for backward {quantity(saved)}B of {quantity(without)}B"
+    if without:
+        text += f" ({saved / without:.2f}x)"
+    held = total.copies + report.arguments
+    held_without = total.copies_without + report.arguments_without
+    if not held + held_without:
+        return text
+    return f"{text}, and of arguments {quantity(held)}B of {quantity(held_without)}B"
+
+
 def _equation(row: Mapping[str, Any]) -> Equation:
     casts = tuple(Cast(**cast) for cast in row["casts"])
     return Equation(**{**row, "shapes": tuple(row["shapes"]), "casts": casts})
@@ -334,7 +354,7 @@ def explain(
     def explained(*args: object, **kwargs: object) -> Report:
         with planned_call(fn, policies, args, kwargs, "explain(fn)") as call:
             equations = read_plan(call)
-            saved, why_not = read_saved(call, equations)
+            kept = read_saved(call, equations)
         decided = {e.decided_by for e in equations if e.from_policy}
         chosen = [policies.default, *(each for _, each in policies.entries)]
         named = {n for each in chosen for n in (*each.low, *each.full, *each.follow)}
@@ -342,9 +362,11 @@ def explain(
             function=name,
             policy=str(policies),
             equations=equations,
-            saved=saved,
-            not_differentiable=why_not,
+            saved=kept.saved,
+            not_differentiable=kept.why_not,
             unused_rules=tuple(sorted(named - decided)),
+            arguments=kept.arguments,
+            arguments_without=kept.arguments_without,
         )
 
     return explained

@@ -31,7 +31,10 @@ def of_modules(modules: Mapping[str, Costs], total: Costs, saves: bool) -> Table
     rows.append(("all", *_figures(total, saves)))
     note = "in half: operations, and how many there are; matmuls likewise."
     if saves:
-        note += " saved: bytes kept for the\nbackward pass, with autocast and without."
+        note += (
+            " saved: bytes kept for the\nbackward pass, with autocast and without, "
+            "half-precision copies of arguments too."
+        )
     return Table("Modules", ("module", *numbers), rows, numbers, note)
 
 
@@ -81,22 +84,24 @@ def of_casts(pairs: Mapping[str, tuple[int, int]]) -> Table:
 
 def of_opaque(equations: Iterable[Equation]) -> Table:
     """Returns one row for each call that runs as traced."""
-    numbers = ("FLOP in it", "in half")
+    numbers = ("products", "in half")
     rows = [
         (
-            _operation(e),
+            e.calls or e.operation,
+            e.reason,
             e.module or TOP_LEVEL,
             _file_name(e.source),
-            quantity(e.flops) if e.flops else "",
-            quantity(e.flops_in_half) if e.flops else "",
+            str(e.matmuls or ""),
+            str(e.matmuls_in_half) if e.matmuls else "",
         )
         for e in equations
     ]
     note = (
-        "The plan does not look into these. amp.cast_inputs(fn) has such a function "
-        "traced in half precision."
+        "The plan does not look into these. amp.cast_inputs(fn) has a function of "
+        "your own traced in\nhalf precision. Where a library calls yours, autocast "
+        "yours: ODETerm(amp.autocast(field))."
     )
-    columns = ("call", "module", "source", *numbers)
+    columns = ("call", "what", "module", "source", *numbers)
     return Table("Run as traced", columns, rows, numbers, note)
 
 

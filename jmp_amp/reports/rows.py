@@ -92,13 +92,17 @@ class Saved:
 
     Attributes:
       module: its path.
-      size: bytes under autocast.
+      size: bytes under autocast, of what the program computes.
       size_without: bytes without autocast.
+      copies: of `size`, those of arguments in another dtype: half-precision weights.
+      copies_without: of `size_without`, likewise.
     """
 
     module: str
     size: int
     size_without: int
+    copies: int = 0
+    copies_without: int = 0
 
 
 class Costs(NamedTuple):
@@ -115,6 +119,7 @@ class Costs(NamedTuple):
       cast_elements: the elements that they cast.
       saved: bytes kept for the backward pass under autocast.
       saved_without: bytes without autocast.
+      copies, copies_without: of these, copies of arguments in another dtype.
     """
 
     equations: int
@@ -127,6 +132,8 @@ class Costs(NamedTuple):
     cast_elements: int
     saved: int
     saved_without: int
+    copies: int
+    copies_without: int
 
 
 class Reason(NamedTuple):
@@ -152,6 +159,8 @@ def added_up(equations: Sequence[Equation], saved: Sequence[Saved]) -> Costs:
         cast_elements=sum(cast.elements for cast in casts),
         saved=sum(each.size for each in saved),
         saved_without=sum(each.size_without for each in saved),
+        copies=sum(each.copies for each in saved),
+        copies_without=sum(each.copies_without for each in saved),
     )
 
 

@@ -405,6 +405,69 @@ def test_an_opaque_call_is_told_with_the_products_in_it():
     assert "amp.cast_inputs" in str(report) and "kernel" in str(report)
 
 
+@jax.custom_batching.custom_vmap
+def batched(x, w):
+    return jnp.sin(x @ w) @ w
+
+
+batched.def_vmap(lambda size, is_batched, x, w: (batched(x, w), True))
+
+OPAQUE = {
+    "a custom_vjp: as traced, with 1 product in f32; "
+    "amp.cast_inputs has it in half": kernel,
+    "a custom_vmap: as traced, with 2 products in f32; "
+    "amp.cast_inputs has it in half": batched,
+    # What the caller has lowered needs no advice.
+    "a custom_vjp: as traced": lambda x, w: amp.cast_inputs(kernel)(x, w),
+    "a callback to Python: as traced": lambda x, w: jax.pure_callback(
+        lambda x, w: x, x, x, w
+    ),
+    "reduce, unknown to the plan: as traced": lambda x, w: lax.reduce(
+        x, 0.0, lambda a, b: a + 2 * b, (0,)
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", OPAQUE)
+def test_an_opaque_call_says_what_it_is_and_what_to_do(reason):
+    report = explained(OPAQUE[reason], X, f32(16, 16))
+    (call,) = report.opaque
+    assert call.reason == reason
+    # In a column of a table, a reason has line breaks.
+    assert set(reason.split()) <= set(str(report).split())
+
+
+def test_an_opaque_call_of_a_library_is_told_with_its_name(tmp_path):
+    folder = tmp_path / "site-packages" / "solvers"
+    folder.mkdir(parents=True)
+    code = """
+import jax
+solved = jax.custom_vjp(lambda field, y: field(field(y)), nondiff_argnums=(0,))
+solved.defvjp(
+    lambda field, y: (solved(field, y), None), lambda field, _, g: (field(g),)
+)
+def solve(field, y):
+    return solved(field, y)
+"""
+    solvers: dict = {}
+    exec(compile(code, str(folder / "loops.py"), "exec"), solvers)
+
+    def field(y):
+        return jnp.tanh(y @ jnp.eye(16))
+
+    def fn(field):
+        return lambda y: solvers["solve"](field, y)
+
+    (call,) = explained(fn(field), X).opaque
+    assert call.reason == (
+        "a custom_vjp of solvers: as traced, with 2 products in f32; autocast the "
+        "function that it calls"
+    )
+    (call,) = explained(fn(amp.autocast(field)), X).opaque
+    assert call.reason == "a custom_vjp of solvers: as traced"
+    assert (call.matmuls, call.matmuls_in_half) == (2, 2)
+
+
 def test_cast_inputs_lowers_what_an_opaque_call_multiplies():
     report = explained(lambda x, w: amp.cast_inputs(kernel)(x, w) @ w, X, f32(16, 16))
     assert report.total.matmuls == report.total.matmuls_in_half == 2
@@ -455,6 +518,55 @@ def test_bytes_saved_by_a_chain_of_tanh_are_those_of_its_activations():
     # the casts of x and, for each product, of w.
     assert total.saved_without == 4 * (4 * 16) * 4
     assert total.saved == 2 * (4 * (4 * 16) + 4 * 16 + 3 * 16 * 16)
+
+
+def weights_in_a_scan(ws, x):
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0]
+
+
+def weights_in_jitted_calls(ws, x):
+    for w in ws:
+        x = jax.jit(lambda h, w: jnp.tanh(h @ w))(x, w)
+    return x
+
+
+def weights_unrolled(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize(
+    "fn", [weights_unrolled, weights_in_jitted_calls, weights_in_a_scan]
+)
+def test_copies_of_weights_are_told_apart_from_activations(fn, batch):
+    weights = f32(3, 16, 16) if fn is weights_in_a_scan else [f32(16, 16)] * 3
+    report, small = (explained(fn, weights, f32(size, 16)) for size in (batch, 1))
+    total = report.total
+    # Three weights and x, which three products read. A carry of a loop is no argument.
+    numbers = 3 * 16 * 16 + (0 if fn is weights_in_a_scan else batch * 16)
+    assert (total.copies, total.copies_without) == (2 * numbers, 0)
+    assert (report.arguments, report.arguments_without) == (0, 4 * numbers)
+    kept, kept_without = total.saved - total.copies, total.saved_without
+    assert 0 < kept <= kept_without / 2
+    assert kept == batch * (small.total.saved - small.total.copies)
+    # The ratio is that of activations: it does not depend on the batch.
+    ratio = f"({kept / kept_without:.2f}x), and of arguments "
+    assert ratio in report.summary and ratio in small.summary
+    assert amp.Report.from_json(report.to_json()) == report
+
+
+def test_copies_of_weights_that_are_stored_in_half_are_those_of_the_program_in_f32():
+    w, x = jax.ShapeDtypeStruct((16, 16), jnp.bfloat16), f32(4, 16)
+    stored = "p=bf16,c=bf16,o=f32"
+    report = explained(lambda w, x: jnp.sin(x @ w), w, x, policy=stored)
+    total = report.total
+    # Kept as it is; in f32 it is a copy.
+    assert report.arguments == 2 * 16 * 16
+    assert total.copies == 2 * 4 * 16
+    assert total.copies_without == 4 * 16 * 16
+    assert report.arguments_without == 4 * 4 * 16
 
 
 def test_bytes_are_told_of_the_module_that_keeps_them():

@@ -1,4 +1,4 @@
-"""The models of the zoo in other shapes: wide, deep, long, of a batch of one, unbatched.
+"""The models of the zoo in other shapes: wide, deep, long, few examples, unbatched.
 
 A bound that holds for one shape of a model may hold because something else needs the
 memory. Here another part of the model needs it in each shape: the weights, the layers,

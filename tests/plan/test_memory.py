@@ -1,0 +1,162 @@
+"""Where f32 would be written to memory for one reader's sake: half precision instead.
+
+Each rule was found in the memory that a compiled step needs on an H100, see
+`tests/zoo/test_shapes.py`; here each is seen in the dtypes of a traced program.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax import lax
+
+import jmp_amp as amp
+from tests.programs import dtypes_of, results_of
+from tests.rounding import W, X, assert_only_rounded, mean_square
+
+NODES, WIDTH = X.shape
+EDGES = jnp.arange(4 * NODES) % NODES
+BIAS = jnp.linspace(-1.0, 1.0, WIDTH)[None]
+TABLE = jax.random.normal(jax.random.key(2), (3, WIDTH))
+BUCKETS = jnp.arange(NODES) % 3
+
+
+@pytest.fixture(params=["bfloat16", "float16"])
+def half(request):
+    return request.param
+
+
+def autocast(fn, half):
+    return amp.autocast(fn, f"mixed_{half}")
+
+
+def assert_gradient_is_only_rounded(fn, *args):
+    def gradient(transform, *args):
+        return jax.grad(lambda *args: mean_square(transform(fn)(*args)))(*args)
+
+    assert_only_rounded(gradient, args=args)
+
+
+# A graph: its nodes send messages over its edges
+
+
+def passed_on(w, edges=EDGES):
+    nodes = X @ w + BIAS
+    messages = nodes[edges] * 0.5
+    return jax.ops.segment_sum(messages, edges, NODES) + nodes
+
+
+def test_messages_of_more_edges_than_nodes_are_half(half):
+    fn = autocast(passed_on, half)
+    assert results_of(fn, W, primitive="gather") == [half]
+    # They are added up in f32.
+    (row,) = dtypes_of(fn, W, primitive="scatter-add")
+    assert set(row) == {"float32"}
+    assert_gradient_is_only_rounded(passed_on, W)
+
+
+def test_messages_of_no_more_edges_than_nodes_are_f32_as_their_readers(half):
+    fn = autocast(lambda w: passed_on(w, EDGES[:NODES]), half)
+    assert results_of(fn, W, primitive="gather") == ["float32"]
+
+
+# A norm of a sum that is not computed again
+
+
+def normalized(w, scale=1.0):
+    norm = nn.LayerNorm(use_bias=False, use_scale=False)
+    h = jnp.cumsum(X @ w * scale, axis=0) + X @ w
+    return norm.apply({}, h) @ w
+
+
+@pytest.mark.parametrize(("half", "kept"), [("bfloat16", 2), ("float16", 4)])
+def test_a_norm_keeps_a_costly_sum_in_bf16_but_not_in_f16(half, kept):
+    derivative = jax.eval_shape(lambda w: jax.vjp(autocast(normalized, half), w)[1], W)
+    saved = [leaf for leaf in jax.tree.leaves(derivative) if leaf.shape == X.shape]
+    assert max(leaf.dtype.itemsize for leaf in saved) == kept
+    assert_gradient_is_only_rounded(normalized, W)
+
+
+def test_a_norm_of_a_sum_that_overflows_f16_is_right():
+    found = jax.jit(autocast(lambda w: normalized(w, 1e5), "float16"))(W)
+    expected = np.asarray(normalized(W, 1e5))
+    error = np.abs(np.asarray(found) - expected).max() / np.abs(expected).max()
+    assert error < 8 * float(jnp.finfo("float16").eps)
+
+
+# Scores, and a bias for each of them that is looked up
+
+
+def attention(w, table):
+    return jax.nn.softmax(X @ w + table[BUCKETS]) @ w
+
+
+def addition_of(fn, *args):
+    # Indices are added up too.
+    (row,) = filter(None, dtypes_of(fn, *args, primitive="add"))
+    return row
+
+
+def test_what_is_looked_up_is_added_to_scores_in_half(half):
+    assert addition_of(autocast(attention, half), W, TABLE) == (half,) * 3
+    assert_gradient_is_only_rounded(attention, W, TABLE)
+
+
+@pytest.mark.parametrize("move", [jnp.copy, lambda b: b.T.T, jax.jit(lambda b: b[:])])
+def test_what_is_looked_up_may_be_moved_before(move, half):
+    fn = autocast(lambda w, t: jax.nn.softmax(X @ w + move(t[BUCKETS])) @ w, half)
+    assert addition_of(fn, W, TABLE) == (half,) * 3
+
+
+def test_a_parameter_is_added_to_scores_in_f32(half):
+    fn = autocast(lambda w, bias: jax.nn.softmax(X @ w + bias) @ w, half)
+    assert addition_of(fn, W, BIAS) == ("float32",) * 3
+
+
+# A gate of sums
+
+
+def gated(w, sums):
+    return (sums(jnp.exp(X @ w)) * jnp.sin(X @ w)) @ w
+
+
+def pairs(h):
+    return jnp.sum(jnp.stack([h, h[::-1]], axis=-1), axis=-1)
+
+
+SUMS = {
+    "sum": pairs,
+    "sum and skip": lambda h: pairs(h) + 0.5 * h,
+    "moved sum": lambda h: pairs(h)[::-1],
+}
+# Nothing here is summed, or the sum is one number of a row: it is summed again.
+NO_SUMS = {
+    "no sum": lambda h: h,
+    "norm": lambda h: jnp.broadcast_to(jnp.sum(h, axis=1, keepdims=True), h.shape),
+}
+
+
+def gate_of(sums, half):
+    fn = autocast(lambda w: gated(w, sums), half)
+    return dtypes_of(fn, W, primitive="mul")[-1]
+
+
+@pytest.mark.parametrize("sums", SUMS.values(), ids=SUMS)
+def test_a_gate_of_sums_is_bf16_and_f32_where_sums_overflow_f16(sums):
+    assert gate_of(sums, "bfloat16") == ("bfloat16",) * 3
+    assert gate_of(sums, "float16") == ("float32",) * 3
+    assert_gradient_is_only_rounded(lambda w: gated(w, sums), W)
+
+
+@pytest.mark.parametrize("sums", NO_SUMS.values(), ids=NO_SUMS)
+def test_a_gate_of_what_is_no_sum_is_f32(sums, half):
+    assert gate_of(sums, half) == ("float32",) * 3
+
+
+def test_two_sums_that_gate_each_other_are_f32(half):
+    def fn(w):
+        sums = pairs(jnp.exp(X @ w))
+        return (sums * lax.rev(sums, (0,))) @ w
+
+    assert dtypes_of(autocast(fn, half), W, primitive="mul")[-1] == ("float32",) * 3
