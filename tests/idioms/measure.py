@@ -17,7 +17,7 @@ import numpy as np
 
 import jmp_amp as amp
 from tests.idioms.row import Idiom
-from tests.measures import EXACTLY_AS_WRITTEN, LOSS_SCALE
+from tests.measures import EXACTLY_AS_WRITTEN, LOSS_SCALE, OPTIMISED
 
 SAMPLES = 4
 # What a program may lose beside its products: some roundings, one after the other.
@@ -141,8 +141,9 @@ def run(
     def everything(args: tuple[Any, Any], scale: jax.Array) -> dict[str, Any]:
         return {name: both(args, scale) for name, both in runs.items()}
 
+    options = EXACTLY_AS_WRITTEN | (OPTIMISED if idiom.optimised else {})
     compiled = jax.jit(
-        jax.vmap(everything, in_axes=(0, None)), compiler_options=EXACTLY_AS_WRITTEN
+        jax.vmap(everything, in_axes=(0, None)), compiler_options=options
     )
     rng = np.random.default_rng(0)
     samples = [(idiom.params(rng), idiom.inputs(rng)) for _ in range(SAMPLES)]

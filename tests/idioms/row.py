@@ -30,6 +30,8 @@ class Idiom:
       f32: whether every operation must be f32, so that nothing is rounded to half at
         all. Then the error of products in half is no excuse.
       kept: (inputs, outputs) -> (array, array) that must have the same bits.
+      optimised: whether XLA must compile as for a user. The tests do not optimise: then
+        XLA on the CPU may compute one value twice, with two results.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Idiom:
     turns: int
     f32: bool
     kept: Callable[[Any, Any], tuple[Any, Any]] | None
+    optimised: bool
 
 
 def row(
@@ -51,12 +54,14 @@ def row(
     turns: int = 0,
     f32: bool = False,
     kept: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    optimised: bool = False,
 ) -> Callable[[Callable[[Any, Any], Any]], Idiom]:
     """Returns a decorator that makes a row of a function, see `Idiom`."""
 
     def of(fn: Callable[[Any, Any], Any]) -> Idiom:
         field = fn.__module__.rpartition(".")[2]
-        return Idiom(fn.__name__, field, fn, params, inputs, grad, turns, f32, kept)
+        of_row = (params, inputs, grad, turns, f32, kept, optimised)
+        return Idiom(fn.__name__, field, fn, *of_row)
 
     return of
 
