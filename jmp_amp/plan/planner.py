@@ -265,13 +265,14 @@ class _Held:
         """Returns the dtype of an operand of a call.
 
         If the body reads an activation in one dtype only, it gets the cast that the
-        other consumers share; a checkpoint would keep the wider one.
+        other consumers share; a checkpoint or a user's rule would keep the wider one.
         """
         dtype = self._handed_on(atom, view.region, demand)
         if dtype is None or view.origin == Origin.FREE:
             return dtype
         low = view.region.policy.compute_dtype
-        if demand == Demand.F32 and view.is_shared and not jaxprs.is_checkpoint(eqn):
+        keeps = jaxprs.is_checkpoint(eqn) or jaxprs.is_custom_jvp(eqn)
+        if demand == Demand.F32 and view.is_shared and not keeps:
             return F32
         return low if demand == demand_of(low) and dtype == F32 else dtype
 
