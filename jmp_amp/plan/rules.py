@@ -41,8 +41,6 @@ FULL_FUNCTIONS = {
     "squares and sums: above 255.9 the square overflows f16": (
         "norm var std standardize global_norm vector_norm"
     ),
-    # As `cumsum` and `cumprod` in the table.
-    "a sum or product over all earlier elements loses digits": "associative_scan",
     "a least-squares fit: half has no digits for it": "polyfit",
     # [torch] fp32: *_loss, kl_div, cosine_similarity; the names are optax's
     "a loss is where f16 gradients begin: in f32 it cannot overflow": (
@@ -61,6 +59,14 @@ FUNCTION_RULES = {
     name: Rule(OpClass.FULL, reason, name)
     for reason, names in FULL_FUNCTIONS.items()
     for name in names.split()
+}
+# The operations of a user's function inside; its matrix products are products.
+_SCANS = {
+    name: Rule(OpClass.FULL, reason, name)
+    for name, reason in {
+        # As `cumsum` and `cumprod` in the table.
+        "associative_scan": "a sum or product over all earlier elements loses digits",
+    }.items()
 }
 # A public function of each module that runs in f32 whole, whatever it is made of; the
 # reason; and the functions of the module that are products or moves.
@@ -119,7 +125,7 @@ def rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
         if inherited is not None and inherited.from_user:
             return inherited
     for frame in code:
-        rule = _rule_of_function(frame)
+        rule = _rule_of_function(frame, name in PRODUCTS)
         if rule is not None:
             return rule
     if inherited is not None:
@@ -142,9 +148,11 @@ def rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _rule_of_function(code: CodeType) -> Rule | None:
-    """Returns the built-in rule of a function of a library, if it has one."""
+def _rule_of_function(code: CodeType, is_product: bool) -> Rule | None:
+    """Returns the rule of a library's function for what it calls, if it has one."""
     name, filename = code.co_name, code.co_filename
+    if name in _SCANS and not is_product and jaxprs.in_library(filename):
+        return _SCANS[name]
     if name in FUNCTION_RULES and jaxprs.in_library(filename):
         return FUNCTION_RULES[name]
     reason, products = _RULE_OF_FILE.get(filename, (None, frozenset()))
