@@ -4,8 +4,8 @@ A row that meets the bound in all respects must leave this list: its test fails.
 """
 
 _SUMMED_IN_HALF = (
-    "every turn reads one half value that a product made before the loop: autodiff sums "
-    "its cotangents over the turns in the dtype of that value"
+    "every turn reads one half value that a product made before the loop: autodiff "
+    "sums its cotangents over the turns in the dtype of that value"
 )
 
 EXPECTED = {
@@ -17,7 +17,7 @@ EXPECTED = {
         "nothing tells steps of one layer from a stack of layers"
     ),
     "state_space_model_by_associative_scan": (
-        "a tree of half multiplications and additions, nine deep for 300 turns, between "
-        "two layers: products alone in half round none of it"
+        "a tree of half multiplications and additions, nine deep for 300 turns, "
+        "between two layers: products alone in half round none of it"
     ),
 }
