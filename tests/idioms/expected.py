@@ -21,3 +21,18 @@ EXPECTED = {
         "between two layers: products alone in half round none of it"
     ),
 }
+
+_OPAQUE = "a solver of JAX runs as it was traced, with the products of its operator"
+_INDEX = (
+    "the range of the loop's counter is taken for that of the row that it chooses: too "
+    "large for half precision"
+)
+
+# Idioms whose every product is f32, although nothing in them asks for it. The bound
+# says nothing of them.
+NOTHING_IN_HALF = {
+    "total_in_a_fori_loop": _INDEX,
+    "total_in_a_while_loop": _INDEX,
+    "conjugate_gradients_of_jax": _OPAQUE,
+    "implicit_gradient_of_a_solve": _OPAQUE,
+}
