@@ -150,16 +150,28 @@ WRONG = {
     ),
     "skips in text": (
         lambda: amp.check_scale(STATE, "3"),
-        (TypeError, "check_scale(opt_state, '3')", "Use an int, 0 or more"),
+        (
+            TypeError,
+            "check_scale(opt_state, max_skips_in_a_row='3')",
+            "Use an int, 0 or more",
+        ),
     ),
     "skips that are traced": (
         lambda: jax.jit(lambda n: amp.check_scale(STATE, n))(3),
-        (TypeError, "check_scale(opt_state, ", "Use an int, 0 or more"),
+        (
+            TypeError,
+            "check_scale(opt_state, max_skips_in_a_row=",
+            "Use an int, 0 or more",
+        ),
     ),
     **{
         f"skips {number}": (
             lambda number=number: amp.check_scale(STATE, number),
-            (ValueError, f"check_scale(opt_state, {number})", "Use an int, 0 or more"),
+            (
+                ValueError,
+                f"check_scale(opt_state, max_skips_in_a_row={number})",
+                "Use an int, 0 or more",
+            ),
         )
         for number in (float("nan"), float("inf"), -1, 1.5)
     },

@@ -16,8 +16,8 @@ import jax
 import jax.core
 import numpy as np
 
-from jmp_amp.plan.jaxprs import Eqn, Value, aval_of
-from jmp_amp.plan.operations import OPERATIONS, Fold
+from jmp_amp.plan.jaxprs import Atom, Eqn, Value, aval_of
+from jmp_amp.plan.operations import OPERATIONS, Fold, Kind, kind_of
 
 # The lowest and the highest finite element; None when nothing is known.
 Bounds = tuple[float, float] | None
@@ -64,9 +64,7 @@ def bounds_of_result(eqn: Eqn, operands: Sequence[Bounds]) -> Bounds:
     if name == "iota":
         return 0.0, float(max(eqn.params["shape"][eqn.params["dimension"]] - 1, 0))
     operands = [
-        b
-        for b, v in zip(operands, eqn.invars, strict=True)
-        if aval_of(v).dtype != np.bool_
+        b for b, v in zip(operands, eqn.invars, strict=True) if not _is_position(eqn, v)
     ]
     fill = bounds_of_fill(eqn)
     if fill is not None:
@@ -82,6 +80,15 @@ def bounds_of_result(eqn: Eqn, operands: Sequence[Bounds]) -> Bounds:
         return result
     travels = any(misfit(b, _F16) for b in operands) and misfit(result, _F16)
     return result if travels else None
+
+
+def _is_position(eqn: Eqn, operand: Atom) -> bool:
+    """Whether an operand says which element is taken, not what it is."""
+    dtype = aval_of(operand).dtype
+    if dtype == np.bool_:
+        return True
+    moves = kind_of(eqn.primitive.name) in (Kind.MOVE, Kind.SELECTION)
+    return moves and dtype != aval_of(eqn.outvars[0]).dtype
 
 
 @functools.lru_cache(maxsize=4096)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jmp_amp.plan import jaxprs, modes
-from jmp_amp.plan.decisions import is_move
 from jmp_amp.plan.flows import Flow, Step, carry_dtype
 from jmp_amp.plan.jaxprs import Atom, Eqn, Literal, Var
+from jmp_amp.plan.makers import is_move
 from jmp_amp.plan.modes import Demand, Mode, demand_of
 from jmp_amp.plan.operations import Kind, OpClass, kind_of
 from jmp_amp.plan.regions import Region

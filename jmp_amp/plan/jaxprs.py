@@ -148,6 +148,13 @@ def carried(eqn: Eqn) -> range:
     return range(0)
 
 
+def read_every_turn(eqn: Eqn) -> Sequence[Atom]:
+    """Returns the operands that every turn of the `scan` equation `eqn` reads whole."""
+    if eqn.primitive is not primitives.scan_p:
+        return ()
+    return eqn.invars[: carried(eqn).start]
+
+
 def function_name(eqn: Eqn) -> str | None:
     """Returns the name of the Python function that a call equation stands for."""
     bodies = inner_bodies(eqn)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jmp_amp.plan import constants, jaxprs, rules
-from jmp_amp.plan.decisions import decide
+from jmp_amp.plan.deciding import decide
 from jmp_amp.plan.flows import Flow, Step
 from jmp_amp.plan.indices import Indices
 from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Inner, Literal, Var, aval_of
@@ -244,7 +244,7 @@ def seen(known: Known, region: Region) -> Known:
         return known
     half = is_half(known.region.policy.output_dtype)
     origin = Origin.LOW if half else Origin.FULL
-    traits = known.traits - {Trait.PARAMETER, Trait.SAVED_IN_F32}
+    traits = known.traits - {Trait.PARAMETER, Trait.SAVED_IN_F32, Trait.CARRIED}
     return known._replace(origin=origin, traits=traits)
 
 
@@ -280,12 +280,13 @@ def _carried_by_scan(
       is_stream: whether products read it, in this turn or a later one.
     """
     origin = max(now.origin, update.origin)
-    if origin == Origin.LOW and start.is_constant:
-        origin = Origin.FULL
-    if origin == Origin.LOW and castable(atom) and aval_of(atom).dtype == F32:
+    is_kept = start.is_constant
+    if castable(atom) and aval_of(atom).dtype == F32:
         begins = start.origin != Origin.FREE or Trait.LOOKED_UP in start.traits
-        if not (begins and is_stream):
-            origin = Origin.FULL
+        is_kept = is_kept or not (begins and is_stream)
+    if (origin == Origin.LOW and is_kept) or Trait.CARRIED in now.traits:
+        kept = _carry(now, update, Origin.FULL)
+        return kept._replace(traits=kept.traits | {Trait.CARRIED})
     return _carry(now, update, origin)
 
 

@@ -276,14 +276,20 @@ class _Held:
         """Returns the dtype of an operand of a call.
 
         If the body reads an activation in one dtype only, it gets the cast that the
-        other consumers share; a checkpoint would keep the wider one.
+        other consumers share; a checkpoint or a user's rule would keep the wider one. A
+        loop adds up the gradients of its turns in the dtype in which it gets the value:
+        n roundings to half are wrong by up to n eps / 2, so many turns get it in f32.
         """
         dtype = self._handed_on(atom, view.region, demand)
         if dtype is None or view.origin == Origin.FREE:
             return dtype
         low = view.region.policy.compute_dtype
+        if atom in jaxprs.read_every_turn(eqn) and aval_of(atom).dtype == F32:
+            if jaxprs.repetitions(eqn) * float(jnp.finfo(low).eps) > 1 / 8:
+                return F32
         wanted = demand.dtypes
-        if wanted == Demand.F32 and view.is_shared and not jaxprs.is_checkpoint(eqn):
+        keeps = jaxprs.is_checkpoint(eqn) or jaxprs.is_custom_jvp(eqn)
+        if wanted == Demand.F32 and view.is_shared and not keeps:
             return F32
         half = wanted == demand_of(low) and may_round(view)
         return low if half and dtype == F32 else dtype

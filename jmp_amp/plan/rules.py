@@ -41,6 +41,8 @@ FULL_FUNCTIONS = {
     "squares and sums: above 255.9 the square overflows f16": (
         "norm var std standardize global_norm vector_norm"
     ),
+    # As `cumsum` and `cumprod` in the table.
+    "a sum or product over all earlier elements loses digits": "associative_scan",
     "a least-squares fit: half has no digits for it": "polyfit",
     # [torch] fp32: *_loss, kl_div, cosine_similarity; the names are optax's
     "a loss is where f16 gradients begin: in f32 it cannot overflow": (
@@ -107,9 +109,12 @@ def rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
     if user:
         # `scatter-add` is no identifier: a policy spells it `scatter_add`.
         spelled = name.replace("-", "_")
-        called = jaxprs.function_name(eqn)
-        for candidate in (name, spelled, called, *(frame.co_name for frame in code)):
-            if candidate in user:
+        if name in user or spelled in user:
+            return user[name if name in user else spelled]
+        functions = (jaxprs.function_name(eqn), *(frame.co_name for frame in code))
+        for candidate in functions:
+            # The name of a primitive is that of no function.
+            if candidate in user and candidate not in OPERATIONS:
                 return user[candidate]
         if inherited is not None and inherited.from_user:
             return inherited

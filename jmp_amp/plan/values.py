@@ -41,6 +41,8 @@ class Trait(enum.Enum):
     STATE = "state"
     # An argument and what was added to it.
     SUMS_ARGUMENT = "sums an argument"
+    # A loop carries it in f32, because it is kept over the turns.
+    CARRIED = "carried"
     # It holds a constant, such as a mask's, that half precision has no place for.
     OVERSIZED = "oversized"
     # It has more than one consumer.

@@ -83,7 +83,8 @@ class Report:
         for reason, group in groups.items():
             elements = sum(e.elements for e in group)
             operations = tuple(dict.fromkeys(e.operation for e in group))
-            reasons.append(Reason(reason, len(group), elements, operations))
+            flops = sum(e.flops - e.flops_in_half for e in group)
+            reasons.append(Reason(reason, len(group), elements, operations, flops))
         return tuple(sorted(reasons, key=lambda reason: -reason.elements))
 
     @property

@@ -63,10 +63,16 @@ def _figures(costs: Costs, saves: bool) -> list[str]:
 
 
 def of_reasons(reasons: Iterable[Reason]) -> Table:
-    """Returns why equations stay in f32, one row for each reason."""
-    numbers = ("equations", "elements")
+    """Returns why equations stay in f32 and what it costs, one row for each reason."""
+    numbers = ("equations", "elements", "FLOP")
     rows = [
-        (r.reason, str(r.equations), quantity(r.elements), " ".join(r.operations))
+        (
+            r.reason,
+            str(r.equations),
+            quantity(r.elements),
+            quantity(r.flops) if r.flops else "",
+            " ".join(r.operations),
+        )
         for r in reasons
     ]
     return Table("What stays in f32", ("why", *numbers, "operations"), rows, numbers)

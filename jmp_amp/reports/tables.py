@@ -7,6 +7,11 @@ import io
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
 
 class Table(NamedTuple):
     """A table of text.
@@ -28,12 +33,6 @@ class Table(NamedTuple):
 
 def as_text(heading: str, tables: Sequence[Table], width: int) -> str:
     """Returns tables as lines of at most `width` characters."""
-    # Here, because a recipe that nobody prints needs none of it.
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
     written = io.StringIO()
     # In a notebook, Rich would show the tables as HTML and write nothing.
     console = Console(

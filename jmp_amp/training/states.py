@@ -164,7 +164,8 @@ def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
       FloatingPointError: check_scale: 1 step in a row had gradients that are not ...
     """
     call = "check_scale"
-    _check_limit(max_skips_in_a_row, f"{call}(opt_state, {max_skips_in_a_row!r})")
+    written = f"{call}(opt_state, max_skips_in_a_row={max_skips_in_a_row!r})"
+    _check_limit(max_skips_in_a_row, written)
     state = find_counters(opt_state, call)
     if isinstance(state.skipped_in_a_row, Tracer):
         raise TypeError(

@@ -328,7 +328,8 @@ class _Call:
         states = [self._dtype_of(x, state) for x, state in outputs]
         unflatten = functools.partial(jax.tree.unflatten, tree)
         args, kwargs = self.unflatten(self.values[: self.count])
-        parts = successors([*args, *kwargs.values()], results, is_node)
+        given = [*args, *kwargs.values()] if any(self.stored) else []
+        parts = successors(given, results, is_node)
         self.outputs = Outputs(
             unflatten, len(paths), slots, states, parts, written.merged
         )

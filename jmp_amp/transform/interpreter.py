@@ -62,9 +62,22 @@ def autocast(
     of JAX, inside and outside. (`jax.experimental.jet` knows no `jax.checkpoint`, which
     is in the result: use it on `autocast(fn)` itself, and `jax.jit` around jet.)
 
-    Loops, branches, calls and sharded maps are entered. What a `scan` carries is half
-    if it starts as an activation, a parameter or an input and every turn updates it in
-    half; a carry that starts from constants, or is updated in float32, is float32.
+    Loops, branches, calls and sharded maps are entered. Half precision is for what
+    matrix units read and for what is stored between layers. Float32 is
+
+    * what the function returns in float32, made so by the operation that makes it,
+      whatever else reads it: elements that nobody wrote keep their bits;
+    * what a loop keeps over its turns: the carry of a `scan` that starts as an argument
+      or a constant, or that no product reads. A stream between layers, which a product
+      or an embedding lookup began and products read, is half;
+    * an argument plus what is made of it (`y + dt * f(y)`: a state), and the difference
+      of an argument and an activation. What is only added, such as a bias, follows;
+    * what becomes an index: all that leads to `floor`, `ceil`, `round` or a cast to an
+      integer; a grid that counts further than half precision does;
+    * the body of a `while_loop` that runs until a float of its body is small enough;
+    * a product with `precision=` HIGH or HIGHEST, one without a free dimension (`vdot`,
+      which is a sum), and the functions of `jnp.linalg`, `jax.scipy.linalg` and
+      `jax.random`, whole.
 
     What is left alone: integers, booleans, complex, float64, fp8 and PRNG keys; dtypes
     that the program asks for, such as `x.astype(jnp.bfloat16)`; and, computed as they
@@ -74,9 +87,6 @@ def autocast(
 
     nnx modules may be arguments or closed over: what the function writes to them
     reaches the caller's objects, as under `nnx.jit`.
-
-    Keep an optimizer's update outside: a parameter plus a half-precision update is a
-    half-precision sum.
 
     Args:
       fn: a function of pytrees. Arguments that are no arrays (numbers of Python and
@@ -320,7 +330,7 @@ class _Replay(Walk[Value]):
         inexact = [jnp.issubdtype(aval_of(v).dtype, jnp.inexact) for v in eqn.outvars]
 
         def primal(*xs: Value) -> list[Value]:
-            return _Replay(False, self.recomputes).body(body, xs)
+            return _Replay(differentiable=False).body(body, xs)
 
         primal.__name__ = jaxprs.function_name(eqn) or primal.__name__
         rewritten = jax.custom_jvp(primal)

@@ -31,6 +31,13 @@ def autocast(fn, half):
     return amp.autocast(fn, f"mixed_{half}")
 
 
+def saved_of(fn, half):
+    """Returns the shapes of what is saved for the derivative."""
+    return jax.tree.leaves(
+        jax.eval_shape(lambda w: jax.vjp(autocast(fn, half), w)[1], W)
+    )
+
+
 def assert_gradient_is_only_rounded(fn, *args):
     def gradient(transform, *args):
         return jax.grad(lambda *args: mean_square(transform(fn)(*args)))(*args)
@@ -72,8 +79,7 @@ def normalized(w, scale=1.0):
 
 @pytest.mark.parametrize(("half", "kept"), [("bfloat16", 2), ("float16", 4)])
 def test_a_norm_keeps_a_costly_sum_in_bf16_but_not_in_f16(half, kept):
-    derivative = jax.eval_shape(lambda w: jax.vjp(autocast(normalized, half), w)[1], W)
-    saved = [leaf for leaf in jax.tree.leaves(derivative) if leaf.shape == X.shape]
+    saved = [leaf for leaf in saved_of(normalized, half) if leaf.shape == X.shape]
     assert max(leaf.dtype.itemsize for leaf in saved) == kept
     assert_gradient_is_only_rounded(normalized, W)
 
@@ -160,3 +166,30 @@ def test_two_sums_that_gate_each_other_are_f32(half):
         return (sums * lax.rev(sums, (0,))) @ w
 
     assert dtypes_of(autocast(fn, half), W, primitive="mul")[-1] == ("float32",) * 3
+
+
+# A norm that brings its own derivative
+
+
+@jax.custom_jvp
+def unit(h):
+    return h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + 1e-3)
+
+
+@unit.defjvp
+def unit_derivative(primals, tangents):
+    (h,), (tangent,) = primals, tangents
+    factor = lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + 1e-3)
+    found = h * factor
+    along = found * jnp.mean(found * tangent, axis=-1, keepdims=True)
+    return found, factor * (tangent - along)
+
+
+def test_a_rule_keeps_the_half_operand_that_others_read_too(half):
+    def fn(w):
+        h = X @ w
+        return (h + unit(h) @ w) @ w
+
+    saved = [leaf.dtype for leaf in saved_of(fn, half) if leaf.shape == X.shape]
+    assert saved and set(map(str, saved)) == {half}
+    assert_gradient_is_only_rounded(fn, W)

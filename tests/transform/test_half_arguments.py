@@ -177,6 +177,7 @@ MISTAKES = {
     "missing 1 required positional argument": lambda w: raises_its_own(),  # pyright: ignore
     "concrete value": lambda w: jnp.zeros(w[0].astype(int)),
     "boolean conversion": lambda w: w if w[0] > 0 else -w,
+    r"traced array with shape (bfloat16|float32)\[\]": lambda w: float(w[0]),
 }
 
 
@@ -263,6 +264,7 @@ def test_a_state_is_half_only_if_the_function_says_so():
     with jax.numpy_dtype_promotion("standard"):
         found, tree = step(half, full)
     assert found.dtype == F32
+    assert amp.autocast(lambda h: {"only": h}, STORED)(half)["only"].dtype == F32
     # Neither a dictionary of results nor an array of another shape is the argument.
     assert {leaf.dtype for leaf in jax.tree.leaves(tree)} == {F32}
     assert amp.autocast(lambda h: h[:2], STORED)(half).dtype == F32

@@ -33,6 +33,10 @@ TRACED_BY_DEFAULT = {
     *(("transformer", "long"), ("vae", "small")),
 }
 
+# Layers begin with rows of a table, which an argument holds: they are looked up in f32,
+# and their gradients are added up in f32.
+EMBEDDED_IN_F32 = {("llama", "unbatched"), ("mamba", "long")}
+
 each_program = pytest.mark.parametrize(
     ("model", "shape", "program"),
     [
@@ -54,6 +58,18 @@ def traced(
     loss = compare_precision.program_loss(case, "bfloat16", program)
     found = compare_precision.traced(loss, case)
     return compare_precision.traced_products(found.jaxpr), found.saved_bytes
+
+
+def bytes_of_digits(case: zoo.Case) -> int:
+    """Returns what an embedding and its rows need in f32 beyond half."""
+    params, batch = case.abstract()
+    (table,) = (
+        leaf
+        for path, leaf in jax.tree.leaves_with_path(params)
+        if "embedding" in str(path[-1])
+    )
+    (tokens,) = jax.tree.leaves(batch)
+    return 2 * (table.size + tokens.size * table.shape[1])
 
 
 def test_every_model_has_three_shapes():
@@ -82,7 +98,11 @@ def test_a_step_on_an_h100_needs_no_more_memory_than_by_hand(model, shape, progr
     ours, by_hand = figures(program), figures("twin")
     missing = compare_precision.missing_products(ours["products"], by_hand["products"])
     assert not missing, list(map(str, missing))
-    assert round(ours["temp"] / by_hand["temp"], 2) <= 1.00
+    limit = by_hand["temp"]
+    if (model, shape) in EMBEDDED_IN_F32:
+        assert round(ours["temp"] / limit, 2) > 1.00, "it need not be in the list"
+        limit += bytes_of_digits(zoo.SHAPES[model, shape])
+    assert round(ours["temp"] / limit, 2) <= 1.00
 
 
 def test_an_unbatched_case_is_the_mean_of_its_examples():

@@ -1,0 +1,332 @@
+"""The decision for one equation, as far as its operands tell.
+
+This is the forward half of the plan. Consumers may still change a decision, see
+`decisions`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from jmp_amp.plan import constants, jaxprs
+from jmp_amp.plan.decisions import Decision, Option, Standing
+from jmp_amp.plan.jaxprs import Eqn, Var, aval_of
+from jmp_amp.plan.kept import keeps_digits, made_of, sums_argument
+from jmp_amp.plan.makers import gates_a_sum, is_move, is_normalized, maker_role
+from jmp_amp.plan.modes import Demand, Mode, demand_of
+from jmp_amp.plan.operations import Kind, OpClass, Role, is_cheap, kind_of, role_of
+from jmp_amp.plan.regions import Region
+from jmp_amp.plan.rewrites import REWRITES, Rewrite
+from jmp_amp.plan.rules import Rule
+from jmp_amp.plan.values import Known, Origin, Trait, castable, is_inexact, unfit
+from jmp_amp.policies.dtypes import F16, F32, is_castable, is_half
+
+
+def decide(
+    eqn: Eqn,
+    rule: Rule,
+    region: Region,
+    views: Sequence[Known],
+    makers: Mapping[Var, Eqn],
+    sources: Sequence[int],
+    is_index: bool,
+) -> Decision:
+    """Returns the decision for `eqn`, which calls nothing.
+
+    Args:
+      eqn: the equation.
+      rule: its rule from the table.
+      region: the policy scope that it is in.
+      views: what it sees of each of its operands.
+      makers: the equation that made each variable of the body so far.
+      sources: the inputs of the body that each of its operands is made of.
+      is_index: whether a result becomes an index.
+    """
+    operands = [v for v, a in zip(views, eqn.invars, strict=True) if is_inexact(a)]
+    fill = constants.bounds_of_fill(eqn)
+    if fill is not None:
+        operands.append(Known(Origin.FREE, fill, region))
+    at = Standing(eqn, rule, region, tuple(operands), views, makers, sources, is_index)
+    if rule.op_class is OpClass.FOLLOW and role_of(at.name) is Role.HANDS_ON:
+        return at.decision(Mode.PASSED_ON, None, "hands on what it gets", Origin.FREE)
+    rewrite = next((r for r in REWRITES if r.applies(eqn, rule, at.half)), None)
+    made = _by_class(at, rewrite)
+    if made.result.origin != Origin.FREE:
+        made = dataclasses.replace(made, rewrite=rewrite)
+    saved, falls = _is_saved_in_f32(at, made), _may_fall(at, made)
+    traits = frozenset(_traits(at, made, saved or falls))
+    result = made.result._replace(bounds=_limits(at, made), traits=traits)
+    options = tuple(_options(at, made, result, saved, falls))
+    return dataclasses.replace(
+        made, result=result, options=options, of=made_of(at, made)
+    )
+
+
+def _by_class(at: Standing, rewrite: Rewrite | None) -> Decision:
+    """Returns the decision that the class of the operation makes."""
+    if jaxprs.is_conversion(at.eqn) and not is_move(at.eqn):
+        return _convert(at)
+    if at.rule.op_class is OpClass.KEEP or not _may_cast(at.eqn, at.rule):
+        return _keep(at)
+    if at.rule.op_class is OpClass.LOW:
+        return _low(at, rewrite)
+    if at.rule.op_class is OpClass.FULL:
+        made = Origin.FREE if at.origin == Origin.FREE else Origin.FULL
+        mode = Mode.CONVERSION if jaxprs.is_conversion(at.eqn) else Mode.IN_DTYPE
+        return at.decision(mode, F32, at.rule.reason, made)
+    return _follow(at)
+
+
+def _keep(at: Standing) -> Decision:
+    origin = at.origin
+    if origin != Origin.FREE:
+        traced = [aval_of(v).dtype for v in at.eqn.outvars if castable(v)]
+        half = bool(traced) and all(is_half(d) for d in traced)
+        origin = Origin.LOW if half else Origin.FULL
+    rule = at.rule
+    if rule.op_class is not OpClass.KEEP:
+        rule = Rule(OpClass.KEEP, "nothing here may be cast", rule.decided_by)
+    kept = at.decision(Mode.AS_TRACED, None, rule.reason, origin)
+    return dataclasses.replace(kept, rule=rule)
+
+
+def _low(at: Standing, rewrite: Rewrite | None) -> Decision:
+    low = at.low
+    if rewrite is not None and rewrite.reason:
+        origin = Origin.FULL if rewrite.result == F32 else Origin.LOW
+        return at.decision(Mode.IN_DTYPE, low, rewrite.reason, origin)
+    if jaxprs.sums_half_in_f32(at.eqn):
+        return at.decision(Mode.AS_TRACED, None, "as traced", Origin.FULL)
+    misfit = unfit(at.operands, low, "overflows")
+    if misfit is not None:
+        return at.decision(Mode.IN_DTYPE, F32, misfit, Origin.FULL)
+    if not is_half(low):
+        return at.decision(
+            Mode.IN_DTYPE, low, "the policy computes in f32", Origin.FULL
+        )
+    saturate = any(Trait.OVERSIZED in v.traits for v in at.operands)
+    return at.decision(Mode.IN_DTYPE, low, at.rule.reason, Origin.LOW, saturate)
+
+
+def _follow(at: Standing) -> Decision:
+    origin, low = at.origin, at.low
+    if origin == Origin.FREE:
+        reason = "only parameters, inputs and constants"
+        return at.decision(Mode.AS_TRACED, None, reason, origin)
+    misfit = unfit(at.operands, low)
+    if kind_of(at.name) is Kind.COMPARISON:
+        if origin == Origin.LOW and misfit is not None:
+            return at.decision(Mode.IN_DTYPE, F32, misfit, origin)
+        reason = "a comparison reads values as they are"
+        return at.decision(Mode.AS_HELD, None, reason, origin)
+    if origin == Origin.FULL:
+        carried = any(Trait.CARRIED in v.traits for v in at.operands)
+        reason = "kept over the turns of a loop" if carried else "an operand is f32"
+        return at.decision(Mode.IN_DTYPE, F32, reason, Origin.FULL)
+    if not is_half(low):
+        return at.decision(
+            Mode.IN_DTYPE, low, "the policy computes in f32", Origin.FULL
+        )
+    if misfit is not None:
+        # Beside half readers alone it saturates, see `_options`.
+        saturate = (
+            role_of(at.name) is Role.CHOOSES
+            and unfit(at.operands, low, "vanishes") is None
+        )
+        return at.decision(Mode.IN_DTYPE, F32, misfit, Origin.FULL, saturate)
+    kept = keeps_digits(at)
+    if kept is not None:
+        return at.decision(Mode.IN_DTYPE, F32, kept, Origin.FULL)
+    return at.decision(Mode.IN_DTYPE, low, "follows its operands", Origin.LOW)
+
+
+def _convert(at: Standing) -> Decision:
+    (source,), target = at.eqn.invars, at.eqn.params["new_dtype"]
+    made = at.origin
+    if made != Origin.FREE:
+        made = Origin.LOW if is_half(target) else Origin.FULL
+    if not (castable(source) and is_castable(target)):
+        return at.decision(Mode.AS_TRACED, None, "a conversion, as traced", made)
+    if made == Origin.LOW and (
+        at.rule.op_class is OpClass.FULL or maker_role(source, at) is Role.SUMS
+    ):
+        # jnp sums f16 in f32 and casts the sum back to f16, where it overflows.
+        reason = "the cast back after an f32 reduction waits"
+        return at.decision(Mode.CONVERSION, F32, reason, Origin.FULL)
+    return at.decision(Mode.CONVERSION, target, "an explicit cast", made)
+
+
+def _limits(at: Standing, made: Decision) -> constants.Bounds:
+    """Returns the range of the results, if they are computed from constants."""
+    if (
+        made.result.origin != Origin.FREE
+        or at.rule.op_class is OpClass.KEEP
+        or kind_of(at.name) is Kind.COMPARISON
+    ):
+        return None
+    return constants.bounds_of_result(at.eqn, [v.bounds for v in at.views])
+
+
+def _traits(at: Standing, made: Decision, saved: bool) -> Iterator[Trait]:
+    """Yields the traits of the results, which autodiff saves in f32 or not."""
+    if (
+        made.result.origin == Origin.FREE
+        and is_move(at.eqn)
+        and any(v.is_parameter for v in at.operands)
+    ):
+        yield Trait.PARAMETER
+    if made.result.origin == Origin.FREE and (
+        role_of(at.name) is Role.LOOKS_UP
+        or any(Trait.LOOKED_UP in v.traits for v in at.operands)
+    ):
+        yield Trait.LOOKED_UP
+    if made.result.origin == Origin.FREE:
+        if any(Trait.STATE in v.traits for v in at.operands):
+            yield Trait.STATE
+    elif made.rule.op_class is OpClass.FOLLOW and sums_argument(at):
+        yield Trait.SUMS_ARGUMENT
+    exact = is_move(at.eqn) or kind_of(at.name) is Kind.SELECTION
+    oversized = any(Trait.OVERSIZED in v.traits for v in at.operands)
+    if made.rule.op_class is OpClass.FOLLOW and (
+        made.saturate or (exact and oversized)
+    ):
+        yield Trait.OVERSIZED
+    if _is_worth_f32(at, made):
+        yield Trait.WORTH_F32
+    if saved:
+        yield Trait.SAVED_IN_F32
+
+
+def _is_worth_f32(at: Standing, made: Decision) -> bool:
+    """Whether an operation that follows half operands may compute in f32 instead."""
+    if (
+        at.rule.op_class is not OpClass.FOLLOW
+        or made.mode is not Mode.IN_DTYPE
+        or made.result.origin != Origin.LOW
+    ):
+        return False
+    moving = at.activations
+    shared = any(v.is_shared for v in moving)
+    if role_of(at.name) is Role.LOOKS_UP and (not shared or _grows(at.eqn)):
+        # In f32 only to sum gradients in f32: the lookup is written to memory. The
+        # nodes of a graph that its edges look up are written once for each edge.
+        return False
+    if role_of(at.name) is Role.ADDS and all(
+        v.origin != Origin.FREE or Trait.LOOKED_UP in v.traits for v in at.operands
+    ):
+        # The derivative of an f32 reader saves the sum, or both terms. A parameter is
+        # there anyway.
+        return False
+    if is_move(at.eqn) or kind_of(at.name) is Kind.SELECTION:
+        # An exact operation may be cast after as well as before, unless the maker of
+        # its operand is worth f32, or another consumer needs the cast.
+        return shared or any(Trait.WORTH_F32 in v.traits for v in moving)
+    return True
+
+
+def _grows(eqn: Eqn) -> bool:
+    """Whether the results are larger than the first operand."""
+    return sum(aval_of(v).size for v in eqn.outvars) > aval_of(eqn.invars[0]).size
+
+
+def _is_saved_in_f32(at: Standing, made: Decision) -> bool:
+    """Whether an operation makes f32 values that are saved for the backward pass."""
+    return (
+        is_half(at.half)
+        and made.result.origin == Origin.FULL
+        and (made.rewrite is None or made.rewrite.result is None)
+        and not at.rule.from_user
+        and (at.rule.op_class is OpClass.FULL or made.mode is Mode.AS_TRACED)
+        and not is_cheap(at.name)
+        and all(aval_of(v).dtype == F32 for v in at.eqn.outvars if is_inexact(v))
+    )
+
+
+def _may_fall(at: Standing, made: Decision) -> bool:
+    """Whether an operation on f32 values may cast them to half before it.
+
+    Values that are saved in f32 may be cast, and so may the values that a parameter
+    scales in the last step of a norm: else the gradient of that step is kept in f32.
+    So may the sums that a half-precision value gates, such as the output of a state
+    space model: the gradient of the gate needs them, and nobody adds them up again.
+    In f16 a value must be in range: a sum that overflows may become a mean.
+    """
+    low = at.half
+    if not (
+        is_half(low)
+        and keeps_digits(at) is None
+        and at.rule.op_class is OpClass.FOLLOW
+        and not jaxprs.is_conversion(at.eqn)
+        and made.dtype == F32
+        and made.result.origin == Origin.FULL
+        and unfit(at.operands, low) is None
+    ):
+        return False
+    role = role_of(at.name)
+    full = [v for v in at.operands if v.origin == Origin.FULL]
+    if all(Trait.SAVED_IN_F32 in v.traits for v in full):
+        scales = role in (Role.MULTIPLIES, Role.DIVIDES)
+        return low != F16 or not (scales and len(at.activations) < len(at.operands))
+    if role is Role.MULTIPLIES and low != F16 and gates_a_sum(at):
+        return True
+    return (
+        role is Role.MULTIPLIES
+        and any(v.is_parameter for v in at.operands)
+        and (low != F16 or any(is_normalized(atom, at) for atom in at.eqn.invars))
+    )
+
+
+def _options(
+    at: Standing, made: Decision, result: Known, saved: bool, falls: bool
+) -> Iterator[Option]:
+    """Yields the options of a decision, the first to be taken first.
+
+    Args:
+      at: the equation.
+      made: the decision.
+      result: what is known of its results.
+      saved: whether autodiff saves the results in f32.
+      falls: whether f32 operands may be cast to half before it.
+    """
+    low = at.half
+    follows = made.rule.op_class is OpClass.FOLLOW and made.mode is Mode.IN_DTYPE
+    if follows and made.result.origin == Origin.LOW:
+        yield Option(Demand.RETURNED, "returned in f32", F32)
+        yield Option(Demand.CARRIED, "kept over the turns of a loop", F32)
+        yield Option(Demand.AS_IS, "only comparisons read it", F32)
+    if Trait.WORTH_F32 in result.traits:
+        yield Option(Demand.F32, "only f32 operations read it", F32)
+    if not is_half(low):
+        return
+    half = demand_of(low)
+    if made.saturate:
+        yield Option(half, f"{made.reason}, so it saturates", low)
+    if falls:
+        yield Option(half, "only half precision reads it", low)
+    free = result.origin == Origin.FREE and bool(at.operands)
+    if free and is_move(at.eqn) and made.mode is Mode.AS_TRACED:
+        if unfit([*at.operands, result], low) is None:
+            reason = "moves parameters that only half precision reads"
+            yield Option(half, reason, low, once=True)
+    computed = free and not is_move(at.eqn) and result.bounds is None
+    computed = computed and all(aval_of(v).dtype == F32 for v in at.eqn.outvars)
+    if computed and role_of(at.name) is Role.ADDS:
+        # Made in f32 and stored in half, XLA would keep the f32 sum for an f32 reader,
+        # such as a norm.
+        if all(v.is_parameter for v in at.operands):
+            reason = "adds up parameters that only half precision reads"
+            yield Option(half, reason, low)
+    if computed or saved:
+        # Made of parameters and read twice, the sum of its gradients would be half.
+        yield Option(half, made.reason, store=low, once=not saved)
+
+
+def _may_cast(eqn: Eqn, rule: Rule) -> bool:
+    """Whether `eqn` has operands that may be cast and nothing that forbids it."""
+    floats = [v for v in (*eqn.invars, *eqn.outvars) if is_inexact(v)]
+    if not any(castable(v) for v in eqn.invars):
+        return False
+    if rule.op_class is OpClass.FULL and all(aval_of(v).dtype == F32 for v in floats):
+        return True
+    return all(castable(v) for v in floats) and not jaxprs.is_fixed(eqn)

@@ -1,0 +1,95 @@
+"""Which sums keep the digits of an argument.
+
+A parameter such as a bias follows the activations that it is added to. A state does
+not: `y + 1e-3 * f(y)` in half precision would be `y`.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_amp.plan.decisions import Decision, Standing
+from jmp_amp.plan.jaxprs import Atom, Literal, aval_of
+from jmp_amp.plan.makers import is_move
+from jmp_amp.plan.operations import Role, role_of
+from jmp_amp.plan.values import Known, Origin, Trait, castable
+from jmp_amp.policies.dtypes import F32, is_half
+
+
+def keeps_digits(at: Standing) -> str | None:
+    """Returns why an operation on half values computes in f32 all the same, or None.
+
+    An argument is a state if what is added to it is made of it, and a parameter such as
+    a bias if it is not. A parameter is never subtracted from an activation of its size.
+    """
+    if at.is_index:
+        return "becomes an index"
+    if role_of(at.name) not in (Role.ADDS, Role.SUBTRACTS):
+        return None
+    for i, j in ((0, 1), (1, 0)):
+        value, other = at.views[i], at.views[j]
+        if other.origin != Origin.FREE and _is_long(value, at.half):
+            return f"{at.half.name} has no digits for whole numbers as large"
+        if not _is_argument(value, at.eqn.invars[i]) or other.origin == Origin.FREE:
+            continue
+        looked_up = Trait.LOOKED_UP in value.traits
+        if not looked_up and (
+            Trait.STATE in value.traits or at.sources[i] & at.sources[j]
+        ):
+            return "a state: what is added to it is made of it"
+        subtracts = role_of(at.name) is Role.SUBTRACTS
+        if subtracts and not _is_broadcast(at.eqn.invars[i], at):
+            return "an argument keeps its digits in a difference"
+    return None
+
+
+def _is_long(value: Known, half: np.dtype) -> bool:
+    """Whether a constant counts further than `half` does: a grid of 512 pixels."""
+    if not value.is_constant or value.bounds is None or not is_half(half):
+        return False
+    low, high = value.bounds
+    return low < high and max(-low, high) > 2 / float(jnp.finfo(half).eps)
+
+
+def _is_argument(value: Known, atom: Atom) -> bool:
+    """Whether a value is an f32 argument, or computed from arguments alone."""
+    return (
+        value.origin == Origin.FREE
+        and not value.is_constant
+        and castable(atom)
+        and aval_of(atom).dtype == F32
+    )
+
+
+def _is_broadcast(atom: Atom, at: Standing) -> bool:
+    """Whether a value is smaller than the result, or a smaller one broadcast."""
+    size = aval_of(at.eqn.outvars[0]).size
+    while aval_of(atom).size == size:
+        eqn = None if isinstance(atom, Literal) else at.makers.get(atom)
+        if eqn is None or not is_move(eqn):
+            return False
+        atom = eqn.invars[0]
+    return aval_of(atom).size < size
+
+
+def made_of(at: Standing, made: Decision) -> tuple[bool, ...]:
+    """Returns, for each operand, whether the results count as made of it."""
+    adds = role_of(at.name) in (Role.ADDS, Role.SUBTRACTS)
+    if adds and made.result.origin != Origin.FREE and keeps_digits(at) is None:
+        return tuple(v.origin != Origin.FREE for v in at.views)
+    if adds and any(Trait.LOOKED_UP in v.traits for v in at.views):
+        return tuple(Trait.LOOKED_UP in v.traits for v in at.views)
+    return (True,) * len(at.views)
+
+
+def sums_argument(at: Standing) -> bool:
+    """Whether an argument, or a sum that it began, is a term of the result."""
+    if any(Trait.SUMS_ARGUMENT in v.traits for v in at.views):
+        return True
+    return role_of(at.name) in (Role.ADDS, Role.SUBTRACTS) and any(
+        _is_argument(value, atom)
+        and Trait.LOOKED_UP not in value.traits
+        and not _is_broadcast(atom, at)
+        for value, atom in zip(at.views, at.eqn.invars, strict=True)
+    )
