@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jmp_amp as amp
 from tests.idioms import measure
-from tests.idioms.expected import EXPECTED
+from tests.idioms.expected import EXPECTED, NOTHING_IN_HALF
 from tests.idioms.row import Idiom
 from tests.idioms.table import IDIOMS
-from tests.measures import HALF
+from tests.measures import HALF, matmuls
 
 each_half = pytest.mark.parametrize("dtype", HALF)
 
@@ -55,6 +56,15 @@ def test_idiom_is_at_most_twice_as_wrong_as_its_products_alone(name, dtype):
 @pytest.mark.parametrize("name", EXPECTED)
 def test_idiom_that_is_expected_to_be_wrong_still_is(name):
     assert any(wrong(IDIOMS[name], dtype) for dtype in HALF), "take it off the list"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [i.name for i in IDIOMS.values() if not i.f32])
+def test_idiom_has_a_product_in_half(name):
+    idiom, rng = IDIOMS[name], np.random.default_rng(0)
+    args = jax.tree.map(jnp.asarray, (idiom.params(rng), idiom.inputs(rng)))
+    in_half = [m.operands[0] for m in matmuls(amp.autocast(idiom.fn), *args)]
+    assert ("bfloat16" not in in_half) == (name in NOTHING_IN_HALF)
 
 
 @each_half
