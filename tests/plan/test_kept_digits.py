@@ -528,3 +528,23 @@ def test_a_primitive_in_a_policy_is_no_function_of_the_user():
     assert products(amp.autocast(square, policy), W) == ["bfloat16"]
     assert products(amp.autocast(lambda w: square(w), policy), W) == ["bfloat16"]
     assert products(amp.autocast(lambda w: twice(w), policy), W) == ["float32"]
+
+
+def test_a_move_of_a_kept_sum_keeps_it():
+    def step(state, x, w):
+        state = 0.999 * state + 0.001 * (x.T @ (x @ w))
+        return jnp.where(w > 0, state, 0.0).T, jnp.sum((x @ state) ** 2)
+
+    assert results(step, STATE, X, W, primitive="add") == ["float32"]
+
+
+def test_the_state_of_a_recurrence_is_made_in_f32_although_products_read_it():
+    def fn(x, w):
+        def turn(h, row):
+            h = jnp.tanh(row @ w + h @ w)
+            return h, h
+
+        return lax.scan(turn, jnp.zeros(16), x)[1] @ w
+
+    assert results(fn, X, W, primitive="tanh") == ["float32"]
+    assert set(products(amp.autocast(fn), X, W)) == {"bfloat16"}
