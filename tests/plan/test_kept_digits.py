@@ -463,6 +463,13 @@ def test_a_precision_that_is_asked_for_is_obeyed(wish):
         assert products(amp.autocast(lambda x, w: x @ w), X, W) == ["bfloat16"]
 
 
+def test_the_default_precision_of_a_resized_image_is_no_wish():
+    def fn(x, w):
+        return jax.image.resize(x @ w, (16, 32), "bilinear") @ jnp.ones((32, 4))
+
+    assert products(amp.autocast(fn), X, W) == ["bfloat16"] * 4
+
+
 def test_rotations_in_highest_precision_have_the_digits_of_f32():
     def rotate(x, w):
         return jnp.dot(x @ w, STATE, precision="highest")
