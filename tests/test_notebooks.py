@@ -92,6 +92,10 @@ READ_BACK = {
     "rewrites": rewrites,
     "kept": [islands.total.saved_without, islands.total.saved],
     "carries": {name: str(each) for name, each in carries.items()},
+    "keepers": {
+        title: [dtype for name, dtype, _ in plan(fn, *args) if name in names]
+        for title, (fn, args, names) in keepers.items()
+    },
     "by_name": by_name,
     "mapped": {each.module: each.dtype for each in mapped.equations if each.matmuls},
     "weights": {name: float(each) for name, (each, _) in half_weights.items()},
@@ -558,7 +562,8 @@ def test_how_it_works_shows_the_rules_of_the_plan():
         title: [dtype for name, dtype, _ in rows if name in ("add", "mul", "select_n")]
         for title, rows in values["constants"].items()
     }
-    assert found.pop("+ 1e-8") == ["f32"]
+    for title in ("+ 1e-8", "where(.., -1e9), returned", "+ linspace(0, 4095, 8)"):
+        assert set(found.pop(title)) == {"f32"}
     assert set(map(tuple, found.values())) == {("f16",)}
     assert values["rewrites"]["JAX"]["scatters"] == 1
     assert values["rewrites"]["autocast"]["scatters"] == 0
@@ -573,8 +578,12 @@ def test_how_it_works_shows_the_rules_of_the_plan():
     assert 2 * 2 * 256 * 64 < kept < without / 3
     assert values["carries"] == {
         "residual stream": "float16[5,8]",
+        "ODE": "float32[5,8]",
         "RNN": "float32[8]",
     }
+    keepers = values["keepers"]
+    assert keepers.pop("h + bias") == ["f16"]
+    assert len(keepers) == 5 and {d for row in keepers.values() for d in row} == {"f32"}
     by_name = {
         title: [dtype for name, dtype, _ in rows if name in ("tanh", "mul")]
         for title, rows in values["by_name"].items()
