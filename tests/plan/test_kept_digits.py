@@ -371,7 +371,16 @@ def test_a_loop_that_counts_or_waits_for_a_token_is_no_solver():
 
         return lax.while_loop(lambda c: ~c[1], turn, (x, True))[0]
 
-    for fn in (counts, counts_in_floats, decodes, while_finite):
+    def waits_for_a_number(x, w):
+        def turn(carry):
+            h, _ = carry
+            h = jnp.tanh(h @ w)
+            return h, jnp.sum(h > 0.5)
+
+        return lax.while_loop(lambda c: c[1] > 3, turn, (x, 9))[0]
+
+    loops = (counts, counts_in_floats, decodes, while_finite, waits_for_a_number)
+    for fn in loops:
         assert products(amp.autocast(fn), X, W) == ["bfloat16"], fn.__name__
 
 
@@ -428,6 +437,24 @@ def test_linear_algebra_runs_in_f32_whole(function):
 )
 def test_products_of_the_module_of_linear_algebra_are_products(function):
     assert set(products(amp.autocast(function), W)) == {"bfloat16"}
+
+
+def test_an_associative_scan_is_f32_but_for_its_products():
+    def decayed(x, w):
+        decay = jax.nn.sigmoid(x @ w)
+
+        def after(a, b):
+            return a[0] * b[0], b[0] * a[1] + b[1]
+
+        return lax.associative_scan(after, (decay, decay))[1] @ w
+
+    assert set(results(decayed, X, W, primitive="mul")) == {"float32"}
+    assert set(results(decayed, X, W, primitive="add")) == {"float32"}
+
+    def chained(w):
+        return lax.associative_scan(jnp.matmul, jnp.stack([w @ w] * 4)) @ w
+
+    assert set(products(amp.autocast(chained), W)) == {"bfloat16"}
 
 
 def test_random_numbers_between_predicted_bounds_are_f32():
@@ -538,11 +565,12 @@ def test_a_primitive_in_a_policy_is_no_function_of_the_user():
 
 
 def test_a_move_of_a_kept_sum_keeps_it():
-    def step(state, x, w):
-        state = 0.999 * state + 0.001 * (x.T @ (x @ w))
-        return jnp.where(w > 0, state, 0.0).T, jnp.sum((x @ state) ** 2)
+    def step(x, w):
+        h = x @ w
+        h = h + jnp.tanh(h)
+        return jnp.where(h > 0, h, 0.0).T, jnp.sum((h @ w) ** 2)
 
-    assert results(step, STATE, X, W, primitive="add") == ["float32"]
+    assert results(step, X, W, primitive="add") == ["float32"]
 
 
 def test_the_state_of_a_recurrence_is_made_in_f32_although_products_read_it():
