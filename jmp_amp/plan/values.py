@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -97,9 +98,7 @@ def may_round(known: Known) -> bool:
 def is_inexact(atom: Atom) -> bool:
     """Whether an operand is an array of floats or complex numbers."""
     # A mutable array has the dtype of its elements, and is not a value.
-    return isinstance(atom.aval, jax.core.ShapedArray) and jnp.issubdtype(
-        atom.aval.dtype, jnp.inexact
-    )
+    return isinstance(atom.aval, jax.core.ShapedArray) and _is_inexact(atom.aval.dtype)
 
 
 def traced_dtype(atom: Atom) -> np.dtype | None:
@@ -109,7 +108,16 @@ def traced_dtype(atom: Atom) -> np.dtype | None:
 
 def castable(atom: Atom) -> bool:
     """Whether an operand is an array of a dtype that the plan may change."""
-    return is_inexact(atom) and is_castable(aval_of(atom).dtype)
+    return isinstance(atom.aval, jax.core.ShapedArray) and _is_castable(atom.aval.dtype)
+
+
+# Asked for each operand of each equation, of a handful of dtypes.
+@functools.cache
+def _is_inexact(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+_is_castable = functools.cache(is_castable)
 
 
 def unfit(
