@@ -6,6 +6,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
+import jmp_amp as amp
+
 
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Every equation of a jaxpr and of the jaxprs inside it, calls before bodies."""
@@ -40,6 +42,22 @@ def products(fn: Callable[..., Any], *args: Any) -> list[str]:
 def results_of(fn: Callable[..., Any], *args: Any, primitive: str) -> list[str]:
     """The dtypes of the first result of each `primitive`."""
     return [row[-1] for row in dtypes_of(fn, *args, primitive=primitive)]
+
+
+def planned(
+    fn: Callable[..., Any], *args: Any, primitive: str, policy: Any = "mixed_bfloat16"
+) -> list[str]:
+    """The dtypes of the first float result of each `primitive` under a policy."""
+    rows = dtypes_of(amp.autocast(fn, policy), *args, primitive=primitive)
+    return [row[-1] for row in rows if row]
+
+
+def reason_of(
+    fn: Callable[..., Any], *args: Any, operation: str, policy: Any = "mixed_bfloat16"
+) -> str:
+    """Why the last equation of a name has its dtype under a policy."""
+    report = amp.explain(fn, policy)(*args)
+    return [e.reason for e in report.equations if e.operation == operation][-1]
 
 
 def casts_of(fn: Callable[..., Any], *args: Any) -> list[tuple[str, ...]]:

@@ -17,9 +17,9 @@ import numpy as np
 from jmp_amp.plan import jaxprs, modes
 from jmp_amp.plan.flows import Flow, Step, carry_dtype
 from jmp_amp.plan.jaxprs import Atom, Eqn, Literal, Var
-from jmp_amp.plan.makers import is_move
+from jmp_amp.plan.makers import is_exact, is_move
 from jmp_amp.plan.modes import Demand, Mode, demand_of
-from jmp_amp.plan.operations import Kind, OpClass, kind_of
+from jmp_amp.plan.operations import OpClass
 from jmp_amp.plan.regions import Region
 from jmp_amp.plan.values import Known, Origin, Trait
 from jmp_amp.policies.dtypes import F16, F32, is_half
@@ -164,7 +164,11 @@ def _taken(eqn: Eqn, step: Step, results: Uses) -> Outcome:
         reason = option.reason
         if option.dtype is not None:
             mode, dtype = Mode.IN_DTYPE, option.dtype
-    if readers == Demand.AS_IS and is_move(eqn) and len(eqn.invars) == 1:
+    if (
+        readers == Demand.AS_IS
+        and is_move(eqn)
+        and len(eqn.invars) == len(eqn.outvars) == 1
+    ):
         return Outcome(Mode.PASSED_ON, None, reason, (Use(readers),))
     asked = modes.asked(mode, dtype, eqn)
     if readers == Demand.AS_IS and dtype == F32:
@@ -190,9 +194,7 @@ def _hands_on_kept(eqn: Eqn, operand: Known) -> bool:
     The elements of a move or a selection are those of its operands. An argument that
     comes back after additions is kept in all of them.
     """
-    kind = kind_of(eqn.primitive.name)
-    exact = is_move(eqn) or kind in (Kind.MOVE, Kind.SELECTION)
-    return exact or Trait.SUMS_ARGUMENT in operand.traits
+    return is_exact(eqn) or Trait.SUMS_ARGUMENT in operand.traits
 
 
 def _read_every_turn(eqn: Eqn, flow: Flow) -> Sequence[int]:
@@ -203,10 +205,9 @@ def _read_every_turn(eqn: Eqn, flow: Flow) -> Sequence[int]:
     """
     if not jaxprs.is_loop(eqn):
         return ()
-    carried = jaxprs.carried(eqn)
-    through = range(carried.stop, len(eqn.invars))
+    through = range(jaxprs.carried(eqn).stop, len(eqn.invars))
     parameters = [i for i in through if _is_parameter(eqn.invars[i], flow)]
-    return [*range(carried.start), *parameters]
+    return [*jaxprs.read_every_turn(eqn), *parameters]
 
 
 def _is_parameter(atom: Atom, flow: Flow) -> bool:

@@ -13,7 +13,13 @@ from jmp_amp.plan import constants, jaxprs
 from jmp_amp.plan.decisions import Decision, Option, Standing
 from jmp_amp.plan.jaxprs import Eqn, Var, aval_of
 from jmp_amp.plan.kept import keeps_digits, made_of, sums_argument
-from jmp_amp.plan.makers import gates_a_sum, is_move, is_normalized, maker_role
+from jmp_amp.plan.makers import (
+    gates_a_sum,
+    is_exact,
+    is_move,
+    is_normalized,
+    maker_role,
+)
 from jmp_amp.plan.modes import Demand, Mode, demand_of
 from jmp_amp.plan.operations import Kind, OpClass, Role, is_cheap, kind_of, role_of
 from jmp_amp.plan.regions import Region
@@ -176,21 +182,16 @@ def _traits(at: Standing, made: Decision, saved: bool) -> Iterator[Trait]:
         and any(v.is_parameter for v in at.operands)
     ):
         yield Trait.PARAMETER
-    if made.result.origin == Origin.FREE and (
-        role_of(at.name) is Role.LOOKS_UP
-        or any(Trait.LOOKED_UP in v.traits for v in at.operands)
-    ):
-        yield Trait.LOOKED_UP
+    inherited = frozenset().union(*(v.traits for v in at.operands))
+    follows = made.rule.op_class is OpClass.FOLLOW
     if made.result.origin == Origin.FREE:
-        if any(Trait.STATE in v.traits for v in at.operands):
-            yield Trait.STATE
-    elif made.rule.op_class is OpClass.FOLLOW and sums_argument(at):
+        if role_of(at.name) is Role.LOOKS_UP:
+            yield Trait.LOOKED_UP
+        yield from inherited & {Trait.LOOKED_UP, Trait.STATE}
+    elif follows and sums_argument(at):
         yield Trait.SUMS_ARGUMENT
-    exact = is_move(at.eqn) or kind_of(at.name) is Kind.SELECTION
-    oversized = any(Trait.OVERSIZED in v.traits for v in at.operands)
-    if made.rule.op_class is OpClass.FOLLOW and (
-        made.saturate or (exact and oversized)
-    ):
+    is_kept = is_exact(at.eqn) and Trait.OVERSIZED in inherited
+    if follows and (made.saturate or is_kept):
         yield Trait.OVERSIZED
     if _is_worth_f32(at, made):
         yield Trait.WORTH_F32
@@ -218,7 +219,7 @@ def _is_worth_f32(at: Standing, made: Decision) -> bool:
         # The derivative of an f32 reader saves the sum, or both terms. A parameter is
         # there anyway.
         return False
-    if is_move(at.eqn) or kind_of(at.name) is Kind.SELECTION:
+    if is_exact(at.eqn):
         # An exact operation may be cast after as well as before, unless the maker of
         # its operand is worth f32, or another consumer needs the cast.
         return shared or any(Trait.WORTH_F32 in v.traits for v in moving)

@@ -148,11 +148,9 @@ def carried(eqn: Eqn) -> range:
     return range(0)
 
 
-def read_every_turn(eqn: Eqn) -> Sequence[Atom]:
-    """Returns the operands that every turn of the `scan` equation `eqn` reads whole."""
-    if eqn.primitive is not primitives.scan_p:
-        return ()
-    return eqn.invars[: carried(eqn).start]
+def read_every_turn(eqn: Eqn) -> range:
+    """Returns which operands of `eqn` every turn of a loop reads whole."""
+    return range(carried(eqn).start if is_loop(eqn) else 0)
 
 
 def function_name(eqn: Eqn) -> str | None:

@@ -75,12 +75,16 @@ def _is_broadcast(atom: Atom, at: Standing) -> bool:
 
 def made_of(at: Standing, made: Decision) -> tuple[bool, ...]:
     """Returns, for each operand, whether the results count as made of it."""
-    adds = role_of(at.name) in (Role.ADDS, Role.SUBTRACTS)
-    if adds and made.result.origin != Origin.FREE and keeps_digits(at) is None:
-        return tuple(v.origin != Origin.FREE for v in at.views)
-    if adds and any(Trait.LOOKED_UP in v.traits for v in at.views):
-        return tuple(Trait.LOOKED_UP in v.traits for v in at.views)
-    return (True,) * len(at.views)
+    everything = (True,) * len(at.views)
+    if role_of(at.name) not in (Role.ADDS, Role.SUBTRACTS):
+        return everything
+    if made.result.origin == Origin.FREE:
+        # A position that is added to an embedding.
+        looked_up = tuple(Trait.LOOKED_UP in v.traits for v in at.views)
+        return looked_up if any(looked_up) else everything
+    if keeps_digits(at) is not None:
+        return everything
+    return tuple(v.origin != Origin.FREE for v in at.views)
 
 
 def sums_argument(at: Standing) -> bool:

@@ -17,6 +17,11 @@ def is_move(eqn: Eqn) -> bool:
     return kind_of(eqn.primitive.name) is Kind.MOVE
 
 
+def is_exact(eqn: Eqn) -> bool:
+    """Whether the elements of the results of `eqn` are those of its operands."""
+    return is_move(eqn) or kind_of(eqn.primitive.name) is Kind.SELECTION
+
+
 def maker(atom: Atom, at: Standing) -> Eqn | None:
     """Returns the equation that made a value, moves aside."""
     while not isinstance(atom, Literal) and atom in at.makers:

@@ -307,6 +307,7 @@ GROUPS = (
 )
 
 OPERATIONS = {row.name: Operation(row, group) for group in GROUPS for row in group.rows}
+PRODUCTS = frozenset(n for n, op in OPERATIONS.items() if op.kind is Kind.PRODUCT)
 # Elementwise arithmetic; a recipe that has only products in half keeps it in f32.
 ARITHMETIC = frozenset(
     name for name, op in OPERATIONS.items() if op.kind is Kind.ARITHMETIC

@@ -23,7 +23,7 @@ from jmp_amp.plan.regions import Region, region_of
 from jmp_amp.plan.rules import OpClass, Rule
 from jmp_amp.plan.solvers import SOLVER, is_solver
 from jmp_amp.plan.sources import Sources, over_turns, translated, union
-from jmp_amp.plan.values import Known, Origin, Trait, castable, unfit
+from jmp_amp.plan.values import CONTAGIOUS, Known, Origin, Trait, castable, unfit
 from jmp_amp.policies.dtypes import F32, is_half
 
 # Of a constant that no dtype is sure to hold.
@@ -128,7 +128,8 @@ class Flows:
         """Follows values through the bodies of a call, a loop or a branch.
 
         The fixpoint ends: the origin of a carry only rises, its bounds widen once, to
-        any size, and it may only lose the trait of a parameter.
+        any size; it may only lose the traits of a parameter and of a lookup, and only
+        get the trait of an oversized constant.
         """
         sources = around.sources
         read = list(map(sources.of, eqn.invars))
@@ -305,7 +306,8 @@ def _carry(now: Known, update: Known, origin: Origin) -> Known:
         grows = limits is not None and update.bounds is not None
         limits = _ANY_SIZE if grows else None
     both = now.traits & update.traits & {Trait.PARAMETER, Trait.LOOKED_UP}
-    return Known(origin, limits, now.region, both)
+    either = (now.traits | update.traits) & {Trait.OVERSIZED}
+    return Known(origin, limits, now.region, both | either)
 
 
 def _either(a: Known, b: Known) -> Known:
@@ -318,4 +320,5 @@ def _either(a: Known, b: Known) -> Known:
     if origin == Origin.LOW and unfit((a, b), low) is not None:
         origin = Origin.FULL
     both = a.traits & b.traits & {Trait.PARAMETER}
-    return Known(origin, limits, a.region, both)
+    either = (a.traits | b.traits) & CONTAGIOUS
+    return Known(origin, limits, a.region, both | either)

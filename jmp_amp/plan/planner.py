@@ -197,7 +197,7 @@ class _Planner:
         reads = tuple(
             carry_dtype(known, atom)
             if i in carried
-            else values.handed_in(eqn, atom, known, use.demand)
+            else values.handed_in(eqn, i, known, use.demand)
             for i, (atom, known, use) in enumerate(
                 zip(eqn.invars, step.views, outcome.operands, strict=True)
             )
@@ -271,20 +271,21 @@ class _Held:
         return low if half and dtype == F32 else dtype
 
     def handed_in(
-        self, eqn: Eqn, atom: Atom, view: Known, demand: Demand
+        self, eqn: Eqn, position: int, view: Known, demand: Demand
     ) -> np.dtype | None:
-        """Returns the dtype of an operand of a call.
+        """Returns the dtype of the operand of a call at a position.
 
         If the body reads an activation in one dtype only, it gets the cast that the
         other consumers share; a checkpoint or a user's rule would keep the wider one. A
         loop adds up the gradients of its turns in the dtype in which it gets the value:
         n roundings to half are wrong by up to n eps / 2, so many turns get it in f32.
         """
+        atom = eqn.invars[position]
         dtype = self._handed_on(atom, view.region, demand)
         if dtype is None or view.origin == Origin.FREE:
             return dtype
         low = view.region.policy.compute_dtype
-        if atom in jaxprs.read_every_turn(eqn) and aval_of(atom).dtype == F32:
+        if position in jaxprs.read_every_turn(eqn) and aval_of(atom).dtype == F32:
             if jaxprs.repetitions(eqn) * float(jnp.finfo(low).eps) > 1 / 8:
                 return F32
         wanted = demand.dtypes

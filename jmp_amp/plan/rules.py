@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Eqn
-from jmp_amp.plan.operations import OPERATIONS, Kind, OpClass
+from jmp_amp.plan.operations import OPERATIONS, PRODUCTS, OpClass
 from jmp_amp.policies.policy import Policy
 
 
@@ -60,27 +60,22 @@ FUNCTION_RULES = {
     for reason, names in FULL_FUNCTIONS.items()
     for name in names.split()
 }
-# The operations of a user's function inside; its matrix products are products.
-_SCANS = {
-    name: Rule(OpClass.FULL, reason, name)
-    for name, reason in {
-        # As `cumsum` and `cumprod` in the table.
-        "associative_scan": "a sum or product over all earlier elements loses digits",
-    }.items()
-}
+# As `cumsum` and `cumprod` in the table. Matrix products inside stay products.
+_SCAN = Rule(
+    OpClass.FULL,
+    "a sum or product over all earlier elements loses digits",
+    "associative_scan",
+)
+_ALGEBRA = "linear algebra: an error grows by the condition number"
 # A public function of each module that runs in f32 whole, whatever it is made of; the
 # reason; and the functions of the module that are products or moves.
 _FULL_MODULES = (
     (
         jnp.linalg.pinv,
-        "linear algebra: an error grows by the condition number",
+        _ALGEBRA,
         "matmul multi_dot _multi_dot tensordot vecdot outer diagonal matrix_transpose",
     ),
-    (
-        jax.scipy.linalg.expm,
-        "linear algebra: an error grows by the condition number",
-        "",
-    ),
+    (jax.scipy.linalg.expm, _ALGEBRA, ""),
     (
         jax.random.normal,
         "random numbers: half has no digits for the ends of a distribution",
@@ -93,7 +88,6 @@ _RULE_OF_FILE = {
     inspect.unwrap(function).__code__.co_filename: (reason, frozenset(names.split()))
     for function, reason, names in _FULL_MODULES
 }
-PRODUCTS = frozenset(n for n, op in OPERATIONS.items() if op.kind is Kind.PRODUCT)
 PRIMITIVE_RULES = {
     name: Rule(operation.group.op_class, operation.group.reason, name)
     for name, operation in OPERATIONS.items()
@@ -154,10 +148,11 @@ def rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
 def _rule_of_function(code: CodeType, is_product: bool) -> Rule | None:
     """Returns the rule of a library's function for what it calls, if it has one."""
     name, filename = code.co_name, code.co_filename
-    if name in _SCANS and not is_product and jaxprs.in_library(filename):
-        return _SCANS[name]
-    if name in FUNCTION_RULES and jaxprs.in_library(filename):
-        return FUNCTION_RULES[name]
+    if jaxprs.in_library(filename):
+        if name == _SCAN.decided_by and not is_product:
+            return _SCAN
+        if name in FUNCTION_RULES:
+            return FUNCTION_RULES[name]
     reason, products = _RULE_OF_FILE.get(filename, (None, frozenset()))
     if reason is None or name in products or not name.isidentifier():
         return None

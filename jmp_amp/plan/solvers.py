@@ -99,4 +99,5 @@ def _compares_activations(eqn: Eqn, step: Step) -> bool:
 
 
 def _is_boolean(atom: Atom) -> bool:
-    return aval_of(atom).dtype == np.bool_
+    # A token has no dtype.
+    return getattr(atom.aval, "dtype", None) == np.bool_

@@ -53,6 +53,12 @@ class Trait(enum.Enum):
     SAVED_IN_F32 = "saved in f32"
 
 
+# Of a value that is one of two: those that it has if either has them.
+CONTAGIOUS = frozenset(
+    (Trait.LOOKED_UP, Trait.STATE, Trait.SUMS_ARGUMENT, Trait.OVERSIZED)
+)
+
+
 class Known(NamedTuple):
     """What the forward pass knows of a value.
 

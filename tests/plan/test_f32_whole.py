@@ -1,0 +1,277 @@
+"""What runs in f32 whole: solvers, sums, linear algebra; sums over many turns."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jmp_amp as amp
+from tests.programs import (
+    dtypes_of,
+    equations,
+    planned,
+    products,
+    reason_of,
+)
+from tests.rounding import BF16, F16, KEY, POLICIES, W, X
+
+STATE = jax.random.normal(jax.random.key(2), (16, 16))
+each_policy = pytest.mark.parametrize("policy", POLICIES)
+
+
+# Solvers
+
+
+def fixed_point(x, w):
+    def is_far(carry):
+        y, old, _ = carry
+        return jnp.max(abs(y - old)) > 1e-5
+
+    def turn(carry):
+        y, _, count = carry
+        return 0.5 * jnp.tanh(y @ w) + x, y, count + 1
+
+    return lax.while_loop(is_far, turn, (x, x + 1.0, 0))
+
+
+def with_a_flag(x, w):
+    def turn(carry):
+        y, _, count = carry
+        new = 0.5 * jnp.tanh(y @ w) + x
+        is_far = jax.jit(lambda a, b: jnp.logical_not(jnp.all(abs(a - b) < 1e-5)))
+        return new, jnp.logical_and(is_far(new, y), count < 100), count + 1
+
+    return lax.while_loop(lambda c: c[1], turn, (x, True, 0))
+
+
+@each_policy
+@pytest.mark.parametrize("solve", [fixed_point, with_a_flag])
+def test_a_solver_runs_in_f32_and_stops(solve, policy):
+    assert products(amp.autocast(solve, policy), X, W) == ["float32"]
+    y, _, count = jax.jit(amp.autocast(solve, policy))(X, W)
+    expected, _, turns = jax.jit(solve)(X, W)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+    assert count == turns < 100
+    text = "a solver: its condition reads a float of its body"
+    assert reason_of(solve, X, W, operation="dot_general") == text
+
+
+def test_a_loop_that_counts_or_waits_for_a_token_is_no_solver():
+    def counts(x, w):
+        return lax.while_loop(
+            lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, x)
+        )[1]
+
+    def counts_in_floats(x, w):
+        return lax.while_loop(
+            lambda c: c[0] < 1.0, lambda c: (c[0] + 0.3, jnp.tanh(c[1] @ w)), (0.0, x)
+        )[1]
+
+    def decodes(x, w):
+        def turn(carry):
+            h, _ = carry
+            h = jnp.tanh(h @ w)
+            return h, jnp.argmax(h[0])
+
+        return lax.while_loop(lambda c: c[1] != 3, turn, (x, jnp.argmax(x[0])))[0]
+
+    def while_finite(x, w):
+        def turn(carry):
+            h, _ = carry
+            h = jnp.tanh(h @ w)
+            return h, jnp.any(h != h)
+
+        return lax.while_loop(lambda c: ~c[1], turn, (x, True))[0]
+
+    def waits_for_a_number(x, w):
+        def turn(carry):
+            h, _ = carry
+            h = jnp.tanh(h @ w)
+            return h, jnp.sum(h > 0.5)
+
+        return lax.while_loop(lambda c: c[1] > 3, turn, (x, 9))[0]
+
+    loops = (counts, counts_in_floats, decodes, while_finite, waits_for_a_number)
+    for fn in loops:
+        assert products(amp.autocast(fn), X, W) == ["bfloat16"], fn.__name__
+
+
+def test_a_policy_that_names_the_product_decides_in_a_solver_too():
+    policy = amp.Policy(compute_dtype="bfloat16", low=("dot_general",))
+    assert products(amp.autocast(fixed_point, policy), X, W) == ["bfloat16"]
+
+
+# Products that are none, functions that are f32 whole, wishes
+
+
+@pytest.mark.parametrize(
+    ("product", "dtype"),
+    [
+        (lambda w: jnp.vdot(w, w), "float32"),
+        (lambda w: w.ravel() @ w.ravel(), "float32"),
+        (lambda w: jnp.einsum("bi,bi->b", w, w), "float32"),
+        (lambda w: w @ w[0], "bfloat16"),
+        (lambda w: w[:1] @ w[:, :1], "bfloat16"),
+        (lambda w: jnp.einsum("bi,bij->bj", w, w[:, None] * w[None]), "bfloat16"),
+    ],
+    ids="vdot ravel rows matvec one_by_one batched".split(),
+)
+def test_a_product_without_a_free_dimension_is_a_sum(product, dtype):
+    assert products(amp.autocast(product), W) == [dtype]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        jax.scipy.linalg.expm,
+        jnp.linalg.pinv,
+        lambda w: jnp.linalg.lstsq(w, w[:, :2])[0],
+        lambda w: jnp.linalg.matrix_power(w, 5),
+        lambda w: jnp.polyfit(w[0], w[1], 3),
+        lambda w: jax.scipy.linalg.solve_sylvester(w, w, w),
+    ],
+    ids="expm pinv lstsq matrix_power polyfit solve_sylvester".split(),
+)
+def test_linear_algebra_runs_in_f32_whole(function):
+    jaxpr = jax.make_jaxpr(amp.autocast(function, F16))(W)
+    assert "f16[" not in str(jaxpr)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda w: jnp.linalg.matmul(w, w),
+        lambda w: jnp.linalg.multi_dot([w, w, w]),
+        lambda w: jnp.linalg.tensordot(w, w, axes=1),
+        lambda w: jnp.linalg.outer(w[0], w[1]) @ w,
+    ],
+    ids="matmul multi_dot tensordot outer".split(),
+)
+def test_products_of_the_module_of_linear_algebra_are_products(function):
+    assert set(products(amp.autocast(function), W)) == {"bfloat16"}
+
+
+def test_an_associative_scan_is_f32_but_for_its_products():
+    def decayed(x, w):
+        decay = jax.nn.sigmoid(x @ w)
+
+        def after(a, b):
+            return a[0] * b[0], b[0] * a[1] + b[1]
+
+        return lax.associative_scan(after, (decay, decay))[1] @ w
+
+    assert set(planned(decayed, X, W, primitive="mul")) == {"float32"}
+    assert set(planned(decayed, X, W, primitive="add")) == {"float32"}
+
+    def chained(w):
+        return lax.associative_scan(jnp.matmul, jnp.stack([w @ w] * 4)) @ w
+
+    assert set(products(amp.autocast(chained), W)) == {"bfloat16"}
+
+
+def test_random_numbers_between_predicted_bounds_are_f32():
+    def fn(x, w):
+        mean = x @ w
+        return jax.random.truncated_normal(KEY, mean - 1.0, mean + 1.0)
+
+    assert set(planned(fn, X, W, primitive="erf_inv")) == {"float32"}
+    assert "bfloat16" not in planned(fn, X, W, primitive="mul")
+
+
+@pytest.mark.parametrize("wish", ["high", "highest"])
+def test_a_precision_that_is_asked_for_is_obeyed(wish):
+    def fn(x, w):
+        return jnp.dot(x, w, precision=wish) @ w
+
+    # The user's names win.
+    low = amp.Policy(compute_dtype="bfloat16", low=("dot_general",))
+    assert products(amp.autocast(fn), X, W) == ["float32", "bfloat16"]
+    assert products(amp.autocast(fn, low), X, W) == ["bfloat16"] * 2
+    report = amp.explain(fn)(X, W)
+    first = next(e for e in report.equations if e.matmuls)
+    assert first.reason == f"precision={wish.upper()} was asked for"
+    costs = {row.reason: row.flops for row in report.stays_full}
+    assert costs[first.reason] == 2 * 8 * 16 * 16
+
+    def default(x, w):
+        return jnp.dot(x, w, precision="default")
+
+    assert products(amp.autocast(default), X, W) == ["bfloat16"]
+    # The precision around the program is no wish of a product.
+    with jax.default_matmul_precision(wish):
+        assert products(amp.autocast(lambda x, w: x @ w), X, W) == ["bfloat16"]
+
+
+def test_the_default_precision_of_a_resized_image_is_no_wish():
+    def fn(x, w):
+        return jax.image.resize(x @ w, (16, 32), "bilinear") @ jnp.ones((32, 4))
+
+    assert products(amp.autocast(fn), X, W) == ["bfloat16"] * 4
+
+
+def test_rotations_in_highest_precision_have_the_digits_of_f32():
+    def rotate(x, w):
+        return jnp.dot(x @ w, STATE, precision="highest")
+
+    rows = dtypes_of(amp.autocast(rotate), X, W, primitive="dot_general")
+    assert rows[-1] == ("float32",) * 3
+
+
+# What is read in every turn, and where
+
+
+def test_gradients_of_a_half_value_that_many_turns_read_are_added_up_in_f32():
+    def loss(turns):
+        def fn(w):
+            mixing = w @ w  # a half value: the loop does not cast it turn by turn
+
+            def turn(h, _):
+                return jnp.tanh(h @ mixing) * 0.5 + X, None
+
+            return jnp.mean(lax.scan(turn, X, length=turns)[0] ** 2)
+
+        return fn
+
+    def carried_back(turns, policy):
+        jaxpr = jax.make_jaxpr(jax.grad(amp.autocast(loss(turns), policy)))(W)
+        loops = [e for e in equations(jaxpr) if e.primitive.name == "scan"]
+        outputs = [v.aval for v in loops[-1].outvars if v.aval.shape == (16, 16)]
+        return {aval.dtype.name for aval in outputs}
+
+    # In bf16 17 roundings are wrong by up to 17 * 2^-8, more than 1/16.
+    assert carried_back(8, BF16) == {"bfloat16"}
+    assert carried_back(100, BF16) == {"float32"}
+    assert carried_back(100, F16) == {"float16"}
+    assert carried_back(200, F16) == {"float32"}
+
+
+def test_the_counter_of_a_loop_is_no_size_of_what_it_picks():
+    def fn(x, w):
+        def turn(i, total):
+            return total + jnp.tanh(x[i] @ w)
+
+        return lax.fori_loop(0, x.shape[0], turn, jnp.zeros(16))
+
+    def while_it_counts(x, w):
+        def turn(carry):
+            i, total = carry
+            return i + 1, total + jnp.tanh(x[i] @ w)
+
+        return lax.while_loop(lambda c: c[0] < 8, turn, (0, jnp.zeros(16)))[1]
+
+    for each in (fn, while_it_counts):
+        assert products(amp.autocast(each, F16), X, W) == ["float16"]
+
+
+def test_a_primitive_in_a_policy_is_no_function_of_the_user():
+    def square(w):
+        return w @ w
+
+    def twice(w):
+        return w @ w
+
+    policy = amp.Policy(compute_dtype="bfloat16", full=("square", "twice"))
+    assert products(amp.autocast(square, policy), W) == ["bfloat16"]
+    assert products(amp.autocast(lambda w: square(w), policy), W) == ["bfloat16"]
+    assert products(amp.autocast(lambda w: twice(w), policy), W) == ["float32"]
