@@ -326,6 +326,13 @@ def test_a_state_behind_a_lookup_is_a_state():
     assert planned(fn, X, W, W, primitive="add") == ["float32"]
 
 
+def test_a_state_that_a_difference_hands_on_is_a_state():
+    def fn(y, x, w):
+        return (y + (jnp.tanh(x @ w) - y) @ w) @ w
+
+    assert planned(fn, X, X, W, primitive="add") == ["float32"]
+
+
 # Branches
 
 
