@@ -30,7 +30,7 @@ def keeps_digits(at: Standing) -> str | None:
     for i, j in ((0, 1), (1, 0)):
         value, other = at.views[i], at.views[j]
         if other.origin != Origin.FREE and _is_long(value, at.half):
-            return f"{at.half.name} has no digits for whole numbers as large"
+            return f"{at.half.name} does not hold every number that the grid counts"
         if not _is_argument(value, at.eqn.invars[i]) or other.origin == Origin.FREE:
             continue
         looked_up = Trait.LOOKED_UP in value.traits
