@@ -51,6 +51,7 @@ class TracedCall(NamedTuple):
         comes back; None for the other outputs.
       returned: given the outputs of the program, returns the results of the call, and
         writes to nnx objects.
+      seen: the same, and writes nothing: objects come back as they are.
     """
 
     jaxpr: ClosedJaxpr
@@ -58,6 +59,7 @@ class TracedCall(NamedTuple):
     stored: list[np.dtype | None]
     states: list[np.dtype | None]
     returned: Callable[[Sequence[PyTree]], PyTree]
+    seen: Callable[[Sequence[PyTree]], PyTree]
 
 
 @contextlib.contextmanager
@@ -67,6 +69,7 @@ def traced_call(
     args: tuple[PyTree, ...],
     kwargs: Mapping[str, PyTree],
     call: str,
+    notes_modules: bool = False,
 ) -> Iterator[TracedCall]:
     """Traces `fn(*args, **kwargs)`; nothing is executed.
 
@@ -80,6 +83,7 @@ def traced_call(
       policies: the policies of its modules, and of the rest.
       args, kwargs: pytrees.
       call: the caller's call as written, for errors.
+      notes_modules: whether name scopes say which module runs, see `scopes.module_of`.
     """
     paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_node)
     leaves = [leaf for _, leaf in paths]
@@ -87,7 +91,9 @@ def traced_call(
     nodes = [node for node in nodes if not isinstance(node, nnx.GraphDef)]
     outer = scopes.active()
     depth = 0 if outer is None else outer.depth + 1
-    active = scopes.Active(policies.default, policies, depth=depth)
+    active = scopes.Active(
+        policies.default, policies, depth=depth, notes_modules=notes_modules
+    )
     with nnx.update_context(tag := object()):
         objects = Objects(nodes, depth, call, tag)
         in_cache = [CACHE in dict_keys(path) for path, _ in paths]
@@ -100,12 +106,12 @@ def traced_call(
             try:
                 jaxpr = _traced(traced)
             except Exception as error:
-                is_array = map(_is_array, traced.values)
+                are_arrays = map(is_array, traced.values)
                 all_paths = [
                     *(path for path, _ in paths),
                     *(None for _ in objects.states),
                 ]
-                inputs = list(itertools.compress(all_paths, is_array))
+                inputs = list(itertools.compress(all_paths, are_arrays))
                 explain_traced_values(error, call, fn, inputs)
                 raise
             if is_widened:
@@ -114,8 +120,14 @@ def traced_call(
             program = jaxpr.pretty_print(name_stack=True, use_color=False)
             warn_of_unmatched(policies, matched=scopes.noted(program, depth))
         outputs = traced.outputs
-        returned = functools.partial(outputs.returned, traced.arrays)
-        yield TracedCall(jaxpr, traced.arrays, traced.stored, outputs.states, returned)
+        yield TracedCall(
+            jaxpr,
+            traced.arrays,
+            traced.stored,
+            outputs.states,
+            returned=functools.partial(outputs.returned, traced.arrays),
+            seen=functools.partial(outputs.seen, traced.arrays),
+        )
 
 
 def _traced(call: _Call) -> ClosedJaxpr:
@@ -165,8 +177,22 @@ class Outputs(NamedTuple):
 
         `inputs` and `results` are those of the program.
         """
+        filled = self._filled(inputs, results)
+        made = iter(self.merged(filled[self.width :]))
+        leaves = [next(made) if x is _OBJECT else x for x in filled[: self.width]]
+        return self.unflatten(leaves)
+
+    def seen(self, inputs: Sequence[PyTree], results: Sequence[PyTree]) -> PyTree:
+        """Returns the results of the call, and None in place of nnx objects."""
+        filled = self._filled(inputs, results)[: self.width]
+        return self.unflatten([None if x is _OBJECT else x for x in filled])
+
+    def _filled(
+        self, inputs: Sequence[PyTree], results: Sequence[PyTree]
+    ) -> list[PyTree]:
+        """Returns what is in the slots."""
         remaining = iter(results)
-        filled = [
+        return [
             next(remaining)
             if slot is _ARRAY
             else inputs[slot.position]
@@ -174,9 +200,6 @@ class Outputs(NamedTuple):
             else slot
             for slot in self.slots
         ]
-        made = iter(self.merged(filled[self.width :]))
-        leaves = [next(made) if x is _OBJECT else x for x in filled[: self.width]]
-        return self.unflatten(leaves)
 
 
 class _Call:
@@ -207,13 +230,13 @@ class _Call:
         self.fn, self.count, self.unflatten = fn, len(leaves), unflatten
         self.objects, self.variables = objects, variables
         self.values = [*leaves, *objects.states]
-        is_array = list(map(_is_array, self.values))
-        self.arrays: list[PyTree] = list(itertools.compress(self.values, is_array))
+        are_arrays = list(map(is_array, self.values))
+        self.arrays: list[PyTree] = list(itertools.compress(self.values, are_arrays))
         self.inputs = self.arrays
         each_is_cache = [*in_cache, *objects.caches]
-        self.is_cache = list(itertools.compress(each_is_cache, is_array))
+        self.is_cache = list(itertools.compress(each_is_cache, are_arrays))
         each_may_widen = [*(True for _ in leaves), *objects.parameters]
-        self.may_widen = list(itertools.compress(each_may_widen, is_array))
+        self.may_widen = list(itertools.compress(each_may_widen, are_arrays))
         self.stored: list[np.dtype | None] = [None] * len(self.arrays)
 
     def widen(self, which: Sequence[bool]) -> bool:
@@ -260,7 +283,7 @@ class _Call:
     def run(self, *arrays: jax.Array) -> list[jax.Array]:
         """The program: the call, from arrays to arrays."""
         remaining = iter(arrays)
-        filled = [next(remaining) if _is_array(x) else x for x in self.values]
+        filled = [next(remaining) if is_array(x) else x for x in self.values]
         leaves, states = filled[: self.count], filled[self.count :]
         copies = self.objects.copied(states)
 
@@ -313,12 +336,12 @@ class _Call:
         is_object = [is_node(x) and not isinstance(x, nnx.GraphDef) for x, _ in leaves]
         written = split([x for _, x in itertools.compress(paths, is_object)])
         slots = [
-            _OBJECT if object_ else _ARRAY if _is_array(x) else x
+            _OBJECT if object_ else _ARRAY if is_array(x) else x
             for (x, _), object_ in zip(leaves, is_object, strict=True)
         ]
         inputs = {id(x): _Input(i) for i, x in enumerate(arrays)}
         slots += [
-            inputs.get(id(x), _ARRAY) if _is_array(x) else x for x in written.leaves
+            inputs.get(id(x), _ARRAY) if is_array(x) else x for x in written.leaves
         ]
         caches = set(map(id, written.caches))
         leaves += [(x, CACHE if id(x) in caches else "state") for x in written.leaves]
@@ -360,7 +383,8 @@ def _collection(
     return None
 
 
-def _is_array(leaf: object) -> TypeGuard[jax.Array]:
+def is_array(leaf: object) -> TypeGuard[jax.Array]:
+    """Whether a leaf of an argument is an input of the program."""
     if isinstance(leaf, np.ndarray):
         # Arrays of text, objects and dates are no arrays to JAX. numpy's numbers are
         # Python's to a function: flags, sizes and indices.

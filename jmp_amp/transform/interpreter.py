@@ -171,13 +171,16 @@ class PlannedCall(NamedTuple):
       plan: its plan.
       jaxpr: the closed jaxpr of the function as it is, from arrays to arrays.
       arrays: the inputs of the plan.
-      returned: returns what the call does, given the outputs of the plan.
+      returned: returns what the call does, given the outputs of the plan, and writes to
+        nnx objects.
+      seen: the same, and writes nothing: objects come back as None.
     """
 
     plan: Plan
     jaxpr: ClosedJaxpr
     arrays: list[Value]
     returned: Callable[[Sequence[Value]], PyTree]
+    seen: Callable[[Sequence[Value]], PyTree]
 
 
 @contextmanager
@@ -187,13 +190,16 @@ def planned_call(
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
     call: str,
+    notes_modules: bool = False,
 ) -> Iterator[PlannedCall]:
     """Traces and plans `fn(*args, **kwargs)`, see `calls.traced_call`."""
-    with traced_call(fn, policies, args, kwargs, call) as traced:
+    with traced_call(fn, policies, args, kwargs, call, notes_modules) as traced:
         plan = plan_program(
             traced.jaxpr, policies.default, traced.stored, traced.states
         )
-        yield PlannedCall(plan, traced.jaxpr, traced.arrays, traced.returned)
+        yield PlannedCall(
+            plan, traced.jaxpr, traced.arrays, traced.returned, traced.seen
+        )
 
 
 def run(plan: Plan, args: Sequence[Value]) -> list[jax.Array]:

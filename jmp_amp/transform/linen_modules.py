@@ -116,7 +116,7 @@ def _enter_jitted(call: contextlib.ExitStack, name: str) -> None:
     path is a part of the key from here to the next such module of the same call.
     """
     found = scopes.active()
-    if found is not None and found.policies.sees_paths:
+    if found is not None and found.tells_paths:
         where = (*(scopes.running() or ()), name)
         call.close()
         call.enter_context(scopes.activate(found._replace(where=where)))

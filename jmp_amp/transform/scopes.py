@@ -39,6 +39,7 @@ class Active(NamedTuple):
       base: the path of the bridge to the other library that is running.
       where: the path of the module that is running, if the map can tell paths apart.
       depth: the number of autocasts around this one.
+      notes_modules: whether name scopes say which module runs, see `module_of`.
     """
 
     policy: Policy
@@ -47,6 +48,12 @@ class Active(NamedTuple):
     base: tuple[str, ...] = ()
     where: tuple[str, ...] = ()
     depth: int = 0
+    notes_modules: bool = False
+
+    @property
+    def tells_paths(self) -> bool:
+        """Whether modules of one class and of two paths are to be traced apart."""
+        return self.policies.sees_paths or self.notes_modules
 
 
 # Part of the key of every cache of JAX: a helper that was jitted and traced outside
@@ -132,8 +139,8 @@ def module_scope(
         if own is None and matched:
             pattern, policy = found.policies.entries[matched[-1]]
             names_norm = is_norm(pattern)
-        if found.policies.sees_paths and _may_be_jitted(info.cls):
-            found = found._replace(where=info.path)
+    if found.tells_paths and _may_be_jitted(info.cls):
+        found = found._replace(where=info.path)
     if issubclass(info.cls, _BRIDGES):
         found = found._replace(base=info.path)
     opened: list[Policy] = []
@@ -153,6 +160,9 @@ def module_scope(
             stack.enter_context(scope(each))
         if matched:
             stack.enter_context(jax.named_scope(_noted(matched, found.depth)))
+        if found.notes_modules:
+            path = "/".join(info.path).encode().hex()
+            stack.enter_context(jax.named_scope(f"amp_module_{path}()"))
         stack.enter_context(_active(found))
         stack.callback(_running.reset, _running.set(info.path))
         yield
@@ -190,6 +200,16 @@ def noted(program: str, depth: int) -> set[int]:
     """
     found = re.findall(rf"amp_entries_{depth}((?:_\d+)+)\(\)", program)
     return {int(number) for each in found for number in each[1:].split("_")}
+
+
+def module_of(scope: str) -> str | None:
+    """Returns the path of the module that an equation runs in, by its name scopes.
+
+    The path is the one that the patterns of a `PolicyMap` see; "" is the outermost
+    module. None if no module is noted, see `Active.notes_modules`.
+    """
+    found = re.findall(r"amp_module_([0-9a-f]*)\(\)", scope)
+    return bytes.fromhex(found[-1]).decode() if found else None
 
 
 def _may_be_jitted(cls: type) -> bool:

@@ -1,0 +1,255 @@
+"""A call of a function to be measured: traced, planned, and what to differentiate."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jmp_amp.plan import jaxprs
+from jmp_amp.plan.jaxprs import Value, aval_of
+from jmp_amp.plan.plan import Plan
+from jmp_amp.plan.values import traced_dtype
+from jmp_amp.policies.dtypes import AnyFn, PyTree
+from jmp_amp.policies.policy_map import PolicyMap
+from jmp_amp.transform.calls import is_array
+from jmp_amp.transform.interpreter import PlannedCall, planned_call
+from jmp_amp.transform.nnx_modules import is_node
+
+# Runs the program of a call: its inputs in, its outputs out.
+RunProgram = Callable[[Sequence[Value]], Sequence[Value]]
+
+
+@dataclasses.dataclass(frozen=True)
+class LossCall:
+    """A call of a function, planned, and its gradient if it has one.
+
+    Attributes:
+      call: the planned call.
+      loss: which output of the program is the loss; None if the function returns
+        something else, which has no gradient.
+      moving: which inputs of the program are differentiated.
+      keys: the key path of each of these in the gradient of `amp.value_and_grad`.
+      has_aux: whether the function returns `(loss, aux)`.
+    """
+
+    call: PlannedCall
+    loss: int | None
+    moving: tuple[int, ...]
+    keys: tuple[str, ...]
+    has_aux: bool
+
+    @property
+    def plan(self) -> Plan:
+        return self.call.plan
+
+    @property
+    def arrays(self) -> list[Value]:
+        return self.call.arrays
+
+    def value(self, outputs: Sequence[Value]) -> PyTree:
+        """Returns what the function returns, without aux; writes nothing to objects."""
+        returned = self.call.seen(list(outputs))
+        return returned[0] if self.has_aux else returned
+
+    def as_it_is(self, arrays: Sequence[Value]) -> list[Value]:
+        """Runs the function without a policy: the reference."""
+        return jaxprs.run_as_traced(
+            jaxprs.body_of(self.call.jaxpr), self.as_traced(arrays)
+        )
+
+    def as_traced(self, arrays: Sequence[Value]) -> list[Value]:
+        """Returns inputs in the dtypes that the program was traced with."""
+        # Parameters may be stored in half precision, and caches.
+        return [
+            jax.lax.convert_element_type(x, aval_of(v).dtype)
+            if traced_dtype(v) is not None
+            else x
+            for x, v in zip(arrays, self.call.jaxpr.jaxpr.invars, strict=True)
+        ]
+
+    def with_gradients(
+        self, run: RunProgram, scaled: Callable[[Value], Value] = lambda loss: loss
+    ) -> Callable[..., tuple[list[Value], tuple[Value, ...]]]:
+        """Returns a function of the inputs: the outputs and the gradients.
+
+        The gradients are those of `scaled(loss)`, one for each of `moving`; none if
+        there is no loss.
+        """
+
+        def both(*arrays: Value) -> tuple[list[Value], tuple[Value, ...]]:
+            if self.loss is None:
+                return list(run(arrays)), ()
+            position = self.loss
+
+            def loss(*moving: Value) -> tuple[Value, list[Value]]:
+                filled = list(arrays)
+                for i, x in zip(self.moving, moving, strict=True):
+                    filled[i] = x
+                outputs = list(run(filled))
+                return scaled(outputs[position]), outputs
+
+            transform = jax.value_and_grad(
+                loss, argnums=tuple(range(len(self.moving))), has_aux=True
+            )
+            (_, outputs), gradients = transform(*(arrays[i] for i in self.moving))
+            return outputs, gradients
+
+        return both
+
+
+@contextlib.contextmanager
+def loss_call(
+    fn: AnyFn,
+    policies: PolicyMap,
+    args: tuple[PyTree, ...],
+    kwargs: Mapping[str, PyTree],
+    argnums: Any,
+    has_aux: bool,
+    call: str,
+    notes_modules: bool = True,
+) -> Iterator[LossCall]:
+    """Traces and plans `fn(*args, **kwargs)`; nothing is executed.
+
+    Args:
+      fn, policies: as `autocast` takes them.
+      args, kwargs: the arguments.
+      argnums, has_aux: as in `amp.value_and_grad`.
+      call: the caller's call as written, for errors.
+      notes_modules: whether name scopes say which module runs, see `scopes.module_of`.
+
+    Raises:
+      TypeError: if an argument is a `jax.ShapeDtypeStruct`; if `has_aux` and no pair is
+        returned; if the function returns a loss and no argument is differentiable.
+      ValueError: if `argnums` name no argument.
+    """
+    several = isinstance(argnums, Sequence)
+    wanted = [_position(each, len(args), call) for each in _listed(argnums)]
+    args = tuple(
+        jax.tree.map(_as_array, arg, is_leaf=is_node) if i in dict(wanted) else arg
+        for i, arg in enumerate(args)
+    )
+    leaves = jax.tree.leaves((args, dict(kwargs)), is_leaf=is_node)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        raise TypeError(
+            f"{call}: an argument is a jax.ShapeDtypeStruct, which has no values to "
+            "measure. Give arrays; explain(fn, policy) takes shapes."
+        )
+    with planned_call(
+        fn, policies, args, dict(kwargs), call, notes_modules
+    ) as planned:
+        loss = _loss_of(planned, has_aux, call)
+        places = _places(args, planned.arrays)
+        found = [
+            (position, jax.tree_util.keystr((*((first,) if several else ()), *path)))
+            for first, (i, where) in zip(
+                map(jax.tree_util.SequenceKey, range(len(wanted))), wanted, strict=True
+            )
+            for position, path in places(i, where)
+            if jnp.issubdtype(planned.arrays[position].dtype, jnp.floating)
+        ]
+        if loss is not None and not found:
+            raise TypeError(
+                f"{call}: no argument that argnums={argnums!r} names holds a "
+                "floating-point array, so there is nothing to differentiate. Name "
+                "the parameters with argnums=."
+            )
+        moving = tuple(i for i, _ in found)
+        keys = tuple(key for _, key in found)
+        yield LossCall(planned, loss, moving, keys, has_aux)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Output:
+    """Stands for an output of a program."""
+
+    position: int
+
+
+def _loss_of(planned: PlannedCall, has_aux: bool, call: str) -> int | None:
+    """Returns which output is one real number, the loss, if the function returns it."""
+    avals = planned.jaxpr.out_avals
+    returned = planned.seen([_Output(i) for i in range(len(avals))])
+    if has_aux:
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            raise TypeError(
+                f"{call} with has_aux=True: the function has to return a pair "
+                f"(loss, aux), but it returned {type(returned).__name__}."
+            )
+        returned = returned[0]
+    if not isinstance(returned, _Output):
+        return None
+    aval = avals[returned.position]
+    is_loss = not aval.shape and jnp.issubdtype(aval.dtype, jnp.floating)
+    return returned.position if is_loss else None
+
+
+def _listed(argnums: Any) -> Sequence[Any]:
+    return argnums if isinstance(argnums, Sequence) else (argnums,)
+
+
+def _position(argnum: Any, count: int, call: str) -> tuple[int, nnx.filterlib.Filter]:
+    """Returns which argument is meant, and which variables of nnx modules in it."""
+    is_state = isinstance(argnum, nnx.DiffState)
+    number = argnum.argnum if is_state else argnum
+    if isinstance(number, bool) or not isinstance(number, int | np.integer):
+        raise TypeError(
+            f"{call}: argnums={argnum!r} is not the position of an argument. Use an "
+            "int, or several in a tuple."
+        )
+    position = int(number) + count if number < 0 else int(number)
+    if not 0 <= position < count:
+        raise ValueError(
+            f"{call}: argnums={argnum!r}, but the function was called with {count} "
+            "positional arguments. Give the parameters by position."
+        )
+    return position, argnum.filter if is_state else nnx.Param
+
+
+def _as_array(leaf: PyTree) -> PyTree:
+    """Returns a number of Python or numpy as an array, as `jax.grad` does."""
+    is_number = isinstance(leaf, numbers.Real) and not isinstance(
+        leaf, numbers.Integral | np.bool_
+    )
+    return jnp.asarray(leaf) if is_number else leaf
+
+
+def _places(
+    args: tuple[PyTree, ...], arrays: Sequence[Value]
+) -> Callable[
+    [int, nnx.filterlib.Filter], Iterator[tuple[int, jax.tree_util.KeyPath]]
+]:
+    """Returns a function that tells which inputs of a program an argument is.
+
+    It yields their positions among `arrays`, and their key paths in the gradient. The
+    inputs are the arrays of the arguments in their order, then those of nnx objects.
+    """
+    starts, count = [], 0
+    for arg in args:
+        starts.append(count)
+        count += sum(is_array(x) for x in jax.tree.leaves(arg, is_leaf=is_node))
+    of_objects = {id(x): i for i, x in enumerate(arrays) if i >= count}
+
+    def places(
+        number: int, which: nnx.filterlib.Filter
+    ) -> Iterator[tuple[int, jax.tree_util.KeyPath]]:
+        position = starts[number]
+        leaves = jax.tree_util.tree_leaves_with_path(args[number], is_leaf=is_node)
+        for path, leaf in leaves:
+            if is_node(leaf) and not isinstance(leaf, nnx.GraphDef):
+                state = nnx.state(leaf, which)
+                for inner, x in jax.tree_util.tree_leaves_with_path(state):
+                    if id(x) in of_objects:
+                        yield of_objects[id(x)], (*path, *inner)
+            elif is_array(leaf):
+                yield position, path
+                position += 1
+
+    return places
