@@ -35,7 +35,7 @@ WINGS = {
         ("planner",),
     ),
     "transform": (
-        ("scopes", "closures", "refusals", "successors"),
+        ("scopes", "closures", "refusals", "successors", "marking"),
         ("nnx_modules",),
         ("linen_modules",),
         ("markers", "calls"),

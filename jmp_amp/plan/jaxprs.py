@@ -30,6 +30,7 @@ from jmp_amp.policies.dtypes import F32, AnyFn, is_half
 Eqn = core.JaxprEqn
 Var = core.Var
 Literal = core.Literal
+DropVar = core.DropVar
 Atom = Var | Literal
 Jaxpr = core.Jaxpr
 ClosedJaxpr = core.ClosedJaxpr
@@ -183,6 +184,16 @@ def in_library(filename: str) -> bool:
 
 def is_custom_jvp(eqn: Eqn) -> bool:
     return eqn.primitive is primitives.custom_jvp_call_p
+
+
+def is_custom_vjp(eqn: Eqn) -> bool:
+    return eqn.primitive is primitives.custom_vjp_call_p
+
+
+def is_floating(atom: Atom) -> bool:
+    """Whether an operand or a result is an array of real or complex numbers."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
 
 
 def is_checkpoint(eqn: Eqn) -> bool:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jmp_amp.plan.jaxprs import Body, Var
+from jmp_amp.plan.jaxprs import Body, ClosedJaxpr, Jaxpr, Var, body_of, inner_bodies
 from jmp_amp.plan.modes import Dtypes, Mode
+from jmp_amp.plan.operations import OpClass
 from jmp_amp.plan.regions import Region
 from jmp_amp.plan.rewrites import Rewrite
 from jmp_amp.plan.rules import Rule
@@ -111,3 +112,42 @@ class RuleContext(NamedTuple):
     known: tuple[Known, ...]
     region: Region
     inherited: Rule | None
+
+
+def plan_as_traced(program: Jaxpr | ClosedJaxpr) -> Plan:
+    """Returns the plan that runs a program as it was traced; no cast is inserted.
+
+    Its equations have the same identities as those of every other plan.
+    """
+    return _as_traced(body_of(program), {})
+
+
+_AS_TRACED = Rule(OpClass.KEEP, "as traced", "as traced")
+
+
+def _as_traced(body: Body, known: dict[int, Plan]) -> Plan:
+    # A function that is called twice has one jaxpr, and one plan.
+    if id(body.jaxpr) in known:
+        return known[id(body.jaxpr)]
+    equations = []
+    for index, eqn in enumerate(body.jaxpr.eqns):
+        bodies = tuple(_as_traced(each.body, known) for each in inner_bodies(eqn))
+        mode = Mode.CALL if bodies else Mode.AS_TRACED
+        reads, writes = (None,) * len(eqn.invars), (None,) * len(eqn.outvars)
+        equations.append(
+            EquationPlan(
+                index,
+                _AS_TRACED,
+                mode,
+                None,
+                _AS_TRACED.reason,
+                reads,
+                yields=writes,
+                writes=writes,
+                bodies=bodies,
+            )
+        )
+    count = len(body.jaxpr.eqns)
+    outputs = (None,) * len(body.jaxpr.outvars)
+    plan = Plan(body, tuple(equations), outputs, frozenset(), tuple(range(count)))
+    return known.setdefault(id(body.jaxpr), plan)

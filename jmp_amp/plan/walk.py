@@ -10,6 +10,7 @@ that the interpreter can give their casts the source line of the equation.
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -46,6 +47,12 @@ class Walk(abc.ABC, Generic[V]):
     ) -> list[V]:
         """Returns the results of an equation; `read` returns its operands."""
 
+    def border(
+        self, eqn: Eqn, planned: EquationPlan
+    ) -> contextlib.AbstractContextManager[object]:
+        """Returns a context for the casts that an island makes for an equation."""
+        return contextlib.nullcontext()
+
     @abc.abstractmethod
     def island(self, compute: Callable[..., list[V]], inputs: list[V]) -> list[V]:
         """Returns the results of `compute(*inputs)`, which goes through an island."""
@@ -79,9 +86,9 @@ class Walk(abc.ABC, Generic[V]):
             inside = _Values(self, values.plan)
             inside.write([var for var, _ in island.inputs], inputs)
             self._steps(inside, island.equations)
-            return inside.read_borders(island.outputs)
+            return inside.read_leaving(island)
 
-        inputs = values.read_borders(island.inputs)
+        inputs = values.read_entering(island)
         results = self.island(compute, inputs)
         values.write([var for var, _ in island.outputs], results)
 
@@ -125,5 +132,24 @@ class _Values(Generic[V]):
             for atom, dtype in zip(atoms, dtypes, strict=True)
         ]
 
-    def read_borders(self, borders: Sequence[Border]) -> list[V]:
-        return [self.read(var, dtype, False) for var, dtype in borders]
+    def read_entering(self, island: Island) -> list[V]:
+        """Returns the values that an island begins with, each cast for its reader."""
+        return [self.read_border(border, island.equations) for border in island.inputs]
+
+    def read_leaving(self, island: Island) -> list[V]:
+        """Returns the values that an island ends with, each cast for its reader."""
+        inside = set(island.equations)
+        others = [i for i in range(len(self.plan.equations)) if i not in inside]
+        return [self.read_border(border, others) for border in island.outputs]
+
+    def read_border(self, border: Border, readers: Sequence[int]) -> V:
+        var, dtype = border
+        held = self.walk.dtype_of(self.values[var])
+        if dtype is None or held is None or held == dtype:
+            return self.values[var]
+        eqns, equations = self.plan.body.jaxpr.eqns, self.plan.equations
+        reader = next((i for i in readers if var in eqns[i].invars), None)
+        if reader is None:
+            return self.read(var, dtype, False)
+        with self.walk.border(eqns[reader], equations[reader]):
+            return self.read(var, dtype, False)

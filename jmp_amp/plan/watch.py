@@ -1,7 +1,7 @@
-"""An evaluator that an observer can watch: every equation of a traced program.
+"""An evaluator that an observer can watch: every value of a traced program.
 
-`watched` runs a jaxpr as it is and hands the operands and the results of each equation
-to an observer, in loops, branches and sharded maps too. An observer is a monoid over
+`watched` runs a jaxpr as it is and hands the values of each body to an observer, once
+for every run, in loops, branches and sharded maps too. An observer is a monoid over
 statistics of fixed size: loops carry them, branches return them, shards are merged. So
 the memory of a watched program does not grow with its activations.
 """
@@ -9,32 +9,37 @@ the memory of a watched program does not grow with its activations.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import jax
 import numpy as np
 
 from jmp_amp.plan import jaxprs
-from jmp_amp.plan.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Literal, Value
-from jmp_amp.plan.plan import Identity
+from jmp_amp.plan.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Literal, Value, Var
 
 S = TypeVar("S")  # A statistic: a pytree of arrays.
+# The way to a body: of each body around it, the equation that calls, and which body.
+Path = tuple[int, ...]
+# The variables of a body and of those that run once in it, by the way to each of them:
+# of jitted functions, of custom derivative rules, of islands.
+Run = dict[Path, Mapping[Var, Value]]
 
 
 class Observer(Protocol[S]):
-    """Makes one statistic of each run of an equation, and merges those of several.
+    """Makes one statistic of each run of a body, and merges those of several.
 
-    All statistics of an equation have the same structure, shapes and dtypes. Under
-    `vmap`, an example whose `while` has ended runs on beside the others, and is seen.
+    All statistics of a body have the same structure, shapes and dtypes. A body is
+    named by the way to it, as in `Identity`. Under `vmap`, an example whose `while` has
+    ended runs on beside the others, and is seen.
     """
 
-    def nothing(self, eqn: Eqn) -> S:
-        """Returns the statistic of an equation that never ran."""
+    def nothing(self, path: Path) -> S:
+        """Returns the statistic of a body that never ran."""
         ...
 
-    def seen(self, eqn: Eqn, operands: Sequence[Value], results: Sequence[Value]) -> S:
-        """Returns the statistic of one run of an equation."""
+    def seen(self, path: Path, run: Run) -> S:
+        """Returns the statistic of one run of a body."""
         ...
 
     def merged(self, before: S, after: S) -> S:
@@ -48,14 +53,14 @@ class Observer(Protocol[S]):
 
 def watched(
     closed_jaxpr: ClosedJaxpr, observer: Observer[S]
-) -> Callable[..., tuple[Sequence[jax.Array], dict[Identity, S]]]:
+) -> Callable[..., tuple[Sequence[jax.Array], dict[Path, S]]]:
     """Returns a function that runs a program while `observer` watches.
 
     The function takes the inputs of the program and returns its outputs, and one
-    statistic for each equation that calls nothing and that somebody reads. A call of
-    a body that JAX does not expose, such as a `custom_vjp` or a Pallas kernel, is one
-    equation. The function is not meant to be differentiated: watch the program of the
-    gradient instead.
+    statistic for each body of a loop, a branch, a checkpoint or a sharded map, `(4, 0)`
+    for body 0 of equation 4, and `()` for the program itself. A call of a body that JAX does not expose, such as a `custom_vjp` or a
+    Pallas kernel, is an equation like others. The function is not meant to be
+    differentiated: watch the program of the gradient instead.
 
     Args:
       closed_jaxpr: the program.
@@ -64,15 +69,32 @@ def watched(
     body = jaxprs.body_of(closed_jaxpr)
     watch = _Watch(observer)
 
-    def run(*args: Value) -> tuple[Sequence[jax.Array], dict[Identity, S]]:
+    def run(*args: Value) -> tuple[Sequence[jax.Array], dict[Path, S]]:
         return watch.body(body, args, watch.nothing(body, ()), ())
 
     return run
 
 
-_Path = tuple[int, ...]
-Statistics = dict[Identity, S]
-# The outputs of a body, and the statistics of all equations inside it.
+def runs_inside(eqn: Eqn) -> bool:
+    """Whether the body of `eqn` is seen with the body around it, as a part of it."""
+    if not jaxprs.inner_bodies(eqn) or jaxprs.is_loop(eqn) or jaxprs.is_branch(eqn):
+        return False
+    is_kept = jaxprs.is_checkpoint(eqn) and eqn.params["prevent_cse"]
+    return not is_kept and not jaxprs.is_shard_map(eqn)
+
+
+def bodies_inside(body: Body, path: Path) -> dict[Path, Body]:
+    """Returns a body and those that are seen with it, by the way to each of them."""
+    found = {path: body}
+    for index, eqn in enumerate(body.jaxpr.eqns):
+        if jaxprs.runs(eqn) and runs_inside(eqn):
+            for number, each in enumerate(jaxprs.inner_bodies(eqn)):
+                found |= bodies_inside(each.body, (*path, index, number))
+    return found
+
+
+Statistics = dict[Path, S]
+# The outputs of a body, and the statistics of all bodies inside it.
 _Watched = tuple[Sequence[Value], Statistics[S]]
 # (number of the body, its inputs, statistics) -> outputs and statistics
 _RunBody = Callable[[int, Sequence[Value], Statistics[S]], _Watched[S]]
@@ -84,18 +106,14 @@ class _Watch(Generic[S]):
     def __init__(self, observer: Observer[S]):
         self.observer = observer
 
-    def nothing(self, body: Body, path: _Path) -> Statistics[S]:
+    def nothing(self, body: Body, path: Path) -> Statistics[S]:
         """Returns the statistics of a body that never ran."""
-        found: Statistics[S] = {}
-        for index, eqn in enumerate(body.jaxpr.eqns):
-            if not jaxprs.runs(eqn):
-                continue
-            here = Identity((*path, index))
-            inner = jaxprs.inner_bodies(eqn)
-            if not inner:
-                found[here] = self.observer.nothing(eqn)
-            for number, each in enumerate(inner):
-                found |= self.nothing(each.body, (*here, number))
+        found: Statistics[S] = {path: self.observer.nothing(path)}
+        for where, each in bodies_inside(body, path).items():
+            for index, eqn in enumerate(each.jaxpr.eqns):
+                if jaxprs.runs(eqn) and not runs_inside(eqn):
+                    for number, inner in enumerate(jaxprs.inner_bodies(eqn)):
+                        found |= self.nothing(inner.body, (*where, index, number))
         return found
 
     def body(
@@ -103,22 +121,45 @@ class _Watch(Generic[S]):
         body: Body,
         args: Sequence[Value],
         statistics: Statistics[S],
-        path: _Path,
+        path: Path,
     ) -> _Watched[S]:
-        """Runs a body; `path` leads to it, as in `Identity`."""
+        """Runs a body; `path` leads to it."""
+        whole: Run = {}
+        outputs, statistics = self.run(body, args, statistics, path, whole)
+        seen = self.observer.seen(path, whole)
+        return outputs, {
+            **statistics,
+            path: self.observer.merged(statistics[path], seen),
+        }
+
+    def run(
+        self,
+        body: Body,
+        args: Sequence[Value],
+        statistics: Statistics[S],
+        path: Path,
+        whole: Run,
+    ) -> _Watched[S]:
+        """Runs a body, and adds its variables to those of the body around it."""
         jaxpr, statistics = body.jaxpr, dict(statistics)
         inputs = (*jaxpr.constvars, *jaxpr.invars)
         values = dict(zip(inputs, (*body.consts, *args), strict=True))
+        whole[path] = values
 
         def read(atom: Atom) -> Value:
             return atom.val if isinstance(atom, Literal) else values[atom]
 
         for index, eqn in enumerate(jaxpr.eqns):
             if jaxprs.runs(eqn):
-                here = Identity((*path, index))
-                operands = list(map(read, eqn.invars))
+                here, operands = (*path, index), list(map(read, eqn.invars))
                 with jaxprs.source_of(eqn):
-                    results, found = self.equation(eqn, operands, statistics, here)
+                    if runs_inside(eqn):
+                        (inner,) = jaxprs.inner_bodies(eqn)
+                        results, found = self.run(
+                            inner.body, operands, statistics, (*here, 0), whole
+                        )
+                    else:
+                        results, found = self.equation(eqn, operands, statistics, here)
                 statistics.update(found)
                 values.update(zip(eqn.outvars, results, strict=True))
         return list(map(read, jaxpr.outvars)), statistics
@@ -128,14 +169,12 @@ class _Watch(Generic[S]):
         eqn: Eqn,
         operands: Sequence[Value],
         statistics: Statistics[S],
-        here: Identity,
+        here: Path,
     ) -> _Watched[S]:
         """Runs an equation; returns its results and the statistics that it changed."""
         inner = jaxprs.inner_bodies(eqn)
         if not inner:
-            results = jaxprs.bind(eqn, operands)
-            seen = self.observer.seen(eqn, operands, results)
-            return results, {here: self.observer.merged(statistics[here], seen)}
+            return jaxprs.bind(eqn, operands), {}
         inside = {k: s for k, s in statistics.items() if k[: len(here)] == here}
 
         def run(
@@ -152,9 +191,8 @@ class _Watch(Generic[S]):
             return _scan(eqn, operands, inside, run)
         if jaxprs.is_checkpoint(eqn):
             return _checkpoint(eqn, operands, inside, run)
-        if jaxprs.is_shard_map(eqn):
-            return self.shard_map(eqn, operands, inside, run, here)
-        return run(0, operands, inside)
+        assert jaxprs.is_shard_map(eqn)
+        return self.shard_map(eqn, operands, inside, run, here)
 
     def shard_map(
         self,
@@ -162,7 +200,7 @@ class _Watch(Generic[S]):
         operands: Sequence[Value],
         statistics: Statistics[S],
         run: _RunBody[S],
-        here: Identity,
+        here: Path,
     ) -> _Watched[S]:
         """Runs a sharded map: each shard begins anew, and all are merged."""
         axes = jaxprs.mapped_axes(eqn)

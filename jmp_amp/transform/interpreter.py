@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import ClosedJaxpr, Eqn, Literal, Value, Var, aval_of
-from jmp_amp.plan.plan import EquationPlan, Plan
+from jmp_amp.plan.plan import EquationPlan, Plan, plan_as_traced
 from jmp_amp.plan.planner import plan_derivative_rule, plan_program
 from jmp_amp.plan.regions import scope
 from jmp_amp.plan.values import is_inexact
@@ -26,6 +26,7 @@ from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.transform import linen_modules, scopes
 from jmp_amp.transform.calls import traced_call
+from jmp_amp.transform.marking import Marks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -202,14 +203,18 @@ def planned_call(
         )
 
 
-def run(plan: Plan, args: Sequence[Value]) -> list[jax.Array]:
+# The marks of a plain replay.
+_NO_MARKS = Marks()
+
+
+def run(plan: Plan, args: Sequence[Value], marks: Marks = _NO_MARKS) -> list[jax.Array]:
     """Runs the planned body on `args`, one for each of its inputs."""
     try:
-        return _Replay().body(plan, args)
+        return Replay(marks=marks).body(plan, args)
     except KeyError as error:
         if not _is_checkpoint(error):
             raise
-        return _Replay(recomputes=False).body(plan, args)
+        return Replay(recomputes=False, marks=marks).body(plan, args)
 
 
 def _is_checkpoint(error: KeyError) -> bool:
@@ -222,17 +227,24 @@ def _is_checkpoint(error: KeyError) -> bool:
     return isinstance(name, str) and name.startswith(("remat", "checkpoint"))
 
 
-class _Replay(Walk[Value]):
+class Replay(Walk[Value]):
     """One replay of a plan on arrays.
 
     Attributes:
+      marks: what it leaves on the equations that it binds.
       staged: the bodies that were staged, each of them once. They are closed jaxprs and
         hold no tracers, so the traces inside `jax.checkpoint` share them too.
       differentiable: False inside the primal of a `custom_jvp`, which has a rule.
       recomputes: whether a backward pass is to compute islands again.
     """
 
-    def __init__(self, differentiable: bool = True, recomputes: bool = True):
+    def __init__(
+        self,
+        differentiable: bool = True,
+        recomputes: bool = True,
+        marks: Marks = _NO_MARKS,
+    ):
+        self.marks = marks
         self.staged: dict[Plan, ClosedJaxpr] = {}
         self.differentiable = differentiable
         self.recomputes = recomputes
@@ -255,11 +267,20 @@ class _Replay(Walk[Value]):
         return value.dtype
 
     def cast(self, value: Value, dtype: np.dtype, saturate: bool) -> Value:
-        if saturate:
-            largest = jnp.finfo(dtype).max.astype(value.dtype)
-            clipped = jax.lax.clamp(-largest, value, largest)
-            value = jax.lax.select(jnp.isinf(value), value, clipped)
-        return jax.lax.convert_element_type(value, dtype)
+        with self.marks.cast():
+            if saturate:
+                largest = jnp.finfo(dtype).max.astype(value.dtype)
+                clipped = jax.lax.clamp(-largest, value, largest)
+                value = jax.lax.select(jnp.isinf(value), value, clipped)
+            return jax.lax.convert_element_type(value, dtype)
+
+    def border(self, eqn: Eqn, planned: EquationPlan) -> AbstractContextManager[object]:
+        if not self.marks.locates_borders:
+            return nullcontext()
+        stack = ExitStack()
+        stack.enter_context(jaxprs.source_of(eqn))
+        stack.enter_context(self.marks.border(planned))
+        return stack
 
     def island(
         self, compute: Callable[..., list[Value]], inputs: list[Value]
@@ -271,7 +292,7 @@ class _Replay(Walk[Value]):
     def equation(
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[Value]]
     ) -> list[Value]:
-        with jaxprs.source_of(eqn):
+        with jaxprs.source_of(eqn), self.marks.equation(planned):
             operands = read()
             if planned.bodies:
                 return self._call(eqn, planned, operands)
@@ -279,12 +300,12 @@ class _Replay(Walk[Value]):
                 (source,), (target,) = planned.reads, planned.writes
                 if source is not None and target is not None:
                     return [jax.lax.convert_element_type(operands[0], target)]
-            return [
-                x if dtype is None else jax.lax.convert_element_type(x, dtype)
-                for x, dtype in zip(
-                    self._bound(eqn, planned, operands), planned.writes, strict=True
-                )
-            ]
+            bound = self.marks.results(eqn, self._bound(eqn, planned, operands))
+            with self.marks.cast():
+                return [
+                    x if dtype is None else jax.lax.convert_element_type(x, dtype)
+                    for x, dtype in zip(bound, planned.writes, strict=True)
+                ]
 
     def _bound(
         self, eqn: Eqn, planned: EquationPlan, operands: Sequence[Value]
@@ -336,7 +357,8 @@ class _Replay(Walk[Value]):
         inexact = [jnp.issubdtype(aval_of(v).dtype, jnp.inexact) for v in eqn.outvars]
 
         def primal(*xs: Value) -> list[Value]:
-            return _Replay(differentiable=False).body(body, xs)
+            replay = Replay(differentiable=False, marks=self.marks)
+            return replay.body(body, xs)
 
         primal.__name__ = jaxprs.function_name(eqn) or primal.__name__
         rewritten = jax.custom_jvp(primal)
@@ -351,10 +373,12 @@ class _Replay(Walk[Value]):
                 if is_inexact(v) and not isinstance(t, SymbolicZero)
             ]
             rule = _planned_rule(eqn, planned, differentiated)
-            both = run(rule, [*xs, *(tangents[i] for i in differentiated)])
-            results, moving = both[: len(inexact)], iter(both[len(inexact) :])
+            self.marks.derivative(rule, eqn, planned)
+            moving = [tangents[i] for i in differentiated]
+            both = run(rule, [*xs, *moving], self.marks)
+            results, remaining = both[: len(inexact)], iter(both[len(inexact) :])
             result_tangents = [
-                next(moving)
+                next(remaining)
                 if is_float
                 else np.zeros(aval_of(v).shape, jax.dtypes.float0)
                 for is_float, v in zip(inexact, eqn.outvars, strict=True)
@@ -373,7 +397,8 @@ def _planned_rule(
     JAX asks for the rule when it differentiates, maybe long after it traced the
     function around the rule, and only then knows which tangents are zero.
     """
-    assert planned.rule_context is not None
+    if planned.rule_context is None:
+        return plan_as_traced(jaxprs.trace_derivative_rule(eqn, differentiated))
     policy = planned.rule_context.region.policy
     active = scopes.Active(policy, PolicyMap(policy))
     with scopes.activate(active), linen_modules.intercepted():

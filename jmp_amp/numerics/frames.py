@@ -1,0 +1,277 @@
+"""Which equations of a traced program are sites, and of which direction.
+
+A program is the gradient of a replay with marks. An equation is forward if it is one of
+the function's own, or a cast that the plan inserts. What exists only for the derivative
+is backward, wherever it runs. What a checkpoint computes again is no site, and neither
+are calls, loops and branches themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jmp_amp.numerics import marks as marking
+from jmp_amp.numerics.marks import Marked, PlanMarks
+from jmp_amp.plan import jaxprs
+from jmp_amp.plan.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Literal, Var
+from jmp_amp.plan.plan import Identity
+
+FORWARD, BACKWARD = "forward", "backward"
+Path = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Entry:
+    """A site of a body: an equation, or all that the rule of a `custom_vjp` computes.
+
+    Attributes:
+      identity: of the equation of the plan that it comes from; else of the one around.
+      is_marked: whether it comes from that equation itself.
+      cast: which inserted cast of the equation it is; None if it is none.
+      direction: "forward" or "backward".
+      operation: the name of the primitive.
+      eqn: the equation; the first one of several.
+      results: the floating results.
+      operands: the floating operands, those that come from outside of it.
+    """
+
+    identity: Identity
+    is_marked: bool
+    cast: str | None
+    direction: str
+    operation: str
+    eqn: Eqn
+    results: tuple[Var, ...]
+    operands: tuple[Atom, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Frame:
+    """A body of a program, and its sites in their order."""
+
+    body: Body
+    entries: tuple[Entry, ...]
+
+
+def frames_of(
+    program: ClosedJaxpr, marks: PlanMarks, differentiated: bool
+) -> dict[Path, Frame]:
+    """Returns the bodies of a program that have sites, by the way to them.
+
+    Args:
+      program: a traced replay, or its gradient.
+      marks: those of the replay.
+      differentiated: whether it is the gradient.
+    """
+    found: dict[Path, Frame] = {}
+    reader = _Reader(marks, differentiated, found)
+    reader.read(jaxprs.body_of(program), (), _Place((), marks.main))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a body is.
+
+    Attributes:
+      identity: the way to it in the plan.
+      number: the number of the body there; None if the plan has no such body.
+      owner: the equation that computes in it, if the plan has none of its own for it.
+      backward: it belongs to the backward pass.
+      again: it is computed again.
+      derivative: it exists for the derivative only.
+      branch: it is a branch, or in one.
+    """
+
+    identity: Path
+    number: int | None
+    owner: Marked | None = None
+    backward: bool = False
+    again: bool = False
+    derivative: bool = False
+    branch: bool = False
+
+
+class _Reader:
+    """Reads the bodies of a program."""
+
+    def __init__(
+        self, marks: PlanMarks, differentiated: bool, found: dict[Path, Frame]
+    ):
+        self.marks, self.differentiated, self.found = marks, differentiated, found
+
+    def read(self, body: Body, path: Path, place: _Place) -> None:
+        """Notes the sites of a body and of all bodies in it; `path` leads to it."""
+        jaxpr = body.jaxpr
+        alive = _alive(body)
+        own: set[Identity] = set()
+        # A rule is one site, which stands where the first of its equations does.
+        rules: dict[tuple[Path, str], list[Eqn]] = {}
+        found: list[Entry | tuple[Path, str]] = []
+        # The frame of a body stands before those of the bodies in it.
+        self.found[path] = Frame(body, ())
+        for index, eqn in enumerate(jaxpr.eqns):
+            scope = jaxprs.scope_text(eqn)
+            if not alive[index] or marking.SCALING in scope:
+                continue
+            chain, identity = self._chain(scope, place)
+            here = dataclasses.replace(
+                place,
+                identity=identity,
+                backward=place.backward or "transpose(" in scope,
+                again=place.again or "rematted_computation" in scope,
+                derivative=place.derivative or any(m.is_derivative for m in chain),
+            )
+            last = chain[-1] if chain else None
+            if last is not None and jaxprs.is_custom_vjp(last.eqn):
+                if marking.cast_of(scope) is None:
+                    rule = identity, BACKWARD if here.backward else FORWARD
+                    if rule not in rules and not here.again:
+                        found.append(rule)
+                    if not here.again:
+                        rules.setdefault(rule, []).append(eqn)
+                    continue
+            if inner := jaxprs.inner_bodies(eqn):
+                for number, each in enumerate(inner):
+                    inside = self._inside(eqn, here, last, number)
+                    self.read(each.body, (*path, index, number), inside)
+                continue
+            direction = self._direction(eqn, here, last, scope, own)
+            if direction is not None and any(map(_is_read, eqn.outvars)):
+                found.append(_entry(eqn, here, last, direction, scope))
+        entries = [
+            each if isinstance(each, Entry) else _rule(rules[each], *each, body)
+            for each in found
+        ]
+        self.found[path] = Frame(body, tuple(e for e in entries if e.results))
+
+    def _chain(self, scope: str, place: _Place) -> tuple[list[Marked], Path]:
+        """Returns the marks of an equation, and its identity."""
+        chain = self.marks.chain(scope)
+        if not chain:
+            return ([] if place.owner is None else [place.owner]), place.identity
+        first, *others = chain
+        # What a loop computes in every turn alike may stand before it.
+        is_here = first.body == place.number
+        identity = (*place.identity, first.identity[-1]) if is_here else first.identity
+        for each in others:
+            identity = (*identity, *each.identity[-2:])
+        return chain, identity
+
+    def _inside(
+        self, eqn: Eqn, here: _Place, last: Marked | None, number: int
+    ) -> _Place:
+        """Returns where a body of an equation is."""
+        branch = here.branch or jaxprs.is_branch(eqn)
+        here = dataclasses.replace(here, branch=branch)
+        if last is None or (here.owner is last and not last.planned.bodies):
+            return here
+        if not last.planned.bodies:
+            return dataclasses.replace(here, number=None, owner=last)
+        number = min(number, len(last.planned.bodies) - 1)
+        return dataclasses.replace(
+            here,
+            identity=(*here.identity, number),
+            number=self.marks.body_of(last.planned, number),
+            owner=None,
+        )
+
+    def _direction(
+        self,
+        eqn: Eqn,
+        here: _Place,
+        last: Marked | None,
+        scope: str,
+        own: set[Identity],
+    ) -> str | None:
+        """Returns the direction of an equation that calls nothing; None for no site."""
+        is_cast = marking.cast_of(scope) is not None
+        if is_cast and not here.backward and not jaxprs.is_conversion(eqn):
+            return None  # what a saturating cast does before
+        forward = is_cast and not here.derivative
+        if last is not None and not is_cast and not here.derivative:
+            identity = Identity(here.identity)
+            if eqn.primitive is last.eqn.primitive and identity not in own:
+                # In a backward body, it is there if it is computed again.
+                forward = not here.backward or here.again
+                if forward:
+                    own.add(identity)
+        if is_cast and here.backward and not here.again:
+            forward = False
+        if forward:
+            return None if here.again else FORWARD
+        if not self.differentiated or (here.branch and last is None and _fills(eqn)):
+            return None
+        return BACKWARD
+
+
+def _is_read(var: Var) -> bool:
+    return jaxprs.is_floating(var) and not isinstance(var, jaxprs.DropVar)
+
+
+def _is_result(eqn: Eqn) -> bool:
+    return eqn.params.get("name") == marking.RESULT
+
+
+def _fills(eqn: Eqn) -> bool:
+    """Whether an equation makes zeros for the residuals of another branch."""
+    return eqn.primitive.name in ("empty2", "empty") or (
+        eqn.primitive.name == "broadcast_in_dim"
+        and (not isinstance(eqn.invars[0], Literal) or not np.any(eqn.invars[0].val))
+    )
+
+
+def _entry(
+    eqn: Eqn, here: _Place, last: Marked | None, direction: str, scope: str
+) -> Entry:
+    return Entry(
+        Identity(here.identity),
+        last is not None,
+        marking.cast_of(scope) if direction == FORWARD else None,
+        direction,
+        eqn.primitive.name,
+        eqn,
+        tuple(v for v in eqn.outvars if _is_read(v)),
+        tuple(v for v in eqn.invars if jaxprs.is_floating(v)),
+    )
+
+
+def _rule(eqns: Sequence[Eqn], identity: Path, direction: str, body: Body) -> Entry:
+    """Returns the site of all that a rule of a `custom_vjp` computes in a body."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    if direction == FORWARD:
+        # What is kept for the backward rule is no result of the function.
+        results = [v for eqn in eqns if _is_result(eqn) for v in eqn.outvars]
+    else:
+        inside = set(map(id, eqns))
+        others = [eqn for eqn in body.jaxpr.eqns if id(eqn) not in inside]
+        outside = {v for eqn in others for v in jaxprs.variables(eqn.invars)}
+        outside.update(jaxprs.variables(body.jaxpr.outvars))
+        results = [v for eqn in eqns for v in eqn.outvars if v in outside]
+    operands = [v for eqn in eqns for v in eqn.invars if jaxprs.is_floating(v)]
+    return Entry(
+        Identity(identity),
+        True,
+        None,
+        direction,
+        "custom_vjp_call",
+        eqns[0],
+        tuple(v for v in results if jaxprs.is_floating(v)),
+        tuple(v for v in operands if isinstance(v, Literal) or v not in made),
+    )
+
+
+def _alive(body: Body) -> list[bool]:
+    """Returns which equations lead to an output of the body, or have an effect."""
+    jaxpr = body.jaxpr
+    wanted = set(jaxprs.variables(jaxpr.outvars))
+    alive = [False] * len(jaxpr.eqns)
+    for index in reversed(range(len(jaxpr.eqns))):
+        eqn = jaxpr.eqns[index]
+        if eqn.effects or wanted.intersection(eqn.outvars):
+            alive[index] = True
+            wanted.update(jaxprs.variables(eqn.invars))
+    return alive

@@ -1,0 +1,328 @@
+"""Measures the sites of a program while it runs, and tells what was measured.
+
+`Measure` is an observer: its statistic of a body has one row for every value that is
+measured there. A value that only moves another one, or repeats it, is not measured
+again: its site reads the row of the other, as often as it repeats it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_amp.numerics.frames import Entry, Frame, Path
+from jmp_amp.numerics.statistics import Layout, counted, layout_of
+from jmp_amp.plan import jaxprs
+from jmp_amp.plan.jaxprs import Atom, Eqn, Literal, Var, aval_of
+from jmp_amp.plan.watch import Run, bodies_inside
+
+# The number of a run that never was.
+NEVER = np.uint32(0xFFFFFFFF)
+
+# Operations whose results have the magnitudes of their operand.
+_MOVES = frozenset(
+    "reshape squeeze expand_dims transpose rev neg abs copy copy_p name "
+    "optimization_barrier stop_gradient".split()
+)
+
+
+class Count(NamedTuple):
+    """An integer of 64 bits in two of 32, which jax has without x64."""
+
+    low: jax.Array
+    high: jax.Array
+
+    @classmethod
+    def of(cls, value: jax.Array) -> Count:
+        low = value.astype(jnp.uint32)
+        return cls(low, jnp.zeros_like(low))
+
+    def plus(self, other: Count) -> Count:
+        low = self.low + other.low
+        carry = (low < self.low).astype(jnp.uint32)
+        return Count(low, self.high + other.high + carry)
+
+    def across(self, axes: Sequence[str]) -> Count:
+        """Returns the sum over shards."""
+        # In 16 bits each, so that no sum of 2**16 shards wraps.
+        half, mask = jnp.uint32(16), jnp.uint32(0xFFFF)
+        lower = jax.lax.psum(self.low & mask, axes)
+        upper = jax.lax.psum(self.low >> half, axes)
+        high = jax.lax.psum(self.high, axes)
+        low = lower + (upper << half)
+        carried = (low < lower).astype(jnp.uint32)
+        return Count(low, high + (upper >> half) + carried)
+
+
+class Rows(NamedTuple):
+    """What was measured of values of one layout.
+
+    Attributes:
+      bins: the counts of `statistics.Counted`, of all runs.
+      amax, amin: as there.
+      bad: uint32[n]: the first run in which not all values were finite, or `NEVER`.
+    """
+
+    bins: Count
+    amax: jax.Array
+    amin: jax.Array
+    bad: jax.Array
+
+
+class Measured(NamedTuple):
+    """The statistic of a body.
+
+    Attributes:
+      rows: for each layout, the values that are measured.
+      made: uint32[m]: for each site that makes something, the first run in which its
+        operands were finite and its results not, or `NEVER`.
+      runs: how often the body ran, on all shards.
+      turns: how often it ran on one shard.
+    """
+
+    rows: tuple[Rows, ...]
+    made: jax.Array
+    runs: Count
+    turns: Count
+
+
+# The way to a body, and the id of a value in it.
+_Key = tuple[Path, int]
+
+
+class _Source(NamedTuple):
+    """The value whose statistic another one has, `times` over."""
+
+    atom: Atom
+    times: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Table:
+    """What is measured in a body.
+
+    Attributes:
+      entries: the sites, each with the way to the body that it is in.
+      groups: for each layout, the values: results, and operands from outside.
+      row: for each of these values its group and its row there.
+      sources: for each site, the values that its results have the statistics of.
+      makers: the sites that make something: those that do more than move.
+      reads, results: for each maker, its operands and its results: positions among
+        all rows.
+    """
+
+    entries: tuple[tuple[Path, Entry], ...]
+    groups: tuple[tuple[Layout, tuple[tuple[Path, Atom], ...]], ...]
+    row: dict[_Key, tuple[int, int]]
+    sources: tuple[tuple[_Source, ...], ...]
+    makers: tuple[int, ...]
+    reads: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[int, ...], ...]
+
+
+class Measure:
+    """An observer that measures the sites of a program.
+
+    Attributes:
+      tables: what to measure in each body that is seen, see `watch.bodies_inside`.
+    """
+
+    def __init__(self, frames: Mapping[Path, Frame]):
+        self.tables: dict[Path, _Table] = {}
+        seen: set[Path] = set()
+        for path, frame in frames.items():
+            if path not in seen:
+                inside = bodies_inside(frame.body, path)
+                seen.update(inside)
+                here = {p: frames[p] for p in inside if p in frames}
+                self.tables[path] = _table(here)
+
+    def nothing(self, path: Path) -> Measured | None:
+        table = self.tables.get(path)
+        if table is None or not table.entries:
+            return None
+        zero = Count.of(jnp.zeros((), jnp.uint32))
+        rows = []
+        for layout, atoms in table.groups:
+            count = len(atoms)
+            rows.append(
+                Rows(
+                    Count.of(jnp.zeros((count, layout.width), jnp.uint32)),
+                    jnp.zeros(count, layout.dtype),
+                    jnp.full(count, layout.padding, layout.dtype),
+                    jnp.full(count, NEVER, jnp.uint32),
+                )
+            )
+        made = jnp.full(len(table.makers), NEVER, jnp.uint32)
+        return Measured(tuple(rows), made, zero, zero)
+
+    def seen(self, path: Path, run: Run) -> Measured | None:
+        table = self.tables.get(path)
+        if table is None or not table.entries:
+            return None
+
+        def read(place: tuple[Path, Atom]) -> jax.Array:
+            where, atom = place
+            value = atom.val if isinstance(atom, Literal) else run[where][atom]
+            return jnp.asarray(value, aval_of(atom).dtype)
+
+        rows, bad = [], []
+        for layout, atoms in table.groups:
+            found = counted(list(map(read, atoms)), layout)
+            is_bad = found.bins[:, layout.nonfinite] > 0
+            bad.append(is_bad)
+            first = jnp.where(is_bad, jnp.uint32(0), NEVER)
+            rows.append(Rows(Count.of(found.bins), found.amax, found.amin, first))
+        all_bad = jnp.concatenate([*bad, jnp.zeros(1, bool)])
+        made = jnp.zeros(0, jnp.uint32)
+        if table.makers:
+            before = all_bad[_matrix(table.reads, len(all_bad) - 1)].any(axis=1)
+            after = all_bad[_matrix(table.results, len(all_bad) - 1)].any(axis=1)
+            made = jnp.where(after & ~before, jnp.uint32(0), NEVER)
+        one = Count.of(jnp.ones((), jnp.uint32))
+        return Measured(tuple(rows), made, one, one)
+
+    def merged(
+        self, before: Measured | None, after: Measured | None
+    ) -> Measured | None:
+        if before is None or after is None:
+            return None
+
+        def first(a: jax.Array, b: jax.Array) -> jax.Array:
+            later = jnp.where(b == NEVER, NEVER, b + before.turns.low)
+            return jnp.where(a == NEVER, later, a)
+
+        rows = tuple(
+            Rows(
+                a.bins.plus(b.bins),
+                jnp.maximum(a.amax, b.amax),
+                jnp.minimum(a.amin, b.amin),
+                first(a.bad, b.bad),
+            )
+            for a, b in zip(before.rows, after.rows, strict=True)
+        )
+        return Measured(
+            rows,
+            first(before.made, after.made),
+            before.runs.plus(after.runs),
+            before.turns.plus(after.turns),
+        )
+
+    def across(
+        self, statistic: Measured | None, axes: Sequence[str]
+    ) -> Measured | None:
+        if statistic is None:
+            return None
+        rows = tuple(
+            Rows(
+                each.bins.across(axes),
+                jax.lax.pmax(each.amax, axes),
+                jax.lax.pmin(each.amin, axes),
+                jax.lax.pmin(each.bad, axes),
+            )
+            for each in statistic.rows
+        )
+        turns = Count(*(jax.lax.pmax(x, axes) for x in statistic.turns))
+        made = jax.lax.pmin(statistic.made, axes)
+        return Measured(rows, made, statistic.runs.across(axes), turns)
+
+
+def _matrix(reads: Sequence[Sequence[int]], nothing: int) -> np.ndarray:
+    """Returns positions in rows of one length, filled up with that of `nothing`."""
+    width = max(map(len, reads), default=0) or 1
+    return np.asarray(
+        [[*row, *[nothing] * (width - len(row))] for row in reads], np.int32
+    )
+
+
+def _table(frames: Mapping[Path, Frame]) -> _Table:
+    """Returns what to measure in a body and in those that are seen with it."""
+    entries = [(path, each) for path, frame in frames.items() for each in frame.entries]
+    makers_of = {
+        path: {v: eqn for eqn in frame.body.jaxpr.eqns for v in eqn.outvars}
+        for path, frame in frames.items()
+    }
+    sources = tuple(
+        tuple(_source(v, makers_of[path]) for v in entry.results)
+        for path, entry in entries
+    )
+    # Those that do more than move what another one made, with their operands.
+    makers: dict[int, list[tuple[Path, Atom]]] = {}
+    for number, ((path, entry), found) in enumerate(zip(entries, sources, strict=True)):
+        if set(map(id, entry.results)) & {id(source.atom) for source in found}:
+            operands = [_source(v, makers_of[path]).atom for v in entry.operands]
+            makers[number] = [(path, a) for a in operands if not _is_finite(a)]
+    results = [
+        (path, source.atom)
+        for (path, _), found in zip(entries, sources, strict=True)
+        for source in found
+    ]
+    groups: dict[Layout, dict[_Key, tuple[Path, Atom]]] = {}
+    for path, atom in (
+        *results,
+        *(each for found in makers.values() for each in found),
+    ):
+        atoms = groups.setdefault(layout_of(aval_of(atom).dtype), {})
+        atoms.setdefault((path, id(atom)), (path, atom))
+    row = {
+        key: (number, index)
+        for number, atoms in enumerate(groups.values())
+        for index, key in enumerate(atoms)
+    }
+    starts = np.cumsum([0, *map(len, groups.values())])
+    place = {key: int(starts[group]) + index for key, (group, index) in row.items()}
+    return _Table(
+        tuple(entries),
+        tuple((layout, tuple(atoms.values())) for layout, atoms in groups.items()),
+        row,
+        sources,
+        tuple(makers),
+        tuple(
+            tuple(place[path, id(atom)] for path, atom in operands)
+            for operands in makers.values()
+        ),
+        tuple(
+            tuple(place[entries[n][0], id(source.atom)] for source in sources[n])
+            for n in makers
+        ),
+    )
+
+
+def _is_finite(atom: Atom) -> bool:
+    return isinstance(atom, Literal) and bool(np.isfinite(atom.val).all())
+
+
+def _source(atom: Atom, makers: Mapping[Var, Eqn]) -> _Source:
+    """Returns the value that `atom` moves or repeats: itself, if it does neither."""
+    times = 1
+    while not isinstance(atom, Literal) and atom in makers:
+        eqn = makers[atom]
+        if len(eqn.invars) != 1 or not jaxprs.is_floating(eqn.invars[0]):
+            break
+        (operand,) = eqn.invars
+        if eqn.primitive.name == "broadcast_in_dim":
+            times *= _repeats(operand, atom)
+        elif eqn.primitive.name == "convert_element_type":
+            if not np.can_cast(aval_of(operand).dtype, aval_of(atom).dtype) or (
+                layout_of(aval_of(operand).dtype) != layout_of(aval_of(atom).dtype)
+            ):
+                break
+        elif eqn.primitive.name not in _MOVES or jnp.issubdtype(
+            aval_of(operand).dtype, jnp.complexfloating
+        ):
+            break
+        if times == 0:
+            break
+        atom = operand
+    return _Source(atom, times)
+
+
+def _repeats(operand: Atom, result: Atom) -> int:
+    size = math.prod(aval_of(operand).shape)
+    return math.prod(aval_of(result).shape) // size if size else 0

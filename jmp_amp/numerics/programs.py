@@ -1,0 +1,73 @@
+"""The two programs of a diagnosis: under the policy, and the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+
+from jmp_amp.numerics.frames import Frame, Path, frames_of
+from jmp_amp.numerics.losses import LossCall
+from jmp_amp.numerics.marks import SCALING, PlanMarks
+from jmp_amp.numerics.measuring import Measure, Measured
+from jmp_amp.plan import jaxprs
+from jmp_amp.plan.jaxprs import Value
+from jmp_amp.plan.plan import Plan
+from jmp_amp.plan.watch import watched
+from jmp_amp.transform.interpreter import run
+
+# Roundings that the program asks for are kept: XLA may drop a cast and its inverse.
+OPTIONS = {"xla_allow_excess_precision": False}
+
+
+class Program(NamedTuple):
+    """A program that was run and measured.
+
+    Attributes:
+      frames: its bodies, and their sites.
+      measure: what was measured of each.
+      statistics: the statistics, by body.
+      outputs: what the function returned, as arrays.
+      gradients: one for each differentiated input, of the scaled loss.
+    """
+
+    frames: dict[Path, Frame]
+    measure: Measure
+    statistics: dict[Path, Measured | None]
+    outputs: list[Value]
+    gradients: tuple[Value, ...]
+
+
+def measured(
+    call: LossCall,
+    plan: Plan,
+    marks: PlanMarks,
+    arrays: Sequence[Value],
+    scaled: Callable[[Value], Value],
+) -> Program:
+    """Runs a plan and its derivative, and measures all sites; compiles one program.
+
+    Args:
+      call: the call of the function.
+      plan: the plan to run; it has the inputs and outputs of the call.
+      marks: those of the plan.
+      arrays: its inputs.
+      scaled: what to do to the loss before it is differentiated.
+    """
+
+    def replay(values: Sequence[Value]) -> list[Value]:
+        return run(plan, values, marks)
+
+    def scaled_apart(loss: Value) -> Value:
+        with jax.named_scope(SCALING):
+            return scaled(loss)
+
+    traced = jaxprs.trace(call.with_gradients(replay, scaled_apart), arrays)
+    frames = frames_of(traced, marks, call.loss is not None)
+    measure = Measure(frames)
+    lowered = jax.jit(watched(traced, measure)).lower(*arrays)
+    returned, statistics = lowered.compile(compiler_options=OPTIONS)(*arrays)
+    count = len(returned) - (len(call.moving) if call.loss is not None else 0)
+    outputs, gradients = list(returned[:count]), tuple(returned[count:])
+    return Program(frames, measure, statistics, outputs, gradients)

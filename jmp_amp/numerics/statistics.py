@@ -1,0 +1,292 @@
+"""The statistic of arrays: magnitudes, zeros, and how many values have which exponent.
+
+Everything is read from the bits of the values. A device may take a subnormal for zero
+in arithmetic and in comparisons; integers have no subnormals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Arrays of at most so many elements are counted together, in one pass.
+_SMALL = 1 << 13
+# Larger ones are counted in pieces of so many elements.
+_PIECE = 1 << 14
+_LANES = 1 << 9
+# So many elements are copied to be counted together, if the program has no more.
+_TOGETHER = 1 << 20
+
+_IN_BOUNDS = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
+
+
+class Layout(NamedTuple):
+    """How floating-point numbers are kept in bits.
+
+    Attributes:
+      dtype: the unsigned integer that holds one.
+      mantissa: the number of bits of the mantissa.
+      lowest: the exponent of the smallest subnormal.
+      bins: how many exponents there are, those of subnormals included.
+    """
+
+    dtype: np.dtype
+    mantissa: int
+    lowest: int
+    bins: int
+
+    # After the exponents come zeros and values that are not finite.
+    @property
+    def zeros(self) -> int:
+        return self.bins
+
+    @property
+    def nonfinite(self) -> int:
+        return self.bins + 1
+
+    @property
+    def width(self) -> int:
+        return self.bins + 2
+
+    @property
+    def fields(self) -> int:
+        """How many values the bits above the mantissa may have, those of padding too."""
+        return 1 << (self.dtype.itemsize * 8 - self.mantissa)
+
+    @property
+    def infinity(self) -> np.generic:
+        """The bits of infinity; those of a NaN are larger."""
+        return self.dtype.type((self.fields // 2 - 1) << self.mantissa)
+
+    @property
+    def padding(self) -> np.generic:
+        """Bits that no magnitude has."""
+        return self.dtype.type(np.iinfo(self.dtype).max)
+
+    @property
+    def signed(self) -> np.dtype:
+        return np.dtype(f"int{self.dtype.itemsize * 8}")
+
+
+# 254 normal exponents from -126 and 23 subnormal ones; 2046 from -1022 and 52.
+F32_LAYOUT = Layout(np.dtype(np.uint32), 23, -149, 277)
+F64_LAYOUT = Layout(np.dtype(np.uint64), 52, -1074, 2098)
+
+
+def layout_of(dtype: np.dtype) -> Layout:
+    """Returns the layout in which values of a floating or complex dtype are counted.
+
+    f32 holds every value of the smaller dtypes.
+    """
+    return F64_LAYOUT if np.dtype(dtype).itemsize >= 8 and dtype != "c8" else F32_LAYOUT
+
+
+class Counted(NamedTuple):
+    """The statistic of some arrays, one row for each.
+
+    Attributes:
+      bins: int32[n, width]: how many values have each exponent, see `Layout`.
+      amax: the bits of the largest finite magnitude, 0 if there is none; [n].
+      amin: the bits of the smallest one that is not zero; `padding` if there is none.
+    """
+
+    bins: jax.Array
+    amax: jax.Array
+    amin: jax.Array
+
+
+def counted(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
+    """Returns the statistic of floating or complex arrays of any shape.
+
+    Arrays are copied next to each other and counted in one pass: a kernel for each of
+    them would take longer to compile than the program that makes them.
+
+    Args:
+      arrays: of dtypes of the same `layout`.
+      layout: that of their values.
+    """
+    arrays = list(map(_real, arrays))
+    result = Counted(
+        jnp.zeros((len(arrays), layout.width), jnp.int32),
+        jnp.zeros(len(arrays), layout.dtype),
+        jnp.full(len(arrays), layout.padding, layout.dtype),
+    )
+    kinds: dict[tuple[np.dtype, bool], dict[int, int]] = {}
+    for i, each in enumerate(arrays):
+        if each.size:
+            kind = np.dtype(each.dtype), each.size <= _SMALL
+            kinds.setdefault(kind, {})[i] = each.size
+    most = max(_TOGETHER, sum(each.size for each in arrays) // 8)
+    for (_, is_small), sizes in kinds.items():
+        count = _count_together if is_small else _count_in_pieces
+        for group in _groups(sizes, most):
+            # Computed once, for the program and for the copy.
+            flat = jax.lax.optimization_barrier([arrays[i] for i in group])
+            found = count(flat, layout)
+            where = np.asarray(group, np.int32)
+            result = Counted(
+                *(a.at[where].set(b) for a, b in zip(result, found, strict=True))
+            )
+    return result
+
+
+def _groups(sizes: dict[int, int], most: int) -> list[list[int]]:
+    """Returns arrays in groups of about `most` elements, or of one larger array."""
+    groups: list[list[int]] = []
+    left = 0
+    for index, size in sizes.items():
+        if not groups or size > left:
+            groups.append([])
+            left = most
+        groups[-1].append(index)
+        left -= size
+    return groups
+
+
+def _real(array: jax.Array) -> jax.Array:
+    """Returns a flat array; of complex numbers the real and the imaginary parts."""
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return jnp.concatenate([array.real.reshape(-1), array.imag.reshape(-1)])
+    return array.reshape(-1)
+
+
+def _bits(array: jax.Array, layout: Layout) -> jax.Array:
+    """Returns the magnitudes of an array as integers."""
+    wide = jnp.float64 if layout.mantissa == 52 else jnp.float32
+    bits = jax.lax.bitcast_convert_type(array.astype(wide), layout.dtype)
+    largest = layout.dtype.type(np.iinfo(layout.signed).max)
+    return bits & largest
+
+
+def _field(bits: jax.Array, layout: Layout) -> jax.Array:
+    """Returns the bits above the mantissa: 0 for a zero or a subnormal."""
+    return (bits >> layout.dtype.type(layout.mantissa)).astype(jnp.int32)
+
+
+def _largest(bits: jax.Array, layout: Layout) -> jax.Array:
+    return jnp.where(bits < layout.infinity, bits, layout.dtype.type(0))
+
+
+def _smallest(bits: jax.Array, layout: Layout) -> jax.Array:
+    is_finite = (bits > 0) & (bits < layout.infinity)
+    return jnp.where(is_finite, bits, layout.padding)
+
+
+class _Fields(NamedTuple):
+    """What is counted while values are read.
+
+    Attributes:
+      fields: int32[n, fields]: how many values have which bits above the mantissa.
+      subnormals: int32[n, mantissa]: how many subnormals have which exponent.
+      zeros: int32[n].
+      amax, amin: as in `Counted`.
+    """
+
+    fields: jax.Array
+    subnormals: jax.Array
+    zeros: jax.Array
+    amax: jax.Array
+    amin: jax.Array
+
+
+def _none(count: int, layout: Layout, like: jax.Array) -> _Fields:
+    """Returns the counts of no values; they vary over shards as `like` does."""
+    zero = (like.ravel()[0] & 0).astype(jnp.int32)
+    none = zero.astype(layout.dtype)
+    return _Fields(
+        jnp.zeros((count, layout.fields), jnp.int32) + zero,
+        jnp.zeros((count, layout.mantissa), jnp.int32) + zero,
+        jnp.zeros(count, jnp.int32) + zero,
+        jnp.zeros(count, layout.dtype) + none,
+        jnp.full(count, layout.padding, layout.dtype) - none,
+    )
+
+
+def _in_bins(found: _Fields, layout: Layout) -> Counted:
+    normal = found.fields[:, 1 : layout.fields // 2 - 1]
+    nonfinite = found.fields[:, layout.fields // 2 - 1 : layout.fields // 2]
+    bins = [found.subnormals, normal, found.zeros[:, None], nonfinite]
+    return Counted(jnp.concatenate(bins, axis=1), found.amax, found.amin)
+
+
+def _subnormals(
+    bits: jax.Array, rows: jax.Array, count: int, layout: Layout
+) -> jax.Array:
+    """Returns how many subnormals have which exponent; most arrays have none."""
+    smallest_normal = layout.dtype.type(1 << layout.mantissa)
+    is_one = (bits > 0) & (bits < smallest_normal)
+    # The branches agree on what varies over shards.
+    zero = (bits.ravel()[0] & 0).astype(jnp.int32)
+
+    def count_them() -> jax.Array:
+        last = jnp.int32(layout.dtype.itemsize * 8 - 1)
+        exponents = last - jax.lax.clz(bits).astype(jnp.int32)
+        places = jnp.where(is_one, rows * layout.mantissa + exponents, -1)
+        found = jnp.zeros(count * layout.mantissa + 1, jnp.int32) + zero
+        return found.at[places].add(jnp.int32(1))[:-1].reshape(count, layout.mantissa)
+
+    none = jnp.zeros((count, layout.mantissa), jnp.int32) + zero
+    return jax.lax.cond(jnp.any(is_one), count_them, lambda: none)
+
+
+def _count_together(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
+    """Counts small arrays in one pass over all of them."""
+    count = len(arrays)
+    bits = _bits(jnp.concatenate(arrays), layout)
+    rows = jnp.concatenate(
+        [jnp.full(each.size, i, jnp.int32) for i, each in enumerate(arrays)]
+    )
+    none = _none(count, layout, bits)
+    places = rows * jnp.int32(layout.fields) + _field(bits, layout)
+    fields = none.fields.ravel().at[places].add(jnp.int32(1), mode=_IN_BOUNDS)
+    is_zero = (bits == 0).astype(jnp.int32)
+    found = _Fields(
+        fields.reshape(none.fields.shape),
+        _subnormals(bits, rows, count, layout),
+        none.zeros.at[rows].add(is_zero, mode=_IN_BOUNDS),
+        none.amax.at[rows].max(_largest(bits, layout), mode=_IN_BOUNDS),
+        none.amin.at[rows].min(_smallest(bits, layout), mode=_IN_BOUNDS),
+    )
+    return _in_bins(found, layout)
+
+
+def _count_in_pieces(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
+    """Counts large arrays piece by piece, so that nothing grows with their size."""
+    parts, rows, valid = [], [], []
+    for row, each in enumerate(arrays):
+        parts += [each, jnp.zeros(-each.size % _PIECE, each.dtype)]
+        count = -(-each.size // _PIECE)
+        rows += [row] * count
+        valid += [*[_PIECE] * (count - 1), each.size - (count - 1) * _PIECE]
+    # Reductions over the first dimension are vectorised.
+    shape = _PIECE // _LANES, _LANES
+    pieces = jnp.concatenate(parts).reshape(-1, *shape)
+    positions = jnp.arange(_PIECE, dtype=jnp.int32).reshape(shape)
+
+    def add(
+        found: _Fields, piece: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[_Fields, None]:
+        values, row, length = piece
+        bits = jnp.where(positions < length, _bits(values, layout), layout.padding)
+        fields = jnp.zeros(layout.fields, jnp.int32)
+        fields = fields.at[_field(bits, layout)].add(jnp.int32(1), mode=_IN_BOUNDS)
+        zeros = jnp.sum((bits == 0).astype(jnp.int32), axis=0)
+        amax = jnp.max(_largest(bits, layout), axis=0)
+        amin = jnp.min(_smallest(bits, layout), axis=0)
+        subnormals = _subnormals(bits, jnp.int32(0), 1, layout)[0]
+        return _Fields(
+            found.fields.at[row].add(fields),
+            found.subnormals.at[row].add(subnormals),
+            found.zeros.at[row].add(jnp.sum(zeros)),
+            found.amax.at[row].max(jnp.max(amax)),
+            found.amin.at[row].min(jnp.min(amin)),
+        ), None
+
+    start = _none(len(arrays), layout, _bits(pieces[:1], layout))
+    xs = pieces, jnp.asarray(rows, jnp.int32), jnp.asarray(valid, jnp.int32)
+    found, _ = jax.lax.scan(add, start, xs)
+    return _in_bins(found, layout)
