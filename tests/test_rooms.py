@@ -58,7 +58,7 @@ WINGS = {
     "numerics": (
         ("losses", "plain_data", "sites"),
         ("suggestions", "wording"),
-        ("diagnosis_tables",),
+        ("advice", "diagnosis_tables"),
         ("diagnosis",),
     ),
     "recipes": (("levels",), ("overrides",), ("recipes",)),

@@ -25,8 +25,10 @@ def file_name(source: str | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Returns a number with three digits; "" for None."""
-    return "" if value is None else f"{value:.3g}"
+    """Returns a number with three digits, or all before the point; "" for None."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e5 else f"{value:.3g}"
 
 
 def share(value: float) -> str:
