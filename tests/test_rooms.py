@@ -57,7 +57,7 @@ WINGS = {
     ),
     "numerics": (
         ("losses", "plain_data", "sites"),
-        ("suggestions", "wording"),
+        ("suggestions", "wording", "exponent_maps"),
         ("advice", "diagnosis_tables"),
         ("diagnosis",),
     ),

@@ -62,17 +62,12 @@ def of_modules(
       modules: the numbers of each, by its path.
       sites, reference: of the runs with and without the policy.
     """
-    counts = dict.fromkeys(modules, 0)
-    for site in sites:
-        counts[site.module] += 1
     lost = [_lost_by_module(sites, reference, d) for d in ("forward", "backward")]
     shown = _worst(modules)
-    numbers = ("sites", "amax", "amin", "zeros", "not finite")
-    numbers += ("lost", "lost backward", "error")
+    numbers = ("amax", "amin", "zeros", "not finite", "lost", "lost bwd", "error")
     rows = [
         (
             path or TOP_LEVEL,
-            str(counts[path]),
             wording.number(each.amax),
             wording.number(each.amin),
             wording.share(each.zeros / each.size if each.size else 0.0),
@@ -84,8 +79,8 @@ def of_modules(
         if path in shown
     ]
     note = (
-        "lost: values that half precision turns into 0, without a loss scale. "
-        "error: of the worst operation."
+        "lost: values that half precision turns into 0, forward and, without a loss "
+        "scale, backward.\nerror: of the worst operation."
     )
     if left_out := len(modules) - len(rows):
         note += f"\n{left_out} more modules are finite and have smaller errors."
