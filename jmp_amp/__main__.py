@@ -1,4 +1,7 @@
-"""The command line: `python -m jmp_amp explain package.module:function`, `doctor`."""
+"""The command line: `python -m jmp_amp explain package.module:function`.
+
+`diagnose` runs the function and measures its numbers, `doctor` looks at the machine.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
+
+import jax
 
 from jmp_amp.doctor import examine
 from jmp_amp.policies.dtypes import AnyFn
-from jmp_amp.policies.policy_map import as_policy_map
+from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.reports.report import explain
 
 _EXPLAIN = """\
@@ -26,11 +31,25 @@ nothing and returns a tuple of them, or such a tuple and a dictionary of keyword
 arguments. A jax.ShapeDtypeStruct will do for an array.
 """
 
+_DIAGNOSE = """\
+Runs a function as it is and under the policy, and its gradient if it returns a loss.
+Prints where a value first became infinite or NaN, what half precision cannot hold, the
+loss scale and the policy that the numbers ask for. The exit status is 1 if the value, a
+gradient or an operation's result from finite operands is not finite.
+
+Its arguments are arrays: they come from a function next to it, as for `explain`. The
+first one is what the gradient is taken of.
+"""
+
 _DOCTOR = """\
 Prints what this machine computes with, which half dtype and recipe suit it and why, and
 trains a small model in mixed precision beside f32. The exit status is 1 if something
 does not hold.
 """
+
+
+# What `add_subparsers` returns; argparse has no public name for it.
+_Commands = Any
 
 
 class _Mistake(Exception):
@@ -40,31 +59,16 @@ class _Mistake(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status.
 
-    It is 2 for a caller's mistake; 1 if `doctor` finds that something does not hold.
+    It is 2 for a caller's mistake; 1 if `doctor` finds that something does not hold, or
+    `diagnose` that something is not finite.
 
     Args:
       argv: the words of the command; by default those of this process.
     """
     parser = argparse.ArgumentParser(prog="python -m jmp_amp")
     commands = parser.add_subparsers(metavar="command", required=True)
-    command = commands.add_parser(
-        "explain",
-        help="print what autocast would do to a function",
-        description=_EXPLAIN,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.set_defaults(run=_explain)
-    add = command.add_argument
-    add("function", metavar="package.module:function")
-    add(
-        "--policy",
-        default="mixed_bfloat16",
-        help="such as 'mixed_float16; **/head: float32'; default: %(default)s",
-    )
-    add("--args", metavar="NAME", help="the function that returns the arguments")
-    add("--json", action="store_true", help="print the whole report as JSON")
-    add("--equations", action="store_true", help="print every equation too")
-    add("--module", metavar="GLOB", help="print these modules' equations: 'encoder/*'")
+    _add_explain(commands)
+    _add_diagnose(commands)
     command = commands.add_parser(
         "doctor",
         help="print what this machine can do, and try it",
@@ -81,6 +85,60 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _add_explain(commands: _Commands) -> None:
+    command = _about_a_function(
+        commands,
+        "explain",
+        "print what autocast would do to a function",
+        _EXPLAIN,
+        "mixed_bfloat16",
+    )
+    command.set_defaults(run=_explain)
+    command.add_argument(
+        "--equations", action="store_true", help="print every equation too"
+    )
+
+
+def _add_diagnose(commands: _Commands) -> None:
+    command = _about_a_function(
+        commands,
+        "diagnose",
+        "run a function, and print what its numbers do",
+        _DIAGNOSE,
+        "mixed_float16",
+    )
+    command.set_defaults(run=_diagnose)
+    command.add_argument(
+        "--loss-scale", type=float, metavar="NUMBER", help="that training had"
+    )
+    command.add_argument(
+        "--has-aux", action="store_true", help="the function returns (loss, aux)"
+    )
+
+
+def _about_a_function(
+    commands: _Commands, name: str, summary: str, description: str, policy: str
+) -> argparse.ArgumentParser:
+    """Returns the parser of a command with a function, its arguments and a policy."""
+    command = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = command.add_argument
+    add("function", metavar="package.module:function")
+    add(
+        "--policy",
+        default=policy,
+        help="such as 'mixed_float16; **/head: float32'; default: %(default)s",
+    )
+    add("--args", metavar="NAME", help="the function that returns the arguments")
+    add("--json", action="store_true", help="print the whole of it as JSON")
+    add("--module", metavar="GLOB", help="print these modules' equations: 'encoder/*'")
+    return command
+
+
 def _doctor(options: argparse.Namespace) -> int:
     found = examine()
     print(found.to_json() if options.json else found)
@@ -88,11 +146,9 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    try:
-        policy = as_policy_map(options.policy, "explain(fn, {})")
-    except (TypeError, ValueError) as error:
-        raise _Mistake(f"--policy: {error}") from error
-    function, example = _functions(options.function, options.args)
+    policy = _policy(options.policy, "explain(fn, {})")
+    shapes = "jax.ShapeDtypeStruct((8, 16), jnp.float32),"
+    function, example = _functions(options.function, options.args, shapes)
     try:
         explained = explain(function, policy)
     except (TypeError, ValueError) as error:
@@ -106,8 +162,51 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
-def _functions(text: str, sibling: str | None) -> tuple[AnyFn, Callable[[], object]]:
-    """Returns the function that `text` names, and the one with its arguments."""
+def _diagnose(options: argparse.Namespace) -> int:
+    from jmp_amp.numerics.diagnosing import diagnose
+
+    policy = _policy(options.policy, "diagnose(fn, {})")
+    function, example = _functions(
+        options.function, options.args, "params, jnp.ones((8, 16))"
+    )
+    args, kwargs = _arguments(example)
+    if any(
+        isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((args, kwargs))
+    ):
+        raise _Mistake(
+            f"{options.args or options.function + '_args'}() returned a "
+            "jax.ShapeDtypeStruct, which has no values to measure. Return arrays."
+        )
+    try:
+        diagnosed = diagnose(
+            function, policy, loss_scale=options.loss_scale, has_aux=options.has_aux
+        )
+        found = diagnosed(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        # What the function itself raises is not hidden.
+        if not str(error).startswith("diagnose("):
+            raise
+        raise _Mistake(str(error)) from error
+    print(found.to_json(indent=1) if options.json else found)
+    if not options.json and options.module is not None:
+        print(f"\n{found.drill_down(options.module)}")
+    return 0 if found.is_finite else 1
+
+
+def _policy(text: str, call: str) -> PolicyMap:
+    try:
+        return as_policy_map(text, call)
+    except (TypeError, ValueError) as error:
+        raise _Mistake(f"--policy: {error}") from error
+
+
+def _functions(
+    text: str, sibling: str | None, example_args: str
+) -> tuple[AnyFn, Callable[[], object]]:
+    """Returns the function that `text` names, and the one with its arguments.
+
+    `example_args` is what that may return, for the error if there is none.
+    """
     name, colon, path = text.partition(":")
     if not (name and colon and path):
         raise _Mistake(
@@ -126,9 +225,8 @@ def _functions(text: str, sibling: str | None) -> tuple[AnyFn, Callable[[], obje
         raise _Mistake(
             f"module {name!r} has no function {expected!r} that returns arguments for "
             f"{path!r}. Write one, as in "
-            f"`def {expected.rpartition('.')[2]}(): return "
-            "(jax.ShapeDtypeStruct((8, 16), jnp.float32),)`, or name another one "
-            "with --args."
+            f"`def {expected.rpartition('.')[2]}(): return ({example_args})`, or name "
+            "another one with --args."
         )
     for attribute, value in ((path, function), (expected, example)):
         if not callable(value):

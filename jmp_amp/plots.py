@@ -1,9 +1,11 @@
-"""Figures of reports; matplotlib is needed, an optional extra."""
+"""Figures of reports and diagnoses; matplotlib is needed, an optional extra."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jmp_amp.numerics.diagnosis import Diagnosis
+from jmp_amp.numerics.exponent_maps import draw_map, draw_ranges, map_of, span
 from jmp_amp.reports.report import Report
 from jmp_amp.reports.report_tables import TOP_LEVEL
 from jmp_amp.reports.rows import Costs
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 _MOST_MODULES = 30
 _HALF, _FULL, _CASTS = "#2a6f97", "#d9a441", "#6c757d"
 _KEPT, _MORE = "#468c72", "#cfe3da"
+_FAILED = "#b3261e"
 
 
 def explain(report: Report) -> Figure:
@@ -35,17 +38,10 @@ def explain(report: Report) -> Figure:
       >>> [axes.get_title() for axes in amp.plots.explain(report).axes]
       ['FLOP of matmuls', 'elements cast', 'saved for backward']
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "amp.plots.explain: matplotlib is not installed. Install it with "
-            "`pip install 'jmp_amp[plots]'`."
-        ) from error
     modules = _shown(report.modules)
     labels = [_label(path) for path, _ in modules]
     costs = [each for _, each in modules]
-    figure = Figure(figsize=(11, 1.8 + 0.28 * len(modules)), layout="constrained")
+    figure = _figure("explain", (11, 1.8 + 0.28 * len(modules)))
     left, middle, right = figure.subplots(1, 3, sharey=True)
     _bars(
         left,
@@ -71,6 +67,60 @@ def explain(report: Report) -> Figure:
     figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(report.summary, fontsize="small", wrap=True)
     return figure
+
+
+def diagnose(diagnosis: Diagnosis) -> Figure:
+    """Returns a matplotlib `Figure` of the powers of two of the values, by module.
+
+    Forward values are left, those of the backward pass right, both as the function has
+    them without the policy and without a loss scale: the darker, the more of a module's
+    values have the power of two. Above are the ranges of formats, lighter where they
+    hold subnormal numbers; dotted lines bound f16, and a dashed one below it is where
+    the suggested loss scale moves its lower bound. Modules that made a value which is
+    not finite under the policy are red. `figure.savefig("numbers.png")` writes it.
+
+    Raises:
+      ImportError: without matplotlib.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> d = amp.diagnose(lambda w, x: jnp.sum(x @ w))(jnp.ones(2), jnp.eye(2))
+      >>> [axes.get_title() for axes in amp.plots.diagnose(d).axes[:2]]
+      ['forward', 'backward']
+    """
+    sites = diagnosis.reference or diagnosis.sites
+    paths = list(dict.fromkeys(site.module for site in sites))[:_MOST_MODULES]
+    failed = {site.module for site in diagnosis.sites if site.makes_nonfinite}
+    limits = span(sites, diagnosis.loss_scale)
+    figure = _figure("diagnose", (11, 2.6 + 0.28 * len(paths)))
+    grid = figure.subplots(
+        2, 2, sharex=True, height_ratios=[4, max(len(paths), 3)], squeeze=False
+    )
+    for column, direction in enumerate(("forward", "backward")):
+        ranges, axes = grid[:, column]
+        ranges.set_title(direction, fontsize="medium")
+        draw_ranges(ranges, limits)
+        scale = diagnosis.loss_scale if direction == "backward" else 1.0
+        draw_map(axes, map_of(sites, direction, paths, limits), limits, scale)
+        axes.set_yticks(range(len(paths)), map(_label, paths), fontsize="small")
+        for label, path in zip(axes.get_yticklabels(), paths, strict=True):
+            label.set_color(_FAILED if path in failed else "black")
+    for axes in grid[:, 1]:
+        axes.tick_params(labelleft=False)
+    figure.suptitle(diagnosis.summary, fontsize="small", wrap=True)
+    return figure
+
+
+def _figure(name: str, size: tuple[float, float]) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f"amp.plots.{name}: matplotlib is not installed. Install it with "
+            "`pip install 'jmp_amp[plots]'`."
+        ) from error
+    return Figure(figsize=size, layout="constrained")
 
 
 def _shown(modules: dict[str, Costs]) -> list[tuple[str, Costs]]:

@@ -1,15 +1,18 @@
-"""Figures of reports."""
+"""Figures of reports and of diagnoses."""
 
 import io
 import itertools
+import math
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jmp_amp as amp
+from tests.numerics.made import diagnosis, site
 
 
 def f32(*shape):
@@ -81,3 +84,61 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'jmp_amp\[plots\]'"):
         amp.plots.explain(layers(1))
+    with pytest.raises(ImportError, match=r"amp\.plots\.diagnose: matplotlib is not"):
+        amp.plots.diagnose(diagnosis())
+
+
+def diagnosed():
+    """A diagnosis of two modules: 1, 2 and 2 forward in one, 2^-30 backward in both."""
+    tiny = {"direction": "backward"}
+    return diagnosis(
+        [site([math.inf], module="up", makes_nonfinite=True, dtype="f16")],
+        [
+            site([1.0, 2.0, 3.0, 0.0], module="up"),
+            site([1e30], module="down"),
+            site([2.0**-30], module="up", **tiny),
+            site([2.0**-30], module="down", **tiny),
+        ],
+        loss_scale=2.0**10,
+    )
+
+
+def test_the_map_of_a_diagnosis_has_the_shares_of_the_powers_of_two():
+    figure = amp.plots.diagnose(diagnosed())
+    _, _, forward, backward = figure.axes
+    (shown,), (other,) = forward.images, backward.images
+    left, right, below, above = shown.get_extent()
+    assert (below, above) == (1.5, -0.5)
+    place = int(0 - (left + 0.5))  # of the power 0
+    up, down = np.square(shown.get_array())
+    np.testing.assert_allclose(up[place : place + 2], [1 / 3, 2 / 3])
+    # Values beyond what is shown are counted at the end.
+    assert down[-1] == 1.0 and up.sum() == pytest.approx(1.0)
+    place = int(-30 - (left + 0.5))
+    np.testing.assert_array_equal(np.square(other.get_array())[:, place], [1.0, 1.0])
+    # f16 begins at 2^-24 and ends below 2^16; the loss scale holds 2^-34.
+    bounds = [
+        [line.get_xdata()[0] for line in axes.lines] for axes in (forward, backward)
+    ]
+    assert bounds == [[-24.5, 15.5], [-24.5, 15.5, -34.5]]
+    assert left < -34.5 and right > 15.5
+
+
+def test_ranges_of_formats_and_failing_modules_are_marked():
+    ranges, _, forward, _ = amp.plots.diagnose(diagnosed()).axes
+    names = [label.get_text() for label in ranges.get_yticklabels()]
+    assert names == ["f16", "bf16", "e4m3", "e5m2"]
+    spans = {}
+    for bar in ranges.patches:
+        row = names[round(bar.get_y() + bar.get_height() / 2)]
+        spans.setdefault(row, []).append((bar.get_x() + 0.5, bar.get_width()))
+    # From the smallest subnormal to the smallest normal, and on to the largest.
+    assert spans["f16"] == [(-24, 10), (-14, 30)]
+    assert spans["e4m3"] == [(-9, 3), (-6, 15)]
+    assert spans["e5m2"] == [(-16, 2), (-14, 30)]
+    labels = {each.get_text(): each.get_color() for each in forward.get_yticklabels()}
+    assert labels["down"] == "black" != labels["up"]
+
+
+def test_a_diagnosis_of_nothing_is_a_figure_too():
+    amp.plots.diagnose(diagnosis()).savefig(io.BytesIO(), format="png")

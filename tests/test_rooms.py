@@ -55,6 +55,12 @@ WINGS = {
         ("reading", "report_tables"),
         ("report",),
     ),
+    "numerics": (
+        ("losses", "plain_data", "sites"),
+        ("suggestions", "wording", "exponent_maps"),
+        ("advice", "diagnosis_tables"),
+        ("diagnosis",),
+    ),
     "recipes": (("levels",), ("overrides",), ("recipes",)),
     "": (("plots", "jmp"), ("checkup",), ("doctor",), ("__main__", "__init__")),
 }

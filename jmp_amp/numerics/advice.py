@@ -1,0 +1,260 @@
+"""Advice: what is wrong in the numbers of a run, and what to do about it, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import jax.numpy as jnp
+
+from jmp_amp.numerics import plain_data
+from jmp_amp.numerics.sites import Gradient, Site, or_infinite, scaled
+from jmp_amp.numerics.suggestions import Need, by_key, in_half, needs_of
+from jmp_amp.numerics.wording import count, number, place, power, run, share
+from jmp_amp.policies.dtypes import PyTree, is_half, parse_dtype
+from jmp_amp.policies.policy_map import PolicyMap
+
+# Less than this share of backward values may underflow without a word.
+_FEW = 1e-3
+# An error, and how much larger than that of its operands, that is worth a word.
+_LARGE_ERROR, _AMPLIFIED = 1e-2, 8.0
+_MOST_NAMES = 3
+
+
+def advise(
+    sites: Sequence[Site],
+    reference: Sequence[Site],
+    gradients: Mapping[str, Gradient],
+    given: PolicyMap,
+    policy: PolicyMap,
+    loss_scale: float | None,
+    suggested_scale: float,
+    *,
+    value: PyTree = None,
+    functions: Collection[str] | None = None,
+) -> tuple[str, ...]:
+    """Returns sentences, the most important first; none if nothing is wrong.
+
+    Where a value that is not finite began, and what mends it; what is too large for
+    half precision; which backward values underflow f16 and the loss scale that holds
+    them; parameters whose gradient is lost; where the error is made.
+
+    Args:
+      sites, reference: of the runs with and without the policy.
+      gradients: by parameter, unscaled.
+      given: the policy of the run.
+      policy: the suggested one.
+      loss_scale: that of the run; None is 1.0.
+      suggested_scale: the suggested one.
+      value: what the function returned under the policy.
+      functions: as in `suggested_policy`.
+    """
+    scale = 1.0 if loss_scale is None else float(loss_scale)
+    ended_well = plain_data.is_finite(value) and not any(
+        each.nonfinite for each in gradients.values()
+    )
+    needs = needs_of(sites, reference, functions)
+    first = next((site for site in sites if site.makes_nonfinite), None)
+    found = [
+        *_origin(sites, reference, scale, suggested_scale),
+        *_itself(reference, ended_well),
+    ]
+    if first is not None and _is_own(first, reference):
+        found.reverse()
+    if first is None and not ended_well:
+        found.append(
+            "No operation made the values that are not finite: an argument or a "
+            "constant is not finite already. Look at the batch and the parameters "
+            "with amp.all_finite."
+        )
+    found += _remedy(first, needs, reference, given, policy)
+    found += _underflow(sites, reference, scale, suggested_scale)
+    found += _lost(gradients)
+    found += _error(sites, reference)
+    return tuple(found)
+
+
+def _is_own(site: Site, reference: Sequence[Site]) -> bool:
+    """Whether the function makes what is not finite there without the policy too."""
+    same = by_key(reference).get(site.key)
+    return same is not None and same.makes_nonfinite
+
+
+def _origin(
+    sites: Sequence[Site],
+    reference: Sequence[Site],
+    scale: float,
+    suggested_scale: float,
+) -> Iterator[str]:
+    """Yields what made the first value that only the policy has not finite, and why."""
+    made = (site for site in sites if site.makes_nonfinite)
+    first = next((site for site in made if not _is_own(site, reference)), None)
+    if first is None:
+        return
+    same = by_key(reference).get(first.key)
+    told = _made(first)
+    if first.is_forward:
+        yield f"{told}: {_reason(first, same)}."
+    elif _is_scale_at_fault(first, same, scale):
+        yield (
+            f"{told}: the loss scale {power(scale)} is too large for this step. Use "
+            f"{power(suggested_scale)}, or amp.dynamic_loss_scale, which skips the "
+            "step and halves the scale."
+        )
+    else:
+        wider = " Use mixed_bfloat16, which has f32's range." * (first.dtype == "f16")
+        yield f"{told}: {_reason(first, same)}.{wider}"
+
+
+def _made(site: Site) -> str:
+    many = f"{count(site.nonfinite)} of {count(site.size)} values"
+    return f"{place(site)} made {many} infinite or NaN ({run(site)})"
+
+
+def _itself(reference: Sequence[Site], ended_well: bool) -> Iterator[str]:
+    """Yields what is not finite without the policy, and how to mend the function."""
+    first = next((site for site in reference if site.makes_nonfinite), None)
+    if first is None:
+        return
+    what = "function" if first.is_forward else "derivative"
+    told = f"The {what} itself is not finite, and no policy helps: in f32 "
+    told += f"{_made(first)}."
+    if ended_well:
+        told += " The value and the gradients are finite: it is masked, or not read."
+    elif first.is_forward:
+        told += " Keep its operands from where it is not defined, with an epsilon."
+    else:
+        told += (
+            " Keep its operand from where the derivative is infinite: "
+            "jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)."
+        )
+    yield told
+
+
+def _is_scale_at_fault(first: Site, same: Site | None, scale: float) -> bool:
+    fits = same is None or not same.overflow(first.dtype)
+    return scale > 1.0 and first.is_in_half and fits
+
+
+def _reason(first: Site, same: Site | None) -> str:
+    if not first.is_in_half:
+        return (
+            "in f32 without the policy it is finite: half precision spoilt an operand"
+        )
+    largest = f"{first.dtype} ends at {_largest(first.dtype)}"
+    if same is None:
+        return f"a value is too large for the cast, {largest}"
+    if same.overflow(first.dtype):
+        return f"in f32 it reaches {number(same.amax)}, and {largest}"
+    return f"in f32 it is finite and reaches {number(same.amax)}; {largest}"
+
+
+def _largest(dtype: str) -> str:
+    largest = float(jnp.finfo(parse_dtype(dtype) or dtype).max)
+    return f"{largest:.0f}" if largest < 1e6 else number(largest)
+
+
+def _remedy(
+    first: Site | None,
+    needs: Sequence[Need],
+    reference: Sequence[Site],
+    given: PolicyMap,
+    policy: PolicyMap,
+) -> Iterator[str]:
+    """Yields what the suggested policy does."""
+    if policy == given:
+        return
+    halves = [is_half(each.default.compute_dtype) for each in (given, policy)]
+    if halves == [True, False]:
+        yield (
+            "amp.autocast(fn, d.policy) computes in f32 by default: with f32 for "
+            "single modules something still was not finite."
+        )
+        return
+    modules = dict.fromkeys(need.path for need in needs if need.path is not None)
+    names = dict.fromkeys(need.name for need in needs if need.name is not None)
+    whole = [f"the module {_listed(modules)}"] if modules else []
+    whole += [f"every {_listed(names)}"] if names else []
+    if whole:
+        reason = ""
+        if first is None:
+            most = max(needs, key=lambda need: _reach(need, reference))
+            largest = number(_reach(most, reference))
+            reason = f": {place(most.site)} reaches {largest} in f32"
+        yield f"amp.autocast(fn, d.policy) has {' and '.join(whole)} in f32{reason}."
+
+
+def _reach(need: Need, reference: Sequence[Site]) -> float:
+    same = by_key(reference).get(need.site.key)
+    return 0.0 if same is None else same.amax
+
+
+def _listed(names: Collection[str]) -> str:
+    shown = ", ".join(list(names)[:_MOST_NAMES])
+    more = len(names) - _MOST_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _underflow(
+    sites: Sequence[Site], reference: Sequence[Site], scale: float, suggested: float
+) -> Iterator[str]:
+    """Yields which share of the backward values in f16 is lost, and what holds them."""
+    values = [
+        site for site, dtype in in_half(sites, reference, "backward") if dtype == "f16"
+    ]
+
+    def lost(scale: float) -> float:
+        total = sum(site.finite for site in values)
+        gone = (scaled(each, scale).underflow("f16") * each.finite for each in values)
+        return sum(gone) / total if total else 0.0
+
+    # A scale that is no power of two is as good as the one below it.
+    now = lost(2.0 ** (int(scale).bit_length() - 1) if scale >= 1 else 1.0)
+    without, held = lost(1.0), lost(suggested)
+    if now < _FEW:
+        return
+    told = f"{share(without)} of the backward values that run in f16 underflow to 0"
+    told += " without a loss scale"
+    if scale > 1.0:
+        told += f", {share(now)} with {power(scale)}"
+    if held < now / 2:
+        yield (
+            f"{told}, and {share(held) or 'none'} with {power(suggested)}: train with "
+            f"amp.dynamic_loss_scale({power(suggested)})."
+        )
+    else:
+        yield f"{told}, and no scale that fits holds many more: use mixed_bfloat16."
+
+
+def _lost(gradients: Mapping[str, Gradient]) -> Iterator[str]:
+    keys = [key or "of the argument" for key, each in gradients.items() if each.is_lost]
+    if keys:
+        yield (
+            f"The whole gradient {_listed(keys)} is 0, and it is not in f32: these "
+            "parameters do not learn."
+        )
+
+
+def _error(sites: Sequence[Site], reference: Sequence[Site]) -> Iterator[str]:
+    """Yields the operation that makes the largest error of finite values."""
+    found = [
+        site
+        for site in sites
+        if site.is_forward
+        and not site.nonfinite
+        and or_infinite(site.error) > _LARGE_ERROR
+        and or_infinite(site.amplification) > _AMPLIFIED
+    ]
+    if not found:
+        return
+    worst = max(found, key=lambda site: or_infinite(site.amplification))
+    same = by_key(reference).get(worst.key)
+    told = (
+        f"{place(worst)} makes a relative error of {number(worst.error)}, "
+        f"{number(worst.amplification)} times that of its operands"
+    )
+    if same is not None and worst.is_in_half and same.underflow(worst.dtype) > 0.1:
+        told += f": {share(same.underflow(worst.dtype))} of it underflows {worst.dtype}"
+    yield (
+        f"{told}. amp.tune(fn, policy, max_grad_error=...) finds the modules that need "
+        "f32."
+    )

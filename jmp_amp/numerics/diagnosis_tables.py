@@ -1,0 +1,191 @@
+"""Tables of a diagnosis: modules, the sites that make errors, gradients, sites."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax
+
+from jmp_amp.numerics import plain_data, wording
+from jmp_amp.numerics.sites import Gradient, Numbers, Site, or_infinite
+from jmp_amp.numerics.suggestions import in_half
+from jmp_amp.policies.dtypes import PyTree
+from jmp_amp.reports.report_tables import TOP_LEVEL
+from jmp_amp.reports.tables import Table
+
+_MOST_MODULES = 24
+_MOST_BLAMED = 8
+_MOST_GRADIENTS = 8
+
+
+def summary(
+    function: str,
+    given: str,
+    value: PyTree,
+    gradients: Mapping[str, Gradient],
+    first: Site | None,
+    loss_scale: float,
+) -> str:
+    """Returns what is finite and what is not, in one sentence.
+
+    Args:
+      function, given, value, gradients, loss_scale: as of a `Diagnosis`.
+      first: the first site that made a value which is not finite.
+    """
+    parts = [_value(value)]
+    bad = sum(bool(each.nonfinite) for each in gradients.values())
+    if bad:
+        parts.append(f"{bad} of {len(gradients)} gradients not finite")
+    elif gradients:
+        worst = max((each.error for each in gradients.values()), key=or_infinite)
+        parts.append(f"gradients finite, error up to {wording.number(worst)}")
+    if first is not None:
+        parts.append(f"first made by {wording.place(first)}, {wording.run(first)}")
+    if gradients:
+        parts.append(f"suggested loss scale {wording.power(loss_scale)}")
+    return f"{function} with {given}: {'; '.join(parts)}"
+
+
+def _value(value: PyTree) -> str:
+    leaves = jax.tree.leaves(plain_data.read(plain_data.written(value)))
+    if len(leaves) == 1 and isinstance(leaves[0], float):
+        return f"value {leaves[0]:.4g}"
+    return f"value {'finite' if plain_data.is_finite(value) else 'not finite'}"
+
+
+def of_modules(
+    modules: Mapping[str, Numbers], sites: Sequence[Site], reference: Sequence[Site]
+) -> Table:
+    """Returns one row for each module, in the order of the program.
+
+    Args:
+      modules: the numbers of each, by its path.
+      sites, reference: of the runs with and without the policy.
+    """
+    lost = [_lost_by_module(sites, reference, d) for d in ("forward", "backward")]
+    shown = _worst(modules)
+    numbers = ("amax", "amin", "zeros", "not finite", "lost", "lost bwd", "error")
+    rows = [
+        (
+            path or TOP_LEVEL,
+            wording.number(each.amax),
+            wording.number(each.amin),
+            wording.share(each.zeros / each.size if each.size else 0.0),
+            wording.count(each.nonfinite),
+            *(wording.share(shares.get(path, 0.0)) for shares in lost),
+            wording.number(each.error),
+        )
+        for path, each in modules.items()
+        if path in shown
+    ]
+    note = (
+        "lost: values that half precision turns into 0, forward and, without a loss "
+        "scale, backward.\nerror: of the worst operation."
+    )
+    if left_out := len(modules) - len(rows):
+        note += f"\n{left_out} more modules are finite and have smaller errors."
+    return Table("Modules", ("module", *numbers), rows, numbers, note)
+
+
+def _worst(modules: Mapping[str, Numbers]) -> set[str]:
+    """Returns the modules to show: all, or those with the most trouble."""
+
+    def trouble(path: str) -> tuple[bool, float]:
+        return modules[path].nonfinite > 0, or_infinite(modules[path].error)
+
+    return set(sorted(modules, key=trouble, reverse=True)[:_MOST_MODULES])
+
+
+def _lost_by_module(
+    sites: Sequence[Site], reference: Sequence[Site], direction: str
+) -> dict[str, float]:
+    """Returns the share of each module's values that run in half and underflow."""
+    lost: dict[str, float] = {}
+    values: dict[str, int] = {}
+    for site, dtype in in_half(sites, reference, direction):
+        module = site.module
+        lost[module] = lost.get(module, 0.0) + site.underflow(dtype) * site.finite
+        values[module] = values.get(module, 0) + site.finite
+    return {module: lost[module] / max(values[module], 1) for module in lost}
+
+
+def of_blame(blame: Iterable[Site]) -> Table:
+    """Returns one row for each of the worst sites that make the error larger."""
+    numbers = ("times larger", "error")
+    rows = [
+        (
+            wording.number(site.amplification),
+            wording.number(site.error),
+            site.operation,
+            site.dtype,
+            site.module or TOP_LEVEL,
+            wording.file_name(site.source),
+        )
+        for site in blame
+        if or_infinite(site.amplification) > 1 and site.error
+    ]
+    columns = (*numbers, "operation", "dtype", "module", "source")
+    note = "times larger: than the largest error of the operands."
+    title = "Where the error is made"
+    return Table(title, columns, rows[:_MOST_BLAMED], numbers, note)
+
+
+def of_gradients(gradients: Mapping[str, Gradient]) -> Table:
+    """Returns one row for each of the gradients with the most trouble."""
+
+    def trouble(item: tuple[str, Gradient]) -> tuple[bool, bool, float]:
+        _, each = item
+        return each.nonfinite > 0, each.is_lost, or_infinite(each.error)
+
+    worst = sorted(gradients.items(), key=trouble, reverse=True)
+    numbers = ("amax", "amin", "zeros", "not finite", "size", "error")
+    rows = [
+        (
+            key or "(the argument)",
+            wording.number(each.amax),
+            wording.number(each.amin),
+            wording.share(each.zeros / each.size if each.size else 0.0),
+            wording.count(each.nonfinite),
+            wording.count(each.size),
+            wording.number(each.error),
+        )
+        for key, each in worst[:_MOST_GRADIENTS]
+    ]
+    left_out = len(gradients) - len(rows)
+    note = f"{left_out} more gradients have smaller errors." if left_out else ""
+    return Table("Gradients, unscaled", ("parameter", *numbers), rows, numbers, note)
+
+
+def of_sites(sites: Iterable[Site], reference: Sequence[Site]) -> list[Table]:
+    """Returns one row for each site, one table for each module."""
+    sites = list(sites)
+    lost = {
+        site.key: site.underflow(dtype)
+        for direction in ("forward", "backward")
+        for site, dtype in in_half(sites, reference, direction)
+    }
+    numbers = ("amax", "amin", "zeros", "not finite", "lost", "error", "times larger")
+    columns = ("#", "source", "operation", "", "dtype", "shape", *numbers)
+    shown: dict[str, Table] = {}
+    for site in sites:
+        path = site.module or TOP_LEVEL
+        times = f" x{site.times}" if site.times > 1 else ""
+        turn = "" if site.turn is None else f" (turn {site.turn})"
+        shown.setdefault(path, Table(path, columns, [], numbers)).rows.append(
+            (
+                site.identity,
+                wording.file_name(site.source),
+                site.operation + times,
+                site.direction,
+                site.dtype,
+                site.shape,
+                wording.number(site.amax),
+                wording.number(site.amin),
+                wording.share(site.zeros / site.size if site.size else 0.0),
+                wording.count(site.nonfinite) + turn,
+                wording.share(lost.get(site.key, 0.0)),
+                wording.number(site.error),
+                wording.number(site.amplification),
+            )
+        )
+    return list(shown.values())

@@ -1,0 +1,330 @@
+"""Sites: what the numbers of an equation were, and what other formats make of them.
+
+A site is an equation of a program that ran, and statistics of its results. The powers
+of two of the values tell which share of them a format cannot hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_amp.policies.dtypes import BF16, F16, F32, is_half, parse_dtype
+
+# A name of `e4m3` that `parse_dtype` does not know.
+_FORMATS = ("f16", "bf16", "e4m3", "e5m2", "f32")
+_OTHER_NAMES = {"e4m3fn": "e4m3"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """An equation of a program that ran, and what its numbers were.
+
+    All figures are of its floating-point results, over all runs of it: the turns of a
+    loop, the shards of a device mesh.
+
+    Attributes:
+      module: the path of the module or jitted function around it; "" outside.
+      operation: the name of the primitive.
+      source: `file:line` of the user's code; None if there is none.
+      direction: "forward", or "backward" for what exists only for the derivative.
+      dtype: the short name of the dtype of the first floating result, "f16".
+      shape: of that result, "[8,16]".
+      size: the elements of the results, in all runs.
+      times: how often it ran.
+      amax: the largest finite magnitude; 0.0 if there is none.
+      amin: the smallest magnitude that is not zero; 0.0 if there is none.
+      zeros: how many values are zero.
+      nonfinite: how many values are infinite or NaN.
+      turn: the first run, from 0, that made a value which is not finite, if the
+        equation is in a loop; else None.
+      exponents: how many finite values that are not zero have each `floor(log2 |x|)`;
+        of large arrays a sample, scaled up.
+      error: of a forward site under a policy, the relative L2 distance to the same
+        equation without; else None.
+      amplification: `error` over the largest error of the operands, which is taken to
+        be at least the unit roundoff of the dtype; None without an error.
+      makes_nonfinite: in some run all floating operands were finite and a result was
+        not.
+      path: of the module, as the patterns of a `PolicyMap` see it; None outside of all
+        modules.
+      identity: the way to it through the bodies of the program; the runs with and
+        without a policy agree on it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> x = jnp.full(4, 300.0)
+      >>> site = amp.diagnose(lambda x: x @ x, "mixed_float16")(x).first_nonfinite
+      >>> site.operation, site.direction, site.dtype, site.nonfinite
+      ('dot_general', 'forward', 'f16', 1)
+    """
+
+    module: str
+    operation: str
+    source: str | None
+    direction: str
+    dtype: str
+    shape: str
+    size: int
+    times: int
+    amax: float
+    amin: float
+    zeros: int
+    nonfinite: int
+    turn: int | None
+    exponents: dict[int, int]
+    error: float | None
+    amplification: float | None
+    makes_nonfinite: bool
+    path: str | None
+    identity: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What the same equation has in common in runs with and without a policy."""
+        return self.identity, self.direction, self.operation
+
+    @property
+    def is_forward(self) -> bool:
+        return self.direction == "forward"
+
+    @property
+    def is_in_half(self) -> bool:
+        return is_half(parse_dtype(self.dtype))
+
+    @property
+    def finite(self) -> int:
+        """How many values are finite."""
+        return max(self.size - self.nonfinite, 0)
+
+    def overflow(self, format: DTypeLike) -> float:
+        """Returns the share of the finite values that `format` turns into infinity.
+
+        The values with the power of two of the format's largest value fit, unless
+        `amax` is too large: then none of them is taken to fit.
+
+        Args:
+          format: "f16", "bf16", "e4m3", "e5m2", "f32", or the dtype; "e4m3" is
+            `float8_e4m3fn`, which has no infinity: NaN counts.
+
+        Raises:
+          ValueError: if `format` is none of these.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jmp_amp as amp
+          >>> x = jnp.array([1.0, 100.0, 1e5, 0.0])
+          >>> site = amp.diagnose(lambda x: x + x, "float32")(x).sites[0]
+          >>> site.overflow("f16"), site.overflow("bf16"), site.overflow("e4m3")
+          (0.25, 0.0, 0.25)
+        """
+        held = _range(format, "overflow")
+        lost = held.cast(self.amax) == math.inf
+        return self._share((e for e in self.exponents if e > held.top - lost), lost)
+
+    def underflow(self, format: DTypeLike) -> float:
+        """Returns the share of the finite values that `format` turns into zero.
+
+        Zeros are among the values, and do not underflow. Arguments and errors are those
+        of `overflow`.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jmp_amp as amp
+          >>> x = jnp.array([1.0, 1e-3, 1e-9, 0.0])
+          >>> site = amp.diagnose(lambda x: x + x, "float32")(x).sites[0]
+          >>> site.underflow("f16"), site.underflow("bf16"), site.underflow("e4m3")
+          (0.25, 0.0, 0.25)
+        """
+        held = _range(format, "underflow")
+        border = self._lost_below(held)
+        lost = self.amin > 0 and held.cast(self.amin) == 0
+        return self._share((e for e in self.exponents if e < border), lost)
+
+    def subnormal(self, format: DTypeLike) -> float:
+        """Returns the share of the finite values that are subnormal in `format`.
+
+        They are below its smallest normal number and do not become zero: fewer digits
+        are left of them. Arguments and errors are those of `overflow`.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jmp_amp as amp
+          >>> x = jnp.array([1.0, 1e-3, 1e-6, 0.0])
+          >>> site = amp.diagnose(lambda x: x + x, "float32")(x).sites[0]
+          >>> site.subnormal("f16"), site.subnormal("bf16"), site.subnormal("e4m3")
+          (0.25, 0.0, 0.25)
+        """
+        held = _range(format, "subnormal")
+        border = self._lost_below(held)
+        return self._share(e for e in self.exponents if border <= e < held.normal)
+
+    def _lost_below(self, held: _Range) -> int:
+        """Returns the power of two below which values underflow.
+
+        Half of the smallest number is the power of two that is undecided: it becomes
+        zero, and all that is above it does not. Where it is the smallest value exactly,
+        as of powers of two, all with that exponent are taken to be it.
+        """
+        return held.bottom + (self.amin == 2.0**held.bottom)
+
+    def _share(self, exponents: Iterable[int], at_least_one: bool = False) -> float:
+        counted = sum(self.exponents.values())
+        nonzero = max(self.finite - self.zeros, 0)
+        if not (counted and nonzero):
+            return 0.0
+        # A sample adds up to more or less than there are, and may miss what amax saw.
+        found = sum(self.exponents[e] for e in exponents) * nonzero / counted
+        return min(max(found, float(at_least_one)) / self.finite, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """What the numbers of one parameter's gradient were, unscaled.
+
+    Attributes:
+      amax, amin, zeros, nonfinite, size: as of a `Site`.
+      error: the relative L2 distance to the gradient without a policy; 0.0 if both are
+        zero.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> loss = lambda w, x: jnp.sum(jnp.square(x @ w))
+      >>> d = amp.diagnose(loss, "mixed_bfloat16")(jnp.ones(2), jnp.eye(2))
+      >>> d.gradients[""].amax, d.gradients[""].error
+      (2.0, 0.0)
+    """
+
+    amax: float
+    amin: float
+    zeros: int
+    nonfinite: int
+    size: int
+    error: float
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether all of it is zero, and in f32 it is not."""
+        return 0 < self.size == self.zeros and self.error != 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """What the numbers of several sites were: those of a module.
+
+    Attributes:
+      amax, amin, zeros, nonfinite, size: as of a `Site`, over all of them.
+      error: the worst error of a forward site; None if none has one.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> x = jnp.array([1.0, 3.0])
+      >>> numbers = amp.diagnose(lambda x: x * x, "float32")(x).modules[""]
+      >>> numbers.amax, numbers.amin, numbers.size
+      (9.0, 1.0, 2)
+    """
+
+    amax: float
+    amin: float
+    zeros: int
+    nonfinite: int
+    size: int
+    error: float | None
+
+
+def added_up(sites: Sequence[Site]) -> Numbers:
+    """Returns the numbers of all of `sites`."""
+    errors = [site.error for site in sites if site.error is not None]
+    return Numbers(
+        amax=max((site.amax for site in sites), default=0.0),
+        amin=min((site.amin for site in sites if site.amin > 0), default=0.0),
+        zeros=sum(site.zeros for site in sites),
+        nonfinite=sum(site.nonfinite for site in sites),
+        size=sum(site.size for site in sites),
+        error=max(errors, key=or_infinite, default=None),
+    )
+
+
+def or_infinite(number: float | None) -> float:
+    """Returns a number to sort by: NaN is as bad as infinity, and None is nothing."""
+    if number is None:
+        return -math.inf
+    return math.inf if math.isnan(number) else number
+
+
+def scaled(site: Site, scale: float) -> Site:
+    """Returns a site with all values multiplied by a power of two."""
+    fraction, shift = math.frexp(scale)
+    assert fraction == 0.5
+    exponents = {e + shift - 1: count for e, count in site.exponents.items()}
+    return dataclasses.replace(
+        site,
+        exponents=exponents,
+        amax=site.amax * scale,
+        amin=site.amin * scale,
+    )
+
+
+class _Range(NamedTuple):
+    """What a format can hold.
+
+    Attributes:
+      dtype: the dtype.
+      top: the power of two of its largest number.
+      normal: that of its smallest normal number.
+      bottom: that of half its smallest number.
+    """
+
+    dtype: np.dtype
+    top: int
+    normal: int
+    bottom: int
+
+    def cast(self, magnitude: float) -> float:
+        """Returns what becomes of a finite magnitude; infinity if it is too large."""
+        with np.errstate(all="ignore"):
+            result = float(np.float64(magnitude).astype(self.dtype))
+        return result if math.isfinite(result) else math.inf
+
+
+def _range(format: DTypeLike, method: str) -> _Range:
+    dtype = _dtype(format)
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"Site.{method}({format!r}): no known format. Use one of "
+            f"{', '.join(_FORMATS)}, or the dtype."
+        )
+    return _range_of(dtype)
+
+
+_DTYPES = (F16, BF16, F32, jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
+
+
+def _dtype(format: DTypeLike) -> np.dtype | None:
+    if isinstance(format, str):
+        name = format.strip().lower()
+        return parse_dtype(_OTHER_NAMES.get(name, name))
+    try:
+        return None if format is None else jnp.dtype(format)
+    except TypeError:
+        return None
+
+
+@functools.cache
+def _range_of(dtype: np.dtype) -> _Range:
+    info = jnp.finfo(dtype)
+    powers = [
+        math.frexp(float(number))[1] - 1
+        for number in (info.max, info.smallest_normal, info.smallest_subnormal)
+    ]
+    return _Range(dtype, powers[0], powers[1], powers[2] - 1)

@@ -1,0 +1,163 @@
+"""What advice says of numbers that are known."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import pytest
+
+import jmp_amp as amp
+from jmp_amp.numerics.advice import advise
+from jmp_amp.numerics.suggestions import suggested_loss_scale, suggested_policy
+from tests.numerics.made import gradient, site
+
+INF, NAN = math.inf, math.nan
+F16 = amp.PolicyMap("mixed_float16")
+ATTN = {"module": "GPT/attn", "path": "attn", "source": "/home/me/gpt.py:41"}
+MADE = {"nonfinite": 1, "makes_nonfinite": True}
+
+
+def advice(sites, reference, *, gradients=(), scale=None, value=1.0, policy=None):
+    sites, reference = (
+        [dataclasses.replace(each, identity=str(i)) for i, each in enumerate(those)]
+        for those in (sites, reference)
+    )
+    chosen = policy or suggested_policy(sites, reference, F16)
+    best = suggested_loss_scale(sites, reference)
+    return advise(
+        sites, reference, dict(gradients), F16, chosen, scale, best, value=value
+    )
+
+
+def test_nothing_is_said_of_a_run_that_is_right():
+    sites = [
+        site([1.0, 0.0, -INF], dtype="f16", error=1e-3, amplification=3.0),
+        site([1.0, 0.5], direction="backward", dtype="f16"),
+    ]
+    reference = [site([1.0, 0.0, -INF]), site([1.0, 0.5], direction="backward")]
+    fine = {"['w']": gradient([1.0], 1e-3), "['unused']": gradient([0.0], 0.0)}
+    assert advice(sites, reference, gradients=fine, scale=128.0) == ()
+
+
+def test_an_overflow_names_the_place_the_range_and_the_remedy():
+    sites = [site([1.0, INF], dtype="f16", turn=3, operation="exp", **MADE, **ATTN)]
+    reference = [site([1.0, 2e5], operation="exp", **ATTN)]
+    first, second = advice(sites, reference, value=NAN)
+    for words in (
+        "exp in GPT/attn (gpt.py:41) made 1 of 2 values infinite or NaN",
+        "(forward, f16, turn 3)",
+        "in f32 it reaches 2e+05, and f16 ends at 65504",
+    ):
+        assert words in first
+    assert second == "amp.autocast(fn, d.policy) has the module attn in f32."
+
+
+def test_a_cast_of_the_plan_and_a_function_outside_of_modules():
+    cast = site([INF], dtype="f16", operation="convert_element_type", **MADE)
+    dot = site([NAN], dtype="f16", operation="dot_general")
+    other = site([1.0], operation="sin")
+    first, second = advice([cast, dot], [other, other], value=NAN)
+    assert "too large for the cast" in first
+    assert second == "amp.autocast(fn, d.policy) has every dot_general in f32."
+
+
+def test_a_function_that_is_not_finite_itself_is_told_so():
+    log = site([-INF, 1.0], operation="log", **MADE)
+    (told,) = advice([log], [log], value=INF)
+    assert "function itself" in told and "no policy helps" in told
+    assert "log (model.py:7) made 1 of 2 values" in told and "epsilon" in told
+    (masked,) = advice([log], [log])
+    assert "it is masked, or not read" in masked and "epsilon" not in masked
+    back = site([INF], operation="div", direction="backward", **MADE)
+    (told,) = advice([back], [back], gradients={"": gradient([NAN], NAN)})
+    assert "derivative itself" in told and "jnp.where(ok, x, 1.0)" in told
+
+
+def test_what_came_first_is_told_first():
+    own = site([INF], operation="log", **MADE)
+    half = site([INF], dtype="f16", operation="exp", **MADE, **ATTN)
+    large = site([1e6], operation="exp", **ATTN)
+    told = advice([own, half], [own, large], value=NAN)
+    assert ["itself" in each for each in told] == [True, False, False]
+    told = advice([half, own], [large, own], value=NAN)
+    assert ["itself" in each for each in told] == [False, True, False]
+
+
+def test_an_argument_that_is_not_finite_is_not_blamed_on_an_operation():
+    (told,) = advice([site([NAN], dtype="f16")], [site([NAN])], value=jnp.nan)
+    assert "an argument or a constant" in told
+
+
+def backward(values, dtype="f16", **fields):
+    return site(values, direction="backward", dtype=dtype, **fields)
+
+
+def test_a_loss_scale_that_is_too_large_is_told_and_the_one_to_use():
+    made = backward([INF], **MADE)
+    broken = {"['w']": gradient([INF], INF)}
+    (told,) = advice([made], [backward([3.0], "f32")], scale=2.0**16, gradients=broken)
+    assert "loss scale 2.0**16 is too large" in told and "Use 2048.0" in told
+    # Without a scale, or where f32 is too large for f16 too, it is not the scale.
+    first, *_ = advice([made], [backward([1e6], "f32")], gradients=broken)
+    assert "mixed_bfloat16" in first and "loss scale" not in first
+
+
+def test_underflow_is_told_without_and_with_the_scale():
+    values = [2.0**-30, 2.0**-26, 2.0**-20, 0.5]
+    sites, reference = [backward(values)], [backward(values, "f32")]
+    (told,) = advice(sites, reference)
+    # Scaled by 2^13, 0.5 is 4096: the eighth. 2^-26 and 2^-30 are 2^-13 and 2^-17.
+    assert "50% of the backward values that run in f16 underflow" in told
+    assert "none with 8192.0: train with amp.dynamic_loss_scale(8192.0)" in told
+    (told,) = advice(sites, reference, scale=4.0)
+    assert "50% of" in told and ", 25% with 4.0," in told
+    assert advice(sites, reference, scale=8192.0) == ()
+
+
+def test_a_range_that_no_scale_holds_asks_for_bfloat16():
+    values = [1e-12, 1e3]
+    (told,) = advice([backward(values)], [backward(values, "f32")])
+    assert "mixed_bfloat16" in told
+
+
+def test_values_that_do_not_run_in_f16_do_not_underflow():
+    tiny = [1e-20]
+    assert advice([backward(tiny, "bf16")], [backward(tiny, "f32")]) == ()
+    assert advice([backward(tiny, "f32")], [backward(tiny, "f32")]) == ()
+
+
+def test_parameters_that_do_not_learn_are_named():
+    dead = {f"['{i}']": gradient([0.0, 0.0], 1.0) for i in range(5)}
+    (told,) = advice([], [], gradients=dead)
+    assert "['0'], ['1'], ['2'] and 2 more is 0" in told
+
+
+@pytest.mark.parametrize(
+    ("error", "amplification", "said"),
+    [(0.5, 1000.0, True), (0.5, 1.5, False), (1e-3, 1000.0, False)],
+)
+def test_an_operation_that_makes_a_large_error_is_named(error, amplification, said):
+    sub = site(
+        [1.0],
+        dtype="f16",
+        operation="sub",
+        error=error,
+        amplification=amplification,
+        **ATTN,
+    )
+    told = advice([sub], [site([1.0], operation="sub", **ATTN)])
+    if not said:
+        assert told == ()
+        return
+    (told,) = told
+    assert "sub in GPT/attn (gpt.py:41) makes a relative error of 0.5" in told
+    assert "1000 times" in told and "amp.tune" in told and "underflow" not in told
+    (told,) = advice([sub], [site([1e-9], operation="sub", **ATTN)])
+    assert "100% of it underflows f16" in told
+
+
+def test_a_policy_that_fell_back_to_f32_says_why():
+    half = site([INF], dtype="f16", operation="exp", **MADE, **ATTN)
+    large = site([1e6], operation="exp", **ATTN)
+    told = advice([half], [large], value=NAN, policy=amp.PolicyMap("float32"))
+    assert "computes in f32 by default" in told[-1]
