@@ -26,7 +26,7 @@ from jmp_amp.plan.watch import Run, bodies_inside
 NEVER = np.uint32(0xFFFFFFFF)
 
 # Operations whose results have the magnitudes of their operand.
-_MOVES = frozenset(
+MOVES = frozenset(
     "reshape squeeze expand_dims transpose rev neg abs copy copy_p name "
     "optimization_barrier stop_gradient".split()
 )
@@ -313,7 +313,7 @@ def _source(atom: Atom, makers: Mapping[Var, Eqn]) -> _Source:
                 layout_of(aval_of(operand).dtype) != layout_of(aval_of(atom).dtype)
             ):
                 break
-        elif eqn.primitive.name not in _MOVES or jnp.issubdtype(
+        elif eqn.primitive.name not in MOVES or jnp.issubdtype(
             aval_of(operand).dtype, jnp.complexfloating
         ):
             break

@@ -6,7 +6,7 @@ in arithmetic and in comparisons; integers have no subnormals.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -54,7 +54,7 @@ class Layout(NamedTuple):
 
     @property
     def fields(self) -> int:
-        """How many values the bits above the mantissa may have, those of padding too."""
+        """How many values the bits above the mantissa may have, with padding."""
         return 1 << (self.dtype.itemsize * 8 - self.mantissa)
 
     @property
@@ -109,24 +109,22 @@ def counted(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
       arrays: of dtypes of the same `layout`.
       layout: that of their values.
     """
-    arrays = list(map(_real, arrays))
+    arrays = list(map(real_parts, arrays))
     result = Counted(
         jnp.zeros((len(arrays), layout.width), jnp.int32),
         jnp.zeros(len(arrays), layout.dtype),
         jnp.full(len(arrays), layout.padding, layout.dtype),
     )
-    kinds: dict[tuple[np.dtype, bool], dict[int, int]] = {}
+    kinds: dict[np.dtype, dict[int, int]] = {}
     for i, each in enumerate(arrays):
         if each.size:
-            kind = np.dtype(each.dtype), each.size <= _SMALL
-            kinds.setdefault(kind, {})[i] = each.size
-    most = max(_TOGETHER, sum(each.size for each in arrays) // 8)
-    for (_, is_small), sizes in kinds.items():
-        count = _count_together if is_small else _count_in_pieces
-        for group in _groups(sizes, most):
+            kinds.setdefault(np.dtype(each.dtype), {})[i] = each.size
+    total = sum(each.size for each in arrays)
+    for sizes in kinds.values():
+        for is_small, group in groups_of(sizes, total):
             # Computed once, for the program and for the copy.
             flat = jax.lax.optimization_barrier([arrays[i] for i in group])
-            found = count(flat, layout)
+            found = (_count_together if is_small else _count_in_pieces)(flat, layout)
             where = np.asarray(group, np.int32)
             result = Counted(
                 *(a.at[where].set(b) for a, b in zip(result, found, strict=True))
@@ -134,20 +132,59 @@ def counted(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
     return result
 
 
-def _groups(sizes: dict[int, int], most: int) -> list[list[int]]:
-    """Returns arrays in groups of about `most` elements, or of one larger array."""
-    groups: list[list[int]] = []
-    left = 0
-    for index, size in sizes.items():
-        if not groups or size > left:
-            groups.append([])
-            left = most
-        groups[-1].append(index)
-        left -= size
-    return groups
+def groups_of(sizes: dict[int, int], total: int) -> Iterator[tuple[bool, list[int]]]:
+    """Yields groups of arrays to copy next to each other, and whether they are small.
+
+    Args:
+      sizes: of the arrays, by their number.
+      total: how many elements the program has: copies are to be few, and to be small.
+    """
+    for is_small in (True, False):
+        group: list[int] = []
+        left = most = max(_TOGETHER, total // 8)
+        for index, size in sizes.items():
+            if (size <= _SMALL) != is_small:
+                continue
+            if group and size > left:
+                yield is_small, group
+                group, left = [], most
+            group.append(index)
+            left -= size
+        if group:
+            yield is_small, group
 
 
-def _real(array: jax.Array) -> jax.Array:
+def in_pieces(
+    lists: Sequence[Sequence[jax.Array]],
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """Returns arrays in pieces, the array of each piece, and how many values it has.
+
+    Args:
+      lists: lists of flat arrays of the same sizes; of one dtype in each list.
+
+    Returns:
+      For each list an array of all pieces; the last one of an array ends with zeros.
+      Reductions over the second dimension are vectorised.
+    """
+    rows, valid = [], []
+    for row, each in enumerate(lists[0]):
+        count = -(-each.size // _PIECE)
+        rows += [row] * count
+        valid += [*[_PIECE] * (count - 1), each.size - (count - 1) * _PIECE]
+    pieces = [
+        jnp.concatenate(
+            [
+                part
+                for each in arrays
+                for part in (each, jnp.zeros(-each.size % _PIECE, each.dtype))
+            ]
+        ).reshape(-1, _PIECE // _LANES, _LANES)
+        for arrays in lists
+    ]
+    return pieces, jnp.asarray(rows, jnp.int32), jnp.asarray(valid, jnp.int32)
+
+
+def real_parts(array: jax.Array) -> jax.Array:
     """Returns a flat array; of complex numbers the real and the imaginary parts."""
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         return jnp.concatenate([array.real.reshape(-1), array.imag.reshape(-1)])
@@ -256,16 +293,8 @@ def _count_together(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
 
 def _count_in_pieces(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
     """Counts large arrays piece by piece, so that nothing grows with their size."""
-    parts, rows, valid = [], [], []
-    for row, each in enumerate(arrays):
-        parts += [each, jnp.zeros(-each.size % _PIECE, each.dtype)]
-        count = -(-each.size // _PIECE)
-        rows += [row] * count
-        valid += [*[_PIECE] * (count - 1), each.size - (count - 1) * _PIECE]
-    # Reductions over the first dimension are vectorised.
-    shape = _PIECE // _LANES, _LANES
-    pieces = jnp.concatenate(parts).reshape(-1, *shape)
-    positions = jnp.arange(_PIECE, dtype=jnp.int32).reshape(shape)
+    (pieces,), rows, valid = in_pieces([arrays])
+    positions = jnp.arange(_PIECE, dtype=jnp.int32).reshape(pieces.shape[1:])
 
     def add(
         found: _Fields, piece: tuple[jax.Array, jax.Array, jax.Array]
@@ -287,6 +316,5 @@ def _count_in_pieces(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
         ), None
 
     start = _none(len(arrays), layout, _bits(pieces[:1], layout))
-    xs = pieces, jnp.asarray(rows, jnp.int32), jnp.asarray(valid, jnp.int32)
-    found, _ = jax.lax.scan(add, start, xs)
+    found, _ = jax.lax.scan(add, start, (pieces, rows, valid))
     return _in_bins(found, layout)

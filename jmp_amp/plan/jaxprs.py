@@ -329,17 +329,18 @@ def bind_shard_map(
     Args:
       eqn: the equation.
       run: a function of the shards of its operands.
-      operands: whole arrays.
+      operands: whole arrays, of one set of operands or of several.
       replicated: how many more results than `eqn` has `run` returns, at the end, each
         the same on all shards.
     """
     params = eqn.params
+    sets = len(operands) // len(eqn.invars) if operands else 1
     more = [jax.sharding.PartitionSpec()] * replicated
     mapped = jax.shard_map(
         lambda *shards: tuple(run(*shards)),
         mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=(*params["out_specs"], *more),
+        in_specs=tuple(params["in_specs"]) * sets,
+        out_specs=(*tuple(params["out_specs"]) * sets, *more),
         axis_names=set(params["newly_manual_axes"]),
         check_vma=params["check_vma"],
     )

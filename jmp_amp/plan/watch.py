@@ -58,9 +58,10 @@ def watched(
 
     The function takes the inputs of the program and returns its outputs, and one
     statistic for each body of a loop, a branch, a checkpoint or a sharded map, `(4, 0)`
-    for body 0 of equation 4, and `()` for the program itself. A call of a body that JAX does not expose, such as a `custom_vjp` or a
-    Pallas kernel, is an equation like others. The function is not meant to be
-    differentiated: watch the program of the gradient instead.
+    for body 0 of equation 4, and `()` for the program itself. A call of a body that JAX
+    does not expose, such as a `custom_vjp` or a Pallas kernel, is an equation like
+    others. The function is not meant to be differentiated: watch the program of the
+    gradient instead.
 
     Args:
       closed_jaxpr: the program.

@@ -296,20 +296,21 @@ class Replay(Walk[Value]):
             operands = read()
             if planned.bodies:
                 return self._call(eqn, planned, operands)
-            if jaxprs.is_conversion(eqn):
-                (source,), (target,) = planned.reads, planned.writes
-                if source is not None and target is not None:
-                    return [jax.lax.convert_element_type(operands[0], target)]
-            bound = self.marks.results(eqn, self._bound(eqn, planned, operands))
+            bound = self.marks.results(eqn, self.bound(eqn, planned, operands))
             with self.marks.cast():
                 return [
                     x if dtype is None else jax.lax.convert_element_type(x, dtype)
                     for x, dtype in zip(bound, planned.writes, strict=True)
                 ]
 
-    def _bound(
+    def bound(
         self, eqn: Eqn, planned: EquationPlan, operands: Sequence[Value]
     ) -> Sequence[Value]:
+        """Returns the results of an equation that calls nothing, as it makes them."""
+        if jaxprs.is_conversion(eqn):
+            (source,), (target,) = planned.reads, planned.writes
+            if source is not None and target is not None:
+                return [jax.lax.convert_element_type(operands[0], target)]
         rewrite, dtype = planned.rewrite, planned.dtype
         if rewrite is None:
             changed = {} if dtype is None else jaxprs.retyped(eqn, dtype)

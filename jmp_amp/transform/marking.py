@@ -24,7 +24,7 @@ class Marks:
     locates_borders = False
 
     def equation(self, planned: EquationPlan) -> _Scope:
-        """Returns the scope of an equation: its operands' casts, itself, its results'."""
+        """Returns the scope of an equation and of the casts around it."""
         return _NONE
 
     def border(self, planned: EquationPlan) -> _Scope:
