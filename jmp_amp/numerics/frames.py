@@ -34,6 +34,7 @@ class Entry:
       direction: "forward" or "backward".
       operation: the name of the primitive.
       eqn: the equation; the first one of several.
+      index: its place in the body.
       results: the floating results.
       operands: the floating operands, those that come from outside of it.
     """
@@ -44,6 +45,7 @@ class Entry:
     direction: str
     operation: str
     eqn: Eqn
+    index: int
     results: tuple[Var, ...]
     operands: tuple[Atom, ...]
 
@@ -141,7 +143,7 @@ class _Reader:
                 continue
             direction = self._direction(eqn, here, last, scope, own)
             if direction is not None and any(map(_is_read, eqn.outvars)):
-                found.append(_entry(eqn, here, last, direction, scope))
+                found.append(_entry(eqn, index, here, last, direction, scope))
         entries = [
             each if isinstance(each, Entry) else _rule(rules[each], *each, body)
             for each in found
@@ -225,7 +227,12 @@ def _fills(eqn: Eqn) -> bool:
 
 
 def _entry(
-    eqn: Eqn, here: _Place, last: Marked | None, direction: str, scope: str
+    eqn: Eqn,
+    index: int,
+    here: _Place,
+    last: Marked | None,
+    direction: str,
+    scope: str,
 ) -> Entry:
     return Entry(
         Identity(here.identity),
@@ -234,6 +241,7 @@ def _entry(
         direction,
         eqn.primitive.name,
         eqn,
+        index,
         tuple(v for v in eqn.outvars if _is_read(v)),
         tuple(v for v in eqn.invars if jaxprs.is_floating(v)),
     )
@@ -259,6 +267,7 @@ def _rule(eqns: Sequence[Eqn], identity: Path, direction: str, body: Body) -> En
         direction,
         "custom_vjp_call",
         eqns[0],
+        next(i for i, eqn in enumerate(body.jaxpr.eqns) if eqn is eqns[0]),
         tuple(v for v in results if jaxprs.is_floating(v)),
         tuple(v for v in operands if isinstance(v, Literal) or v not in made),
     )

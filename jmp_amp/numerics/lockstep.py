@@ -51,6 +51,13 @@ class Errors(NamedTuple):
     of: dict[Key, float]
     operands: dict[Key, tuple[Key, ...]]
 
+    def at(self, key: Key) -> float | None:
+        """Returns the error of a site; that of its operands, if it only moves them."""
+        known = self.of.get(key)
+        if known is None and key in self.operands:
+            return self.of_operands(key)
+        return known
+
     def of_operands(self, key: Key) -> float:
         """Returns the largest error among the operands of a site."""
         largest, seen = 0.0, {key}
@@ -192,7 +199,9 @@ class _Lockstep(Walk[_Pair]):
             results = []
             for var, low, other in zip(eqn.outvars, bound, full, strict=True):
                 pair = _Pair(low, other, made)
-                if jaxprs.is_floating(var) and eqn.primitive.name not in MOVES:
+                if eqn.primitive.name in MOVES:
+                    self.operands[identity, None] = made
+                elif jaxprs.is_floating(var):
                     pair = self._compare((identity, None), pair, operands)
                 results.append(pair)
             return self._written(planned, results)

@@ -143,7 +143,7 @@ def _modules_of(
     for makers, size, _ in residuals:
         path = ""
         for eqn in makers:
-            path = _joined(path, *_scope(eqn))
+            path = _joined(path, *module_scopes(eqn))
             # A body that the plan staged anew does not know whose function it was.
             name = jaxprs.jitted_name(eqn) or ""
             path = _joined(path, name if name in known else "")
@@ -245,7 +245,7 @@ class _Reader(Walk[_Slot]):
                 casts.append(self._cast(_Slot(var, made), kept, "result"))
         here = dataclasses.replace(
             self.place,
-            module=_joined(self.place.module, *_scope(eqn)),
+            module=_joined(self.place.module, *module_scopes(eqn)),
             identity=(*self.place.identity, planned.index),
         )
         rows: list[Equation] = []
@@ -375,7 +375,8 @@ def _called(eqn: Eqn) -> str:
     return ""
 
 
-def _scope(eqn: Eqn) -> list[str]:
+def module_scopes(eqn: Eqn) -> list[str]:
+    """Returns the names of the modules that the name stack of `eqn` tells."""
     text = regions.without_policies(jaxprs.scope_text(eqn))
     # `jnp.einsum` opens a scope of the name of its subscripts.
     return [

@@ -1,0 +1,198 @@
+"""Sites from what was measured: counts as numbers, equations as modules and lines."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jmp_amp.numerics.frames import FORWARD, Entry, Path
+from jmp_amp.numerics.lockstep import Errors
+from jmp_amp.numerics.measuring import NEVER, Count, Measured
+from jmp_amp.numerics.programs import Program
+from jmp_amp.numerics.sites import Site
+from jmp_amp.numerics.statistics import Layout
+from jmp_amp.plan import jaxprs
+from jmp_amp.plan.jaxprs import Body, ClosedJaxpr, aval_of
+from jmp_amp.plan.plan import Identity
+from jmp_amp.policies.dtypes import short_name
+from jmp_amp.reports.reading import module_scopes
+from jmp_amp.reports.rows import Equation
+from jmp_amp.transform.scopes import module_of
+
+
+class Places:
+    """Where the equations of a program are: their modules and source lines.
+
+    Args:
+      rows: what `read_plan` tells of them.
+      program: the function as it was traced, with notes of its modules.
+    """
+
+    def __init__(self, rows: Sequence[Equation], program: ClosedJaxpr):
+        self.rows = {row.identity: row for row in rows}
+        self.paths: dict[str, str | None] = {}
+        self._note(jaxprs.body_of(program), (), None)
+
+    def _note(self, body: Body, path: Path, around: str | None) -> None:
+        for index, eqn in enumerate(body.jaxpr.eqns):
+            found = module_of(jaxprs.scope_text(eqn))
+            found = around if found is None else found
+            self.paths[str(Identity((*path, index)))] = found
+            for number, each in enumerate(jaxprs.inner_bodies(eqn)):
+                self._note(each.body, (*path, index, number), found)
+
+    def row_of(self, identity: Path) -> Equation | None:
+        """Returns the row of an equation, or of the one that it is in."""
+        for end in range(len(identity), 0, -1):
+            if (row := self.rows.get(str(Identity(identity[:end])))) is not None:
+                return row
+        return None
+
+    def module_of(self, entry: Entry) -> str:
+        row = self.row_of(entry.identity)
+        if row is not None:
+            return row.module
+        return "/".join(module_scopes(entry.eqn))
+
+    def path_of(self, entry: Entry) -> str | None:
+        for end in range(len(entry.identity), 0, -1):
+            text = str(Identity(entry.identity[:end]))
+            if text in self.paths:
+                return self.paths[text]
+        return None
+
+    def source_of(self, entry: Entry) -> str | None:
+        row = self.row_of(entry.identity) if entry.is_marked else None
+        return jaxprs.source_line(entry.eqn) if row is None else row.source
+
+
+def sites_of(
+    program: Program, places: Places, errors: Errors | None, roundoff: float
+) -> tuple[Site, ...]:
+    """Returns the sites of a program: forward, then backward, in its order.
+
+    Args:
+      program: it was run.
+      places: of its equations.
+      errors: of the forward sites; None if they are not known.
+      roundoff: errors of operands count as no smaller than this.
+    """
+    found: list[tuple[tuple[bool, Path], Site]] = []
+    for path, table in program.measure.tables.items():
+        measured = program.statistics[path]
+        if measured is None or not _number(measured.runs):
+            continue
+        made = dict(zip(table.makers, measured.made.tolist(), strict=True))
+        for number, (where, entry) in enumerate(table.entries):
+            rows = []
+            for source in table.sources[number]:
+                group, row = table.row[where, id(source.atom)]
+                layout = table.groups[group][0]
+                rows.append(_Row(measured, group, row, layout, source.times))
+            first_made = made.get(number, int(NEVER))
+            site = _site(
+                entry,
+                places,
+                rows,
+                _number(measured.runs),
+                first_made,
+                _in_loop(program, where),
+                _error_of(entry, errors, roundoff),
+            )
+            order = entry.direction != FORWARD, (*where, entry.index)
+            found.append((order, site))
+    return tuple(site for _, site in sorted(found, key=lambda each: each[0]))
+
+
+class _Row:
+    """The figures of one value."""
+
+    def __init__(
+        self, measured: Measured, group: int, row: int, layout: Layout, times: int
+    ):
+        rows = measured.rows[group]
+        bins = Count(rows.bins.low[row], rows.bins.high[row])
+        counts = (np.asarray(bins.low, np.int64)) + (
+            np.asarray(bins.high, np.int64) << 32
+        )
+        self.counts = counts * times
+        self.layout = layout
+        kind = np.dtype(f"f{layout.dtype.itemsize}")
+        self.amax = float(np.asarray(rows.amax[row]).view(kind))
+        amin = np.asarray(rows.amin[row])
+        self.amin = 0.0 if amin == layout.padding else float(amin.view(kind))
+        self.bad = int(rows.bad[row])
+
+    @property
+    def exponents(self) -> dict[int, int]:
+        counts = self.counts[: self.layout.bins]
+        return {
+            int(i) + self.layout.lowest: int(counts[i]) for i in np.flatnonzero(counts)
+        }
+
+
+def _site(
+    entry: Entry,
+    places: Places,
+    rows: Sequence[_Row],
+    runs: int,
+    made: int,
+    in_loop: bool,
+    error: tuple[float, float] | None,
+) -> Site:
+    exponents: Counter[int] = Counter()
+    for row in rows:
+        exponents.update(row.exponents)
+    bad = made if made != NEVER else min(row.bad for row in rows)
+    first = aval_of(entry.results[0])
+    size = sum(math.prod(aval_of(v).shape) for v in entry.results)
+    return Site(
+        module=places.module_of(entry),
+        operation=entry.operation,
+        source=places.source_of(entry),
+        direction=entry.direction,
+        dtype=short_name(first.dtype),
+        shape=f"[{','.join(map(str, first.shape))}]",
+        size=size * runs,
+        times=runs,
+        amax=max(row.amax for row in rows),
+        amin=min((row.amin for row in rows if row.amin), default=0.0),
+        zeros=sum(int(row.counts[row.layout.zeros]) for row in rows),
+        nonfinite=sum(int(row.counts[row.layout.nonfinite]) for row in rows),
+        turn=bad if in_loop and bad != NEVER else None,
+        exponents=dict(sorted(exponents.items())),
+        error=None if error is None else error[0],
+        amplification=None if error is None else error[1],
+        makes_nonfinite=made != NEVER,
+        path=places.path_of(entry),
+        identity=str(entry.identity),
+    )
+
+
+def _error_of(
+    entry: Entry, errors: Errors | None, roundoff: float
+) -> tuple[float, float] | None:
+    """Returns the error of a forward site, and its amplification."""
+    key = tuple(entry.identity), entry.cast
+    error = None if errors is None else errors.at(key)
+    if errors is None or error is None or entry.direction != FORWARD:
+        return None
+    before = max(errors.of_operands(key), roundoff)
+    amplified = 1.0 if math.isinf(before) else error / before
+    return error, amplified
+
+
+def _in_loop(program: Program, path: Path) -> bool:
+    """Whether a body runs in the turns of a loop."""
+    frames = program.frames
+    return any(
+        jaxprs.is_loop(frames[path[:end]].body.jaxpr.eqns[path[end]])
+        for end in range(0, len(path), 2)
+    )
+
+
+def _number(count: Count) -> int:
+    return int(count.low) + (int(count.high) << 32)
