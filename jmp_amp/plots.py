@@ -77,7 +77,8 @@ def diagnose(diagnosis: Diagnosis) -> Figure:
     values have the power of two. Above are the ranges of formats, lighter where they
     hold subnormal numbers; dotted lines bound f16, and a dashed one below it is where
     the suggested loss scale moves its lower bound. Modules that made a value which is
-    not finite under the policy are red. `figure.savefig("numbers.png")` writes it.
+    not finite under the policy are red; of more than thirty modules these and the first
+    are shown. `figure.savefig("numbers.png")` writes it.
 
     Raises:
       ImportError: without matplotlib.
@@ -90,8 +91,10 @@ def diagnose(diagnosis: Diagnosis) -> Figure:
       ['forward', 'backward']
     """
     sites = diagnosis.reference or diagnosis.sites
-    paths = list(dict.fromkeys(site.module for site in sites))[:_MOST_MODULES]
     failed = {site.module for site in diagnosis.sites if site.makes_nonfinite}
+    order = list(dict.fromkeys(site.module for site in sites))
+    shown = sorted(order, key=lambda path: path not in failed)[:_MOST_MODULES]
+    paths = [path for path in order if path in shown]
     limits = span(sites, diagnosis.loss_scale)
     figure = _figure("diagnose", (11, 2.6 + 0.28 * len(paths)))
     grid = figure.subplots(

@@ -140,5 +140,12 @@ def test_ranges_of_formats_and_failing_modules_are_marked():
     assert labels["down"] == "black" != labels["up"]
 
 
+def test_of_many_modules_those_that_fail_are_shown():
+    sites = [site(module=f"m{i}", makes_nonfinite=i == 70) for i in range(80)]
+    _, _, forward, _ = amp.plots.diagnose(diagnosis(sites, sites)).axes
+    labels = [label.get_text() for label in forward.get_yticklabels()]
+    assert labels == [*(f"m{i}" for i in range(29)), "m70"]
+
+
 def test_a_diagnosis_of_nothing_is_a_figure_too():
     amp.plots.diagnose(diagnosis()).savefig(io.BytesIO(), format="png")

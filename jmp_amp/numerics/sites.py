@@ -61,10 +61,10 @@ class Site:
     Example:
       >>> import jax.numpy as jnp
       >>> import jmp_amp as amp
-      >>> x = jnp.full(4, 300.0)
-      >>> site = amp.diagnose(lambda x: x @ x, "mixed_float16")(x).first_nonfinite
+      >>> x = jnp.full((2, 4), 300.0)
+      >>> site = amp.diagnose(lambda x: x @ x.T, "mixed_float16")(x).first_nonfinite
       >>> site.operation, site.direction, site.dtype, site.nonfinite
-      ('dot_general', 'forward', 'f16', 1)
+      ('dot_general', 'forward', 'f16', 4)
     """
 
     module: str

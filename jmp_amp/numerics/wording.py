@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 from jmp_amp.numerics.sites import Site
@@ -49,4 +50,6 @@ def count(value: int) -> str:
 
 def power(scale: float) -> str:
     """Returns a loss scale as it may be written in a program."""
-    return f"{scale:.1f}" if scale < 2**16 else f"2.0**{int(scale).bit_length() - 1}"
+    fraction, exponent = math.frexp(scale)
+    is_large = fraction == 0.5 and exponent > 16
+    return f"2.0**{exponent - 1}" if is_large else f"{scale:.1f}"
