@@ -45,6 +45,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jmp_amp import jmp as jmp
     from jmp_amp import plots as plots
+    from jmp_amp.numerics.diagnosing import diagnose as diagnose
+    from jmp_amp.numerics.diagnosis import Diagnosis as Diagnosis
     from jmp_amp.policies.casting import cast_floating as cast_floating
     from jmp_amp.policies.casting import cast_to_full as cast_to_full
     from jmp_amp.policies.casting import cast_to_half as cast_to_half
@@ -91,6 +93,8 @@ if TYPE_CHECKING:
 # The names that each room has; those without a room are rooms themselves.
 _NAMES = {
     "": "jmp plots",
+    "numerics.diagnosing": "diagnose",
+    "numerics.diagnosis": "Diagnosis",
     "policies.casting": "cast_floating cast_to_full cast_to_half",
     "policies.dtypes": "half_dtype",
     "policies.patterns": "ModuleInfo",

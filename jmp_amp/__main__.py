@@ -17,6 +17,7 @@ from typing import Any, cast
 import jax
 
 from jmp_amp.doctor import examine
+from jmp_amp.numerics.diagnosing import diagnose
 from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.reports.report import explain
@@ -163,7 +164,6 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _diagnose(options: argparse.Namespace) -> int:
-    from jmp_amp.numerics.diagnosing import diagnose
 
     policy = _policy(options.policy, "diagnose(fn, {})")
     function, example = _functions(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -146,7 +146,8 @@ def _site(
     exponents: Counter[int] = Counter()
     for row in rows:
         exponents.update(row.exponents)
-    bad = made if made != NEVER else min(row.bad for row in rows)
+    never = int(NEVER)
+    bad = made if made != never else min(row.bad for row in rows)
     first = aval_of(entry.results[0])
     size = sum(math.prod(aval_of(v).shape) for v in entry.results)
     return Site(
@@ -162,11 +163,11 @@ def _site(
         amin=min((row.amin for row in rows if row.amin), default=0.0),
         zeros=sum(int(row.counts[row.layout.zeros]) for row in rows),
         nonfinite=sum(int(row.counts[row.layout.nonfinite]) for row in rows),
-        turn=bad if in_loop and bad != NEVER else None,
+        turn=bad if in_loop and bad != never else None,
         exponents=dict(sorted(exponents.items())),
         error=None if error is None else error[0],
         amplification=None if error is None else error[1],
-        makes_nonfinite=made != NEVER,
+        makes_nonfinite=made != never,
         path=places.path_of(entry),
         identity=str(entry.identity),
     )

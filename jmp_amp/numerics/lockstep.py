@@ -20,6 +20,7 @@ import numpy as np
 from jmp_amp.numerics import distances
 from jmp_amp.numerics.distances import Distance
 from jmp_amp.numerics.measuring import MOVES
+from jmp_amp.numerics.programs import options_of
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Eqn, Literal, Value, Var
 from jmp_amp.plan.plan import EquationPlan, Plan
@@ -72,16 +73,13 @@ class Errors(NamedTuple):
         return largest
 
 
-def errors(
-    plan: Plan, arrays: Sequence[Value], traced: Sequence[Value], options: dict
-) -> Errors:
+def errors(plan: Plan, arrays: Sequence[Value], traced: Sequence[Value]) -> Errors:
     """Runs a plan and its function side by side; compiles one program.
 
     Args:
       plan: the plan.
       arrays: its inputs.
       traced: the same in the dtypes that the function was traced with.
-      options: of the compiler.
     """
     walk = _Lockstep()
 
@@ -89,7 +87,8 @@ def errors(
         pairs = [_Pair(a, b) for a, b in zip(arrays, traced, strict=True)]
         return walk.frame(lambda: walk.body(plan, pairs), ())[1]
 
-    compiled = jax.jit(run).lower(arrays, traced).compile(compiler_options=options)
+    lowered = jax.jit(run).lower(arrays, traced)
+    compiled = lowered.compile(compiler_options=options_of(walk.size))
     found: dict[Key, float] = {}
     for keys, each in zip(walk.keys, compiled(arrays, traced), strict=True):
         for key, error in zip(keys, distances.relative(each).tolist(), strict=True):
@@ -105,6 +104,7 @@ class _Lockstep(Walk[_Pair]):
       keys: the sites of each list of distances of the frame that was left last.
       operands: as in `Errors`.
       mesh: the `shard_map` equation around, if there is one.
+      size: how many values are compared in one run of each body.
     """
 
     def __init__(self) -> None:
@@ -112,6 +112,7 @@ class _Lockstep(Walk[_Pair]):
         self.keys: list[tuple[Key, ...]] = []
         self.operands: dict[Key, tuple[Key, ...]] = {}
         self.mesh: Eqn | None = None
+        self.size = 0
         self.replay = Replay(recomputes=False)
         self._here: tuple[tuple[int, ...], str, int] = ((), "out", 0)
         # Of the frame: pairs to compare, and what inner frames have compared.
@@ -141,7 +142,10 @@ class _Lockstep(Walk[_Pair]):
         made = tuple(dict.fromkeys(k for each in operands for k in each.made))
         known = self.operands.get(key, ())
         self.operands[key] = tuple(dict.fromkeys((*known, *made)))
-        self._pairs.append((key, pair))
+        # A literal is no array.
+        low, full = jnp.asarray(pair.low), jnp.asarray(pair.full)
+        self._pairs.append((key, _Pair(low, full)))
+        self.size += full.size
         return dataclasses.replace(pair, made=(key,))
 
     def constant(self, value: Value, var: Var) -> _Pair:
@@ -191,6 +195,9 @@ class _Lockstep(Walk[_Pair]):
     ) -> list[_Pair]:
         with jaxprs.source_of(eqn), self._at(planned, "own") as identity:
             operands = read()
+            if eqn.effects and not jaxprs.is_read(eqn):
+                # It was seen when the policy and the reference ran.
+                return [_Pair(None, None)] * len(eqn.outvars)
             if planned.bodies:
                 return self._call(eqn, planned, operands, identity)
             bound = self.replay.bound(eqn, planned, [x.low for x in operands])

@@ -105,6 +105,22 @@ class LossCall:
         return both
 
 
+def check_measured(name: str, fn: object, argnums: object) -> None:
+    """Raises a TypeError if `fn` is no function or `argnums` no positions.
+
+    Args:
+      name: of the function that the user called, for errors.
+      fn, argnums: its arguments.
+    """
+    if not callable(fn):
+        advice = f" Write {name}(fn, {fn!r})(*args)." if isinstance(fn, str) else ""
+        raise TypeError(
+            f"{name}({fn!r}): the first argument is the function to measure, found "
+            f"{type(fn).__name__}.{advice}"
+        )
+    _position_of_each(argnums, f"{name}(fn, argnums={argnums!r})")
+
+
 @contextlib.contextmanager
 def loss_call(
     fn: AnyFn,
@@ -131,7 +147,7 @@ def loss_call(
       ValueError: if `argnums` name no argument.
     """
     several = isinstance(argnums, Sequence)
-    wanted = [_position(each, len(args), call) for each in _listed(argnums)]
+    wanted = _positions(argnums, len(args), call)
     args = tuple(
         jax.tree.map(_as_array, arg, is_leaf=is_node) if i in dict(wanted) else arg
         for i, arg in enumerate(args)
@@ -189,26 +205,39 @@ def _loss_of(planned: PlannedCall, has_aux: bool, call: str) -> int | None:
     return returned.position if is_loss else None
 
 
-def _listed(argnums: Any) -> Sequence[Any]:
-    return argnums if isinstance(argnums, Sequence) else (argnums,)
+def _position_of_each(
+    argnums: Any, call: str
+) -> list[tuple[int, nnx.filterlib.Filter]]:
+    """Returns which arguments are meant, and which variables of nnx modules in them."""
+    found = []
+    for each in argnums if isinstance(argnums, Sequence) else (argnums,):
+        is_state = isinstance(each, nnx.DiffState)
+        number = each.argnum if is_state else each
+        if isinstance(number, bool) or not isinstance(number, int | np.integer):
+            raise TypeError(
+                f"{call}: not the position of an argument. Use an int, or several in "
+                "a tuple; an argument that is given by name has no position."
+            )
+        found.append((int(number), each.filter if is_state else nnx.Param))
+    if not found:
+        raise TypeError(f"{call}: no argument is named. Use an int, such as 0.")
+    return found
 
 
-def _position(argnum: Any, count: int, call: str) -> tuple[int, nnx.filterlib.Filter]:
-    """Returns which argument is meant, and which variables of nnx modules in it."""
-    is_state = isinstance(argnum, nnx.DiffState)
-    number = argnum.argnum if is_state else argnum
-    if isinstance(number, bool) or not isinstance(number, int | np.integer):
-        raise TypeError(
-            f"{call}: argnums={argnum!r} is not the position of an argument. Use an "
-            "int, or several in a tuple."
-        )
-    position = int(number) + count if number < 0 else int(number)
-    if not 0 <= position < count:
-        raise ValueError(
-            f"{call}: argnums={argnum!r}, but the function was called with {count} "
-            "positional arguments. Give the parameters by position."
-        )
-    return position, argnum.filter if is_state else nnx.Param
+def _positions(
+    argnums: Any, count: int, call: str
+) -> list[tuple[int, nnx.filterlib.Filter]]:
+    """Returns the same, counted from the front, of a call with `count` arguments."""
+    found = []
+    for number, where in _position_of_each(argnums, call):
+        position = number + count if number < 0 else number
+        if not 0 <= position < count:
+            raise ValueError(
+                f"{call}: argnums={argnums!r}, but the function was called with "
+                f"{count} positional arguments. Give the parameters by position."
+            )
+        found.append((position, where))
+    return found
 
 
 def _as_array(leaf: PyTree) -> PyTree:

@@ -27,7 +27,7 @@ NEVER = np.uint32(0xFFFFFFFF)
 
 # Operations whose results have the magnitudes of their operand.
 MOVES = frozenset(
-    "reshape squeeze expand_dims transpose rev neg abs copy copy_p name "
+    "reshape squeeze expand_dims transpose rev neg abs copy copy_p "
     "optimization_barrier stop_gradient".split()
 )
 
@@ -142,6 +142,14 @@ class Measure:
                 seen.update(inside)
                 here = {p: frames[p] for p in inside if p in frames}
                 self.tables[path] = _table(here)
+
+    @property
+    def size(self) -> int:
+        """How many values are measured in one run of each body."""
+        groups = [group for table in self.tables.values() for group in table.groups]
+        return sum(
+            math.prod(aval_of(atom).shape) for _, atoms in groups for _, atom in atoms
+        )
 
     def nothing(self, path: Path) -> Measured | None:
         table = self.tables.get(path)

@@ -18,7 +18,17 @@ from jmp_amp.plan.watch import watched
 from jmp_amp.transform.interpreter import run
 
 # Roundings that the program asks for are kept: XLA may drop a cast and its inverse.
-OPTIONS = {"xla_allow_excess_precision": False}
+_OPTIONS: dict[str, bool | int] = {"xla_allow_excess_precision": False}
+# A program that runs once is compiled as fast as XLA can, if it is not large: it runs
+# four times as long then.
+_FAST = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}
+_LARGE = 1 << 27
+
+
+def options_of(values: int) -> dict[str, bool | int]:
+    """Returns the options to compile a program with that measures so many values."""
+    is_fast = jax.default_backend() == "cpu" and values < _LARGE
+    return {**_OPTIONS, **_FAST} if is_fast else _OPTIONS
 
 
 class Program(NamedTuple):
@@ -67,7 +77,8 @@ def measured(
     frames = frames_of(traced, marks, call.loss is not None)
     measure = Measure(frames)
     lowered = jax.jit(watched(traced, measure)).lower(*arrays)
-    returned, statistics = lowered.compile(compiler_options=OPTIONS)(*arrays)
+    options = options_of(measure.size)
+    returned, statistics = lowered.compile(compiler_options=options)(*arrays)
     count = len(returned) - (len(call.moving) if call.loss is not None else 0)
     outputs, gradients = list(returned[:count]), tuple(returned[count:])
     return Program(frames, measure, statistics, outputs, gradients)

@@ -96,6 +96,21 @@ def runs(eqn: Eqn) -> bool:
     )
 
 
+def is_read(eqn: Eqn) -> bool:
+    """Whether somebody reads a result of `eqn`."""
+    return any(not isinstance(v, core.DropVar) for v in eqn.outvars)
+
+
+def returns_from_effects(body: Body) -> bool:
+    """Whether a callback with an effect returns a value, in a body or inside of it."""
+    return any(
+        any(returns_from_effects(each.body) for each in inner)
+        if (inner := inner_bodies(eqn))
+        else bool(eqn.effects) and is_read(eqn)
+        for eqn in body.jaxpr.eqns
+    )
+
+
 def variables(atoms: Sequence[Atom]) -> list[Var]:
     """Returns the operands that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]

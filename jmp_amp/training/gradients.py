@@ -128,7 +128,7 @@ def _differentiated(
     def differentiated(
         *args: PyTree, loss_scale: PyTree = None, **kwargs: PyTree
     ) -> PyTree:
-        scaler = _scaler(loss_scale, call)
+        scaler = find_scaler(loss_scale, call)
 
         def scaled(*args: PyTree, **kwargs: PyTree) -> PyTree:
             loss, aux = _checked(fn(*args, **kwargs), call, has_aux, holomorphic)
@@ -189,7 +189,8 @@ def _signature_with_loss_scale(fn: AnyFn, call: str) -> inspect.Signature | None
     return signature.replace(parameters=parameters)
 
 
-def _scaler(loss_scale: PyTree, call: str) -> LossScale | None:
+def find_scaler(loss_scale: PyTree, call: str) -> LossScale | None:
+    """Returns the scale in what a user gives as `loss_scale=`; None for none."""
     if loss_scale is None:
         return None
     if isinstance(loss_scale, numbers.Number | str | np.ndarray | jax.Array):

@@ -1,0 +1,233 @@
+"""`diagnose`: what the numbers of a function do, with a policy and without."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_amp.numerics import distances, programs
+from jmp_amp.numerics.advice import advise
+from jmp_amp.numerics.decoding import Places, sites_of
+from jmp_amp.numerics.diagnosis import Diagnosis
+from jmp_amp.numerics.lockstep import Errors, errors
+from jmp_amp.numerics.losses import LossCall, check_measured, loss_call
+from jmp_amp.numerics.marks import PlanMarks
+from jmp_amp.numerics.sites import Gradient
+from jmp_amp.numerics.statistics import counted, layout_of
+from jmp_amp.numerics.suggestions import suggested_loss_scale, suggested_policy
+from jmp_amp.plan import jaxprs
+from jmp_amp.plan.jaxprs import Value
+from jmp_amp.plan.plan import plan_as_traced
+from jmp_amp.policies.dtypes import AnyFn, PyTree
+from jmp_amp.policies.flags import checked_flag
+from jmp_amp.policies.policy import Policy, get_policy
+from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
+from jmp_amp.reports.reading import read_plan
+from jmp_amp.training.finite import all_finite
+from jmp_amp.training.gradients import Argnums, find_scaler
+from jmp_amp.transform.interpreter import run
+
+
+def diagnose(
+    fn: AnyFn,
+    policy: Policy | PolicyMap | str = "mixed_float16",
+    *,
+    argnums: Argnums = 0,
+    loss_scale: PyTree = None,
+    has_aux: bool = False,
+) -> Callable[..., Diagnosis]:
+    """Returns a function that runs `fn` and reports what its numbers do.
+
+    It takes the arguments of `fn`. It runs `fn` as it is, the *reference*, and under
+    the policy; the gradient too, if `fn` returns one real scalar. A step that was
+    skipped changed nothing, so its parameters and its batch tell afterwards where it
+    overflowed: `diagnose(loss_fn, policy)(params, batch)`.
+
+    Every equation that runs is a site, with the range of its values, their exponents,
+    zeros and values that are not finite, by direction. Counts are exact. In loops,
+    branches, sharded maps and under `vmap` they are merged. Statistics of fixed size
+    leave the device, not activations; nothing is written to nnx objects. A third
+    program runs both side by side, forward only, and tells how far apart each value is.
+
+    All programs are compiled without excess precision, so that every cast rounds.
+    `debug.print` and other callbacks run at most once in each of the two runs. If a
+    callback with an effect returns something, no error is known.
+
+    `Diagnosis.loss_scale` is 1.0 if nothing backward runs in f16; 2**24 if all that
+    does is zero; else the largest power of two s in [1, 2**24] with
+    `amax * s <= 65504 / 8` for every backward site of the reference that runs in f16
+    under the policy, and 1.0 if none fits. `Diagnosis.policy` has an f32 entry for each
+    module in which a forward site in half has values that overflow its format in the
+    reference, or makes a value that is not finite where the reference is finite;
+    outside of modules, the function or the operation is named. That it is finite is
+    checked by one more run; if it is not, the default becomes f32 and advice says so.
+
+    Args:
+      fn: a function of pytrees, as `autocast` takes it.
+      policy: a `Policy`, a text for `get_policy`, or a `PolicyMap`.
+      argnums: the arguments to differentiate, as in `value_and_grad`.
+      loss_scale: as in `value_and_grad`: a `LossScale`, or a state that holds one. The
+        run under the policy is scaled by it; `Diagnosis.gradients` are not.
+      has_aux: whether `fn` returns `(loss, aux)`.
+
+    Returns:
+      A function of the arguments of `fn` that returns a `Diagnosis`.
+
+    Raises:
+      TypeError: if `fn` is not callable, `policy` no policy or `argnums` no position;
+        from the function returned, if an argument is a `jax.ShapeDtypeStruct`, or none
+        that is differentiated holds floats.
+      ValueError: if the compute dtype is none of float16, bfloat16 and float32.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> def loss(w, x):
+      ...     return jnp.mean((x @ w) ** 2)
+      >>> w, x = jnp.full((8, 8), 300.0), jnp.full((8, 8), 300.0)
+      >>> found = amp.diagnose(loss, "mixed_float16")(w, x)
+      >>> found.first_nonfinite.operation, found.first_nonfinite.nonfinite
+      ('dot_general', 64)
+      >>> str(found.policy)
+      'p=f32,c=f16,o=f32,full=dot_general'
+    """
+    check_measured("diagnose", fn, argnums)
+    policies = as_policy_map(policy, "diagnose(fn, {})")
+    has_aux = checked_flag(has_aux, "diagnose(fn, has_aux={})")
+    name = getattr(fn, "__name__", type(fn).__name__)
+    scaler = find_scaler(loss_scale, f"diagnose({name})")
+
+    @functools.wraps(fn, updated=())
+    def diagnosed(*args: PyTree, **kwargs: PyTree) -> Diagnosis:
+        call_text = f"diagnose({name})"
+
+        def called(policies: PolicyMap) -> Any:
+            return loss_call(fn, policies, args, kwargs, argnums, has_aux, call_text)
+
+        with called(policies) as call:
+            found = _diagnosed(call, policies, scaler, name)
+        if found.policy == policies:
+            return found
+        with called(found.policy) as call:
+            return _checked(call, found, scaler)
+
+    return diagnosed
+
+
+def _diagnosed(call: LossCall, given: PolicyMap, scaler: Any, name: str) -> Diagnosis:
+    """Runs all programs of a call, and puts together what they tell."""
+    rows = read_plan(call.call)
+    places = Places(rows, call.call.jaxpr)
+    functions = {row.calls for row in rows if row.calls}
+    scaled = (lambda loss: loss) if scaler is None else scaler.scale
+    low = programs.measured(call, call.plan, PlanMarks(call.plan), call.arrays, scaled)
+    traced, plan = call.as_traced(call.arrays), plan_as_traced(call.call.jaxpr)
+    full = programs.measured(call, plan, PlanMarks(plan), traced, lambda loss: loss)
+    apart = _errors(call, traced)
+    roundoff = _roundoff(given.default)
+    sites = sites_of(low, places, apart, roundoff)
+    reference = sites_of(full, places, None, roundoff)
+    gradients = _gradients(call, low.gradients, full.gradients, scaler)
+    suggested = suggested_loss_scale(sites, reference)
+    policy = suggested_policy(sites, reference, given, functions)
+    value = call.value(low.outputs)
+    used = None if scaler is None else float(scaler.value)
+    advice = advise(
+        sites,
+        reference,
+        gradients,
+        given,
+        policy,
+        used,
+        suggested,
+        value=value,
+        functions=functions,
+    )
+    return Diagnosis(
+        name,
+        str(given),
+        value,
+        sites,
+        reference,
+        gradients,
+        suggested,
+        policy,
+        advice,
+    )
+
+
+def _roundoff(policy: Policy) -> float:
+    return float(jnp.finfo(policy.compute_dtype).eps) / 2
+
+
+def _errors(call: LossCall, traced: Sequence[Value]) -> Errors | None:
+    """Returns the errors of a call; None if an effect would have to be repeated."""
+    if jaxprs.returns_from_effects(jaxprs.body_of(call.call.jaxpr)):
+        return None
+    return errors(call.plan, call.arrays, traced)
+
+
+def _gradients(
+    call: LossCall, low: Sequence[Value], full: Sequence[Value], scaler: Any
+) -> dict[str, Gradient]:
+    """Returns the figures of each gradient, unscaled."""
+    if not low:
+        return {}
+
+    def measured(low: Sequence[Value], full: Sequence[Value]) -> Any:
+        low = low if scaler is None else scaler.unscale(list(low))
+        apart = distances.distances(list(zip(low, full, strict=True)))
+        return [counted([each], layout_of(each.dtype)) for each in low], apart
+
+    found, apart = jax.jit(measured)(list(low), list(full))
+    gradients = {}
+    for key, each, array, error in zip(
+        call.keys, found, low, distances.relative(apart).tolist(), strict=True
+    ):
+        layout = layout_of(array.dtype)
+        kind = np.dtype(f"f{layout.dtype.itemsize}")
+        amin = np.asarray(each.amin[0])
+        gradients[key] = Gradient(
+            amax=float(np.asarray(each.amax[0]).view(kind)),
+            amin=0.0 if amin == layout.padding else float(amin.view(kind)),
+            zeros=int(each.bins[0, layout.zeros]),
+            nonfinite=int(each.bins[0, layout.nonfinite]),
+            size=array.size,
+            error=error,
+        )
+    return gradients
+
+
+def _checked(call: LossCall, found: Diagnosis, scaler: Any) -> Diagnosis:
+    """Returns a diagnosis whose policy was tried; its default is f32 if that failed."""
+    scaled = (lambda loss: loss) if scaler is None else scaler.scale
+
+    def finite(outputs: Sequence[Value], gradients: Sequence[Value]) -> Value:
+        leaves = [*jax.tree.leaves(call.value(outputs)), *gradients]
+        floats = [x for x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+        return all_finite(floats)
+
+    def low(arrays: Sequence[Value]) -> Value:
+        both = call.with_gradients(lambda xs: run(call.plan, xs), scaled)
+        return finite(*both(*arrays))
+
+    options = programs.options_of(0)
+    compiled = jax.jit(low).lower(call.arrays).compile(compiler_options=options)
+    if compiled(call.arrays) or not _is_finite(found.reference):
+        return found
+    full = PolicyMap(get_policy("float32"), found.policy.entries)
+    told = (
+        f"With {str(found.policy)!r} the run is still not finite, so the default is "
+        "f32. Look for what is too large where it is used, not where it is made."
+    )
+    return dataclasses.replace(found, policy=full, advice=(*found.advice, told))
+
+
+def _is_finite(reference: Sequence[Any]) -> bool:
+    return not any(site.makes_nonfinite for site in reference)
