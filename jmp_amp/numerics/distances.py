@@ -12,7 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp.numerics.statistics import F32_LAYOUT, groups_of, in_pieces, real_parts
+from jmp_amp.numerics.statistics import (
+    F32_LAYOUT,
+    Pieces,
+    groups_of,
+    in_pieces,
+    is_new,
+    piece_at,
+    real_parts,
+    side_by_side,
+)
 from jmp_amp.policies.dtypes import F32
 
 _MANTISSA = F32_LAYOUT.mantissa
@@ -152,14 +161,18 @@ def _together(low: Sequence[jax.Array], full: Sequence[jax.Array]) -> Distance:
 
 def _piecewise(low: Sequence[jax.Array], full: Sequence[jax.Array]) -> Distance:
     """Returns the distances of large arrays, piece by piece."""
-    (pieces, others), rows, _ = in_pieces([low, full])
+    whole, others = side_by_side(low), side_by_side(full)
 
-    def part(piece: tuple[jax.Array, jax.Array]) -> Distance:
-        apart, values = _differences(*piece)
+    def part(piece: Pieces) -> Distance:
+        apart, values = _differences(
+            piece_at(whole, piece.starts), piece_at(others, piece.starts)
+        )
+        new = is_new(piece.known)
+        apart, values = (jnp.where(new, x, jnp.float32(0)) for x in (apart, values))
         highest = jnp.max(jnp.max(_exponents(apart, values), axis=0))
         unit = _power(127 - highest)
         squares = (jnp.square(_times(apart, unit)), jnp.square(values * unit))
         return Distance(highest, *(jnp.sum(jnp.sum(x, axis=0)) for x in squares))
 
-    parts = jax.lax.map(part, (pieces, others))
-    return added(parts, rows, len(low))
+    pieces = in_pieces([each.size for each in low])
+    return added(jax.lax.map(part, pieces), pieces.rows, len(low))

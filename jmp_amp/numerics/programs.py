@@ -21,7 +21,9 @@ from jmp_amp.transform.interpreter import run
 _OPTIONS: dict[str, bool | int] = {"xla_allow_excess_precision": False}
 # A program that runs once is compiled as fast as XLA can, if it is not large: it runs
 # four times as long then.
-_FAST = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}
+_FAST: dict[str, bool | int] = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):  # JAX < 0.11: later ones have the other kind alone.
+    _FAST["xla_cpu_use_fusion_emitters"] = False
 _LARGE = 1 << 27
 
 

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Arrays of at most so many elements are counted together, in one pass.
-_SMALL = 1 << 13
-# Larger ones are counted in pieces of so many elements.
+# Arrays of fewer elements are counted together, in one pass. Larger ones are counted in
+# pieces of so many.
 _PIECE = 1 << 14
 _LANES = 1 << 9
 # So many elements are copied to be counted together, if the program has no more.
@@ -143,7 +142,7 @@ def groups_of(sizes: dict[int, int], total: int) -> Iterator[tuple[bool, list[in
         group: list[int] = []
         left = most = max(_TOGETHER, total // 8)
         for index, size in sizes.items():
-            if (size <= _SMALL) != is_small:
+            if (size < _PIECE) != is_small:
                 continue
             if group and size > left:
                 yield is_small, group
@@ -154,34 +153,50 @@ def groups_of(sizes: dict[int, int], total: int) -> Iterator[tuple[bool, list[in
             yield is_small, group
 
 
-def in_pieces(
-    lists: Sequence[Sequence[jax.Array]],
-) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-    """Returns arrays in pieces, the array of each piece, and how many values it has.
+class Pieces(NamedTuple):
+    """How arrays that lie next to each other are cut into pieces of one size.
 
-    Args:
-      lists: lists of flat arrays of the same sizes; of one dtype in each list.
+    The last piece of an array begins so that it ends with the array: some of its values
+    were in the piece before.
 
-    Returns:
-      For each list an array of all pieces; the last one of an array ends with zeros.
-      Reductions over the second dimension are vectorised.
+    Attributes:
+      starts: int32: where each piece begins.
+      rows: int32: the array that it is cut from.
+      known: int32: how many of its values were in the piece before.
     """
-    rows, valid = [], []
-    for row, each in enumerate(lists[0]):
-        count = -(-each.size // _PIECE)
-        rows += [row] * count
-        valid += [*[_PIECE] * (count - 1), each.size - (count - 1) * _PIECE]
-    pieces = [
-        jnp.concatenate(
-            [
-                part
-                for each in arrays
-                for part in (each, jnp.zeros(-each.size % _PIECE, each.dtype))
-            ]
-        ).reshape(-1, _PIECE // _LANES, _LANES)
-        for arrays in lists
-    ]
-    return pieces, jnp.asarray(rows, jnp.int32), jnp.asarray(valid, jnp.int32)
+
+    starts: jax.Array
+    rows: jax.Array
+    known: jax.Array
+
+
+def in_pieces(sizes: Sequence[int]) -> Pieces:
+    """Returns the pieces of arrays of these sizes; none is smaller than a piece."""
+    starts, rows, known, first = [], [], [], 0
+    for row, size in enumerate(sizes):
+        for start in range(0, size, _PIECE):
+            here = min(start, size - _PIECE)
+            starts.append(first + here)
+            rows.append(row)
+            known.append(start - here)
+        first += size
+    return Pieces(*(jnp.asarray(each, jnp.int32) for each in (starts, rows, known)))
+
+
+def side_by_side(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns flat arrays next to each other; one alone is not copied."""
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
+
+
+def piece_at(array: jax.Array, start: jax.Array) -> jax.Array:
+    """Returns a piece of a flat array; XLA vectorises reductions over its rows."""
+    piece = jax.lax.dynamic_slice(array, (start,), (_PIECE,))
+    return piece.reshape(-1, _LANES)
+
+
+def is_new(known: jax.Array) -> jax.Array:
+    """Returns which values of a piece were not in the piece before."""
+    return jnp.arange(_PIECE, dtype=jnp.int32).reshape(-1, _LANES) >= known
 
 
 def real_parts(array: jax.Array) -> jax.Array:
@@ -273,7 +288,7 @@ def _subnormals(
 def _count_together(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
     """Counts small arrays in one pass over all of them."""
     count = len(arrays)
-    bits = _bits(jnp.concatenate(arrays), layout)
+    bits = _bits(side_by_side(arrays), layout)
     rows = jnp.concatenate(
         [jnp.full(each.size, i, jnp.int32) for i, each in enumerate(arrays)]
     )
@@ -293,14 +308,12 @@ def _count_together(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
 
 def _count_in_pieces(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
     """Counts large arrays piece by piece, so that nothing grows with their size."""
-    (pieces,), rows, valid = in_pieces([arrays])
-    positions = jnp.arange(_PIECE, dtype=jnp.int32).reshape(pieces.shape[1:])
+    whole = side_by_side(arrays)
 
-    def add(
-        found: _Fields, piece: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[_Fields, None]:
-        values, row, length = piece
-        bits = jnp.where(positions < length, _bits(values, layout), layout.padding)
+    def add(found: _Fields, piece: Pieces) -> tuple[_Fields, None]:
+        bits = _bits(piece_at(whole, piece.starts), layout)
+        bits = jnp.where(is_new(piece.known), bits, layout.padding)
+        row = piece.rows
         fields = jnp.zeros(layout.fields, jnp.int32)
         fields = fields.at[_field(bits, layout)].add(jnp.int32(1), mode=_IN_BOUNDS)
         zeros = jnp.sum((bits == 0).astype(jnp.int32), axis=0)
@@ -315,6 +328,7 @@ def _count_in_pieces(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
             found.amin.at[row].min(jnp.min(amin)),
         ), None
 
-    start = _none(len(arrays), layout, _bits(pieces[:1], layout))
-    found, _ = jax.lax.scan(add, start, (pieces, rows, valid))
+    start = _none(len(arrays), layout, _bits(whole[:1], layout))
+    pieces = in_pieces([each.size for each in arrays])
+    found, _ = jax.lax.scan(add, start, pieces)
     return _in_bins(found, layout)
