@@ -19,7 +19,7 @@ from jmp_amp.numerics.lockstep import Errors, errors
 from jmp_amp.numerics.losses import LossCall, check_measured, loss_call
 from jmp_amp.numerics.marks import PlanMarks
 from jmp_amp.numerics.sites import Gradient
-from jmp_amp.numerics.statistics import counted, layout_of
+from jmp_amp.numerics.statistics import Counted, Layout, counted, layout_of
 from jmp_amp.numerics.suggestions import suggested_loss_scale, suggested_policy
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Value
@@ -183,25 +183,44 @@ def _gradients(
     def measured(low: Sequence[Value], full: Sequence[Value]) -> Any:
         low = low if scaler is None else scaler.unscale(list(low))
         apart = distances.distances(list(zip(low, full, strict=True)))
-        return [counted([each], layout_of(each.dtype)) for each in low], apart
+        return [counted(each, layout) for layout, each in _by_layout(low)], apart
 
-    found, apart = jax.jit(measured)(list(low), list(full))
+    options = programs.options_of(sum(each.size for each in low))
+    compiled = jax.jit(measured).lower(list(low), list(full)).compile(options)
+    found, apart = jax.device_get(compiled(list(low), list(full)))
+    errors_of = dict(zip(call.keys, distances.relative(apart).tolist(), strict=True))
+    keys = _by_layout(low, call.keys)
     gradients = {}
-    for key, each, array, error in zip(
-        call.keys, found, low, distances.relative(apart).tolist(), strict=True
+    for (layout, names), (_, arrays), each in zip(
+        keys, _by_layout(low), found, strict=True
     ):
-        layout = layout_of(array.dtype)
-        kind = np.dtype(f"f{layout.dtype.itemsize}")
-        amin = np.asarray(each.amin[0])
-        gradients[key] = Gradient(
-            amax=float(np.asarray(each.amax[0]).view(kind)),
-            amin=0.0 if amin == layout.padding else float(amin.view(kind)),
-            zeros=int(each.bins[0, layout.zeros]),
-            nonfinite=int(each.bins[0, layout.nonfinite]),
-            size=array.size,
-            error=error,
-        )
-    return gradients
+        for row, (key, array) in enumerate(zip(names, arrays, strict=True)):
+            one = Counted(*(x[row] for x in each))
+            gradients[key] = _gradient(one, layout, array.size, errors_of[key])
+    return {key: gradients[key] for key in call.keys}
+
+
+def _by_layout(
+    arrays: Sequence[Value], values: Sequence[Any] | None = None
+) -> list[tuple[Layout, list[Any]]]:
+    """Returns arrays, or a value for each of them, by the layout of the arrays."""
+    groups: dict[Layout, list[Any]] = {}
+    for array, value in zip(arrays, values or arrays, strict=True):
+        groups.setdefault(layout_of(array.dtype), []).append(value)
+    return list(groups.items())
+
+
+def _gradient(found: Counted, layout: Layout, size: int, error: float) -> Gradient:
+    kind = np.dtype(f"f{layout.dtype.itemsize}")
+    amin = np.asarray(found.amin)
+    return Gradient(
+        amax=float(np.asarray(found.amax).view(kind)),
+        amin=0.0 if amin == layout.padding else float(amin.view(kind)),
+        zeros=int(found.bins[layout.zeros]),
+        nonfinite=int(found.bins[layout.nonfinite]),
+        size=size,
+        error=error,
+    )
 
 
 def _checked(call: LossCall, found: Diagnosis, scaler: Any) -> Diagnosis:

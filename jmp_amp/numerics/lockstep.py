@@ -90,7 +90,8 @@ def errors(plan: Plan, arrays: Sequence[Value], traced: Sequence[Value]) -> Erro
     lowered = jax.jit(run).lower(arrays, traced)
     compiled = lowered.compile(compiler_options=options_of(walk.size))
     found: dict[Key, float] = {}
-    for keys, each in zip(walk.keys, compiled(arrays, traced), strict=True):
+    apart = jax.device_get(compiled(arrays, traced))
+    for keys, each in zip(walk.keys, apart, strict=True):
         for key, error in zip(keys, distances.relative(each).tolist(), strict=True):
             found[key] = max(found.get(key, 0.0), error)
     return Errors(found, walk.operands)

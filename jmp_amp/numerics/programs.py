@@ -39,7 +39,7 @@ class Program(NamedTuple):
     Attributes:
       frames: its bodies, and their sites.
       measure: what was measured of each.
-      statistics: the statistics, by body.
+      statistics: the statistics, by body; numpy arrays.
       outputs: what the function returned, as arrays.
       gradients: one for each differentiated input, of the scaled loss.
     """
@@ -83,4 +83,4 @@ def measured(
     returned, statistics = lowered.compile(compiler_options=options)(*arrays)
     count = len(returned) - (len(call.moving) if call.loss is not None else 0)
     outputs, gradients = list(returned[:count]), tuple(returned[count:])
-    return Program(frames, measure, statistics, outputs, gradients)
+    return Program(frames, measure, jax.device_get(statistics), outputs, gradients)
