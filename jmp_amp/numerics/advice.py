@@ -172,7 +172,8 @@ def _remedy(
         return
     modules = dict.fromkeys(need.path for need in needs if need.path is not None)
     names = dict.fromkeys(need.name for need in needs if need.name is not None)
-    whole = [f"the module {_listed(modules)}"] if modules else []
+    many = "modules" if len(modules) > 1 else "module"
+    whole = [f"the {many} {_listed(modules)}"] if modules else []
     whole += [f"every {_listed(names)}"] if names else []
     if whole:
         reason = ""

@@ -78,13 +78,31 @@ def of_modules(
         for path, each in modules.items()
         if path in shown
     ]
-    note = (
-        "lost: values that half precision turns into 0, forward and, without a loss "
-        "scale, backward.\nerror: of the worst operation."
-    )
+    notes = []
+    if any(share for shares in lost for share in shares.values()):
+        notes.append(
+            "lost: the share of values that half precision turns into 0; lost bwd: in "
+            "the backward pass, without a loss scale."
+        )
+    if any(each.error is not None for each in modules.values()):
+        notes.append("error: of the worst operation.")
     if left_out := len(modules) - len(rows):
-        note += f"\n{left_out} more modules are finite and have smaller errors."
-    return Table("Modules", ("module", *numbers), rows, numbers, note)
+        notes.append(f"{left_out} more modules are no worse.")
+    columns = ("module", *numbers)
+    return _shown(Table("Modules", columns, rows, numbers, "\n".join(notes)))
+
+
+def _shown(table: Table) -> Table:
+    """Returns a table without the columns of numbers that are empty everywhere."""
+    kept = [
+        i
+        for i, name in enumerate(table.columns)
+        if name not in table.numeric or any(row[i] for row in table.rows)
+    ]
+    return table._replace(
+        columns=tuple(table.columns[i] for i in kept),
+        rows=[tuple(row[i] for i in kept) for row in table.rows],
+    )
 
 
 def _worst(modules: Mapping[str, Numbers]) -> set[str]:
@@ -152,8 +170,9 @@ def of_gradients(gradients: Mapping[str, Gradient]) -> Table:
         for key, each in worst[:_MOST_GRADIENTS]
     ]
     left_out = len(gradients) - len(rows)
-    note = f"{left_out} more gradients have smaller errors." if left_out else ""
-    return Table("Gradients, unscaled", ("parameter", *numbers), rows, numbers, note)
+    note = f"{left_out} more gradients are no worse." if left_out else ""
+    columns = ("parameter", *numbers)
+    return _shown(Table("Gradients, unscaled", columns, rows, numbers, note))
 
 
 def of_sites(sites: Iterable[Site], reference: Sequence[Site]) -> list[Table]:
@@ -188,4 +207,4 @@ def of_sites(sites: Iterable[Site], reference: Sequence[Site]) -> list[Table]:
                 wording.number(site.amplification),
             )
         )
-    return list(shown.values())
+    return list(map(_shown, shown.values()))
