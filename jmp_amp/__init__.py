@@ -5,6 +5,9 @@
 * A function in mixed precision: `autocast`. Parts of it with a policy of their own:
   `with_policy`, `full_precision`; kernels and custom rules in half: `cast_inputs`. What
   it decides, and why: `explain` returns a `Report`, `plots` draws it.
+* What its numbers do: `diagnose` runs it beside f32 and returns a `Diagnosis`: where a
+  value first became infinite or NaN, what underflows, where the error is made, the loss
+  scale and the policy that mend it.
 * One word for all of it: `recipe("O2")` returns a `Recipe`. Code written for DeepMind's
   jmp runs with `from jmp_amp import jmp`.
 * Exceptions by Flax module: `PolicyMap`, whose patterns see a `ModuleInfo`.

@@ -21,6 +21,7 @@ from jmp_amp.numerics.diagnosing import diagnose
 from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.reports.report import explain
+from jmp_amp.training.loss_scale import LossScale, static_loss_scale
 
 _EXPLAIN = """\
 Prints what autocast would do to a function: the dtype of its operations and why, the
@@ -110,7 +111,10 @@ def _add_diagnose(commands: _Commands) -> None:
     )
     command.set_defaults(run=_diagnose)
     command.add_argument(
-        "--loss-scale", type=float, metavar="NUMBER", help="that training had"
+        "--loss-scale",
+        type=float,
+        metavar="NUMBER",
+        help="the loss scale that training had",
     )
     command.add_argument(
         "--has-aux", action="store_true", help="the function returns (loss, aux)"
@@ -164,7 +168,6 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _diagnose(options: argparse.Namespace) -> int:
-
     policy = _policy(options.policy, "diagnose(fn, {})")
     function, example = _functions(
         options.function, options.args, "params, jnp.ones((8, 16))"
@@ -177,9 +180,10 @@ def _diagnose(options: argparse.Namespace) -> int:
             f"{options.args or options.function + '_args'}() returned a "
             "jax.ShapeDtypeStruct, which has no values to measure. Return arrays."
         )
+    loss_scale = _loss_scale(options.loss_scale)
     try:
         diagnosed = diagnose(
-            function, policy, loss_scale=options.loss_scale, has_aux=options.has_aux
+            function, policy, loss_scale=loss_scale, has_aux=options.has_aux
         )
         found = diagnosed(*args, **kwargs)
     except (TypeError, ValueError) as error:
@@ -198,6 +202,15 @@ def _policy(text: str, call: str) -> PolicyMap:
         return as_policy_map(text, call)
     except (TypeError, ValueError) as error:
         raise _Mistake(f"--policy: {error}") from error
+
+
+def _loss_scale(number: float | None) -> LossScale | None:
+    if number is None:
+        return None
+    try:
+        return static_loss_scale(number)
+    except ValueError as error:
+        raise _Mistake(f"--loss-scale: {error}") from error
 
 
 def _functions(

@@ -49,6 +49,10 @@ _NO_UNITS = (
     "It has no matrix units: products that add up in f32 are no faster in half. O1 "
     "with\nf16 saves memory."
 )
+_IF_NOT_FINITE = (
+    "If steps are skipped or a loss is NaN, amp.diagnose(loss_fn, policy)(params, "
+    "batch)\ntells where that begins and what mends it."
+)
 
 
 class Advice(NamedTuple):
@@ -133,6 +137,7 @@ class Examination:
             f"Use amp.recipe({name!r}{given}). Half precision here is {half}.",
             why,
             *(f"Note: {note}" for note in self.notes),
+            _IF_NOT_FINITE,
         ]
         tables = [_of_products(self.products), _of_checks(self.checks)]
         failed = sum(not each.holds for each in self.checks)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jmp_amp.numerics import plain_data
 from jmp_amp.numerics.sites import Gradient, Site, or_infinite, scaled
 from jmp_amp.numerics.suggestions import Need, by_key, in_half, needs_of
-from jmp_amp.numerics.wording import count, number, place, power, run, share
+from jmp_amp.numerics.wording import count, listed, number, place, power, run, share
 from jmp_amp.policies.dtypes import PyTree, is_half, parse_dtype
 from jmp_amp.policies.policy_map import PolicyMap
 
@@ -17,7 +17,6 @@ from jmp_amp.policies.policy_map import PolicyMap
 _FEW = 1e-3
 # An error, and how much larger than that of its operands, that is worth a word.
 _LARGE_ERROR, _AMPLIFIED = 1e-2, 8.0
-_MOST_NAMES = 3
 
 
 def advise(
@@ -172,8 +171,9 @@ def _remedy(
         return
     modules = dict.fromkeys(need.path for need in needs if need.path is not None)
     names = dict.fromkeys(need.name for need in needs if need.name is not None)
-    whole = [f"the module {_listed(modules)}"] if modules else []
-    whole += [f"every {_listed(names)}"] if names else []
+    many = "modules" if len(modules) > 1 else "module"
+    whole = [f"the {many} {listed(modules)}"] if modules else []
+    whole += [f"every {listed(names)}"] if names else []
     if whole:
         reason = ""
         if first is None:
@@ -186,12 +186,6 @@ def _remedy(
 def _reach(need: Need, reference: Sequence[Site]) -> float:
     same = by_key(reference).get(need.site.key)
     return 0.0 if same is None else same.amax
-
-
-def _listed(names: Collection[str]) -> str:
-    shown = ", ".join(list(names)[:_MOST_NAMES])
-    more = len(names) - _MOST_NAMES
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _underflow(
@@ -229,7 +223,7 @@ def _lost(gradients: Mapping[str, Gradient]) -> Iterator[str]:
     keys = [key or "of the argument" for key, each in gradients.items() if each.is_lost]
     if keys:
         yield (
-            f"The whole gradient {_listed(keys)} is 0, and it is not in f32: these "
+            f"The whole gradient {listed(keys)} is 0, and it is not in f32: these "
             "parameters do not learn."
         )
 

@@ -16,6 +16,8 @@ from jmp_amp.reports.tables import Table
 _MOST_MODULES = 24
 _MOST_BLAMED = 8
 _MOST_GRADIENTS = 8
+# A gradient below this part of the largest one may be nothing but rounding errors.
+_SMALL = 2.0**-10
 
 
 def summary(
@@ -37,13 +39,23 @@ def summary(
     if bad:
         parts.append(f"{bad} of {len(gradients)} gradients not finite")
     elif gradients:
-        worst = max((each.error for each in gradients.values()), key=or_infinite)
+        told = [x for x in gradients.values() if not _is_rounding(x, gradients)]
+        worst = max((each.error for each in told), key=or_infinite, default=0.0)
         parts.append(f"gradients finite, error up to {wording.number(worst)}")
     if first is not None:
         parts.append(f"first made by {wording.place(first)}, {wording.run(first)}")
     if gradients:
         parts.append(f"suggested loss scale {wording.power(loss_scale)}")
     return f"{function} with {given}: {'; '.join(parts)}"
+
+
+def _is_rounding(gradient: Gradient, gradients: Mapping[str, Gradient]) -> bool:
+    """Whether a gradient is small, and less than its error: 0 in exact arithmetic.
+
+    The bias of the keys of an attention is such a parameter.
+    """
+    largest = max(each.amax for each in gradients.values())
+    return gradient.error > 1 and gradient.amax < _SMALL * largest
 
 
 def _value(value: PyTree) -> str:
@@ -78,13 +90,31 @@ def of_modules(
         for path, each in modules.items()
         if path in shown
     ]
-    note = (
-        "lost: values that half precision turns into 0, forward and, without a loss "
-        "scale, backward.\nerror: of the worst operation."
-    )
+    notes = []
+    if any(share for shares in lost for share in shares.values()):
+        notes.append(
+            "lost: the share of values that half precision turns into 0; lost bwd: in "
+            "the backward pass, without a loss scale."
+        )
+    if any(each.error is not None for each in modules.values()):
+        notes.append("error: of the worst operation.")
     if left_out := len(modules) - len(rows):
-        note += f"\n{left_out} more modules are finite and have smaller errors."
-    return Table("Modules", ("module", *numbers), rows, numbers, note)
+        notes.append(f"{left_out} more modules are no worse.")
+    columns = ("module", *numbers)
+    return _shown(Table("Modules", columns, rows, numbers, "\n".join(notes)))
+
+
+def _shown(table: Table) -> Table:
+    """Returns a table without the columns of numbers that are empty everywhere."""
+    kept = [
+        i
+        for i, name in enumerate(table.columns)
+        if name not in table.numeric or any(row[i] for row in table.rows)
+    ]
+    return table._replace(
+        columns=tuple(table.columns[i] for i in kept),
+        rows=[tuple(row[i] for i in kept) for row in table.rows],
+    )
 
 
 def _worst(modules: Mapping[str, Numbers]) -> set[str]:
@@ -133,9 +163,12 @@ def of_blame(blame: Iterable[Site]) -> Table:
 def of_gradients(gradients: Mapping[str, Gradient]) -> Table:
     """Returns one row for each of the gradients with the most trouble."""
 
-    def trouble(item: tuple[str, Gradient]) -> tuple[bool, bool, float]:
-        _, each = item
-        return each.nonfinite > 0, each.is_lost, or_infinite(each.error)
+    rounding = [k for k, each in gradients.items() if _is_rounding(each, gradients)]
+
+    def trouble(item: tuple[str, Gradient]) -> tuple[bool, bool, bool, float]:
+        key, each = item
+        error = or_infinite(each.error)
+        return each.nonfinite > 0, each.is_lost, key not in rounding, error
 
     worst = sorted(gradients.items(), key=trouble, reverse=True)
     numbers = ("amax", "amin", "zeros", "not finite", "size", "error")
@@ -152,8 +185,14 @@ def of_gradients(gradients: Mapping[str, Gradient]) -> Table:
         for key, each in worst[:_MOST_GRADIENTS]
     ]
     left_out = len(gradients) - len(rows)
-    note = f"{left_out} more gradients have smaller errors." if left_out else ""
-    return Table("Gradients, unscaled", ("parameter", *numbers), rows, numbers, note)
+    notes = [f"{left_out} more gradients are no worse."] if left_out else []
+    if rounding:
+        notes.append(
+            f"0 but for rounding, whatever their error: {wording.listed(rounding)}."
+        )
+    columns = ("parameter", *numbers)
+    title = "Gradients, unscaled"
+    return _shown(Table(title, columns, rows, numbers, "\n".join(notes)))
 
 
 def of_sites(sites: Iterable[Site], reference: Sequence[Site]) -> list[Table]:
@@ -188,4 +227,4 @@ def of_sites(sites: Iterable[Site], reference: Sequence[Site]) -> list[Table]:
                 wording.number(site.amplification),
             )
         )
-    return list(shown.values())
+    return list(map(_shown, shown.values()))

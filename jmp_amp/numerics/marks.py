@@ -105,7 +105,7 @@ class PlanMarks(Marks):
     def border(self, planned: EquationPlan) -> contextlib.AbstractContextManager[None]:
         return self._scope(planned, "border")
 
-    def cast(self) -> contextlib.AbstractContextManager[None]:
+    def cast(self) -> contextlib.AbstractContextManager[object]:
         return jax.named_scope(f"amp_cast_{self.next_cast()}()")
 
     def next_cast(self) -> str:

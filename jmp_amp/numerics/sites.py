@@ -45,8 +45,7 @@ class Site:
       nonfinite: how many values are infinite or NaN.
       turn: the first run, from 0, that made a value which is not finite, if the
         equation is in a loop; else None.
-      exponents: how many finite values that are not zero have each `floor(log2 |x|)`;
-        of large arrays a sample, scaled up.
+      exponents: how many finite values that are not zero have each `floor(log2 |x|)`.
       error: of a forward site under a policy, the relative L2 distance to the same
         equation without; else None.
       amplification: `error` over the largest error of the operands, which is taken to
@@ -128,7 +127,7 @@ class Site:
         """
         held = _range(format, "overflow")
         lost = held.cast(self.amax) == math.inf
-        return self._share((e for e in self.exponents if e > held.top - lost), lost)
+        return self._share(e for e in self.exponents if e > held.top - lost)
 
     def underflow(self, format: DTypeLike) -> float:
         """Returns the share of the finite values that `format` turns into zero.
@@ -146,8 +145,7 @@ class Site:
         """
         held = _range(format, "underflow")
         border = self._lost_below(held)
-        lost = self.amin > 0 and held.cast(self.amin) == 0
-        return self._share((e for e in self.exponents if e < border), lost)
+        return self._share(e for e in self.exponents if e < border)
 
     def subnormal(self, format: DTypeLike) -> float:
         """Returns the share of the finite values that are subnormal in `format`.
@@ -176,14 +174,8 @@ class Site:
         """
         return held.bottom + (self.amin == 2.0**held.bottom)
 
-    def _share(self, exponents: Iterable[int], at_least_one: bool = False) -> float:
-        counted = sum(self.exponents.values())
-        nonzero = max(self.finite - self.zeros, 0)
-        if not (counted and nonzero):
-            return 0.0
-        # A sample adds up to more or less than there are, and may miss what amax saw.
-        found = sum(self.exponents[e] for e in exponents) * nonzero / counted
-        return min(max(found, float(at_least_one)) / self.finite, 1.0)
+    def _share(self, exponents: Iterable[int]) -> float:
+        return sum(self.exponents[e] for e in exponents) / max(self.finite, 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Collection
 
 from jmp_amp.numerics.sites import Site
 from jmp_amp.reports.tables import quantity
+
+_MOST_NAMES = 3
 
 
 def place(site: Site) -> str:
@@ -53,3 +56,10 @@ def power(scale: float) -> str:
     fraction, exponent = math.frexp(scale)
     is_large = fraction == 0.5 and exponent > 16
     return f"2.0**{exponent - 1}" if is_large else f"{scale:.1f}"
+
+
+def listed(names: Collection[str]) -> str:
+    """Returns the first few names."""
+    shown = ", ".join(list(names)[:_MOST_NAMES])
+    more = len(names) - _MOST_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -316,7 +316,8 @@ def explain(
 
     It takes the arguments of `fn`, executes nothing, and returns a `Report`: the dtype
     of every operation and why, with its source line; the casts; the operations of
-    matrix products in half precision; and the bytes kept for the backward pass.
+    matrix products in half precision; and the bytes kept for the backward pass. What
+    the numbers do under this plan, `diagnose` measures.
 
     Args:
       fn: a function of pytrees, as `autocast` takes it.

@@ -182,8 +182,10 @@ def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
             f"not finite (max_skips_in_a_row={max_skips_in_a_row}); "
             f"{skipped} skipped and {applied} applied in all, {when}; "
             "the loss scale is now "
-            f"{float(np.min(state.loss_scale.value))}. Look for a NaN in the data or "
-            "the loss; if there is none, lower min_scale or the learning rate."
+            f"{float(np.min(state.loss_scale.value))}. A skipped step changed nothing: "
+            "amp.diagnose(loss_fn, policy)(params, batch) tells where it became "
+            "infinite or NaN, and what mends it. If all is finite there, lower "
+            "min_scale or the learning rate."
         )
 
 

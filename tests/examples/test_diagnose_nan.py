@@ -14,10 +14,7 @@ import jmp_amp as amp
 from tests.scripts import refusal
 
 STEPS = 15
-# TODO of the merge: these wait for `amp.diagnose` and `amp.tune`; drop the marks.
-needs_diagnose = pytest.mark.skipif(
-    not hasattr(amp, "diagnose"), reason="amp.diagnose is not on this branch"
-)
+# TODO of the merge: these wait for `amp.tune`; drop the mark.
 needs_tune = pytest.mark.skipif(
     not hasattr(amp, "tune"), reason="amp.tune is not on this branch"
 )
@@ -50,7 +47,6 @@ def test_f16_skips_the_batches_whose_products_it_cannot_hold_and_f32_none():
     assert np.isfinite(before.losses).all()
 
 
-@needs_diagnose
 def test_the_diagnosis_names_the_first_layer_and_its_policy_trains_as_f32_does():
     found = diagnosis()
     first = found.first_nonfinite
@@ -66,7 +62,6 @@ def test_the_diagnosis_names_the_first_layer_and_its_policy_trains_as_f32_does()
     assert after.losses[-1] < after.losses[0]
 
 
-@needs_diagnose
 def test_the_figure_of_the_diagnosis_has_the_layers_in_their_order():
     figure = amp.plots.diagnose(diagnosis())
     figure.savefig(io.BytesIO(), format="png")
@@ -76,7 +71,6 @@ def test_the_figure_of_the_diagnosis_has_the_layers_in_their_order():
 
 
 @needs_tune
-@needs_diagnose
 def test_the_tuned_policy_halves_the_error():
     after = trained(diagnosis().policy)
     batch = trained("mixed_float16").skipped[-1]
@@ -86,7 +80,6 @@ def test_the_tuned_policy_halves_the_error():
 
 @pytest.mark.slow
 @needs_tune
-@needs_diagnose
 def test_the_script_tells_the_story(monkeypatch, capsys, tmp_path):
     plot = tmp_path / "numbers.png"
     arguments = ["diagnose_nan.py", "--steps", str(STEPS), "--plot", str(plot)]

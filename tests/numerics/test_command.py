@@ -1,21 +1,13 @@
-"""`python -m jmp_amp diagnose`.
-
-TODO of the merge: `diagnose` is not on this branch. Delete the fixture `stub` and its
-uses when `jmp_amp.numerics.diagnosing` is there; nothing else here knows of it.
-"""
+"""`python -m jmp_amp diagnose`."""
 
 import json
 import math
 import sys
-import types
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jmp_amp.__main__ import main
 from jmp_amp.numerics.diagnosis import Diagnosis
-from tests.numerics.made import diagnosis, gradient, site
 
 MODEL = """
 import jax
@@ -33,10 +25,8 @@ def large():
 def scaled():
     return loss_args(), {"scale": 2.0}
 
-def with_aux(w, x):
-    return loss(w, x), x
-
-with_aux_args = loss_args
+def with_aux(w, x, *, scale):
+    return loss(w, x, scale=scale), x
 
 def shapes():
     return jax.ShapeDtypeStruct((4,), jnp.float32), jnp.eye(4)
@@ -50,34 +40,6 @@ def failing(x):
 def failing_args():
     return (jnp.ones(1),)
 """
-
-
-@pytest.fixture(autouse=True)
-def stub(monkeypatch):
-    """`diagnose` for these functions: f16 if a product is too large for it."""
-
-    def diagnose(fn, policy, *, argnums=0, loss_scale=None, has_aux=False):
-        if loss_scale == 0:
-            raise ValueError("diagnose(fn, loss_scale=0.0): no scale.")
-
-        def diagnosed(*args, **kwargs):
-            value = fn(*args, **kwargs)
-            value = float(value[0] if has_aux else value)
-            lost = value > 65504 and policy.default.compute_dtype == np.float16
-            made = site([math.inf if lost else value], makes_nonfinite=lost)
-            seen = value * (loss_scale or 1.0)
-            return diagnosis(
-                [made, site([seen], direction="backward", identity="1")],
-                value=jnp.float32(math.inf if lost else value),
-                gradients={"": gradient([value])},
-                given=str(policy),
-            )
-
-        return diagnosed
-
-    module = types.ModuleType("jmp_amp.numerics.diagnosing")
-    module.diagnose = diagnose
-    monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +67,9 @@ def test_what_is_not_finite_is_status_1_and_another_policy_mends_it(project, cap
     command = ["diagnose", f"{project}:loss", "--args", "large"]
     assert main(command) == 1
     assert "value inf" in capsys.readouterr().out
-    assert main([*command, "--policy", "float32"]) == 0
+    mended = [*command, "--policy", "float32", "--module", "no/such"]
+    assert main(mended) == 0
+    assert "'no/such' matches no module" in capsys.readouterr().out
 
 
 def test_json_is_a_diagnosis_that_reads_back(project, capsys):
@@ -120,21 +84,16 @@ def test_sites_of_modules_are_printed_when_asked_for(project, capsys):
     assert main(["diagnose", f"{project}:loss", "--module", "**"]) == 0
     out = capsys.readouterr().out
     assert " backward " in out and " forward " in out
-    assert main(["diagnose", f"{project}:loss", "--module", "no/such"]) == 0
-    assert "'no/such' matches no module" in capsys.readouterr().out
 
 
 def test_options_reach_the_diagnosis(project, capsys):
-    assert main(["diagnose", f"{project}:loss", "--args", "scaled"]) == 0
-    assert "value 8" in capsys.readouterr().out
-    assert main(["diagnose", f"{project}:with_aux", "--has-aux"]) == 0
-    assert "value 4" in capsys.readouterr().out
-    largest = []
-    for scale in ("1", "256"):
-        main(["diagnose", f"{project}:loss", "--loss-scale", scale, "--json"])
-        found = Diagnosis.from_json(capsys.readouterr().out)
-        largest.append(max(s.amax for s in found.sites if s.direction == "backward"))
-    assert largest[1] == 256 * largest[0] > 0
+    options = ["--args", "scaled", "--has-aux", "--loss-scale", "256", "--json"]
+    assert main(["diagnose", f"{project}:with_aux", *options]) == 0
+    found = Diagnosis.from_json(capsys.readouterr().out)
+    # The sum of four ones, twice; each number's gradient is 2 * 2.
+    assert found.value == 8.0 and found.gradients[""].amax == 4.0
+    backward = [s.amax for s in found.sites if s.direction == "backward"]
+    assert max(backward) == 256 * 4.0
 
 
 @pytest.mark.parametrize(
@@ -144,7 +103,7 @@ def test_options_reach_the_diagnosis(project, capsys):
         (["{project}:alone"], "def alone_args(): return (params, jnp.ones((8, 16)))"),
         (["{project}:loss", "--args", "shapes"], "Return arrays"),
         (["{project}:loss", "--policy", "c=fp17"], "unknown dtype 'fp17'"),
-        (["{project}:loss", "--loss-scale", "0"], "diagnose("),
+        (["{project}:loss", "--loss-scale", "0"], "--loss-scale: static_loss_scale("),
     ],
 )
 def test_a_mistake_is_one_paragraph_and_status_2(project, capsys, words, message):

@@ -247,6 +247,22 @@ def test_many_modules_and_gradients_are_cut_to_those_with_trouble():
     assert "36 more modules" in text and "53 more gradients" in text
 
 
+def test_a_gradient_that_is_0_but_for_rounding_is_told_apart_from_one_that_underflows():
+    gradients = {
+        "['up']": gradient([1.0, 0.5], 0.125),
+        "['key']": gradient([1e-6], 4096.0),
+        "['small']": gradient([1e-6], 0.75),
+    }
+    made = diagnosis([site()], gradients=gradients)
+    assert "gradients finite, error up to 0.75" in made.summary
+    lines = str(made).splitlines()
+    rows = [line.split()[0] for line in lines if line.startswith(" ['")]
+    assert rows == ["['small']", "['up']", "['key']"]
+    assert lines[-1] == "0 but for rounding, whatever their error: ['key']."
+    alone = diagnosis([site()], gradients={"['w']": gradient([1e-6], 4096.0)})
+    assert "error up to 4096" in alone.summary
+
+
 def test_the_html_says_the_same_and_escapes_it():
     shown = example()._repr_html_()
     assert "<li>First this &lt;b&gt;.</li>" in shown and "<b>" not in shown

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import jmp_amp as amp
-from jmp_amp.plan.watch import watched
+from jmp_amp.plan import jaxprs
+from jmp_amp.plan.watch import bodies_inside, watched
 from tests.programs import equations
 
 
@@ -19,15 +20,34 @@ def is_remat(eqn: Any) -> bool:
 
 
 class Sum:
-    """Counts the runs of an equation and adds up its first result, in f32."""
+    """Counts the runs of each equation and adds up its first result, in f32."""
 
-    def nothing(self, eqn: Any) -> Any:
+    def __init__(self, jaxpr: Any):
+        self.bodies = bodies_of(jaxprs.body_of(jaxpr), ())
+
+    def zero(self) -> Any:
         return {"runs": jnp.zeros((), jnp.int32), "sum": jnp.zeros((), jnp.float32)}
 
-    def seen(self, eqn: Any, operands: Any, results: Any) -> Any:
-        total = jnp.sum(jnp.asarray(results[0]) if results else jnp.zeros(()))
-        total = total.astype(jnp.float32)
+    def of(self, result: jax.Array) -> Any:
+        total = jnp.sum(result).astype(jnp.float32)
         return {"runs": jnp.ones((), jnp.int32), "sum": total}
+
+    def nothing(self, path: Any) -> Any:
+        inside = bodies_inside(self.bodies[path], path)
+        return {
+            name: self.zero()
+            for p, body in inside.items()
+            for name, _ in named(p, body)
+        }
+
+    def seen(self, path: Any, run: Any) -> Any:
+        inside = bodies_inside(self.bodies[path], path)
+        assert run.keys() == inside.keys()
+        return {
+            name: self.of(jnp.asarray(run[p][eqn.outvars[0]] if eqn.outvars else 0.0))
+            for p, body in inside.items()
+            for name, eqn in named(p, body)
+        }
 
     def merged(self, before: Any, after: Any) -> Any:
         return jax.tree.map(jnp.add, before, after)
@@ -36,13 +56,39 @@ class Sum:
         return jax.lax.psum(statistic, tuple(axes))
 
 
-def watch(fn: Any, *args: Any) -> tuple[Any, dict[str, tuple[str, int, float]]]:
-    """Returns the outputs, and of each equation its primitive, runs and sum."""
+def bodies_of(body: Any, path: Any) -> dict[Any, Any]:
+    """Returns a body and all bodies inside it, by the way to each of them."""
+    found = {path: body}
+    for index, eqn in enumerate(body.jaxpr.eqns):
+        if jaxprs.runs(eqn):
+            for number, inner in enumerate(jaxprs.inner_bodies(eqn)):
+                found |= bodies_of(inner.body, (*path, index, number))
+    return found
+
+
+def named(path: Any, body: Any) -> list[tuple[str, Any]]:
+    """Returns the equations of a body that hold no other body, and where each is."""
+    return [
+        (".".join(map(str, (*path, index))), eqn)
+        for index, eqn in enumerate(body.jaxpr.eqns)
+        if jaxprs.runs(eqn) and not jaxprs.inner_bodies(eqn)
+    ]
+
+
+def flat(found: Any) -> dict[str, Any]:
+    """Returns the statistics of all equations; each belongs to one body only."""
+    pairs = [pair for each in found.values() for pair in each.items()]
+    assert len(dict(pairs)) == len(pairs)
+    return dict(sorted(pairs))
+
+
+def watch(fn: Any, *args: Any) -> tuple[Any, dict[str, tuple[int, float]]]:
+    """Returns the outputs, and of each equation its runs and its sum."""
     jaxpr = jax.make_jaxpr(fn)(*args)
-    outputs, found = jax.jit(watched(jaxpr, Sum()))(*jax.tree.leaves(args))
+    outputs, found = jax.jit(watched(jaxpr, Sum(jaxpr)))(*jax.tree.leaves(args))
     return outputs, {
-        str(identity): (int(each["runs"]), float(each["sum"]))
-        for identity, each in found.items()
+        name: (int(each["runs"]), float(each["sum"]))
+        for name, each in flat(found).items()
     }
 
 
@@ -133,6 +179,34 @@ def test_a_custom_derivative_rule_is_one_equation_and_a_checkpoint_is_entered():
     assert found == {"0.0.0": (1, 1.0), "0.0.1": (1, 2.0), "1": (1, 8.0)}
 
 
+def test_a_body_that_runs_once_is_seen_with_the_one_around_and_others_alone():
+    @jax.custom_jvp
+    def cube(x):
+        return x**3
+
+    cube.defjvps(lambda g, ans, x: 3 * x**2 * g)
+
+    def fn(x):
+        x = jax.jit(jnp.sin)(cube(x))
+        x = jax.checkpoint(lambda x: jax.jit(jnp.cos)(x) + 1.0, prevent_cse=False)(x)
+        x = jax.checkpoint(lambda x: jax.jit(jnp.tan)(x) * 2.0)(x)
+        return jax.lax.cond(x > 0.0, lambda: jax.jit(jnp.exp)(x), lambda: x)
+
+    jaxpr = jax.make_jaxpr(fn)(jnp.float32(1.0))
+    _, found = jax.jit(watched(jaxpr, Sum(jaxpr)))(jnp.float32(1.0))
+    primitives = {
+        name: eqn.primitive.name
+        for path, body in Sum(jaxpr).bodies.items()
+        for name, eqn in named(path, body)
+    }
+    here, checkpoint, *branches = (
+        [primitives[name] for name in each] for each in found.values()
+    )
+    assert {"integer_pow", "sin", "cos", "add"} < set(here)
+    assert sorted(checkpoint) == ["mul", "tan"]
+    assert sorted(branches) == [[], ["exp"]]
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shards_are_merged_loops_in_them_too(check_vma):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
@@ -176,11 +250,11 @@ def test_the_program_of_a_gradient_computes_the_same_and_every_equation_is_seen(
     x = jax.random.normal(jax.random.key(1), (4, 8))
     step = jax.value_and_grad(amp.autocast(loss))
     jaxpr = jax.make_jaxpr(step)(ws, x)
-    outputs, found = jax.jit(watched(jaxpr, Sum()))(ws, x)
+    outputs, found = jax.jit(watched(jaxpr, Sum(jaxpr)))(ws, x)
     value, gradient = jax.jit(step)(ws, x)
     np.testing.assert_array_equal(outputs[0], value)
     np.testing.assert_array_equal(outputs[1], gradient)
-    assert {int(each["runs"]) for each in found.values()} == {1, 3}
+    assert {int(each["runs"]) for each in flat(found).values()} == {1, 3}
 
 
 def test_examples_of_a_loop_that_is_mapped_end_when_each_of_them_does():
@@ -216,11 +290,11 @@ def test_an_observer_that_holds_arrays_sees_into_the_checkpoints_of_a_gradient()
 
         bounds = jnp.asarray([-10.0, 0.0])
 
-        def nothing(self, eqn: Any) -> Any:
+        def zero(self) -> Any:
             return jnp.zeros(2)
 
-        def seen(self, eqn: Any, operands: Any, results: Any) -> Any:
-            numbers = jnp.asarray(results[0]).astype(jnp.float32)
+        def of(self, result: jax.Array) -> Any:
+            numbers = result.astype(jnp.float32)
             above = numbers.ravel()[:, None] > self.bounds[None]
             return jnp.sum(above.astype(jnp.float32), axis=0)
 
@@ -229,13 +303,13 @@ def test_an_observer_that_holds_arrays_sees_into_the_checkpoints_of_a_gradient()
 
     x = jnp.asarray([-1.0, 1.0, 2.0])
     jaxpr = jax.make_jaxpr(jax.grad(loss))(x)
-    outputs, found = jax.jit(watched(jaxpr, Above()))(x)
+    outputs, found = jax.jit(watched(jaxpr, Above(jaxpr)))(x)
     np.testing.assert_allclose(outputs[0], 2 * np.cos(x), rtol=1e-6)
-    counts = {tuple(each.tolist()) for each in found.values()}
+    counts = {tuple(each.tolist()) for each in flat(found).values()}
     # sin(x) has two numbers above 0, cos(x) too; cotangents are ones and twos.
     assert (3.0, 2.0) in counts and (3.0, 3.0) in counts
     # It still computes again: XLA may not merge it with the forward pass.
-    program = jax.make_jaxpr(watched(jaxpr, Above()))(x)
+    program = jax.make_jaxpr(watched(jaxpr, Above(jaxpr)))(x)
     again = [e.params["differentiated"] for e in equations(program) if is_remat(e)]
     assert again == [e.params["differentiated"] for e in jaxpr.eqns if is_remat(e)]
     assert True in again
