@@ -33,15 +33,18 @@ pytestmark = pytest.mark.xdist_group("notebooks")
 each_notebook = pytest.mark.parametrize("name", NOTEBOOKS)
 # These train models. By default only their committed outputs are looked at.
 TRAIN = ("01_tour", "02_recipes")
+# This compiles many programs: the same.
+COMPILES = ("06_numerics",)
+SLOW = (*TRAIN, *COMPILES)
 each_executed = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(each, marks=pytest.mark.slow if each in TRAIN else ())
+        pytest.param(each, marks=pytest.mark.slow if each in SLOW else ())
         for each in NOTEBOOKS
     ],
 )
-# Jaxprs are printed otherwise by other versions of JAX.
-MADE_WITH = {"05_how_it_works": "0.10."}
+# Other versions of JAX print jaxprs otherwise, and trace other equations.
+MADE_WITH = {"05_how_it_works": "0.10.", "06_numerics": "0.10."}
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
 
 # What a notebook has computed, read back by a cell of ours at its end.

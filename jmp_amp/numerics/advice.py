@@ -222,8 +222,10 @@ def _underflow(
 def _lost(gradients: Mapping[str, Gradient]) -> Iterator[str]:
     keys = [key or "of the argument" for key, each in gradients.items() if each.is_lost]
     if keys:
+        many = "gradients" if len(keys) > 1 else "gradient"
+        verb = "are" if len(keys) > 1 else "is"
         yield (
-            f"The whole gradient {listed(keys)} is 0, and it is not in f32: these "
+            f"The {many} {listed(keys)} {verb} 0 throughout, and not so in f32: these "
             "parameters do not learn."
         )
 

@@ -141,7 +141,7 @@ def _lost_by_module(
 
 def of_blame(blame: Iterable[Site]) -> Table:
     """Returns one row for each of the worst sites that make the error larger."""
-    numbers = ("times larger", "error")
+    numbers = ("growth", "error")
     rows = [
         (
             wording.number(site.amplification),
@@ -155,7 +155,7 @@ def of_blame(blame: Iterable[Site]) -> Table:
         if or_infinite(site.amplification) > 1 and site.error
     ]
     columns = (*numbers, "operation", "dtype", "module", "source")
-    note = "times larger: than the largest error of the operands."
+    note = "growth: the error over the largest error of the operands."
     title = "Where the error is made"
     return Table(title, columns, rows[:_MOST_BLAMED], numbers, note)
 
@@ -203,7 +203,7 @@ def of_sites(sites: Iterable[Site], reference: Sequence[Site]) -> list[Table]:
         for direction in ("forward", "backward")
         for site, dtype in in_half(sites, reference, direction)
     }
-    numbers = ("amax", "amin", "zeros", "not finite", "lost", "error", "times larger")
+    numbers = ("amax", "amin", "zeros", "not finite", "lost", "error", "growth")
     columns = ("#", "source", "operation", "", "dtype", "shape", *numbers)
     shown: dict[str, Table] = {}
     for site in sites:

@@ -175,7 +175,8 @@ class Site:
         return held.bottom + (self.amin == 2.0**held.bottom)
 
     def _share(self, exponents: Iterable[int]) -> float:
-        return sum(self.exponents[e] for e in exponents) / max(self.finite, 1)
+        finite = sum(self.exponents.values()) + self.zeros
+        return sum(self.exponents[e] for e in exponents) / max(finite, 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -129,7 +129,7 @@ def test_values_that_do_not_run_in_f16_do_not_underflow():
 def test_parameters_that_do_not_learn_are_named():
     dead = {f"['{i}']": gradient([0.0, 0.0], 1.0) for i in range(5)}
     (told,) = advice([], [], gradients=dead)
-    assert "['0'], ['1'], ['2'] and 2 more is 0" in told
+    assert "gradients ['0'], ['1'], ['2'] and 2 more are 0" in told
 
 
 @pytest.mark.parametrize(
