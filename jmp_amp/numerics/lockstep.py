@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -281,7 +281,7 @@ class _Lockstep(Walk[_Pair]):
         made = self._entering(operands, carried, identity)
         frames: list[_Frame] = []
 
-        def turn(carry: _Values, xs: _Values) -> tuple[_Values, object]:
+        def turn(carry: _Values, xs: _Values) -> tuple[_Values, Any]:
             pairs = [*operands[: carried.start]]
             pairs += _paired(carry, made[carried.start : carried.stop])
             pairs += _paired(xs, made[carried.stop :])
@@ -415,7 +415,7 @@ class _Lockstep(Walk[_Pair]):
         nothing = [self._structure(run, values) for run in runners]
         frames = list(nothing)
 
-        def branch(number: int, values: _Values) -> tuple[_Values, object]:
+        def branch(number: int, values: _Values) -> tuple[_Values, Any]:
             frame = frames[number] = runners[number](values)
             found = [each.distances for each in nothing]
             found[number] = [

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from importlib.metadata import version
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,16 +19,16 @@ from jmp_amp.plan.watch import watched
 from jmp_amp.transform.interpreter import run
 
 # Roundings that the program asks for are kept: XLA may drop a cast and its inverse.
-_OPTIONS: dict[str, bool | int] = {"xla_allow_excess_precision": False}
+_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
 # A program that runs once is compiled as fast as XLA can, if it is not large: it runs
 # four times as long then.
-_FAST: dict[str, bool | int] = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):  # JAX < 0.11: later ones have the other kind alone.
+_FAST: dict[str, Any] = {"xla_backend_optimization_level": 0}
+if version("jax").startswith("0.10."):  # JAX < 0.11: later ones have no other kind.
     _FAST["xla_cpu_use_fusion_emitters"] = False
 _LARGE = 1 << 27
 
 
-def options_of(values: int) -> dict[str, bool | int]:
+def options_of(values: int) -> dict[str, Any]:
     """Returns the options to compile a program with that measures so many values."""
     is_fast = jax.default_backend() == "cpu" and values < _LARGE
     return {**_OPTIONS, **_FAST} if is_fast else _OPTIONS

@@ -7,7 +7,7 @@ in arithmetic and in comparisons; integers have no subnormals.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ _LANES = 1 << 9
 # So many elements are copied to be counted together, if the program has no more.
 _TOGETHER = 1 << 20
 
-_IN_BOUNDS = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
+_IN_BOUNDS = "promise_in_bounds"
 
 
 class Layout(NamedTuple):
@@ -57,12 +57,12 @@ class Layout(NamedTuple):
         return 1 << (self.dtype.itemsize * 8 - self.mantissa)
 
     @property
-    def infinity(self) -> np.generic:
+    def infinity(self) -> Any:
         """The bits of infinity; those of a NaN are larger."""
         return self.dtype.type((self.fields // 2 - 1) << self.mantissa)
 
     @property
-    def padding(self) -> np.generic:
+    def padding(self) -> Any:
         """Bits that no magnitude has."""
         return self.dtype.type(np.iinfo(self.dtype).max)
 
