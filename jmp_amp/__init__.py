@@ -7,7 +7,8 @@
   it decides, and why: `explain` returns a `Report`, `plots` draws it.
 * One word for all of it: `recipe("O2")` returns a `Recipe`. Code written for DeepMind's
   jmp runs with `from jmp_amp import jmp`.
-* Exceptions by Flax module: `PolicyMap`, whose patterns see a `ModuleInfo`.
+* Exceptions by Flax module: `PolicyMap`, whose patterns see a `ModuleInfo`. As few of
+  them as a bound on the gradient's error needs: `tune` returns a `Tuning`.
 * Parameters in half precision: `cast_params` puts them into the dtypes of their
   modules' policies. An optimizer that does not lose their small updates:
   `with_master_weights`, `with_kahan`, `with_stochastic_rounding`. Checkpoints that any
@@ -45,6 +46,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jmp_amp import jmp as jmp
     from jmp_amp import plots as plots
+    from jmp_amp.numerics.tuner import tune as tune
+    from jmp_amp.numerics.tuning import Step as Step
+    from jmp_amp.numerics.tuning import Tuned as Tuned
+    from jmp_amp.numerics.tuning import Tuning as Tuning
     from jmp_amp.policies.casting import cast_floating as cast_floating
     from jmp_amp.policies.casting import cast_to_full as cast_to_full
     from jmp_amp.policies.casting import cast_to_half as cast_to_half
@@ -91,6 +96,8 @@ if TYPE_CHECKING:
 # The names that each room has; those without a room are rooms themselves.
 _NAMES = {
     "": "jmp plots",
+    "numerics.tuner": "tune",
+    "numerics.tuning": "Step Tuned Tuning",
     "policies.casting": "cast_floating cast_to_full cast_to_half",
     "policies.dtypes": "half_dtype",
     "policies.patterns": "ModuleInfo",

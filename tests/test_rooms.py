@@ -55,6 +55,12 @@ WINGS = {
         ("reading", "report_tables"),
         ("report",),
     ),
+    "numerics": (
+        ("losses", "groups", "tuning"),
+        ("flagged", "measuring", "moves", "asked"),
+        ("searching",),
+        ("tuner",),
+    ),
     "recipes": (("levels",), ("overrides",), ("recipes",)),
     "": (("plots", "jmp"), ("checkup",), ("doctor",), ("__main__", "__init__")),
 }

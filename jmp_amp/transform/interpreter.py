@@ -350,7 +350,7 @@ class _Replay(Walk[Value]):
                 for i, (v, t) in enumerate(zip(eqn.invars, tangents, strict=True))
                 if is_inexact(v) and not isinstance(t, SymbolicZero)
             ]
-            rule = _planned_rule(eqn, planned, differentiated)
+            rule = planned_rule(eqn, planned, differentiated)
             both = run(rule, [*xs, *(tangents[i] for i in differentiated)])
             results, moving = both[: len(inexact)], iter(both[len(inexact) :])
             result_tangents = [
@@ -365,7 +365,7 @@ class _Replay(Walk[Value]):
         return list(rewritten(*operands))
 
 
-def _planned_rule(
+def planned_rule(
     eqn: Eqn, planned: EquationPlan, differentiated: Sequence[int]
 ) -> Plan:
     """Traces and plans the derivative rule of a `custom_jvp` equation.
