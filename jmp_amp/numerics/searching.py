@@ -71,7 +71,7 @@ class Search:
         """Returns a map that meets the bound, or None if there is none."""
         if self.real(self.menu.start) <= self.bound:
             return self.menu.start
-        for tier in self.menu.tiers:
+        for tier in self._tiers():
             choice = self._within(tier)
             if choice is not None:
                 return self.menu.policies(self._smaller(self._cheaper(choice)))
@@ -81,14 +81,30 @@ class Search:
                 return whole
         return None
 
+    def _tiers(self) -> list[tuple[Move, ...]]:
+        """Returns the moves to try, the narrowest first.
+
+        A parent whose own equations break the bound alone is among the first.
+        """
+        first, *wider = self.menu.tiers
+        every = [move for tier in wider for move in tier if move not in first]
+        guilty = {
+            move: None
+            for move in every
+            for path in move.paths
+            if path and self.sensitivity[Group(path)] > self.bound
+        }
+        return [(*first, *guilty), *wider]
+
     def _within(self, tier: Sequence[Move]) -> Choice | None:
         """Returns a choice among some moves whose real program meets the bound."""
         target = self.bound * self._optimism()
-        for _ in range(_ATTEMPTS):
-            proposed = self._proposed(tier, target)
-            if proposed is None:
-                break
-            choice = self.menu.joined(proposed)
+        # What a parent computes itself follows its children into f32, which the flagged
+        # program does not see.
+        floor = self.expected(self.menu.levels(self._all(tier)))
+        for _ in range(_ATTEMPTS if math.isfinite(floor) else 0):
+            reached = target if floor <= target else math.hypot(target, floor)
+            choice = self.menu.joined(self._proposed(tier, reached))
             error = self.real(self.menu.policies(choice))
             if error <= self.bound:
                 return choice
@@ -107,19 +123,17 @@ class Search:
             return 1.0
         return min(1.0, expected / real)
 
-    def _proposed(self, tier: Sequence[Move], target: float) -> Choice | None:
-        """Returns the cheapest choice expected to meet a target, or None."""
+    def _proposed(self, tier: Sequence[Move], target: float) -> Choice:
+        """Returns the cheapest choice expected to meet a target; all of them do."""
         fine = self._solved(tier, target)
-        if fine is None or len(self.menu.joined(fine)) <= MOST_MOVES:
+        if len(self.menu.joined(fine)) <= MOST_MOVES:
             return fine
         return self._solved(self.menu.coarse(tier), target)
 
-    def _solved(self, moves: Sequence[Move], target: float) -> Choice | None:
+    def _solved(self, moves: Sequence[Move], target: float) -> Choice:
         def is_met(choice: Choice) -> bool:
             return self.expected(self.menu.levels(choice)) <= target
 
-        if not is_met(self._all(moves)):
-            return None
         orders = [
             sorted(moves, key=lambda move: -self._weight(move)),
             sorted(moves, key=lambda move: -self._weight(move) / (1 + move.flops)),
