@@ -93,6 +93,9 @@ class Flagged(Walk[Held]):
     def literal(self, atom: Literal, dtype: np.dtype | None, saturate: bool) -> Held:
         value = atom.val
         array = jnp.asarray(value) if np.ndim(value) else value
+        halves = [each for each in (dtype, *self.others) if is_half(each)]
+        if all(value.astype(half) == value for half in halves if not np.ndim(value)):
+            return Held(array, F32)  # the same number in every dtype
         return Held(array, dtype, _half(dtype), saturates=saturate)
 
     def dtype_of(self, value: Held) -> np.dtype | None:

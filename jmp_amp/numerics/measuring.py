@@ -22,6 +22,9 @@ from jmp_amp.transform.interpreter import run
 Gradients = list[np.ndarray]
 # Without it XLA may leave out roundings of the plan, and the CPU does.
 _OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
+# For a large program that runs fast anyway: a third of the time to compile it.
+_IN_HASTE: dict[str, Any] = {"xla_backend_optimization_level": 0}
+_FEW_ELEMENTS = 2**22
 
 
 class Measured(NamedTuple):
@@ -70,14 +73,18 @@ class Bench:
             yield loss
 
     def compiled(
-        self, function: Callable[..., Any], *args: Value
+        self, function: Callable[..., Any], *args: Value, in_haste: bool = False
     ) -> tuple[Callable[..., Sequence[Value]], float]:
         """Returns a compiled function, and the share of its matmul FLOPs in half."""
         self.compilations += 1
+        options = _OPTIONS
+        is_small = sum(np.size(x) for x in args) < _FEW_ELEMENTS
+        if in_haste and is_small and jax.default_backend() == "cpu":
+            options = options | _IN_HASTE
         traced = jax.jit(function).trace(*args)
         found = matmuls_as_traced(jaxprs.body_of(traced.jaxpr), 1)
         cost = found.flops_in_half / found.flops if found.flops else 0.0
-        return traced.lower().compile(compiler_options=_OPTIONS), cost
+        return traced.lower().compile(compiler_options=options), cost
 
     def refer(self, loss: LossCall) -> None:
         """Measures the reference.

@@ -227,7 +227,7 @@ class _Tuner:
             return gradients_of(loss, lambda xs: run(loss.as_traced(xs)))(*arrays)
 
         flags = jnp.zeros(len(numbers), jnp.int32)
-        compiled, _ = self.bench.compiled(flagged, flags, *loss.arrays)
+        compiled, _ = self.bench.compiled(flagged, flags, *loss.arrays, in_haste=True)
         arrays = list(loss.arrays)
         known: dict[tuple[int, ...], float] = {}
 
