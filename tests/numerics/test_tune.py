@@ -1,7 +1,8 @@
 """`tune`: exactly the modules that need more precision, measured with real programs.
 
 Every model here has a planted fault: a cancellation, `(h + 400) - 400`, or products
-that overflow f16. The offset comes in as an argument: XLA adds constants up.
+that overflow f16. The offset comes in as an argument, because XLA adds constants up,
+and is broadcast, because the plan keeps `(h + argument) - argument` in f32.
 """
 
 import json
@@ -19,7 +20,7 @@ from tests.zoo.language import gpt
 
 F32 = amp.get_policy("float32")
 BF16 = amp.get_policy("mixed_bfloat16")
-OFFSET = jnp.full((8, 8), 400.0)
+OFFSET = jnp.full((1, 8), 400.0)
 X = jax.random.normal(jax.random.key(1), (8, 8))
 
 
@@ -201,7 +202,7 @@ class Cell(nnx.Module):
         self.calls = nnx.BatchStat(jnp.zeros(()))
 
     def __call__(self, x, offset):
-        self.calls.value += 1.0
+        self.calls[...] += 1.0
         h = x @ self.up[...]
         h = (h + offset) - offset if self.fault else h
         return jnp.tanh(h) @ self.down[...]
@@ -225,7 +226,7 @@ def test_an_nnx_module_is_tuned_and_left_as_it_was():
 
     tuning = amp.tune(loss, max_grad_error=3e-3, has_aux=True)(model, X, OFFSET)
     assert patterns(tuning) == {"blocks/1": F32}
-    assert model.blocks[1].calls.value == 0
+    assert model.blocks[1].calls[...] == 0
     assert tuning.modules["blocks/1"].policy == F32
 
 
@@ -312,21 +313,22 @@ class Scaled(nn.Module):
     @nn.compact
     def __call__(self, x, offset):
         w = self.param("w", nn.initializers.orthogonal(1.0), (8, 8))
-        h = (x @ (w * self.by)) @ w
-        return (((h + offset) - offset) if self.fault else h) @ w.T / self.by
+        h = ((x * self.by) @ w) * self.by
+        h = ((h + offset) - offset) if self.fault else h
+        return (h @ w) / self.by / self.by
 
 
 class TwoFaults(nn.Module):
     @nn.compact
     def __call__(self, x, offset):
         x = Scaled(name="fine")(x, offset)
-        x = Scaled(3e5, name="overflows")(x, offset)
+        x = Scaled(300.0, name="overflows")(x, offset)
         return Scaled(fault=True, name="cancels")(x, offset)
 
 
 def test_bf16_cures_an_overflow_and_only_f32_a_cancellation():
     params, loss = linen_loss(TwoFaults())
-    offset = OFFSET * 100
+    offset = OFFSET * 5
     tuning = amp.tune(
         loss, max_grad_error=2e-2, candidates=("mixed_bfloat16", "float32")
     )(params, X, offset)
@@ -386,7 +388,7 @@ def test_what_is_no_function_is_refused():
     ("fn", "args", "error", "message"),
     [
         (square, (jax.ShapeDtypeStruct((8, 8), jnp.float32), X), TypeError, "values"),
-        (square, (jnp.ones((8, 8), jnp.int32), X), TypeError, "differentiate"),
+        (lambda w, x: jnp.sum(x), (jnp.arange(2), X), TypeError, "differentiate"),
         (lambda w, x: x @ w, (X, X), TypeError, "one real floating-point scalar"),
         (lambda w, x: (jnp.sum(w), x), (X, X), TypeError, "has_aux"),
         (lambda w, x: jnp.sum(jnp.sqrt(w * 0)), (X, X), ValueError, "not finite"),
@@ -398,7 +400,7 @@ def test_a_call_without_a_finite_gradient_is_refused(fn, args, error, message):
 
 
 def test_a_bound_that_the_candidates_cannot_meet_is_told_with_the_smallest_error():
-    with pytest.raises(ValueError, match=r"The smallest error is .*c=bf16"):
+    with pytest.raises(ValueError, match=r"error is 0\.000\d+, with 'p=f32,c=f16"):
         amp.tune(square, max_grad_error=1e-6, candidates=("mixed_bfloat16",))(X, X)
 
 
