@@ -39,17 +39,17 @@ class Held:
       dtype: the dtype in which the plan holds it; None if it is never cast.
       waiting: the half dtype that it was cast to since it was made. Whose reads it
         rounds it: casts are shared, and the flags of their readers differ.
-      group: the group that made it and rounded it to `dtype`, if one did.
+      group: the number of the group that made it and rounded it to `dtype`, if one did.
       saturates: whether rounding keeps it finite.
     """
 
     array: Value
     dtype: np.dtype | None
     waiting: np.dtype | None = None
-    group: Group | None = None
+    group: int | None = None
     saturates: bool = False
 
-    def narrow(self, reader: Group | None) -> np.dtype | None:
+    def narrow(self, reader: int | None) -> np.dtype | None:
         """Returns the half dtype that a reader rounds the value to, if it has to."""
         if self.waiting is not None:
             return self.waiting
@@ -62,7 +62,8 @@ class Flagged(Walk[Held]):
     Attributes:
       place: where the body is.
       flags: int32[number of groups].
-      numbers: the place of each group among the flags.
+      numbers: the place of each group among the flags; for modules that are one group,
+        without the name of an operation.
       others: for each flag above `BASE`, the half dtype that it rounds to; None for one
         that leaves values as they are.
     """
@@ -78,6 +79,11 @@ class Flagged(Walk[Held]):
         self.flags = flags
         self.numbers = numbers
         self.others = others
+
+    def _number(self, eqn: Eqn) -> int | None:
+        """Returns the number of the group of an equation."""
+        group = self.place.group(eqn)
+        return self.numbers.get(group, self.numbers.get(Group(group.path)))
 
     def run(self, plan: Plan, inputs: Sequence[Held]) -> list[Value]:
         """Returns the outputs of a planned body, rounded as it returns them."""
@@ -126,7 +132,7 @@ class Flagged(Walk[Held]):
             if is_rounded(eqn, planned):
                 return self._in_half(eqn, planned, operands)
             arrays = [
-                self._rounded(x, _wanted(x.waiting, dtype), self.place.group(eqn))
+                self._rounded(x, _wanted(x.waiting, dtype), self._number(eqn))
                 for x, dtype in zip(operands, planned.reads, strict=True)
             ]
             results = jaxprs.bind(eqn, arrays)
@@ -138,7 +144,7 @@ class Flagged(Walk[Held]):
     def _in_half(
         self, eqn: Eqn, planned: EquationPlan, operands: Sequence[Held]
     ) -> list[Held]:
-        group = self.place.group(eqn)
+        group = self._number(eqn)
         arrays = [self._rounded(x, x.narrow(group), group) for x in operands]
         results = jaxprs.bind(eqn, arrays)
         made = zip(results, planned.yields, planned.writes, strict=True)
@@ -151,12 +157,9 @@ class Flagged(Walk[Held]):
             for x, computed, kept in made
         ]
 
-    def _rounded(
-        self, held: Held, dtype: np.dtype | None, group: Group | None
-    ) -> Value:
+    def _rounded(self, held: Held, dtype: np.dtype | None, number: int | None) -> Value:
         """Returns a value rounded to `dtype`, or as the flag of a group says."""
         array = held.array
-        number = None if group is None else self.numbers.get(group)
         if dtype is None or number is None or array.dtype != F32:
             return array
         array = jnp.asarray(array)
@@ -215,7 +218,6 @@ class Flagged(Walk[Held]):
         # flags come as an operand.
         primal = jax.custom_jvp(lambda flags, *xs: run_body(*xs, flags=flags))
         place = self.place.inside(eqn, planned.index, 0)
-        place = dataclasses.replace(place, fixed=place.group(eqn))
 
         def derivative(
             operands_: Sequence[Value], tangents: Sequence[Value]

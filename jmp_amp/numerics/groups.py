@@ -1,9 +1,9 @@
 """Groups: the parts of a program that a policy can be chosen for, one by one.
 
-A group is what one module computes itself, without the modules that it calls. What no
-module computes, and what the outermost one computes itself, is grouped by the function
-that was jitted or has a `custom_jvp`, and failing that by operation: `Policy.with_full`
-takes such names.
+A group is what one module computes itself, without the modules that it calls; that of a
+module which calls others is one for each operation. What no module computes, and what
+the outermost one computes itself, is grouped by the function that was jitted or has a
+`custom_jvp`, and failing that by operation: `Policy.with_full` takes such names.
 """
 
 from __future__ import annotations
@@ -33,14 +33,12 @@ class Group(NamedTuple):
     Attributes:
       path: the path of a module, as the patterns of a `PolicyMap` see it; "" for what
         is in no module but the outermost one.
-      name: of a function or an operation, if `path` is empty.
+      name: of an operation, or of a function if `path` is empty; "" for all operations
+        of a module.
     """
 
     path: str
     name: str = ""
-
-    def __str__(self) -> str:
-        return self.path or f"full={self.name}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,28 +48,23 @@ class Place:
     Attributes:
       path: the path of the module that the body is called in.
       function: the name of the function that it belongs to, if one counts.
-      fixed: the group of all of them, if that is known.
       identity: the way to the body.
     """
 
     path: str = ""
     function: str = ""
-    fixed: Group | None = None
     identity: tuple[int, ...] = ()
 
     def group(self, eqn: Eqn) -> Group:
-        """Returns the group of an equation of the body."""
-        if self.fixed is not None:
-            return self.fixed
+        """Returns the group of an equation of the body, that of its operation."""
         path = self._path(eqn)
-        if path:
-            return Group(path)
-        return Group("", self._function(eqn) or eqn.primitive.name)
+        function = "" if path else self._function(eqn)
+        return Group(path, function or eqn.primitive.name)
 
     def inside(self, eqn: Eqn, index: int, number: int) -> Place:
         """Returns the place of body `number` of the equation `index` of this one."""
         identity = (*self.identity, index, number)
-        return Place(self._path(eqn), self._function(eqn), self.fixed, identity)
+        return Place(self._path(eqn), self._function(eqn), identity)
 
     def _path(self, eqn: Eqn) -> str:
         # Inside a body the name stack begins afresh.

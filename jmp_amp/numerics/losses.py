@@ -142,9 +142,7 @@ def loss_call(
             f"{call}: an argument is a jax.ShapeDtypeStruct, which has no values to "
             "measure. Give arrays; explain(fn, policy) takes shapes."
         )
-    with planned_call(
-        fn, policies, args, dict(kwargs), call, notes_modules
-    ) as planned:
+    with planned_call(fn, policies, args, dict(kwargs), call, notes_modules) as planned:
         loss = _loss_of(planned, has_aux, call)
         places = _places(args, planned.arrays)
         found = [
@@ -223,9 +221,7 @@ def _as_array(leaf: PyTree) -> PyTree:
 
 def _places(
     args: tuple[PyTree, ...], arrays: Sequence[Value]
-) -> Callable[
-    [int, nnx.filterlib.Filter], Iterator[tuple[int, jax.tree_util.KeyPath]]
-]:
+) -> Callable[[int, nnx.filterlib.Filter], Iterator[tuple[int, jax.tree_util.KeyPath]]]:
     """Returns a function that tells which inputs of a program an argument is.
 
     It yields their positions among `arrays`, and their key paths in the gradient. The

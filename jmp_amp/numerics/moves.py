@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from jmp_amp.numerics.groups import Group, Member
+from jmp_amp.plan.operations import PRODUCTS
 from jmp_amp.policies.dtypes import F32
 from jmp_amp.policies.patterns import Pattern, matches_path
 from jmp_amp.policies.policy import Policy
@@ -50,25 +51,36 @@ class Menu:
     Attributes:
       start: the map that everything starts from.
       candidates: the policies that modules may get instead.
-      groups: the groups of the program.
+      groups: the groups of the program, by number.
       known: the paths that a glob might match: those of modules, and those above.
-      tiers: moves, the narrowest first: modules that contain no other group, and names;
-        modules that do; the outermost one.
+      leaves: the modules that contain no other group.
+      outside: names of what is in no module but the outermost one.
+      everywhere: names of the same, and of what the other modules compute themselves.
+      parents: the modules that contain other groups, the deepest first.
+      whole: the outermost module, if there is one.
     """
 
     start: PolicyMap
     candidates: tuple[Policy, ...]
     groups: tuple[Group, ...]
     known: frozenset[str]
-    tiers: tuple[tuple[Move, ...], ...]
+    leaves: tuple[Move, ...]
+    outside: tuple[Move, ...]
+    everywhere: tuple[Move, ...]
+    parents: tuple[Move, ...]
+    whole: tuple[Move, ...]
 
     def levels(self, choice: Choice) -> tuple[int, ...]:
         """Returns the candidate that each group gets."""
         paths = {path: level for move, level in choice.items() for path in move.paths}
-        named = {move.name: level for move, level in choice.items() if move.name}
+        named = {
+            group: level
+            for move, level in choice.items()
+            if move.name
+            for group in move.reaches
+        }
         return tuple(
-            named.get(group.name, 0) or _nearest(paths, group.path)
-            for group in self.groups
+            named.get(group, 0) or _nearest(paths, group.path) for group in self.groups
         )
 
     def policies(self, choice: Choice) -> PolicyMap:
@@ -95,67 +107,102 @@ class Menu:
 
     def coarse(self, moves: Iterable[Move]) -> list[Move]:
         """Returns moves of which those of siblings are one."""
-        moves = list(moves)
         return list(self.joined(dict.fromkeys(moves, 1)))
+
+    def outermost(self, moves: Iterable[Move]) -> list[Move]:
+        """Returns the moves that are in no other parent than the outermost module."""
+        return [
+            move
+            for move in moves
+            if not any(move.reaches < parent.reaches for parent in self.parents)
+        ]
 
 
 def menu_of(
     start: PolicyMap,
     candidates: Sequence[Policy],
     found: Sequence[Member],
-    modules: Iterable[str],
-    flops: Mapping[Group, int],
+    found_modules: Iterable[str],
+    flops: Mapping[str, int],
 ) -> Menu:
     """Returns the moves of a program.
 
     Args:
       start, candidates: see `Menu`.
       found: the equations that the plan runs in half precision.
-      modules: the paths of all modules.
-      flops: of the matrix products of each group.
+      found_modules: the paths of all modules.
+      flops: of the matrix products of each equation, by identity.
     """
-    groups = tuple(dict.fromkeys(each.group for each in found))
-    paths = list(dict.fromkeys(group.path for group in groups if group.path))
-    outside = [group.name for group in groups if not group.path]
-    inner, outer = [], []
-    for path in paths:
-        below = [group for group in groups if _is_in(group.path, path)]
-        (inner if len(below) == 1 else outer).append(_of_modules(path, below, flops))
-    default = start.default
-    taken = default.low | default.follow | default.full
-    if any(each.compute_dtype == F32 for each in candidates):
-        for name in outside:
-            if name.isidentifier() or name.replace("-", "_").isidentifier():
-                if name.replace("-", "_") not in taken:
-                    inner.append(_of_name(name, found, flops))
-    known = {*modules, *paths}
-    tiers = [tuple(inner)]
-    if outer:
-        deepest = sorted(outer, key=lambda move: -_depth(move))
-        tiers.append((*inner, *deepest))
-    if "" in known:
-        whole = _of_modules("", groups, flops)
-        tiers.append((*tiers[-1], whole))
+    paths = list(dict.fromkeys(each.group.path for each in found))
+    leaves = {
+        path
+        for path in paths
+        if path and not any(each != path and _is_in(each, path) for each in paths)
+    }
+    coarse = {
+        each.group: Group(each.group.path) if each.group.path in leaves else each.group
+        for each in found
+    }
+    groups = tuple(dict.fromkeys(coarse.values()))
+    cost = {group: 0 for group in groups}
+    for each in found:
+        cost[coarse[each.group]] += flops.get(each.identity, 0)
+    modules = [
+        _of_modules(path, [g for g in groups if _is_in(g.path, path)], cost)
+        for path in paths
+        if path
+    ]
+    parents = [move for move in modules if not move.paths <= leaves]
+    named = dict.fromkeys(group.name for group in groups if group.name)
+    names = [
+        name
+        for name in named
+        if any(each.compute_dtype == F32 for each in candidates)
+        and _may_be_named(name, start.default)
+    ]
+    known = {*found_modules, *filter(None, paths)}
+    whole = [_of_modules("", groups, cost)] if "" in known else []
     for path in [*known]:
-        names = path.split("/")
-        known |= {"/".join(names[:end]) for end in range(1, len(names))}
-    return Menu(start, tuple(candidates), groups, frozenset(known), tuple(tiers))
+        parts = path.split("/")
+        known |= {"/".join(parts[:end]) for end in range(1, len(parts))}
+    outside = [
+        _of_name(name, [g for g in groups if not g.path], cost) for name in names
+    ]
+    return Menu(
+        start=start,
+        candidates=tuple(candidates),
+        groups=groups,
+        known=frozenset(known),
+        leaves=tuple(move for move in modules if move.paths <= leaves),
+        outside=tuple(move for move in outside if move.reaches),
+        # A product by name is one in every module.
+        everywhere=tuple(
+            _of_name(name, groups, cost) for name in names if name not in PRODUCTS
+        ),
+        parents=tuple(sorted(parents, key=lambda move: -_depth(move))),
+        whole=tuple(whole),
+    )
+
+
+def _may_be_named(name: str, default: Policy) -> bool:
+    """Whether `with_full` takes a name, and the user has not given it a class."""
+    spelled = name.replace("-", "_")
+    taken = default.low | default.follow | default.full
+    return spelled.isidentifier() and spelled not in taken
 
 
 def _of_modules(
     path: str, reached: Iterable[Group], flops: Mapping[Group, int]
 ) -> Move:
     reached = frozenset(reached)
-    cost = sum(flops.get(group, 0) for group in reached)
+    cost = sum(flops[group] for group in reached)
     return Move(frozenset((path,)), "", _literal(path), reached, cost)
 
 
-def _of_name(name: str, found: Sequence[Member], flops: Mapping[Group, int]) -> Move:
-    own = Group("", name)
-    # The name of an operation reaches it in every module that has no entry.
-    reached = {each.group for each in found if each.operation == name}
-    cost = sum(flops.get(group, 0) for group in reached | {own})
-    return Move(frozenset(), name, name, frozenset((own,)), cost)
+def _of_name(name: str, groups: Iterable[Group], flops: Mapping[Group, int]) -> Move:
+    reached = frozenset(group for group in groups if group.name == name)
+    cost = sum(flops[group] for group in reached)
+    return Move(frozenset(), name, name, reached, cost)
 
 
 def _together(pattern: Pattern, moves: Sequence[Move]) -> Move:
@@ -225,5 +272,3 @@ def _is_in(path: str, outer: str) -> bool:
 
 def _depth(move: Move) -> int:
     return max(path.count("/") for path in move.paths)
-
-

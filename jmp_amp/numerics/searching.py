@@ -19,10 +19,12 @@ from jmp_amp.policies.policy_map import PolicyMap
 
 # A choice of more moves is looked for among coarser ones: each of them costs a
 # compilation at least, which is to show that it is needed.
-MOST_MOVES = 12
+MOST_MOVES = 16
 # No more real programs are compiled to make a choice smaller.
 MOST_COMPILATIONS = 38
-_ATTEMPTS = 4
+_ATTEMPTS = 6
+# What is expected to miss the bound so many times is not compiled.
+_HOPELESS = 3
 
 
 class Search:
@@ -71,46 +73,54 @@ class Search:
         """Returns a map that meets the bound, or None if there is none."""
         if self.real(self.menu.start) <= self.bound:
             return self.menu.start
-        for tier in self._tiers():
-            choice = self._within(tier)
-            if choice is not None:
-                return self.menu.policies(self._smaller(self._cheaper(choice)))
+        tiers = self._tiers()
+        for attempt in (self._proposed_by_flags, self._widest):
+            for tier in tiers:
+                choice = attempt(tier)
+                if choice is not None:
+                    return self.menu.policies(self._smaller(self._cheaper(choice)))
         for candidate in self.menu.candidates:
             whole = PolicyMap(candidate)
             if self.real(whole) <= self.bound:
                 return whole
         return None
 
-    def _tiers(self) -> list[tuple[Move, ...]]:
+    def _tiers(self) -> list[list[Move]]:
         """Returns the moves to try, the narrowest first.
 
-        A parent whose own equations break the bound alone is among the first.
+        Modules that contain no other come first. An entry for a parent reaches all that
+        is in it, so what parents compute themselves gets f32 by the names of the
+        operations, which cost no product. But a parent that breaks the bound alone has
+        a fault of its own: it gets an entry.
         """
-        first, *wider = self.menu.tiers
-        every = [move for tier in wider for move in tier if move not in first]
-        guilty = {
-            move: None
-            for move in every
-            for path in move.paths
-            if path and self.sensitivity[Group(path)] > self.bound
-        }
-        return [(*first, *guilty), *wider]
+        menu = self.menu
+        guilty = [
+            move
+            for move in menu.parents
+            if self._weight_of(g for g in move.reaches if g.path in move.paths)
+            > self.bound**2
+        ]
+        names = menu.outside if guilty else menu.everywhere
+        wider = [*menu.leaves, *names, *menu.parents]
+        return [[*menu.leaves, *names, *guilty], wider, [*wider, *menu.whole]]
 
-    def _within(self, tier: Sequence[Move]) -> Choice | None:
-        """Returns a choice among some moves whose real program meets the bound."""
+    def _proposed_by_flags(self, tier: Sequence[Move]) -> Choice | None:
+        """Returns the first choice of the flagged program that a real one confirms."""
         target = self.bound * self._optimism()
-        # What a parent computes itself follows its children into f32, which the flagged
-        # program does not see.
-        floor = self.expected(self.menu.levels(self._all(tier)))
-        for _ in range(_ATTEMPTS if math.isfinite(floor) else 0):
-            reached = target if floor <= target else math.hypot(target, floor)
-            choice = self.menu.joined(self._proposed(tier, reached))
+        for _ in range(_ATTEMPTS):
+            if not self._is_expected(self._all(tier), target):
+                break
+            choice = self._proposed(tier, target)
             error = self.real(self.menu.policies(choice))
             if error <= self.bound:
                 return choice
             missed = self.bound / error if math.isfinite(error) else 0.0
-            target *= min(0.5, max(0.9 * missed, 0.1))
-        coarse = self.menu.coarse(tier)
+            target *= min(0.9, max(0.95 * missed, 0.1))
+        return None
+
+    def _widest(self, tier: Sequence[Move]) -> Choice | None:
+        """Returns a choice that only real programs were asked for."""
+        coarse = sorted(self.menu.coarse(tier), key=lambda move: -self._weight(move))
         if not coarse or not self.meets(self._all(coarse)):
             return None
         return self._all(self._prefix(coarse, self.meets))
@@ -123,33 +133,44 @@ class Search:
             return 1.0
         return min(1.0, expected / real)
 
+    def _is_expected(self, choice: Choice, target: float) -> bool:
+        return self.expected(self.menu.levels(choice)) <= target
+
     def _proposed(self, tier: Sequence[Move], target: float) -> Choice:
-        """Returns the cheapest choice expected to meet a target; all of them do."""
-        fine = self._solved(tier, target)
-        if len(self.menu.joined(fine)) <= MOST_MOVES:
+        """Returns a cheap choice expected to meet a target; all of a tier do."""
+        fine = self.menu.joined(self._solved(tier, target))
+        if len(fine) <= MOST_MOVES:
             return fine
-        return self._solved(self.menu.coarse(tier), target)
+        proposed = [fine]
+        outermost = self.menu.outermost(tier)
+        for moves in (outermost, self.menu.coarse(tier), self.menu.coarse(outermost)):
+            if self._is_expected(self._all(moves), target):
+                proposed.append(self.menu.joined(self._solved(moves, target)))
+        return min(
+            proposed, key=lambda choice: (len(choice) > MOST_MOVES, self._cost(choice))
+        )
 
     def _solved(self, moves: Sequence[Move], target: float) -> Choice:
+        """Returns a cheap choice of moves expected to meet a target; all of them do."""
+
         def is_met(choice: Choice) -> bool:
-            return self.expected(self.menu.levels(choice)) <= target
+            return self._is_expected(choice, target)
 
         orders = [
             sorted(moves, key=lambda move: -self._weight(move)),
             sorted(moves, key=lambda move: -self._weight(move) / (1 + move.flops)),
         ]
-        return min(
-            (self._solved_in(order, is_met) for order in orders),
-            key=lambda choice: (sum(move.flops for move in choice), len(choice)),
-        )
+        return min((self._solved_in(order, is_met) for order in orders), key=self._cost)
 
     def _solved_in(
         self, order: Sequence[Move], is_met: Callable[[Choice], bool]
     ) -> Choice:
-        choice = self._all(self._prefix(order, is_met, ordered=True))
-        for move in reversed([*choice]):
-            if is_met(less := _without(choice, move)):
-                choice = less
+        choice: Choice = self._all(self._prefix(order, is_met))
+        choice = _pruned(choice, is_met)
+        for outer in sorted(choice, key=lambda move: -len(move.reaches)):
+            inner = [move for move in order if move.reaches < outer.reaches]
+            if inner and is_met(swapped := _without(choice, outer) | self._all(inner)):
+                choice = _pruned(swapped, is_met)
         for move in choice:
             for level in self._levels(move):
                 if level < choice[move] and is_met(cheaper := {**choice, move: level}):
@@ -161,11 +182,8 @@ class Search:
         self,
         moves: Sequence[Move],
         is_met: Callable[[Choice], bool],
-        ordered: bool = False,
     ) -> Sequence[Move]:
-        """Returns the moves that weigh most, as few as meet the bound; all do."""
-        if not ordered:
-            moves = sorted(moves, key=lambda move: -self._weight(move))
+        """Returns the first of some moves, as few as meet the bound; all of them do."""
         low, high = 0, len(moves)
         while low < high:
             middle = (low + high) // 2
@@ -179,9 +197,12 @@ class Search:
         """Returns a choice whose moves got cheaper candidates where that will do."""
         for move in choice:
             for level in self._levels(move):
+                cheaper = {**choice, move: level}
                 if level >= choice[move] or not self._may_compile():
                     break
-                if self.meets(cheaper := {**choice, move: level}):
+                if self.expected(self.menu.levels(cheaper)) > _HOPELESS * self.bound:
+                    continue
+                if self.meets(cheaper):
                     choice = cheaper
                     break
         return choice
@@ -200,6 +221,12 @@ class Search:
                 needed.add(move)
         return choice
 
+    def _cost(self, choice: Choice) -> tuple[int, int]:
+        """Returns the products that leave half precision, and the number of moves."""
+        dtypes = [each.compute_dtype for each in self.menu.candidates]
+        lost = [move.flops for move in choice if dtypes[choice[move] - 1] == F32]
+        return sum(lost), len(choice)
+
     def _may_compile(self) -> bool:
         return self.compilations() < MOST_COMPILATIONS
 
@@ -215,9 +242,19 @@ class Search:
 
     def _weight(self, move: Move) -> float:
         """Returns the squared error that the groups of a move make alone."""
-        alone = [self.sensitivity[g] ** 2 for g in move.reaches]
-        return sum(alone)
+        return self._weight_of(move.reaches)
+
+    def _weight_of(self, groups: Iterable[Group]) -> float:
+        return sum(self.sensitivity[group] ** 2 for group in groups)
 
 
 def _without(choice: Choice, move: Move) -> dict[Move, int]:
     return {each: level for each, level in choice.items() if each != move}
+
+
+def _pruned(choice: Choice, is_met: Callable[[Choice], bool]) -> Choice:
+    """Returns a choice without the moves that are not needed, the last ones first."""
+    for move in reversed([*choice]):
+        if is_met(less := _without(choice, move)):
+            choice = less
+    return choice

@@ -39,6 +39,7 @@ from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.reports.reading import read_plan
 from jmp_amp.reports.rows import Equation
 
+
 def tune(
     fn: AnyFn,
     policy: Policy | PolicyMap | str = "mixed_float16",
@@ -183,7 +184,10 @@ class _Tuner:
         paths = {row.identity: row.module for row in rows}
         together: dict[str, set[Group]] = {}
         for each in found:
-            together.setdefault(paths[each.identity], set()).add(each.group)
+            group = each.group
+            if group not in menu.groups:
+                group = Group(group.path)  # one group for all of its operations
+            together.setdefault(paths[each.identity], set()).add(group)
         return Tuning(
             function=name,
             policy=policies,
@@ -203,10 +207,7 @@ class _Tuner:
     def _menu(
         self, loss: LossCall, found: Sequence[Member], rows: Iterable[Equation]
     ) -> Menu:
-        work = {row.identity: row.flops for row in rows}
-        flops: dict[Group, int] = {}
-        for each in found:
-            flops[each.group] = flops.get(each.group, 0) + work.get(each.identity, 0)
+        flops = {row.identity: row.flops for row in rows}
         modules = module_paths(loss.plan, Place())
         return menu_of(self.start, self.candidates, found, modules, flops)
 

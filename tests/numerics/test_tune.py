@@ -227,7 +227,7 @@ def test_an_nnx_module_is_tuned_and_left_as_it_was():
     tuning = amp.tune(loss, max_grad_error=3e-3, has_aux=True)(model, X, OFFSET)
     assert patterns(tuning) == {"blocks/1": F32}
     assert model.blocks[1].calls[...] == 0
-    assert tuning.modules["blocks/1"].policy == F32
+    assert tuning.modules["Cells/blocks/1"].policy == F32
 
 
 # Functions
