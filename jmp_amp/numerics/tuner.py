@@ -100,7 +100,7 @@ def tune(
       ...     return (h + offset) - offset
       >>> def loss(w, x, offset):
       ...     return jnp.mean(cancel(x @ w[0], offset) @ w[1])
-      >>> w, x, offset = jnp.full((2, 4, 4), 0.3), jnp.ones((8, 4)), jnp.full((), 99.0)
+      >>> w, x, offset = jnp.full((2, 4, 4), 0.3), jnp.eye(4), jnp.full((1, 4), 900.0)
       >>> tuning = amp.tune(loss, max_grad_error=0.01)(w, x, offset)
       >>> print(tuning.policy, tuning.cost)
       p=f32,c=f16,o=f32,full=cancel 1.0
