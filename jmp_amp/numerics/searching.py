@@ -134,7 +134,10 @@ class Search:
         return min(1.0, expected / real)
 
     def _is_expected(self, choice: Choice, target: float) -> bool:
-        return self.expected(self.menu.levels(choice)) <= target
+        return self._expected(choice) <= target
+
+    def _expected(self, choice: Choice) -> float:
+        return self.expected(self.menu.levels(choice))
 
     def _proposed(self, tier: Sequence[Move], target: float) -> Choice:
         """Returns a cheap choice expected to meet a target; all of a tier do."""
@@ -153,30 +156,49 @@ class Search:
     def _solved(self, moves: Sequence[Move], target: float) -> Choice:
         """Returns a cheap choice of moves expected to meet a target; all of them do."""
 
-        def is_met(choice: Choice) -> bool:
-            return self._is_expected(choice, target)
-
         orders = [
             sorted(moves, key=lambda move: -self._weight(move)),
             sorted(moves, key=lambda move: -self._weight(move) / (1 + move.flops)),
         ]
-        return min((self._solved_in(order, is_met) for order in orders), key=self._cost)
+        return min((self._solved_in(order, target) for order in orders), key=self._cost)
 
-    def _solved_in(
-        self, order: Sequence[Move], is_met: Callable[[Choice], bool]
-    ) -> Choice:
+    def _solved_in(self, order: Sequence[Move], target: float) -> Choice:
+        def is_met(choice: Choice) -> bool:
+            return self._is_expected(choice, target)
+
         choice: Choice = self._all(self._prefix(order, is_met))
-        choice = _pruned(choice, is_met)
+        choice = self._pruned(choice, target)
         for outer in sorted(choice, key=lambda move: -len(move.reaches)):
             inner = [move for move in order if move.reaches < outer.reaches]
             if inner and is_met(swapped := _without(choice, outer) | self._all(inner)):
-                choice = _pruned(swapped, is_met)
+                choice = self._pruned(swapped, target)
         for move in choice:
             for level in self._levels(move):
                 if level < choice[move] and is_met(cheaper := {**choice, move: level}):
                     choice = cheaper
                     break
         return choice
+
+    def _pruned(self, choice: Choice, target: float) -> Choice:
+        """Returns a choice without the moves that are not needed, the last ones first.
+
+        Errors of groups add up as squares. A move whose groups make far more error than
+        there is room for is not tried.
+        """
+        error = self._expected(choice)
+        for move in reversed([*choice]):
+            less = _without(choice, move)
+            room = target**2 - error**2
+            reached = [g for g in move.reaches if self._is_left(g, less)]
+            if self._weight_of(reached) > 4 * room:
+                continue
+            if self._is_expected(less, target):
+                choice, error = less, self._expected(less)
+        return choice
+
+    def _is_left(self, group: Group, choice: Choice) -> bool:
+        """Whether no move of a choice reaches a group."""
+        return not any(group in move.reaches for move in choice)
 
     def _prefix(
         self,
@@ -250,11 +272,3 @@ class Search:
 
 def _without(choice: Choice, move: Move) -> dict[Move, int]:
     return {each: level for each, level in choice.items() if each != move}
-
-
-def _pruned(choice: Choice, is_met: Callable[[Choice], bool]) -> Choice:
-    """Returns a choice without the moves that are not needed, the last ones first."""
-    for move in reversed([*choice]):
-        if is_met(less := _without(choice, move)):
-            choice = less
-    return choice
