@@ -41,7 +41,7 @@ from rich.table import Table
 import jmp_amp as amp
 from tests import zoo
 
-MODELS = ("mlp", "transformer", "gpt", "llama", "moe", "vit")
+MODELS = ("mlp", "lstm", "gpt_scan", "llama", "transformer", "gpt")
 HALF = "mixed_float16"
 # Parts of the error of "all half".
 BOUNDS = (0.7, 0.4, 0.1)

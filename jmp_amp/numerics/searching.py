@@ -231,16 +231,18 @@ class Search:
 
     def _smaller(self, choice: Choice) -> Choice:
         """Returns a choice of which every move is needed, as real programs show."""
-        needed: set[Move] = set()
-        while unknown := [move for move in choice if move not in needed]:
+        # For each move, after how many others were dropped it was last tried without.
+        tried: dict[Move, int] = {}
+        drops = 0
+        while left := [move for move in choice if tried.get(move, -1) < drops]:
             if not self._may_compile():
                 self.is_minimal = False
                 break
-            move = min(unknown, key=self._weight)
+            move = min(left, key=lambda each: (tried.get(each, -1), self._weight(each)))
             if self.meets(less := _without(choice, move)):
-                choice, needed = less, set()
+                choice, drops = less, drops + 1
             else:
-                needed.add(move)
+                tried[move] = drops
         return choice
 
     def _cost(self, choice: Choice) -> tuple[int, int]:
