@@ -10,7 +10,8 @@
   scale and the policy that mend it.
 * One word for all of it: `recipe("O2")` returns a `Recipe`. Code written for DeepMind's
   jmp runs with `from jmp_amp import jmp`.
-* Exceptions by Flax module: `PolicyMap`, whose patterns see a `ModuleInfo`.
+* Exceptions by Flax module: `PolicyMap`, whose patterns see a `ModuleInfo`. As few of
+  them as a bound on the gradient's error needs: `tune` returns a `Tuning`.
 * Parameters in half precision: `cast_params` puts them into the dtypes of their
   modules' policies. An optimizer that does not lose their small updates:
   `with_master_weights`, `with_kahan`, `with_stochastic_rounding`. Checkpoints that any
@@ -50,6 +51,10 @@ if TYPE_CHECKING:
     from jmp_amp import plots as plots
     from jmp_amp.numerics.diagnosing import diagnose as diagnose
     from jmp_amp.numerics.diagnosis import Diagnosis as Diagnosis
+    from jmp_amp.numerics.tuner import tune as tune
+    from jmp_amp.numerics.tuning import Step as Step
+    from jmp_amp.numerics.tuning import Tuned as Tuned
+    from jmp_amp.numerics.tuning import Tuning as Tuning
     from jmp_amp.policies.casting import cast_floating as cast_floating
     from jmp_amp.policies.casting import cast_to_full as cast_to_full
     from jmp_amp.policies.casting import cast_to_half as cast_to_half
@@ -98,6 +103,8 @@ _NAMES = {
     "": "jmp plots",
     "numerics.diagnosing": "diagnose",
     "numerics.diagnosis": "Diagnosis",
+    "numerics.tuner": "tune",
+    "numerics.tuning": "Step Tuned Tuning",
     "policies.casting": "cast_floating cast_to_full cast_to_half",
     "policies.dtypes": "half_dtype",
     "policies.patterns": "ModuleInfo",

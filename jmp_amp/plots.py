@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from jmp_amp.numerics.diagnosis import Diagnosis
 from jmp_amp.numerics.exponent_maps import draw_map, draw_ranges, map_of, span
+from jmp_amp.numerics.tuning import Tuning
 from jmp_amp.reports.report import Report
 from jmp_amp.reports.report_tables import TOP_LEVEL
 from jmp_amp.reports.rows import Costs
@@ -169,3 +170,50 @@ def _bars(
     axes.xaxis.set_major_formatter(lambda value, _: quantity(value).strip())
     axes.xaxis.set_tick_params(labelsize="small")
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def tune(tuning: Tuning) -> Figure:
+    """Returns a matplotlib `Figure`: the gradient error against the FLOP in half.
+
+    Each map of policies that was measured is a point, in their order; the last one is
+    the result. Errors that are not finite are drawn at the top, errors of zero at the
+    bottom. The line is the bound.
+
+    Raises:
+      ImportError: without matplotlib.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))
+      >>> w = x = jnp.ones((4, 4))
+      >>> tuning = amp.tune(loss, max_grad_error=0.1)(w, x)
+      >>> [axes.get_ylabel() for axes in amp.plots.tune(tuning).axes]
+      ['gradient error']
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "amp.plots.tune: matplotlib is not installed. Install it with "
+            "`pip install 'jmp_amp[plots]'`."
+        ) from error
+    finite = [s.error for s in tuning.steps if 0 < s.error < float("inf")]
+    finite.append(tuning.max_grad_error)
+    top, bottom = 10 * max(finite), min(finite) / 10
+    costs = [100 * step.cost for step in tuning.steps]
+    errors = [min(max(step.error, bottom), top) for step in tuning.steps]
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(costs, errors, color=_CASTS, linewidth=0.6)
+    axes.scatter(costs, errors, color=_HALF, label="measured", zorder=3)
+    result = min(max(tuning.error, bottom), top)
+    axes.scatter([100 * tuning.cost], [result], s=90, color=_FULL, label="result")
+    axes.axhline(tuning.max_grad_error, color=_KEPT, linestyle="--", label="bound")
+    axes.set_yscale("log")
+    axes.set_xlabel("matmul FLOP in half precision, %")
+    axes.set_ylabel("gradient error")
+    axes.legend(frameon=False, fontsize="small")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(tuning.summary, fontsize="small", wrap=True)
+    return figure

@@ -480,9 +480,9 @@ class _Lockstep(Walk[_Pair]):
         flat = [*low, *full]
         # How many distances there are is known only when the body has been traced.
         with contextlib.suppress(_Counted):
-            jaxprs.bind_shard_map(eqn, _counting(shard, frames), flat)
+            jaxprs.bind_shard_map(eqn, _counting(shard, frames), flat, copies=2)
         replicated = len(jax.tree.leaves(frames[-1].distances))
-        results = jaxprs.bind_shard_map(eqn, shard, flat, replicated)
+        results = jaxprs.bind_shard_map(eqn, shard, flat, replicated, copies=2)
         width = len(eqn.outvars)
         leaves = results[2 * width :]
         tree = jax.tree.structure(frames[-1].distances)

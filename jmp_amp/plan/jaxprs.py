@@ -178,6 +178,14 @@ def function_name(eqn: Eqn) -> str | None:
     return name if isinstance(name, str) and name.isidentifier() else None
 
 
+def is_of_library(eqn: Eqn) -> bool:
+    """Whether the function that a call equation stands for is one of a library."""
+    bodies = inner_bodies(eqn)
+    return bool(bodies) and in_library(
+        bodies[-1].body.jaxpr.debug_info.func_filename or ""
+    )
+
+
 def is_helper(eqn: Eqn) -> bool:
     """Whether `eqn` calls a few operations that a library jits for itself.
 
@@ -324,6 +332,44 @@ def bind_staged(
     return bind(eqn, operands, **{_BODY_PARAMETER[eqn.primitive]: body})
 
 
+def bind_functions(
+    eqn: Eqn, functions: Sequence[Callable[..., list[Value]]], operands: Sequence[Value]
+) -> list[Value]:
+    """Runs the loop, branch or call `eqn` with functions as its bodies.
+
+    They may close over values of the trace around them, as no staged body may. What is
+    not in `inner_bodies`, and a `custom_jvp`, is none of these.
+    """
+    if eqn.primitive is primitives.cond_p:
+        index, *rest = operands
+        return jax.lax.switch(index, functions, *rest)
+    if is_loop(eqn):
+        start, stop = carried(eqn).start, carried(eqn).stop
+        carry = list(operands[start:stop])
+        if is_while(eqn):
+            first = eqn.params["cond_nconsts"]
+            condition, body = functions
+            return jax.lax.while_loop(
+                lambda carry: condition(*operands[:first], *carry)[0],
+                lambda carry: body(*operands[first:start], *carry),
+                carry,
+            )
+
+        def turn(carry: list[Value], xs: list[Value]) -> tuple[list[Value], Any]:
+            results = functions[0](*operands[:start], *carry, *xs)
+            return results[: stop - start], results[stop - start :]
+
+        names = ("length", "reverse", "unroll")
+        told = {name: eqn.params[name] for name in names}
+        carry, stacked = jax.lax.scan(turn, carry, list(operands[stop:]), **told)
+        return [*carry, *stacked]
+    (body,) = functions
+    if is_checkpoint(eqn):
+        told = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
+        return jax.checkpoint(body, **told)(*operands)
+    return body(*operands)
+
+
 def is_shard_map(eqn: Eqn) -> bool:
     return eqn.primitive.name == _SHARD_MAP
 
@@ -338,24 +384,27 @@ def bind_shard_map(
     run: Callable[..., Sequence[Value]],
     operands: Sequence[Value],
     replicated: int = 0,
+    copies: int = 1,
 ) -> list[Value]:
     """Runs the `shard_map` equation `eqn` with the function `run` as its body.
 
     Args:
       eqn: the equation.
       run: a function of the shards of its operands.
-      operands: whole arrays, of one set of operands or of several.
+      operands: whole arrays; more than `eqn` has, at the end, reach every shard whole.
       replicated: how many more results than `eqn` has `run` returns, at the end, each
         the same on all shards.
+      copies: how many sets of operands there are, and of results.
     """
     params = eqn.params
-    sets = len(operands) // len(eqn.invars) if operands else 1
+    specs = tuple(params["in_specs"]) * copies
+    whole = [jax.sharding.PartitionSpec()] * (len(operands) - len(specs))
     more = [jax.sharding.PartitionSpec()] * replicated
     mapped = jax.shard_map(
         lambda *shards: tuple(run(*shards)),
         mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]) * sets,
-        out_specs=(*tuple(params["out_specs"]) * sets, *more),
+        in_specs=(*specs, *whole),
+        out_specs=(*tuple(params["out_specs"]) * copies, *more),
         axis_names=set(params["newly_manual_axes"]),
         check_vma=params["check_vma"],
     )

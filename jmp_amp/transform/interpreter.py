@@ -373,7 +373,7 @@ class Replay(Walk[Value]):
                 for i, (v, t) in enumerate(zip(eqn.invars, tangents, strict=True))
                 if is_inexact(v) and not isinstance(t, SymbolicZero)
             ]
-            rule = _planned_rule(eqn, planned, differentiated)
+            rule = planned_rule(eqn, planned, differentiated)
             self.marks.derivative(rule, eqn, planned)
             moving = [tangents[i] for i in differentiated]
             both = run(rule, [*xs, *moving], self.marks)
@@ -390,7 +390,7 @@ class Replay(Walk[Value]):
         return list(rewritten(*operands))
 
 
-def _planned_rule(
+def planned_rule(
     eqn: Eqn, planned: EquationPlan, differentiated: Sequence[int]
 ) -> Plan:
     """Traces and plans the derivative rule of a `custom_jvp` equation.

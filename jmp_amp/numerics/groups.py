@@ -1,0 +1,151 @@
+"""Groups: the parts of a program that a policy can be chosen for, one by one.
+
+A group is what one module computes itself, without the modules that it calls; that of a
+module which calls others is one for each operation. What no module computes, and what
+the outermost one computes itself, is grouped by the function that was jitted or has a
+`custom_jvp`, and failing that by operation: `Policy.with_full` takes such names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jmp_amp.plan import jaxprs
+from jmp_amp.plan.jaxprs import Atom, Eqn
+from jmp_amp.plan.modes import Mode
+from jmp_amp.plan.operations import OPERATIONS
+from jmp_amp.plan.plan import EquationPlan, Identity, Plan
+from jmp_amp.plan.regions import Region, region_of
+from jmp_amp.plan.values import traced_dtype
+from jmp_amp.policies.dtypes import F32, is_half
+from jmp_amp.policies.policy import Policy
+from jmp_amp.transform import scopes
+
+# What they compute is rounded where it is read: they hand on what they get.
+_EXACT = (Mode.PASSED_ON, Mode.AS_HELD, Mode.CONVERSION)
+
+
+class Group(NamedTuple):
+    """A part of a program.
+
+    Attributes:
+      path: the path of a module, as the patterns of a `PolicyMap` see it; "" for what
+        is in no module but the outermost one.
+      name: of an operation, or of a function if `path` is empty; "" for all operations
+        of a module.
+    """
+
+    path: str
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the equations of a body are.
+
+    Attributes:
+      path: the path of the module that the body is called in.
+      function: the name of the function that it belongs to, if one counts.
+      identity: the way to the body.
+    """
+
+    path: str = ""
+    function: str = ""
+    identity: tuple[int, ...] = ()
+
+    def group(self, eqn: Eqn) -> Group:
+        """Returns the group of an equation of the body, that of its operation."""
+        path = self._path(eqn)
+        function = "" if path else self._function(eqn)
+        return Group(path, function or eqn.primitive.name)
+
+    def inside(self, eqn: Eqn, index: int, number: int) -> Place:
+        """Returns the place of body `number` of the equation `index` of this one."""
+        identity = (*self.identity, index, number)
+        return Place(self._path(eqn), self._function(eqn), identity)
+
+    def _path(self, eqn: Eqn) -> str:
+        # Inside a body the name stack begins afresh.
+        found = scopes.module_of(jaxprs.scope_text(eqn))
+        return self.path if found is None else found
+
+    def _function(self, eqn: Eqn) -> str:
+        name = jaxprs.jitted_name(eqn) or ""
+        if jaxprs.is_custom_jvp(eqn) and not (
+            self.function and jaxprs.is_of_library(eqn)
+        ):
+            name = jaxprs.function_name(eqn) or ""
+        # The name of an operation is that of no function, see `rules.rule_for`.
+        return self.function if not name or name in OPERATIONS else name
+
+
+class Member(NamedTuple):
+    """An equation that the plan runs in half precision.
+
+    Attributes:
+      group: its group.
+      identity: as in `explain`.
+      operation: the name of its primitive.
+    """
+
+    group: Group
+    identity: str
+    operation: str
+
+
+def members(plan: Plan, place: Place) -> Iterator[Member]:
+    """Yields the equations of a plan that round to half precision."""
+    for eqn, planned in zip(plan.body.jaxpr.eqns, plan.equations, strict=True):
+        if not jaxprs.runs(eqn):
+            continue
+        for number, inner in enumerate(planned.bodies):
+            yield from members(inner, place.inside(eqn, planned.index, number))
+        if is_rounded(eqn, planned):
+            identity = Identity((*place.identity, planned.index))
+            yield Member(place.group(eqn), str(identity), eqn.primitive.name)
+
+
+def module_paths(plan: Plan, place: Place) -> set[str]:
+    """Returns the paths of the modules of a program that compute something."""
+    found = set()
+    for eqn, planned in zip(plan.body.jaxpr.eqns, plan.equations, strict=True):
+        for number, inner in enumerate(planned.bodies):
+            inside = place.inside(eqn, planned.index, number)
+            found |= module_paths(inner, inside)
+        path = scopes.module_of(jaxprs.scope_text(eqn))
+        if path is not None:
+            found.add(path)
+    return found
+
+
+def policies_in_force(plan: Plan, default: Policy) -> dict[str, Policy]:
+    """Returns the policy of the region that each equation is in, by its identity."""
+    found: dict[str, Policy] = {}
+
+    def note(plan: Plan, outer: Region, way: tuple[int, ...]) -> None:
+        for eqn, planned in zip(plan.body.jaxpr.eqns, plan.equations, strict=True):
+            region = region_of(jaxprs.scope_text(eqn), outer)
+            here = (*way, planned.index)
+            found[str(Identity(here))] = region.policy
+            for number, inner in enumerate(planned.bodies):
+                note(inner, region, (*here, number))
+
+    note(plan, Region("", default), ())
+    return found
+
+
+def is_rounded(eqn: Eqn, planned: EquationPlan) -> bool:
+    """Whether an equation, as planned, rounds what it reads or what it computes."""
+    if planned.bodies or planned.mode in _EXACT:
+        return False
+    reads = zip(planned.reads, eqn.invars, strict=True)
+    results = zip(planned.yields, planned.writes, eqn.outvars, strict=True)
+    return any(is_half(dtype) and _is_f32(v) for dtype, v in reads) or any(
+        (is_half(made) or is_half(kept)) and _is_f32(v) for made, kept, v in results
+    )
+
+
+def _is_f32(atom: Atom) -> bool:
+    return traced_dtype(atom) == F32

@@ -1,0 +1,417 @@
+"""`tune`: exactly the modules that need more precision, measured with real programs.
+
+Every model here has a planted fault: a cancellation, `(h + 400) - 400`, or products
+that overflow f16. The offset comes in as an argument, because XLA adds constants up,
+and is broadcast, because the plan keeps `(h + argument) - argument` in f32.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import jmp_amp as amp
+from tests.zoo.language import gpt
+
+F32 = amp.get_policy("float32")
+BF16 = amp.get_policy("mixed_bfloat16")
+OFFSET = jnp.full((1, 8), 400.0)
+X = jax.random.normal(jax.random.key(1), (8, 8))
+
+
+def gradient(fn, *args):
+    program = jax.jit(jax.grad(fn)).lower(*args)
+    compiled = program.compile(compiler_options={"xla_allow_excess_precision": False})
+    leaves = jax.tree.leaves(compiled(*args))
+    return np.concatenate([np.asarray(x, np.float64).ravel() for x in leaves])
+
+
+def error_of(fn, policy, *args, reference=None):
+    """The gradient error, measured without the library's help."""
+    reference = gradient(fn, *args) if reference is None else reference
+    found = gradient(amp.autocast(fn, policy), *args)
+    if not np.all(np.isfinite(found)):
+        return np.inf
+    return np.linalg.norm(found - reference) / np.linalg.norm(reference)
+
+
+def patterns(tuning):
+    return {pattern: policy for pattern, policy in tuning.policy.entries}
+
+
+def assert_meets_its_bound_and_needs_every_entry(tuning, fn, *args):
+    policies, bound = tuning.policy, tuning.max_grad_error
+    reference = gradient(fn, *args)
+    found = error_of(fn, policies, *args, reference=reference)
+    assert found <= bound
+    np.testing.assert_allclose(tuning.error, found, rtol=1e-6)
+    for entry in policies.entries:
+        less = [each for each in policies.entries if each != entry]
+        less = amp.PolicyMap(policies.default, less)
+        assert error_of(fn, less, *args, reference=reference) > bound
+    for name in policies.default.full:
+        names = policies.default.full - {name}
+        default = dataclasses.replace(policies.default, full=names)
+        less = amp.PolicyMap(default, policies.entries)
+        assert error_of(fn, less, *args, reference=reference) > bound
+
+
+# Flax linen
+
+
+class Layer(nn.Module):
+    fault: bool = False
+
+    @nn.compact
+    def __call__(self, x, offset):
+        init = nn.initializers.orthogonal(1.0)
+        up, down = (self.param(name, init, (8, 8)) for name in ("up", "down"))
+        h = x @ up
+        if self.fault:
+            h = (h + offset) - offset
+        return jnp.tanh(h) @ down
+
+
+class Block(nn.Module):
+    fault: bool = False
+
+    @nn.compact
+    def __call__(self, x, offset):
+        return x + Layer(self.fault, name="layer")(nn.LayerNorm()(x), offset)
+
+
+class Stack(nn.Module):
+    faults: tuple[int, ...]
+    layers: int = 6
+
+    @nn.compact
+    def __call__(self, x, offset):
+        for i in range(self.layers):
+            x = Block(i in self.faults, name=f"block_{i}")(x, offset)
+        return x
+
+
+def linen_loss(model):
+    params = model.init(jax.random.key(0), X, OFFSET)
+    return params, lambda params, x, offset: jnp.mean(model.apply(params, x, offset))
+
+
+@pytest.fixture(scope="module")
+def stack():
+    params, loss = linen_loss(Stack((3,)))
+    args = params, X, OFFSET
+    return loss, args, amp.tune(loss, max_grad_error=4e-3)(*args)
+
+
+def test_of_six_blocks_the_faulty_one_alone_gets_f32(stack):
+    loss, args, tuning = stack
+    assert patterns(tuning) == {"block_3/layer": F32}
+    assert_meets_its_bound_and_needs_every_entry(tuning, loss, *args)
+
+
+def test_a_tuning_tells_what_each_module_got_and_how_much_error_it_made(stack):
+    loss, args, tuning = stack
+    paths = set(amp.explain(loss, "mixed_float16")(*args).modules)
+    assert set(tuning.modules) <= paths
+    fault = tuning.modules["Stack/block_3/layer"]
+    assert fault.policy == F32 and fault.flops == 2 * 2 * 8**3
+    others = [each for each in tuning.modules.values() if each is not fault]
+    assert all(fault.sensitivity > 20 * each.sensitivity for each in others)
+    # Of six layers of equal cost one left half precision, forward and backward.
+    assert tuning.cost_before == 1.0
+    assert tuning.cost == pytest.approx(5 / 6)
+    assert tuning.compilations <= 6 and tuning.is_minimal
+    first, last = tuning.steps[0], tuning.steps[-1]
+    assert (first.error, first.cost) == (tuning.error_before, 1.0)
+    assert last.error == tuning.error
+
+
+def test_a_tuning_comes_back_from_json_and_reads_as_a_table(stack):
+    *_, tuning = stack
+    assert amp.Tuning.from_json(tuning.to_json()) == tuning
+    assert json.loads(tuning.to_json())["policy"]["policies"] == {
+        "block_3/layer": "p=f32,c=f32,o=f32"
+    }
+    assert "block_3/layer" in str(tuning) and "<table>" in tuning._repr_html_()
+
+
+def test_its_plot_has_a_point_for_each_step(stack):
+    pytest.importorskip("matplotlib")
+    *_, tuning = stack
+    (axes,) = amp.plots.tune(tuning).axes
+    points = {tuple(p) for line in axes.collections for p in line.get_offsets()}
+    finite = [s for s in tuning.steps if np.isfinite(s.error) and s.error > 0]
+    assert {(100 * s.cost, s.error) for s in finite} <= points
+
+
+def test_a_loose_bound_needs_no_entry():
+    params, loss = linen_loss(Stack((0,), layers=1))
+    tuning = amp.tune(loss, max_grad_error=1.0)(params, X, OFFSET)
+    assert tuning.policy == amp.PolicyMap("mixed_float16")
+    assert tuning.error == tuning.error_before > 1e-3
+    found = error_of(loss, "mixed_float16", params, X, OFFSET)
+    np.testing.assert_allclose(tuning.error, found, rtol=1e-6)
+
+
+def test_the_entries_of_the_map_at_the_start_stay():
+    params, loss = linen_loss(Stack((0, 2), layers=3))
+    start = amp.PolicyMap("mixed_float16", {"block_0/layer": "float32"})
+    tuning = amp.tune(loss, start, max_grad_error=4e-3)(params, X, OFFSET)
+    assert [pattern for pattern, _ in tuning.policy.entries] == [
+        "block_0/layer",
+        "block_2/layer",
+    ]
+
+
+def test_siblings_that_agree_share_a_glob():
+    model = Stack((0, 1, 2), layers=3)
+    params, loss = linen_loss(model)
+    tuning = amp.tune(loss, max_grad_error=1e-3)(params, X, OFFSET)
+    assert patterns(tuning) == {"block_*/layer": F32}
+    assert_meets_its_bound_and_needs_every_entry(tuning, loss, params, X, OFFSET)
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x, offset):
+        def turn(block, x, _):
+            return block(x, offset), None
+
+        layers = nn.scan(
+            turn, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+        )
+        x, _ = layers(Block(name="good"), x, None)
+        x, _ = layers(Block(True, name="bad"), x, None)
+        return x
+
+
+def test_a_module_in_a_scan_over_layers_is_found():
+    params, loss = linen_loss(Scanned())
+    tuning = amp.tune(loss, max_grad_error=4e-3)(params, X, OFFSET)
+    assert patterns(tuning) == {"bad/layer": F32}
+    assert_meets_its_bound_and_needs_every_entry(tuning, loss, params, X, OFFSET)
+
+
+# Flax nnx
+
+
+class Cell(nnx.Module):
+    def __init__(self, fault, rngs):
+        self.fault = fault
+        self.up = nnx.Param(nnx.initializers.orthogonal()(rngs(), (8, 8)))
+        self.down = nnx.Param(nnx.initializers.orthogonal()(rngs(), (8, 8)))
+        self.calls = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x, offset):
+        self.calls[...] += 1.0
+        h = x @ self.up[...]
+        h = (h + offset) - offset if self.fault else h
+        return jnp.tanh(h) @ self.down[...]
+
+
+class Cells(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Cell(i == 1, rngs) for i in range(3)])
+
+    def __call__(self, x, offset):
+        for block in self.blocks:
+            x = x + block(x, offset)
+        return x
+
+
+def test_an_nnx_module_is_tuned_and_left_as_it_was():
+    model = Cells(nnx.Rngs(0))
+
+    def loss(model, x, offset):
+        return jnp.mean(model(x, offset)), {"x": x}
+
+    tuning = amp.tune(loss, max_grad_error=3e-3, has_aux=True)(model, X, OFFSET)
+    assert patterns(tuning) == {"blocks/1": F32}
+    assert model.blocks[1].calls[...] == 0
+    assert tuning.modules["Cells/blocks/1"].policy == F32
+
+
+# Functions
+
+
+@jax.jit
+def clean(h, offset):
+    return jnp.tanh(h)
+
+
+@jax.jit
+def cancel(h, offset):
+    return jnp.tanh((h + offset) - offset)
+
+
+def test_without_modules_the_faulty_function_is_named():
+    def loss(w, x, offset):
+        for i, fn in enumerate((clean, cancel, clean)):
+            x = fn(x @ w[i], offset)
+        return jnp.mean(x @ w[3])
+
+    w = jax.random.orthogonal(jax.random.key(0), 8, (4,))
+    tuning = amp.tune(loss, max_grad_error=5e-3)(w, X, OFFSET)
+    assert tuning.policy.default.full == {"cancel"} and not tuning.policy.entries
+    assert tuning.cost == tuning.cost_before == 1.0
+    assert_meets_its_bound_and_needs_every_entry(tuning, loss, w, X, OFFSET)
+
+
+def test_without_modules_and_functions_operations_are_named():
+    def loss(w, x, offset):
+        h = ((x @ w[0]) / offset) * offset
+        return jnp.mean(jnp.tanh((h + offset) - offset) @ w[1])
+
+    w = jax.random.orthogonal(jax.random.key(0), 8, (2,))
+    tuning = amp.tune(loss, max_grad_error=5e-3)(w, X, OFFSET)
+    assert tuning.policy.default.full <= {"add", "sub"} and not tuning.policy.entries
+    assert_meets_its_bound_and_needs_every_entry(tuning, loss, w, X, OFFSET)
+
+
+@jax.custom_jvp
+def shrink(x):
+    return x * 0.5
+
+
+shrink.defjvps(lambda t, out, x: t * 0.5)
+
+
+def test_every_construct_rounds_by_its_flag():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def body(w, x):
+        x = jax.lax.cond(jnp.sum(x) > 0, lambda x: x @ w, lambda x: x @ w.T, x)
+        x = jax.checkpoint(lambda x: shrink(jnp.tanh(x @ w)))(x)
+        return jax.lax.fori_loop(0, 2, lambda _, x: x + jax.nn.relu(x @ w), x)
+
+    def loss(w, x):
+        mapped = jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec("d")),
+            out_specs=PartitionSpec("d"),
+        )
+        return jnp.mean(mapped(w, x))
+
+    w = jax.random.orthogonal(jax.random.key(0), 8)
+    tuning = amp.tune(loss, max_grad_error=1e-5)(w, X)
+    assert tuning.error <= 1e-5 < tuning.error_before
+    # What rounds everything is as far off as the real program.
+    (only,) = [each for path, each in tuning.modules.items() if path == ""]
+    assert tuning.error_before / 3 < only.sensitivity < 3 * tuning.error_before
+
+
+# Candidates
+
+
+class Scaled(nn.Module):
+    """A layer whose values may overflow f16, or cancel."""
+
+    by: float = 1.0
+    fault: bool = False
+
+    @nn.compact
+    def __call__(self, x, offset):
+        w = self.param("w", nn.initializers.orthogonal(1.0), (8, 8))
+        h = ((x * self.by) @ w) * self.by
+        h = ((h + offset) - offset) if self.fault else h
+        return (h @ w) / self.by / self.by
+
+
+class TwoFaults(nn.Module):
+    @nn.compact
+    def __call__(self, x, offset):
+        x = Scaled(name="fine")(x, offset)
+        x = Scaled(300.0, name="overflows")(x, offset)
+        return Scaled(fault=True, name="cancels")(x, offset)
+
+
+def test_bf16_cures_an_overflow_and_only_f32_a_cancellation():
+    params, loss = linen_loss(TwoFaults())
+    offset = OFFSET * 5
+    tuning = amp.tune(
+        loss, max_grad_error=2e-2, candidates=("mixed_bfloat16", "float32")
+    )(params, X, offset)
+    assert patterns(tuning) == {"overflows": BF16, "cancels": F32}
+    assert tuning.error_before == np.inf
+    assert tuning.modules["TwoFaults/overflows"].sensitivity == np.inf
+    assert amp.Tuning.from_json(tuning.to_json()) == tuning
+    assert_meets_its_bound_and_needs_every_entry(tuning, loss, params, X, offset)
+
+
+# A large model, and what cannot be
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [1.4e-3, 6e-4])
+def test_a_gpt_of_twelve_layers_takes_few_compilations(bound):
+    case = gpt(64, 32, 4, 12, 2, 16, scanned=False)
+    params, batch = jax.jit(case.sample)(jax.random.key(0))
+    tuning = amp.tune(case.loss, max_grad_error=bound)(params, batch)
+    assert tuning.compilations <= 40
+    assert_meets_its_bound_and_needs_every_entry(tuning, case.loss, params, batch)
+
+
+def square(w, x):
+    return jnp.sum((x @ w) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({}, TypeError, "max_grad_error"),
+        ({"max_grad_error": "0.1"}, TypeError, "the bound is a number"),
+        ({"max_grad_error": True}, TypeError, "the bound is a number"),
+        ({"max_grad_error": 0}, ValueError, "a positive number"),
+        ({"max_grad_error": -1.0}, ValueError, "a positive number"),
+        ({"max_grad_error": float("nan")}, ValueError, "a positive number"),
+        ({"max_grad_error": 1, "policy": "fp17"}, ValueError, "unknown policy"),
+        ({"max_grad_error": 1, "policy": None}, TypeError, "Policy"),
+        ({"max_grad_error": 1, "candidates": ()}, ValueError, "no policy to give"),
+        ({"max_grad_error": 1, "candidates": "bf16"}, TypeError, "a tuple of"),
+        ({"max_grad_error": 1, "candidates": ("x",)}, ValueError, "unknown policy"),
+        ({"max_grad_error": 1, "has_aux": 1}, TypeError, "neither True nor False"),
+        ({"max_grad_error": 1, "progress": "no"}, TypeError, "neither True nor False"),
+    ],
+)
+def test_a_mistake_in_the_options_is_told_at_once(options, error, message):
+    with pytest.raises(error, match=message):
+        amp.tune(square, **options)
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="the function to tune"):
+        amp.tune("mixed_float16", max_grad_error=0.1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "error", "message"),
+    [
+        (square, (jax.ShapeDtypeStruct((8, 8), jnp.float32), X), TypeError, "values"),
+        (lambda w, x: jnp.sum(x), (jnp.arange(2), X), TypeError, "differentiate"),
+        (lambda w, x: x @ w, (X, X), TypeError, "one real floating-point scalar"),
+        (lambda w, x: (jnp.sum(w), x), (X, X), TypeError, "has_aux"),
+        (lambda w, x: jnp.sum(jnp.sqrt(w * 0)), (X, X), ValueError, "not finite"),
+    ],
+)
+def test_a_call_without_a_finite_gradient_is_refused(fn, args, error, message):
+    with pytest.raises(error, match=message):
+        amp.tune(fn, max_grad_error=0.1)(*args)
+
+
+def test_a_bound_that_the_candidates_cannot_meet_is_told_with_the_smallest_error():
+    with pytest.raises(ValueError, match=r"error is 0\.000\d+, with 'p=f32,c=f16"):
+        amp.tune(square, max_grad_error=1e-6, candidates=("mixed_bfloat16",))(X, X)
+
+
+def test_progress_is_shown_only_if_asked_for(capsys):
+    amp.tune(square, max_grad_error=0.1)(X, X)
+    assert capsys.readouterr() == ("", "")
+    amp.tune(square, max_grad_error=0.1, progress=True)(X, X)
+    assert "tune:" in capsys.readouterr().err
