@@ -177,7 +177,9 @@ def menu_of(
         outside=tuple(move for move in outside if move.reaches),
         # A product by name is one in every module.
         everywhere=tuple(
-            _of_name(name, groups, cost) for name in names if name not in PRODUCTS
+            _of_name(name, groups, cost)
+            for name in names
+            if name not in PRODUCTS or not modules
         ),
         parents=tuple(sorted(parents, key=lambda move: -_depth(move))),
         whole=tuple(whole),

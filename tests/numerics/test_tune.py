@@ -274,6 +274,16 @@ def test_without_modules_and_functions_operations_are_named():
     assert_meets_its_bound_and_needs_every_entry(tuning, loss, w, X, OFFSET)
 
 
+def test_without_modules_products_are_named_if_it_takes_them():
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w[0]) @ w[1])
+
+    w = jax.random.orthogonal(jax.random.key(0), 8, (2,))
+    tuning = amp.tune(loss, max_grad_error=1e-6)(w, X)
+    assert "dot_general" in tuning.policy.default.full and tuning.cost == 0.0
+    assert_meets_its_bound_and_needs_every_entry(tuning, loss, w, X)
+
+
 @jax.custom_jvp
 def shrink(x):
     return x * 0.5
