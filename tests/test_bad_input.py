@@ -48,6 +48,7 @@ FLAGS = {
     "grad.holomorphic": lambda flag: amp.grad(abs, holomorphic=flag),
     "grad.allow_int": lambda flag: amp.grad(abs, allow_int=flag),
     "tune.has_aux": lambda flag: amp.tune(abs, max_grad_error=1, has_aux=flag),
+    "diagnose.has_aux": lambda flag: amp.diagnose(abs, has_aux=flag),
     "tune.progress": lambda flag: amp.tune(abs, max_grad_error=1, progress=flag),
     "cast_params.keep_norms": lambda flag: amp.cast_params({}, "bf16", keep_norms=flag),
     "recipe.enabled": lambda flag: amp.recipe("O1", enabled=flag),

@@ -193,7 +193,9 @@ def _underflow(
 ) -> Iterator[str]:
     """Yields which share of the backward values in f16 is lost, and what holds them."""
     values = [
-        site for site, dtype in in_half(sites, reference, "backward") if dtype == "f16"
+        site
+        for site, dtype in in_half(sites, reference, "backward")
+        if dtype == "f16" and site.scales
     ]
 
     def lost(scale: float) -> float:

@@ -149,7 +149,11 @@ def _site(
     never = int(NEVER)
     bad = made if made != never else min(row.bad for row in rows)
     first = aval_of(entry.results[0])
-    size = sum(math.prod(aval_of(v).shape) for v in entry.results)
+    # A complex number is two.
+    size = sum(
+        math.prod(aval_of(v).shape) * (1 + (aval_of(v).dtype.kind == "c"))
+        for v in entry.results
+    )
     return Site(
         module=places.module_of(entry),
         operation=entry.operation,
@@ -170,6 +174,7 @@ def _site(
         makes_nonfinite=made != never,
         path=places.path_of(entry),
         identity=str(entry.identity),
+        scales=entry.scales,
     )
 
 

@@ -37,6 +37,8 @@ class Entry:
       index: its place in the body.
       results: the floating results.
       operands: the floating operands, those that come from outside of it.
+      scales: whether a loss scale multiplies its results: whether a cotangent leads
+        there.
     """
 
     identity: Identity
@@ -48,6 +50,7 @@ class Entry:
     index: int
     results: tuple[Var, ...]
     operands: tuple[Atom, ...]
+    scales: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -191,6 +194,10 @@ class _Reader:
     ) -> str | None:
         """Returns the direction of an equation that calls nothing; None for no site."""
         is_cast = marking.cast_of(scope) is not None
+        if jaxprs.is_conversion(eqn) and _dtype(eqn.invars[0]) == _dtype(
+            eqn.outvars[0]
+        ):
+            return None  # of a weak type alone
         if is_cast and not here.backward and not jaxprs.is_conversion(eqn):
             return None  # what a saturating cast does before
         forward = is_cast and not here.derivative
@@ -208,6 +215,10 @@ class _Reader:
         if not self.differentiated or (here.branch and last is None and _fills(eqn)):
             return None
         return BACKWARD
+
+
+def _dtype(atom: Atom) -> np.dtype:
+    return jaxprs.aval_of(atom).dtype
 
 
 def _is_read(var: Var) -> bool:
@@ -244,6 +255,7 @@ def _entry(
         index,
         tuple(v for v in eqn.outvars if _is_read(v)),
         tuple(v for v in eqn.invars if jaxprs.is_floating(v)),
+        scales=direction == BACKWARD and here.backward and not here.again,
     )
 
 
@@ -270,6 +282,7 @@ def _rule(eqns: Sequence[Eqn], identity: Path, direction: str, body: Body) -> En
         next(i for i, eqn in enumerate(body.jaxpr.eqns) if eqn is eqns[0]),
         tuple(v for v in results if jaxprs.is_floating(v)),
         tuple(v for v in operands if isinstance(v, Literal) or v not in made),
+        scales=direction == BACKWARD,
     )
 
 

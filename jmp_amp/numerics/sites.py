@@ -37,7 +37,7 @@ class Site:
       direction: "forward", or "backward" for what exists only for the derivative.
       dtype: the short name of the dtype of the first floating result, "f16".
       shape: of that result, "[8,16]".
-      size: the elements of the results, in all runs.
+      size: the elements of the results, in all runs; a complex number is two.
       times: how often it ran.
       amax: the largest finite magnitude; 0.0 if there is none.
       amin: the smallest magnitude that is not zero; 0.0 if there is none.
@@ -56,6 +56,8 @@ class Site:
         modules.
       identity: the way to it through the bodies of the program; the runs with and
         without a policy agree on it.
+      scales: a loss scale multiplies its values. It does not reach the factors of a
+        derivative, such as the `cos` of a `sin`, though they are backward.
 
     Example:
       >>> import jax.numpy as jnp
@@ -85,6 +87,7 @@ class Site:
     makes_nonfinite: bool
     path: str | None
     identity: str
+    scales: bool = True
 
     @property
     def key(self) -> tuple[str, str, str]:

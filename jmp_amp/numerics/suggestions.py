@@ -51,13 +51,14 @@ def suggested_loss_scale(sites: Sequence[Site], reference: Sequence[Site]) -> fl
 
     The largest power of two in [1, 2^24] that keeps every backward value that runs in
     f16 under the policy, as it is in the reference, at or below an eighth of f16's
-    largest. 2^24 if all of them are zero; 1.0 if no power fits, or if nothing backward
+    largest. Factors of a derivative, which no scale multiplies, do not count. 2^24 if
+    all values are zero; 1.0 if no power fits, or if nothing backward
     runs in f16.
     """
     largest = [
         site.amax
         for site, dtype in in_half(sites, reference, "backward")
-        if dtype == "f16"
+        if dtype == "f16" and site.scales
     ]
     if not largest:
         return 1.0
