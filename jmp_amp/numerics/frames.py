@@ -126,8 +126,8 @@ class _Reader:
             here = dataclasses.replace(
                 place,
                 identity=identity,
-                backward=place.backward or "transpose(" in scope,
-                again=place.again or "rematted_computation" in scope,
+                backward=place.backward or _is_more(scope, chain, "transpose("),
+                again=place.again or _is_more(scope, chain, "rematted_computation"),
                 derivative=place.derivative or any(m.is_derivative for m in chain),
             )
             last = chain[-1] if chain else None
@@ -215,6 +215,17 @@ class _Reader:
         if not self.differentiated or (here.branch and last is None and _fills(eqn)):
             return None
         return BACKWARD
+
+
+def _is_more(scope: str, chain: Sequence[Marked], name: str) -> bool:
+    """Whether a name stack has a name more often than the function has it there.
+
+    A function may differentiate another one itself.
+    """
+    count = scope.count(name)
+    return count > 0 and count > sum(
+        jaxprs.scope_text(each.eqn).count(name) for each in chain
+    )
 
 
 def _dtype(atom: Atom) -> np.dtype:

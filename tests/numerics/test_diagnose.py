@@ -257,6 +257,20 @@ def test_what_a_checkpoint_computes_again_is_no_site_again():
         assert [s.times for s in of(d.sites, "cos", "backward")] == [1]
 
 
+def test_a_derivative_that_the_function_takes_itself_is_forward():
+    wave = jax.checkpoint(lambda x: jnp.sin(jnp.exp(x)))
+
+    def fn(w, x):
+        return jnp.sum(jax.grad(lambda x: jnp.sum(wave(x * w)))(x) ** 2)
+
+    d = amp.diagnose(fn, "float32")(jnp.ones(3), jnp.ones(3))
+    forward = [s.operation for s in d.sites if s.direction == "forward"]
+    # exp is in the pass to the value, which nobody reads, and in that from it.
+    wanted = ["mul", "exp", "cos", "mul", "mul", "mul", "integer_pow", "reduce_sum"]
+    assert sorted(set(forward) - {"broadcast_in_dim"}) == sorted(set(wanted))
+    assert of(d.sites, "sin", "backward")  # the derivative of cos
+
+
 @jax.custom_vjp
 def squared(x):
     return x * x
@@ -600,6 +614,18 @@ def test_the_loss_scale_that_is_suggested_is_the_largest_that_leaves_room():
     casts = of(scaled.sites, "convert_element_type", "backward")
     assert max(s.amax for s in casts) == 2.0**5  # 1 / 32 as it ran, scaled
     assert amp.diagnose(loss, "mixed_bfloat16")(w, x).loss_scale == 1.0
+
+
+def test_the_loss_scale_is_not_bound_by_factors_that_it_does_not_multiply():
+    # The derivative of x**2 is 2 x, 200 in f16, and 200 * 64 leaves no room.
+    def loss(w, x):
+        return jnp.mean((jnp.square(x @ w) @ w) @ w) * 2.0**-24
+
+    w, x = jnp.full((4, 4), 2.0), jnp.full((8, 4), 12.5)
+    d = amp.diagnose(loss, "mixed_float16")(w, x)
+    factors = [s for s in d.sites if s.direction == "backward" and s.amax == 200.0]
+    assert factors and not any(s.scales for s in factors)
+    assert d.loss_scale > 64.0 and jnp.isfinite(d.value)
 
 
 def test_effects_happen_once_in_each_run_and_their_results_are_taken():
