@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 from flax import nnx
 
 from jmp_amp.plan import jaxprs
@@ -117,6 +118,11 @@ def check_measured(name: str, fn: object, argnums: object) -> None:
         raise TypeError(
             f"{name}({fn!r}): the first argument is the function to measure, found "
             f"{type(fn).__name__}.{advice}"
+        )
+    if isinstance(fn, nn.Module) and fn.scope is None:
+        raise TypeError(
+            f"{name}({type(fn).__name__}(...)): a linen module holds no parameters, so "
+            "it cannot be called. Write a loss function that calls model.apply."
         )
     _position_of_each(argnums, f"{name}(fn, argnums={argnums!r})")
 

@@ -679,6 +679,7 @@ def test_a_mask_of_minus_infinity_is_no_defect():
     ("call", "error", "words"),
     [
         (lambda: amp.diagnose(3), TypeError, "function"),
+        (lambda: amp.diagnose(nn.Dense(3)), TypeError, "model.apply"),
         (lambda: amp.diagnose(jnp.sin, 3), TypeError, "polic"),
         (lambda: amp.diagnose(jnp.sin, "mixed_float17"), ValueError, "float17"),
         (lambda: amp.diagnose(jnp.sin, argnums="x"), TypeError, "argnums"),
