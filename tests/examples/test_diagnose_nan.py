@@ -14,10 +14,6 @@ import jmp_amp as amp
 from tests.scripts import refusal
 
 STEPS = 15
-# TODO of the merge: these wait for `amp.tune`; drop the mark.
-needs_tune = pytest.mark.skipif(
-    not hasattr(amp, "tune"), reason="amp.tune is not on this branch"
-)
 
 
 @functools.cache
@@ -70,7 +66,7 @@ def test_the_figure_of_the_diagnosis_has_the_layers_in_their_order():
     assert named == ["Net/stem", "Net/norm", "Net/hidden", "Net/head"]
 
 
-@needs_tune
+@pytest.mark.slow
 def test_the_tuned_policy_halves_the_error():
     after = trained(diagnosis().policy)
     batch = trained("mixed_float16").skipped[-1]
@@ -79,7 +75,6 @@ def test_the_tuned_policy_halves_the_error():
 
 
 @pytest.mark.slow
-@needs_tune
 def test_the_script_tells_the_story(monkeypatch, capsys, tmp_path):
     plot = tmp_path / "numbers.png"
     arguments = ["diagnose_nan.py", "--steps", str(STEPS), "--plot", str(plot)]
