@@ -64,9 +64,9 @@ def diagnose(
     `amax * s <= 65504 / 8` for every backward site of the reference that runs in f16
     under the policy and that the scale multiplies (factors of a derivative, such as the
     `cos` of a `sin`, it does not), and 1.0 if none fits. `Diagnosis.policy` has an f32
-    entry for each module in which a forward site in half has values that overflow its format in the
-    reference, or makes a value that is not finite where the reference is finite;
-    outside of modules, the function or the operation is named. That it is finite is
+    entry for each module in which a forward site in half has values that overflow
+    its format in the reference, or makes a value that is not finite where the reference
+    is finite; outside of modules, the function or the operation is named. That it is finite is
     checked by one more run; if it is not, the default becomes f32 and advice says so.
 
     Args:
