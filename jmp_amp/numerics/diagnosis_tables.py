@@ -55,7 +55,8 @@ def _is_rounding(gradient: Gradient, gradients: Mapping[str, Gradient]) -> bool:
     The bias of the keys of an attention is such a parameter.
     """
     largest = max(each.amax for each in gradients.values())
-    return gradient.error > 1 and gradient.amax < _SMALL * largest
+    small = gradient.amax < _SMALL * largest and not gradient.nonfinite
+    return small and gradient.error > 1
 
 
 def _value(value: PyTree) -> str:
