@@ -44,71 +44,62 @@ def diagnose(
 ) -> Callable[..., Diagnosis]:
     """Returns a function that runs `fn` and reports what its numbers do.
 
-        It takes the arguments of `fn`. It runs `fn` as it is, the *reference*, and under
-        the policy; the gradient too, if `fn` returns one real scalar. A step that was
-        skipped changed nothing, so its parameters and its batch tell afterwards where it
-        overflowed: `diagnose(loss_fn, policy)(params, batch)`.
+    It takes the arguments of `fn`. It runs `fn` as it is, the *reference*, and under
+    the policy; the gradient too, if `fn` returns one real scalar. A step that was
+    skipped changed nothing, so its parameters and its batch tell afterwards where it
+    overflowed: `diagnose(loss_fn, policy)(params, batch)`.
 
-        Every equation that runs is a site, with the range of its values, their exponents,
-        zeros and values that are not finite, by direction. Counts are exact. In loops,
-        branches, sharded maps and under `vmap` they are merged. Statistics of fixed size
-        leave the device, not activations; nothing is written to nnx objects. A third
-        program runs both side by side, forward only, and tells how far apart each value is.
+    Every equation that runs is a site, with the range of its values, their exponents,
+    zeros and values that are not finite, by direction. Counts are exact. In loops,
+    branches, sharded maps and under `vmap` they are merged. Statistics of fixed size
+    leave the device, not activations; nothing is written to nnx objects. A third
+    program runs both side by side, forward only, and tells how far apart each value is.
 
-        All programs are compiled without excess precision, so that every cast rounds.
-        `debug.print` and other callbacks run at most once in each of the two runs. If a
-        callback with an effect returns something, no error is known.
+    All programs are compiled without excess precision, so that every cast rounds.
+    `debug.print` and other callbacks run at most once in each of the two runs. If a
+    callback with an effect returns something, no error is known.
 
-        `Diagnosis.loss_scale` is 1.0 if nothing backward runs in f16; 2**24 if all that
-        does is zero; else the largest power of two s in [1, 2**24] with
-        `amax * s <= 65504 / 8` for every backward site of the reference that runs in f16
-    <<<<<<< HEAD
-        under the policy, and 1.0 if none fits. Factors of a derivative, such as the `cos`
-        of a `sin`, do not count: the scale does not multiply them. `Diagnosis.policy` has
-        an f32 entry for each module in which a forward site in half has values that
-        overflow its format in the reference, or makes a value that is not finite where the
-        reference is finite; outside of modules, the function or the operation is named.
-        That it is finite is checked by one more run; if it is not, the default becomes f32
-        and advice says so.
+    `Diagnosis.loss_scale` is 1.0 if nothing backward runs in f16; 2**24 if all that
+    does is zero; else the largest power of two s in [1, 2**24] with
+    `amax * s <= 65504 / 8` for every backward site of the reference that runs in f16
+    under the policy, and 1.0 if none fits. Factors of a derivative, such as the `cos`
+    of a `sin`, do not count: the scale does not multiply them. `Diagnosis.policy` has
+    an f32 entry for each module in which a forward site in half has values that
+    overflow its format in the reference, or makes a value that is not finite where the
+    reference is finite; outside of modules, the function or the operation is named.
+    That it is finite is checked by one more run; if it is not, the default becomes f32
+    and advice says so.
 
-        A function that `cast_inputs` marks runs in half in the reference too.
-    =======
-        under the policy and that the scale multiplies (factors of a derivative, such as the
-        `cos` of a `sin`, it does not), and 1.0 if none fits. `Diagnosis.policy` has an f32
-        entry for each module in which a forward site in half has values that overflow
-        its format in the reference, or makes a value that is not finite where the reference
-        is finite; outside of modules, the function or the operation is named. That it is finite is
-        checked by one more run; if it is not, the default becomes f32 and advice says so.
-    >>>>>>> last
+    A function that `cast_inputs` marks runs in half in the reference too.
 
-        Args:
-          fn: a function of pytrees, as `autocast` takes it.
-          policy: a `Policy`, a text for `get_policy`, or a `PolicyMap`.
-          argnums: the arguments to differentiate, as in `value_and_grad`.
-          loss_scale: as in `value_and_grad`: a `LossScale`, or a state that holds one. The
-            run under the policy is scaled by it; `Diagnosis.gradients` are not.
-          has_aux: whether `fn` returns `(loss, aux)`.
+    Args:
+      fn: a function of pytrees, as `autocast` takes it.
+      policy: a `Policy`, a text for `get_policy`, or a `PolicyMap`.
+      argnums: the arguments to differentiate, as in `value_and_grad`.
+      loss_scale: as in `value_and_grad`: a `LossScale`, or a state that holds one. The
+        run under the policy is scaled by it; `Diagnosis.gradients` are not.
+      has_aux: whether `fn` returns `(loss, aux)`.
 
-        Returns:
-          A function of the arguments of `fn` that returns a `Diagnosis`.
+    Returns:
+      A function of the arguments of `fn` that returns a `Diagnosis`.
 
-        Raises:
-          TypeError: if `fn` is not callable, `policy` no policy or `argnums` no position;
-            from the function returned, if an argument is a `jax.ShapeDtypeStruct`, or none
-            that is differentiated holds floats.
-          ValueError: if the compute dtype is none of float16, bfloat16 and float32.
+    Raises:
+      TypeError: if `fn` is not callable, `policy` no policy or `argnums` no position;
+        from the function returned, if an argument is a `jax.ShapeDtypeStruct`, or none
+        that is differentiated holds floats.
+      ValueError: if the compute dtype is none of float16, bfloat16 and float32.
 
-        Example:
-          >>> import jax.numpy as jnp
-          >>> import jmp_amp as amp
-          >>> def loss(w, x):
-          ...     return jnp.mean((x @ w) ** 2)
-          >>> w, x = jnp.full((8, 8), 300.0), jnp.full((8, 8), 300.0)
-          >>> found = amp.diagnose(loss, "mixed_float16")(w, x)
-          >>> found.first_nonfinite.operation, found.first_nonfinite.nonfinite
-          ('dot_general', 64)
-          >>> str(found.policy)
-          'p=f32,c=f16,o=f32,full=dot_general'
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> def loss(w, x):
+      ...     return jnp.mean((x @ w) ** 2)
+      >>> w, x = jnp.full((8, 8), 300.0), jnp.full((8, 8), 300.0)
+      >>> found = amp.diagnose(loss, "mixed_float16")(w, x)
+      >>> found.first_nonfinite.operation, found.first_nonfinite.nonfinite
+      ('dot_general', 64)
+      >>> str(found.policy)
+      'p=f32,c=f16,o=f32,full=dot_general'
     """
     check_measured("diagnose", fn, argnums)
     policies = as_policy_map(policy, "diagnose(fn, {})")
