@@ -43,6 +43,7 @@ def test_f16_skips_the_batches_whose_products_it_cannot_hold_and_f32_none():
     assert np.isfinite(before.losses).all()
 
 
+@pytest.mark.slow
 def test_the_diagnosis_names_the_first_layer_and_its_policy_trains_as_f32_does():
     found = diagnosis()
     first = found.first_nonfinite
@@ -60,6 +61,7 @@ def test_the_diagnosis_names_the_first_layer_and_its_policy_trains_as_f32_does()
     assert after.losses[-1] < after.losses[0]
 
 
+@pytest.mark.slow
 def test_the_figure_of_the_diagnosis_has_the_layers_in_their_order():
     figure = amp.plots.diagnose(diagnosis())
     figure.savefig(io.BytesIO(), format="png")

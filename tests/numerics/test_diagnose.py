@@ -135,6 +135,7 @@ def test_a_scan_counts_all_its_turns_and_tells_the_turn():
     assert d.first_nonfinite == mul
 
 
+@pytest.mark.slow
 def test_turns_are_counted_through_nested_loops_and_a_condition_runs_once_more():
     def fn(x):
         def inner(c, _):
@@ -165,7 +166,7 @@ def test_only_the_branch_that_ran_is_a_site():
 # Directions
 
 
-SLOW = ("transformer", "gpt_scan", "lstm", "resnet", "custom_rules", "mamba")
+MODELS = ("mlp", "gpt_scan", "lstm", "custom_rules")
 
 
 def own_equations(fn: Callable[..., Any], policy: str, *args: Any) -> list[tuple]:
@@ -188,9 +189,8 @@ def alive(jaxpr: Any) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_forward_sites_are_the_equations_that_explain_tells(name):
     case = zoo.CASES[name, "small"]
     args = case.sample(jax.random.key(0))
@@ -248,6 +248,7 @@ def test_what_exists_for_the_derivative_alone_is_backward():
     )
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_computes_again_is_no_site_again():
     def block(x):
         return jnp.sin(jnp.exp(x))
@@ -259,6 +260,7 @@ def test_what_a_checkpoint_computes_again_is_no_site_again():
         assert [s.times for s in of(d.sites, "cos", "backward")] == [1]
 
 
+@pytest.mark.slow
 def test_a_derivative_that_the_function_takes_itself_is_forward():
     wave = jax.checkpoint(lambda x: jnp.sin(jnp.exp(x)))
 
@@ -414,7 +416,7 @@ PLANTED: dict[str, tuple] = {
 }
 
 
-PLANTED_SLOW = ("vmap", "remat", "custom_jvp", "jitted")
+PLANTED_SLOW = ("vmap", "remat", "custom_jvp", "jitted", "parameter")
 
 
 def thrice(x, w):
@@ -612,6 +614,7 @@ def test_the_two_runs_may_go_different_ways():
 # Scales, effects, arguments
 
 
+@pytest.mark.slow
 def test_the_loss_scale_that_is_suggested_is_the_largest_that_leaves_room():
     w, x = jnp.full((4, 4), 2.0**-6), jnp.full((8, 4), 2.0**-4)
 
@@ -670,6 +673,7 @@ def test_effects_happen_once_in_each_run_and_their_results_are_taken():
     assert all(s.error is None for s in d.sites)
 
 
+@pytest.mark.slow
 def test_aux_arguments_by_position_and_functions_without_a_gradient():
     def fn(x, w, flag=True):
         return jnp.mean(x @ w), {"product": x @ w, "flag": flag}
