@@ -1,4 +1,4 @@
-"""Figures of reports and diagnoses; matplotlib is needed, an optional extra."""
+"""Figures of reports, diagnoses and tunings, by matplotlib, an optional extra."""
 
 from __future__ import annotations
 
@@ -175,9 +175,9 @@ def _bars(
 def tune(tuning: Tuning) -> Figure:
     """Returns a matplotlib `Figure`: the gradient error against the FLOP in half.
 
-    Each map of policies that was measured is a point, in their order; the last one is
-    the result. Errors that are not finite are drawn at the top, errors of zero at the
-    bottom. The line is the bound.
+    Each map of policies that was measured is a point; a thin line joins them in their
+    order. The large point is the result, the dashed line is the bound. Errors that are
+    not finite are drawn at the top, errors of zero at the bottom.
 
     Raises:
       ImportError: without matplotlib.
@@ -191,19 +191,12 @@ def tune(tuning: Tuning) -> Figure:
       >>> [axes.get_ylabel() for axes in amp.plots.tune(tuning).axes]
       ['gradient error']
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "amp.plots.tune: matplotlib is not installed. Install it with "
-            "`pip install 'jmp_amp[plots]'`."
-        ) from error
     finite = [s.error for s in tuning.steps if 0 < s.error < float("inf")]
     finite.append(tuning.max_grad_error)
     top, bottom = 10 * max(finite), min(finite) / 10
     costs = [100 * step.cost for step in tuning.steps]
     errors = [min(max(step.error, bottom), top) for step in tuning.steps]
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure = _figure("tune", (6.4, 4.2))
     axes = figure.subplots()
     axes.plot(costs, errors, color=_CASTS, linewidth=0.6)
     axes.scatter(costs, errors, color=_HALF, label="measured", zorder=3)

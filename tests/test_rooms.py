@@ -50,13 +50,13 @@ WINGS = {
         ("presets", "gradients", "optimizers", "checkpoints", "weights"),
     ),
     "reports": (
-        ("costs", "rows", "tables"),
+        ("costs", "rows", "tables", "plain_data"),
         ("opaque",),
         ("reading", "report_tables"),
         ("report",),
     ),
     "numerics": (
-        ("losses", "marks", "statistics", "plain_data", "sites", "groups", "tuning"),
+        ("losses", "marks", "options", "statistics", "sites", "groups", "tuning"),
         ("frames", "distances", "flagged", "trials", "moves", "asked"),
         ("measuring", "searching"),
         ("programs", "tuner"),

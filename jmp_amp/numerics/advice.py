@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 
-from jmp_amp.numerics import plain_data
 from jmp_amp.numerics.sites import Gradient, Site, or_infinite, scaled
 from jmp_amp.numerics.suggestions import Need, by_key, in_half, needs_of
 from jmp_amp.numerics.wording import count, listed, number, place, power, run, share
 from jmp_amp.policies.dtypes import PyTree, is_half, parse_dtype
 from jmp_amp.policies.policy_map import PolicyMap
+from jmp_amp.reports import plain_data
 
 # Less than this share of backward values may underflow without a word.
 _FEW = 1e-3

@@ -8,7 +8,6 @@ import numbers
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
-import jax.core
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -74,16 +73,7 @@ def checked_candidates(candidates: object) -> tuple[Policy, ...]:
 
 
 def check_loss(loss: LossCall, call: str) -> None:
-    """Raises if a call has no gradient, or arguments without values.
-
-    Raises:
-      TypeError: if the function returns no real scalar, or arguments are tracers.
-    """
-    if any(isinstance(x, jax.core.Tracer) for x in loss.arrays):
-        raise TypeError(
-            f"{call}: an argument is traced, and has no value to measure. Call it "
-            "outside of jax.jit, jax.grad and jax.vmap."
-        )
+    """Raises a TypeError if a function returns no real scalar."""
     if loss.loss is None:
         returned = jax.tree.map(str, loss.call.jaxpr.out_avals)
         raise TypeError(

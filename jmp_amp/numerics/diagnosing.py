@@ -189,7 +189,7 @@ def _gradients(
         apart = distances.distances(list(zip(low, full, strict=True)))
         return [counted(each, layout) for layout, each in _by_layout(low)], apart
 
-    options = programs.options_of(sum(each.size for each in low))
+    options = programs.options_for(sum(each.size for each in low))
     compiled = jax.jit(measured).lower(list(low), list(full)).compile(options)
     found, apart = jax.device_get(compiled(list(low), list(full)))
     errors_of = dict(zip(call.keys, distances.relative(apart).tolist(), strict=True))
@@ -240,7 +240,7 @@ def _checked(call: LossCall, found: Diagnosis, scaler: Any) -> Diagnosis:
         both = call.with_gradients(lambda xs: run(call.plan, xs), scaled)
         return finite(*both(*arrays))
 
-    options = programs.options_of(0)
+    options = programs.options_for(0)
     compiled = jax.jit(low).lower(call.arrays).compile(compiler_options=options)
     if compiled(call.arrays) or not _is_finite(found.reference):
         return found

@@ -9,12 +9,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jmp_amp.numerics import diagnosis_tables, plain_data
+from jmp_amp.numerics import diagnosis_tables
 from jmp_amp.numerics.sites import Gradient, Numbers, Site, added_up, or_infinite
 from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.policies.patterns import matches_path
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
-from jmp_amp.reports import tables
+from jmp_amp.reports import plain_data, tables
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -205,11 +205,7 @@ class Diagnosis:
           ValueError: if it is not one that `to_dict` wrote, or if the policy has a
             pattern that is a class or a function, which no text can say.
         """
-        if not isinstance(data, Mapping):
-            raise TypeError(
-                f"Diagnosis.from_dict({data!r}): not a dictionary. Give what to_dict() "
-                "of a diagnosis returned."
-            )
+        data = plain_data.mapping(data, "Diagnosis")
         names = [field.name for field in dataclasses.fields(cls)]
         if missing := [name for name in names if name not in data]:
             raise ValueError(
@@ -246,24 +242,7 @@ class Diagnosis:
           TypeError: if `text` is not text.
           ValueError: if it is not what `to_json` wrote.
         """
-        if not isinstance(text, str | bytes | bytearray):
-            raise TypeError(
-                f"Diagnosis.from_json: found {type(text).__name__}. Give the text that "
-                "to_json() of a diagnosis returned."
-            )
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise ValueError(
-                f"Diagnosis.from_json: not JSON: {error}. Give the text that to_json() "
-                "of a diagnosis returned."
-            ) from error
-        if not isinstance(data, dict):
-            raise ValueError(
-                f"Diagnosis.from_json: {str(text)[:40]!r} is JSON, but no object. Give "
-                "the text that to_json() of a diagnosis returned."
-            )
-        return cls.from_dict(data)
+        return cls.from_dict(plain_data.parsed(text, "Diagnosis"))
 
     def _tables(self) -> list[tables.Table]:
         shown = [

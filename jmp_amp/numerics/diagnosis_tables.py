@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 
-from jmp_amp.numerics import plain_data, wording
+from jmp_amp.numerics import wording
 from jmp_amp.numerics.sites import Gradient, Numbers, Site, or_infinite
 from jmp_amp.numerics.suggestions import in_half
 from jmp_amp.policies.dtypes import PyTree
+from jmp_amp.reports import plain_data
 from jmp_amp.reports.report_tables import TOP_LEVEL
 from jmp_amp.reports.tables import Table
 

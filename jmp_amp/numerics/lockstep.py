@@ -20,7 +20,7 @@ import numpy as np
 from jmp_amp.numerics import distances
 from jmp_amp.numerics.distances import Distance
 from jmp_amp.numerics.measuring import MOVES
-from jmp_amp.numerics.programs import options_of
+from jmp_amp.numerics.programs import options_for
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Eqn, Literal, Value, Var
 from jmp_amp.plan.plan import EquationPlan, Plan
@@ -88,7 +88,7 @@ def errors(plan: Plan, arrays: Sequence[Value], traced: Sequence[Value]) -> Erro
         return walk.frame(lambda: walk.body(plan, pairs), ())[1]
 
     lowered = jax.jit(run).lower(arrays, traced)
-    compiled = lowered.compile(compiler_options=options_of(walk.size))
+    compiled = lowered.compile(compiler_options=options_for(walk.size))
     found: dict[Key, float] = {}
     apart = jax.device_get(compiled(arrays, traced))
     for keys, each in zip(walk.keys, apart, strict=True):

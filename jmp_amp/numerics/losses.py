@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
@@ -20,6 +21,7 @@ from jmp_amp.plan.plan import Plan
 from jmp_amp.plan.values import traced_dtype
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.policy_map import PolicyMap
+from jmp_amp.training.gradients import Argnums, check_argnums
 from jmp_amp.transform.calls import is_array
 from jmp_amp.transform.interpreter import PlannedCall, planned_call
 from jmp_amp.transform.nnx_modules import is_node
@@ -106,7 +108,7 @@ class LossCall:
         return both
 
 
-def check_measured(name: str, fn: object, argnums: object) -> None:
+def check_measured(name: str, fn: object, argnums: Any) -> None:
     """Raises a TypeError if `fn` is no function or `argnums` no positions.
 
     Args:
@@ -116,7 +118,7 @@ def check_measured(name: str, fn: object, argnums: object) -> None:
     if not callable(fn):
         advice = f" Write {name}(fn, {fn!r})(*args)." if isinstance(fn, str) else ""
         raise TypeError(
-            f"{name}({fn!r}): the first argument is the function to measure, found "
+            f"{name}({fn!r}): the first argument is the function to {name}, found "
             f"{type(fn).__name__}.{advice}"
         )
     if isinstance(fn, nn.Module) and fn.scope is None:
@@ -124,7 +126,7 @@ def check_measured(name: str, fn: object, argnums: object) -> None:
             f"{name}({type(fn).__name__}(...)): a linen module holds no parameters, so "
             "it cannot be called. Write a loss function that calls model.apply."
         )
-    _position_of_each(argnums, f"{name}(fn, argnums={argnums!r})")
+    check_argnums(argnums, f"{name}(fn, argnums={argnums!r})")
 
 
 @contextlib.contextmanager
@@ -133,7 +135,7 @@ def loss_call(
     policies: PolicyMap,
     args: tuple[PyTree, ...],
     kwargs: Mapping[str, PyTree],
-    argnums: Any,
+    argnums: Argnums,
     has_aux: bool,
     call: str,
     notes_modules: bool = True,
@@ -148,8 +150,9 @@ def loss_call(
       notes_modules: whether name scopes say which module runs, see `scopes.module_of`.
 
     Raises:
-      TypeError: if an argument is a `jax.ShapeDtypeStruct`; if `has_aux` and no pair is
-        returned; if the function returns a loss and no argument is differentiable.
+      TypeError: if an argument is traced or a `jax.ShapeDtypeStruct`; if `has_aux` and
+        no pair is returned; if the function returns a loss and no argument is
+        differentiable.
       ValueError: if `argnums` name no argument.
     """
     several = isinstance(argnums, Sequence)
@@ -159,6 +162,11 @@ def loss_call(
         for i, arg in enumerate(args)
     )
     leaves = jax.tree.leaves((args, dict(kwargs)), is_leaf=is_node)
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        raise TypeError(
+            f"{call}: an argument is traced, and has no value to measure. Call it "
+            "outside of jax.jit, jax.grad and jax.vmap."
+        )
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         raise TypeError(
             f"{call}: an argument is a jax.ShapeDtypeStruct, which has no values to "
@@ -211,38 +219,21 @@ def _loss_of(planned: PlannedCall, has_aux: bool, call: str) -> int | None:
     return returned.position if is_loss else None
 
 
-def _position_of_each(
-    argnums: Any, call: str
+def _positions(
+    argnums: Argnums, count: int, call: str
 ) -> list[tuple[int, nnx.filterlib.Filter]]:
     """Returns which arguments are meant, and which variables of nnx modules in them."""
     found = []
     for each in argnums if isinstance(argnums, Sequence) else (argnums,):
         is_state = isinstance(each, nnx.DiffState)
-        number = each.argnum if is_state else each
-        if isinstance(number, bool) or not isinstance(number, int | np.integer):
-            raise TypeError(
-                f"{call}: not the position of an argument. Use an int, or several in "
-                "a tuple; an argument that is given by name has no position."
-            )
-        found.append((int(number), each.filter if is_state else nnx.Param))
-    if not found:
-        raise TypeError(f"{call}: no argument is named. Use an int, such as 0.")
-    return found
-
-
-def _positions(
-    argnums: Any, count: int, call: str
-) -> list[tuple[int, nnx.filterlib.Filter]]:
-    """Returns the same, counted from the front, of a call with `count` arguments."""
-    found = []
-    for number, where in _position_of_each(argnums, call):
+        number = int(each.argnum if is_state else each)
         position = number + count if number < 0 else number
         if not 0 <= position < count:
             raise ValueError(
                 f"{call}: argnums={argnums!r}, but the function was called with "
                 f"{count} positional arguments. Give the parameters by position."
             )
-        found.append((position, where))
+        found.append((position, each.filter if is_state else nnx.Param))
     return found
 
 

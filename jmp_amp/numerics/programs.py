@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax
@@ -12,26 +11,20 @@ from jmp_amp.numerics.frames import Frame, Path, frames_of
 from jmp_amp.numerics.losses import LossCall
 from jmp_amp.numerics.marks import SCALING, PlanMarks
 from jmp_amp.numerics.measuring import Measure, Measured
+from jmp_amp.numerics.options import compiler_options
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Value
 from jmp_amp.plan.plan import Plan
 from jmp_amp.plan.watch import watched
 from jmp_amp.transform.interpreter import run
 
-# Roundings that the program asks for are kept: XLA may drop a cast and its inverse.
-_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
-# A program that runs once is compiled as fast as XLA can, if it is not large: it runs
-# four times as long then.
-_FAST: dict[str, Any] = {"xla_backend_optimization_level": 0}
-if version("jax").startswith("0.10."):  # JAX < 0.11: later ones have no other kind.
-    _FAST["xla_cpu_use_fusion_emitters"] = False
+# A program that measures fewer values runs once in less time than LLVM would take.
 _LARGE = 1 << 27
 
 
-def options_of(values: int) -> dict[str, Any]:
+def options_for(values: int) -> dict[str, Any]:
     """Returns the options to compile a program with that measures so many values."""
-    is_fast = jax.default_backend() == "cpu" and values < _LARGE
-    return {**_OPTIONS, **_FAST} if is_fast else _OPTIONS
+    return compiler_options(fast=values < _LARGE)
 
 
 class Program(NamedTuple):
@@ -80,7 +73,7 @@ def measured(
     frames = frames_of(traced, marks, call.loss is not None)
     measure = Measure(frames)
     lowered = jax.jit(watched(traced, measure)).lower(*arrays)
-    options = options_of(measure.size)
+    options = options_for(measure.size)
     returned, statistics = lowered.compile(compiler_options=options)(*arrays)
     count = len(returned) - (len(call.moving) if call.loss is not None else 0)
     outputs, gradients = list(returned[:count]), tuple(returned[count:])

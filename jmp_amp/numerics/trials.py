@@ -12,6 +12,7 @@ import jax.core
 import numpy as np
 
 from jmp_amp.numerics.losses import LossCall, RunProgram, loss_call
+from jmp_amp.numerics.options import compiler_options
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Value
 from jmp_amp.policies.dtypes import AnyFn, PyTree
@@ -20,10 +21,7 @@ from jmp_amp.reports.costs import matmuls_as_traced
 from jmp_amp.transform.interpreter import run
 
 Gradients = list[np.ndarray]
-# Without it XLA may leave out roundings of the plan, and the CPU does.
-_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
-# For a large program that runs fast anyway: a third of the time to compile it.
-_IN_HASTE: dict[str, Any] = {"xla_backend_optimization_level": 0}
+# A program of smaller inputs runs fast anyway.
 _FEW_ELEMENTS = 2**22
 
 
@@ -61,7 +59,7 @@ class Bench:
         self.compilations = 0
         self.reference: Gradients = []
         self._of_fn = fn, args, kwargs, argnums, has_aux
-        self._measured: dict[str, Measured] = {}
+        self._measured: dict[PolicyMap, Measured] = {}
 
     @contextlib.contextmanager
     def loss(self, policies: PolicyMap, notes_modules: bool) -> Iterator[LossCall]:
@@ -77,10 +75,8 @@ class Bench:
     ) -> tuple[Callable[..., Sequence[Value]], float]:
         """Returns a compiled function, and the share of its matmul FLOPs in half."""
         self.compilations += 1
-        options = _OPTIONS
         is_small = sum(np.size(x) for x in args) < _FEW_ELEMENTS
-        if in_haste and is_small and jax.default_backend() == "cpu":
-            options = options | _IN_HASTE
+        options = compiler_options(fast=in_haste and is_small)
         traced = jax.jit(function).trace(*args)
         found = matmuls_as_traced(jaxprs.body_of(traced.jaxpr), 1)
         cost = found.flops_in_half / found.flops if found.flops else 0.0
@@ -108,15 +104,14 @@ class Bench:
 
     def measured(self, policies: PolicyMap) -> Measured:
         """Compiles and runs the call under a map of policies, once for each map."""
-        key = str(policies)
-        if key not in self._measured:
+        if policies not in self._measured:
             with self.loss(policies, notes_modules=False) as loss:
                 plan = loss.plan
                 function = gradients_of(loss, lambda arrays: run(plan, arrays))
                 compiled, cost = self.compiled(function, *loss.arrays)
                 error = self.error(compiled(*loss.arrays))
-            self._measured[key] = Measured(error, cost)
-        return self._measured[key]
+            self._measured[policies] = Measured(error, cost)
+        return self._measured[policies]
 
 
 def gradients_of(

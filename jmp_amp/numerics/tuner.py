@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 
 from jmp_amp.numerics.asked import (
     Say,
@@ -26,7 +25,7 @@ from jmp_amp.numerics.groups import (
     module_paths,
     policies_in_force,
 )
-from jmp_amp.numerics.losses import LossCall
+from jmp_amp.numerics.losses import LossCall, check_measured
 from jmp_amp.numerics.moves import Menu, menu_of
 from jmp_amp.numerics.searching import Search
 from jmp_amp.numerics.trials import Bench, Measured, gradients_of
@@ -38,6 +37,7 @@ from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.reports.reading import read_plan
 from jmp_amp.reports.rows import Equation
+from jmp_amp.training.gradients import Argnums
 
 
 def tune(
@@ -45,7 +45,7 @@ def tune(
     policy: Policy | PolicyMap | str = "mixed_float16",
     *,
     max_grad_error: float,
-    argnums: Any = 0,
+    argnums: Argnums = 0,
     has_aux: bool = False,
     candidates: Sequence[Policy | str] = ("float32",),
     progress: bool = False,
@@ -106,16 +106,7 @@ def tune(
       p=f32,c=f16,o=f32,full=cancel 1.0
     """
     call = "tune(fn)"
-    if not callable(fn):
-        raise TypeError(
-            f"tune({fn!r}): the first argument is the function to tune, found "
-            f"{type(fn).__name__}. Write tune(fn, policy, max_grad_error=...)(*args)."
-        )
-    if isinstance(fn, nn.Module) and fn.scope is None:
-        raise TypeError(
-            f"tune({type(fn).__name__}(...)): a linen module holds no parameters, so "
-            "it cannot be called. Write a loss function that calls model.apply."
-        )
+    check_measured("tune", fn, argnums)
     start = as_policy_map(policy, "tune(fn, {})")
     bound = checked_bound(max_grad_error)
     others = checked_candidates(candidates)

@@ -7,9 +7,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from jmp_amp.policies.patterns import describe, text_of
 from jmp_amp.policies.policy import Policy, get_policy
 from jmp_amp.policies.policy_map import PolicyMap
-from jmp_amp.reports import tables
+from jmp_amp.reports import plain_data, tables
 from jmp_amp.reports.report_tables import TOP_LEVEL
 from jmp_amp.reports.tables import Table, quantity
 
@@ -123,10 +124,11 @@ class Tuning:
         return tables.as_html(self.summary, self._tables())
 
     def _tables(self) -> list[Table]:
-        patterns = PolicyMap(self.policy.default, self.policy.entries)
-        default, *entries = str(patterns).split("; ")
-        rows = [("(default)", default)]
-        rows += [tuple(entry.rsplit(": ", 1)) for entry in entries]
+        rows = [("(default)", str(self.policy.default))]
+        rows += [
+            (text_of(pattern) or describe(pattern), str(policy))
+            for pattern, policy in self.policy.entries
+        ]
         note = "" if self.is_minimal else "Not every entry was shown to be needed."
         policy = Table("Policy", ("modules", "policy"), rows, (), note)
         numbers = ("sensitivity", "FLOP")
@@ -159,15 +161,16 @@ class Tuning:
           {'default': 'p=f32,c=f16,o=f32', 'policies': {}}
         """
         modules = {
-            path: {**_row(each), "policy": str(each.policy)}
+            path: {**_fields(each), "policy": str(each.policy)}
             for path, each in self.modules.items()
         }
-        return {
-            **_row(self),
+        told = {
+            **_fields(self),
             "policy": self.policy.to_dict(),
             "modules": modules,
-            "steps": [_row(step) for step in self.steps],
+            "steps": list(map(_fields, self.steps)),
         }
+        return plain_data.written(told)
 
     def to_json(self, indent: int | None = None) -> str:
         """Returns the tuning as JSON text; `from_json` reads it back.
@@ -189,11 +192,7 @@ class Tuning:
           TypeError: if `data` is not a mapping.
           ValueError: if it is not one that `to_dict` wrote.
         """
-        if not isinstance(data, Mapping):
-            raise TypeError(
-                f"Tuning.from_dict({data!r}): not a dictionary. Give what to_dict() of "
-                "a tuning returned."
-            )
+        data = plain_data.mapping(data, "Tuning")
         try:
             read = {field.name: data[field.name] for field in dataclasses.fields(cls)}
             read["policy"] = PolicyMap.from_dict(data["policy"])
@@ -224,36 +223,10 @@ class Tuning:
           TypeError: if `text` is not text.
           ValueError: if it is not what `to_json` wrote.
         """
-        if not isinstance(text, str | bytes | bytearray):
-            raise TypeError(
-                f"Tuning.from_json: found {type(text).__name__}. Give the text that "
-                "to_json() of a tuning returned."
-            )
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise ValueError(
-                f"Tuning.from_json: not JSON: {error}. Give the text that to_json() of "
-                "a tuning returned."
-            ) from error
-        if not isinstance(data, dict):
-            raise ValueError(
-                f"Tuning.from_json: {str(text)[:40]!r} is JSON, but no object. Give "
-                "the text that to_json() of a tuning returned."
-            )
-        return cls.from_dict(data)
+        return cls.from_dict(plain_data.parsed(text, "Tuning"))
 
 
-def _row(record: Any) -> dict[str, Any]:
-    """Returns the fields of a record; floats that JSON has no number for as text."""
-    fields = {each.name: getattr(record, each.name) for each in _fields(record)}
+def _fields(record: Any) -> dict[str, Any]:
     return {
-        name: str(value)
-        if isinstance(value, float) and not abs(value) < float("inf")
-        else value
-        for name, value in fields.items()
+        each.name: getattr(record, each.name) for each in dataclasses.fields(record)
     }
-
-
-def _fields(record: Any) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(record)

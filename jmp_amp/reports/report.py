@@ -12,7 +12,7 @@ from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.patterns import matches_path
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
-from jmp_amp.reports import report_tables, rows, tables
+from jmp_amp.reports import plain_data, report_tables, rows, tables
 from jmp_amp.reports.reading import read_plan, read_saved
 from jmp_amp.reports.rows import Cast, Costs, Equation, Reason, Saved
 from jmp_amp.reports.tables import quantity
@@ -223,11 +223,7 @@ class Report:
           TypeError: if `data` is not a mapping.
           ValueError: if it is not one that `to_dict` wrote.
         """
-        if not isinstance(data, Mapping):
-            raise TypeError(
-                f"Report.from_dict({data!r}): not a dictionary. Give what to_dict() of "
-                "a report returned."
-            )
+        data = plain_data.mapping(data, "Report")
         names = [field.name for field in dataclasses.fields(cls)]
         if missing := [name for name in names if name not in data]:
             raise ValueError(
@@ -255,24 +251,7 @@ class Report:
           TypeError: if `text` is not text.
           ValueError: if it is not what `to_json` wrote.
         """
-        if not isinstance(text, str | bytes | bytearray):
-            raise TypeError(
-                f"Report.from_json: found {type(text).__name__}. Give the text that "
-                "to_json() of a report returned."
-            )
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise ValueError(
-                f"Report.from_json: not JSON: {error}. Give the text that to_json() of "
-                "a report returned."
-            ) from error
-        if not isinstance(data, dict):
-            raise ValueError(
-                f"Report.from_json: {str(text)[:40]!r} is JSON, but no object. Give "
-                "the text that to_json() of a report returned."
-            )
-        return cls.from_dict(data)
+        return cls.from_dict(plain_data.parsed(text, "Report"))
 
     def _tables(self) -> list[tables.Table]:
         shown = [

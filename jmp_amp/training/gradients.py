@@ -118,7 +118,7 @@ def _differentiated(
     if not callable(fn):
         raise TypeError(f"{name}({fn!r}): not a function. Pass the loss function.")
     call = f"{name}({_name(fn)})"
-    _check_argnums(argnums, f"{name}({_name(fn)}, argnums={argnums!r})")
+    check_argnums(argnums, f"{name}({_name(fn)}, argnums={argnums!r})")
     flags = dict(has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int)
     for key, flag in flags.items():
         checked_flag(flag, f"{name}({_name(fn)}, {key}={{}})")
@@ -154,7 +154,7 @@ def _differentiated(
     return differentiated
 
 
-def _check_argnums(argnums: object, call: str) -> None:
+def check_argnums(argnums: object, call: str) -> None:
     """Raises if `argnums` are not positions."""
     positions: Sequence[object] = [argnums]
     if isinstance(argnums, Sequence) and not isinstance(argnums, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -68,3 +69,46 @@ def is_finite(tree: PyTree) -> bool:
     """Returns whether all floating and complex leaves of a pytree are finite."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if not isinstance(leaf, str)]
     return all(np.isfinite(_numbers(leaf)).all() for leaf in leaves)
+
+
+def mapping(data: object, name: str) -> Mapping[str, Any]:
+    """Returns what `from_dict` of a class was given, if it is a dictionary.
+
+    Args:
+      data: what it was given.
+      name: of the class, "Report".
+
+    Raises:
+      TypeError: if it is none.
+    """
+    if isinstance(data, Mapping):
+        return data
+    raise TypeError(
+        f"{name}.from_dict({data!r}): not a dictionary. Give what to_dict() of a "
+        f"{name.lower()} returned."
+    )
+
+
+def parsed(text: object, name: str) -> dict[str, Any]:
+    """Returns what is in the JSON text that `from_json` of a class was given.
+
+    Args:
+      text: what it was given.
+      name: of the class, "Report".
+
+    Raises:
+      TypeError: if it is not text.
+      ValueError: if it is not JSON, or no object.
+    """
+    remedy = f"Give the text that to_json() of a {name.lower()} returned."
+    if not isinstance(text, str | bytes | bytearray):
+        raise TypeError(f"{name}.from_json: found {type(text).__name__}. {remedy}")
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name}.from_json: not JSON: {error}. {remedy}") from error
+    if isinstance(data, dict):
+        return data
+    raise ValueError(
+        f"{name}.from_json: {str(text)[:40]!r} is JSON, but no object. {remedy}"
+    )
