@@ -237,7 +237,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         if not options.mixed_precision:
             name, in_f16["initial_scale"] = "fp16_naive, too large", TOO_LARGE
             options.recipes[name] = recipe_for("fp16_naive", **in_f16)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except (TypeError, ValueError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     return options
 

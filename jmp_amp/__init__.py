@@ -1,7 +1,7 @@
 """Automatic mixed precision for JAX and Flax.
 
-* Which dtypes: `Policy`, `get_policy`, `half_dtype`; by hand, `cast_floating`,
-  `cast_to_half`, `cast_to_full`.
+* Which dtypes: `Policy`, `get_policy`, `half_dtype`; matrix products of 8-bit floats:
+  `Fp8`. By hand, `cast_floating`, `cast_to_half`, `cast_to_full`.
 * A function in mixed precision: `autocast`. Parts of it with a policy of their own:
   `with_policy`, `full_precision`; kernels and custom rules in half: `cast_inputs`. What
   it decides, and why: `explain` returns a `Report`, `plots` draws it.
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from jmp_amp.policies.casting import cast_to_full as cast_to_full
     from jmp_amp.policies.casting import cast_to_half as cast_to_half
     from jmp_amp.policies.dtypes import half_dtype as half_dtype
+    from jmp_amp.policies.fp8 import Fp8 as Fp8
     from jmp_amp.policies.patterns import ModuleInfo as ModuleInfo
     from jmp_amp.policies.policy import Policy as Policy
     from jmp_amp.policies.policy import get_policy as get_policy
@@ -107,6 +108,7 @@ _NAMES = {
     "numerics.tuning": "Step Tuned Tuning",
     "policies.casting": "cast_floating cast_to_full cast_to_half",
     "policies.dtypes": "half_dtype",
+    "policies.fp8": "Fp8",
     "policies.patterns": "ModuleInfo",
     "policies.policy": "Policy get_policy",
     "policies.policy_map": "PolicyMap",

@@ -41,6 +41,12 @@ _BOTH_HALVES = (
     "Its matrix units take bf16 and f16 alike, and bf16 has the range of f32:\n"
     "nothing overflows or is lost, so nothing has to be scaled."
 )
+_SECOND_GEAR = (
+    ' The second gear is\namp.recipe("fp8"), for products with sides of 1024 and '
+    "more: amp.explain tells\nwhere it hardly pays. Set "
+    "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false with it: else\nXLA may multiply in "
+    "bf16."
+)
 _F16_ONLY = (
     "Its matrix units take f16, not bf16. f16 has no room for small gradients, so O1\n"
     "scales the loss, dynamically."
@@ -53,6 +59,11 @@ _IF_NOT_FINITE = (
     "If steps are skipped or a loss is NaN, amp.diagnose(loss_fn, policy)(params, "
     "batch)\ntells where that begins and what mends it."
 )
+_FP8_UNITS = {
+    True: "yes",
+    False: "no (products then run in bf16 after quantising: slower, same numbers)",
+    None: "not known (without, products run in bf16 after quantising: same numbers)",
+}
 
 
 class Advice(NamedTuple):
@@ -62,11 +73,14 @@ class Advice(NamedTuple):
       half_dtype: "bf16" or "f16".
       recipe: the name for `amp.recipe`.
       why: a sentence or two.
+      fp8_units: whether its matrix units take 8-bit floats (e4m3 and e5m2 as NVIDIA
+        has them); None where that is not known.
     """
 
     half_dtype: str
     recipe: str
     why: str
+    fp8_units: bool | None = False
 
 
 class Product(NamedTuple):
@@ -128,7 +142,7 @@ class Examination:
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {each}" for name, each in self.versions.items())
         memory = f", {quantity(self.memory)}B each" if self.memory else ""
-        half, name, why = self.advice
+        half, name, why, fp8_units = self.advice
         given = "" if name == "O0" else f", half_dtype={half!r}"
         heading = [
             versions,
@@ -136,6 +150,7 @@ class Examination:
             "",
             f"Use amp.recipe({name!r}{given}). Half precision here is {half}.",
             why,
+            f"fp8 units: {_FP8_UNITS[fp8_units]}.",
             *(f"Note: {note}" for note in self.notes),
             _IF_NOT_FINITE,
         ]
@@ -180,13 +195,15 @@ def advise(kind: str, capability: str = "") -> Advice:
     if kind == "cpu":
         return Advice("bf16", "O0", _CPU)
     if kind == "tpu":
-        return Advice("bf16", "O1", _TPU)
+        return Advice("bf16", "O1", _TPU, None)
     # "9.0" is NVIDIA's; AMD's are names such as "gfx942", of GPUs that are new enough.
-    known = capability if re.fullmatch(r"\d+\.\d+", capability) else "8.0"
-    version = tuple(map(int, known.split(".")))
+    if not re.fullmatch(r"\d+\.\d+", capability):
+        return Advice("bf16", "O1", _BOTH_HALVES, None)
+    version = tuple(map(int, capability.split(".")))
+    if version >= (8, 9):  # Ada, Hopper, Blackwell
+        return Advice("bf16", "O1", _BOTH_HALVES + _SECOND_GEAR, True)
     if version >= (8, 0):
-        fp8 = " Its fp8 units are not used yet." if version >= (8, 9) else ""
-        return Advice("bf16", "O1", _BOTH_HALVES + fp8)
+        return Advice("bf16", "O1", _BOTH_HALVES)
     if version >= (7, 0):
         return Advice("f16", "O1", _F16_ONLY)
     return Advice("f16", "O0", _NO_UNITS)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _MOST_MODULES = 30
 _HALF, _FULL, _CASTS = "#2a6f97", "#d9a441", "#6c757d"
+_EIGHT = "#013a63"
 _KEPT, _MORE = "#468c72", "#cfe3da"
 _FAILED = "#b3261e"
 
@@ -44,11 +45,13 @@ def explain(report: Report) -> Figure:
     costs = [each for _, each in modules]
     figure = _figure("explain", (11, 1.8 + 0.28 * len(modules)))
     left, middle, right = figure.subplots(1, 3, sharey=True)
+    in_8_bits = ("in fp8", [c.fp8_flops for c in costs], _EIGHT)
     _bars(
         left,
         "FLOP of matmuls",
         labels,
-        ("in half", [c.flops_in_half for c in costs], _HALF),
+        *([in_8_bits] if report.total.fp8_flops else []),
+        ("in half", [c.flops_in_half - c.fp8_flops for c in costs], _HALF),
         ("in f32", [c.flops - c.flops_in_half for c in costs], _FULL),
     )
     elements = [c.cast_elements for c in costs]
@@ -65,7 +68,9 @@ def explain(report: Report) -> Figure:
     )
     bars = [each for axes in (left, right) for each in axes.get_legend_handles_labels()]
     handles, names = bars[0] + bars[2], bars[1] + bars[3]
-    figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(
+        handles, names, loc="outside lower center", ncols=len(names), frameon=False
+    )
     figure.suptitle(report.summary, fontsize="small", wrap=True)
     return figure
 

@@ -290,7 +290,7 @@ class _Instruction(NamedTuple):
     attributes: str
 
 
-_FLOAT = re.compile(r"b?f\d+ b?f\d+$")
+_FLOAT = re.compile(r"b?f\d+\w* b?f\d+\w*$")
 _HEADER = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
 _LINE = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*)$")
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
@@ -299,6 +299,8 @@ _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2} 
     "u64": 8,
     "f64": 8,
     "c64": 8,
+    "f8e4m3fn": 1,
+    "f8e5m2": 1,
 }
 _CALLS = re.compile(r"\bcalls=%([\w.\-]+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')

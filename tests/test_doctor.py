@@ -52,8 +52,30 @@ def test_an_nvidia_gpu_is_advised_what_its_matrix_units_take(name, half, recipe)
 
 
 def test_only_gpus_with_fp8_units_are_told_of_them():
-    told = {name for name in NVIDIA if "fp8" in doctor.advise("gpu", NVIDIA[name]).why}
+    advised = {name: doctor.advise("gpu", each) for name, each in NVIDIA.items()}
+    told = {name for name, each in advised.items() if 'recipe("fp8")' in each.why}
     assert told == {"L4", "H100", "B200"}
+    assert told == {name for name, each in advised.items() if each.fp8_units}
+    # They are the second gear: the first one is the same.
+    assert {advised[name].recipe for name in told} == {"O1"}
+
+
+@pytest.mark.parametrize(
+    "device, answer",
+    [
+        (("gpu", "9.0"), "fp8 units: yes."),
+        (("gpu", "8.0"), "fp8 units: no (products then run in bf16 after quantising: "),
+        (("cpu",), "fp8 units: no (products then run in bf16 after quantising: "),
+        # AMD's older ones have other formats, TPUs none or other ones.
+        (("gpu", "gfx942"), "fp8 units: not known ("),
+        (("tpu",), "fp8 units: not known ("),
+    ],
+)
+def test_whether_there_are_fp8_units_is_printed(device, answer):
+    found = dataclasses.replace(examination(), advice=doctor.advise(*device))
+    assert answer in str(found)
+    assert max(map(len, str(found).splitlines())) <= 88
+    assert found.to_dict()["advice"]["fp8_units"] is found.advice.fp8_units
 
 
 def test_other_devices_are_advised_bfloat16():

@@ -27,6 +27,7 @@ from traitlets.config import Config
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 ROUNDINGS = 2
+BF16 = "p=f32,c=bf16,o=f32"
 
 # What one worker has executed, the next test on it does not execute again.
 pytestmark = pytest.mark.xdist_group("notebooks")
@@ -445,7 +446,7 @@ def test_coming_from_trains_alike_by_the_words_of_all_systems():
 
 
 def test_coming_from_does_what_the_other_systems_do():
-    _, torch, apex, paddle, mindspore, colossalai, keras, jmp, *flax, presets = (
+    _, torch, apex, paddle, mindspore, colossalai, keras, jmp, *flax, fp8, presets = (
         printed_lines("03_coming_from")
     )
     # One finite step is left until the scale doubles.
@@ -464,6 +465,13 @@ def test_coming_from_does_what_the_other_systems_do():
     # 1 - 0.5 * 2 * [1, 0.25], and the loss 1 + 0.25.
     assert flax[0] == ["[1. 1.] 32768.0", "[0.   0.75] 1.25"]
     assert flax[1] == ["bfloat16", "[1.001 1.001]"]
+    # One product of three is as wide as blocks of 16 are, and no output.
+    assert fp8[0].endswith("m=fp8+backward=e4m3+scaling=rowwise; **/output: " + BF16)
+    assert sorted(fp8[1:]) == [
+        "e4m3 x e4m3 -> bf16",
+        "n = 1000 is no multiple of 16",
+        "the policy of **/output",
+    ]
     scales = {line.split()[0]: line.split()[1:] for line in presets[1:]}
     assert scales["torch"] == ["2^16", "2000", "1"]
     assert scales["megatron"] == ["2^32", "1000", "2"]
@@ -508,7 +516,7 @@ def test_measurements_show_every_model_as_it_was_measured(dtype):
 
 def test_measurements_leave_out_no_figure_and_no_bound_that_does_not_hold():
     zoo, levels = results("h100_compiled"), results("recipe_levels")["models"]
-    conditions, _, _, errors, casts, times, recipes, steps, updates = printed_lines(
+    conditions, _, _, errors, casts, times, recipes, steps, updates, _ = printed_lines(
         "04_measurements"
     )
     for key, value in zoo["conditions"].items():
@@ -532,6 +540,26 @@ def test_measurements_leave_out_no_figure_and_no_bound_that_does_not_hold():
     assert stay["f32"] == stay["bf16, Kahan"] == "12.0"
     assert stay["bf16, masters"] == "14.0"
     assert stay["bf16, stochastic"] == "10.0"
+
+
+def test_measurements_show_fp8_and_flax_as_they_were_measured():
+    titles, *lines = printed_lines("04_measurements")[-1]
+    assert titles.split()[:2] == ["f8", "of"]
+    shown = [line.split() for line in lines if line]
+    for row in results("fp8_compiled")["models"]:
+        programs = row["programs"]
+        assert shown[0][:2] == [row["model"], row["size"]]
+        del shown[0][:2]
+        for name, found in programs.items():
+            program, f8, gemms, temp, moved, saved, kernels, *error = shown.pop(0)
+            assert (program, f8) == (name, str(found["f8_calls"]))
+            assert [gemms, kernels] == [str(found[e]) for e in ("gemms", "kernels")]
+            figures = ("temp", "bytes_moved", "saved")
+            ratios = [found[each] / programs["bf16"][each] for each in figures]
+            assert [temp, moved, saved] == [f"{each:.2f}x" for each in ratios]
+            expected = [np.median(found["errors"])] if "errors" in found else []
+            assert error == [f"{each:.4f}" for each in expected]
+    assert not shown
 
 
 def test_how_it_works_names_the_module_of_every_operation():

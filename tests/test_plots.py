@@ -52,6 +52,12 @@ def test_the_bars_are_the_figures_of_the_report():
     assert widths(saved)[0] == [c.saved for c in costs]
 
 
+def test_products_in_8_bits_are_a_bar_of_their_own():
+    report = amp.explain(lambda x, w: x @ w @ w[:, :8], "fp8")(f32(16, 32), f32(32, 32))
+    flops, *_ = amp.plots.explain(report).axes
+    assert widths(flops) == [[2 * 16 * 32 * 32], [2 * 16 * 32 * 8], [0]]
+
+
 def test_the_smaller_of_many_modules_are_added_up():
     report = layers(40)
     flops, *_ = amp.plots.explain(report).axes

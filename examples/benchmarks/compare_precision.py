@@ -1,8 +1,11 @@
 """Autocast, mixed precision written by hand, and f32, compared on a zoo of models.
 
     python examples/benchmarks/compare_precision.py [--model gpt moe] [--no-gpu]
+    python examples/benchmarks/compare_precision.py --policy fp8
 
-For each model of `tests/zoo` and each half dtype, three programs of one training step:
+The second compares fp8 with bf16: see `fp8_precision.py`. For the first,
+
+for each model of `tests/zoo` and each half dtype, three programs of one training step:
 
   f32       the unchanged model
   twin      the same model written by hand in mixed precision; ratios are to it
@@ -537,6 +540,10 @@ def main() -> int:
         help=f"of {', '.join(zoo.MODELS)}",
     )  # fmt: skip
     parser.add_argument(
+        "--policy", choices=("half", "fp8"), default="half",
+        help="fp8: 8-bit products against bf16; no times and no --dtype",
+    )  # fmt: skip
+    parser.add_argument(
         "--dtype", nargs="+", choices=measures.HALF, default=measures.HALF
     )
     parser.add_argument("--seeds", type=int, default=15, help="0: no gradient errors")
@@ -557,6 +564,11 @@ def main() -> int:
     if gpu and (reason := h100.why_no_compiler()):
         console.print(f"Nothing is compiled for a GPU: {reason}")
         gpu = False
+    if options.policy == "fp8":
+        from examples.benchmarks import fp8_precision
+
+        fp8_precision.run(options.model, gpu, options.seeds, options.json)
+        return 0
     results: dict[str, dict[str, Any]] = {}
     for model in options.model:
         for dtype in options.dtype:

@@ -1,8 +1,10 @@
 """Training steps executed on the accelerator at hand: steps/s and peak memory.
 
     python examples/benchmarks/train_on_gpu.py [--model gpt vit] [--dtype bfloat16]
+    python examples/benchmarks/train_on_gpu.py --policy fp8
 
-For each model, five programs of one training step with random weights and data:
+The second is another session, with options of its own: see `fp8_on_gpu.py`. In the
+first, for each model, five programs of one training step with random weights and data:
 
   f32_tf32     the unchanged model in f32, its products in TF32 where there is TF32
   f32_highest  the same with products in true f32
@@ -685,7 +687,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 1 if a program failed, 2 if there is nothing to run."""
-    options = parse(arguments)
+    which = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    which.add_argument("--policy", choices=("half", "fp8"), default="half")
+    policy, others = which.parse_known_args(arguments)
+    if policy.policy == "fp8":
+        from examples.benchmarks import fp8_on_gpu
+
+        return fp8_on_gpu.main(others)
+    options = parse(others)
     console = Console(width=None if sys.stdout.isatty() else 150)
     with tempfile.TemporaryDirectory() as cache:
         if options.one_process:

@@ -17,7 +17,7 @@ from jmp_amp.numerics.statistics import Layout
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Body, ClosedJaxpr, aval_of
 from jmp_amp.plan.plan import Identity
-from jmp_amp.policies.dtypes import short_name
+from jmp_amp.policies.dtypes import F16, short_name
 from jmp_amp.reports.reading import module_scopes
 from jmp_amp.reports.rows import Equation
 from jmp_amp.transform.scopes import module_of
@@ -107,6 +107,35 @@ def sites_of(
     return tuple(site for _, site in sorted(found, key=lambda each: each[0]))
 
 
+def largest_cast(program: Program) -> float:
+    """Returns the largest finite magnitude that the backward pass casts to f16.
+
+    A plan inserts these casts; the reference has none that they could be compared with.
+    """
+    largest = 0.0
+    for path, table in program.measure.tables.items():
+        measured = program.statistics[path]
+        if measured is None or not _number(measured.runs):
+            continue
+        rows = [
+            _Row(measured, group, row, layout, 1)
+            for group, (layout, atoms) in enumerate(table.groups)
+            for row in range(len(atoms))
+        ]
+        casts = zip(table.makers, table.reads, table.results, strict=True)
+        for number, operands, results in casts:
+            if _is_scaled_cast(table.entries[number][1]):
+                # The operand may be a literal, which is not measured.
+                places = *operands, *results
+                largest = max(largest, *(rows[place].amax for place in places))
+    return largest
+
+
+def _is_scaled_cast(entry: Entry) -> bool:
+    is_cast = entry.scales and jaxprs.is_conversion(entry.eqn)
+    return is_cast and aval_of(entry.results[0]).dtype == F16
+
+
 class _Row:
     """The figures of one value."""
 
@@ -159,7 +188,7 @@ def _site(
         operation=entry.operation,
         source=places.source_of(entry),
         direction=entry.direction,
-        dtype=short_name(first.dtype),
+        dtype=entry.format or short_name(first.dtype),
         shape=f"[{','.join(map(str, first.shape))}]",
         size=size * runs,
         times=runs,

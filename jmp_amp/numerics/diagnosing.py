@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,8 @@ import numpy as np
 
 from jmp_amp.numerics import distances, programs
 from jmp_amp.numerics.advice import advise
-from jmp_amp.numerics.decoding import Places, sites_of
+from jmp_amp.numerics.checking import checked, ends_well
+from jmp_amp.numerics.decoding import Places, largest_cast, sites_of
 from jmp_amp.numerics.diagnosis import Diagnosis
 from jmp_amp.numerics.lockstep import Errors, errors
 from jmp_amp.numerics.losses import LossCall, check_measured, loss_call
@@ -26,12 +26,10 @@ from jmp_amp.plan.jaxprs import Value
 from jmp_amp.plan.plan import plan_as_traced
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.flags import checked_flag
-from jmp_amp.policies.policy import Policy, get_policy
+from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.reports.reading import read_plan
-from jmp_amp.training.finite import all_finite
 from jmp_amp.training.gradients import Argnums, find_scaler
-from jmp_amp.transform.interpreter import run
 
 
 def diagnose(
@@ -62,13 +60,17 @@ def diagnose(
     `Diagnosis.loss_scale` is 1.0 if nothing backward runs in f16; 2**24 if all that
     does is zero; else the largest power of two s in [1, 2**24] with
     `amax * s <= 65504 / 8` for every backward site of the reference that runs in f16
-    under the policy, and 1.0 if none fits. Factors of a derivative, such as the `cos`
-    of a `sin`, do not count: the scale does not multiply them. `Diagnosis.policy` has
-    an f32 entry for each module in which a forward site in half has values that
-    overflow its format in the reference, or makes a value that is not finite where the
-    reference is finite; outside of modules, the function or the operation is named.
-    That it is finite is checked by one more run; if it is not, the default becomes f32
-    and advice says so.
+    under the policy, and `amax * s <= 65504` for every value that the backward pass
+    casts to f16; 1.0 if none fits. Factors of a derivative, such as the `cos` of a
+    `sin`, do not count: the scale does not multiply them.
+
+    `Diagnosis.policy` has an f32 entry for each module in which a forward site in half
+    has values that overflow its format in the reference, or makes a value that is not
+    finite where the reference is finite; outside of modules, the function or the
+    operation is named. If the value and the gradients of
+    the reference are finite, so are those with it: one more run checks that, with the
+    smaller one of the loss scales. If they are not, the default becomes f32, and advice
+    says so.
 
     A function that `cast_inputs` marks runs in half in the reference too.
 
@@ -115,17 +117,26 @@ def diagnose(
             return loss_call(fn, policies, args, kwargs, argnums, has_aux, call_text)
 
         with called(policies) as call:
-            found = _diagnosed(call, policies, scaler, name)
-        if found.policy == policies:
+            found, is_finite, is_finite_itself = _diagnosed(
+                call, policies, scaler, name
+            )
+        if not is_finite_itself or (is_finite and found.policy == policies):
             return found
-        with called(found.policy) as call:
-            return _checked(call, found, scaler)
+        # No policy mends a loss scale that is too large.
+        scale = 1.0 if scaler is None else min(float(scaler.value), found.loss_scale)
+        return checked(called, found, scale)
 
     return diagnosed
 
 
-def _diagnosed(call: LossCall, given: PolicyMap, scaler: Any, name: str) -> Diagnosis:
-    """Runs all programs of a call, and puts together what they tell."""
+def _diagnosed(
+    call: LossCall, given: PolicyMap, scaler: Any, name: str
+) -> tuple[Diagnosis, bool, bool]:
+    """Runs all programs of a call, and puts together what they tell.
+
+    Also returns whether the value and the gradients are finite, with the policy and
+    without: sites may not be, and be masked.
+    """
     rows = read_plan(call.call)
     places = Places(rows, call.call.jaxpr)
     functions = {row.calls for row in rows if row.calls}
@@ -138,10 +149,11 @@ def _diagnosed(call: LossCall, given: PolicyMap, scaler: Any, name: str) -> Diag
     sites = sites_of(low, places, apart, roundoff)
     reference = sites_of(full, places, None, roundoff)
     gradients = _gradients(call, low.gradients, full.gradients, scaler)
-    suggested = suggested_loss_scale(sites, reference)
+    used = None if scaler is None else float(scaler.value)
+    cast = largest_cast(low) / (1.0 if used is None else used)
+    suggested = suggested_loss_scale(sites, reference, cast)
     policy = suggested_policy(sites, reference, given, functions)
     value = call.value(low.outputs)
-    used = None if scaler is None else float(scaler.value)
     advice = advise(
         sites,
         reference,
@@ -153,7 +165,7 @@ def _diagnosed(call: LossCall, given: PolicyMap, scaler: Any, name: str) -> Diag
         value=value,
         functions=functions,
     )
-    return Diagnosis(
+    found = Diagnosis(
         name,
         str(given),
         value,
@@ -164,6 +176,10 @@ def _diagnosed(call: LossCall, given: PolicyMap, scaler: Any, name: str) -> Diag
         policy,
         advice,
     )
+    finite, itself = (
+        bool(ends_well(call, each.outputs, each.gradients)) for each in (low, full)
+    )
+    return found, finite, itself
 
 
 def _roundoff(policy: Policy) -> float:
@@ -225,32 +241,3 @@ def _gradient(found: Counted, layout: Layout, size: int, error: float) -> Gradie
         size=size,
         error=error,
     )
-
-
-def _checked(call: LossCall, found: Diagnosis, scaler: Any) -> Diagnosis:
-    """Returns a diagnosis whose policy was tried; its default is f32 if that failed."""
-    scaled = (lambda loss: loss) if scaler is None else scaler.scale
-
-    def finite(outputs: Sequence[Value], gradients: Sequence[Value]) -> Value:
-        leaves = [*jax.tree.leaves(call.value(outputs)), *gradients]
-        floats = [x for x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-        return all_finite(floats)
-
-    def low(arrays: Sequence[Value]) -> Value:
-        both = call.with_gradients(lambda xs: run(call.plan, xs), scaled)
-        return finite(*both(*arrays))
-
-    options = programs.options_for(0)
-    compiled = jax.jit(low).lower(call.arrays).compile(compiler_options=options)
-    if compiled(call.arrays) or not _is_finite(found.reference):
-        return found
-    full = PolicyMap(get_policy("float32"), found.policy.entries)
-    told = (
-        f"With {str(found.policy)!r} the run is still not finite, so the default is "
-        "f32. Look for what is too large where it is used, not where it is made."
-    )
-    return dataclasses.replace(found, policy=full, advice=(*found.advice, told))
-
-
-def _is_finite(reference: Sequence[Any]) -> bool:
-    return not any(site.makes_nonfinite for site in reference)

@@ -9,7 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jmp_amp.numerics import diagnosis_tables
+from jmp_amp.numerics import diagnosis_tables, eight_bits
+from jmp_amp.numerics.eight_bits import EightBits
 from jmp_amp.numerics.sites import Gradient, Numbers, Site, added_up, or_infinite
 from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.policies.patterns import matches_path
@@ -80,6 +81,11 @@ class Diagnosis:
             site for site in self.sites if site.is_forward and site.error is not None
         ]
         return tuple(sorted(found, key=lambda site: -or_infinite(site.amplification)))
+
+    @functools.cached_property
+    def quantised(self) -> tuple[EightBits, ...]:
+        """The arrays that became 8-bit floats, for the products of an fp8 policy."""
+        return eight_bits.quantised(self.sites)
 
     @property
     def is_finite(self) -> bool:
@@ -248,6 +254,7 @@ class Diagnosis:
         shown = [
             diagnosis_tables.of_modules(self.modules, self.sites, self.reference),
             diagnosis_tables.of_blame(self.blame),
+            diagnosis_tables.of_quantised(self.quantised),
             diagnosis_tables.of_gradients(self.gradients),
         ]
         return [table for table in shown if table.rows]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 
 from jmp_amp.numerics import wording
+from jmp_amp.numerics.eight_bits import EightBits
 from jmp_amp.numerics.sites import Gradient, Numbers, Site, or_infinite
 from jmp_amp.numerics.suggestions import in_half
 from jmp_amp.policies.dtypes import PyTree
+from jmp_amp.policies.fp8 import FORMATS
 from jmp_amp.reports import plain_data
 from jmp_amp.reports.report_tables import TOP_LEVEL
 from jmp_amp.reports.tables import Table
@@ -17,6 +20,7 @@ from jmp_amp.reports.tables import Table
 _MOST_MODULES = 24
 _MOST_BLAMED = 8
 _MOST_GRADIENTS = 8
+_MOST_QUANTISED = 8
 # A gradient below this part of the largest one may be nothing but rounding errors.
 _SMALL = 2.0**-10
 
@@ -160,6 +164,34 @@ def of_blame(blame: Iterable[Site]) -> Table:
     note = "growth: the error over the largest error of the operands."
     title = "Where the error is made"
     return Table(title, columns, rows[:_MOST_BLAMED], numbers, note)
+
+
+def of_quantised(found: Iterable[EightBits]) -> Table:
+    """Returns one row for each of the arrays of which most underflows in 8 bits."""
+
+    def lost(each: EightBits) -> float:
+        return each.underflowed[each.site.dtype]
+
+    ordered = sorted(found, key=lost, reverse=True)
+    numbers = ("amax", "scale", "saturated", *(f"0 in {name}" for name in FORMATS))
+    rows = [
+        (
+            wording.place(each.site),
+            each.site.dtype,
+            wording.number(each.site.amax),
+            f"2^{math.frexp(each.scales[each.site.dtype])[1] - 1}",
+            wording.share(each.saturated[each.site.dtype]),
+            *(wording.share(each.underflowed[name]) for name in FORMATS),
+        )
+        for each in ordered[:_MOST_QUANTISED]
+    ]
+    notes = []
+    if any(share for each in ordered for share in each.underflowed.values()):
+        notes.append("0 in ...: the share of values that become 0.")
+    if left_out := len(ordered) - len(rows):
+        notes.append(f"{left_out} more arrays lose no larger share.")
+    columns = ("array", "", *numbers)
+    return _shown(Table("In 8 bits", columns, rows, numbers, "\n".join(notes)))
 
 
 def of_gradients(gradients: Mapping[str, Gradient]) -> Table:

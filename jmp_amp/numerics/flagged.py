@@ -18,12 +18,13 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.numerics.groups import Group, Place, is_rounded
-from jmp_amp.plan import jaxprs
+from jmp_amp.plan import constructs, jaxprs
 from jmp_amp.plan.jaxprs import Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.plan import EquationPlan, Plan
+from jmp_amp.plan.rewriting import Rewrite, Shared
 from jmp_amp.plan.values import is_inexact, traced_dtype
 from jmp_amp.plan.walk import Walk
-from jmp_amp.policies.dtypes import F32, is_half
+from jmp_amp.policies.dtypes import BF16, F32, is_half
 from jmp_amp.transform.interpreter import planned_rule
 
 # The flag of a group that rounds as the plan says.
@@ -97,10 +98,11 @@ class Flagged(Walk[Held]):
         return Held(value, traced_dtype(var))
 
     def literal(self, atom: Literal, dtype: np.dtype | None, saturate: bool) -> Held:
-        value = atom.val
-        array = jnp.asarray(value) if np.ndim(value) else value
+        # It may be a number of Python.
+        value = np.asarray(atom.val, aval_of(atom).dtype)
+        array = jnp.asarray(value) if value.ndim else value[()]
         halves = [each for each in (dtype, *self.others) if is_half(each)]
-        if all(value.astype(half) == value for half in halves if not np.ndim(value)):
+        if all(value.astype(half) == value for half in halves if not value.ndim):
             return Held(array, F32)  # the same number in every dtype
         return Held(array, dtype, _half(dtype), saturates=saturate)
 
@@ -112,6 +114,9 @@ class Flagged(Walk[Held]):
         return dataclasses.replace(
             value, dtype=dtype, waiting=waiting, saturates=saturate
         )
+
+    def quantised(self, value: Held, shared: Shared) -> Held:
+        return value  # see `_in_8_bits`
 
     def island(
         self, compute: Callable[..., list[Held]], inputs: list[Held]
@@ -145,8 +150,15 @@ class Flagged(Walk[Held]):
         self, eqn: Eqn, planned: EquationPlan, operands: Sequence[Held]
     ) -> list[Held]:
         group = self._number(eqn)
+        # A rewrite's own operands come after those of the equation.
+        operands = operands[: len(eqn.invars)]
         arrays = [self._rounded(x, x.narrow(group), group) for x in operands]
         results = jaxprs.bind(eqn, arrays)
+        if group is not None and planned.rewrite is not None:
+            if planned.rewrite.fp8 is not None:
+                in_8_bits = self._in_8_bits(eqn, planned.rewrite, operands)
+                is_base = self.flags[group] == BASE
+                results = [jax.lax.select(is_base, in_8_bits, *results)]
         made = zip(results, planned.yields, planned.writes, strict=True)
         return [
             Held(
@@ -156,6 +168,18 @@ class Flagged(Walk[Held]):
             )
             for x, computed, kept in made
         ]
+
+    def _in_8_bits(
+        self, eqn: Eqn, rewrite: Rewrite, operands: Sequence[Held]
+    ) -> jax.Array:
+        """Returns a product of 8-bit floats in f32, with its derivative."""
+        half = [jax.lax.convert_element_type(x.array, BF16) for x in operands]
+        quantised = [
+            each.quantiser(jax.lax.stop_gradient(half[each.operand]))
+            for each in rewrite.shared
+        ]
+        (result,) = rewrite.bind(eqn, BF16, [*half, *quantised])
+        return jax.lax.convert_element_type(result, F32)
 
     def _rounded(self, held: Held, dtype: np.dtype | None, number: int | None) -> Value:
         """Returns a value rounded to `dtype`, or as the flag of a group says."""
@@ -182,12 +206,12 @@ class Flagged(Walk[Held]):
         arrays = [each.array for each in operands]
         if jaxprs.is_shard_map(eqn):
             # A function that is mapped over shards closes over no value.
-            return jaxprs.bind_shard_map(
+            return constructs.bind_shard_map(
                 eqn,
                 lambda *shards: functions[0](*shards[:-1], flags=shards[-1]),
                 [*arrays, self.flags],
             )
-        return jaxprs.bind_functions(eqn, functions, arrays)
+        return constructs.bind_functions(eqn, functions, arrays)
 
     def _inner(
         self, eqn: Eqn, planned: EquationPlan, number: int, operands: Sequence[Held]

@@ -18,6 +18,7 @@ from jmp_amp.numerics.marks import Marked, PlanMarks
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Literal, Var
 from jmp_amp.plan.plan import Identity
+from jmp_amp.policies.fp8 import Fp8
 
 FORWARD, BACKWARD = "forward", "backward"
 Path = tuple[int, ...]
@@ -39,6 +40,8 @@ class Entry:
       operands: the floating operands, those that come from outside of it.
       scales: whether a loss scale multiplies its results: whether a cotangent leads
         there.
+      format: of what becomes 8-bit floats, their format; its results are the values
+        before. None for all else.
     """
 
     identity: Identity
@@ -51,6 +54,7 @@ class Entry:
     results: tuple[Var, ...]
     operands: tuple[Atom, ...]
     scales: bool
+    format: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -143,6 +147,12 @@ class _Reader:
                 for number, each in enumerate(inner):
                     inside = self._inside(eqn, here, last, number)
                     self.read(each.body, (*path, index, number), inside)
+                continue
+            fp8 = _fp8(last)
+            if fp8 is not None and _makes_8_bits(eqn, scope):
+                entry = _quantised(eqn, index, here, scope, fp8)
+                if entry is not None and not here.again:
+                    found.append(entry)
                 continue
             direction = self._direction(eqn, here, last, scope, own)
             if direction is not None and any(map(_is_read, eqn.outvars)):
@@ -267,6 +277,50 @@ def _entry(
         tuple(v for v in eqn.outvars if _is_read(v)),
         tuple(v for v in eqn.invars if jaxprs.is_floating(v)),
         scales=direction == BACKWARD and here.backward and not here.again,
+    )
+
+
+def _fp8(marked: Marked | None) -> Fp8 | None:
+    """Returns how an equation multiplies 8-bit floats; None if it does not."""
+    rewrite = None if marked is None else marked.planned.rewrite
+    return None if rewrite is None else rewrite.fp8
+
+
+def _makes_8_bits(eqn: Eqn, scope: str) -> bool:
+    """Whether a part of an fp8 product is neither a product nor a cast of the plan."""
+    if eqn.primitive.name == "dot_general":
+        return False
+    return marking.QUANTISED in scope or marking.cast_of(scope) is None
+
+
+def _quantised(
+    eqn: Eqn, index: int, here: _Place, scope: str, fp8: Fp8
+) -> Entry | None:
+    """Returns the site of an array that becomes 8-bit floats, where that begins.
+
+    Forward, its gradient is stopped first. Backward, it is what is solved for, see
+    `fp8_products`.
+    """
+    name = eqn.primitive.name
+    if name == "stop_gradient" and marking.QUANTISED in scope:
+        direction, values, format = FORWARD, eqn.outvars, fp8.forward
+    elif name == "custom_linear_solve" and here.backward:
+        direction, values, format = BACKWARD, eqn.invars, fp8.backward
+    else:
+        return None
+    values = jaxprs.variables(values)
+    return Entry(
+        Identity(here.identity),
+        True,
+        marking.cast_of(scope) if direction == FORWARD else None,
+        direction,
+        "quantise",
+        eqn,
+        index,
+        tuple(values),
+        tuple(jaxprs.variables(eqn.invars)),
+        scales=direction == BACKWARD,
+        format=format,
     )
 
 

@@ -49,11 +49,13 @@ class Place:
       path: the path of the module that the body is called in.
       function: the name of the function that it belongs to, if one counts.
       identity: the way to the body.
+      runs: whether every equation around it runs.
     """
 
     path: str = ""
     function: str = ""
     identity: tuple[int, ...] = ()
+    runs: bool = True
 
     def group(self, eqn: Eqn) -> Group:
         """Returns the group of an equation of the body, that of its operation."""
@@ -64,7 +66,8 @@ class Place:
     def inside(self, eqn: Eqn, index: int, number: int) -> Place:
         """Returns the place of body `number` of the equation `index` of this one."""
         identity = (*self.identity, index, number)
-        return Place(self._path(eqn), self._function(eqn), identity)
+        runs = self.runs and jaxprs.runs(eqn)
+        return Place(self._path(eqn), self._function(eqn), identity, runs)
 
     def _path(self, eqn: Eqn) -> str:
         # Inside a body the name stack begins afresh.
@@ -95,45 +98,36 @@ class Member(NamedTuple):
     operation: str
 
 
+def equations(plan: Plan, place: Place) -> Iterator[tuple[Place, Eqn, EquationPlan]]:
+    """Yields all equations of a plan; each comes before those of its bodies."""
+    for eqn, planned in zip(plan.body.jaxpr.eqns, plan.equations, strict=True):
+        yield place, eqn, planned
+        for number, inner in enumerate(planned.bodies):
+            yield from equations(inner, place.inside(eqn, planned.index, number))
+
+
 def members(plan: Plan, place: Place) -> Iterator[Member]:
     """Yields the equations of a plan that round to half precision."""
-    for eqn, planned in zip(plan.body.jaxpr.eqns, plan.equations, strict=True):
-        if not jaxprs.runs(eqn):
-            continue
-        for number, inner in enumerate(planned.bodies):
-            yield from members(inner, place.inside(eqn, planned.index, number))
-        if is_rounded(eqn, planned):
-            identity = Identity((*place.identity, planned.index))
-            yield Member(place.group(eqn), str(identity), eqn.primitive.name)
+    for where, eqn, planned in equations(plan, place):
+        if where.runs and jaxprs.runs(eqn) and is_rounded(eqn, planned):
+            identity = Identity((*where.identity, planned.index))
+            yield Member(where.group(eqn), str(identity), eqn.primitive.name)
 
 
 def module_paths(plan: Plan, place: Place) -> set[str]:
     """Returns the paths of the modules of a program that compute something."""
-    found = set()
-    for eqn, planned in zip(plan.body.jaxpr.eqns, plan.equations, strict=True):
-        for number, inner in enumerate(planned.bodies):
-            inside = place.inside(eqn, planned.index, number)
-            found |= module_paths(inner, inside)
-        path = scopes.module_of(jaxprs.scope_text(eqn))
-        if path is not None:
-            found.add(path)
-    return found
+    scoped = (jaxprs.scope_text(eqn) for _, eqn, _ in equations(plan, place))
+    return {path for path in map(scopes.module_of, scoped) if path is not None}
 
 
 def policies_in_force(plan: Plan, default: Policy) -> dict[str, Policy]:
     """Returns the policy of the region that each equation is in, by its identity."""
-    found: dict[str, Policy] = {}
-
-    def note(plan: Plan, outer: Region, way: tuple[int, ...]) -> None:
-        for eqn, planned in zip(plan.body.jaxpr.eqns, plan.equations, strict=True):
-            region = region_of(jaxprs.scope_text(eqn), outer)
-            here = (*way, planned.index)
-            found[str(Identity(here))] = region.policy
-            for number, inner in enumerate(planned.bodies):
-                note(inner, region, (*here, number))
-
-    note(plan, Region("", default), ())
-    return found
+    regions: dict[tuple[int, ...], Region] = {}
+    for where, eqn, planned in equations(plan, Place()):
+        around = regions.get(where.identity[:-1], Region("", default))
+        here = (*where.identity, planned.index)
+        regions[here] = region_of(jaxprs.scope_text(eqn), around)
+    return {str(Identity(here)): region.policy for here, region in regions.items()}
 
 
 def is_rounded(eqn: Eqn, planned: EquationPlan) -> bool:

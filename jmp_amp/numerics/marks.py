@@ -23,6 +23,8 @@ from jmp_amp.transform.marking import Marks
 RESULT = "amp_result"
 # What is done to a loss for its scale is no part of the program.
 SCALING = "amp_scaling()"
+# What makes 8-bit floats of an operand.
+QUANTISED = "amp_quantised()"
 _EQUATION = re.compile(r"amp_eqn_(\d+)_(\d+)\(\)")
 _CAST = re.compile(r"amp_cast_(\w+)\(\)")
 
@@ -97,6 +99,14 @@ class PlanMarks(Marks):
         finally:
             self._here = before
 
+    @contextlib.contextmanager
+    def body(self) -> Iterator[None]:
+        before, self._here = self._here, ("out", 0)
+        try:
+            yield
+        finally:
+            self._here = before
+
     def equation(
         self, planned: EquationPlan
     ) -> contextlib.AbstractContextManager[None]:
@@ -107,6 +117,11 @@ class PlanMarks(Marks):
 
     def cast(self) -> contextlib.AbstractContextManager[object]:
         return jax.named_scope(f"amp_cast_{self.next_cast()}()")
+
+    @contextlib.contextmanager
+    def quantised(self) -> Iterator[None]:
+        with self.cast(), jax.named_scope(QUANTISED):
+            yield
 
     def next_cast(self) -> str:
         """Returns which cast of its equation the next one is."""

@@ -317,10 +317,11 @@ def _source(atom: Atom, makers: Mapping[Var, Eqn]) -> _Source:
         if eqn.primitive.name == "broadcast_in_dim":
             times *= _repeats(operand, atom)
         elif eqn.primitive.name == "convert_element_type":
-            if not np.can_cast(aval_of(operand).dtype, aval_of(atom).dtype) or (
-                layout_of(aval_of(operand).dtype) != layout_of(aval_of(atom).dtype)
-            ):
+            held, wanted = aval_of(operand).dtype, aval_of(atom).dtype
+            if not np.can_cast(held, wanted) or layout_of(held) != layout_of(wanted):
                 break
+            if wanted.kind == "c" != held.kind:
+                break  # a complex number is two
         elif eqn.primitive.name not in MOVES or jnp.issubdtype(
             aval_of(operand).dtype, jnp.complexfloating
         ):

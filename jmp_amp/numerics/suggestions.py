@@ -18,7 +18,8 @@ from jmp_amp.policies.policy_map import PolicyMap
 
 LARGEST_SCALE = 2.0**24
 # An eighth of the largest f16: gradients of later steps may be larger.
-_HIGHEST = 65504.0 / 8
+_ROOM = 8.0
+_HIGHEST = 65504.0 / _ROOM
 _CAST = "convert_element_type"
 
 
@@ -46,14 +47,21 @@ def in_half(
             yield site, dtypes[site.key]
 
 
-def suggested_loss_scale(sites: Sequence[Site], reference: Sequence[Site]) -> float:
+def suggested_loss_scale(
+    sites: Sequence[Site], reference: Sequence[Site], largest_cast: float = 0.0
+) -> float:
     """Returns the loss scale that makes the best use of f16's range.
 
     The largest power of two in [1, 2^24] that keeps every backward value that runs in
     f16 under the policy, as it is in the reference, at or below an eighth of f16's
-    largest. Factors of a derivative, which no scale multiplies, do not count. 2^24 if
-    all values are zero; 1.0 if no power fits, or if nothing backward
-    runs in f16.
+    largest, and that keeps what the plan casts to f16 finite. Factors of a derivative,
+    which no scale multiplies, do not count. 2^24 if all values are zero; 1.0 if no
+    power fits, or if nothing backward runs in f16.
+
+    Args:
+      sites, reference: of the runs with and without the policy.
+      largest_cast: the largest backward value, unscaled, that the plan casts to f16:
+        the reference has no such site.
     """
     largest = [
         site.amax
@@ -63,7 +71,9 @@ def suggested_loss_scale(sites: Sequence[Site], reference: Sequence[Site]) -> fl
     if not largest:
         return 1.0
     scale = LARGEST_SCALE
-    while scale > 1.0 and max(largest) * scale > _HIGHEST:
+    # What is cast has to fit; the room above is for what computes in f16.
+    highest = max(*largest, largest_cast / _ROOM)
+    while scale > 1.0 and highest * scale > _HIGHEST:
         scale /= 2
     return scale
 

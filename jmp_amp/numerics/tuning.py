@@ -103,14 +103,16 @@ class Tuning:
 
     @property
     def summary(self) -> str:
-        """The errors, the costs and the number of compilations, in one sentence."""
-        count = len(self.policy.entries)
+        """The errors, the costs and what the map has, in one sentence."""
+        entries, names = len(self.policy.entries), len(self.policy.default.full)
+        counts = f"{entries} {'entry' if entries == 1 else 'entries'}"
+        if names:
+            counts += f" and {names} {'name' if names == 1 else 'names'} in f32"
         return (
             f"{self.function}: gradient error {self.error:.3g}, bound "
             f"{self.max_grad_error:.3g}, before {self.error_before:.3g}; "
             f"{100 * self.cost:.0f}% of matmul FLOP in half, before "
-            f"{100 * self.cost_before:.0f}%; {count} "
-            f"{'entry' if count == 1 else 'entries'} in the map; "
+            f"{100 * self.cost_before:.0f}%; {counts} in the map; "
             f"{self.compilations} compilations"
         )
 

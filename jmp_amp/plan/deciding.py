@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jmp_amp.plan import constants, jaxprs
 from jmp_amp.plan.decisions import Decision, Option, Standing
+from jmp_amp.plan.fp8_choice import why_not
 from jmp_amp.plan.jaxprs import Eqn, Var, aval_of
 from jmp_amp.plan.kept import keeps_digits, made_of, sums_argument
 from jmp_amp.plan.makers import (
@@ -23,7 +24,8 @@ from jmp_amp.plan.makers import (
 from jmp_amp.plan.modes import Demand, Mode, demand_of
 from jmp_amp.plan.operations import Kind, OpClass, Role, is_cheap, kind_of, role_of
 from jmp_amp.plan.regions import Region
-from jmp_amp.plan.rewrites import REWRITES, Rewrite
+from jmp_amp.plan.rewrites import rewrite_of
+from jmp_amp.plan.rewriting import Rewrite
 from jmp_amp.plan.rules import Rule
 from jmp_amp.plan.values import Known, Origin, Trait, castable, is_inexact, unfit
 from jmp_amp.policies.dtypes import F16, F32, is_castable, is_half
@@ -56,7 +58,7 @@ def decide(
     at = Standing(eqn, rule, region, tuple(operands), views, makers, sources, is_index)
     if rule.op_class is OpClass.FOLLOW and role_of(at.name) is Role.HANDS_ON:
         return at.decision(Mode.PASSED_ON, None, "hands on what it gets", Origin.FREE)
-    rewrite = next((r for r in REWRITES if r.applies(eqn, rule, at.half)), None)
+    rewrite = rewrite_of(at)
     made = _by_class(at, rewrite)
     if made.result.origin != Origin.FREE:
         made = dataclasses.replace(made, rewrite=rewrite)
@@ -112,7 +114,8 @@ def _low(at: Standing, rewrite: Rewrite | None) -> Decision:
             Mode.IN_DTYPE, low, "the policy computes in f32", Origin.FULL
         )
     saturate = any(Trait.OVERSIZED in v.traits for v in at.operands)
-    return at.decision(Mode.IN_DTYPE, low, at.rule.reason, Origin.LOW, saturate)
+    reason = why_not(at) or at.rule.reason
+    return at.decision(Mode.IN_DTYPE, low, reason, Origin.LOW, saturate)
 
 
 def _follow(at: Standing) -> Decision:
@@ -183,6 +186,7 @@ def _traits(at: Standing, made: Decision, saved: bool) -> Iterator[Trait]:
     ):
         yield Trait.PARAMETER
     inherited = frozenset().union(*(v.traits for v in at.operands))
+    yield from inherited & {Trait.TANGENT}
     follows = made.rule.op_class is OpClass.FOLLOW
     if made.result.origin == Origin.FREE:
         if role_of(at.name) is Role.LOOKS_UP:

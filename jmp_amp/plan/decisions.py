@@ -14,7 +14,7 @@ import numpy as np
 from jmp_amp.plan.jaxprs import Eqn, Var, aval_of
 from jmp_amp.plan.modes import Demand, Mode
 from jmp_amp.plan.regions import Region
-from jmp_amp.plan.rewrites import Rewrite
+from jmp_amp.plan.rewriting import Rewrite
 from jmp_amp.plan.rules import Rule
 from jmp_amp.plan.values import Known, Origin, castable
 from jmp_amp.policies.dtypes import F32, is_half

@@ -13,20 +13,22 @@ import jax
 import numpy as np
 
 from jmp_amp.plan import jaxprs
+from jmp_amp.plan.decisions import Standing
 from jmp_amp.plan.jaxprs import Eqn, Value
 from jmp_amp.plan.operations import OpClass
 from jmp_amp.plan.rewriting import Rewrite
-from jmp_amp.plan.rules import Rule
 from jmp_amp.policies.dtypes import F32, is_half
 
 
-def _applies(eqn: Eqn, rule: Rule, half: np.dtype) -> bool:
-    return (
-        rule.op_class is OpClass.LOW
-        and is_half(half)
-        and jaxprs.sums_half_in_f32(eqn)
-        and not jaxprs.is_fixed(eqn)
+def f32_result(at: Standing) -> Rewrite | None:
+    """Returns the rewrite of a product of half operands with an f32 result."""
+    applies = (
+        at.rule.op_class is OpClass.LOW
+        and is_half(at.half)
+        and jaxprs.sums_half_in_f32(at.eqn)
+        and not jaxprs.is_fixed(at.eqn)
     )
+    return _F32_RESULT if applies else None
 
 
 def _bind(
@@ -52,8 +54,7 @@ def _bind(
     return [product(*operands)]
 
 
-F32_RESULT = Rewrite(
-    _applies,
+_F32_RESULT = Rewrite(
     _bind,
     reason="half operands, f32 result",
     result=F32,

@@ -115,6 +115,16 @@ class _Body:
             _is_cheap_call(eqn, planned)
             for eqn, planned in zip(self.eqns, equations, strict=True)
         ]
+        # Collected once: a body may have hundreds of islands.
+        self.readers: dict[Var, list[tuple[int, np.dtype | None]]] = {}
+        readings = [
+            (e.invars, p.reads) for e, p in zip(self.eqns, equations, strict=True)
+        ]
+        readings.append((flow.body.jaxpr.outvars, outputs))
+        for index, (atoms, dtypes) in enumerate(readings):
+            for atom, dtype in zip(atoms, dtypes, strict=True):
+                if not isinstance(atom, jaxprs.Literal):
+                    self.readers.setdefault(atom, []).append((index, dtype))
 
     def is_activation(self, var: Var) -> bool:
         return self.flow.known[var].origin != Origin.FREE
@@ -194,28 +204,21 @@ class _Body:
         inside = set(members)
         eqns = [self.eqns[i] for i in members]
         made = {v for eqn in eqns for v in eqn.outvars}
-        outside: dict[Var, set[np.dtype | None]] = {}
-        readings = [
-            *(
-                (e.invars, p.reads)
-                for e, p in zip(self.eqns, self.equations, strict=True)
-            ),
-            (self.flow.body.jaxpr.outvars, self.outputs),
-        ]
-        for index, (atoms, dtypes) in enumerate(readings):
-            for atom, dtype in zip(atoms, dtypes, strict=True):
-                if index not in inside and not isinstance(atom, jaxprs.Literal):
-                    outside.setdefault(atom, set()).add(dtype)
         inputs = dict.fromkeys(
             v for eqn in eqns for v in variables(eqn.invars) if v not in made
         )
 
+        def outside(v: Var) -> set[np.dtype | None]:
+            """Returns the dtypes in which a variable is read outside."""
+            readers = self.readers.get(v, ())
+            return {dtype for index, dtype in readers if index not in inside}
+
         def entering(v: Var) -> np.dtype | None:
             # The gradients of all that is read in f32 are summed in f32.
-            return F32 if self.is_activation(v) and F32 in outside.get(v, ()) else None
+            return F32 if self.is_activation(v) and F32 in outside(v) else None
 
         def leaving(v: Var) -> np.dtype | None:
-            dtypes = outside[v]
+            dtypes = outside(v)
             if len(dtypes) > 1 or not may_round(self.flow.known[v]):
                 return self.held[v]
             return next(iter(dtypes))
@@ -223,7 +226,7 @@ class _Body:
         return Island(
             tuple(members),
             tuple((v, entering(v)) for v in inputs),
-            tuple((v, leaving(v)) for e in eqns for v in e.outvars if v in outside),
+            tuple((v, leaving(v)) for e in eqns for v in e.outvars if outside(v)),
         )
 
     def saved(self, members: Sequence[int]) -> int:

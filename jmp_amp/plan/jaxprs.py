@@ -12,7 +12,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any, NamedTuple, cast
 
@@ -106,9 +106,15 @@ def returns_from_effects(body: Body) -> bool:
     return any(
         any(returns_from_effects(each.body) for each in inner)
         if (inner := inner_bodies(eqn))
-        else bool(eqn.effects) and is_read(eqn)
+        else _happens(eqn) and is_read(eqn)
         for eqn in body.jaxpr.eqns
     )
+
+
+def _happens(eqn: Eqn) -> bool:
+    """Whether it can be told how often `eqn` runs."""
+    # The effect of a collective says which axis of a mesh it names, and no more.
+    return any(type(each).__name__ != "NamedAxisEffect" for each in eqn.effects)
 
 
 def variables(atoms: Sequence[Atom]) -> list[Var]:
@@ -332,92 +338,8 @@ def bind_staged(
     return bind(eqn, operands, **{_BODY_PARAMETER[eqn.primitive]: body})
 
 
-def bind_functions(
-    eqn: Eqn, functions: Sequence[Callable[..., list[Value]]], operands: Sequence[Value]
-) -> list[Value]:
-    """Runs the loop, branch or call `eqn` with functions as its bodies.
-
-    They may close over values of the trace around them, as no staged body may. What is
-    not in `inner_bodies`, and a `custom_jvp`, is none of these.
-    """
-    if eqn.primitive is primitives.cond_p:
-        index, *rest = operands
-        return jax.lax.switch(index, functions, *rest)
-    if is_loop(eqn):
-        start, stop = carried(eqn).start, carried(eqn).stop
-        carry = list(operands[start:stop])
-        if is_while(eqn):
-            first = eqn.params["cond_nconsts"]
-            condition, body = functions
-            return jax.lax.while_loop(
-                lambda carry: condition(*operands[:first], *carry)[0],
-                lambda carry: body(*operands[first:start], *carry),
-                carry,
-            )
-
-        def turn(carry: list[Value], xs: list[Value]) -> tuple[list[Value], Any]:
-            results = functions[0](*operands[:start], *carry, *xs)
-            return results[: stop - start], results[stop - start :]
-
-        names = ("length", "reverse", "unroll")
-        told = {name: eqn.params[name] for name in names}
-        carry, stacked = jax.lax.scan(turn, carry, list(operands[stop:]), **told)
-        return [*carry, *stacked]
-    (body,) = functions
-    if is_checkpoint(eqn):
-        told = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
-        return jax.checkpoint(body, **told)(*operands)
-    return body(*operands)
-
-
 def is_shard_map(eqn: Eqn) -> bool:
     return eqn.primitive.name == _SHARD_MAP
-
-
-def mapped_axes(eqn: Eqn) -> tuple[str, ...]:
-    """Returns the mesh axes that the `shard_map` equation `eqn` maps over."""
-    return tuple(sorted(eqn.params["newly_manual_axes"]))
-
-
-def bind_shard_map(
-    eqn: Eqn,
-    run: Callable[..., Sequence[Value]],
-    operands: Sequence[Value],
-    replicated: int = 0,
-    copies: int = 1,
-) -> list[Value]:
-    """Runs the `shard_map` equation `eqn` with the function `run` as its body.
-
-    Args:
-      eqn: the equation.
-      run: a function of the shards of its operands.
-      operands: whole arrays; more than `eqn` has, at the end, reach every shard whole.
-      replicated: how many more results than `eqn` has `run` returns, at the end, each
-        the same on all shards.
-      copies: how many sets of operands there are, and of results.
-    """
-    params = eqn.params
-    specs = tuple(params["in_specs"]) * copies
-    whole = [jax.sharding.PartitionSpec()] * (len(operands) - len(specs))
-    more = [jax.sharding.PartitionSpec()] * replicated
-    mapped = jax.shard_map(
-        lambda *shards: tuple(run(*shards)),
-        mesh=params["mesh"],
-        in_specs=(*specs, *whole),
-        out_specs=(*tuple(params["out_specs"]) * copies, *more),
-        axis_names=set(params["newly_manual_axes"]),
-        check_vma=params["check_vma"],
-    )
-    return list(mapped(*operands))
-
-
-def varying(eqn: Eqn, value: Value) -> Value:
-    """Returns an array that may differ between the shards of a `shard_map`."""
-    if not eqn.params["check_vma"]:
-        return value
-    # Inside another `shard_map`, the shards vary over the axes of that one too.
-    axes = jax.sharding.get_abstract_mesh().manual_axes
-    return jax.lax.pcast(value, axes, to="varying")
 
 
 @contextlib.contextmanager

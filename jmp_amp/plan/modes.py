@@ -12,11 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from jmp_amp.plan.jaxprs import Eqn, aval_of
+from jmp_amp.plan.rewriting import Dtypes as Dtypes
 from jmp_amp.plan.values import castable, traced_dtype
 from jmp_amp.policies.dtypes import BF16, F16, F32
-
-# One for each operand or result of an equation; None for a value that is never cast.
-Dtypes = tuple[np.dtype | None, ...]
 
 
 class Mode(enum.Enum):

@@ -129,7 +129,7 @@ class Flows:
 
         The fixpoint ends: the origin of a carry only rises, its bounds widen once, to
         any size; it may only lose the traits of a parameter and of a lookup, and only
-        get the trait of an oversized constant.
+        get the traits of an oversized constant and of a tangent.
         """
         sources = around.sources
         read = list(map(sources.of, eqn.invars))
@@ -306,7 +306,7 @@ def _carry(now: Known, update: Known, origin: Origin) -> Known:
         grows = limits is not None and update.bounds is not None
         limits = _ANY_SIZE if grows else None
     both = now.traits & update.traits & {Trait.PARAMETER, Trait.LOOKED_UP}
-    either = (now.traits | update.traits) & {Trait.OVERSIZED}
+    either = (now.traits | update.traits) & {Trait.OVERSIZED, Trait.TANGENT}
     return Known(origin, limits, now.region, both | either)
 
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan import jaxprs
+from jmp_amp.plan.decisions import Standing
 from jmp_amp.plan.jaxprs import Eqn, Value, aval_of
 from jmp_amp.plan.rewriting import Rewrite
-from jmp_amp.plan.rules import Rule
 from jmp_amp.policies.dtypes import is_half
 
 
@@ -76,14 +76,15 @@ def pick(eqn: Eqn, operand: jax.Array, indices: jax.Array) -> jax.Array:
     return picked(operand, indices)
 
 
-def _applies(eqn: Eqn, rule: Rule, half: np.dtype) -> bool:
-    return is_half(half) and picks_from_rows(eqn)
-
-
 def _bind(
     eqn: Eqn, dtype: np.dtype | None, operands: Sequence[Value]
 ) -> Sequence[jax.Array]:
     return [pick(eqn, *operands)]
 
 
-PICK = Rewrite(_applies, _bind, derivative_only=True)
+_PICK = Rewrite(_bind, derivative_only=True)
+
+
+def pick_from_rows(at: Standing) -> Rewrite | None:
+    """Returns the rewrite of a lookup of one element in each row."""
+    return _PICK if is_half(at.half) and picks_from_rows(at.eqn) else None

@@ -14,7 +14,7 @@ from jmp_amp.plan.jaxprs import Body, ClosedJaxpr, Jaxpr, Var, body_of, inner_bo
 from jmp_amp.plan.modes import Dtypes, Mode
 from jmp_amp.plan.operations import OpClass
 from jmp_amp.plan.regions import Region
-from jmp_amp.plan.rewrites import Rewrite
+from jmp_amp.plan.rewriting import Rewrite
 from jmp_amp.plan.rules import Rule
 from jmp_amp.plan.values import Known
 

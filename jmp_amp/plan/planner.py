@@ -13,6 +13,7 @@ executes anything:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -22,11 +23,21 @@ from jmp_amp.plan import jaxprs, modes
 from jmp_amp.plan.consumers import BodyOutcome, Consumers, Outcome, Use, Uses
 from jmp_amp.plan.flows import Flow, Step, carry_dtype
 from jmp_amp.plan.islands import find_islands, in_order
-from jmp_amp.plan.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Literal, Var, aval_of
+from jmp_amp.plan.jaxprs import (
+    Atom,
+    Body,
+    ClosedJaxpr,
+    Eqn,
+    Jaxpr,
+    Literal,
+    Var,
+    aval_of,
+)
 from jmp_amp.plan.modes import Demand, Dtypes, Mode, demand_of
 from jmp_amp.plan.origins import Flows
 from jmp_amp.plan.plan import EquationPlan, Plan, RuleContext
 from jmp_amp.plan.regions import Region
+from jmp_amp.plan.rewriting import Readers
 from jmp_amp.plan.rules import OpClass, Rule
 from jmp_amp.plan.values import Known, Origin, Trait, may_round, traced_dtype
 from jmp_amp.policies.dtypes import F32, is_castable, is_half
@@ -82,8 +93,12 @@ def plan_derivative_rule(
     """
     assert planned.rule_context is not None
     context = planned.rule_context
-    known = [*context.known, *(context.known[i] for i in differentiated)]
-    known = [each._replace(bounds=None) for each in known]
+    tangent = frozenset((Trait.TANGENT,))
+    tangents_known = [
+        context.known[i]._replace(traits=context.known[i].traits | tangent)
+        for i in differentiated
+    ]
+    known = [each._replace(bounds=None) for each in (*context.known, *tangents_known)]
     reads = [*planned.reads, *(planned.reads[i] for i in differentiated)]
     tangents = [
         dtype or aval_of(v).dtype
@@ -170,6 +185,8 @@ class _Planner:
             equations.append(planned)
         if outputs is None:
             outputs = tuple(map(values.handed_out, jaxpr.outvars, outcome.outputs))
+        if any(e.rewrite is not None and e.rewrite.beside for e in equations):
+            equations = _beside_readers(jaxpr, equations)
         islands = ()
         if saves:
             islands = find_islands(flow, equations, outputs, values.dtypes)
@@ -305,6 +322,19 @@ class _Held:
             output = known.region.policy.output_dtype
             return output if is_half(output) else dtype
         return dtype
+
+
+def _beside_readers(
+    jaxpr: Jaxpr, equations: Sequence[EquationPlan]
+) -> list[EquationPlan]:
+    """Returns equations with the rewrites that suit what reads their results."""
+    readers = Readers(jaxpr.eqns, [each.reads for each in equations])
+    return [
+        dataclasses.replace(each, rewrite=each.rewrite.beside(eqn, readers))
+        if each.rewrite is not None and each.rewrite.beside is not None
+        else each
+        for eqn, each in zip(jaxpr.eqns, equations, strict=True)
+    ]
 
 
 def _equation(

@@ -1,14 +1,24 @@
 """Rewrites: how an equation is bound, if not as traced.
 
 A decision gives an equation dtypes. A rewrite gives it another computation, or another
-derivative, for the same operands. To add one, write it in a file and add its row.
+derivative, for the same operands. To add one, write it in a file and add its row: a
+function that returns the rewrite of an equation where it stands, or None. An equation
+of parameters, inputs and constants alone is bound as traced, but for a product.
 """
 
 from __future__ import annotations
 
-from jmp_amp.plan.f32_results import F32_RESULT
-from jmp_amp.plan.picks import PICK
-from jmp_amp.plan.rewriting import Rewrite as Rewrite
+from jmp_amp.plan.decisions import Standing
+from jmp_amp.plan.f32_results import f32_result
+from jmp_amp.plan.fp8_products import fp8_product
+from jmp_amp.plan.picks import pick_from_rows
+from jmp_amp.plan.rewriting import Rewrite
 
 # The first one that applies to an equation is taken.
-REWRITES = (F32_RESULT, PICK)
+_REWRITES = (f32_result, fp8_product, pick_from_rows)
+
+
+def rewrite_of(at: Standing) -> Rewrite | None:
+    """Returns the rewrite of an equation, if it has one."""
+    found = (rewrite(at) for rewrite in _REWRITES)
+    return next((each for each in found if each is not None), None)

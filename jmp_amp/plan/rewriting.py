@@ -4,17 +4,47 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jmp_amp.plan.jaxprs import Eqn, Value
-from jmp_amp.plan.rules import Rule
+from jmp_amp.plan.quantising import Quantiser
+from jmp_amp.policies.fp8 import Fp8
 
 # (equation, dtype of the computation, operands) -> results
 Bind = Callable[[Eqn, np.dtype | None, Sequence[Value]], Sequence[jax.Array]]
-# (equation, rule, the policy's compute dtype) -> whether the rewrite takes it over
-Applies = Callable[[Eqn, Rule, np.dtype], bool]
+
+
+# One for each operand or result of an equation; None for a value that is never cast.
+Dtypes = tuple[np.dtype | None, ...]
+
+
+class Readers(NamedTuple):
+    """What reads the values of a body.
+
+    Attributes:
+      eqns: its equations.
+      reads: the dtype in which each of them reads each operand.
+    """
+
+    eqns: Sequence[Eqn]
+    reads: Sequence[Dtypes]
+
+
+class Shared(NamedTuple):
+    """What a rewrite computes from an operand, once for all readers in a body.
+
+    Attributes:
+      operand: the position of the operand.
+      quantiser: what computes it.
+      name: the name that `jax.checkpoint` policies see it under.
+    """
+
+    operand: int
+    quantiser: Quantiser
+    name: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,18 +52,23 @@ class Rewrite:
     """How an equation is bound, if not as traced.
 
     Attributes:
-      applies: whether it takes over an equation; one of parameters, inputs and
-        constants alone is bound as traced.
-      bind: runs the equation on operands in the dtypes that the plan gave them.
+      bind: runs the equation on operands in the dtypes that the plan gave them, and on
+        what `shared` computes of them, in this order.
       reason: why, in words, if it decides the dtype of a product; None if it leaves the
         decision as it is.
       result: the dtype of the results; None for that of the computation.
       derivative_only: it changes nothing but the derivative, and is left out where
         nothing is differentiated.
+      shared: what it computes of operands before.
+      fp8: how it multiplies 8-bit floats, if it does.
+      beside: returns the rewrite to take in its place, by what reads the results; None
+        if that makes no difference.
     """
 
-    applies: Applies
     bind: Bind
     reason: str | None = None
     result: np.dtype | None = None
     derivative_only: bool = False
+    shared: tuple[Shared, ...] = ()
+    fp8: Fp8 | None = None
+    beside: Callable[[Eqn, Readers], Rewrite] | None = None

@@ -51,11 +51,19 @@ class Trait(enum.Enum):
     # Autodiff keeps it in f32 whatever reads it: to compute it again is too expensive.
     # Operations that follow it inherit the trait.
     SAVED_IN_F32 = "saved in f32"
+    # Made of a tangent of a derivative rule: what it becomes has to be linear in it.
+    TANGENT = "tangent"
 
 
 # Of a value that is one of two: those that it has if either has them.
 CONTAGIOUS = frozenset(
-    (Trait.LOOKED_UP, Trait.STATE, Trait.SUMS_ARGUMENT, Trait.OVERSIZED)
+    (
+        Trait.LOOKED_UP,
+        Trait.STATE,
+        Trait.SUMS_ARGUMENT,
+        Trait.OVERSIZED,
+        Trait.TANGENT,
+    )
 )
 
 

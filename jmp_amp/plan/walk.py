@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from jmp_amp.plan.jaxprs import Atom, Eqn, Literal, Value, Var, runs
 from jmp_amp.plan.plan import Border, EquationPlan, Island, Plan
+from jmp_amp.plan.quantising import Quantiser
+from jmp_amp.plan.rewriting import Shared
 
 V = TypeVar("V")
 
@@ -42,10 +44,17 @@ class Walk(abc.ABC, Generic[V]):
         """Returns a value in another dtype."""
 
     @abc.abstractmethod
+    def quantised(self, value: V, shared: Shared) -> V:
+        """Returns what a rewrite computes of an operand, see `Rewrite.shared`."""
+
+    @abc.abstractmethod
     def equation(
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[V]]
     ) -> list[V]:
-        """Returns the results of an equation; `read` returns its operands."""
+        """Returns the results of an equation.
+
+        `read` returns its operands, and then what its rewrite computes of them before.
+        """
 
     def border(
         self, eqn: Eqn, planned: EquationPlan
@@ -77,7 +86,10 @@ class Walk(abc.ABC, Generic[V]):
             if runs(eqn):
 
                 def read(eqn: Eqn = eqn, planned: EquationPlan = planned) -> list[V]:
-                    return values.read_all(eqn.invars, planned.reads, planned.saturate)
+                    operands = values.read_all(
+                        eqn.invars, planned.reads, planned.saturate
+                    )
+                    return operands + values.shared(eqn, planned, operands)
 
                 values.write(eqn.outvars, self.equation(eqn, planned, read))
 
@@ -101,6 +113,7 @@ class _Values(Generic[V]):
         self.plan = plan
         self.values: dict[Var, V] = {}
         self.casts: dict[tuple[Var, np.dtype], V] = {}
+        self.quantised: dict[tuple[Atom, Quantiser], V] = {}
 
     def write(self, variables: Sequence[Var], values: Sequence[V]) -> None:
         self.values.update(zip(variables, values, strict=True))
@@ -132,17 +145,34 @@ class _Values(Generic[V]):
             for atom, dtype in zip(atoms, dtypes, strict=True)
         ]
 
+    def shared(self, eqn: Eqn, planned: EquationPlan, operands: Sequence[V]) -> list[V]:
+        """Returns what the rewrite of an equation computes of its operands, if any."""
+        if planned.rewrite is None:
+            return []
+        found = []
+        for each in planned.rewrite.shared:
+            key = eqn.invars[each.operand], each.quantiser
+            if key not in self.quantised:
+                value = operands[each.operand]
+                self.quantised[key] = self.walk.quantised(value, each)
+            found.append(self.quantised[key])
+        return found
+
     def read_entering(self, island: Island) -> list[V]:
         """Returns the values that an island begins with, each cast for its reader."""
         return [self.read_border(border, island.equations) for border in island.inputs]
 
     def read_leaving(self, island: Island) -> list[V]:
         """Returns the values that an island ends with, each cast for its reader."""
-        inside = set(island.equations)
-        others = [i for i in range(len(self.plan.equations)) if i not in inside]
-        return [self.read_border(border, others) for border in island.outputs]
+        inside, count = set(island.equations), len(self.plan.equations)
+        return [
+            # Asked for only where a cast is needed.
+            self.read_border(border, (i for i in range(count) if i not in inside))
+            for border in island.outputs
+        ]
 
-    def read_border(self, border: Border, readers: Sequence[int]) -> V:
+    def read_border(self, border: Border, readers: Iterable[int]) -> V:
+        """Returns a value at the border of an island, cast for its first reader."""
         var, dtype = border
         held = self.walk.dtype_of(self.values[var])
         if dtype is None or held is None or held == dtype:

@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 import jax
 import numpy as np
 
-from jmp_amp.plan import jaxprs
+from jmp_amp.plan import constructs, jaxprs
 from jmp_amp.plan.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Literal, Value, Var
 
 S = TypeVar("S")  # A statistic: a pytree of arrays.
@@ -204,7 +204,7 @@ class _Watch(Generic[S]):
         here: Path,
     ) -> _Watched[S]:
         """Runs a sharded map: each shard begins anew, and all are merged."""
-        axes = jaxprs.mapped_axes(eqn)
+        axes = constructs.mapped_axes(eqn)
         (inner,) = jaxprs.inner_bodies(eqn)
         nothing = self.nothing(inner.body, (*here, 0))
         tree = jax.tree.structure(nothing)
@@ -212,12 +212,12 @@ class _Watch(Generic[S]):
         def shard(*args: Value) -> list[Value]:
             # The statistics of a shard differ from those of others, and its loops carry
             # them.
-            none = jax.tree.map(lambda x: jaxprs.varying(eqn, x), nothing)
+            none = jax.tree.map(lambda x: constructs.varying(eqn, x), nothing)
             outputs, found = run(0, args, none)
             whole = {k: self.observer.across(s, axes) for k, s in found.items()}
             return [*outputs, *jax.tree.leaves(whole)]
 
-        results = jaxprs.bind_shard_map(eqn, shard, operands, tree.num_leaves)
+        results = constructs.bind_shard_map(eqn, shard, operands, tree.num_leaves)
         found = tree.unflatten(results[len(eqn.outvars) :])
         return results[: len(eqn.outvars)], {
             k: self.observer.merged(statistics[k], each) for k, each in found.items()
@@ -227,7 +227,7 @@ class _Watch(Generic[S]):
 def _scan(
     eqn: Eqn, operands: Sequence[Value], statistics: Statistics[S], run: _RunBody[S]
 ) -> _Watched[S]:
-    carried, params = jaxprs.carried(eqn), eqn.params
+    carried = jaxprs.carried(eqn)
     consts = operands[: carried.start]
 
     def turn(
@@ -236,13 +236,9 @@ def _scan(
         outputs, found = run(0, [*consts, *carry[0], *xs], carry[1])
         return (outputs[: len(carried)], found), outputs[len(carried) :]
 
-    (carry, statistics), outputs = jax.lax.scan(
-        turn,
-        (operands[carried.start : carried.stop], statistics),
-        operands[carried.stop :],
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
+    start = operands[carried.start : carried.stop], statistics
+    (carry, statistics), outputs = constructs.scan(
+        eqn, turn, start, operands[carried.stop :]
     )
     return [*carry, *outputs], statistics
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import fnmatch
 import re
@@ -54,6 +55,32 @@ class ModuleInfo(NamedTuple):
 Pattern = type | str | re.Pattern[str] | Callable[[ModuleInfo], bool]
 
 
+class GlobIfPresent(str):
+    """A glob for modules that a model may have or not: no `PolicyMap` warns of it.
+
+    The entries that a recipe brings along have it. It is equal to the glob as text.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class IfPresent:
+    """A function of a `ModuleInfo` for modules that a model may have or not, likewise.
+
+    Attributes:
+      function: the function.
+    """
+
+    function: Callable[[ModuleInfo], bool]
+
+    def __call__(self, info: ModuleInfo) -> bool:
+        return self.function(info)
+
+
+def is_optional(pattern: Pattern) -> bool:
+    """Whether no `PolicyMap` warns that the pattern matched no module."""
+    return isinstance(pattern, GlobIfPresent | IfPresent)
+
+
 def matches_path(path: str, glob: str) -> bool:
     """Whether a glob matches the whole of a path; `**` stands for any names."""
     return _matches_names(_names(path), _names(glob))
@@ -70,6 +97,8 @@ def is_norm(value: object) -> bool:
 
 def describe(pattern: Pattern) -> str:
     """Returns a pattern as its user would name it."""
+    if isinstance(pattern, IfPresent):
+        return describe(pattern.function)
     if isinstance(pattern, type):
         return f"{pattern.__module__}.{pattern.__qualname__}"
     text = text_of(pattern)
@@ -88,6 +117,8 @@ def checked_pattern(pattern: object) -> Pattern:
                 "glob of the path, a re.Pattern, or a function of a ModuleInfo."
             )
         return pattern
+    if isinstance(pattern, GlobIfPresent):
+        return GlobIfPresent(_glob(pattern))
     if isinstance(pattern, str):
         return _glob(pattern)
     if isinstance(pattern, re.Pattern):
@@ -182,7 +213,7 @@ def text_of(pattern: Pattern) -> str | None:
     """Returns the text that `pattern_from` reads back, or None if there is none."""
     if isinstance(pattern, re.Pattern):
         return f"{_REGEX}{pattern.pattern}"
-    return pattern if isinstance(pattern, str) else None
+    return str(pattern) if isinstance(pattern, str) else None
 
 
 def pattern_from(text: str) -> str | re.Pattern[str]:

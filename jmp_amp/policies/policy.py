@@ -25,6 +25,7 @@ from jmp_amp.policies.dtypes import (
     parse_dtype,
     short_name,
 )
+from jmp_amp.policies.fp8 import Fp8, fp8_from
 
 Tree = TypeVar("Tree")
 
@@ -37,12 +38,13 @@ _KEYS = {
         "param_dtype": "p param params param_dtype",
         "compute_dtype": "c compute compute_dtype",
         "output_dtype": "o output outputs output_dtype",
+        "matmul": "m matmul",
         **{name: name for name in _CLASSES},
     }.items()
     for key in keys.split()
 }
 
-_WORDS = ("mixed_bfloat16", "mixed_float16")
+_WORDS = ("mixed_bfloat16", "mixed_float16", "fp8")
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -60,10 +62,14 @@ class Policy:
         say: primitives, or functions (`"my_attention"`).
       full: names of operations to run in f32.
       follow: names of operations to run in the dtype that their inputs have.
+      matmul: an `Fp8` for matrix products in 8-bit floats, of bf16 operands; None for
+        products in `compute_dtype`.
 
     Raises:
-      TypeError: if a dtype is not a floating one, or a name is not text.
-      ValueError: if a dtype is unknown, a name is in two classes, or is no identifier.
+      TypeError: if a dtype is not a floating one, a name is not text, or `matmul` is
+        neither an `Fp8` nor None.
+      ValueError: if a dtype is unknown, a name is in two classes, or is no identifier;
+        if products are fp8 and `compute_dtype` is not bf16.
 
     Example:
       >>> import jax.numpy as jnp
@@ -81,6 +87,7 @@ class Policy:
     low: frozenset[str]
     full: frozenset[str]
     follow: frozenset[str]
+    matmul: Fp8 | None
 
     def __init__(
         self,
@@ -91,6 +98,7 @@ class Policy:
         low: Iterable[str] = (),
         full: Iterable[str] = (),
         follow: Iterable[str] = (),
+        matmul: Fp8 | None = None,
     ):
         dtypes = (param_dtype, compute_dtype, output_dtype)
         for field, given in zip(_DTYPE_FIELDS, dtypes, strict=True):
@@ -100,6 +108,8 @@ class Policy:
             names = _operation_names(given, f"Policy({field}=...)")
             object.__setattr__(self, field, names)
         _refuse_overlap({name: getattr(self, name) for name in _CLASSES}, "Policy")
+        _check_matmul(matmul, self.compute_dtype)
+        object.__setattr__(self, "matmul", matmul)
 
     def cast_to_param(self, tree: Tree) -> Tree:
         """Returns `tree` with its floating leaves in `param_dtype`.
@@ -205,12 +215,35 @@ class Policy:
     def __str__(self) -> str:
         dtypes, names = self._dtypes_and_names()
         text = [f"{name[0]}={dtype}" for name, dtype in dtypes.items()]
+        if self.matmul is not None:
+            text.append(f"m={self.matmul}")
         return ",".join(text + [f"{n}={'+'.join(each)}" for n, each in names.items()])
 
     def __repr__(self) -> str:
         dtypes, names = self._dtypes_and_names()
         text = [f"{name}={each!r}" for name, each in (dtypes | names).items()]
+        if self.matmul is not None:
+            text.append(f"matmul={self.matmul!r}")
         return f"Policy({', '.join(text)})"
+
+
+def _check_matmul(matmul: object, compute_dtype: np.dtype) -> None:
+    """Raises if products cannot be fp8 as `matmul` says."""
+    if matmul is None:
+        return
+    if not isinstance(matmul, Fp8):
+        raise TypeError(
+            f"Policy(matmul={matmul!r}): neither an Fp8 nor None. Write "
+            "matmul=amp.Fp8(), or the policy as text: "
+            '"fp8", "p=f32,c=bf16,o=f32,m=fp8".'
+        )
+    if compute_dtype != BF16:
+        # 448 * 448 * k leaves the range of f16 for k = 1 already.
+        raise ValueError(
+            f"Policy(compute_dtype={short_name(compute_dtype)}, matmul=Fp8(...)): "
+            "products of fp8 are made of bf16 values and have bf16 results; f16 has "
+            "no room for them. Use compute_dtype bf16."
+        )
 
 
 def _operation_names(names: Iterable[str], call: str) -> frozenset[str]:
@@ -249,8 +282,8 @@ def _refuse_overlap(classes: dict[str, frozenset[str]], call: str) -> None:
 def get_policy(policy: str | Policy) -> Policy:
     """Returns the policy that a text describes.
 
-    The forms are those of jmp (https://github.com/google-deepmind/jmp), and two names
-    of Keras. Case and spaces do not matter.
+    The forms are those of jmp (https://github.com/google-deepmind/jmp), two names of
+    Keras, and one of Colossal-AI. Case and spaces do not matter.
 
     * `"p=f32,c=bf16,o=f32"`, or spelt out `"params=..,compute=..,output=.."`: whatever
       is left out follows what stands before it, and parameters are f32, so `"c=f16"`
@@ -259,6 +292,9 @@ def get_policy(policy: str | Policy) -> Policy:
     * a dtype alone, `"bf16"`, `"float32"`, `"full"`, `"half"`: parameters, computation
       and outputs have it.
     * `"mixed_bfloat16"`, `"mixed_float16"`: f32 parameters and outputs.
+    * `"fp8"`: `"mixed_bfloat16"` with matrix products in 8-bit floats, see `Fp8`. In
+      pairs it is `"p=f32,c=bf16,o=f32,m=fp8"`; settings that are not the default are
+      added as `"m=fp8+backward=e4m3+min_size=64"`.
 
     Args:
       policy: the text, or a `Policy`, which is returned as it is.
@@ -288,12 +324,14 @@ def get_policy(policy: str | Policy) -> Policy:
 
 _FORMS = (
     'Write "p=f32,c=bf16,o=f32", a dtype alone such as "bf16" or "float32" for all '
-    'three, "mixed_bfloat16" or "mixed_float16".'
+    'three, "mixed_bfloat16" or "mixed_float16". With products in fp8 it is "fp8".'
 )
 
 
 def _parse_word(text: str) -> Policy:
     word = text.strip().lower().replace("-", "_")
+    if word == "fp8":
+        return Policy(F32, BF16, F32, matmul=Fp8())
     if word in _WORDS:
         return Policy(F32, word.removeprefix("mixed_"), F32)
     if (dtype := parse_dtype(word)) is not None:
@@ -307,6 +345,7 @@ def _parse_pairs(text: str) -> Policy:
     call = f'get_policy("{text}")'
     dtypes: dict[str, np.dtype] = {}
     classes: dict[str, frozenset[str]] = {}
+    matmuls: list[Fp8 | None] = []
     for part in text.split(","):
         key, equals, value = (token.strip() for token in part.partition("="))
         field = _KEYS.get(key.lower())
@@ -315,25 +354,34 @@ def _parse_pairs(text: str) -> Policy:
         if field is None:
             raise ValueError(
                 f"{call}: unknown key {key!r}. Use p (params), c (compute), "
-                "o (output), low, full or follow."
+                "o (output), low, full or follow. Products in fp8 are m (matmul)."
             )
-        if field in dtypes or field in classes:
+        if field in dtypes or field in classes or (field == "matmul" and matmuls):
             raise ValueError(
                 f'{call}: "{key}=" sets {field} a second time. Set it once.'
             )
         if field in _CLASSES:
             names = [name.strip() for name in value.split("+")]
             classes[field] = _operation_names(names, f'{call}: "{key}="')
+        elif field == "matmul":
+            matmuls.append(fp8_from(value, f'{call}: "{key}="'))
         elif (dtype := parse_dtype(value)) is not None:
             dtypes[field] = dtype
         else:
             raise ValueError(f'{call}: unknown dtype {value!r} at "{key}=". {advice()}')
     _refuse_overlap(classes, call)
     if not dtypes:
+        named = "fp8" if matmuls else "operations"
         raise ValueError(
-            f"{call}: operations but no dtypes. Say which, for example "
+            f"{call}: {named} but no dtypes. Say which, for example "
             f'"p=f32,c=bf16,o=f32,{text.strip()}".'
         )
     param = dtypes.get("param_dtype", F32)
     compute = dtypes.get("compute_dtype", param)
-    return Policy(param, compute, dtypes.get("output_dtype", compute), **classes)
+    output = dtypes.get("output_dtype", compute)
+    matmul = matmuls[0] if matmuls else None
+    try:
+        _check_matmul(matmul, compute)
+    except ValueError as error:
+        raise ValueError(f"{call}: {error}") from None
+    return Policy(param, compute, output, matmul=matmul, **classes)

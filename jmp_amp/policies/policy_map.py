@@ -22,6 +22,7 @@ from jmp_amp.policies.patterns import (
     advice_on,
     checked_pattern,
     describe,
+    is_optional,
     matches,
     pattern_from,
     text_of,
@@ -54,7 +55,8 @@ class PolicyMap:
     and hands on the compute dtype of the policy that reaches it. An entry for a norm
     class itself is taken as it is written.
 
-    Each `PolicyMap` warns once of its entries that matched no module of a program.
+    Each `PolicyMap` warns once of its entries that matched no module of a program; not
+    of those that a recipe brings along, which are for modules that a model may have.
 
     As text it is `"mixed_bfloat16; **/head: float32; re:blocks/\d+: float32"`: that is
     what `str` gives, and what is understood wherever a policy is.
@@ -288,7 +290,11 @@ def matching_nearest(
 def unmatched(policies: PolicyMap) -> list[int]:
     """Returns the numbers of the entries to warn of, as far as is known so far."""
     known = policies._memory.matched | policies._memory.warned
-    return [number for number in range(len(policies.entries)) if number not in known]
+    return [
+        number
+        for number, (pattern, _) in enumerate(policies.entries)
+        if number not in known and not is_optional(pattern)
+    ]
 
 
 def warn_of_unmatched(

@@ -5,6 +5,7 @@ An override that contradicts the name is refused, with an error that quotes the 
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import numbers
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ from jax.typing import DTypeLike
 
 from jmp_amp.plan.operations import ARITHMETIC
 from jmp_amp.policies.dtypes import (
+    BF16,
     F16,
     F32,
     floating_dtype,
@@ -23,11 +25,15 @@ from jmp_amp.policies.dtypes import (
     is_half,
     short_name,
 )
-from jmp_amp.policies.policy import Policy
+from jmp_amp.policies.fp8 import Fp8
+from jmp_amp.policies.patterns import GlobIfPresent
+from jmp_amp.policies.policy import Policy, get_policy
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.recipes import levels
 from jmp_amp.training.loss_scale import LossScale, no_loss_scale, static_loss_scale
 from jmp_amp.training.presets import loss_scale_preset, parameters_of
+
+_FULL = get_policy("float32")
 
 
 def fields_of(
@@ -42,6 +48,7 @@ def fields_of(
     stored = _stored(call, half)
     compute = half if level.by_operation or is_half(stored) else F32
     outputs = call.dtype("cast_model_outputs")
+    matmul = Fp8() if level.fp8 else None
     losses = call.properties.get("num_losses", 1)
     if isinstance(losses, bool) or not isinstance(losses, int) or losses < 1:
         call.refuse("a number of losses is an int, at least 1.", "num_losses")
@@ -50,7 +57,9 @@ def fields_of(
     fields = dict(
         name=name,
         system=level.system,
-        policy=_policy(call, Policy(stored or F32, compute, outputs or F32)),
+        policy=_policy(
+            call, Policy(stored or F32, compute, outputs or F32, matmul=matmul)
+        ),
         loss_scale=_loss_scale(call, half if enabled else F32),
         cast_model_type=stored,
         keep_batchnorm_fp32=call.flag("keep_batchnorm_fp32", level.keep_batchnorm_fp32),
@@ -134,11 +143,6 @@ class _RecipeCall:
 
     def _named_level(self) -> levels.Level:
         names = ", ".join(levels.LEVELS)
-        if self.name == "fp8":
-            self.refuse(
-                f"there is no recipe for fp8 yet. In half precision there are {names}.",
-                error=NotImplementedError,
-            )
         if not isinstance(self.name, str) or self.name not in levels.LEVELS:
             hint = _hint(str(self.name))
             self.refuse(f"unknown recipe. {hint}There are {names}.")
@@ -221,6 +225,11 @@ def _half(call: _RecipeCall) -> np.dtype:
     text = f"recipe({call.name!r}, half_dtype={{}})"
     asked = None if given is None else floating_dtype(given, text)
     stored = call.dtype("cast_model_type")
+    if asked not in (None, BF16) and call.level.fp8:
+        call.refuse(
+            f"half_dtype={given!r}, but what is not fp8 is bf16: f16 has no room for "
+            "products of 8-bit floats. Leave half_dtype out."
+        )
     if asked is not None and not is_half(asked):
         call.refuse(f"half_dtype={given!r} is no half dtype. Use float16 or bfloat16.")
     if asked is not None and named not in (None, asked):
@@ -259,7 +268,17 @@ def _policy(call: _RecipeCall, policy: Policy) -> Policy | PolicyMap:
     layers = call.properties.get("excluded_layers", ())
     if isinstance(layers, str | type) or not isinstance(layers, Iterable):
         layers = (layers,)
-    return PolicyMap(policy, dict.fromkeys(layers, "float32")) if layers else policy
+    layers = list(dict.fromkeys(layers))
+    entries: list[tuple[Any, Policy]] = [(each, _FULL) for each in layers]
+    if call.level.fp8:
+        heads = dataclasses.replace(policy, matmul=None)
+        own = [each for each in levels.HEADS if each not in layers]
+        entries = [*((each, heads) for each in own), *entries]
+        # Heads in what is excluded are excluded too, else they would stay bf16.
+        globs = [each for each in layers if isinstance(each, str) and each != "**"]
+        inside = [GlobIfPresent(f"{each}/**".lstrip("/")) for each in globs]
+        entries += [(each, _FULL) for each in inside if each not in layers]
+    return PolicyMap(policy, entries) if entries else policy
 
 
 def _loss_scale(call: _RecipeCall, half: np.dtype) -> LossScale:

@@ -8,7 +8,6 @@ in, whether the optimizer keeps masters, a loss scale. The meaning of a name is 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -17,16 +16,14 @@ import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
-from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from jmp_amp.plan.operations import ARITHMETIC
-from jmp_amp.policies.dtypes import F32, PyTree, is_half, short_name
-from jmp_amp.policies.patterns import Pattern
+from jmp_amp.policies.dtypes import F32, PyTree, is_half
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap
+from jmp_amp.recipes import recipe_tables
 from jmp_amp.recipes.overrides import fields_of
-from jmp_amp.reports.tables import Table, as_text
+from jmp_amp.reports.tables import as_text
 from jmp_amp.training.checkpoints import export_params
 from jmp_amp.training.digits import WEIGHT_STATES, begin_with
 from jmp_amp.training.loss_scale import LossScale
@@ -229,27 +226,16 @@ class Recipe:
             )
 
     def __str__(self) -> str:
-        policy = self.policy
-        default = policy.default if isinstance(policy, PolicyMap) else policy
-        stored = default.param_dtype
-        norms = F32 if self.keep_batchnorm_fp32 is not False else stored
-        dtypes = (stored, default.compute_dtype, default.output_dtype, norms)
-        value = _power(self.loss_scale.value)
-        row = (
-            *map(short_name, dtypes),
-            "yes" if self.master_weights else "no",
-            f"dynamic, {value}" if self.loss_scale.dynamic else value,
-            str(self.num_losses),
-        )
-        columns = ("parameters", "compute", "outputs", "norms", "masters", "loss scale")
+        norms_full = self.keep_batchnorm_fp32 is not False
         note = "" if self.enabled else "Not enabled: f32 throughout."
-        if isinstance(policy, PolicyMap):
-            note += f"In f32: {', '.join(_pattern_name(p) for p, _ in policy.entries)}."
-        for names, where in ((default.low, "half"), (default.full, "f32")):
-            # OD names nearly all operations, which its name says.
-            if names and not names >= ARITHMETIC - default.low:
-                note += f" Operations in {where}: {', '.join(sorted(names))}."
-        table = Table("", (*columns, "losses"), [row], ("losses",), note.strip())
+        table = recipe_tables.of_recipe(
+            self.policy,
+            self.loss_scale,
+            norms="f32" if norms_full else None,
+            masters="yes" if self.master_weights else "no",
+            losses=str(self.num_losses),
+            note=note,
+        )
         return as_text(f"{self.name} of {self.system}", [table], 100)
 
     def __repr__(self) -> str:
@@ -276,6 +262,7 @@ def recipe(
     OD                 Paddle      f32        products   f32     no      paddle
     auto               MindSpore   f32        autocast   f32     no      mindspore
     fp16, bf16         Colossal-AI f32        autocast   f32     no      torch
+    fp8                Colossal-AI f32        fp8        f32     no      torch
     fp16_apex          Colossal-AI f32        autocast   f32     no      apex
     fp16_naive         Colossal-AI half       autocast   f32     yes     colossalai
     mixed_float16, ... Keras       f32        autocast   f32     no      keras
@@ -283,7 +270,9 @@ def recipe(
 
     Operations that need f32 have it in all of them: O2 and O3, which run whole models
     in half elsewhere, only store parameters in half. "products" has only matrix
-    products and convolutions in half. bf16 is not scaled by default. Sources:
+    products and convolutions in half. bf16 is not scaled by default. "fp8" is "bf16"
+    with matrix products of 8-bit floats, see `amp.Fp8`; heads (`**/lm_head`, `**/head`,
+    `**/logits`, `**/classifier`, `attend` of an embedding) stay bf16. Sources:
     apex/amp/frontend.py; paddle/amp/auto_cast.py; mindspore/train/amp.py;
     colossalai/booster/mixed_precision; keras/src/dtype_policies.
 
@@ -303,7 +292,8 @@ def recipe(
           `Recipe.loss_scales`. `enabled`: False is f32 throughout, nothing is scaled.
         * `custom_white_list`, `custom_black_list`: operations that run in half and in
           f32, by Paddle's names or ours. `excluded_layers`: classes of modules, or path
-          globs, in f32.
+          globs, in f32. In "fp8" a head inside of such a class stays bf16; inside of a
+          glob it is f32 too.
         * `master_grad`: gradients are f32 here, whatever this says. `save_dtype`: see
           `Recipe.export_params`.
         * `opt_level`: of "fp16_apex", "O0" to "O3".
@@ -311,7 +301,6 @@ def recipe(
     Raises:
       ValueError: if the name is unknown, or a property contradicts it.
       TypeError: if a property is unknown, or of the wrong kind.
-      NotImplementedError: for "fp8".
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -327,19 +316,6 @@ def recipe(
       (Array(1., dtype=float32), [[-0.5], [-0.5]])
     """
     return Recipe(**fields_of(name, half_dtype, overrides))
-
-
-def _power(value: jax.Array) -> str:
-    """A loss scale, as a power of two if it is one."""
-    if isinstance(value, Tracer):
-        return "traced"
-    mantissa, exponent = math.frexp(float(value))
-    is_power = mantissa == 0.5 and exponent != 1
-    return f"2^{exponent - 1}" if is_power else f"{float(value):g}"
-
-
-def _pattern_name(pattern: Pattern) -> str:
-    return getattr(pattern, "__name__", str(pattern))
 
 
 def _has_half(params: PyTree) -> bool:

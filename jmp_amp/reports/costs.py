@@ -16,6 +16,7 @@ import numpy as np
 from jax.core import ShapedArray
 
 from jmp_amp.plan import jaxprs
+from jmp_amp.plan.fp8_products import NAMES
 from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Var
 
 
@@ -196,6 +197,8 @@ def _origin(made: dict[Var, Eqn], atom: Atom) -> Atom:
     eqn = made[atom]
     if jaxprs.is_conversion(eqn):
         return _origin(made, eqn.invars[0])
+    if eqn.primitive.name == "name" and eqn.params["name"] in NAMES:
+        return _origin(made, _quantised(made, atom))
     bodies = jaxprs.inner_bodies(eqn)
     if not bodies:
         return atom
@@ -208,6 +211,19 @@ def _origin(made: dict[Var, Eqn], atom: Atom) -> Atom:
     return (
         atom if operand in jaxprs.carried(eqn) else _origin(made, eqn.invars[operand])
     )
+
+
+def _quantised(made: dict[Var, Eqn], atom: Atom) -> Atom:
+    """Returns the array of which a rewrite made 8-bit floats, see `Rewrite.shared`.
+
+    Its gradient is stopped first.
+    """
+    while not isinstance(atom, jaxprs.Literal) and atom in made:
+        eqn = made[atom]
+        atom = eqn.invars[0]
+        if eqn.primitive.name == "stop_gradient":
+            break
+    return atom
 
 
 def _makers(made: dict[Var, Eqn], var: Var) -> tuple[Eqn, ...]:

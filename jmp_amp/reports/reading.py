@@ -8,7 +8,7 @@ that it is in and the casts that it costs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,12 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan import jaxprs, regions
+from jmp_amp.plan.fp8_choice import sides_of
 from jmp_amp.plan.jaxprs import Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.operations import OPERATIONS
 from jmp_amp.plan.plan import EquationPlan, Identity, Plan
+from jmp_amp.plan.rewriting import Shared
 from jmp_amp.plan.values import castable, traced_dtype
 from jmp_amp.plan.walk import Walk
 from jmp_amp.policies.dtypes import short_name
+from jmp_amp.policies.patterns import describe, text_of
+from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.reports.costs import (
     Matmuls,
     Residual,
@@ -33,6 +37,7 @@ from jmp_amp.reports.costs import (
 from jmp_amp.reports.opaque import reason_of
 from jmp_amp.reports.rows import Cast, Equation, Saved
 from jmp_amp.transform.interpreter import PlannedCall, run
+from jmp_amp.transform.scopes import entry_of
 
 # What JAX adds to the name stack of a checkpoint.
 _NO_MODULES = ("", "checkpoint", "rematted_computation")
@@ -49,7 +54,7 @@ def read_plan(call: PlannedCall) -> tuple[Equation, ...]:
         _Slot(v, traced_dtype(v) and np.dtype(array.dtype))
         for v, array in zip(plan.body.jaxpr.invars, call.arrays, strict=True)
     ]
-    found, returned = _Reader(_Place()).read(plan, inputs)
+    found, returned = _Reader(_Place(), _switched_off(call.policies)).read(plan, inputs)
     if returned:
         found.append(
             Equation(
@@ -68,6 +73,17 @@ def read_plan(call: PlannedCall) -> tuple[Equation, ...]:
             )
         )
     return tuple(found)
+
+
+def _switched_off(policies: PolicyMap) -> dict[int, str]:
+    """Returns the entries that switch fp8 off, with the reason for the report."""
+    if policies.default.matmul is None:
+        return {}
+    return {
+        number: f"the policy of {text_of(pattern) or describe(pattern)}"
+        for number, (pattern, policy) in enumerate(policies.entries)
+        if policy.matmul is None
+    }
 
 
 class SavedBytes(NamedTuple):
@@ -175,12 +191,14 @@ class _Place:
       times: how often they run.
       depth: how many calls they are inside of.
       identity: the identity of the equation that calls, and the number of its body.
+      entry: the number of the entry of the map that gave the module its policy.
     """
 
     module: str = ""
     times: int = 1
     depth: int = 0
     identity: tuple[int, ...] = ()
+    entry: int | None = None
 
 
 class _Reader(Walk[_Slot]):
@@ -191,13 +209,17 @@ class _Reader(Walk[_Slot]):
       found: the rows of each of its equations: its own, and those of its bodies.
       casts: the casts since the last equation, with the slots that they read.
       entering: the casts of the values that an island begins with.
+      quantisations: the arrays that became 8-bit floats since the last equation.
+      switched_off: for each entry of the map without fp8, why a product is not fp8.
     """
 
-    def __init__(self, place: _Place) -> None:
+    def __init__(self, place: _Place, switched_off: Mapping[int, str]) -> None:
         self.place = place
+        self.switched_off = switched_off
         self.found: dict[int, list[Equation]] = {}
         self.casts: list[tuple[_Slot, np.dtype]] = []
         self.entering: list[Cast] = []
+        self.quantisations = 0
 
     def read(
         self, plan: Plan, inputs: Sequence[_Slot]
@@ -220,6 +242,10 @@ class _Reader(Walk[_Slot]):
         self.casts.append((value, dtype))
         return dataclasses.replace(value, dtype=dtype)
 
+    def quantised(self, value: _Slot, shared: Shared) -> _Slot:
+        self.quantisations += 1
+        return value
+
     def island(
         self, compute: Callable[..., list[_Slot]], inputs: list[_Slot]
     ) -> list[_Slot]:
@@ -233,6 +259,7 @@ class _Reader(Walk[_Slot]):
     ) -> list[_Slot]:
         read()
         casts, self.entering = self.entering, []
+        quantisations, self.quantisations = self.quantisations, 0
         operands = self._noted("operand")
         # A cast of the program's own is not one that the plan inserts.
         casts += [] if jaxprs.is_conversion(eqn) else operands
@@ -247,14 +274,32 @@ class _Reader(Walk[_Slot]):
             self.place,
             module=_joined(self.place.module, *module_scopes(eqn)),
             identity=(*self.place.identity, planned.index),
+            entry=self._entry(eqn),
         )
         rows: list[Equation] = []
         for number, plan in enumerate(planned.bodies):
             equations, returned = self._inside(eqn, planned, plan, number, here)
             rows += equations
             casts += returned
-        self.found[planned.index] = [_row(eqn, planned, here, casts), *rows]
+        row = _row(eqn, planned, here, casts)
+        if quantisations:
+            row = dataclasses.replace(row, quantisations=quantisations)
+        self.found[planned.index] = [self._by_map(row, here), *rows]
         return slots
+
+    def _entry(self, eqn: Eqn) -> int | None:
+        if not self.switched_off:
+            return None
+        found = entry_of(jaxprs.scope_text(eqn))
+        return self.place.entry if found is None else found
+
+    def _by_map(self, row: Equation, here: _Place) -> Equation:
+        """Returns a row; the map may be why its product is not one of 8-bit floats."""
+        is_low = row.matmuls and row.op_class == "low" and not row.fp8_matmuls
+        reason = None if here.entry is None else self.switched_off.get(here.entry)
+        if not is_low or reason is None:
+            return row
+        return dataclasses.replace(row, reason=reason)
 
     def _inside(
         self, eqn: Eqn, planned: EquationPlan, plan: Plan, number: int, here: _Place
@@ -270,8 +315,9 @@ class _Reader(Walk[_Slot]):
             here.times * jaxprs.repetitions(eqn),
             here.depth + 1,
             (*here.identity, number),
+            here.entry,
         )
-        return _Reader(place).read(plan, inputs)
+        return _Reader(place, self.switched_off).read(plan, inputs)
 
     def _noted(self, where: str) -> list[Cast]:
         """Returns the casts since the last equation."""
@@ -303,13 +349,15 @@ def _row(
     is_opaque = _is_opaque(eqn, planned)
     matmuls = _matmuls(eqn, planned, is_opaque, place.times)
     dtype = None if planned.bodies else _dtype(eqn, planned)
+    fp8 = None if planned.rewrite is None else planned.rewrite.fp8
+    is_fp8 = fp8 is not None
     return Equation(
         module=place.module,
         operation=eqn.primitive.name,
         calls=_called(eqn),
         source=jaxprs.source_line(eqn),
         shapes=tuple(map(_shape, eqn.outvars)),
-        dtype="" if dtype is None else short_name(dtype),
+        dtype=fp8.forward if fp8 else ("" if dtype is None else short_name(dtype)),
         is_floating=not planned.bodies and _is_floating(eqn),
         op_class=planned.rule.op_class.value,
         decided_by=planned.rule.decided_by,
@@ -320,6 +368,9 @@ def _row(
         matmuls_in_half=matmuls.in_half,
         flops=matmuls.flops,
         flops_in_half=matmuls.flops_in_half,
+        fp8_matmuls=int(is_fp8),
+        fp8_flops=matmuls.flops * is_fp8,
+        smallest_side=min(sides_of(eqn)) if is_fp8 else 0,
         elements=sum(map(_size, eqn.outvars)) * place.times,
         times=place.times,
         depth=place.depth,

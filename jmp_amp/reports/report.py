@@ -75,17 +75,52 @@ class Report:
     @functools.cached_property
     def stays_full(self) -> tuple[Reason, ...]:
         """Why floating-point equations stay in f32, the most elements first."""
-        groups: dict[str, list[Equation]] = {}
-        for equation in self.equations:
-            if equation.stays_full and not equation.is_opaque:
-                groups.setdefault(equation.reason, []).append(equation)
-        reasons = []
-        for reason, group in groups.items():
-            elements = sum(e.elements for e in group)
-            operations = tuple(dict.fromkeys(e.operation for e in group))
-            flops = sum(e.flops - e.flops_in_half for e in group)
-            reasons.append(Reason(reason, len(group), elements, operations, flops))
+        full = [e for e in self.equations if e.stays_full and not e.is_opaque]
+        reasons = rows.by_reason(full, lambda e: e.flops - e.flops_in_half)
         return tuple(sorted(reasons, key=lambda reason: -reason.elements))
+
+    @property
+    def asks_for_fp8(self) -> bool:
+        """Whether the policy, or one of the map's, asks for products in 8 bits."""
+        return "m=fp8" in self.policy
+
+    @functools.cached_property
+    def products(self) -> tuple[Reason, ...]:
+        """Matrix products by the reason for their dtype, the most operations first.
+
+        A product of 8-bit floats has its formats as its reason,
+        `e4m3 x e4m3 -> bf16`.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> import jmp_amp as amp
+          >>> x = jax.ShapeDtypeStruct((32, 100), jnp.float32)
+          >>> w = jax.ShapeDtypeStruct((100, 64), jnp.float32)
+          >>> v = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+          >>> report = amp.explain(lambda x, w, v: x @ w @ v, "fp8")(x, w, v)
+          >>> [each.reason for each in report.products]
+          ['k = 100 is no multiple of 16', 'e4m3 x e4m3 -> bf16']
+        """
+        products = [e for e in self.equations if e.matmuls]
+        reasons = rows.by_reason(products, lambda e: e.flops)
+        return tuple(sorted(reasons, key=lambda reason: -reason.flops))
+
+    @property
+    def hardly_pays(self) -> str | None:
+        """Why fp8 will hardly make the program faster, in words; None if it may.
+
+        Quantising reads and writes its operands once more. A product with a side below
+        1024 is not slow enough to make up for that.
+        """
+        products = [e for e in self.equations if e.fp8_matmuls]
+        total = sum(e.fp8_flops for e in products)
+        small = sum(e.fp8_flops for e in products if e.smallest_side < 1024)
+        if not total or small <= total / 2:
+            return None
+        return (
+            f"fp8 will hardly pay: {100 * small / total:.0f}% of its operations are in "
+            "products with a side below 1024."
+        )
 
     @property
     def casts(self) -> dict[str, tuple[int, int]]:
@@ -113,6 +148,8 @@ class Report:
                 f"{total.matmuls_in_half} of {total.matmuls} matmuls in half "
                 f"({share:.0f}% of {quantity(total.flops)}FLOP)"
             )
+        if self.asks_for_fp8:
+            parts.append(_fp8_text(total))
         elements = quantity(total.cast_elements).strip()
         parts.append(f"{total.casts} casts of {elements} elements")
         if self.saved is None:
@@ -256,12 +293,23 @@ class Report:
     def _tables(self) -> list[tables.Table]:
         shown = [
             report_tables.of_modules(self.modules, self.total, self.saved is not None),
+            report_tables.of_products(
+                self.products if self.asks_for_fp8 else (), self.hardly_pays
+            ),
             report_tables.of_reasons(self.stays_full),
             report_tables.of_casts(self.casts),
             report_tables.of_opaque(self.opaque),
             report_tables.of_unused(self.unused_rules),
         ]
         return [table for table in shown if table.rows]
+
+
+def _fp8_text(total: Costs) -> str:
+    share = 100 * total.fp8_flops / total.flops if total.flops else 0.0
+    return (
+        f"{total.fp8_matmuls} of {total.matmuls} matmuls in fp8 ({share:.0f}%) of "
+        f"{total.quantisations} quantised arrays"
+    )
 
 
 def _saved_text(report: Report) -> str:

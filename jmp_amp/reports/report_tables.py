@@ -78,6 +78,13 @@ def of_reasons(reasons: Iterable[Reason]) -> Table:
     return Table("What stays in f32", ("why", *numbers, "operations"), rows, numbers)
 
 
+def of_products(reasons: Iterable[Reason], note: str | None) -> Table:
+    """Returns in which dtype matrix products run and why, under a policy of fp8."""
+    numbers = ("products", "FLOP")
+    rows = [(r.reason, str(r.equations), quantity(r.flops)) for r in reasons]
+    return Table("Matrix products", ("why", *numbers), rows, numbers, note or "")
+
+
 def of_casts(pairs: Mapping[str, tuple[int, int]]) -> Table:
     """Returns how many casts the plan inserts, one row for each pair of dtypes."""
     numbers = ("casts", "elements")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jmp_amp.policies.dtypes import F32, is_half, parse_dtype
+from jmp_amp.policies.dtypes import F32, is_fp8, is_half, parse_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,12 @@ class Equation:
       matmuls_in_half: those with half-precision operands.
       flops: of its matrix products, over all runs.
       flops_in_half: of those with half-precision operands.
+      fp8_matmuls: 1 for a matrix product of 8-bit floats, which is one in half too.
+      fp8_flops: of its 8-bit products, over all runs.
+      smallest_side: of a product of 8-bit floats: the least of its rows, columns and
+        terms; 0 for all else.
+      quantisations: the arrays that become 8-bit floats for it; those that an earlier
+        product of the body shares with it are not counted again.
       elements: of its results, over all runs.
       times: the number of runs, as far as the program tells.
       depth: the number of calls around it.
@@ -71,6 +77,10 @@ class Equation:
     matmuls_in_half: int = 0
     flops: int = 0
     flops_in_half: int = 0
+    fp8_matmuls: int = 0
+    fp8_flops: int = 0
+    smallest_side: int = 0
+    quantisations: int = 0
     elements: int = 0
     times: int = 1
     depth: int = 0
@@ -79,7 +89,8 @@ class Equation:
 
     @property
     def is_in_half(self) -> bool:
-        return self.is_floating and is_half(parse_dtype(self.dtype))
+        dtype = parse_dtype(self.dtype)
+        return self.is_floating and (is_half(dtype) or is_fp8(dtype))
 
     @property
     def stays_full(self) -> bool:
@@ -120,6 +131,9 @@ class Costs(NamedTuple):
       saved: bytes kept for the backward pass under autocast.
       saved_without: bytes without autocast.
       copies, copies_without: of these, copies of arguments in another dtype.
+      fp8_matmuls: matrix products of 8-bit floats.
+      fp8_flops: the operations of these.
+      quantisations: the arrays that become 8-bit floats.
     """
 
     equations: int
@@ -134,10 +148,13 @@ class Costs(NamedTuple):
     saved_without: int
     copies: int
     copies_without: int
+    fp8_matmuls: int = 0
+    fp8_flops: int = 0
+    quantisations: int = 0
 
 
 class Reason(NamedTuple):
-    """The equations that stay in f32 for one reason, and what that costs.
+    """The equations that have their dtype for one reason, and what that costs.
 
     Attributes:
       reason: why, in words.
@@ -145,7 +162,8 @@ class Reason(NamedTuple):
       elements: of their results, over all runs: 2 bytes each more than in half, where
         they are written to memory.
       operations: the names of their primitives.
-      flops: of matrix products that run in f32, over all runs.
+      flops: of matrix products, over all runs; among those that stay in f32, of those
+        that run in f32.
     """
 
     reason: str
@@ -171,6 +189,9 @@ def added_up(equations: Sequence[Equation], saved: Sequence[Saved]) -> Costs:
         saved_without=sum(each.size_without for each in saved),
         copies=sum(each.copies for each in saved),
         copies_without=sum(each.copies_without for each in saved),
+        fp8_matmuls=sum(e.fp8_matmuls for e in equations),
+        fp8_flops=sum(e.fp8_flops for e in equations),
+        quantisations=sum(e.quantisations for e in equations),
     )
 
 
@@ -184,3 +205,27 @@ def by_module(
     for each in saved:
         groups.setdefault(each.module, ([], []))[1].append(each)
     return {path: added_up(*group) for path, group in groups.items()}
+
+
+def by_reason(
+    equations: Sequence[Equation], flops: Callable[[Equation], int]
+) -> list[Reason]:
+    """Returns why equations have their dtype, in the order of the program.
+
+    Args:
+      equations: which ones.
+      flops: what to add up of each.
+    """
+    groups: dict[str, list[Equation]] = {}
+    for equation in equations:
+        groups.setdefault(equation.reason, []).append(equation)
+    return [
+        Reason(
+            reason,
+            len(group),
+            sum(e.elements for e in group),
+            tuple(dict.fromkeys(e.operation for e in group)),
+            sum(map(flops, group)),
+        )
+        for reason, group in groups.items()
+    ]

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from jmp_amp.policies.dtypes import F32, PyTree, cast_leaf, floating_dtype, is_castable
 from jmp_amp.training.digits import DIGIT_STATES, WEIGHT_STATES, with_all_digits
+from jmp_amp.training.overwritten import is_overwritten
 from jmp_amp.training.states import LossScaleState
 from jmp_amp.training.structures import (
     first_difference,
@@ -38,7 +39,8 @@ def export_params(
     Half parameters get the digits that an optimizer keeps of them: the masters of
     `with_master_weights`, the compensations of `with_kahan`. Batch statistics and all
     other floats of the tree are cast too; integers, float64, complex numbers, keys and
-    fp8 are not. Arrays are copied: `params` and `opt_state` may be donated afterwards.
+    fp8 are not, nor is the collection `_overwrite_with_gradient` of flax's fp8 layers.
+    Arrays are copied: `params` and `opt_state` may be donated afterwards.
 
     Args:
       params: a tree, variables or an `nnx.State`; or an nnx module.
@@ -79,14 +81,17 @@ def export_params(
         for path, leaf in leaves_by_path(nnx.as_pure(node.kept))
     }
     exported = []
-    for path, leaf in leaves_by_path(nnx.as_pure(params)):
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(nnx.as_pure(params))[0]:
+        path = jax.tree_util.keystr(keys)
         # The optimizer may have seen the collection `params` only.
         inside = path.removeprefix("['params']")
         found = kept.pop(path, None) or kept.pop(inside, None)
         if found is not None:
             leaf = with_all_digits(leaf, *found, path)
         castable = is_castable(getattr(leaf, "dtype", None))
-        exported.append(owned(cast_leaf(leaf, wanted)) if castable else leaf)
+        if castable and not is_overwritten(keys):
+            leaf = cast_leaf(leaf, wanted)
+        exported.append(owned(leaf) if castable else leaf)
     if kept:
         raise ValueError(
             f"export_params: the optimizer keeps the digits of a parameter at "

@@ -23,7 +23,12 @@ from jmp_amp.training.rounding import (
     round_to,
     with_remainder,
 )
-from jmp_amp.training.structures import TreeStructure, key_paths, leaves_by_path
+from jmp_amp.training.structures import (
+    TreeStructure,
+    is_half_parameter,
+    key_paths,
+    leaves_by_path,
+)
 
 
 class Half(NamedTuple):
@@ -179,9 +184,10 @@ def first_values(params: PyTree, init_from: PyTree | None, call: str) -> PyTree:
     found = dict(leaves_by_path(nnx.as_pure(init_from)))
     leaves, structure = jax.tree.flatten(params)
     call = f"{call}(inner, init_from=...)"
-    for index, path in enumerate(key_paths(nnx.as_pure(params))):
-        leaf = leaves[index]
-        if is_half(getattr(leaf, "dtype", None)):
+    paths = jax.tree_util.tree_flatten_with_path(nnx.as_pure(params))[0]
+    for index, (keys, leaf) in enumerate(paths):
+        if is_half_parameter(keys, leaf):
+            path = jax.tree_util.keystr(keys)
             if init_from is not None:
                 _check_original(leaf, found.get(path), path, call)
             leaves[index] = _new_float32(found.get(path, leaf), leaf)

@@ -14,6 +14,7 @@ from flax import nnx
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.training.loss_scale import LossScale
+from jmp_amp.training.overwritten import map_not_overwritten
 from jmp_amp.training.states import find_loss_scale
 from jmp_amp.training.structures import nodes_of
 from jmp_amp.training.trainable import promote_gradient
@@ -38,7 +39,9 @@ def value_and_grad(
     The loss comes back as `fn` returned it, neither scaled nor cast. The gradients are
     unscaled with the scale that scaled them; those of f16 and bf16 arguments come back
     float32, all others in the dtype of their argument. `aux` is not touched, and a NaN
-    in it has no effect.
+    in it has no effect. Nor is the collection `_overwrite_with_gradient` of flax's fp8
+    layers, in `variables` or deeper: what stands there is not a gradient but the next
+    state, as the layers return it.
 
     A gradient that overflowed is inf or NaN; `with_loss_scale` skips such a step. Keep
     the loss itself in float32: one computed in f16 comes back right, but its gradient
@@ -144,7 +147,7 @@ def _differentiated(
             allow_int=allow_int,
         )(*args, **kwargs)
         if scaler is None:
-            gradients = jax.tree.map(promote_gradient, gradients)
+            gradients = map_not_overwritten(promote_gradient, gradients)
         else:
             gradients = scaler.unscale(gradients)
         return ((loss, aux) if has_aux else loss), gradients

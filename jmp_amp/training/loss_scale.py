@@ -80,7 +80,8 @@ class LossScale:
         f16 and bf16 leaves are multiplied in float32 and come back float32: a loss of
         2.0 at a scale of 2**16 is inf in f16. float32, float64 and complex leaves keep
         their dtype. Everything else (integers, fp8, `float0`, keys, functions,
-        strings) comes back as the same object.
+        strings) comes back as the same object, and so does the collection
+        `_overwrite_with_gradient` of flax's fp8 layers.
 
         Example:
           >>> import jmp_amp as amp
@@ -308,8 +309,8 @@ def _mapped(
     factor: float32[].
     """
 
-    def of(leaf: PyTree) -> PyTree:
-        if not takes_part(leaf):
+    def of(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
+        if not takes_part(path, leaf):
             return leaf
         leaf = jnp.asarray(promote_gradient(leaf))
         by = factor.astype(jnp.finfo(leaf.dtype).dtype)
@@ -318,7 +319,7 @@ def _mapped(
             return jax.lax.complex(operation(leaf.real, by), operation(leaf.imag, by))
         return operation(leaf, by)
 
-    return jax.tree.map(of, tree)
+    return jax.tree_util.tree_map_with_path(of, tree)
 
 
 def _show(leaf: object) -> str:

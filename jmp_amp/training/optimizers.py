@@ -29,8 +29,8 @@ from jmp_amp.training.trainable import (
     promote_gradient,
     takes_part,
     taking_part,
+    untrained_update,
     with_extra_args,
-    zero_update,
 )
 
 
@@ -62,6 +62,12 @@ def with_loss_scale(
     `with_stochastic_rounding`, which add them without loss.
     Leaves that are neither float nor complex, and fp8 ones, take no part: `inner` does
     not see them and their updates are zero.
+
+    Nor does the collection `_overwrite_with_gradient` of flax's fp8 layers, whose
+    "gradients" are the next state: `updates` has there what came in, also in a skipped
+    step and in each micro-step of an accumulation, where the newest replaces the last.
+    It is not for `optax.apply_updates` (apply `updates["params"]`), and
+    `keep_if_finite` takes it back after a skipped step.
 
     For accumulation put this outside: `with_loss_scale(optax.MultiSteps(...))` skips a
     bad micro-step and keeps the sum. Inside, `optax.MultiSteps(with_loss_scale(...))`,
@@ -220,13 +226,13 @@ def _chosen_updates(
 
     finite: bool[].
     """
-    leaves, structure = jax.tree.flatten(gradients)
-    likes = leaves if params is None else jax.tree.leaves(params)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(gradients)
+    likes = jax.tree.leaves(gradients if params is None else params)
     remaining = iter(jax.tree.leaves(proposed))
     chosen = []
-    for gradient, like in zip(leaves, likes, strict=True):
-        if not takes_part(gradient):
-            chosen.append(zero_update(gradient, like))
+    for (path, gradient), like in zip(leaves, likes, strict=True):
+        if not takes_part(path, gradient):
+            chosen.append(untrained_update(path, gradient, like))
             continue
         update = next(remaining)
         update = jnp.where(finite, update, jnp.zeros_like(update))

@@ -19,6 +19,7 @@ from jmp_amp.policies.policy_map import (
     matching_nearest,
     warn_of_unmatched,
 )
+from jmp_amp.training.overwritten import is_overwritten
 
 Tree = TypeVar("Tree")
 
@@ -42,8 +43,8 @@ def cast_params(
 
     The parameters of norm layers (`BatchNorm`, `LayerNorm`, `GroupNorm`, `RMSNorm`,
     ...) are float32, unless an entry of a `PolicyMap` names their class. Batch
-    statistics, caches and random number streams are not cast, nor are integers, float64
-    and fp8.
+    statistics, caches, random number streams and the `_overwrite_with_gradient` of
+    flax's fp8 layers are not cast, nor are integers, float64 and fp8.
 
     A module is known by its class in an nnx module, and in a state of one if `model` is
     given. A linen tree knows names only: a norm is what linen named `LayerNorm_0`, or
@@ -110,7 +111,8 @@ def cast_params(
         modules |= _modules_of(model, params if is_collections else {"params": params})
 
     def leaf_in_its_dtype(keys: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
-        if is_collections and str(getattr(keys[0], "key", "")) != "params":
+        other = is_collections and str(getattr(keys[0], "key", "")) != "params"
+        if other or is_overwritten(keys):
             return leaf
         path = _path(keys, is_collections)[:-1]
         dtype = _dtype_of(path, modules, policies, keep_norms)

@@ -10,6 +10,7 @@ import optax
 from flax import nnx, serialization
 
 from jmp_amp.policies.dtypes import PyTree, is_half
+from jmp_amp.training.overwritten import is_overwritten
 
 
 def leaves_by_path(
@@ -45,6 +46,11 @@ def first_difference(a: Sequence[str], b: Sequence[str]) -> str:
     return (extra or missing or ["a container without leaves"])[0]
 
 
+def is_half_parameter(path: jax.tree_util.KeyPath, leaf: PyTree) -> bool:
+    """Returns whether a leaf is half, and not overwritten with its gradient."""
+    return is_half(getattr(leaf, "dtype", None)) and not is_overwritten(path)
+
+
 @dataclasses.dataclass(frozen=True)
 class TreeStructure:
     """The key paths of a tree and which of its leaves are half, without the leaves.
@@ -54,7 +60,7 @@ class TreeStructure:
 
     Attributes:
       paths: the key path of every leaf.
-      half: for every leaf "bfloat16", "float16" or "", in the order of `paths`.
+      half: for every parameter "bfloat16", "float16" or "", in the order of `paths`.
       known: False if `init` was given the placeholder of `optax.tree.map_params`.
     """
 
@@ -67,8 +73,10 @@ class TreeStructure:
         """Returns the structure of `tree`."""
         if isinstance(tree, _PLACEHOLDER):
             return cls((), (), known=False)
-        dtypes = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(tree)]
-        half = (np.dtype(each).name if is_half(each) else "" for each in dtypes)
+        half = (
+            np.dtype(leaf.dtype).name if is_half_parameter(path, leaf) else ""
+            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        )
         return cls(key_paths(tree), tuple(half))
 
     def matches(self, other: Self) -> bool:

@@ -15,17 +15,21 @@ import optax
 from jax.core import Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType
+from jax.tree_util import KeyPath
 
 from jmp_amp.policies.dtypes import PyTree, is_fp8, is_half
 from jmp_amp.training.finite import is_inexact
+from jmp_amp.training.overwritten import is_overwritten
 
 
-def takes_part(leaf: PyTree) -> bool:
+def takes_part(path: KeyPath, leaf: PyTree) -> bool:
     """Returns whether an optimizer trains a leaf: floats and complex numbers, not fp8.
 
-    `None`, integers, keys, strings and functions are not trained.
+    `None`, integers, keys, strings and functions are not trained, nor is a leaf that is
+    overwritten with its gradient.
     """
-    return is_inexact(leaf) and not is_fp8(getattr(leaf, "dtype", None))
+    is_number = is_inexact(leaf) and not is_fp8(getattr(leaf, "dtype", None))
+    return is_number and not is_overwritten(path)
 
 
 def promote_half(leaf: PyTree) -> PyTree:
@@ -52,18 +56,23 @@ def promote_gradient(leaf: PyTree) -> PyTree:
 
 def taking_part(tree: PyTree, of: Callable[[PyTree], PyTree] = promote_half) -> PyTree:
     """Returns `tree` with `of` each leaf that is trained and the others masked."""
-    return jax.tree.map(
-        lambda leaf: of(leaf) if takes_part(leaf) else optax.MaskedNode(), tree
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: of(leaf) if takes_part(path, leaf) else optax.MaskedNode(),
+        tree,
     )
 
 
-def zero_update(gradient: PyTree, like: PyTree) -> PyTree:
-    """Returns zeros for a leaf that is not trained, or its gradient if it is no number.
+def untrained_update(path: KeyPath, gradient: PyTree, like: PyTree) -> PyTree:
+    """Returns the update of a leaf that is not trained: zeros for numbers.
 
     Args:
-      gradient: the leaf in place of a gradient; returned for strings, keys and None.
+      path: its key path.
+      gradient: the leaf in place of a gradient; returned for strings, keys and None,
+        and where it is the next state itself.
       like: the parameter, if it is known.
     """
+    if is_overwritten(path):
+        return gradient
     for leaf in (like, gradient):
         dtype = getattr(leaf, "dtype", None)
         if dtype is not None and any(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_amp.policies.dtypes import F32, PyTree, is_half
+from jmp_amp.policies.dtypes import F32, PyTree
 from jmp_amp.training.digits import (
     WEIGHT_STATES,
     Half,
@@ -32,6 +32,7 @@ from jmp_amp.training.structures import (
     TreeStructure,
     check_gradients,
     check_half,
+    is_half_parameter,
     nodes_of,
 )
 from jmp_amp.training.trainable import (
@@ -39,8 +40,8 @@ from jmp_amp.training.trainable import (
     promote_gradient,
     takes_part,
     taking_part,
+    untrained_update,
     with_extra_args,
-    zero_update,
 )
 
 Optimizer = optax.GradientTransformation | optax.MultiSteps
@@ -59,6 +60,9 @@ def with_master_weights(
 
     A parameter that was changed outside since the last step, so that it is no longer
     its rounded master, replaces its master.
+
+    The collection `_overwrite_with_gradient` of flax's fp8 layers passes through: its
+    "gradients", which are the next state, are its updates.
 
     Together with loss scaling either goes around the other. Accumulation belongs
     inside: `with_master_weights(optax.MultiSteps(...))`. If the state is sharded and
@@ -214,10 +218,10 @@ def _with_digits(
     def init_fn(params: PyTree) -> PyTree:
         values = first_values(params, init_from, call)
         inner_state = _inner_state(transformation, values, call)
-        kept = jax.tree.map(
-            lambda leaf, value: (
+        kept = jax.tree_util.tree_map_with_path(
+            lambda path, leaf, value: (
                 kind.first(leaf, value)
-                if is_half(getattr(leaf, "dtype", None))
+                if is_half_parameter(path, leaf)
                 else optax.MaskedNode()
             ),
             params,
@@ -274,11 +278,12 @@ def _updating(
             **extra_args,
         )
         remaining = iter(jax.tree.leaves(proposed))
-        gradients, structure = jax.tree.flatten(updates)
+        gradients, structure = jax.tree_util.tree_flatten_with_path(updates)
         chosen, kept = [], []
-        for gradient, leaf, half in zip(gradients, leaves, halves, strict=True):
-            if not takes_part(gradient):
-                update, now = zero_update(gradient, leaf), half and half.kept
+        for (path, gradient), leaf, half in zip(gradients, leaves, halves, strict=True):
+            if not takes_part(path, gradient):
+                update = untrained_update(path, gradient, leaf)
+                now = half and half.kept
             elif half is None:
                 update, now = next(remaining), None
             else:

@@ -13,11 +13,12 @@ import numpy as np
 from flax import linen as nn
 from jax.custom_derivatives import SymbolicZero
 
-from jmp_amp.plan import jaxprs
+from jmp_amp.plan import constructs, jaxprs
 from jmp_amp.plan.jaxprs import ClosedJaxpr, Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.plan import EquationPlan, Plan, plan_as_traced
 from jmp_amp.plan.planner import plan_derivative_rule, plan_program
 from jmp_amp.plan.regions import scope
+from jmp_amp.plan.rewriting import Shared
 from jmp_amp.plan.values import is_inexact
 from jmp_amp.plan.walk import Walk
 from jmp_amp.policies.dtypes import AnyFn, PyTree
@@ -62,6 +63,10 @@ def autocast(
     gradients of float32 parameters are float32. It composes with every transformation
     of JAX, inside and outside. (`jax.experimental.jet` knows no `jax.checkpoint`, which
     is in the result: use it on `autocast(fn)` itself, and `jax.jit` around jet.)
+
+    Under a policy whose `matmul` is an `Fp8`, such as "fp8", matrix products multiply
+    8-bit floats, forward and backward; all else is as under `mixed_bfloat16`. These
+    products have no second derivatives: NotImplementedError.
 
     Loops, branches, calls and sharded maps are entered. Half precision is for what
     matrix units read and for what is stored between layers. Float32 is
@@ -175,6 +180,7 @@ class PlannedCall(NamedTuple):
       returned: returns what the call does, given the outputs of the plan, and writes to
         nnx objects.
       seen: the same, and writes nothing: objects come back as None.
+      policies: the map that it was planned with.
     """
 
     plan: Plan
@@ -182,6 +188,7 @@ class PlannedCall(NamedTuple):
     arrays: list[Value]
     returned: Callable[[Sequence[Value]], PyTree]
     seen: Callable[[Sequence[Value]], PyTree]
+    policies: PolicyMap
 
 
 @contextmanager
@@ -199,7 +206,7 @@ def planned_call(
             traced.jaxpr, policies.default, traced.stored, traced.states
         )
         yield PlannedCall(
-            plan, traced.jaxpr, traced.arrays, traced.returned, traced.seen
+            plan, traced.jaxpr, traced.arrays, traced.returned, traced.seen, policies
         )
 
 
@@ -274,6 +281,11 @@ class Replay(Walk[Value]):
                 value = jax.lax.select(jnp.isinf(value), value, clipped)
             return jax.lax.convert_element_type(value, dtype)
 
+    def quantised(self, value: Value, shared: Shared) -> Value:
+        with self.marks.quantised():
+            found = shared.quantiser(jax.lax.stop_gradient(value))
+            return found.to_keep(shared.name)
+
     def border(self, eqn: Eqn, planned: EquationPlan) -> AbstractContextManager[object]:
         if not self.marks.locates_borders:
             return nullcontext()
@@ -328,8 +340,8 @@ class Replay(Walk[Value]):
         if jaxprs.is_helper(eqn):
             return self.body(bodies[0], operands)
         if jaxprs.is_shard_map(eqn):
-            return jaxprs.bind_shard_map(
-                eqn, lambda *shards: self.body(bodies[0], shards), operands
+            return constructs.bind_shard_map(
+                eqn, lambda *shards: self._apart(bodies[0], shards), operands
             )
         staged = [
             self._staged(plan, [planned.reads[i] for i in inner.operands])
@@ -337,13 +349,18 @@ class Replay(Walk[Value]):
         ]
         return jaxprs.bind_staged(eqn, staged, operands)
 
+    def _apart(self, plan: Plan, args: Sequence[Value]) -> list[Value]:
+        """Runs a body that is traced apart."""
+        with self.marks.body():
+            return self.body(plan, args)
+
     def _staged(self, plan: Plan, dtypes: Sequence[np.dtype | None]) -> ClosedJaxpr:
         """Returns the closed jaxpr of a planned body, staged once for all its calls."""
         if plan not in self.staged:
             avals = [aval_of(v) for v in plan.body.jaxpr.outvars]
 
             def run_body(*args: Value) -> list[jax.Array]:
-                return list(map(jaxprs.as_output, self.body(plan, args), avals))
+                return list(map(jaxprs.as_output, self._apart(plan, args), avals))
 
             self.staged[plan] = jaxprs.trace(
                 run_body, jaxprs.retyped_avals(plan.body, dtypes)
@@ -359,7 +376,7 @@ class Replay(Walk[Value]):
 
         def primal(*xs: Value) -> list[Value]:
             replay = Replay(differentiable=False, marks=self.marks)
-            return replay.body(body, xs)
+            return replay._apart(body, xs)
 
         primal.__name__ = jaxprs.function_name(eqn) or primal.__name__
         rewritten = jax.custom_jvp(primal)

@@ -205,7 +205,12 @@ def cast_inputs(fn: Callable[P, R], dtype: DTypeLike | None = None) -> Callable[
             is_low = isinstance(leaf, jax.Array) and leaf.dtype == target
             return leaf.astype(F32) if lowers and is_low else leaf
 
-        inside = dataclasses.replace(policy, compute_dtype=target, output_dtype=target)
+        inside = dataclasses.replace(
+            policy,
+            compute_dtype=target,
+            output_dtype=target,
+            matmul=policy.matmul if target == policy.compute_dtype else None,
+        )
         with scopes.active_scope(inside):
             args, kwargs = jax.tree.map(lowered, (args, kwargs))
             return jax.tree.map(raised, fn(*args, **kwargs))

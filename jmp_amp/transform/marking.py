@@ -27,12 +27,20 @@ class Marks:
         """Returns the scope of an equation and of the casts around it."""
         return _NONE
 
+    def body(self) -> _Scope:
+        """Returns the scope of a body that is traced apart from those around it."""
+        return _NONE
+
     def border(self, planned: EquationPlan) -> _Scope:
         """Returns the scope of a cast that an island makes for one of its equations."""
         return _NONE
 
     def cast(self) -> _Scope:
         """Returns the scope of a cast that the plan inserts."""
+        return _NONE
+
+    def quantised(self) -> _Scope:
+        """Returns the scope of what makes 8-bit floats of an operand."""
         return _NONE
 
     def results(self, eqn: Eqn, results: Sequence[Value]) -> Sequence[Value]:

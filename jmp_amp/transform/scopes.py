@@ -202,6 +202,15 @@ def noted(program: str, depth: int) -> set[int]:
     return {int(number) for each in found for number in each[1:].split("_")}
 
 
+def entry_of(scope: str) -> int | None:
+    """Returns the entry that gave a module its policy, by name scopes.
+
+    It is one of the map of the outermost autocast; None if none is noted.
+    """
+    found = re.findall(r"amp_entries_0(?:_\d+)*_(\d+)\(\)", scope)
+    return int(found[-1]) if found else None
+
+
 def module_of(scope: str) -> str | None:
     """Returns the path of the module that an equation runs in, by its name scopes.
 
@@ -223,5 +232,5 @@ def _may_be_jitted(cls: type) -> bool:
 def norm_policy(policy: Policy) -> Policy:
     """Returns the policy of a norm module: compute in f32, hand on `policy`'s half."""
     return dataclasses.replace(
-        policy, compute_dtype=F32, output_dtype=policy.compute_dtype
+        policy, compute_dtype=F32, output_dtype=policy.compute_dtype, matmul=None
     )

@@ -197,7 +197,6 @@ def test_every_parameter_of_the_scaler_reaches_it(name, value):
     "arguments, call",
     [
         (["--mixed-precision", "fp61"], lambda: amp.recipe("fp61")),
-        (["--mixed-precision", "fp8"], lambda: amp.recipe("fp8")),
         (["--hysteresis", "-1"], lambda: amp.recipe("fp16", hysteresis=-1)),
         (["--initial-scale", "0"], lambda: amp.recipe("fp16", init_scale=0.0)),
         (["--growth-factor", "0.5"], lambda: amp.recipe("fp16", growth_factor=0.5)),

@@ -264,6 +264,7 @@ def test_without_modules_the_faulty_function_is_named():
     tuning = amp.tune(loss, max_grad_error=5e-3)(w, X, OFFSET)
     assert tuning.policy.default.full == {"cancel"} and not tuning.policy.entries
     assert tuning.cost == tuning.cost_before == 1.0
+    assert "0 entries and 1 name in f32 in the map" in tuning.summary
     assert_meets_its_bound_and_needs_every_entry(tuning, loss, w, X, OFFSET)
 
 
@@ -288,6 +289,14 @@ def test_without_modules_products_are_named_if_it_takes_them():
     tuning = amp.tune(loss, max_grad_error=1e-6)(w, X)
     assert "dot_general" in tuning.policy.default.full and tuning.cost == 0.0
     assert_meets_its_bound_and_needs_every_entry(tuning, loss, w, X)
+
+
+def test_what_a_product_reads_is_rounded_in_the_flagged_program():
+    # The gradient is the sum of a column, 3 * 2**-12; f16 reads it as 2**-10.
+    x = jnp.stack([jnp.full(4, 1.0 + 3 * 2.0**-12), jnp.full(4, -1.0)])
+    tuning = amp.tune(lambda w, x: jnp.sum(x @ w), max_grad_error=0.5)(jnp.eye(4), x)
+    assert tuning.error_before == pytest.approx(1 / 3, rel=1e-6)
+    assert tuning.modules[""].sensitivity == pytest.approx(1 / 3, rel=1e-6)
 
 
 @jax.custom_jvp

@@ -10,6 +10,7 @@ Here alone a case tells its forward pass from its loss: a user wraps the one or 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,8 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from tests.zoo.case import Case, Forward, Loss
+from tests.zoo.case import Case, Forward, Fp8Twin, Loss
+from tests.zoo.language import fp8_twin
 
 Dtype = Any
 # (params, batch) -> (f32[], state of the model)
@@ -29,11 +31,13 @@ class MLP(nn.Module):
     hidden: int
     activation: Callable[[jax.Array], jax.Array] = nn.relu
     dtype: Dtype = None
+    dot_general_cls: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        precision = {"dtype": self.dtype, "dot_general_cls": self.dot_general_cls}
         for _ in range(3):
-            x = self.activation(nn.Dense(self.hidden, dtype=self.dtype)(x))
+            x = self.activation(nn.Dense(self.hidden, **precision)(x))
         return nn.Dense(10, dtype=self.dtype)(x)
 
 
@@ -66,9 +70,12 @@ class Transformer(nn.Module):
     heads: int
     dtype: Dtype = None
     attention_fn: Callable[..., jax.Array] = nn.dot_product_attention
+    dot_general_cls: Any = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array, train: bool) -> jax.Array:
+        cls = self.dot_general_cls
+        dense = functools.partial(nn.Dense, dtype=self.dtype, dot_general_cls=cls)
         x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
         position = self.param(
             "position", nn.initializers.normal(0.02), (1, *x.shape[1:])
@@ -78,11 +85,15 @@ class Transformer(nn.Module):
         for _ in range(2):
             y = nn.LayerNorm(dtype=self.dtype)(x)
             x = x + nn.MultiHeadDotProductAttention(
-                self.heads, dtype=self.dtype, attention_fn=self.attention_fn
+                self.heads,
+                dtype=self.dtype,
+                attention_fn=self.attention_fn,
+                qkv_dot_general_cls=cls,
+                out_dot_general_cls=cls,
             )(y, mask=mask)
             y = nn.LayerNorm(dtype=self.dtype)(x)
-            y = nn.gelu(nn.Dense(4 * self.width, dtype=self.dtype)(y))
-            x = x + nn.Dense(self.width, dtype=self.dtype)(y)
+            y = nn.gelu(dense(4 * self.width)(y))
+            x = x + dense(self.width)(y)
         x = nn.LayerNorm(dtype=self.dtype)(x)
         return nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(x)
 
@@ -146,12 +157,17 @@ class Classifier:
                 mutable=["batch_stats"],
             )
 
+    def half_fields(self, dtype: Dtype) -> dict[str, Any]:
+        """Returns the fields that the twin of the model has otherwise."""
+        fields: dict[str, Any] = {"dtype": jnp.dtype(dtype)}
+        if isinstance(self.model, Transformer):
+            fields["attention_fn"] = attention_with_float32_softmax
+        return fields
+
     def half_forward(self, dtype: Dtype) -> Forward:
         """Returns `forward` of the twin, its logits in f32."""
-        options: dict[str, Any] = {"dtype": jnp.dtype(dtype)}
-        if isinstance(self.model, Transformer):
-            options["attention_fn"] = attention_with_float32_softmax
-        twin = dataclasses.replace(self, model=self.model.clone(**options))
+        in_half = self.model.clone(**self.half_fields(dtype))
+        twin = dataclasses.replace(self, model=in_half)
 
         def half_forward(params: Any, batch: Any) -> tuple[jax.Array, Any]:
             logits, state = twin.forward(params, batch)
@@ -159,12 +175,28 @@ class Classifier:
 
         return half_forward
 
+    def fp8_twin(self) -> Fp8Twin | None:
+        """Returns the bf16 twin with Flax's fp8 layers, for a model without state."""
+        if not hasattr(self.model, "dot_general_cls"):
+            return None
+
+        def loss_of(logits: jax.Array, batch: Any) -> jax.Array:
+            logits = logits.astype(jnp.float32)
+            return mean_cross_entropy(lambda *_: (logits, ()))(None, batch)[0]
+
+        return fp8_twin(
+            self.model.clone(**self.half_fields("bfloat16")),
+            loss_of,
+            lambda batch: (batch["x"], True),
+        )
+
     def case(self) -> Case:
         return Case(
             self.sample,
             loss_alone(self.forward),
             lambda dtype: loss_alone(self.half_forward(dtype)),
             lambda wrap: loss_alone(wrap(self.forward)),
+            self.fp8_twin(),
         )
 
 

@@ -1,12 +1,14 @@
 """Language models: GPT unrolled and in a loop, LLaMA.
 
 The linen models have Flax's own field `dtype`: `None` is the f32 model, a half dtype
-the twin. Where a line says `astype`, it does nothing in the f32 model: it is how the
-twin's author spells the dtype of that value, which follows the dtype of the parameters.
+the twin. Some have its field `dot_general_cls` too, for the twin with its fp8 layers.
+Where a line says `astype`, it does nothing in the f32 model: it is how the twin's
+author spells the dtype of that value, which follows the dtype of the parameters.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from tests.zoo.case import Case, Loss
+from tests.zoo.case import Case, Fp8Twin, Loss
 
 Dtype = Any
 
@@ -85,7 +87,7 @@ def linen_case(
     """Returns the case of a linen model that has a field `dtype`.
 
     Args:
-      model: takes the batch.
+      model: takes the batch. With a field `dot_general_cls` it has an fp8 twin too.
       inputs: key -> batch.
       loss_of: (output of the model, batch) -> f32[].
     """
@@ -104,7 +106,40 @@ def linen_case(
         with jax.numpy_dtype_promotion("standard"):
             return model.init(for_params, batch)["params"], batch
 
-    return Case(sample, loss(model), lambda dtype: loss(model.clone(dtype=dtype)))
+    return Case(
+        sample,
+        loss(model),
+        lambda dtype: loss(model.clone(dtype=dtype)),
+        fp8=fp8_twin(model, loss_of) if hasattr(model, "dot_general_cls") else None,
+    )
+
+
+def fp8_twin(
+    model: nn.Module,
+    loss_of: Callable[[Any, Any], jax.Array],
+    arguments: Callable[[Any], tuple[Any, ...]] = lambda batch: (batch,),
+) -> Fp8Twin:
+    """Returns the bf16 twin of a linen model with the fp8 layers of Flax.
+
+    Args:
+      model: has the fields `dtype` and `dot_general_cls`.
+      loss_of: (output of the model, batch) -> f32[].
+      arguments: batch -> what the model is called with.
+    """
+    name = "_overwrite_with_gradient"
+    cls = nn.fp8_ops.Fp8DirectDotGeneralOp
+    twin = model.clone(dtype=jnp.dtype("bfloat16"), dot_general_cls=cls)
+
+    def scales(batch: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return twin.init(jax.random.key(0), *arguments(batch))[name]
+
+    def loss(params: Any, scales: Any, batch: Any) -> jax.Array:
+        variables = {"params": params, name: scales}
+        with jax.numpy_dtype_promotion("standard"):
+            return loss_of(twin.apply(variables, *arguments(batch)), batch)
+
+    return Fp8Twin(scales, loss)
 
 
 # GPT-2: fused q, k and v, pre-norm, tied embeddings.
@@ -114,40 +149,49 @@ class Attention(nn.Module):
     heads: int
     causal: bool = True
     dtype: Dtype = None
+    dot_general_cls: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        dense = functools.partial(
+            nn.Dense, dtype=self.dtype, dot_general_cls=self.dot_general_cls
+        )
         batch, length, width = x.shape
-        joint = nn.Dense(3 * width, dtype=self.dtype)(x)
+        joint = dense(3 * width)(x)
         joint = joint.reshape(batch, length, 3 * self.heads, -1)
         query, key, value = jnp.split(joint, 3, axis=2)
         mask = causal(length) if self.causal else None
         mixed = attend(query, key, value, mask).reshape(x.shape)
-        return nn.Dense(width, dtype=self.dtype)(mixed)
+        return dense(width)(mixed)
 
 
 class Block(nn.Module):
     heads: int
     causal: bool = True
     dtype: Dtype = None
+    dot_general_cls: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        precision = {"dtype": self.dtype, "dot_general_cls": self.dot_general_cls}
+        dense = functools.partial(nn.Dense, **precision)
         width = x.shape[-1]
         y = nn.LayerNorm(dtype=self.dtype)(x)
-        x = x + Attention(self.heads, self.causal, self.dtype)(y)
+        x = x + Attention(self.heads, self.causal, **precision)(y)
         y = nn.LayerNorm(dtype=self.dtype)(x)
-        y = nn.gelu(nn.Dense(4 * width, dtype=self.dtype)(y))
-        return x + nn.Dense(width, dtype=self.dtype)(y)
+        y = nn.gelu(dense(4 * width)(y))
+        return x + dense(width)(y)
 
 
 class ScannedBlock(nn.Module):
     heads: int
     dtype: Dtype = None
+    dot_general_cls: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        return Block(self.heads, dtype=self.dtype)(x), None
+        precision = {"dtype": self.dtype, "dot_general_cls": self.dot_general_cls}
+        return Block(self.heads, **precision)(x), None
 
 
 class GPT(nn.Module):
@@ -159,9 +203,11 @@ class GPT(nn.Module):
     layers: int
     scanned: bool = False
     dtype: Dtype = None
+    dot_general_cls: Any = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
+        precision = {"dtype": self.dtype, "dot_general_cls": self.dot_general_cls}
         embedding = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
         x = embedding(tokens)
         position = self.param(
@@ -171,14 +217,14 @@ class GPT(nn.Module):
         if self.scanned:
             layers = nn.scan(
                 nn.remat(ScannedBlock, prevent_cse=False),
-                variable_axes={"params": 0},
+                variable_axes={"params": 0, "_overwrite_with_gradient": 0},
                 split_rngs={"params": True},
                 length=self.layers,
             )
-            x, _ = layers(self.heads, dtype=self.dtype)(x, None)
+            x, _ = layers(self.heads, **precision)(x, None)
         else:
             for _ in range(self.layers):
-                x = Block(self.heads, dtype=self.dtype)(x)
+                x = Block(self.heads, **precision)(x)
         return embedding.attend(nn.LayerNorm(dtype=self.dtype)(x))
 
 

@@ -1,0 +1,66 @@
+"""Checks that the policy which a diagnosis suggests keeps a call finite."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+
+from jmp_amp.numerics import programs
+from jmp_amp.numerics.diagnosis import Diagnosis
+from jmp_amp.numerics.losses import LossCall
+from jmp_amp.plan.jaxprs import Value
+from jmp_amp.policies.dtypes import is_half
+from jmp_amp.policies.policy import get_policy
+from jmp_amp.policies.policy_map import PolicyMap
+from jmp_amp.training.finite import all_finite
+from jmp_amp.training.loss_scale import static_loss_scale
+from jmp_amp.transform.interpreter import run
+
+# Traces and plans the call under a map of policies.
+Called = Callable[[PolicyMap], contextlib.AbstractContextManager[LossCall]]
+
+
+def ends_well(
+    call: LossCall, outputs: Sequence[Value], gradients: Sequence[Value]
+) -> Value:
+    """Whether the value of a call and its gradients are finite: bool[]."""
+    return all_finite((call.value(outputs), gradients))
+
+
+def checked(called: Called, found: Diagnosis, scale: float) -> Diagnosis:
+    """Returns a diagnosis whose policy was tried; its default is f32 if that failed.
+
+    Args:
+      called: of the function, whose value and gradients are finite without a policy.
+      found: the diagnosis.
+      scale: of the loss, one that the numbers have room for.
+    """
+    if _is_finite(called, found.policy, scale):
+        return found
+    entries = found.policy.entries
+    policy = PolicyMap(get_policy("float32"), entries)
+    if any(is_half(each.compute_dtype) for _, each in entries):
+        if not _is_finite(called, policy, scale):
+            policy = PolicyMap("float32")
+    told = (
+        f"With {str(found.policy)!r} the run is not finite, so the default of d.policy "
+        "is f32. Look for what is too large where it is used, not where it is made."
+    )
+    return dataclasses.replace(found, policy=policy, advice=(*found.advice, told))
+
+
+def _is_finite(called: Called, policies: PolicyMap, scale: float) -> bool:
+    """Whether a call is finite under a policy; compiles one program."""
+    scaler = static_loss_scale(scale)
+    with called(policies) as call:
+
+        def finite(arrays: Sequence[Value]) -> Value:
+            both = call.with_gradients(lambda xs: run(call.plan, xs), scaler.scale)
+            return ends_well(call, *both(*arrays))
+
+        options = programs.options_for(0)
+        compiled = jax.jit(finite).lower(call.arrays).compile(compiler_options=options)
+        return bool(compiled(call.arrays))

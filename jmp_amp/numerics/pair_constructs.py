@@ -1,0 +1,311 @@
+"""Loops, branches and sharded maps side by side: what runs in them are pairs.
+
+JAX traces a body as a function of arrays, so that the sites that a pair comes from go
+around it: they are known when the body has been traced. The distances of each run come
+out of the construct, merged over turns, branches and shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_amp.numerics import distances
+from jmp_amp.numerics.distances import Distance
+from jmp_amp.numerics.pairs import Frame, Key, Keys, Pair, Values, apart, paired, united
+from jmp_amp.plan import constructs, jaxprs
+from jmp_amp.plan.jaxprs import Eqn, Value
+from jmp_amp.plan.plan import EquationPlan, Plan
+
+
+class Bodies(Protocol):
+    """Who runs the bodies of a construct.
+
+    Attributes:
+      operands: for each site, the sites that its operands come from.
+      mesh: the `shard_map` equation around, if there is one.
+    """
+
+    operands: dict[Key, Keys]
+    mesh: Eqn | None
+
+    def run(self, plan: Plan, pairs: Sequence[Pair], path: tuple[int, ...]) -> Frame:
+        """Runs a body that may run several times, or on some shards only."""
+        ...
+
+    def note(self, keys: Sequence[Keys], found: Sequence[Distance]) -> None:
+        """Notes distances of all runs of a body."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Construct:
+    """A loop, a branch or a sharded map, and what it is given.
+
+    Attributes:
+      walk: who runs its bodies.
+      eqn: the equation.
+      planned: its plan.
+      operands: those of both runs.
+      identity: that of the equation.
+    """
+
+    walk: Bodies
+    eqn: Eqn
+    planned: EquationPlan
+    operands: list[Pair]
+    identity: tuple[int, ...]
+
+    def run(self, number: int, pairs: Sequence[Pair]) -> Frame:
+        """Runs one of its bodies."""
+        path = *self.identity, number
+        return self.walk.run(self.planned.bodies[number], pairs, path)
+
+    def structure(self, run: Callable[..., Frame], *args: object) -> Frame:
+        """Returns the frame of a run that has compared nothing; computes nothing."""
+        frames: list[Frame] = []
+
+        def distances_of(*args: object) -> list[Distance]:
+            frames.append(run(*args))
+            return frames[-1].distances
+
+        shapes = jax.eval_shape(distances_of, *args)
+        nothing = jax.tree.map(self._nothing, shapes)
+        return frames[-1]._replace(distances=nothing, results=[])
+
+    def _nothing(self, like: jax.ShapeDtypeStruct) -> jax.Array:
+        return self.varying(jnp.zeros(like.shape, like.dtype))
+
+    def varying(self, array: jax.Array) -> jax.Array:
+        """Returns an array that differs between the shards along all axes, if any."""
+        mesh = self.walk.mesh
+        if mesh is None:
+            return array
+        # It may differ along some of them already.
+        return array + constructs.varying(mesh, jnp.zeros((), array.dtype))
+
+    def entering(self, carried: range) -> list[Keys]:
+        """Returns where the operands of a loop come from, in every turn.
+
+        A carry comes from before the loop, or from the turn before: it has a key of its
+        own, as if it were a site.
+        """
+        made = [pair.made for pair in self.operands]
+        for number, i in enumerate(carried):
+            key = self.identity, f"carry{number}"
+            self.walk.operands[key] = made[i]
+            made[i] = (key,)
+        return made
+
+    def leaving(
+        self, results: Sequence[Pair], last: Sequence[Pair], before: Sequence[Keys]
+    ) -> list[Pair]:
+        """Returns results with the sites that made them.
+
+        Args:
+          results: of the construct.
+          last: of a run of its body.
+          before: the keys of what a loop carries; its first results are theirs.
+        """
+        made = []
+        for i, pair in enumerate(results):
+            carried = before[i] if i < len(before) else ()
+            for key in carried:
+                operands = self.walk.operands
+                operands[key] = (*operands[key], *last[i].made)
+            keys = united([last[i].made, carried])
+            made.append(dataclasses.replace(pair, made=keys))
+        return made
+
+
+def scan(construct: Construct) -> list[Pair]:
+    """Runs all turns of a `scan`."""
+    eqn, operands = construct.eqn, construct.operands
+    carried = jaxprs.carried(eqn)
+    count = len(carried)
+    made = construct.entering(carried)
+    before = made[carried.start : carried.stop]
+    frames: list[Frame] = []
+
+    def turn(carry: Values, xs: Values) -> tuple[Values, Any]:
+        pairs = [*operands[: carried.start], *paired(carry, before)]
+        frame = construct.run(0, [*pairs, *paired(xs, made[carried.stop :])])
+        frames.append(frame)
+        low, full = apart(frame.results)
+        after = low[:count], full[:count]
+        return after, ((low[count:], full[count:]), frame.distances)
+
+    start = apart(operands[carried.start : carried.stop])
+    xs = apart(operands[carried.stop :])
+    carry, (ys, found) = constructs.scan(eqn, turn, start, xs)
+    frame = frames[-1]
+    construct.walk.note(frame.keys, list(map(_over_turns, found)))
+    return construct.leaving([*paired(carry), *paired(ys)], frame.results, before)
+
+
+_State = tuple[tuple[Value, Value], Values, list[Distance], list[Distance]]
+
+
+def while_loop(construct: Construct) -> list[Pair]:
+    """Runs a `while` until both have ended; distances count while both go on."""
+    eqn, operands = construct.eqn, construct.operands
+    carried = jaxprs.carried(eqn)
+    made = construct.entering(carried)[carried.start :]
+    of_condition, of_body = (
+        [operands[i] for i in inner.operands if i not in carried]
+        for inner in jaxprs.inner_bodies(eqn)
+    )
+
+    def test(carry: Values) -> Frame:
+        return construct.run(0, [*of_condition, *paired(carry, made)])
+
+    def step(carry: Values) -> Frame:
+        return construct.run(1, [*of_body, *paired(carry, made)])
+
+    start = apart([operands[i] for i in carried])
+    tested, stepped = construct.structure(test, start), construct.structure(step, start)
+    frames = {"test": tested, "step": stepped}
+
+    def once_more(carry: Values) -> tuple[tuple[Value, Value], list[Distance]]:
+        frame = frames["test"] = test(carry)
+        (goes_on,) = frame.results
+        return (goes_on.low, goes_on.full), frame.distances
+
+    def turn(state: _State) -> _State:
+        (goes, went), carry, of_test, of_step = state
+        frames["step"] = frame = step(carry)
+        low, full = apart(frame.results)
+        # Under `vmap`, each example has a condition.
+        both = (goes & went).any()
+        of_step = _add_if(both, of_step, frame.distances)
+        after = (
+            list(map(functools.partial(_chosen, goes), low, carry[0])),
+            list(map(functools.partial(_chosen, went), full, carry[1])),
+        )
+        goes_on, of_next = once_more(after)
+        of_test = _add_if(both, of_test, of_next)
+        return (goes & goes_on[0], went & goes_on[1]), after, of_test, of_step
+
+    goes_on, found = once_more(start)
+    first = jax.tree.map(jnp.add, tested.distances, found)
+    _, carry, of_test, of_step = jax.lax.while_loop(
+        lambda state: (state[0][0] | state[0][1]).any(),
+        turn,
+        (goes_on, start, first, stepped.distances),
+    )
+    construct.walk.note(frames["test"].keys, of_test)
+    construct.walk.note(frames["step"].keys, of_step)
+    return construct.leaving(paired(carry), frames["step"].results, made)
+
+
+def cond(construct: Construct) -> list[Pair]:
+    """Runs the policy's branch for both, then the other's own if it differs."""
+    index, *others = construct.operands
+    made = [pair.made for pair in others]
+    plans, values = construct.planned.bodies, apart(others)
+
+    def run(number: int, values: Values) -> Frame:
+        return construct.run(number, paired(values, made))
+
+    runners = [functools.partial(run, number) for number in range(len(plans))]
+    nothing = [construct.structure(each, values) for each in runners]
+    frames = list(nothing)
+
+    def branch(number: int, values: Values) -> tuple[Values, Any]:
+        frame = frames[number] = run(number, values)
+        found = [each.distances for each in nothing]
+        found[number] = jax.tree.map(jnp.add, found[number], frame.distances)
+        return apart(frame.results), found
+
+    branches = [functools.partial(branch, number) for number in range(len(plans))]
+    (low, full), found = jax.lax.switch(index.low, branches, values)
+    for frame, each in zip(frames, found, strict=True):
+        construct.walk.note(frame.keys, each)
+    as_it_is = [functools.partial(jaxprs.run_as_traced, plan.body) for plan in plans]
+    full = jax.lax.cond(
+        index.low == index.full,
+        lambda full, values: full,
+        lambda full, values: jax.lax.switch(index.full, as_it_is, values[1]),
+        full,
+        values,
+    )
+    results = zip(*(frame.results for frame in frames), strict=True)
+    made_by = [united([pair.made for pair in each]) for each in results]
+    return paired((low, full), made_by)
+
+
+def shard_map(construct: Construct) -> list[Pair]:
+    """Runs a sharded map; the distances of all shards are merged."""
+    eqn, walk = construct.eqn, construct.walk
+    axes, before = constructs.mapped_axes(eqn), walk.mesh
+    made = [pair.made for pair in construct.operands]
+    frames: list[Frame] = []
+
+    def shard(*shards: Value) -> list[Value]:
+        values = list(shards[: len(made)]), list(shards[len(made) :])
+        walk.mesh = eqn
+        try:
+            frame = construct.run(0, paired(values, made))
+            found = jax.tree.map(construct.varying, frame.distances)
+        finally:
+            walk.mesh = before
+        frames.append(frame)
+        low, full = apart(frame.results)
+        whole = [distances.across(each, axes) for each in found]
+        return [*low, *full, *jax.tree.leaves(whole)]
+
+    low, full = apart(construct.operands)
+    flat = [*low, *full]
+    # How many distances there are is known only when the body has been traced.
+    with contextlib.suppress(_Counted):
+        constructs.bind_shard_map(eqn, _counting(shard), flat, copies=2)
+    leaves, tree = jax.tree.flatten(frames[-1].distances)
+    results = constructs.bind_shard_map(eqn, shard, flat, len(leaves), copies=2)
+    width = len(eqn.outvars)
+    walk.note(frames[-1].keys, tree.unflatten(results[2 * width :]))
+    pairs = paired((results[:width], results[width : 2 * width]))
+    return construct.leaving(pairs, frames[-1].results, ())
+
+
+class _Counted(Exception):
+    """Ends the trace of a sharded body, when all is known of it."""
+
+
+def _counting(shard: Callable[..., list[Value]]) -> Callable[..., list[Value]]:
+    def run(*shards: Value) -> list[Value]:
+        shard(*shards)
+        raise _Counted
+
+    return run
+
+
+def _chosen(condition: Value, yes: Value, no: Value) -> Value:
+    leading = tuple(range(np.ndim(condition)))
+    whole = jax.lax.broadcast_in_dim(condition, np.shape(yes), leading)
+    return jax.lax.select(whole, yes, no)
+
+
+def _add_if(
+    condition: Value, before: list[Distance], after: list[Distance]
+) -> list[Distance]:
+    """Returns distances with those of another run, if a condition holds."""
+    choose = functools.partial(_chosen, condition)
+    return [
+        jax.tree.map(choose, distances.merged(a, b), a)
+        for a, b in zip(before, after, strict=True)
+    ]
+
+
+def _over_turns(found: Distance) -> Distance:
+    """Returns distances [turns, n], merged over the turns."""
+    turns, count = found.exponent.shape
+    rows = jnp.tile(jnp.arange(count, dtype=jnp.int32), turns)
+    flat = jax.tree.map(lambda x: x.reshape(-1), found)
+    return distances.added(flat, rows, count)

@@ -1,0 +1,87 @@
+"""The policy that a diagnosis suggests is finite wherever the function is."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+
+import jmp_amp as amp
+
+SMALL, LARGE = jnp.full((4, 4), 1e-5), jnp.full((4, 4), 300.0)
+# A product of one of these and of LARGE fits f16, and a sum of four does not.
+MASKED = jnp.full((4, 4), 200.0).at[0].set(0.0)
+ONES = jnp.ones((4, 4))
+
+
+def masked(w, x):
+    """Overflows forward and backward; in f32 a logarithm of 0 is masked."""
+    large = jnp.mean(x @ w) / 1e9
+    steep = jnp.sum(x * w) / 1e-9
+    return large + steep + jnp.sum(jnp.where(x > 0, jnp.log(x), 0.0))
+
+
+FINITE_ITSELF = {
+    "masked": (masked, "p=f32,c=f16,o=f32,low=mul", (LARGE, MASKED)),
+    "quotient": (lambda w, x: jnp.sum(1 / (x @ w)), "mixed_float16", (SMALL, SMALL)),
+    "backward": (lambda w, x: jnp.sum(x @ w) * 1e9, "mixed_float16", (ONES, ONES)),
+}
+
+
+def assert_finite(fn, policy, *args, scale=1.0):
+    step = jax.value_and_grad(lambda *args: amp.autocast(fn, policy)(*args) * scale)
+    assert amp.all_finite(jax.jit(step)(*args))
+
+
+@pytest.mark.parametrize("name", FINITE_ITSELF)
+def test_where_no_entry_keeps_it_finite_the_default_becomes_f32(name):
+    fn, policy, args = FINITE_ITSELF[name]
+    assert amp.all_finite(jax.value_and_grad(fn)(*args))
+    d = amp.diagnose(fn, policy)(*args)
+    assert not d.is_finite and d.policy == amp.PolicyMap("float32")
+    assert "the default of d.policy is f32" in d.advice[-1]
+    assert_finite(fn, d.policy, *args)
+
+
+class Quotient(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(4, name="other")(x)
+        return nn.Dense(4, name="dense", kernel_init=nn.initializers.constant(1e-5))(x)
+
+
+def test_entries_stay_unless_they_are_what_is_not_finite():
+    params = Quotient().init(jax.random.key(0), SMALL)
+
+    def loss(params, x):
+        return jnp.sum(1 / Quotient().apply(params, x))
+
+    given = amp.PolicyMap("mixed_float16", {"other": "mixed_bfloat16"})
+    d = amp.diagnose(loss, given)(params, SMALL)
+    assert d.policy == amp.PolicyMap("float32", {"other": "mixed_bfloat16"})
+    given = amp.PolicyMap("float32", {"dense": "mixed_float16"})
+    assert amp.diagnose(loss, given)(params, SMALL).policy == amp.PolicyMap("float32")
+
+
+def test_a_loss_scale_that_is_too_large_is_no_matter_of_the_policy():
+    def loss(w, x):
+        return jnp.sum(x @ w)
+
+    scale = amp.static_loss_scale(2.0**20)
+    d = amp.diagnose(loss, "mixed_float16", loss_scale=scale)(ONES, ONES)
+    assert d.gradients[""].nonfinite and d.policy == amp.PolicyMap("mixed_float16")
+    # The largest gradient is 4, what is cast to f16 on its way to the product is 1.
+    assert d.loss_scale == 2.0**10
+    assert_finite(loss, d.policy, ONES, ONES, scale=d.loss_scale)
+
+
+def test_what_the_plan_casts_fits_f16_with_the_loss_scale():
+    def loss(w, x):
+        return jnp.sum(x @ w)
+
+    # The cotangent that is cast is 1, and f16 ends below 2**16; the gradient is 4e-5.
+    d = amp.diagnose(loss, "mixed_float16")(ONES, SMALL)
+    assert d.loss_scale == 2.0**15
+    assert_finite(loss, d.policy, ONES, SMALL, scale=d.loss_scale)
+    scale = amp.static_loss_scale(2.0**20)
+    d = amp.diagnose(loss, "mixed_float16", loss_scale=scale)(ONES, SMALL)
+    assert d.gradients[""].nonfinite and d.loss_scale == 2.0**15

@@ -1,0 +1,222 @@
+"""`diagnose`: an overflow is found in every construct, and a policy without it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
+
+import jmp_amp as amp
+
+
+class Block(nn.Module):
+    factor: float = 1.0
+
+    @nn.compact
+    def __call__(self, x):
+        up = nn.Dense(4, name="up", kernel_init=nn.initializers.ones)(x)
+        return nn.Dense(4, name="down", kernel_init=nn.initializers.ones)(
+            up * self.factor
+        )
+
+
+class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i, factor in enumerate((1.0, 1e4, 1e-9)):
+            x = Block(factor, name=f"b{i}")(x)
+        return x
+
+
+class Layers(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(4, 4, rngs=rngs, kernel_init=nnx.initializers.ones)
+        self.last = nnx.Linear(4, 4, rngs=rngs, kernel_init=nnx.initializers.ones)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.first(self.norm(x) * 0.0 + x) * 1e4) * 1e-9
+
+
+@jax.custom_jvp
+def steep(x):
+    return x * 300.0
+
+
+@steep.defjvp
+def _(primals, tangents):
+    return steep(primals[0]), 300.0 * tangents[0]
+
+
+W, X = jnp.full((4, 4), 30.0), jnp.full((8, 4), 2.0)
+MESH = functools.partial(jax.make_mesh, (8,), ("d",), axis_types=(AxisType.Auto,))
+
+
+def in_a_branch(w, x):
+    def taken(y):
+        return (y @ w) @ w
+
+    return jnp.mean(jax.lax.cond((x @ w)[0, 0] > 0, taken, lambda y: y, x @ w)) * 1e-9
+
+
+def in_a_scan(w, x):
+    return jnp.mean(jax.lax.scan(lambda c, _: (c @ w, None), x @ w, None, 4)[0]) * 1e-9
+
+
+def in_shards(w, x):
+    @functools.partial(
+        jax.shard_map,
+        mesh=MESH(),
+        in_specs=(PartitionSpec(), PartitionSpec("d")),
+        out_specs=PartitionSpec(),
+    )
+    def fn(w, x):
+        return jax.lax.pmean(jnp.mean((x @ w) @ w @ w), "d") * 1e-9
+
+    return fn(w, x)
+
+
+# name: function, arguments, then of the first site: module, operation, line of the
+# product's turn, and how many values of it are not finite.
+# 2 * 4 * 30 = 240; times 120 is 28 800, and 3 456 000 overflows.
+PLANTED: dict[str, tuple] = {
+    "turn of a scan": (in_a_scan, (W, X), "", "dot_general", 1, 3 * 32),
+    "branch": (in_a_branch, (W, X), "", "dot_general", None, 32),
+    "shards": (in_shards, (W, X), "", "dot_general", None, 32),
+    "vmap": (
+        lambda w, x: jnp.mean(jax.vmap(lambda row: row @ w @ w @ w)(x)) * 1e-9,
+        (W, X),
+        "",
+        "dot_general",
+        None,
+        32,
+    ),
+    "remat": (
+        lambda w, x: jnp.mean(jax.checkpoint(lambda y: y @ w @ w)(x @ w)) * 1e-9,
+        (W, X),
+        "",
+        "dot_general",
+        None,
+        32,
+    ),
+    "custom_jvp": (
+        lambda w, x: jnp.mean(steep(x @ w) @ w) * 1e-9,
+        (W, X),
+        "",
+        "mul",
+        None,
+        32,
+    ),
+    "jitted": (
+        lambda w, x: jnp.mean(jax.jit(thrice)(x, w)) * 1e-9,
+        (W, X),
+        "thrice",
+        "dot_general",
+        None,
+        32,
+    ),
+    "parameter": (
+        lambda w, x: jnp.mean((x * 1e-9) @ (w * 1.0)),
+        (W * 1e5, X),
+        "",
+        "convert_element_type",
+        None,
+        16,
+    ),
+}
+
+
+PLANTED_SLOW = ("vmap", "remat", "custom_jvp", "jitted", "parameter")
+
+
+def thrice(x, w):
+    return x @ w @ w @ w
+
+
+@functools.cache
+def planted(name: str) -> amp.Diagnosis:
+    fn, args, *_ = PLANTED[name]
+    return amp.diagnose(fn, "mixed_float16")(*args)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.slow] if n in PLANTED_SLOW else [])
+        for n in PLANTED
+    ],
+)
+def test_an_overflow_is_found_where_it_is_made_and_the_policy_is_finite(name):
+    fn, args, module, operation, turn, nonfinite = PLANTED[name]
+    d = planted(name)
+    first = d.first_nonfinite
+    assert (first.module, first.operation, first.direction, first.dtype) == (
+        module,
+        operation,
+        "forward",
+        "f16",
+    )
+    assert (first.turn, first.nonfinite) == (turn, nonfinite)
+    assert "test_planted_overflows.py" in first.source
+    assert d.policy != amp.PolicyMap("mixed_float16") and d.advice
+    assert not any(s.makes_nonfinite for s in d.reference)
+    value, gradients = jax.jit(jax.value_and_grad(amp.autocast(fn, d.policy)))(*args)
+    assert jnp.isfinite(value) and jnp.isfinite(gradients).all()
+
+
+def test_the_module_that_overflows_is_named_in_linen():
+    params = Stack().init(jax.random.key(0), X)
+
+    def loss(params, x):
+        return jnp.mean(Stack().apply(params, x))
+
+    d = amp.diagnose(loss, "mixed_float16")(params, X)
+    assert d.first_nonfinite.module == "Stack/b1" and d.first_nonfinite.path == "b1"
+    assert str(d.policy.default) == "p=f32,c=f16,o=f32"
+    assert "b1" in [pattern for pattern, _ in d.policy.entries]
+    assert all(str(policy) == "p=f32,c=f32,o=f32" for _, policy in d.policy.entries)
+    step = jax.jit(jax.value_and_grad(amp.autocast(loss, d.policy)))
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(step(params, X)))
+    assert d.modules["Stack/b1"].nonfinite and not d.modules["Stack/b0"].nonfinite
+    keys = [
+        jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)
+    ]
+    assert list(d.gradients) == keys
+
+
+def test_an_nnx_module_is_named_and_left_as_it_was():
+    model = Layers(nnx.Rngs(0))
+    before = jax.tree.map(np.asarray, nnx.state(model))
+
+    def loss(model, x):
+        return jnp.mean(model(x))
+
+    d = amp.diagnose(loss, "mixed_float16")(model, X)
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model))
+    assert d.first_nonfinite.path in ("", "last")
+    _, gradients = amp.value_and_grad(loss)(model, X)
+    paths = jax.tree_util.tree_leaves_with_path(gradients)
+    assert list(d.gradients) == [jax.tree_util.keystr(path) for path, _ in paths]
+    value, _ = amp.value_and_grad(amp.autocast(loss, d.policy))(model, X)
+    assert jnp.isfinite(value)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: jnp.linalg.norm(x @ w),
+        lambda w, x: jnp.sqrt(jnp.sum((x @ w) ** 2)),
+    ],
+    ids=["norm", "sqrt"],
+)
+def test_a_derivative_that_is_infinite_is_found_where_the_forward_pass_is_finite(fn):
+    d = amp.diagnose(fn, "mixed_float16")(W * 0.0, X)
+    assert d.value == 0 and d.first_nonfinite.direction == "backward"
+    assert d.first_nonfinite.operation == "div" and d.first_nonfinite.nonfinite == 1
+    assert d.gradients[""].nonfinite == 16
+    # No policy helps, and none is suggested.
+    assert d.policy == amp.PolicyMap("mixed_float16") and d.advice
