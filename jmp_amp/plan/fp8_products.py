@@ -168,7 +168,7 @@ class _Product(NamedTuple):
             # The dimensions of the terms have one element.
             scale = jnp.transpose(scale, (*dimensions, *contracted[i]))
             sizes = list(scale.shape[: len(dimensions)])
-            others = len(dimensions) if i else len(batched[0])
+            others = len(batched[0]) if i else len(dimensions)
             sizes[others:others] = [1] * len(free[1 - i])
             yield jnp.reshape(scale, sizes)
 
