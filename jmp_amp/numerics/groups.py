@@ -17,7 +17,7 @@ from jmp_amp.plan.jaxprs import Atom, Eqn
 from jmp_amp.plan.modes import Mode
 from jmp_amp.plan.operations import OPERATIONS
 from jmp_amp.plan.plan import EquationPlan, Identity, Plan
-from jmp_amp.plan.regions import Region, region_of
+from jmp_amp.plan.regions import Region, region_at, region_of
 from jmp_amp.plan.values import traced_dtype
 from jmp_amp.policies.dtypes import F32, is_half
 from jmp_amp.policies.policy import Policy
@@ -124,10 +124,10 @@ def policies_in_force(plan: Plan, default: Policy) -> dict[str, Policy]:
     """Returns the policy of the region that each equation is in, by its identity."""
     regions: dict[tuple[int, ...], Region] = {}
     for where, eqn, planned in equations(plan, Place()):
-        around = regions.get(where.identity[:-1], Region("", default))
+        around = regions.get(where.identity[:-1], region_at("", default, None))
         here = (*where.identity, planned.index)
         regions[here] = region_of(jaxprs.scope_text(eqn), around)
-    return {str(Identity(here)): region.policy for here, region in regions.items()}
+    return {str(Identity(here)): region.asked for here, region in regions.items()}
 
 
 def is_rounded(eqn: Eqn, planned: EquationPlan) -> bool:

@@ -172,7 +172,9 @@ def loss_call(
             f"{call}: an argument is a jax.ShapeDtypeStruct, which has no values to "
             "measure. Give arrays; explain(fn, policy) takes shapes."
         )
-    with planned_call(fn, policies, args, dict(kwargs), call, notes_modules) as planned:
+    with planned_call(
+        fn, policies, args, dict(kwargs), call, notes_modules=notes_modules
+    ) as planned:
         loss = _loss_of(planned, has_aux, call)
         places = _places(args, planned.arrays)
         found = [

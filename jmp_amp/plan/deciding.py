@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from jmp_amp.plan import constants, jaxprs
+from jmp_amp.plan.cpu_products import why_f32
 from jmp_amp.plan.decisions import Decision, Option, Standing
 from jmp_amp.plan.fp8_choice import why_not
 from jmp_amp.plan.jaxprs import Eqn, Var, aval_of
@@ -28,7 +29,7 @@ from jmp_amp.plan.rewrites import rewrite_of
 from jmp_amp.plan.rewriting import Rewrite
 from jmp_amp.plan.rules import Rule
 from jmp_amp.plan.values import Known, Origin, Trait, castable, is_inexact, unfit
-from jmp_amp.policies.dtypes import F16, F32, is_castable, is_half
+from jmp_amp.policies.dtypes import BF16, F16, F32, is_castable, is_half
 
 
 def decide(
@@ -103,16 +104,16 @@ def _low(at: Standing, rewrite: Rewrite | None) -> Decision:
     low = at.low
     if rewrite is not None and rewrite.reason:
         origin = Origin.FULL if rewrite.result == F32 else Origin.LOW
-        return at.decision(Mode.IN_DTYPE, low, rewrite.reason, origin)
+        dtype = rewrite.dtype or low
+        return at.decision(Mode.IN_DTYPE, dtype, rewrite.reason, origin)
     if jaxprs.sums_half_in_f32(at.eqn):
         return at.decision(Mode.AS_TRACED, None, "as traced", Origin.FULL)
     misfit = unfit(at.operands, low, "overflows")
     if misfit is not None:
         return at.decision(Mode.IN_DTYPE, F32, misfit, Origin.FULL)
     if not is_half(low):
-        return at.decision(
-            Mode.IN_DTYPE, low, "the policy computes in f32", Origin.FULL
-        )
+        reason = why_f32(at) or "the policy computes in f32"
+        return at.decision(Mode.IN_DTYPE, low, reason, Origin.FULL)
     saturate = any(Trait.OVERSIZED in v.traits for v in at.operands)
     reason = why_not(at) or at.rule.reason
     return at.decision(Mode.IN_DTYPE, low, reason, Origin.LOW, saturate)
@@ -134,9 +135,7 @@ def _follow(at: Standing) -> Decision:
         reason = "kept over the turns of a loop" if carried else "an operand is f32"
         return at.decision(Mode.IN_DTYPE, F32, reason, Origin.FULL)
     if not is_half(low):
-        return at.decision(
-            Mode.IN_DTYPE, low, "the policy computes in f32", Origin.FULL
-        )
+        return _in_f32(at)
     if misfit is not None:
         # Beside half readers alone it saturates, see `_options`.
         saturate = (
@@ -148,6 +147,20 @@ def _follow(at: Standing) -> Decision:
     if kept is not None:
         return at.decision(Mode.IN_DTYPE, F32, kept, Origin.FULL)
     return at.decision(Mode.IN_DTYPE, low, "follows its operands", Origin.LOW)
+
+
+def _in_f32(at: Standing) -> Decision:
+    """Returns the decision for an operation where all but products are f32."""
+    if at.region.cpu is None:
+        reason = "the policy computes in f32"
+        return at.decision(Mode.IN_DTYPE, F32, reason, Origin.FULL)
+    reason = "on a CPU all but products is f32"
+    # For the products that read it, see `cpu_products`.
+    oversized = (
+        role_of(at.name) is Role.CHOOSES
+        and unfit(at.operands, BF16, "overflows") is not None
+    )
+    return at.decision(Mode.IN_DTYPE, F32, reason, Origin.FULL, oversized)
 
 
 def _convert(at: Standing) -> Decision:

@@ -36,9 +36,10 @@ from jmp_amp.plan.jaxprs import (
 from jmp_amp.plan.modes import Demand, Dtypes, Mode, demand_of
 from jmp_amp.plan.origins import Flows
 from jmp_amp.plan.plan import EquationPlan, Plan, RuleContext
-from jmp_amp.plan.regions import Region
+from jmp_amp.plan.regions import Region, region_at
 from jmp_amp.plan.rewriting import Readers
 from jmp_amp.plan.rules import OpClass, Rule
+from jmp_amp.plan.targets import Cpu
 from jmp_amp.plan.values import Known, Origin, Trait, may_round, traced_dtype
 from jmp_amp.policies.dtypes import F32, is_castable, is_half
 from jmp_amp.policies.policy import Policy
@@ -49,6 +50,7 @@ def plan_program(
     policy: Policy,
     stored: Sequence[np.dtype | None],
     states: Sequence[np.dtype | None],
+    cpu: Cpu | None = None,
 ) -> Plan:
     """Returns the plan of a traced function whose arguments are all free.
 
@@ -59,9 +61,10 @@ def plan_program(
       stored: for each argument, the dtype it is stored in if it was traced as f32;
         else None.
       states: for each output that updates a state, the dtype of the state; else None.
+      cpu: the CPU that it is for; None for a GPU or a TPU.
     """
     body = jaxprs.body_of(closed_jaxpr)
-    region = Region("", policy)
+    region = region_at("", policy, cpu)
     argument = Known(Origin.FREE, None, region, frozenset((Trait.PARAMETER,)))
     outputs = [
         _returned(v, state, policy)
@@ -188,7 +191,8 @@ class _Planner:
         if any(e.rewrite is not None and e.rewrite.beside for e in equations):
             equations = _beside_readers(jaxpr, equations)
         islands = ()
-        if saves:
+        # A CPU would rather read than compute again.
+        if saves and flow.region.cpu is None:
             islands = find_islands(flow, equations, outputs, values.dtypes)
         # The gradients of each use of a free f32 value are cast to f32 and then summed.
         cast_per_use = frozenset(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 
+from jmp_amp.plan.targets import Cpu
 from jmp_amp.policies.policy import Policy, get_policy
 
 # The whole of a name, with all three dtypes. Names stand between slashes, and between
@@ -27,12 +28,19 @@ _TRANSFORM = re.compile(r"\w+\(|\)")
 class Region(NamedTuple):
     """Where an equation is: the scope's path, and the policy in force there.
 
-    `path` is empty outside every scope; a region inside another one has its path as a
-    prefix.
+    Attributes:
+      path: of the scope. It is empty outside every scope; a region inside another one
+        has its path as a prefix.
+      policy: as the operations run that are no products.
+      asked: as the caller wrote it.
+      cpu: the CPU that the plan is for; None for a GPU or a TPU, whose `policy` is
+        what was asked.
     """
 
     path: str
     policy: Policy
+    asked: Policy
+    cpu: Cpu | None = None
 
     def holds(self, other: Region) -> bool:
         """Whether `other` is this region or lies inside it."""
@@ -41,6 +49,12 @@ class Region(NamedTuple):
             or other.path == self.path
             or other.path.startswith(self.path + "/")
         )
+
+
+def region_at(path: str, asked: Policy, cpu: Cpu | None) -> Region:
+    """Returns the region of a scope whose policy is `asked`."""
+    policy = asked if cpu is None else cpu.runs(asked)
+    return Region(path, policy, asked, cpu)
 
 
 @contextlib.contextmanager
@@ -68,6 +82,5 @@ def _region_of(scopes: str, outer: Region) -> Region:
         return outer
     innermost = found[-1]
     path = plain[: innermost.end()]
-    return Region(
-        f"{outer.path}/{path}" if outer.path else path, get_policy(innermost[1])
-    )
+    path = f"{outer.path}/{path}" if outer.path else path
+    return region_at(path, get_policy(innermost[1]), outer.cpu)

@@ -8,6 +8,7 @@ of parameters, inputs and constants alone is bound as traced, but for a product.
 
 from __future__ import annotations
 
+from jmp_amp.plan.cpu_products import cpu_product
 from jmp_amp.plan.decisions import Standing
 from jmp_amp.plan.f32_results import f32_result
 from jmp_amp.plan.fp8_products import fp8_product
@@ -15,7 +16,7 @@ from jmp_amp.plan.picks import pick_from_rows
 from jmp_amp.plan.rewriting import Rewrite
 
 # The first one that applies to an equation is taken.
-_REWRITES = (f32_result, fp8_product, pick_from_rows)
+_REWRITES = (cpu_product, f32_result, fp8_product, pick_from_rows)
 
 
 def rewrite_of(at: Standing) -> Rewrite | None:

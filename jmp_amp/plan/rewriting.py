@@ -56,6 +56,7 @@ class Rewrite:
         what `shared` computes of them, in this order.
       reason: why, in words, if it decides the dtype of a product; None if it leaves the
         decision as it is.
+      dtype: the dtype of the computation; None for that of the policy.
       result: the dtype of the results; None for that of the computation.
       derivative_only: it changes nothing but the derivative, and is left out where
         nothing is differentiated.
@@ -67,6 +68,7 @@ class Rewrite:
 
     bind: Bind
     reason: str | None = None
+    dtype: np.dtype | None = None
     result: np.dtype | None = None
     derivative_only: bool = False
     shared: tuple[Shared, ...] = ()

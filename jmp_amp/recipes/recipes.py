@@ -86,15 +86,19 @@ class Recipe:
         """
         return (self.loss_scale,) * self.num_losses
 
-    def autocast(self, fn: Callable[P, R]) -> Callable[P, R]:
+    def autocast(
+        self, fn: Callable[P, R], *, target: str | None = None
+    ) -> Callable[P, R]:
         """Returns `amp.autocast(fn, policy)`; `fn` is a function or an nnx module.
+
+        `target` is that of `amp.autocast`: "auto" is JAX's default backend.
 
         Example:
           >>> import jax.numpy as jnp, jmp_amp as amp
           >>> amp.recipe("O1").autocast(jnp.matmul)(jnp.eye(2), jnp.eye(2)).dtype
           dtype('float32')
         """
-        return autocast(fn, self.policy, enabled=self.enabled)
+        return autocast(fn, self.policy, enabled=self.enabled, target=target)
 
     def wrap(
         self,

@@ -19,6 +19,7 @@ from jmp_amp.plan.plan import EquationPlan, Plan, plan_as_traced
 from jmp_amp.plan.planner import plan_derivative_rule, plan_program
 from jmp_amp.plan.regions import scope
 from jmp_amp.plan.rewriting import Shared
+from jmp_amp.plan.targets import Cpu, checked_target, cpu_of
 from jmp_amp.plan.values import is_inexact
 from jmp_amp.plan.walk import Walk
 from jmp_amp.policies.dtypes import AnyFn, PyTree
@@ -36,17 +37,26 @@ Policies = Policy | PolicyMap | str
 
 @overload
 def autocast(
-    fn: Callable[P, R], policy: Policies = ..., *, enabled: bool = ...
+    fn: Callable[P, R],
+    policy: Policies = ...,
+    *,
+    enabled: bool = ...,
+    target: str | None = ...,
 ) -> Callable[P, R]: ...
 @overload
 def autocast(
-    fn: None = None, policy: Policies = ..., *, enabled: bool = ...
+    fn: None = None,
+    policy: Policies = ...,
+    *,
+    enabled: bool = ...,
+    target: str | None = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def autocast(
     fn: AnyFn | None = None,
     policy: Policies = "mixed_bfloat16",
     *,
     enabled: bool = True,
+    target: str | None = None,
 ) -> Any:
     """Returns `fn` in mixed precision: same signature, matrix products in half.
 
@@ -106,10 +116,18 @@ def autocast(
         half result of the structure and shapes of an argument, as the carry of a loop
         is, stays half.
       enabled: False returns `fn` itself.
+      target: what the plan is made for. "gpu" and "tpu", as None, are as above. "cpu"
+        is the CPU of this machine, "auto" JAX's default backend at the call. A CPU
+        with instructions for bf16 products (AVX512-BF16, AMX) runs large products, and
+        convolutions of one pixel, with bf16 operands and f32 results, forward and
+        backward; all else is f32, also under an f16 or fp8 policy. Another CPU runs
+        all in f32. What the function returns has the same dtypes on every target.
 
     Raises:
-      TypeError: if `fn` is not callable, `policy` no policy or `enabled` no bool.
-      ValueError: if the compute dtype is none of float16, bfloat16 and float32.
+      TypeError: if `fn` is not callable, `policy` no policy, `enabled` no bool or
+        `target` no text.
+      ValueError: if the compute dtype is none of float16, bfloat16 and float32, or
+        `target` is unknown.
 
     Source: the op lists are those of `torch.autocast`
     (pytorch/aten/src/ATen/autocast_mode.h), the mixed-precision scheme that of
@@ -131,7 +149,9 @@ def autocast(
     """
     enabled = checked_flag(enabled, "autocast(fn, policy, enabled={})")
     if fn is None:
-        return functools.partial(autocast, policy=policy, enabled=enabled)
+        return functools.partial(
+            autocast, policy=policy, enabled=enabled, target=target
+        )
     if not callable(fn):
         raise TypeError(
             f"autocast({fn!r}): the first argument is the function to transform, "
@@ -147,13 +167,15 @@ def autocast(
             "so it cannot be called. Write autocast(model.apply, policy)."
         )
     policies = as_policy_map(policy, "autocast(fn, {})")
+    checked_target(target, "autocast(fn, target={})")
     if not enabled:
         return fn
 
     @functools.wraps(fn, updated=())
     def autocast_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
         outer = scopes.active()
-        with planned_call(fn, policies, args, kwargs, "autocast(fn)") as call:
+        cpu = cpu_of(target)
+        with planned_call(fn, policies, args, kwargs, "autocast(fn)", cpu) as call:
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in call.arrays):
                 raise TypeError(
                     "autocast(fn): an argument is a jax.ShapeDtypeStruct, which has no "
@@ -181,6 +203,7 @@ class PlannedCall(NamedTuple):
         nnx objects.
       seen: the same, and writes nothing: objects come back as None.
       policies: the map that it was planned with.
+      cpu: the CPU that it was planned for; None for a GPU or a TPU.
     """
 
     plan: Plan
@@ -189,6 +212,7 @@ class PlannedCall(NamedTuple):
     returned: Callable[[Sequence[Value]], PyTree]
     seen: Callable[[Sequence[Value]], PyTree]
     policies: PolicyMap
+    cpu: Cpu | None
 
 
 @contextmanager
@@ -198,15 +222,22 @@ def planned_call(
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
     call: str,
+    cpu: Cpu | None = None,
     notes_modules: bool = False,
 ) -> Iterator[PlannedCall]:
     """Traces and plans `fn(*args, **kwargs)`, see `calls.traced_call`."""
     with traced_call(fn, policies, args, kwargs, call, notes_modules) as traced:
         plan = plan_program(
-            traced.jaxpr, policies.default, traced.stored, traced.states
+            traced.jaxpr, policies.default, traced.stored, traced.states, cpu
         )
         yield PlannedCall(
-            plan, traced.jaxpr, traced.arrays, traced.returned, traced.seen, policies
+            plan,
+            traced.jaxpr,
+            traced.arrays,
+            traced.returned,
+            traced.seen,
+            policies,
+            cpu,
         )
 
 
@@ -417,7 +448,7 @@ def planned_rule(
     """
     if planned.rule_context is None:
         return plan_as_traced(jaxprs.trace_derivative_rule(eqn, differentiated))
-    policy = planned.rule_context.region.policy
+    policy = planned.rule_context.region.asked
     active = scopes.Active(policy, PolicyMap(policy))
     with scopes.activate(active), linen_modules.intercepted():
         traced = jaxprs.trace_derivative_rule(eqn, differentiated)

@@ -1,0 +1,328 @@
+"""Products as a CPU multiplies them: bf16 operands, f32 results, forward and backward.
+
+XLA for CPUs keeps bf16 in a product whose result is f32 and whose operands lie in
+memory as the product reads them, with the contracted dimensions last (or second to last
+for the right one). It casts any other product of bf16 to f32. Of some it makes programs
+that fail when they run: a transpose that is fused into the product once it was found to
+be one of bf16 (`DotThunk::Execute: BF16 x BF16 = F32`). Operands with a pinned layout
+are always multiplied as bf16.
+
+JAX differentiates a product with an f32 result to products of f32 and bf16, so the
+derivative is written here: the cotangent is rounded to bf16, and all three products of
+a training step are of bf16.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from jmp_amp.plan.decisions import Standing
+from jmp_amp.plan.jaxprs import Eqn, Value, aval_of
+from jmp_amp.plan.operations import OpClass
+from jmp_amp.plan.rewriting import Rewrite
+from jmp_amp.plan.values import Trait, unfit
+from jmp_amp.policies.dtypes import BF16, F32, short_name
+
+# Smaller products are faster in f32, measured on Xeons with AVX512-BF16 and with AMX:
+# `examples/benchmarks/train_on_cpu.py --products`.
+_SMALLEST_SIDE = 32
+_FEWEST_TERMS = 2**19
+
+
+def cpu_product(at: Standing) -> Rewrite | None:
+    """Returns the rewrite of a product, where the plan is for a CPU that gains."""
+    if at.region.cpu is None or at.rule.op_class is not OpClass.LOW:
+        return None
+    if why_f32(at) is not None:
+        return None
+    return _DOT if at.name == "dot_general" else _POINTWISE
+
+
+def why_f32(at: Standing) -> str | None:
+    """Returns why a low operation runs in f32 on the CPU of the plan, in words.
+
+    None if it does not.
+    """
+    cpu, asked = at.region.cpu, at.region.asked.compute_dtype
+    if cpu is None or asked == F32:
+        return "the policy computes in f32"
+    if asked != BF16:
+        return f"on this CPU: no instructions for products of {short_name(asked)}"
+    if not cpu.native:
+        return f"on this CPU: {cpu}"
+    is_convolution = at.name == "conv_general_dilated"
+    if is_convolution and not _is_pointwise(at.eqn):
+        return "on this CPU: convolutions are faster in f32"
+    if not is_convolution and at.name != "dot_general":
+        return "on this CPU: no instructions for it in bf16"
+    if any(aval_of(v).dtype != F32 for v in (*at.eqn.invars, *at.eqn.outvars)):
+        return "on this CPU: an operand has its dtype from the program"
+    misfit = unfit(at.operands, BF16, "overflows")
+    if misfit is not None:
+        return misfit
+    if any(Trait.OVERSIZED in v.traits for v in at.operands):
+        return "a constant overflows in bfloat16"
+    return _too_small(at.eqn)
+
+
+def _too_small(eqn: Eqn) -> str | None:
+    if eqn.primitive.name == "dot_general":
+        lhs = aval_of(eqn.invars[0]).shape
+        rhs = aval_of(eqn.invars[1]).shape
+        numbers = Numbers.of(eqn)
+        sides = [
+            numbers.size(lhs, numbers.free[0]),
+            numbers.size(rhs, numbers.free[1]),
+            numbers.size(lhs, numbers.terms[0]),
+        ]
+    else:
+        kernel = aval_of(eqn.invars[1])
+        outputs = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+        pixels = aval_of(eqn.outvars[0]).size // max(outputs, 1)
+        sides = [pixels, outputs, kernel.size // max(outputs, 1)]
+    if min(sides) < _SMALLEST_SIDE:
+        return f"on this CPU: a side of {min(sides)} is too small to gain from bf16"
+    if np.prod(sides, dtype=float) < _FEWEST_TERMS:
+        shape = " x ".join(map(str, sides))
+        return f"on this CPU: {shape} is too small to gain from bf16"
+    return None
+
+
+class Numbers(NamedTuple):
+    """The dimensions of both operands of a product, each in the order of the result.
+
+    Attributes:
+      terms: those that are summed over.
+      batch: those that both have.
+      free: the others.
+    """
+
+    terms: tuple[tuple[int, ...], tuple[int, ...]]
+    batch: tuple[tuple[int, ...], tuple[int, ...]]
+    free: tuple[tuple[int, ...], tuple[int, ...]]
+
+    @classmethod
+    def of(cls, eqn: Eqn) -> Numbers:
+        """Returns those of a `dot_general`."""
+        terms, batch = eqn.params["dimension_numbers"]
+        return cls.among(terms, batch, [aval_of(v).ndim for v in eqn.invars])
+
+    @classmethod
+    def among(
+        cls,
+        terms: Sequence[Sequence[int]],
+        batch: Sequence[Sequence[int]],
+        ranks: Sequence[int],
+    ) -> Numbers:
+        lhs, rhs = (
+            tuple(d for d in range(rank) if d not in (*terms[i], *batch[i]))
+            for i, rank in enumerate(ranks)
+        )
+        return cls(_both(terms), _both(batch), (lhs, rhs))
+
+    @staticmethod
+    def size(shape: Sequence[int], dimensions: Sequence[int]) -> int:
+        return int(np.prod([shape[d] for d in dimensions], dtype=np.int64))
+
+    def shape(self, lhs: jax.Array, rhs: jax.Array) -> tuple[int, ...]:
+        """Returns the shape of the result: batch, free of `lhs`, free of `rhs`."""
+        kept = (*self.batch[0], *self.free[0])
+        return (*(lhs.shape[d] for d in kept), *(rhs.shape[d] for d in self.free[1]))
+
+    def transposed(self, i: int) -> tuple[Numbers, tuple[int, ...]]:
+        """Returns the product that makes the cotangent of operand `i`.
+
+        Its operands are the cotangent of the result and the other operand, for the
+        right operand in the opposite order. The permutation that follows it brings its
+        dimensions into the order of the operand.
+        """
+        batch = tuple(range(len(self.batch[0])))
+        begin = len(batch) + len(self.free[0])
+        # Of the result, and so of its cotangent.
+        lhs = tuple(range(len(batch), begin))
+        rhs = tuple(range(begin, begin + len(self.free[1])))
+        if i == 0:
+            numbers = Numbers(
+                (rhs, self.free[1]), (batch, self.batch[1]), (lhs, self.terms[1])
+            )
+            order = (*self.batch[0], *self.free[0], *self.terms[0])
+        else:
+            numbers = Numbers(
+                (self.free[0], lhs), (self.batch[0], batch), (self.terms[0], rhs)
+            )
+            order = (*self.batch[1], *self.terms[1], *self.free[1])
+        return numbers, tuple(map(int, np.argsort(order)))
+
+
+def _both(
+    pair: Sequence[Sequence[int]],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    lhs, rhs = pair
+    return tuple(lhs), tuple(rhs)
+
+
+def _multiplied(numbers: Numbers, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Returns the product of two bf16 arrays in f32, of operands with pinned layouts.
+
+    The free dimensions of `numbers` may be in any order: it is that of the result.
+    """
+    (left, right), (own, other) = numbers.terms, numbers.batch
+    count = len(own)
+    lhs = _pinned(lhs, (*own, *numbers.free[0], *left))
+    order = (*other, *numbers.free[1], *right)
+    # Both orders of the right operand will do: the one that moves nothing.
+    last = order == tuple(range(rhs.ndim))
+    rhs = _pinned(rhs, order if last else (*other, *right, *numbers.free[1]))
+    begin = count + len(numbers.free[1]) if last else count
+    batch = tuple(range(count))
+    terms = (
+        tuple(range(lhs.ndim - len(left), lhs.ndim)),
+        tuple(range(begin, begin + len(right))),
+    )
+    return jax.lax.dot_general(
+        lhs, rhs, (terms, (batch, batch)), preferred_element_type=F32
+    )
+
+
+def _pinned(x: jax.Array, order: Sequence[int]) -> jax.Array:
+    """Returns an array with its dimensions in another order, in memory too."""
+    x = jax.lax.transpose(x, tuple(order))
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+@functools.lru_cache(maxsize=1024)
+def _product(numbers: Numbers) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns the product of two bf16 arrays, whose derivative is of bf16 too."""
+
+    @jax.custom_jvp
+    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return _multiplied(numbers, lhs, rhs)
+
+    @functools.partial(product.defjvp, symbolic_zeros=True)
+    def derivative(
+        operands: tuple[jax.Array, jax.Array],
+        tangents: Sequence[jax.Array | SymbolicZero],
+    ) -> tuple[jax.Array, jax.Array]:
+        terms = [
+            _linear(numbers, i, t, operands[1 - i])
+            for i, t in enumerate(tangents)
+            if not isinstance(t, SymbolicZero)
+        ]
+        result = product(*operands)
+        tangent = functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(result)
+        return result, tangent
+
+    return product
+
+
+def _linear(numbers: Numbers, i: int, moving: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns the product of a tangent of operand `i` and the other operand.
+
+    Its transpose is one of bf16: JAX's would multiply the f32 cotangent. To JAX a
+    linear function with a transpose of one's own is the solution of linear equations,
+    as many as unknowns: `u = moving`, `v - product(u) = 0`. (`linear_call` has no rule
+    for `vmap`.)
+    """
+    back, order = numbers.transposed(i)
+
+    def product(moving: jax.Array) -> jax.Array:
+        lhs, rhs = (moving, other) if i == 0 else (other, moving)
+        return _multiplied(numbers, lhs, rhs)
+
+    def transposed(cotangent: jax.Array) -> jax.Array:
+        rounded = cotangent.astype(BF16)
+        lhs, rhs = (rounded, other) if i == 0 else (other, rounded)
+        made = jax.lax.transpose(_multiplied(back, lhs, rhs), order)
+        return made.astype(moving.dtype)
+
+    shape = numbers.shape(*((moving, other) if i == 0 else (other, moving)))
+    Pair = tuple[jax.Array, jax.Array]
+
+    def equations(unknown: Pair) -> Pair:
+        u, v = unknown
+        # JAX differentiates no equations some of which do not depend on `other`.
+        one = 1 + _nothing(other)
+        return u * one.astype(u.dtype), v * one - product(u)
+
+    def solve(_: object, known: Pair) -> Pair:
+        u, v = known
+        return u, v + product(u)
+
+    def solve_transposed(_: object, known: Pair) -> Pair:
+        u, v = known
+        return u + transposed(v), v
+
+    # Both sides have to be linear in the tangent, and both solutions be used.
+    known = moving, jnp.broadcast_to(_nothing(moving), shape)
+    u, v = jax.lax.custom_linear_solve(equations, known, solve, solve_transposed)
+    return v + _nothing(u)
+
+
+def _nothing(x: jax.Array) -> jax.Array:
+    """Returns zero in f32, a sum of no elements of `x`, which XLA leaves out."""
+    return jnp.sum(jax.lax.slice(x, (0,) * x.ndim, (0,) * x.ndim).astype(F32))
+
+
+def _bind_dot(
+    eqn: Eqn, dtype: np.dtype | None, operands: Sequence[Value]
+) -> Sequence[jax.Array]:
+    return [_product(Numbers.of(eqn))(*operands)]
+
+
+def _is_pointwise(eqn: Eqn) -> bool:
+    """Whether a convolution is a product over channels: its window is one pixel."""
+    params = eqn.params
+    kernel = aval_of(eqn.invars[1]).shape
+    spatial = params["dimension_numbers"].rhs_spec[2:]
+    return (
+        all(kernel[d] == 1 for d in spatial)
+        and all(low == high == 0 for low, high in params["padding"])
+        and all(each == 1 for each in params["lhs_dilation"])
+        and params["feature_group_count"] == params["batch_group_count"] == 1
+    )
+
+
+def _bind_pointwise(
+    eqn: Eqn, dtype: np.dtype | None, operands: Sequence[Value]
+) -> Sequence[jax.Array]:
+    """Runs a convolution of one pixel as a product over channels."""
+    image, kernel = operands
+    of_image, of_kernel, of_result = eqn.params["dimension_numbers"]
+    strides = [1] * image.ndim
+    for d, stride in zip(of_image[2:], eqn.params["window_strides"], strict=True):
+        strides[d] = stride
+    if max(strides) > 1:
+        image = jax.lax.slice(image, (0,) * image.ndim, image.shape, strides)
+    outputs, inputs = of_kernel[:2]
+    kernel = jax.lax.squeeze(kernel, of_kernel[2:])
+    terms = ((of_image[1],), (int(inputs > outputs),))
+    numbers = Numbers.among(terms, ((), ()), (image.ndim, 2))
+    made = _product(numbers)(image, kernel)
+    # The result has the dimensions of the image without channels, then the channels.
+    place = {d: i for i, d in enumerate(numbers.free[0])}
+    order = [0] * image.ndim
+    for to, d in zip(of_result, of_image, strict=True):
+        order[to] = place.get(d, image.ndim - 1)
+    return [jax.lax.transpose(made, order)]
+
+
+_DOT = Rewrite(
+    _bind_dot,
+    reason="on this CPU: bf16 x bf16 -> f32",
+    dtype=BF16,
+    result=F32,
+)
+_POINTWISE = Rewrite(
+    _bind_pointwise,
+    reason="on this CPU: a product over channels, bf16 x bf16 -> f32",
+    dtype=BF16,
+    result=F32,
+)
