@@ -203,6 +203,9 @@ def _pinned(x: jax.Array, order: Sequence[int]) -> jax.Array:
     return jax.lax.optimization_barrier(x)
 
 
+Pair = tuple[jax.Array, jax.Array]
+
+
 @functools.lru_cache(maxsize=1024)
 def _product(numbers: Numbers) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Returns the product of two bf16 arrays, whose derivative is of bf16 too."""
@@ -249,7 +252,6 @@ def _linear(numbers: Numbers, i: int, moving: jax.Array, other: jax.Array) -> ja
         return made.astype(moving.dtype)
 
     shape = numbers.shape(*((moving, other) if i == 0 else (other, moving)))
-    Pair = tuple[jax.Array, jax.Array]
 
     def equations(unknown: Pair) -> Pair:
         u, v = unknown
