@@ -177,6 +177,41 @@ def test_a_product_that_asks_for_digits_is_f32(native):
     assert products(fn, *arrays(SHAPE, SHAPE)) == [("float32",) * 3]
 
 
+def test_nothing_is_computed_twice_on_a_cpu(native):
+    args = arrays(SHAPE, SHAPE, SHAPE)
+
+    def checkpoints(target):
+        text = jaxpr_of(amp.autocast(mlp, target=target), *args)
+        return text.count("checkpoint[") + text.count("remat")
+
+    assert checkpoints("gpu") > 0
+    assert checkpoints("cpu") == 0
+
+
+def test_a_marked_function_gets_the_half_dtype_of_the_policy(native):
+    # In the derivative rule of a user, which is traced later, too.
+    seen = []
+
+    @amp.cast_inputs
+    def kernel(x):
+        seen.append(x.dtype)
+        return 2 * x
+
+    @jax.custom_jvp
+    def fn(x):
+        return kernel(x)
+
+    @fn.defjvp
+    def derivative(primals, tangents):
+        return fn(*primals), kernel(*tangents)
+
+    x = jnp.ones(8)
+    gradient = jax.grad(amp.autocast(lambda x: jnp.sum(fn(x)), target="cpu"))(x)
+    assert {each.name for each in seen} == {"bfloat16"}
+    assert len(seen) > 1
+    np.testing.assert_array_equal(gradient, 2 * x)
+
+
 @pytest.mark.parametrize("output", ["float32", "bfloat16"])
 def test_what_is_returned_has_the_output_dtype_of_the_policy(native, output):
     policy = amp.Policy(F32, BF16, output)
