@@ -6,11 +6,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import numpy as np
 
-from jmp_amp.plan.jaxprs import Body, ClosedJaxpr, Jaxpr, Var, body_of, inner_bodies
+from jmp_amp.plan.jaxprs import (
+    Body,
+    ClosedJaxpr,
+    Jaxpr,
+    Var,
+    body_of,
+    inner_bodies,
+    variables,
+)
 from jmp_amp.plan.modes import Dtypes, Mode
 from jmp_amp.plan.operations import OpClass
 from jmp_amp.plan.regions import Region
@@ -104,6 +113,15 @@ class Plan:
     @property
     def islands(self) -> tuple[Island, ...]:
         return tuple(step for step in self.order if isinstance(step, Island))
+
+    @functools.cached_property
+    def readers(self) -> dict[Var, list[int]]:
+        """The indices of the equations that read each variable, in their order."""
+        readers: dict[Var, list[int]] = {}
+        for index, eqn in enumerate(self.body.jaxpr.eqns):
+            for var in dict.fromkeys(variables(eqn.invars)):
+                readers.setdefault(var, []).append(index)
+        return readers
 
 
 class RuleContext(NamedTuple):

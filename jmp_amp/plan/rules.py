@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Mapping
 from types import CodeType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -120,10 +121,13 @@ def rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
                 return user[candidate]
         if inherited is not None and inherited.from_user:
             return inherited
+    is_product = name in PRODUCTS
     for frame in code:
-        rule = _rule_of_function(frame, name in PRODUCTS)
-        if rule is not None:
-            return rule
+        known = _KNOWN.get((id(frame), is_product))
+        if known is None:
+            known = _remembered(frame, is_product)
+        if known.rule is not None:
+            return known.rule
     if inherited is not None:
         return inherited
     if jaxprs.inner_bodies(eqn):
@@ -144,7 +148,25 @@ def rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
     )
 
 
-@functools.lru_cache(maxsize=4096)
+class _Known(NamedTuple):
+    """The rule of a function, and its code, whose identity is the key."""
+
+    rule: Rule | None
+    code: CodeType
+
+
+# Asked for every frame of every equation. To hash code is to hash all that is in it.
+_KNOWN: dict[tuple[int, bool], _Known] = {}
+_MOST_KNOWN = 4096
+
+
+def _remembered(code: CodeType, is_product: bool) -> _Known:
+    if len(_KNOWN) >= _MOST_KNOWN:
+        _KNOWN.clear()
+    known = _Known(_rule_of_function(code, is_product), code)
+    return _KNOWN.setdefault((id(code), is_product), known)
+
+
 def _rule_of_function(code: CodeType, is_product: bool) -> Rule | None:
     """Returns the rule of a library's function for what it calls, if it has one."""
     name, filename = code.co_name, code.co_filename

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -160,26 +160,28 @@ class _Values(Generic[V]):
 
     def read_entering(self, island: Island) -> list[V]:
         """Returns the values that an island begins with, each cast for its reader."""
-        return [self.read_border(border, island.equations) for border in island.inputs]
+        inside = frozenset(island.equations)
+        return [self.read_border(each, inside.__contains__) for each in island.inputs]
 
     def read_leaving(self, island: Island) -> list[V]:
         """Returns the values that an island ends with, each cast for its reader."""
-        inside, count = set(island.equations), len(self.plan.equations)
+        inside = frozenset(island.equations)
         return [
-            # Asked for only where a cast is needed.
-            self.read_border(border, (i for i in range(count) if i not in inside))
-            for border in island.outputs
+            self.read_border(each, lambda i: i not in inside) for each in island.outputs
         ]
 
-    def read_border(self, border: Border, readers: Iterable[int]) -> V:
-        """Returns a value at the border of an island, cast for its first reader."""
+    def read_border(self, border: Border, reads: Callable[[int], bool]) -> V:
+        """Returns a value at the border of an island, cast for its first reader.
+
+        `reads` says of an equation whether it is on the side that is read for.
+        """
         var, dtype = border
         held = self.walk.dtype_of(self.values[var])
         if dtype is None or held is None or held == dtype:
             return self.values[var]
-        eqns, equations = self.plan.body.jaxpr.eqns, self.plan.equations
-        reader = next((i for i in readers if var in eqns[i].invars), None)
+        reader = next((i for i in self.plan.readers.get(var, ()) if reads(i)), None)
         if reader is None:
             return self.read(var, dtype, False)
+        eqns, equations = self.plan.body.jaxpr.eqns, self.plan.equations
         with self.walk.border(eqns[reader], equations[reader]):
             return self.read(var, dtype, False)

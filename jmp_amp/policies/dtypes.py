@@ -22,8 +22,8 @@ BF16 = jnp.dtype(jnp.bfloat16)
 F32 = jnp.dtype(jnp.float32)
 F64 = jnp.dtype(jnp.float64)
 
-_HALF = (F16, BF16)
-_CASTABLE = (F16, BF16, F32)
+_HALF = frozenset((F16, BF16))
+_CASTABLE = frozenset((F16, BF16, F32))
 
 # Floats of 8 bits and fewer. Their values mean nothing without a scale, which lives
 # elsewhere, so nothing is ever cast out of them.
@@ -47,7 +47,7 @@ _SHORT_NAMES = {
 }
 
 _DTYPES: dict[str, np.dtype] = (
-    {dtype.name: dtype for dtype in (*_CASTABLE, F64, *_NARROW)}
+    {dtype.name: dtype for dtype in (F16, BF16, F32, F64, *_NARROW)}
     | {name: dtype for dtype, name in _SHORT_NAMES.items()}
     | {"fp16": F16, "fp32": F32, "full": F32, "fp64": F64}
     | {"fp8_e4m3": jnp.dtype(jnp.float8_e4m3fn), "e4m3": jnp.dtype(jnp.float8_e4m3fn)}
@@ -63,6 +63,8 @@ _DTYPES: dict[str, np.dtype] = (
 
 def is_half(dtype: object) -> bool:
     """Returns whether `dtype` is f16 or bf16."""
+    if isinstance(dtype, np.dtype):  # asked for each value of a program
+        return dtype in _HALF
     return any(known == dtype for known in _HALF)
 
 
@@ -72,6 +74,8 @@ def is_castable(dtype: object) -> bool:
     True for f16, bf16 and f32. A program asks for f64 because it needs it, and fp8
     values have a scale that a cast would lose.
     """
+    if isinstance(dtype, np.dtype):
+        return dtype in _CASTABLE
     return any(known == dtype for known in _CASTABLE)
 
 
