@@ -8,12 +8,13 @@ mixed precision beside f32. `python -m jmp_amp doctor` prints both.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -22,9 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.checkup import Check, check
+from jmp_amp.plan.targets import this_cpu
 from jmp_amp.policies.dtypes import BF16, F16, F32, half_dtype, short_name
 from jmp_amp.recipes.recipes import recipe
 from jmp_amp.reports.tables import Table, as_text, quantity
+from jmp_amp.transform.interpreter import autocast
 
 _PACKAGES = ("jmp_amp", "jax", "jaxlib", "flax", "optax")
 
@@ -32,6 +35,16 @@ _PACKAGES = ("jmp_amp", "jax", "jaxlib", "flax", "optax")
 _CPU = (
     "A CPU computes most of half precision in f32, and casts on top. O1 shows here "
     "how\na model will do on an accelerator."
+)
+_ON_CPU = (
+    "This CPU multiplies bf16. A training step of a small network is {on_cpu:.1f}x as "
+    "fast as\nin f32 if the plan is for this CPU, {autocast:.1f}x if it is for a GPU."
+)
+# A gain below it may be noise.
+_WORTH_IT = 1.1
+_NOT_ON_CPU = (
+    'This CPU has no instructions for products of bf16: target="auto" computes in f32 '
+    "here."
 )
 _TPU = (
     "TPUs multiply f32 as bf16 by default; O1 has arrays be bf16 too, half the bytes\n"
@@ -101,6 +114,18 @@ class Product(NamedTuple):
     speed: float
 
 
+class Speeds(NamedTuple):
+    """How fast a training step is on this CPU, as a multiple of float32's.
+
+    Attributes:
+      autocast: under `autocast(fn)`.
+      on_cpu: under `autocast(fn, target="cpu")`.
+    """
+
+    autocast: float
+    on_cpu: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Examination:
     """The findings of `examine`.
@@ -113,6 +138,7 @@ class Examination:
       products: the speed of each dtype.
       checks: the trials, and whether they hold.
       notes: settings of JAX that may surprise.
+      speeds: of a training step, on a CPU that multiplies bf16; else None.
     """
 
     versions: dict[str, str]
@@ -122,6 +148,7 @@ class Examination:
     products: tuple[Product, ...]
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
+    speeds: Speeds | None = None
 
     @property
     def healthy(self) -> bool:
@@ -133,7 +160,9 @@ class Examination:
         found = dataclasses.asdict(self) | {"advice": self.advice._asdict()}
         for name in ("products", "checks"):
             found[name] = [each._asdict() for each in getattr(self, name)]
-        return found | {"notes": list(self.notes), "healthy": self.healthy}
+        speeds = None if self.speeds is None else self.speeds._asdict()
+        told = {"notes": list(self.notes), "speeds": speeds}
+        return found | told | {"healthy": self.healthy}
 
     def to_json(self) -> str:
         """Returns `to_dict` as JSON."""
@@ -144,12 +173,16 @@ class Examination:
         memory = f", {quantity(self.memory)}B each" if self.memory else ""
         half, name, why, fp8_units = self.advice
         given = "" if name == "O0" else f", half_dtype={half!r}"
+        use = f"amp.recipe({name!r}{given})"
+        if self.speeds is not None and self.speeds.on_cpu > _WORTH_IT:
+            use = 'amp.recipe("O1").autocast(fn, target="auto")'
         heading = [
             versions,
             f"{self.device}{memory}",
             "",
-            f"Use amp.recipe({name!r}{given}). Half precision here is {half}.",
+            f"Use {use}. Half precision here is {half}.",
             why,
+            *self._on_cpu(),
             f"fp8 units: {_FP8_UNITS[fp8_units]}.",
             *(f"Note: {note}" for note in self.notes),
             _IF_NOT_FINITE,
@@ -161,6 +194,14 @@ class Examination:
             verdict = f"{failed} of {len(self.checks)} checks fail: do not train so."
         text = as_text("\n".join(heading), tables, 88)
         return f"{text}\n\n{verdict}"
+
+    def _on_cpu(self) -> tuple[str, ...]:
+        """Returns what `target="auto"` does, in words; nothing unless on a CPU."""
+        if self.advice.why is not _CPU:
+            return ()
+        if self.speeds is None:
+            return (_NOT_ON_CPU,)
+        return (_ON_CPU.format(**self.speeds._asdict()),)
 
 
 def _of_products(products: Iterable[Product]) -> Table:
@@ -231,7 +272,26 @@ def examine() -> Examination:
         _products(device.platform),
         tuple(each for half in (BF16, F16) for each in check(recipe("O1", half), half)),
         tuple(notes(device.platform)),
+        _speeds() if device.platform == "cpu" and this_cpu().native else None,
     )
+
+
+def _speeds() -> Speeds:
+    """Returns how fast a training step of a small network is, in three programs."""
+
+    def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = jax.nn.relu(x @ w)
+        return jnp.mean(x * x)
+
+    weights = [jnp.full((512, 512), 2.0**-8, F32)] * 3
+    x = jnp.ones((512, 512), F32)
+    steps = [
+        jax.jit(jax.grad(fn))
+        for fn in (loss, autocast(loss), autocast(loss, target="cpu"))
+    ]
+    times = [_shortest(functools.partial(step, weights, x)) for step in steps]
+    return Speeds(times[0] / times[1], times[0] / times[2])
 
 
 def _products(kind: str) -> tuple[Product, ...]:
@@ -252,11 +312,15 @@ def _products(kind: str) -> tuple[Product, ...]:
 def _seconds(dtype: np.dtype, size: int) -> float:
     """Returns the time of a matrix product, the shortest of several."""
     matrix = jnp.full((size, size), 2.0**-10, dtype)
-    product = jax.jit(jnp.matmul)
+    return _shortest(functools.partial(jax.jit(jnp.matmul), matrix, matrix))
+
+
+def _shortest(run: Callable[[], object]) -> float:
+    """Returns the seconds of the shortest of several runs of a compiled program."""
     times = []
     for _ in range(6):
         begin = time.perf_counter()
-        product(matrix, matrix).block_until_ready()
+        jax.block_until_ready(run())
         times.append(time.perf_counter() - begin)
     return min(times[1:])  # the first one compiles
 

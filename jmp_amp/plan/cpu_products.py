@@ -2,10 +2,13 @@
 
 XLA for CPUs keeps bf16 in a product whose result is f32 and whose operands lie in
 memory as the product reads them, with the contracted dimensions last (or second to last
-for the right one). It casts any other product of bf16 to f32. Of some it makes programs
-that fail when they run: a transpose that is fused into the product once it was found to
-be one of bf16 (`DotThunk::Execute: BF16 x BF16 = F32`). Operands with a pinned layout
-are always multiplied as bf16.
+for the right one). It casts any other product of bf16 to f32. Operands with a pinned
+layout are always multiplied as bf16.
+
+Of some products it makes programs that fail when they run (`DotThunk::Execute: BF16 x
+BF16 = F32`): those that it found to be of bf16 and then changed, by moving a transpose
+of an operand or of the result into the product. `(x @ w).T` becomes a product of the
+transposes. So a barrier stands before each product and behind it.
 
 JAX differentiates a product with an f32 result to products of f32 and bf16, so the
 derivative is written here: the cotangent is rounded to bf16, and all three products of
@@ -187,15 +190,20 @@ def _multiplied(numbers: Numbers, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         tuple(range(lhs.ndim - len(left), lhs.ndim)),
         tuple(range(begin, begin + len(right))),
     )
-    return jax.lax.dot_general(
+    made = jax.lax.dot_general(
         lhs, rhs, (terms, (batch, batch)), preferred_element_type=F32
     )
+    return jax.lax.optimization_barrier(made)
 
 
 def _pinned(x: jax.Array, order: Sequence[int]) -> jax.Array:
     """Returns an array with its dimensions in another order, in memory too."""
     x = jax.lax.transpose(x, tuple(order))
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return jax.lax.optimization_barrier(x)
+
+
+Pair = tuple[jax.Array, jax.Array]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -244,7 +252,6 @@ def _linear(numbers: Numbers, i: int, moving: jax.Array, other: jax.Array) -> ja
         return made.astype(moving.dtype)
 
     shape = numbers.shape(*((moving, other) if i == 0 else (other, moving)))
-    Pair = tuple[jax.Array, jax.Array]
 
     def equations(unknown: Pair) -> Pair:
         u, v = unknown

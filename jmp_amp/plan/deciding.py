@@ -130,6 +130,8 @@ def _follow(at: Standing) -> Decision:
             return at.decision(Mode.IN_DTYPE, F32, misfit, origin)
         reason = "a comparison reads values as they are"
         return at.decision(Mode.AS_HELD, None, reason, origin)
+    if origin == Origin.FULL and at.region.cpu is not None:
+        return _in_f32(at)
     if origin == Origin.FULL:
         carried = any(Trait.CARRIED in v.traits for v in at.operands)
         reason = "kept over the turns of a loop" if carried else "an operand is f32"
@@ -151,7 +153,7 @@ def _follow(at: Standing) -> Decision:
 
 def _in_f32(at: Standing) -> Decision:
     """Returns the decision for an operation where all but products are f32."""
-    if at.region.cpu is None:
+    if at.region.cpu is None or at.region.asked.compute_dtype == F32:
         reason = "the policy computes in f32"
         return at.decision(Mode.IN_DTYPE, F32, reason, Origin.FULL)
     reason = "on a CPU all but products is f32"

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jmp_amp.plan.targets import checked_target, cpu_of
 from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.patterns import matches_path
 from jmp_amp.policies.policy import Policy
@@ -41,6 +42,7 @@ class Report:
       arguments: the bytes of the arguments that the backward pass keeps as they are,
         besides `saved`.
       arguments_without: those without autocast: float32 weights.
+      on_cpu: how the CPU that the plan is for multiplies; None for a GPU or a TPU.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -61,6 +63,7 @@ class Report:
     unused_rules: tuple[str, ...]
     arguments: int = 0
     arguments_without: int = 0
+    on_cpu: str | None = None
 
     @functools.cached_property
     def total(self) -> Costs:
@@ -156,7 +159,8 @@ class Report:
             parts.append(f"not differentiable: {self.not_differentiable}")
         else:
             parts.append(_saved_text(self))
-        return f"{self.function} with {self.policy}: {'; '.join(parts)}"
+        where = "" if self.on_cpu is None else f" on this CPU ({self.on_cpu})"
+        return f"{self.function} with {self.policy}{where}: {'; '.join(parts)}"
 
     def __str__(self) -> str:
         return tables.as_text(self.summary, self._tables(), 100)
@@ -337,7 +341,10 @@ def _equation(row: Mapping[str, Any]) -> Equation:
 
 
 def explain(
-    fn: AnyFn, policy: Policy | PolicyMap | str = "mixed_bfloat16"
+    fn: AnyFn,
+    policy: Policy | PolicyMap | str = "mixed_bfloat16",
+    *,
+    target: str | None = None,
 ) -> Callable[..., Report]:
     """Returns a function that reports the plan of a call of `autocast(fn, policy)`.
 
@@ -349,14 +356,18 @@ def explain(
     Args:
       fn: a function of pytrees, as `autocast` takes it.
       policy: a `Policy`, a text for `get_policy`, or a `PolicyMap`.
+      target: what the plan is made for, as `autocast` takes it. For "cpu" the reasons
+        begin with "on this CPU", and the saved bytes tell what f32 between products
+        costs: they may be more than without autocast.
 
     Returns:
       A function of the arguments of `fn`; in place of arrays it takes
       `jax.ShapeDtypeStruct`s too.
 
     Raises:
-      TypeError: if `fn` is not callable or `policy` is no policy.
-      ValueError: if the compute dtype is none of float16, bfloat16 and float32.
+      TypeError: if `fn` is not callable, `policy` is no policy or `target` no text.
+      ValueError: if the compute dtype is none of float16, bfloat16 and float32, or
+        `target` is unknown.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -379,9 +390,11 @@ def explain(
         )
     name = getattr(fn, "__name__", type(fn).__name__)
     policies = as_policy_map(policy, "explain(fn, {})")
+    checked_target(target, "explain(fn, target={})")
 
     def explained(*args: object, **kwargs: object) -> Report:
-        with planned_call(fn, policies, args, kwargs, "explain(fn)") as call:
+        cpu = cpu_of(target)
+        with planned_call(fn, policies, args, kwargs, "explain(fn)", cpu) as call:
             equations = read_plan(call)
             kept = read_saved(call, equations)
         decided = {e.decided_by for e in equations if e.from_policy}
@@ -396,6 +409,7 @@ def explain(
             unused_rules=tuple(sorted(named - decided)),
             arguments=kept.arguments,
             arguments_without=kept.arguments_without,
+            on_cpu=None if cpu is None else str(cpu),
         )
 
     return explained

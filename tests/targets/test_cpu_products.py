@@ -1,0 +1,288 @@
+"""Products of bf16 on a CPU: exact, differentiable, and never a program that fails.
+
+Arrays of small integers are exact in bf16, and so are their products in f32.
+"""
+
+import random
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp_amp as amp
+from jmp_amp.plan import cpu_products, targets
+from jmp_amp.plan.targets import Cpu, this_cpu
+from tests.targets.product_programs import MODES, program, transformed
+
+F32 = jnp.float32
+compiles_native = pytest.mark.skipif(
+    not this_cpu().native, reason="this CPU has no instructions for products of bf16"
+)
+
+
+@pytest.fixture(autouse=True)
+def native(monkeypatch):
+    """Products of every size are of bf16, on every CPU."""
+    monkeypatch.setattr(targets, "this_cpu", lambda: Cpu(native=True))
+    monkeypatch.setattr(cpu_products, "_SMALLEST_SIDE", 1)
+    monkeypatch.setattr(cpu_products, "_FEWEST_TERMS", 0)
+
+
+def on_cpu(fn):
+    return amp.autocast(fn, target="cpu")
+
+
+def integers(shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).integers(-2, 3, shape), F32)
+
+
+def multiplied(compiled):
+    """The dtype of the operands of each product of a compiled program."""
+    text = compiled.as_text()
+    made = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", text))
+    return [made[name] for name in re.findall(r" dot\((%[\w.-]+),", text)]
+
+
+def check(seed, mode):
+    """Runs a random program; it is that of f32, up to roundings of cotangents."""
+    found = program(random.Random(seed))
+    x, y = (integers(shape, seed) for shape in found.shapes)
+    ours, args = transformed(on_cpu(found.fn), x, y, mode)
+    plain, _ = transformed(found.fn, x, y, mode)
+    results = jax.tree.leaves(jax.jit(ours)(*args))
+    for ours, exact in zip(
+        results, jax.tree.leaves(jax.jit(plain)(*args)), strict=True
+    ):
+        assert (ours.dtype, ours.shape) == (exact.dtype, exact.shape)
+        # Sums of at most 1000 terms, each rounded to 2**-9.
+        limit = 0.05 * (1 + np.abs(exact).max(initial=0))
+        np.testing.assert_allclose(ours, exact, rtol=0, atol=limit, err_msg=found.text)
+
+
+@pytest.mark.parametrize("seed, mode", list(enumerate(MODES * 2)))
+def test_a_random_program_runs_and_is_that_of_f32(seed, mode):
+    check(seed, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tens", range(10, 16))
+def test_many_random_programs_run_and_are_those_of_f32(tens, mode):
+    for seed in range(10 * tens, 10 * tens + 3):
+        check(seed, mode)
+
+
+# What XLA makes a program of that fails when it runs, unless barriers stand around the
+# product: transposes of the result, of an operand, a batch of one.
+FAILED = {
+    "a transpose of the result": lambda x, y: (x @ y).T,
+    "tanh of a transpose": lambda x, y: jnp.tanh((x @ y).T),
+    "attention": lambda x, y: jnp.einsum(
+        "bhqk,bkhd->bqhd", x.reshape(2, 2, 32, 16), y.reshape(2, 16, 2, 16)
+    ),
+    "relu of a transpose": lambda x, y: jax.nn.relu(x.T).T @ y,
+    "a batch of one": lambda x, y: x.T.T[None] @ y[None],
+    "a pad": lambda x, y: jnp.pad(x.T, 1)[1:-1, 1:-1].T @ y,
+}
+
+
+@pytest.mark.parametrize("name", FAILED)
+def test_programs_that_xla_would_break_run(name):
+    x, y = integers((64, 32)), integers((32, 32), 1)
+
+    def loss(x, y):
+        return jnp.sum(on_cpu(FAILED[name])(x, y) ** 2)
+
+    ours = jax.jit(jax.grad(loss, (0, 1)))(x, y)
+    exact = jax.grad(lambda x, y: jnp.sum(FAILED[name](x, y) ** 2), (0, 1))(x, y)
+    for found, expected in zip(ours, exact, strict=True):
+        scale = float(jnp.abs(expected).max())
+        np.testing.assert_allclose(found, expected, rtol=0, atol=0.02 * scale)
+
+
+@compiles_native
+def test_all_products_of_a_training_step_are_multiplied_as_bf16():
+    def loss(w, v, x):
+        return jnp.sum((jax.nn.relu(x @ w) @ v) ** 2)
+
+    args = integers((64, 128)), integers((128, 32)), integers((96, 64))
+    compiled = jax.jit(jax.grad(on_cpu(loss), (0, 1, 2))).lower(*args).compile()
+    assert multiplied(compiled) == ["bf16"] * 6
+    # With the barriers, and what makes the derivative linear, nothing is added.
+    text = compiled.as_text()
+    assert not re.search(r"= bf16\[[^ ]* (add|multiply|pad|slice)\(", text)
+
+
+@compiles_native
+def test_all_products_of_an_attention_are_multiplied_as_bf16():
+    def loss(q, k, v):
+        scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return jnp.sum(jnp.einsum("bhqk,bkhd->bqhd", scores, v) ** 2)
+
+    q = integers((2, 32, 2, 16))
+    compiled = jax.jit(jax.grad(on_cpu(loss), (0, 1, 2))).lower(q, q, q).compile()
+    assert multiplied(compiled) == ["bf16"] * 6
+
+
+DIMENSIONS = {
+    "matrices": ((5, 7), (7, 3), (((1,), (0,)), ((), ()))),
+    "both transposed": ((7, 5), (3, 7), (((0,), (1,)), ((), ()))),
+    "two terms": ((2, 5, 7), (7, 3, 2), (((2, 0), (0, 2)), ((), ()))),
+    "two batches": ((2, 5, 3, 7), (3, 7, 4, 2), (((3,), (1,)), ((0, 2), (3, 0)))),
+    "no free dimension": ((2, 7), (7, 2, 4), (((1,), (0,)), ((0,), (1,)))),
+    "a vector": ((5, 7), (7,), (((1,), (0,)), ((), ()))),
+}
+
+
+@pytest.mark.parametrize("name", DIMENSIONS)
+def test_values_and_gradients_are_exact(name):
+    left, right, numbers = DIMENSIONS[name]
+    x, y = integers(left), integers(right, 1)
+
+    def product(x, y):
+        return jax.lax.dot_general(x, y, numbers)
+
+    result, pullback = jax.vjp(on_cpu(product), x, y)
+    expected, exact_pullback = jax.vjp(product, x, y)
+    np.testing.assert_array_equal(result, expected)
+    cotangent = integers(result.shape, 2)
+    for ours, exact in zip(pullback(cotangent), exact_pullback(cotangent), strict=True):
+        np.testing.assert_array_equal(ours, exact)
+
+
+def test_the_cotangent_is_rounded_to_bf16():
+    x, y = jnp.eye(4), jnp.eye(4)
+    _, pullback = jax.vjp(on_cpu(jnp.matmul), x, y)
+    cotangent = jnp.full((4, 4), 1 + 2.0**-10)
+    rounded = np.asarray(cotangent.astype(jnp.bfloat16), np.float32)
+    assert rounded[0, 0] == 1.0
+    for each in pullback(cotangent):
+        np.testing.assert_array_equal(each, rounded)
+
+
+def test_the_result_keeps_the_digits_of_f32():
+    # 1 + 2**-20 has no place in bf16; a sum of two products has.
+    x, y = jnp.asarray([[1.0, 2.0**-20]]), jnp.ones((2, 1))
+    assert on_cpu(jnp.matmul)(x, y) == 1 + 2.0**-20
+
+
+def test_second_derivatives_are_those_of_f32():
+    x, y = integers((8, 4)), integers((4, 6), 1)
+
+    def loss(x, y):
+        return jnp.sum((x @ y) ** 3) / 64
+
+    ours = jax.jit(jax.hessian(on_cpu(loss), (0, 1)))(x, y)
+    exact = jax.hessian(loss, (0, 1))(x, y)
+    for found, expected in zip(
+        jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True
+    ):
+        scale = float(jnp.abs(expected).max())
+        np.testing.assert_allclose(found, expected, rtol=0, atol=0.01 * scale)
+    mixed = jax.grad(lambda x: jnp.sum(jax.grad(on_cpu(loss), 1)(x, y) ** 2))(x)
+    again = jax.grad(lambda x: jnp.sum(jax.grad(loss, 1)(x, y) ** 2))(x)
+    np.testing.assert_allclose(
+        mixed, again, rtol=0, atol=0.02 * float(jnp.abs(again).max())
+    )
+
+
+def test_a_gradient_that_nobody_asks_for_is_not_computed():
+    x, y = integers((8, 4)), integers((4, 6), 1)
+    step = jax.jit(jax.grad(lambda y: jnp.sum(on_cpu(jnp.matmul)(x, y) ** 2)))
+    assert step.lower(y).as_text().count("stablehlo.dot_general") == 2
+
+
+def test_a_vmap_is_the_loop():
+    xs, y = integers((3, 8, 4)), integers((4, 6), 1)
+
+    def gradient(x, y):
+        return jax.grad(lambda x, y: jnp.sum(on_cpu(jnp.matmul)(x, y) ** 2), (0, 1))(
+            x, y
+        )
+
+    mapped = jax.vmap(gradient, (0, None))(xs, y)
+    for i, x in enumerate(xs):
+        for ours, alone in zip(mapped, gradient(x, y), strict=True):
+            np.testing.assert_array_equal(ours[i], alone)
+
+
+CONVOLUTIONS = {
+    "channels last": (("NHWC", "HWIO", "NHWC"), (1, 1)),
+    "channels first": (("NCHW", "OIHW", "NCHW"), (1, 1)),
+    "another order of results": (("NHWC", "HWIO", "NCHW"), (1, 1)),
+    "strides": (("NHWC", "HWIO", "NHWC"), (2, 3)),
+    "kernel of outputs first": (("NHWC", "OHWI", "HWNC"), (2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_of_one_pixel_is_a_product(name):
+    layouts, strides = CONVOLUTIONS[name]
+    sizes = {"N": 2, "H": 5, "W": 7, "C": 3, "I": 3, "O": 4}
+    image = integers([sizes[d] for d in layouts[0]])
+    kernel = integers([1 if d in "HW" else sizes[d] for d in layouts[1]], 1)
+
+    def convolution(image, kernel):
+        return jax.lax.conv_general_dilated(
+            image, kernel, strides, "VALID", dimension_numbers=layouts
+        )
+
+    ours, pullback = jax.vjp(on_cpu(convolution), image, kernel)
+    exact, exact_pullback = jax.vjp(convolution, image, kernel)
+    np.testing.assert_array_equal(ours, exact)
+    cotangent = integers(exact.shape, 2)
+    for found, expected in zip(
+        pullback(cotangent), exact_pullback(cotangent), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+    text = str(jax.make_jaxpr(on_cpu(convolution))(image, kernel))
+    assert "conv_general_dilated" not in text
+
+
+OTHER_CONVOLUTIONS = {
+    "a larger window": ((3, 3, 4, 8), {"padding": "SAME"}),
+    "padding": ((1, 1, 4, 8), {"padding": [(1, 0), (0, 0)]}),
+    "dilated images": ((1, 1, 4, 8), {"padding": [(0, 0)] * 2, "lhs_dilation": (2, 2)}),
+    "groups": ((1, 1, 2, 8), {"padding": "VALID", "feature_group_count": 2}),
+    "groups of the batch": (
+        (1, 1, 4, 8),
+        {"padding": "VALID", "batch_group_count": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CONVOLUTIONS)
+def test_other_convolutions_are_those_of_f32(name):
+    kernel, told = OTHER_CONVOLUTIONS[name]
+
+    def convolution(image, kernel):
+        return jax.lax.conv_general_dilated(
+            image, kernel, (1, 1), dimension_numbers=("NHWC", "HWIO", "NHWC"), **told
+        )
+
+    args = integers((2, 6, 6, 4)), integers(kernel, 1)
+    ours = str(jax.make_jaxpr(on_cpu(convolution))(*args))
+    assert ours == str(jax.make_jaxpr(amp.autocast(convolution, "float32"))(*args))
+    report = amp.explain(convolution, target="cpu")(*args)
+    (reason,) = report.products
+    assert reason.reason == "on this CPU: convolutions are faster in f32"
+
+
+def test_a_sharded_step_is_that_of_one_device():
+    x, w = integers((16, 8)), integers((8, 32), 1)
+
+    def gradient(x, w):
+        return jax.grad(lambda w: jnp.sum(on_cpu(jnp.matmul)(x, w) ** 2))(w)
+
+    alone = jax.jit(gradient)(x, w)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    spec = jax.sharding.PartitionSpec
+    placed = [
+        jax.device_put(each, jax.sharding.NamedSharding(mesh, spec(*axes)))
+        for each, axes in ((x, ("data", None)), (w, (None, "model")))
+    ]
+    sharded = jax.jit(gradient)(*placed)
+    np.testing.assert_array_equal(sharded, alone)
+    assert sharded.sharding.spec[-1] == "model"
