@@ -18,6 +18,21 @@ os.environ.setdefault(
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items):
+    """One worker for a file or for a group (`--dist loadgroup`): they share programs."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+    result = yield
+    # pytest-xdist 3.8 adds the group to a name that pytest 9.2 does not read.
+    for item in items:
+        if hasattr(item, "id") and hasattr(item, "_nodeid"):
+            item._id = type(item.id).parse(item._nodeid)
+    return result
