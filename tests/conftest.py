@@ -26,7 +26,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items):
-    """One worker for a file or for a group (`--dist loadgroup`): they share programs."""
+    """One worker for a file or a group (`--dist loadgroup`): they share programs."""
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
