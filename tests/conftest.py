@@ -1,5 +1,6 @@
 """Strict JAX for the whole suite, set before JAX is imported anywhere."""
 
+import gc
 import os
 from importlib.metadata import version
 
@@ -36,3 +37,9 @@ def pytest_collection_modifyitems(items):
         if hasattr(item, "id") and hasattr(item, "_nodeid"):
             item._id = type(item.id).parse(item._nodeid)
     return result
+
+
+def pytest_collection_finish():
+    # What was imported and collected lives on: it is not looked through for garbage.
+    gc.freeze()
+    gc.set_threshold(20_000)
