@@ -1,5 +1,6 @@
 """Strict JAX for the whole suite, set before JAX is imported anywhere."""
 
+import gc
 import os
 from importlib.metadata import version
 
@@ -18,6 +19,27 @@ os.environ.setdefault(
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items):
+    """One worker for a file or a group (`--dist loadgroup`): they share programs."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+    result = yield
+    # pytest-xdist 3.8 adds the group to a name that pytest 9.2 does not read.
+    for item in items:
+        if hasattr(item, "id") and hasattr(item, "_nodeid"):
+            item._id = type(item.id).parse(item._nodeid)
+    return result
+
+
+def pytest_collection_finish():
+    # What was imported and collected lives on: it is not looked through for garbage.
+    gc.freeze()
+    gc.set_threshold(20_000)

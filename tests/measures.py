@@ -38,6 +38,11 @@ if jax.__version_info__ < (0, 11):
 LOSS_SCALE = {"float32": 1.0, "bfloat16": 1.0, "float16": 2.0**10}
 
 
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn` as one program; its operations, each compiled alone, take longer."""
+    return jax.jit(fn, compiler_options=EXACTLY_AS_WRITTEN)
+
+
 class Matmul(NamedTuple):
     """A `dot_general` or `conv_general_dilated` of a jaxpr."""
 

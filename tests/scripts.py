@@ -24,6 +24,16 @@ def run_example(
     )
 
 
+def with_devices_of_its_own() -> dict[str, str]:
+    """The environment of a process that says itself how many devices it has."""
+    flags = [
+        flag
+        for flag in os.environ.get("XLA_FLAGS", "").split()
+        if not flag.startswith("--xla_force_host_platform_device_count")
+    ]
+    return os.environ | {"XLA_FLAGS": " ".join(flags)}
+
+
 def refusal(capsys: pytest.CaptureFixture[str], run: Callable[[], object]) -> str:
     """Returns the error that `run` writes before it stops with status 2."""
     with pytest.raises(SystemExit) as stopped:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 import socket
 import subprocess
@@ -27,7 +26,7 @@ from sharded_gpt import Result, Trainer
 import jmp_amp as amp
 from tests import h100
 from tests.measures import relative_error
-from tests.scripts import refusal
+from tests.scripts import refusal, with_devices_of_its_own
 from tests.training.test_processes import TIMEOUT, run_together
 from tests.training.test_sharded_scaling import collectives, on_every_device, shards
 
@@ -592,11 +591,9 @@ def test_stages_hand_on_half_precision(name, precision):
 
 
 def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = dict(os.environ)
-    environment.pop("XLA_FLAGS", None)  # the script makes its devices itself
     return subprocess.run(
         [sys.executable, "-W", "error", str(SCRIPT), *arguments],
-        env=environment,
+        env=with_devices_of_its_own(),
         capture_output=True,
         text=True,
         timeout=600,

@@ -83,9 +83,8 @@ def first_batch():
 
 
 def new_state(tx):
-    variables = train_digits.CNN().init(
-        jax.random.key(0), first_batch()["image"], train=False
-    )
+    init = jax.jit(functools.partial(train_digits.CNN().init, train=False))
+    variables = init(jax.random.key(0), first_batch()["image"])
     params, batch_stats = variables["params"], variables["batch_stats"]
     return train_digits.State(params, batch_stats, tx.init(params))
 

@@ -1,6 +1,6 @@
 """Every idiom: a policy is at most twice as wrong as its products alone, and 4 eps.
 
-Spellings of one program stand together in their file. By default every third idiom
+Spellings of one program stand together in their file. By default every sixth idiom
 runs, in one dtype; the slow tests run all in both. `python -m tests.idioms` prints the
 errors.
 """
@@ -33,7 +33,7 @@ def rounded(tree, dtype):
 
 def by_default(number: int) -> str | None:
     """The dtype in which an idiom runs by default, if it does."""
-    return None if number % 3 else HALF[number // 3 % 2]
+    return None if number % 6 else HALF[number // 6 % 2]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ An MLP on 512 samples, 200 steps with fixed batches, in f32, under bf16 autocast
 under f16 autocast with and without loss scaling. Tolerances: `oracle/README.md`.
 """
 
+import functools
 import json
 import pathlib
 
@@ -41,8 +42,10 @@ def regression(params, x, data):
     return jnp.mean(jnp.square(network(params, x) - data["T"]))
 
 
-def train(run):
-    """Returns the losses, the final parameters and the optimizer state of the run."""
+@functools.cache
+def train(number):
+    """Returns the losses, the final parameters and the optimizer state of a run."""
+    run = RUNS[number]
     with np.load(ORACLE / "convergence_data.npz") as file:
         data = dict(file)
     policy, scaled = MODES[run["mode"]]
@@ -99,7 +102,7 @@ def is_stuck(run):
     ids=run_id,
 )
 def test_a_training_run_is_that_of_torch(run):
-    losses, _, opt_state = train(run)
+    losses, _, opt_state = train(RUNS.index(run))
     atol = 2e-4 if run["mode"] == "fp32" else 5e-3
     np.testing.assert_allclose(losses, run["loss"], atol=atol)
     if run["scale"] is not None:
@@ -116,12 +119,12 @@ def test_a_tiny_loss_trains_in_f16_only_with_loss_scaling():
     )
     with np.load(ORACLE / "convergence_data.npz") as file:
         initial = {**file, "w3": file["W3r"]}
-    losses, params, _ = train(without)
+    losses, params, _ = train(RUNS.index(without))
     # Every gradient that went through f16 is zero. The last bias is added in f32, since
     # the loss alone reads the sum, and so it moves here; in torch it does not either.
     for name in ("w1", "b1", "w2", "b2", "w3"):
         np.testing.assert_array_equal(params[name], initial[name])
-    losses_with, params, opt_state = train(scaled)
+    losses_with, params, opt_state = train(RUNS.index(scaled))
     assert losses[-1] > 10 * losses_with[-1]
     assert all(
         np.any(np.asarray(params[name]) != initial[name]) for name in ("w1", "w2", "w3")

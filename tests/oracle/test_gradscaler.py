@@ -168,6 +168,18 @@ def preset_of(scenario: dict) -> amp.LossScale:
     return amp.loss_scale_preset(PRESETS[system], **settings)
 
 
+LONGEST = max(len(s["overflow"]) for s in OTHERS)
+
+
+@jax.jit
+def scales_and_trackers(scaler, overflow):
+    def step(scaler, overflow):
+        scaler = scaler.adjust(~overflow)
+        return scaler, (scaler.value, scaler.growth_tracker)
+
+    return jax.lax.scan(step, scaler, overflow)[1]
+
+
 @pytest.mark.parametrize(
     "scenario",
     [
@@ -176,14 +188,12 @@ def preset_of(scenario: dict) -> amp.LossScale:
     ],
 )
 def test_the_preset_goes_as_the_system(scenario):
-    scaler = preset_of(scenario)
-
-    def step(scaler, overflow):
-        scaler = scaler.adjust(~overflow)
-        return scaler, (scaler.value, scaler.growth_tracker)
-
-    overflow = jnp.array(scenario["overflow"], bool)
-    _, (scales, trackers) = jax.lax.scan(step, scaler, overflow)
+    steps = len(scenario["overflow"])
+    # Of one length: those of one configuration are one program.
+    overflow = np.zeros(LONGEST, bool)
+    overflow[:steps] = scenario["overflow"]
+    found = scales_and_trackers(preset_of(scenario), overflow)
+    scales, trackers = (np.asarray(each)[:steps] for each in found)
     # A system ends where it raises at its floor, or where its scale is infinite.
     rows = itertools.takewhile(
         lambda row: not isinstance(row, str) and math.isfinite(float(row[0])),
@@ -192,6 +202,6 @@ def test_the_preset_goes_as_the_system(scenario):
     trace = np.array(list(rows), float)
     assert len(trace) > 0
     np.testing.assert_array_equal(scales[: len(trace)], trace[:, 0].astype(np.float32))
-    assert jnp.isfinite(scales).all() and (scales >= TINY).all()
+    assert np.isfinite(scales).all() and (scales >= TINY).all()
     if "growth" in scenario["columns"][1] or scenario["system"].startswith("paddle"):
         np.testing.assert_array_equal(trackers[: len(trace)], trace[:, 1])

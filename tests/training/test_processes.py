@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 
 from tests import process_worker
+from tests.scripts import with_devices_of_its_own
 from tests.training.test_sharded_scaling import EPS, SCALE
 
 ROOT = Path(__file__).parents[2]
@@ -35,8 +35,7 @@ def run_together(commands: Sequence[Sequence[str]], timeout: float) -> list[str]
       AssertionError: with the output of all of them, if one fails or if they are not
         done after `timeout` seconds. None of them is left running.
     """
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    environment.pop("XLA_FLAGS", None)  # eight devices for each process
+    environment = with_devices_of_its_own() | {"JAX_PLATFORMS": "cpu"}
     with tempfile.TemporaryDirectory() as folder:
         # Files, since a pipe that nobody reads stops its writer when it is full.
         outputs = [Path(folder, str(number)) for number in range(len(commands))]

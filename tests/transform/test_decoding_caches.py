@@ -10,6 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jmp_amp as amp
+from tests.measures import EXACTLY_AS_WRITTEN
 
 LENGTH = 6
 X = jax.random.normal(jax.random.key(0), (2, LENGTH, 8))
@@ -25,7 +26,7 @@ class Decoder(nn.Module):
 
 @functools.cache
 def variables():
-    return Decoder().init(jax.random.key(1), X)
+    return jax.jit(Decoder().init)(jax.random.key(1), X)
 
 
 def apply(cache, x):
@@ -37,6 +38,7 @@ def apply(cache, x):
 def decoded(apply, cache):
     """All tokens, one after another, and the cache after them."""
     outputs = []
+    apply = jax.jit(apply, compiler_options=EXACTLY_AS_WRITTEN)
     for t in range(LENGTH):
         y, written = apply(cache, X[:, t : t + 1])
         cache = written["cache"]

@@ -13,6 +13,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jmp_amp as amp
+from tests.measures import compiled
 
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 STORED = "p=bf16,c=bf16,o=f32"
@@ -42,7 +43,7 @@ TOKENS = jnp.arange(12).reshape(3, 4)
 
 
 def half_and_full() -> tuple[Any, Any]:
-    params = Scanned().init(jax.random.key(0), TOKENS)
+    params = jax.jit(Scanned().init)(jax.random.key(0), TOKENS)
     half = amp.cast_params(params, STORED)
     return half, amp.cast_to_full(half)
 
@@ -52,9 +53,9 @@ def test_a_scan_that_begins_in_half_and_goes_on_in_float32_is_traced(policy):
     half, full = half_and_full()
     with pytest.raises(TypeError), jax.numpy_dtype_promotion("standard"):
         Scanned().apply(half, TOKENS)
-    found = amp.autocast(Scanned().apply, policy)(half, TOKENS)
+    found = compiled(amp.autocast(Scanned().apply, policy))(half, TOKENS)
     assert found.dtype == F32
-    expected = Scanned().apply(full, TOKENS)
+    expected = compiled(Scanned().apply)(full, TOKENS)
     np.testing.assert_allclose(found, expected, atol=8 * EPS)
 
 
@@ -132,7 +133,7 @@ TOKEN = X[:, None]
 @pytest.mark.parametrize("policy", [STORED, "mixed_bfloat16"])
 @pytest.mark.parametrize("bare", [False, True])
 def test_a_half_cache_beside_half_parameters_stays_half_in_linen(policy, bare):
-    variables = Decoder().init(jax.random.key(0), jnp.ones((4, 3, 8)))
+    variables = jax.jit(Decoder().init)(jax.random.key(0), jnp.ones((4, 3, 8)))
     params, cache = variables["params"], amp.cast_to_full(variables["cache"])
 
     def apply(params: Any, cache: Any) -> Any:
@@ -142,13 +143,13 @@ def test_a_half_cache_beside_half_parameters_stays_half_in_linen(policy, bare):
 
     half = amp.cast_params(params, STORED), amp.cast_floating(cache, BF16)
     half = half if bare else (half[0], {"cache": half[1]})
-    found, written = amp.autocast(apply, policy)(*half)
+    found, written = compiled(amp.autocast(apply, policy))(*half)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(written)} == {
         "bfloat16",
         "int32",
     }
     full = (params, cache) if bare else (params, {"cache": cache})
-    expected, _ = apply(*full)
+    expected, _ = compiled(apply)(*full)
     np.testing.assert_allclose(found.astype(F32), expected, atol=8 * EPS)
 
 

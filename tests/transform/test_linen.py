@@ -138,6 +138,11 @@ def expected_dtypes(reached, inside, outside, widths=WIDTHS):
     return {width: inside if width in reached else outside for width in widths}
 
 
+@functools.cache
+def shapes_of_net(model):
+    return shapes_of(model(), X)
+
+
 @pytest.mark.parametrize(
     ("model", "policy"), [(Compact, "mixed_bfloat16"), (Setup, "mixed_float16")]
 )
@@ -145,7 +150,7 @@ def expected_dtypes(reached, inside, outside, widths=WIDTHS):
 def test_an_entry_reaches_the_modules_that_it_matches(pattern, model, policy):
     pattern, reached = REACHED[pattern]
     half, net = half_of(policy), model()
-    variables = shapes_of(net, X)
+    variables = shapes_of_net(model)
     found = by_width(forward(net, amp.PolicyMap(policy, {pattern: F32})), variables, X)
     assert found == expected_dtypes(reached, F32, half)
     found = by_width(forward(net, amp.PolicyMap(F32, {pattern: policy})), variables, X)

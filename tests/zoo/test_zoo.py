@@ -297,14 +297,15 @@ class TestDecoding:
         # The f32 program reads the same half precision cache, widened.
         params, cache, token, position = arguments
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), cache)
-        expected, _ = language.decode(params, wide, token, position)
+        expected, _ = jax.jit(language.decode)(params, wide, token, position)
         decode = {
             "twin": language.decode_twin(dtype),
             "autocast": compare_precision.amp.autocast(
                 language.decode, f"mixed_{dtype}"
             ),
         }[program]
-        logits, new_cache = decode(*arguments)
+        compiled = jax.jit(decode, compiler_options=measures.EXACTLY_AS_WRITTEN)
+        logits, new_cache = compiled(*arguments)
         assert measures.relative_error(logits, expected) < 4 * jnp.finfo(dtype).eps
         for new, old in zip(
             jax.tree.leaves(new_cache), jax.tree.leaves(cache), strict=True
@@ -317,15 +318,15 @@ class TestDecoding:
         params, cache, _, _ = language.decode_sample(jax.random.key(1), positions=6)
         cache = jax.tree.map(jnp.zeros_like, cache)
         tokens = language.random_tokens(jax.random.key(2), 64, 4, 6)
-        losses = []
+        losses, decode = [], jax.jit(language.decode)
         for position in range(6):
-            logits, cache = language.decode(
+            logits, cache = decode(
                 params, cache, tokens[:, position], jnp.int32(position)
             )
             target = tokens[:, (position + 1) % 6]
             chosen = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
             losses.append(jax.nn.logsumexp(logits, axis=-1) - chosen)
-        whole = language.llama(64, 32, 4, 2, 2, 4, 6).loss(params, tokens)
+        whole = jax.jit(language.llama(64, 32, 4, 2, 2, 4, 6).loss)(params, tokens)
         np.testing.assert_allclose(
             jnp.mean(jnp.stack(losses)), whole, rtol=32 * jnp.finfo(jnp.float32).eps
         )
