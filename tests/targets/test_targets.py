@@ -155,7 +155,7 @@ def test_the_products_of_a_module_are_those_of_its_policy(native):
     class Two(nn.Module):
         @nn.compact
         def __call__(self, x):
-            x = nn.LayerNorm()(nn.Dense(128, name="body")(x))
+            x = nn.gelu(nn.LayerNorm()(nn.Dense(128, name="body")(x)))
             return nn.Dense(128, name="head")(x)
 
     model, x = Two(), jnp.ones(SHAPE)
