@@ -313,7 +313,7 @@ def figures(quick: bool, rounds: int) -> dict[str, Any]:
         }
         shapes, seconds = [(512, 2048), (2048, 512), (512,), (2048,)] * 2, 0.1
     load = os.getloadavg()
-    with jax.numpy_dtype_promotion("standard"):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         steps = {
             name: measured(training_steps(model, tx), rounds, seconds)
             for name, (model, tx) in cases.items()
