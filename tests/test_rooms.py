@@ -49,7 +49,7 @@ WINGS = {
         ("overwritten", "rounding"),
         ("structures", "parameters"),
         ("finite", "digits"),
-        ("trainable",),
+        ("skipping", "trainable"),
         ("loss_scale",),
         ("states",),
         ("presets", "gradients", "optimizers", "checkpoints", "weights"),

@@ -18,9 +18,9 @@ from jax.core import Tracer
 from jmp_amp.policies.dtypes import F32, PyTree, is_castable, is_half
 from jmp_amp.training.rounding import (
     land_on,
+    next_on_grid,
     remainder_of,
     round_at_random,
-    round_to,
     with_remainder,
 )
 from jmp_amp.training.structures import (
@@ -48,10 +48,12 @@ class Half(NamedTuple):
         """Returns the update toward `landing`, and the number that it really reaches.
 
         Both are float32[...]. The update is rounded where the two numbers are as far
-        apart as 1 and 1e-6.
+        apart as 1 and 1e-6. The sum is a number of `dtype` all the same, as it is a
+        multiple of the last place of the update and small; or it is `landing`, or one
+        float32 less where that is a power of two: the same in `dtype`.
         """
         step = landing - self.param
-        return step, round_to(self.param + step, self.dtype)
+        return step, next_on_grid(self.param + step, self.dtype)
 
 
 class MasterWeightsState(NamedTuple):
@@ -89,10 +91,14 @@ class MasterWeightsState(NamedTuple):
         """Returns the update of `half` itself, and its next master: float32[...]."""
         master = MasterWeightsState.value(half) + update
         landing = land_on(master, half.dtype)
-        step, reached = half.step_to(landing)
+        _, reached = half.step_to(landing)
         # If the update was rounded, the master gives way, by less than the last place
         # of the old parameter in f32.
-        return step, jnp.where(reached == landing, master, reached)
+        master = jnp.where(reached == landing, master, reached)
+        # The update is computed from the new master, not beside it: XLA's CPU makes a
+        # loop for each result, and of two loops that both read the old master and the
+        # old parameter neither can write in place.
+        return land_on(master, half.dtype) - half.param, master
 
 
 class KahanState(NamedTuple):

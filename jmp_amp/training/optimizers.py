@@ -1,8 +1,8 @@
 """Loss scaling as an optax transformation.
 
-`with_loss_scale(inner, ...)` runs `inner` on every step and then selects, element by
+`with_loss_scale(inner, ...)` runs `inner` on every step and selects, element by
 element, the new value or the old one. There is no branch on the device: a `lax.cond`
-would make the whole update wait for the flag and keep XLA from fusing it, where a
+would keep XLA from fusing the update with what comes before and after it, where a
 select is part of the fusion that writes the new value anyway.
 """
 
@@ -15,8 +15,9 @@ import optax
 from jmp_amp.policies.dtypes import PyTree, is_half
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.training.digits import WEIGHT_STATES
-from jmp_amp.training.finite import all_finite, choose
+from jmp_amp.training.finite import all_finite
 from jmp_amp.training.loss_scale import LossScale
+from jmp_amp.training.skipping import update_or_keep
 from jmp_amp.training.states import LossScaleState
 from jmp_amp.training.structures import (
     TreeStructure,
@@ -135,11 +136,14 @@ def with_loss_scale(
         stores = bool(nodes_of(state.inner_state, WEIGHT_STATES))
         if stores and params is not None:
             check_half(params, state.structure, "with_loss_scale")
-        proposed, inner_state = transformation.update(
-            gradients,
+        trained = None if params is None else taking_part(params)
+        proposed, inner_state = update_or_keep(
+            finite,
+            lambda inner_state: transformation.update(
+                gradients, inner_state, trained, **extra_args
+            ),
             state.inner_state,
-            None if params is None else taking_part(params),
-            **extra_args,
+            "with_loss_scale: inner changed the type of its state",
         )
         # Updates that land on a half-precision number are not to be rounded on the way.
         rounded = params is not None and not stores
@@ -162,12 +166,16 @@ def _check_state(state: PyTree) -> None:
 def _next_state(
     finite: jax.Array, state: LossScaleState, inner_state: PyTree
 ) -> LossScaleState:
-    """Returns the state after a step. finite: bool[]."""
-    call = "with_loss_scale: inner changed the type of its state"
-    names = "the new state", "the old one"
+    """Returns the state after a step.
+
+    Args:
+      finite: bool[].
+      state: the old state.
+      inner_state: that of the inner optimizer, already the old one if not `finite`.
+    """
     one_more = optax.safe_increment
     return LossScaleState(
-        inner_state=choose(finite, inner_state, state.inner_state, call, names),
+        inner_state=inner_state,
         loss_scale=state.loss_scale.adjust(finite),
         last_finite=finite,
         skipped_total=jnp.where(

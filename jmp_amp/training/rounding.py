@@ -9,6 +9,8 @@ Everywhere `numbers` and `rounded` are float32 of any shape, the latter on the g
 `dtype`, which is bfloat16 or float16.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,31 +20,46 @@ from jmp_amp.policies.dtypes import F32
 
 _F16 = np.dtype("float16")
 _UNITS = 2.0**16
-
-
-def round_to(numbers: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Returns float32 `numbers` rounded to the nearest that `dtype` holds.
-
-    Ties go to even, numbers beyond its range become inf, as in `numbers.astype(dtype)`.
-    """
-    info = jnp.finfo(dtype)
-    rounded = jax.lax.reduce_precision(numbers, info.nexp, info.nmant)
-    if dtype != _F16:
-        return rounded
-    # reduce_precision has no subnormal results, but f16 weights may be subnormal.
-    steps = jnp.round(numbers / float(info.smallest_subnormal))
-    is_subnormal = jnp.abs(numbers) < float(info.smallest_normal)
-    return jnp.where(is_subnormal, steps * float(info.smallest_subnormal), rounded)
+# 2**32 over the golden ratio.
+_ODD = np.uint32(0x9E3779B9)
+# Between the largest bfloat16 number and the one that would follow it.
+_LAST_TIE = (2.0 - 2.0**-8) * 2.0**127
 
 
 def land_on(numbers: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Returns `round_to` of float32 numbers, clipped to the range of `dtype` if finite.
+    """Returns float32 `numbers` rounded to the nearest finite number of `dtype`.
 
-    A weight that leaves the range waits at its end instead of becoming inf.
+    Ties go to even, inf and (quiet) NaN stay. A weight that leaves the range waits at
+    its end instead of becoming inf.
+
+    On bits: a minimum of them, or a mask, is what XLA neither drops nor sees through.
+    So float16 may be cast there and back, which a CPU does in an instruction each and
+    `reduce_precision`, with subnormal numbers beside it, in thirty.
     """
-    largest = float(jnp.finfo(dtype).max)
-    rounded = jnp.clip(round_to(numbers, dtype), -largest, largest)
-    return jnp.where(jnp.isfinite(numbers), rounded, numbers)
+    if dtype == _F16:
+        half = jax.lax.bitcast_convert_type(numbers.astype(dtype), jnp.uint16)
+        size = jnp.minimum(half & jnp.uint16(0x7FFF), jnp.uint16(0x7BFF))
+        bits = size | (half & jnp.uint16(0x8000))
+        landed = jax.lax.bitcast_convert_type(bits, dtype).astype(F32)
+        return jnp.where(jnp.isfinite(numbers), landed, numbers)
+    bits = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
+    nearest = bits + jnp.uint32(0x7FFF) + ((bits >> 16) & jnp.uint32(1))
+    # Beyond the last tie of the range digits are dropped: that is its end, or inf.
+    carried = jnp.where(jnp.abs(numbers) < _LAST_TIE, nearest, bits)
+    return jax.lax.bitcast_convert_type(carried & jnp.uint32(0xFFFF0000), F32)
+
+
+def next_on_grid(numbers: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Returns float32 `numbers` that `dtype` holds, or their successors away from zero.
+
+    The latter where `dtype` holds those; any other number is dropped to one it holds.
+    """
+    dropped = jnp.uint32((1 << (23 - jnp.finfo(dtype).nmant)) - 1)
+    bits = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
+    rounded = (bits + jnp.uint32(1)) & ~dropped
+    # No successor of a NaN, which may be zero.
+    rounded = jnp.where(numbers == numbers, rounded, bits)
+    return jax.lax.bitcast_convert_type(rounded, F32)
 
 
 def round_at_random(numbers: jax.Array, dtype: np.dtype, key: ArrayLike) -> jax.Array:
@@ -55,15 +72,16 @@ def round_at_random(numbers: jax.Array, dtype: np.dtype, key: ArrayLike) -> jax.
     Equal PRNG keys make equal choices, however the array is sharded.
     """
     info = jnp.finfo(dtype)
-    chance = jax.random.bits(key, numbers.shape, jnp.uint16).astype(jnp.uint32)
+    chance = _random_words(key, numbers.shape) >> 16
     # The bits of f32 below the mantissa of `dtype`. Adding random bits to them carries
     # into the mantissa with the probability that they spell.
     dropped = jnp.uint32((1 << (23 - info.nmant)) - 1)
+    end = jnp.uint32(np.float32(info.max).view(np.uint32)) | dropped
     bits = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
+    size = jnp.minimum((bits & jnp.uint32(0x7FFFFFFF)) + (chance & dropped), end)
     carried = jax.lax.bitcast_convert_type(
-        (bits + (chance & dropped)) & ~dropped, jnp.float32
+        (bits & jnp.uint32(0x80000000)) | (size & ~dropped), F32
     )
-    nearest = land_on(numbers, dtype)
     if dtype == _F16:
         # Subnormal numbers are equally spaced: round the number of steps instead.
         steps = numbers / float(info.smallest_subnormal)
@@ -72,8 +90,39 @@ def round_at_random(numbers: jax.Array, dtype: np.dtype, key: ArrayLike) -> jax.
         subnormal = (down + up.astype(F32)) * float(info.smallest_subnormal)
         is_subnormal = jnp.abs(numbers) < float(info.smallest_normal)
         carried = jnp.where(is_subnormal, subnormal, carried)
-    fits = jnp.isfinite(numbers) & (jnp.abs(carried) <= float(info.max))
-    return jnp.where(fits, carried, nearest)
+    return jnp.where(jnp.isfinite(numbers), carried, numbers)
+
+
+def _random_words(key: ArrayLike, shape: Sequence[int]) -> jax.Array:
+    """Returns random words that are computed where they are used: uint32[shape].
+
+    `jax.random` draws two words from the key. Each element's word is a hash of them and
+    of its place, a dozen operations that XLA fuses with what reads it. (threefry is a
+    hundred operations for each element, through memory on a CPU; rounding needs bits
+    that are independent, not secret.)
+    """
+    first, second = jax.random.bits(key, (2,), jnp.uint32)
+    place = jnp.zeros(shape, jnp.uint32)
+    stride = 1
+    for axis in reversed(range(len(shape))):
+        index = jax.lax.broadcasted_iota(jnp.uint32, tuple(shape), axis)
+        if stride < 2**32:
+            place = place + index * jnp.uint32(stride)
+        else:
+            # Places are counted modulo 2**32: beyond, the words are others.
+            second = second + index * _ODD
+        stride *= shape[axis]
+    return _hashed((place ^ first) * _ODD + second)
+
+
+def _hashed(words: jax.Array) -> jax.Array:
+    """Returns a permutation of uint32 in which each bit changes half of the others.
+
+    The function lowbias32 of https://nullprogram.com/blog/2018/07/31.
+    """
+    words = (words ^ (words >> 16)) * jnp.uint32(0x7FEB352D)
+    words = (words ^ (words >> 15)) * jnp.uint32(0x846CA68B)
+    return words ^ (words >> 16)
 
 
 def remainder_of(numbers: jax.Array, rounded: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -85,9 +134,16 @@ def remainder_of(numbers: jax.Array, rounded: jax.Array, dtype: np.dtype) -> jax
     remainder do so above the subnormal range.
     """
     left = numbers - rounded
-    units = left / _last_place(rounded, left < 0, dtype) * _UNITS
+    place = _last_place(rounded, left < 0, dtype)
+    # One over a power of two, times _UNITS: the exponent's other side.
+    bits = jax.lax.bitcast_convert_type(place, jnp.uint32)
+    inverse = jnp.uint32((2 * 127 + 16) << 23) - bits
+    units = left * jax.lax.bitcast_convert_type(inverse, F32)
     units = jnp.where(jnp.isfinite(units), units, 0.0)
-    return jnp.clip(jnp.round(units), -(2.0**15), 2.0**15 - 1).astype(jnp.int16)
+    units = jnp.clip(units, -(2.0**15), 2.0**15 - 1)
+    # The sum has no digits below 1, so its last 16 bits are the rounded integer.
+    bits = jax.lax.bitcast_convert_type(units + 1.5 * 2.0**23, jnp.uint32)
+    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.int16)
 
 
 def with_remainder(

@@ -146,9 +146,11 @@ def with_stochastic_rounding(
     et al. 2015, arXiv:1502.02551, section 3.2; Zamirai et al. 2020, arXiv:2010.06192).
     Costs no memory that stays. `inner` works in float32, its moments too.
 
-    The random bits are made of `key` and a counter in the state: a run is repeatable,
-    goes on unchanged from a checkpoint, and rounds alike wherever the state is
-    replicated, whatever the sharding of the parameters under `jax.jit`. Equal keys draw
+    The random bits are made of `key`, a counter in the state and the place of each
+    number: `jax.random` makes two words for each parameter and step, an integer hash
+    spreads them. A run is repeatable, goes on unchanged from a checkpoint, and rounds
+    alike wherever the state is replicated, whatever the sharding of the parameters
+    under `jax.jit`. Equal keys draw
     equal bits: give each part of a tree (`optax.partition`) another key. Inside
     `shard_map` and `vmap` all members have one key.
 

@@ -21,10 +21,11 @@ from flax import linen as nn
 from flax import nnx
 
 import jmp_amp as amp
+from jmp_amp.training.digits import Half
 from jmp_amp.training.rounding import (
+    land_on,
     remainder_of,
     round_at_random,
-    round_to,
     with_remainder,
 )
 from tests import h100
@@ -98,11 +99,17 @@ def cast(numbers: np.ndarray, dtype: Any) -> np.ndarray:
 
 @each_half
 @pytest.mark.parametrize("jit", [False, True])
-def test_rounding_is_that_of_a_cast(dtype, jit):
+def test_landing_is_a_cast_that_stays_in_the_range(dtype, jit):
+    # Arithmetic makes quiet NaNs only; of others the upper half may be that of inf.
     numbers = tricky_numbers()
-    round_all = functools.partial(round_to, dtype=dtype)
-    found = (jax.jit(round_all) if jit else round_all)(jnp.asarray(numbers))
+    numbers = np.where(np.isnan(numbers), np.float32(np.nan), numbers)
+    land_all = functools.partial(land_on, dtype=dtype)
+    found = np.asarray((jax.jit(land_all) if jit else land_all)(jnp.asarray(numbers)))
     expected = cast(numbers, dtype).astype(np.float32)
+    largest = float(jnp.finfo(dtype).max)
+    expected = np.where(
+        np.isfinite(numbers), np.clip(expected, -largest, largest), numbers
+    )
     np.testing.assert_array_equal(found, expected)
     are_numbers = ~np.isnan(expected)
     assert (np.signbit(found) == np.signbit(expected))[are_numbers].all()
@@ -148,6 +155,51 @@ def test_random_rounding_makes_no_infinity_of_a_number(dtype):
     assert (found == largest).all()
     odd = jnp.float32([jnp.inf, -jnp.inf, jnp.nan])
     np.testing.assert_array_equal(round_at_random(odd, dtype, jax.random.key(0)), odd)
+
+
+def words(key: jax.Array, shape: tuple[int, ...]) -> np.ndarray:
+    """The random 16 bits of an array: which of 2**16 chances each number has."""
+    # Between 1 and 2 the fraction of bf16 that is dropped has 16 bits: a number with
+    # the fraction f goes up if f + its random bits are at least 2**16.
+    up = np.zeros(shape, np.int64)
+    for bit in reversed(range(16)):
+        tried = up + 2**bit
+        numbers = (0x3F800000 + 2**16 - tried).astype(np.uint32).view(np.float32)
+        landed = np.asarray(round_at_random(jnp.asarray(numbers), BF16, key))
+        up = np.where(landed.view(np.uint32) > 0x3F800000, tried, up)
+    return up
+
+
+def test_random_bits_are_uniform_and_differ_by_place_key_and_axis():
+    shape = 128, 256
+    keys = jax.random.split(jax.random.key(5), 3)
+    drawn = np.stack([words(key, shape) for key in keys])
+    counts = np.bincount(drawn.ravel() >> 8, minlength=256)
+    chi_squared = ((counts - drawn.size / 256) ** 2 / (drawn.size / 256)).sum()
+    assert abs(chi_squared - 255) < 5 * math.sqrt(2 * 255)
+    centred = drawn / 2.0**16 - 0.5
+
+    def correlation(a: np.ndarray, b: np.ndarray) -> float:
+        return abs(12 * (a * b).mean() * math.sqrt(a.size))
+
+    for a, b in [(0, 1), (0, 2), (1, 2)]:
+        assert correlation(centred[a], centred[b]) < 5
+    for lag in (1, 2, 16):
+        assert correlation(centred[:, lag:], centred[:, :-lag]) < 5
+        assert correlation(centred[..., lag:], centred[..., :-lag]) < 5
+
+
+def test_rows_beyond_two_to_the_32_have_other_random_bits():
+    key, shape = jax.random.key(0), (2, 2**16, 2**16)
+
+    @jax.jit
+    def ends_of_rows(number: jax.Array) -> jax.Array:
+        rounded = round_at_random(jnp.full(shape, number), BF16, key)
+        return rounded[:, -1, -4096:]
+
+    first, second = ends_of_rows(jnp.float32(1 + 2.0**-8))
+    same = float((first == second).mean())
+    assert abs(same - 0.5) < 5 * 0.5 / math.sqrt(4096)
 
 
 # A hundred small updates
@@ -245,6 +297,85 @@ def test_updates_land_exactly_where_the_last_product_is_not_rounded(dtype):
     np.testing.assert_allclose(state.masters, exact, atol=2.0 * 2.0**-24)
 
 
+def every_half(dtype: Any) -> np.ndarray:
+    """All numbers of a dtype but f32's subnormal ones: a CPU takes those for zero."""
+    numbers = np.arange(2**16, dtype=np.uint16).view(dtype).astype(np.float32)
+    tiny = np.finfo(np.float32).smallest_normal
+    return np.where((numbers != 0) & (np.abs(numbers) < tiny), 1, numbers)
+
+
+def updates_of(params: np.ndarray, kind: str) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    noise = rng.standard_normal(params.shape)
+    with np.errstate(all="ignore"):
+        found = {
+            "none": 0 * noise,
+            "small": params * noise * 1e-3,
+            "ties": params * 2.0**-9,
+            "to nearly zero": -params * (1 + noise * 2.0 ** -rng.integers(3, 26)),
+            "to another": np.roll(params, 977) - params,
+            "far beyond": params * noise * 3e4,
+            "any": rng.integers(0, 2**32, params.shape, np.uint32).view(np.float32),
+        }[kind].astype(np.float32)
+    # A CPU's arithmetic has no subnormal numbers.
+    return np.where(np.abs(found) < 1e-30, 0, found)
+
+
+@each_half
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    ["none", "small", "ties", "to nearly zero", "to another", "far beyond", "any"],
+)
+def test_every_half_number_lands_exactly_on_the_rounded_master(dtype, jit, kind):
+    params = every_half(dtype)
+    update = updates_of(params, kind)
+    # The last product of an optimizer is not to be contracted with the sum.
+    tx = amp.with_master_weights(optax.identity())
+    stored = jnp.asarray(params).astype(dtype)
+    step = stepper(tx) if jit else stepper(tx).__wrapped__
+    found, state = step(stored, tx.init(stored), jnp.asarray(update))
+
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        master = params + update
+        landing = cast(master, dtype).astype(np.float32)
+        largest = float(jnp.finfo(dtype).max)
+        inside = np.clip(landing, -largest, largest)
+        landing = np.where(np.isfinite(master), inside, landing)
+        reached = cast(params + (landing - params), dtype).astype(np.float32)
+        master = np.where(reached == landing, master, reached)
+    kept = np.abs(master) >= np.finfo(np.float32).smallest_normal
+    kept |= (master == 0) | np.isnan(master)
+    found = np.float32(found)
+    np.testing.assert_array_equal(found[kept], reached[kept])
+    np.testing.assert_array_equal(state.masters[kept], master[kept])
+    landed = np.asarray(land_on(state.masters, dtype))
+    finite = np.isfinite(landed)
+    np.testing.assert_array_equal(found[finite], landed[finite])
+
+
+@each_half
+def test_what_an_update_reaches_is_its_sum_rounded(dtype):
+    # All landings from some parameters of every exponent.
+    rng = np.random.default_rng(0)
+    numbers = every_half(dtype)
+    landings = numbers[np.isfinite(numbers)]
+    starts = numbers.reshape(512, -1)[:, rng.integers(0, 128, 3)].ravel()
+    reached_from = jax.jit(
+        lambda start: Half(jnp.full(landings.shape, start), dtype, ()).step_to(landings)
+    )
+    rounded = 0
+    for start in starts[::3]:
+        step, reached = map(np.asarray, reached_from(start))
+        with np.errstate(all="ignore"):
+            expected = cast(np.float32(start) + step, dtype).astype(np.float32)
+        normal = np.abs(step) >= np.finfo(np.float32).smallest_normal
+        np.testing.assert_array_equal(reached[normal], expected[normal])
+        rounded += np.count_nonzero(reached != landings)
+    assert rounded > 0
+
+
 @pytest.mark.parametrize("wrapper", [amp.with_master_weights, amp.with_kahan])
 def test_all_digits_of_the_original_are_there_from_the_start(wrapper):
     original = numbers_of_weights()
@@ -314,7 +445,7 @@ def test_a_number_is_its_rounding_and_the_remainder(dtype):
     info = jnp.finfo(dtype)
     fits = (np.abs(numbers) < float(info.max)) & (np.abs(numbers) > 2.0**-80)
     numbers = numbers[fits]
-    rounded = round_to(jnp.asarray(numbers), dtype)
+    rounded = land_on(jnp.asarray(numbers), dtype)
     remainder = remainder_of(jnp.asarray(numbers), rounded, dtype)
     found = np.asarray(with_remainder(rounded, remainder, dtype))
     power = 2.0 ** np.floor(np.log2(np.maximum(np.abs(rounded), 2.0**-130)))
@@ -424,8 +555,9 @@ def test_rounding_survives_the_excess_precision_of_xla(name, excess):
 def test_rounding_survives_in_the_program_of_a_gpu(name):
     fn, params, gradient = kept_after_one_step(name)
     text = h100.compile_for_gpu(fn, params, gradient).as_text()
-    # XLA would have dropped a pair of casts, and with it the rounding.
-    assert re.search(r"reduce-precision\(.*exponent_bits=8, mantissa_bits=7", text)
+    # XLA would have dropped a pair of casts, and with it the rounding: a mask that
+    # leaves the upper half of a float32.
+    assert re.search(r"u32\[\S* constant\(4294901760\)", text)
 
 
 # Together with loss scaling, accumulation, parts of a tree

@@ -1,0 +1,45 @@
+"""The benchmark of loss scaling and weights on a CPU: it runs, and what it found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks import weights_on_cpu
+
+RESULTS = Path(weights_on_cpu.__file__).parent / "results" / "weights_on_cpu.json"
+
+
+def committed() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text())
+
+
+def test_it_measures_every_candidate(tmp_path, capsys):
+    file = tmp_path / "found.json"
+    weights_on_cpu.main(["--quick", "--json", str(file)])
+    found, kept = json.loads(file.read_text()), committed()
+    assert found.keys() == kept.keys()
+    assert found["updates"].keys() == kept["updates"].keys()
+    (steps,) = found["steps"].values()
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in [*steps, "temporary MB"])
+    for row in [*steps.values(), *found["updates"].values()]:
+        assert row["ms"] > 0
+        assert row["ratio"] > 0
+    for column in kept["steps"].values():
+        assert column.keys() == steps.keys()
+
+
+@pytest.mark.parametrize("step", ["none", "static", "dynamic"])
+def test_a_loss_scale_cost_little_where_it_was_measured(step):
+    for name, column in committed()["steps"].items():
+        noise = abs(column["again"]["median_ratio"] - 1)
+        assert column[step]["median_ratio"] <= 1.08 + noise, name
+
+
+def test_masters_cost_little_more_than_those_by_hand_where_it_was_measured():
+    rows = committed()["updates"]
+    assert rows["bf16, masters"]["ratio"] <= 1.5
+    assert rows["bf16, stochastic"]["ratio"] <= 1.7
