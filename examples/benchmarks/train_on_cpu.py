@@ -60,10 +60,9 @@ from rich.table import Table
 
 import jmp_amp as amp
 from jmp_amp.plan.cpu_products import (
-    _FEWEST_TERMS,
-    _SMALLEST_SIDE,
     Numbers,
     _product,
+    gains,
 )
 from jmp_amp.plan.targets import this_cpu
 from tests import measures
@@ -420,12 +419,6 @@ def product_of(name: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return _product(numbers)(x.astype(jnp.bfloat16), y.astype(jnp.bfloat16))
 
 
-def is_bf16(size: Sequence[int]) -> bool:
-    """Whether autocast plans a product of a size in bf16, on a CPU that gains."""
-    sides = size[1:]
-    return min(sides) >= _SMALLEST_SIDE and math.prod(sides) >= _FEWEST_TERMS
-
-
 def measured_product(
     size: tuple[int, int, int, int], rounds: int, quick: bool
 ) -> dict[str, Any]:
@@ -451,7 +444,7 @@ def measured_product(
     figures: dict[str, Any] = {
         "size": size,
         "products": count,
-        "planned": "bf16" if is_bf16(size) else "f32",
+        "planned": "bf16" if gains(size[1:]) else "f32",
     }
     for phase, fn, args in (
         ("forward", forward, (x, y)),

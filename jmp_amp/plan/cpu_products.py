@@ -36,8 +36,7 @@ from jmp_amp.policies.dtypes import BF16, F32, short_name
 
 # Smaller products are faster in f32, measured on Xeons with AVX512-BF16 and with AMX:
 # `examples/benchmarks/train_on_cpu.py --products`.
-_SMALLEST_SIDE = 32
-_FEWEST_TERMS = 2**19
+_SMALLEST_SIDE, _SMALLEST_FACE, _FEWEST_TERMS = 32, 2**12, 2**19
 
 
 def cpu_product(at: Standing) -> Rewrite | None:
@@ -93,10 +92,21 @@ def _too_small(eqn: Eqn) -> str | None:
         sides = [pixels, outputs, kernel.size // max(outputs, 1)]
     if min(sides) < _SMALLEST_SIDE:
         return f"on this CPU: a side of {min(sides)} is too small to gain from bf16"
-    if np.prod(sides, dtype=float) < _FEWEST_TERMS:
+    if not gains(sides):
         shape = " x ".join(map(str, sides))
         return f"on this CPU: {shape} is too small to gain from bf16"
     return None
+
+
+def gains(sides: Sequence[int]) -> bool:
+    """Whether a product of these rows, columns and terms is faster in bf16."""
+    smallest, second, largest = sorted(sides)
+    face = smallest * second
+    return (
+        smallest >= _SMALLEST_SIDE
+        and face >= _SMALLEST_FACE
+        and face * largest >= _FEWEST_TERMS
+    )
 
 
 class Numbers(NamedTuple):

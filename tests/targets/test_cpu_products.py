@@ -27,6 +27,7 @@ def native(monkeypatch):
     """Products of every size are of bf16, on every CPU."""
     monkeypatch.setattr(targets, "this_cpu", lambda: Cpu(native=True))
     monkeypatch.setattr(cpu_products, "_SMALLEST_SIDE", 1)
+    monkeypatch.setattr(cpu_products, "_SMALLEST_FACE", 0)
     monkeypatch.setattr(cpu_products, "_FEWEST_TERMS", 0)
 
 

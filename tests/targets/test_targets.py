@@ -124,13 +124,14 @@ def test_fp8_has_bf16_products_on_a_cpu(native):
     "left, right, is_native",
     [
         ((128, 128), (128, 128), True),
-        ((512, 32), (32, 32), True),
+        ((512, 32), (32, 512), True),
         ((1024, 1024), (1024, 16), False),  # a head for 16 classes
         ((8, 1024), (1024, 1024), False),  # a small batch
         ((64, 64), (64, 64), False),
         ((64, 2, 64), (2, 64, 512), True),  # two dimensions are summed over
         ((8, 128, 128), (8, 128, 128), True),
         ((64, 32, 32), (64, 32, 32), False),  # each of the batch is small
+        ((4096, 32), (32, 32), False),  # two sides are small
     ],
 )
 def test_small_products_are_f32(native, left, right, is_native):
@@ -170,6 +171,23 @@ def test_the_products_of_a_module_are_those_of_its_policy(native):
         if eqn.primitive.name == "convert_element_type"
     ]
     assert casts == [BF16, BF16]
+
+
+def test_a_norm_takes_and_hands_on_f32_on_a_cpu(native):
+    class Embedded(nn.Module):
+        @nn.compact
+        def __call__(self, ids):
+            return nn.LayerNorm()(nn.Embed(8, 128)(ids))
+
+    model, ids = Embedded(), jnp.zeros(128, int)
+    variables = model.init(jax.random.key(0), ids)
+
+    def half_values(target):
+        apply = amp.autocast(model.apply, target=target)
+        return [each for each in lowered(apply, variables, ids) if "bf16" in each]
+
+    assert half_values("gpu")
+    assert half_values("cpu") == []
 
 
 def test_a_product_that_asks_for_digits_is_f32(native):
