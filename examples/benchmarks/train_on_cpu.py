@@ -61,7 +61,7 @@ from rich.table import Table
 import jmp_amp as amp
 from jmp_amp.plan.cpu_products import (
     Numbers,
-    _product,
+    half_product,
     gains,
 )
 from jmp_amp.plan.targets import this_cpu
@@ -416,7 +416,7 @@ def product_of(name: str, x: jax.Array, y: jax.Array) -> jax.Array:
     if name == "f32":
         return jax.lax.dot_general(x, y, dimensions)
     numbers = Numbers.among(*dimensions, (3, 3))
-    return _product(numbers)(x.astype(jnp.bfloat16), y.astype(jnp.bfloat16))
+    return half_product(numbers)(x.astype(jnp.bfloat16), y.astype(jnp.bfloat16))
 
 
 def measured_product(

@@ -217,7 +217,7 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 @functools.lru_cache(maxsize=1024)
-def _product(numbers: Numbers) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def half_product(numbers: Numbers) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Returns the product of two bf16 arrays, whose derivative is of bf16 too."""
 
     @jax.custom_jvp
@@ -291,7 +291,7 @@ def _nothing(x: jax.Array) -> jax.Array:
 def _bind_dot(
     eqn: Eqn, dtype: np.dtype | None, operands: Sequence[Value]
 ) -> Sequence[jax.Array]:
-    return [_product(Numbers.of(eqn))(*operands)]
+    return [half_product(Numbers.of(eqn))(*operands)]
 
 
 def _is_pointwise(eqn: Eqn) -> bool:
@@ -322,7 +322,7 @@ def _bind_pointwise(
     kernel = jax.lax.squeeze(kernel, of_kernel[2:])
     terms = ((of_image[1],), (int(inputs > outputs),))
     numbers = Numbers.among(terms, ((), ()), (image.ndim, 2))
-    made = _product(numbers)(image, kernel)
+    made = half_product(numbers)(image, kernel)
     # The result has the dimensions of the image without channels, then the channels.
     place = {d: i for i, d in enumerate(numbers.free[0])}
     order = [0] * image.ndim

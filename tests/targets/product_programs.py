@@ -32,7 +32,7 @@ class Program(NamedTuple):
 
 def program(rng: random.Random) -> Program:
     """A product of random dimensions, between operations that move its operands."""
-    shapes, numbers = _product(rng)
+    shapes, numbers = half_product(rng)
     (left, make_left, l_name), (right, make_right, r_name) = (
         _producer(rng, shape) for shape in shapes
     )
@@ -46,7 +46,7 @@ def program(rng: random.Random) -> Program:
     return Program(fn, (left, right), text)
 
 
-def _product(rng: random.Random) -> tuple[Any, Any]:
+def half_product(rng: random.Random) -> tuple[Any, Any]:
     batch = rng.choice([0, 0, 0, 1, 2])
     free = [0, 1, 1, 2] if batch else [1, 1, 2]
     counts = {"b": batch, "t": rng.choice([1, 1, 1, 2])}
