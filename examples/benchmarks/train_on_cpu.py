@@ -61,8 +61,8 @@ from rich.table import Table
 import jmp_amp as amp
 from jmp_amp.plan.cpu_products import (
     Numbers,
-    half_product,
     gains,
+    half_product,
 )
 from jmp_amp.plan.targets import this_cpu
 from tests import measures
