@@ -18,6 +18,7 @@ import jax
 
 from jmp_amp.doctor import examine
 from jmp_amp.numerics.diagnosing import diagnose
+from jmp_amp.plan.targets import TARGETS
 from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.reports.report import explain
@@ -99,6 +100,9 @@ def _add_explain(commands: _Commands) -> None:
     command.add_argument(
         "--equations", action="store_true", help="print every equation too"
     )
+    command.add_argument(
+        "--target", choices=TARGETS, help="what the plan is for; default: a GPU"
+    )
 
 
 def _add_diagnose(commands: _Commands) -> None:
@@ -155,7 +159,7 @@ def _explain(options: argparse.Namespace) -> int:
     shapes = "jax.ShapeDtypeStruct((8, 16), jnp.float32),"
     function, example = _functions(options.function, options.args, shapes)
     try:
-        explained = explain(function, policy)
+        explained = explain(function, policy, target=options.target)
     except (TypeError, ValueError) as error:
         raise _Mistake(str(error)) from error
     args, kwargs = _arguments(example)

@@ -98,6 +98,16 @@ def test_equations_are_printed_when_asked_for(project, capsys):
     assert "'no/such' matches no module" in out
 
 
+def test_the_plan_is_for_the_target_that_is_named(project, capsys):
+    for target, told in (("gpu", 0), ("cpu", 1)):
+        assert main(["explain", f"{project}:loss", "--target", target]) == 0
+        assert capsys.readouterr().out.count("on this CPU (") == told
+    with pytest.raises(SystemExit) as error:
+        main(["explain", f"{project}:loss", "--target", "cuda"])
+    assert error.value.code == 2
+    assert "choose from" in capsys.readouterr().err
+
+
 def test_arguments_come_from_the_function_that_is_named(project, capsys):
     assert main(["explain", f"{project}:loss", "--args", "scaled"]) == 0
     assert main(["explain", f"{project}:Model.apply"]) == 0
