@@ -2,8 +2,10 @@
 
     python examples/benchmarks/compare_precision.py [--model gpt moe] [--no-gpu]
     python examples/benchmarks/compare_precision.py --policy fp8
+    python examples/benchmarks/compare_precision.py --roofline
 
-The second compares fp8 with bf16: see `fp8_precision.py`. For the first,
+The second compares fp8 with bf16: see `fp8_precision.py`. The third models the time of
+an H100: see `roofline_precision.py`. For the first,
 
 for each model of `tests/zoo` and each half dtype, three programs of one training step:
 
@@ -544,6 +546,10 @@ def main() -> int:
         help="fp8: 8-bit products against bf16; no times and no --dtype",
     )  # fmt: skip
     parser.add_argument(
+        "--roofline", action="store_true",
+        help="the time of an H100, modelled; bf16 alone, no other figures",
+    )  # fmt: skip
+    parser.add_argument(
         "--dtype", nargs="+", choices=measures.HALF, default=measures.HALF
     )
     parser.add_argument("--seeds", type=int, default=15, help="0: no gradient errors")
@@ -564,6 +570,13 @@ def main() -> int:
     if gpu and (reason := h100.why_no_compiler()):
         console.print(f"Nothing is compiled for a GPU: {reason}")
         gpu = False
+    if options.roofline:
+        if not gpu:
+            parser.error("--roofline reads programs that are compiled for a GPU")
+        from examples.benchmarks import roofline_precision
+
+        broken = roofline_precision.run(options.model, options.json)
+        return int(options.check and bool(broken))
     if options.policy == "fp8":
         from examples.benchmarks import fp8_precision
 
