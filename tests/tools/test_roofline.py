@@ -310,7 +310,8 @@ class TestWhatIsNotKnown:
                 'custom_call_target="__cublas$gemm", lhs_contracting_dims={0}',
                 "no rate is known for .'s32'.",
             ),
-            ("  ROOT %y = f32[8]{0} conditional(%x)", "without branches"),
+            ("  ROOT %y = f32[8]{0} conditional(%x)", "what does this conditional run"),
+            ("  ROOT %y = f32[8]{0} while(%x)", "what does this while run"),
         ],
     )
     def test_text_that_cannot_be_read_is_an_error(self, line, message):
@@ -324,7 +325,7 @@ class TestWhatIsNotKnown:
 
 
 def kernel(name, moved):
-    return roofline.Kernel(name, "fusion", "", "", 0, 0, moved)
+    return roofline.Kernel(name, "", "fusion", "", 0, 0, moved)
 
 
 def test_differences_are_the_kernels_that_take_another_time():
