@@ -241,6 +241,8 @@ def half_product(numbers: Numbers) -> Callable[[jax.Array, jax.Array], jax.Array
     return product
 
 
+# Jitted, to be traced once for all products of the same shapes.
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _linear(numbers: Numbers, i: int, moving: jax.Array, other: jax.Array) -> jax.Array:
     """Returns the product of a tangent of operand `i` and the other operand.
 
