@@ -174,6 +174,26 @@ def test_the_products_of_a_module_are_those_of_its_policy(native):
     assert casts == [BF16, BF16]
 
 
+def test_a_region_hands_on_f32_on_a_cpu(native):
+    half = amp.Policy(F32, BF16, BF16)
+
+    @jax.jit
+    def region(x):
+        return amp.with_policy(half)(jnp.tanh)(x)
+
+    def fn(w, x):
+        hidden = region(x @ w)
+        return hidden @ w + hidden
+
+    args = arrays(SHAPE, SHAPE)
+    found = {
+        target: ("convert", "bf16", "f32")
+        in lowered(amp.autocast(fn, target=target), *args)
+        for target in ("gpu", "cpu")
+    }
+    assert found == {"gpu": True, "cpu": False}
+
+
 def test_a_norm_takes_and_hands_on_f32_on_a_cpu(native):
     class Embedded(nn.Module):
         @nn.compact
