@@ -516,7 +516,7 @@ def test_measurements_show_every_model_as_it_was_measured(dtype):
 
 def test_measurements_leave_out_no_figure_and_no_bound_that_does_not_hold():
     zoo, levels = results("h100_compiled"), results("recipe_levels")["models"]
-    conditions, _, _, errors, casts, times, recipes, steps, updates, _ = printed_lines(
+    conditions, _, _, errors, casts, times, recipes, steps, updates, *_ = printed_lines(
         "04_measurements"
     )
     for key, value in zoo["conditions"].items():
@@ -543,7 +543,7 @@ def test_measurements_leave_out_no_figure_and_no_bound_that_does_not_hold():
 
 
 def test_measurements_show_fp8_and_flax_as_they_were_measured():
-    titles, *lines = printed_lines("04_measurements")[-1]
+    titles, *lines = printed_lines("04_measurements")[9]
     assert titles.split()[:2] == ["f8", "of"]
     shown = [line.split() for line in lines if line]
     for row in results("fp8_compiled")["models"]:
@@ -560,6 +560,25 @@ def test_measurements_show_fp8_and_flax_as_they_were_measured():
             expected = [np.median(found["errors"])] if "errors" in found else []
             assert error == [f"{each:.4f}" for each in expected]
     assert not shown
+
+
+def test_measurements_show_what_a_cpu_did():
+    steps, weights = printed_lines("04_measurements")[10:]
+    cpu = results("train_on_cpu")["models"]
+    shown = rows_of(steps, cpu)
+    assert list(shown) == list(cpu)
+    for name, row in cpu.items():
+        speeds = [
+            row["programs"][program][phase]["speed"]["cpu"]["min"]
+            for phase in ("training", "inference")
+            for program in ("by hand", "autocast", "for a CPU")
+        ]
+        assert shown[name][:6] == [f"{speed:.2f}x" for speed in speeds]
+    measured = results("weights_on_cpu")
+    lines = {line[:38].strip(): line[38:].split() for line in weights if line}
+    assert list(lines) == [*measured["steps"], *measured["updates"]]
+    for name, row in measured["updates"].items():
+        assert lines[name] == [f"{row['ratio']:.2f}x"]
 
 
 def test_how_it_works_names_the_module_of_every_operation():

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jmp_amp.policies.dtypes import PyTree
@@ -21,8 +20,6 @@ from jmp_amp.training.structures import first_difference, key_paths
 # of its training step is 112. XLA fuses the checks of several leaves into one kernel,
 # as long as it has few enough operands.
 _LEAVES_PER_KERNEL = 16
-# Below that, a product is no faster on a CPU.
-_SHORTEST_ROW, _SMALLEST_MATRIX = 16, 2**12
 
 
 def all_finite(tree: PyTree, axis_name: str | Sequence[str] | None = None) -> jax.Array:
@@ -43,69 +40,23 @@ def all_finite(tree: PyTree, axis_name: str | Sequence[str] | None = None) -> ja
       Array(False, dtype=bool)
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    # `layers/0/kernel` and `layers/1/kernel` have one role, so one shape and one
-    # sharding. Combining arrays of different shardings would move them.
-    roles = [
-        (re.sub(r"\d+", "", jax.tree_util.keystr(path)), leaf)
-        for path, leaf in leaves
-        if is_inexact(leaf) and not is_overwritten(path)
-    ]
-    large = [leaf for _, leaf in roles if _is_large(leaf)]
-    if large:
-        others = [pair for pair in roles if not _is_large(pair[1])]
-        finite = jax.lax.platform_dependent(
-            cpu=lambda: _finite_in_products(large) & _finite_in_kernels(others),
-            default=lambda: _finite_in_kernels(roles),
-        )
-    else:
-        finite = _finite_in_kernels(roles)
-    if axis_name is None:
-        return finite
-    axes = axis_name if isinstance(axis_name, str) else tuple(axis_name)
-    return jax.lax.pmin(finite.astype(jnp.int32), axes) == 1
-
-
-def _finite_in_kernels(roles: Sequence[tuple[str, PyTree]]) -> jax.Array:
-    """Returns whether all leaves are finite: bool[]. Several share a kernel of a GPU.
-
-    roles: leaves, each after a name that those of equal sharding share.
-    """
     groups: dict[tuple[str, object], list[jax.Array]] = {}
-    for role, leaf in roles:
-        groups.setdefault((role, jax.typeof(leaf)), []).append(leaf)
+    for path, leaf in leaves:
+        if is_inexact(leaf) and not is_overwritten(path):
+            # `layers/0/kernel` and `layers/1/kernel` have one role, so one shape and
+            # one sharding. Combining arrays of different shardings would move them.
+            role = re.sub(r"\d+", "", jax.tree_util.keystr(path))
+            groups.setdefault((role, jax.typeof(leaf)), []).append(leaf)
     flags = []
     for group in groups.values():
         for start in range(0, len(group), _LEAVES_PER_KERNEL):
             together = map(jnp.isfinite, group[start : start + _LEAVES_PER_KERNEL])
             flags.append(functools.reduce(jnp.logical_and, together).all())
-    return functools.reduce(jnp.logical_and, flags, jnp.asarray(True))
-
-
-def _finite_in_products(matrices: Sequence[jax.Array]) -> jax.Array:
-    """Returns whether all matrices are finite: bool[], for XLA's CPU.
-
-    XLA's CPU writes `isfinite` of every number to memory before it reduces them. A
-    product with zeros, which makes NaN of inf and NaN and nothing else, reads the
-    numbers as fast as memory gives them.
-    """
-    flags = []
-    for matrix in matrices:
-        # XLA knows the product with a constant that it can see to be zero.
-        zeros = jax.lax.optimization_barrier(jnp.zeros(matrix.shape[-1:], matrix.dtype))
-        # No half precision, whatever is the default around here: it has its own inf.
-        product = jnp.matmul(matrix, zeros, precision=jax.lax.Precision.HIGHEST)
-        flags.append(jnp.isfinite(product).all())
-    return functools.reduce(jnp.logical_and, flags)
-
-
-def _is_large(leaf: PyTree) -> bool:
-    """Returns whether a leaf is a matrix, while tracing, that is worth a product."""
-    if not isinstance(leaf, Tracer) or leaf.dtype not in (jnp.float32, jnp.float64):
-        return False
-    # A sharding that JAX knows while it traces it would have to be told of the result.
-    is_sharded = any(jax.typeof(leaf).sharding.spec)
-    is_matrix = leaf.ndim > 1 and leaf.shape[-1] >= _SHORTEST_ROW
-    return is_matrix and leaf.size >= _SMALLEST_MATRIX and not is_sharded
+    finite = functools.reduce(jnp.logical_and, flags, jnp.asarray(True))
+    if axis_name is None:
+        return finite
+    axes = axis_name if isinstance(axis_name, str) else tuple(axis_name)
+    return jax.lax.pmin(finite.astype(jnp.int32), axes) == 1
 
 
 def select_tree(pred: ArrayLike, a: PyTree, b: PyTree) -> PyTree:

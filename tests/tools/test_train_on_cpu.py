@@ -67,8 +67,8 @@ def test_gradients_are_those_of_f64_but_for_rounding(results):
         assert error.pop("f32") < 100 * float(jnp.finfo(jnp.float32).eps)
         # As many roundings in a row as these few layers and steps have.
         assert max(error.values()) < 4 * EPS
-        if results["conditions"]["cpu"]["native"]:
-            assert min(error.values()) > EPS / 10
+        # Small products are f32 on a CPU.
+        assert min(error["by hand"], error["autocast"]) > EPS / 10
 
 
 def test_programs_for_a_gpu_keep_less_and_that_for_a_cpu_no_less_than_f32(results):
@@ -104,7 +104,7 @@ def test_table_says_which_products_autocast_runs_in_bf16(size, monkeypatch):
     y = jax.ShapeDtypeStruct((batches, terms, columns), jnp.float32)
     product = train_on_cpu.amp.autocast(jnp.matmul, target="cpu")
     is_bf16 = "bf16" in str(jax.make_jaxpr(product)(x, y))
-    assert is_bf16 == train_on_cpu.is_bf16(size)
+    assert is_bf16 == train_on_cpu.gains(size[1:])
 
 
 def test_a_goal_is_missed_by_the_fastest_rounds_in_cpu_seconds(results):
