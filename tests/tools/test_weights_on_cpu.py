@@ -33,10 +33,10 @@ def test_it_measures_every_candidate(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("step", ["none", "static", "dynamic"])
-def test_a_loss_scale_cost_little_where_it_was_measured(step):
+def test_a_loss_scale_cost_less_than_that_of_flax_where_it_was_measured(step):
     for name, column in committed()["steps"].items():
-        noise = abs(column["again"]["median_ratio"] - 1)
-        assert column[step]["median_ratio"] <= 1.08 + noise, name
+        cost = column["flax DynamicScale"]["median_ratio"]
+        assert column[step]["median_ratio"] < cost, name
 
 
 def test_masters_cost_little_more_than_those_by_hand_where_it_was_measured():
