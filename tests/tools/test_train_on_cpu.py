@@ -143,7 +143,7 @@ def test_committed_figures_meet_the_goals_where_there_is_bf16_and_are_printed():
             for phase in train_on_cpu.PHASES:
                 assert_speed_is_that_of(row[phase], model["programs"]["f32"][phase])
                 assert f"{row[phase]['speed']['cpu']['min']:.2f}" in text
-    # Where nothing is bf16 the program is that of f32, and its speed is 1 but for noise.
+    # Where nothing is bf16 the program is that of f32: its speed is 1 but for noise.
     same = [name for name, model in found["models"].items() if is_f32(model)]
     assert same == ["mlp-3x64", "cnn"]
     missed = {each.partition(",")[0] for each in train_on_cpu.missed(found["models"])}
