@@ -3,6 +3,7 @@
 Arrays of small integers are exact in bf16, and so are their products in f32.
 """
 
+import functools
 import random
 import re
 
@@ -39,6 +40,13 @@ def integers(shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(-2, 3, shape), F32)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def result_and_gradients(fn, x, y):
+    """The result of a function, and both gradients for one cotangent."""
+    result, pullback = jax.vjp(fn, x, y)
+    return result, pullback(integers(result.shape, 2))
+
+
 def multiplied(compiled):
     """The dtype of the operands of each product of a compiled program."""
     text = compiled.as_text()
@@ -62,7 +70,7 @@ def check(seed, mode):
         np.testing.assert_allclose(ours, exact, rtol=0, atol=limit, err_msg=found.text)
 
 
-@pytest.mark.parametrize("seed, mode", list(enumerate(MODES * 2)))
+@pytest.mark.parametrize("seed, mode", list(enumerate(MODES)))
 def test_a_random_program_runs_and_is_that_of_f32(seed, mode):
     check(seed, mode)
 
@@ -145,11 +153,11 @@ def test_values_and_gradients_are_exact(name):
     def product(x, y):
         return jax.lax.dot_general(x, y, numbers)
 
-    result, pullback = jax.vjp(on_cpu(product), x, y)
-    expected, exact_pullback = jax.vjp(product, x, y)
-    np.testing.assert_array_equal(result, expected)
-    cotangent = integers(result.shape, 2)
-    for ours, exact in zip(pullback(cotangent), exact_pullback(cotangent), strict=True):
+    found = result_and_gradients(on_cpu(product), x, y)
+    expected = result_and_gradients(product, x, y)
+    for ours, exact in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
         np.testing.assert_array_equal(ours, exact)
 
 
@@ -170,23 +178,25 @@ def test_the_result_keeps_the_digits_of_f32():
 
 
 def test_second_derivatives_are_those_of_f32():
-    x, y = integers((8, 4)), integers((4, 6), 1)
+    x, y = integers((5, 4)), integers((4, 3), 1)
 
     def loss(x, y):
         return jnp.sum((x @ y) ** 3) / 64
 
+    def mixed(loss):
+        return lambda x: jnp.sum(jax.grad(loss, 1)(x, y) ** 2)
+
     ours = jax.jit(jax.hessian(on_cpu(loss), (0, 1)))(x, y)
-    exact = jax.hessian(loss, (0, 1))(x, y)
+    exact = jax.jit(jax.hessian(loss, (0, 1)))(x, y)
     for found, expected in zip(
         jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True
     ):
         scale = float(jnp.abs(expected).max())
         np.testing.assert_allclose(found, expected, rtol=0, atol=0.01 * scale)
-    mixed = jax.grad(lambda x: jnp.sum(jax.grad(on_cpu(loss), 1)(x, y) ** 2))(x)
-    again = jax.grad(lambda x: jnp.sum(jax.grad(loss, 1)(x, y) ** 2))(x)
-    np.testing.assert_allclose(
-        mixed, again, rtol=0, atol=0.02 * float(jnp.abs(again).max())
-    )
+    found = jax.jit(jax.grad(mixed(on_cpu(loss))))(x)
+    expected = jax.jit(jax.grad(mixed(loss)))(x)
+    scale = float(jnp.abs(expected).max())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=0.02 * scale)
 
 
 def test_a_gradient_that_nobody_asks_for_is_not_computed():
@@ -203,9 +213,10 @@ def test_a_vmap_is_the_loop():
             x, y
         )
 
-    mapped = jax.vmap(gradient, (0, None))(xs, y)
+    mapped = jax.jit(jax.vmap(gradient, (0, None)))(xs, y)
+    alone_of = jax.jit(gradient)
     for i, x in enumerate(xs):
-        for ours, alone in zip(mapped, gradient(x, y), strict=True):
+        for ours, alone in zip(mapped, alone_of(x, y), strict=True):
             np.testing.assert_array_equal(ours[i], alone)
 
 
@@ -230,12 +241,10 @@ def test_a_convolution_of_one_pixel_is_a_product(name):
             image, kernel, strides, "VALID", dimension_numbers=layouts
         )
 
-    ours, pullback = jax.vjp(on_cpu(convolution), image, kernel)
-    exact, exact_pullback = jax.vjp(convolution, image, kernel)
-    np.testing.assert_array_equal(ours, exact)
-    cotangent = integers(exact.shape, 2)
+    ours = result_and_gradients(on_cpu(convolution), image, kernel)
+    exact = result_and_gradients(convolution, image, kernel)
     for found, expected in zip(
-        pullback(cotangent), exact_pullback(cotangent), strict=True
+        jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True
     ):
         np.testing.assert_array_equal(found, expected)
     text = str(jax.make_jaxpr(on_cpu(convolution))(image, kernel))
