@@ -21,6 +21,7 @@ def ran(tmp_path_factory):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_every_program_of_every_model_is_traced(ran):
     assert list(ran["models"]) == ["unrolled 1", "unrolled 2", "jitted 12", "decode 12"]
     for name, row in ran["models"].items():
@@ -30,6 +31,7 @@ def test_every_program_of_every_model_is_traced(ran):
             assert all(0 < each < math.inf for each in row[phase].values())
 
 
+@pytest.mark.slow
 def test_equations_are_those_of_the_model(ran):
     one, two = (ran["models"][f"unrolled {n}"]["equations"] for n in (1, 2))
     # The layers are alike: so many equations each, and the rest once.
