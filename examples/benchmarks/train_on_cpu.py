@@ -59,11 +59,8 @@ from rich.console import Console
 from rich.table import Table
 
 import jmp_amp as amp
-from jmp_amp.plan.cpu_products import (
-    Numbers,
-    gains,
-    half_product,
-)
+from jmp_amp.plan.cpu_products import gains, half_product
+from jmp_amp.plan.dimensions import Dimensions
 from jmp_amp.plan.targets import this_cpu
 from tests import measures
 from tests.zoo.language import wide
@@ -415,8 +412,8 @@ def product_of(name: str, x: jax.Array, y: jax.Array) -> jax.Array:
     dimensions = ((2,), (1,)), ((0,), (0,))
     if name == "f32":
         return jax.lax.dot_general(x, y, dimensions)
-    numbers = Numbers.among(*dimensions, (3, 3))
-    return half_product(numbers)(x.astype(jnp.bfloat16), y.astype(jnp.bfloat16))
+    product = Dimensions.among(*dimensions, (3, 3))
+    return half_product(product)(x.astype(jnp.bfloat16), y.astype(jnp.bfloat16))
 
 
 def measured_product(

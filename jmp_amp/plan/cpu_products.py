@@ -18,8 +18,8 @@ a training step are of bf16.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jmp_amp.plan.decisions import Standing
+from jmp_amp.plan.dimensions import Dimensions, Sides, sides_of
 from jmp_amp.plan.jaxprs import Eqn, Value, aval_of
 from jmp_amp.plan.operations import OpClass
 from jmp_amp.plan.rewriting import Rewrite
@@ -76,20 +77,7 @@ def why_f32(at: Standing) -> str | None:
 
 
 def _too_small(eqn: Eqn) -> str | None:
-    if eqn.primitive.name == "dot_general":
-        lhs = aval_of(eqn.invars[0]).shape
-        rhs = aval_of(eqn.invars[1]).shape
-        numbers = Numbers.of(eqn)
-        sides = [
-            numbers.size(lhs, numbers.free[0]),
-            numbers.size(rhs, numbers.free[1]),
-            numbers.size(lhs, numbers.terms[0]),
-        ]
-    else:
-        kernel = aval_of(eqn.invars[1])
-        outputs = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-        pixels = aval_of(eqn.outvars[0]).size // max(outputs, 1)
-        sides = [pixels, outputs, kernel.size // max(outputs, 1)]
+    sides = sides_of(eqn) if eqn.primitive.name == "dot_general" else _pointwise(eqn)
     if min(sides) < _SMALLEST_SIDE:
         return f"on this CPU: a side of {min(sides)} is too small to gain from bf16"
     if not gains(sides):
@@ -109,99 +97,33 @@ def gains(sides: Sequence[int]) -> bool:
     )
 
 
-class Numbers(NamedTuple):
-    """The dimensions of both operands of a product, each in the order of the result.
-
-    Attributes:
-      terms: those that are summed over.
-      batch: those that both have.
-      free: the others.
-    """
-
-    terms: tuple[tuple[int, ...], tuple[int, ...]]
-    batch: tuple[tuple[int, ...], tuple[int, ...]]
-    free: tuple[tuple[int, ...], tuple[int, ...]]
-
-    @classmethod
-    def of(cls, eqn: Eqn) -> Numbers:
-        """Returns those of a `dot_general`."""
-        terms, batch = eqn.params["dimension_numbers"]
-        return cls.among(terms, batch, [aval_of(v).ndim for v in eqn.invars])
-
-    @classmethod
-    def among(
-        cls,
-        terms: Sequence[Sequence[int]],
-        batch: Sequence[Sequence[int]],
-        ranks: Sequence[int],
-    ) -> Numbers:
-        lhs, rhs = (
-            tuple(d for d in range(rank) if d not in (*terms[i], *batch[i]))
-            for i, rank in enumerate(ranks)
-        )
-        return cls(_both(terms), _both(batch), (lhs, rhs))
-
-    @staticmethod
-    def size(shape: Sequence[int], dimensions: Sequence[int]) -> int:
-        return int(np.prod([shape[d] for d in dimensions], dtype=np.int64))
-
-    def shape(self, lhs: jax.Array, rhs: jax.Array) -> tuple[int, ...]:
-        """Returns the shape of the result: batch, free of `lhs`, free of `rhs`."""
-        kept = (*self.batch[0], *self.free[0])
-        return (*(lhs.shape[d] for d in kept), *(rhs.shape[d] for d in self.free[1]))
-
-    def transposed(self, i: int) -> tuple[Numbers, tuple[int, ...]]:
-        """Returns the product that makes the cotangent of operand `i`.
-
-        Its operands are the cotangent of the result and the other operand, for the
-        right operand in the opposite order. The permutation that follows it brings its
-        dimensions into the order of the operand.
-        """
-        batch = tuple(range(len(self.batch[0])))
-        begin = len(batch) + len(self.free[0])
-        # Of the result, and so of its cotangent.
-        lhs = tuple(range(len(batch), begin))
-        rhs = tuple(range(begin, begin + len(self.free[1])))
-        if i == 0:
-            numbers = Numbers(
-                (rhs, self.free[1]), (batch, self.batch[1]), (lhs, self.terms[1])
-            )
-            order = (*self.batch[0], *self.free[0], *self.terms[0])
-        else:
-            numbers = Numbers(
-                (self.free[0], lhs), (self.batch[0], batch), (self.terms[0], rhs)
-            )
-            order = (*self.batch[1], *self.terms[1], *self.free[1])
-        return numbers, tuple(map(int, np.argsort(order)))
-
-
-def _both(
-    pair: Sequence[Sequence[int]],
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    lhs, rhs = pair
-    return tuple(lhs), tuple(rhs)
-
-
-def _multiplied(numbers: Numbers, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def _multiplied(dimensions: Dimensions, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """Returns the product of two bf16 arrays in f32, of operands with pinned layouts.
 
-    The free dimensions of `numbers` may be in any order: it is that of the result.
+    The free dimensions of `dimensions` may be in any order: it is that of the result.
     """
-    (left, right), (own, other) = numbers.terms, numbers.batch
-    count = len(own)
-    lhs = _pinned(lhs, (*own, *numbers.free[0], *left))
-    order = (*other, *numbers.free[1], *right)
+    terms, batch, free = dimensions
+    lhs = _pinned(lhs, (*batch[0], *free[0], *terms[0]))
+    order = (*batch[1], *free[1], *terms[1])
     # Both orders of the right operand will do: the one that moves nothing.
-    last = order == tuple(range(rhs.ndim))
-    rhs = _pinned(rhs, order if last else (*other, *right, *numbers.free[1]))
-    begin = count + len(numbers.free[1]) if last else count
-    batch = tuple(range(count))
-    terms = (
-        tuple(range(lhs.ndim - len(left), lhs.ndim)),
-        tuple(range(begin, begin + len(right))),
+    terms_last = order == tuple(range(rhs.ndim))
+    if not terms_last:
+        order = (*batch[1], *terms[1], *free[1])
+    rhs = _pinned(rhs, order)
+    shared, summed = len(batch[0]), len(terms[0])
+    begin = rhs.ndim - summed if terms_last else shared
+    both = tuple(range(shared))
+    contracted = (
+        tuple(range(lhs.ndim - summed, lhs.ndim)),
+        tuple(range(begin, begin + summed)),
     )
     made = jax.lax.dot_general(
-        lhs, rhs, (terms, (batch, batch)), preferred_element_type=F32
+        lhs,
+        rhs,
+        (contracted, (both, both)),
+        # Whatever is the default around here: a program that asks for digits is f32.
+        precision=jax.lax.Precision.DEFAULT,
+        preferred_element_type=F32,
     )
     return jax.lax.optimization_barrier(made)
 
@@ -217,12 +139,12 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 @functools.lru_cache(maxsize=1024)
-def half_product(numbers: Numbers) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def half_product(dimensions: Dimensions) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Returns the product of two bf16 arrays, whose derivative is of bf16 too."""
 
     @jax.custom_jvp
     def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return _multiplied(numbers, lhs, rhs)
+        return _multiplied(dimensions, lhs, rhs)
 
     @functools.partial(product.defjvp, symbolic_zeros=True)
     def derivative(
@@ -230,7 +152,7 @@ def half_product(numbers: Numbers) -> Callable[[jax.Array, jax.Array], jax.Array
         tangents: Sequence[jax.Array | SymbolicZero],
     ) -> tuple[jax.Array, jax.Array]:
         terms = [
-            _linear(numbers, i, t, operands[1 - i])
+            _linear(dimensions, i, t, operands[1 - i])
             for i, t in enumerate(tangents)
             if not isinstance(t, SymbolicZero)
         ]
@@ -243,7 +165,9 @@ def half_product(numbers: Numbers) -> Callable[[jax.Array, jax.Array], jax.Array
 
 # Jitted, to be traced once for all products of the same shapes.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _linear(numbers: Numbers, i: int, moving: jax.Array, other: jax.Array) -> jax.Array:
+def _linear(
+    dimensions: Dimensions, i: int, moving: jax.Array, other: jax.Array
+) -> jax.Array:
     """Returns the product of a tangent of operand `i` and the other operand.
 
     Its transpose is one of bf16: JAX's would multiply the f32 cotangent. To JAX a
@@ -251,11 +175,11 @@ def _linear(numbers: Numbers, i: int, moving: jax.Array, other: jax.Array) -> ja
     as many as unknowns: `u = moving`, `v - product(u) = 0`. (`linear_call` has no rule
     for `vmap`.)
     """
-    back, order = numbers.transposed(i)
+    back, order = dimensions.transposed(i)
 
     def product(moving: jax.Array) -> jax.Array:
         lhs, rhs = (moving, other) if i == 0 else (other, moving)
-        return _multiplied(numbers, lhs, rhs)
+        return _multiplied(dimensions, lhs, rhs)
 
     def transposed(cotangent: jax.Array) -> jax.Array:
         rounded = cotangent.astype(BF16)
@@ -263,7 +187,7 @@ def _linear(numbers: Numbers, i: int, moving: jax.Array, other: jax.Array) -> ja
         made = jax.lax.transpose(_multiplied(back, lhs, rhs), order)
         return made.astype(moving.dtype)
 
-    shape = numbers.shape(*((moving, other) if i == 0 else (other, moving)))
+    shape = dimensions.shape(*((moving, other) if i == 0 else (other, moving)))
 
     def equations(unknown: Pair) -> Pair:
         u, v = unknown
@@ -293,7 +217,7 @@ def _nothing(x: jax.Array) -> jax.Array:
 def _bind_dot(
     eqn: Eqn, dtype: np.dtype | None, operands: Sequence[Value]
 ) -> Sequence[jax.Array]:
-    return [half_product(Numbers.of(eqn))(*operands)]
+    return [half_product(Dimensions.of(eqn))(*operands)]
 
 
 def _is_pointwise(eqn: Eqn) -> bool:
@@ -307,6 +231,15 @@ def _is_pointwise(eqn: Eqn) -> bool:
         and all(each == 1 for each in params["lhs_dilation"])
         and params["feature_group_count"] == params["batch_group_count"] == 1
     )
+
+
+def _pointwise(eqn: Eqn) -> Sides:
+    """Returns the sides of the product that a convolution of one pixel is."""
+    of_kernel, of_result = eqn.params["dimension_numbers"][1:]
+    kernel, result = aval_of(eqn.invars[1]).shape, aval_of(eqn.outvars[0]).shape
+    pixels = math.prod(n for d, n in enumerate(result) if d != of_result[1])
+    outputs, inputs = (kernel[d] for d in of_kernel[:2])
+    return Sides(pixels, outputs, inputs)
 
 
 def _bind_pointwise(
@@ -323,10 +256,10 @@ def _bind_pointwise(
     outputs, inputs = of_kernel[:2]
     kernel = jax.lax.squeeze(kernel, of_kernel[2:])
     terms = ((of_image[1],), (int(inputs > outputs),))
-    numbers = Numbers.among(terms, ((), ()), (image.ndim, 2))
-    made = half_product(numbers)(image, kernel)
+    dimensions = Dimensions.among(terms, ((), ()), (image.ndim, 2))
+    made = half_product(dimensions)(image, kernel)
     # The result has the dimensions of the image without channels, then the channels.
-    place = {d: i for i, d in enumerate(numbers.free[0])}
+    place = {d: i for i, d in enumerate(dimensions.free[0])}
     order = [0] * image.ndim
     for to, d in zip(of_result, of_image, strict=True):
         order[to] = place.get(d, image.ndim - 1)

@@ -2,40 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import NamedTuple
-
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.decisions import Standing
+from jmp_amp.plan.dimensions import Sides, sides_of
 from jmp_amp.plan.jaxprs import Eqn, aval_of
 from jmp_amp.plan.values import Trait, unfit
 from jmp_amp.policies.dtypes import BF16, F32
 from jmp_amp.policies.fp8 import BLOCK, Fp8
-
-
-class Sides(NamedTuple):
-    """The rows, columns and terms of a product."""
-
-    m: int
-    n: int
-    k: int
-
-
-def sides_of(eqn: Eqn) -> Sides:
-    """Returns the sides of a `dot_general`, each all its dimensions multiplied."""
-    contracted, batched = eqn.params["dimension_numbers"]
-    lhs, rhs = (aval_of(v).shape for v in eqn.invars)
-
-    def free(shape: Sequence[int], *taken: Sequence[int]) -> int:
-        kept = set(range(len(shape))).difference(*taken)
-        return math.prod(shape[d] for d in kept)
-
-    return Sides(
-        m=free(lhs, contracted[0], batched[0]),
-        n=free(rhs, contracted[1], batched[1]),
-        k=math.prod(lhs[d] for d in contracted[0]),
-    )
 
 
 def why_not(at: Standing) -> str | None:

@@ -25,6 +25,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.plan import jaxprs, regions
 from jmp_amp.plan.decisions import Standing
+from jmp_amp.plan.dimensions import Dimensions
 from jmp_amp.plan.fp8_barriers import Barriers, barriers_of
 from jmp_amp.plan.fp8_choice import why_not
 from jmp_amp.plan.jaxprs import Eqn, Value
@@ -156,19 +157,13 @@ class _Product(NamedTuple):
 
         Its dimensions are those of the batch, then the free ones of both operands.
         """
-        contracted, batched = self.eqn.params["dimension_numbers"]
-        free = [
-            [d for d in range(scale.ndim) if d not in (*terms, *batch)]
-            for scale, terms, batch in zip(
-                (left, right), contracted, batched, strict=True
-            )
-        ]
+        terms, batch, free = Dimensions.of(self.eqn)
         for i, scale in enumerate((left, right)):
-            dimensions = [*batched[i], *free[i]]
+            dimensions = [*batch[i], *free[i]]
             # The dimensions of the terms have one element.
-            scale = jnp.transpose(scale, (*dimensions, *contracted[i]))
+            scale = jnp.transpose(scale, (*dimensions, *terms[i]))
             sizes = list(scale.shape[: len(dimensions)])
-            others = len(batched[0]) if i else len(dimensions)
+            others = len(batch[i]) if i else len(dimensions)
             sizes[others:others] = [1] * len(free[1 - i])
             yield jnp.reshape(scale, sizes)
 

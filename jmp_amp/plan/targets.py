@@ -102,7 +102,9 @@ def _keeps_bf16() -> bool:
     """Whether the compiler multiplies bf16, and not the same cast to f32."""
 
     def product(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.matmul(x, y, preferred_element_type=F32)
+        # Asked once, whatever the default precision is around here.
+        default = jax.lax.Precision.DEFAULT
+        return jnp.matmul(x, y, precision=default, preferred_element_type=F32)
 
     x = jax.ShapeDtypeStruct((256, 256), BF16)
     try:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan import jaxprs, regions
-from jmp_amp.plan.fp8_choice import sides_of
+from jmp_amp.plan.dimensions import sides_of
 from jmp_amp.plan.jaxprs import Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.operations import OPERATIONS
 from jmp_amp.plan.plan import EquationPlan, Identity, Plan

@@ -1,0 +1,104 @@
+"""The dimensions of a product: which are summed over, and how large its sides are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jmp_amp.plan.jaxprs import Eqn, aval_of
+
+
+class Sides(NamedTuple):
+    """The rows, columns and terms of a product."""
+
+    m: int
+    n: int
+    k: int
+
+
+def sides_of(eqn: Eqn) -> Sides:
+    """Returns the sides of a `dot_general`, each all its dimensions multiplied."""
+    lhs, rhs = (aval_of(v).shape for v in eqn.invars)
+    product = Dimensions.of(eqn)
+
+    def size(shape: Sequence[int], dimensions: Sequence[int]) -> int:
+        return math.prod(shape[d] for d in dimensions)
+
+    return Sides(
+        m=size(lhs, product.free[0]),
+        n=size(rhs, product.free[1]),
+        k=size(lhs, product.terms[0]),
+    )
+
+
+class Dimensions(NamedTuple):
+    """The dimensions of both operands of a product, each in the order of the result.
+
+    Attributes:
+      terms: those that are summed over.
+      batch: those that both have.
+      free: the others.
+    """
+
+    terms: tuple[tuple[int, ...], tuple[int, ...]]
+    batch: tuple[tuple[int, ...], tuple[int, ...]]
+    free: tuple[tuple[int, ...], tuple[int, ...]]
+
+    @classmethod
+    def of(cls, eqn: Eqn) -> Dimensions:
+        """Returns those of a `dot_general`."""
+        terms, batch = eqn.params["dimension_numbers"]
+        return cls.among(terms, batch, [aval_of(v).ndim for v in eqn.invars])
+
+    @classmethod
+    def among(
+        cls,
+        terms: Sequence[Sequence[int]],
+        batch: Sequence[Sequence[int]],
+        ranks: Sequence[int],
+    ) -> Dimensions:
+        lhs, rhs = (
+            tuple(d for d in range(rank) if d not in (*terms[i], *batch[i]))
+            for i, rank in enumerate(ranks)
+        )
+        return cls(_both(terms), _both(batch), (lhs, rhs))
+
+    def shape(self, lhs: jax.Array, rhs: jax.Array) -> tuple[int, ...]:
+        """Returns the shape of the result: batch, free of `lhs`, free of `rhs`."""
+        kept = (*self.batch[0], *self.free[0])
+        return (*(lhs.shape[d] for d in kept), *(rhs.shape[d] for d in self.free[1]))
+
+    def transposed(self, i: int) -> tuple[Dimensions, tuple[int, ...]]:
+        """Returns the product that makes the cotangent of operand `i`.
+
+        Its operands are the cotangent of the result and the other operand, for the
+        right operand in the opposite order. The permutation that follows it brings its
+        dimensions into the order of the operand.
+        """
+        batch = tuple(range(len(self.batch[0])))
+        begin = len(batch) + len(self.free[0])
+        # Of the result, and so of its cotangent.
+        lhs = tuple(range(len(batch), begin))
+        rhs = tuple(range(begin, begin + len(self.free[1])))
+        if i == 0:
+            product = Dimensions(
+                (rhs, self.free[1]), (batch, self.batch[1]), (lhs, self.terms[1])
+            )
+            order = (*self.batch[0], *self.free[0], *self.terms[0])
+        else:
+            product = Dimensions(
+                (self.free[0], lhs), (self.batch[0], batch), (self.terms[0], rhs)
+            )
+            order = (*self.batch[1], *self.terms[1], *self.free[1])
+        return product, tuple(map(int, np.argsort(order)))
+
+
+def _both(
+    pair: Sequence[Sequence[int]],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    lhs, rhs = pair
+    return tuple(lhs), tuple(rhs)
