@@ -197,7 +197,7 @@ class Examination:
 
     def _on_cpu(self) -> tuple[str, ...]:
         """Returns what `target="auto"` does, in words; nothing unless on a CPU."""
-        if self.advice.why is not _CPU:
+        if self.advice != advise("cpu"):
             return ()
         if self.speeds is None:
             return (_NOT_ON_CPU,)

@@ -163,7 +163,7 @@ def traffic(program: Any) -> Traffic:
         if not (match := _LINE.match(line)):
             continue
         name, rest = match.groups()
-        shape, rest = _split_shape(rest)
+        shape, rest = split_shape(rest)
         opcode, _, rest = rest.partition("(")
         operands = re.findall(r"%([^\s,)]+)", rest.partition(")")[0])
         sizes[name] = sum(
@@ -318,7 +318,7 @@ def _instructions(text: str) -> tuple[_Instruction, ...]:
             computation, dtypes = header[1], {}
         elif match := _LINE.match(line):
             name, rest = match.groups()
-            shape, rest = _split_shape(rest)
+            shape, rest = split_shape(rest)
             opcode, _, rest = rest.partition("(")
             operands, _, attributes = rest.partition(")")
             first = _SHAPE.search(shape)
@@ -341,7 +341,7 @@ def _instructions(text: str) -> tuple[_Instruction, ...]:
     return tuple(found)
 
 
-def _split_shape(text: str) -> tuple[str, str]:
+def split_shape(text: str) -> tuple[str, str]:
     """Splits `(f32[2]{0}, s8[4]{0}) custom-call(...` after the shape."""
     depth = 0
     for position, character in enumerate(text):

@@ -78,6 +78,41 @@ def test_whether_there_are_fp8_units_is_printed(device, answer):
     assert found.to_dict()["advice"]["fp8_units"] is found.advice.fp8_units
 
 
+@pytest.mark.parametrize(
+    "speeds, use, told",
+    [
+        # On a CPU that gains, one whose gain may be noise, and one that cannot.
+        (doctor.Speeds(0.7, 2.1), 'amp.recipe("O1").autocast(fn, target="auto")', 2.1),
+        (doctor.Speeds(0.7, 1.05), "amp.recipe('O0')", 1.1),
+        (None, "amp.recipe('O0')", None),
+    ],
+)
+def test_a_cpu_is_advised_by_the_speed_of_a_step_on_it(speeds, use, told):
+    advice = doctor.advise("cpu")
+    found = dataclasses.replace(examination(), advice=advice, speeds=speeds)
+    text = " ".join(str(found).split())
+    assert f"Use {use}. Half precision here is bf16." in text
+    assert ("no instructions for products of bf16" in text) == (speeds is None)
+    if speeds is not None:
+        assert f"is {told:.1f}x as fast as in f32 if the plan is for this CPU" in text
+        assert "0.7x if it is for a GPU" in text
+        assert found.to_dict()["speeds"] == speeds._asdict()
+    assert max(map(len, str(found).splitlines())) <= 88
+
+
+def test_a_gpu_is_told_nothing_of_a_cpus_instructions():
+    advice = doctor.advise("gpu", "9.0")
+    text = str(dataclasses.replace(examination(), advice=advice, speeds=None))
+    assert "products of bf16" not in text
+    assert "if the plan is for" not in text
+
+
+def test_steps_are_timed_where_a_cpu_multiplies_bf16(monkeypatch):
+    times = iter([3.0, 4.0, 1.5])
+    monkeypatch.setattr(doctor, "_shortest", lambda run: next(times))
+    assert doctor._speeds() == doctor.Speeds(autocast=0.75, on_cpu=2.0)
+
+
 def test_other_devices_are_advised_bfloat16():
     assert doctor.advise("tpu")[:2] == ("bf16", "O1")
     assert doctor.advise("gpu", "gfx942")[:2] == ("bf16", "O1")

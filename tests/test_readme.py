@@ -14,9 +14,8 @@ import jmp_amp as amp
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 # Megabytes are written without decimals, ratios with two.
-MODELS = json.loads(
-    (ROOT / "examples" / "benchmarks" / "results" / "h100_compiled.json").read_text()
-)["models"]
+RESULTS = ROOT / "examples" / "benchmarks" / "results"
+MODELS = json.loads((RESULTS / "h100_compiled.json").read_text())["models"]
 
 
 class Block(NamedTuple):
@@ -170,6 +169,24 @@ def test_what_it_saves_is_what_was_measured():
     for figure, row in (("saved", rows[-2]), ("temp", rows[-1])):
         worst = max(MODELS, key=lambda name: ratio(MODELS[name], figure, "twin"))
         assert worst == row[0]
+
+
+def test_the_speed_on_a_cpu_is_what_was_measured():
+    text = " ".join(section_of("On a CPU").split())
+    models = json.loads((RESULTS / "train_on_cpu.json").read_text())["models"]
+    named = {"MLP": "mlp-256", "transformer": "transformer", "LSTM": "lstm"}
+    for title, name in (named | {"CNN": "cnn"}).items():
+        programs = models[name]["programs"]
+        ours, gpu = (
+            programs[each]["training"]["speed"]["cpu"]["min"]
+            for each in ("for a CPU", "autocast")
+        )
+        assert f"{title} {ours:.1f}x ({gpu:.1f}x)" in text
+    kept = [
+        programs["for a CPU"]["kept_bytes"] / programs["f32"]["kept_bytes"]
+        for programs in (model["programs"] for model in models.values())
+    ]
+    assert f"{min(kept):.1f}x to {max(kept):.1f}x the bytes of f32" in text
 
 
 def exported() -> set[str]:

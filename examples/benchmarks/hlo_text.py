@@ -9,6 +9,8 @@ import math
 import re
 from typing import NamedTuple
 
+from tests.h100 import split_shape
+
 BYTES = {
     **dict.fromkeys(("f64", "s64", "u64", "c64"), 8),
     **dict.fromkeys(("f32", "s32", "u32"), 4),
@@ -165,7 +167,7 @@ def _instruction(line: str, where: str) -> Instruction:
     if not match:
         raise ValueError(f"{where} is no instruction: {line[:200]}")
     root, name, rest = match.groups()
-    shape, rest = _split_shape(rest)
+    shape, rest = split_shape(rest)
     opcode, parenthesis, rest = rest.partition("(")
     if not parenthesis:
         raise ValueError(f"{where} has no operands: {line[:200]}")
@@ -188,13 +190,3 @@ def _shape(dtype: str, sizes: str) -> Shape:
     return Shape(
         dtype, tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size)
     )
-
-
-def _split_shape(text: str) -> tuple[str, str]:
-    """Splits `(f32[2]{0}, s8[4]{0}) custom-call(...` after the shape."""
-    depth = 0
-    for position, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if character == " " and depth == 0:
-            return text[:position], text[position + 1 :]
-    return text, ""

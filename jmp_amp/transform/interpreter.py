@@ -116,12 +116,13 @@ def autocast(
         half result of the structure and shapes of an argument, as the carry of a loop
         is, stays half.
       enabled: False returns `fn` itself.
-      target: what the plan is made for. "gpu" and "tpu", as None, are as above. "cpu"
-        is the CPU of this machine, "auto" JAX's default backend at the call. A CPU
-        with instructions for bf16 products (AVX512-BF16, AMX) runs large products, and
-        convolutions of one pixel, with bf16 operands and f32 results, forward and
-        backward; all else is f32, also under an f16 or fp8 policy. Another CPU runs
-        all in f32. What the function returns has the same dtypes on every target.
+      target: the device that the plan is for. "gpu", "tpu" and None make one plan, the
+        one described above. "cpu" is the CPU of this machine. "auto" is JAX's default
+        backend when the result is called. A CPU that has instructions for bf16 products
+        (AVX512-BF16, AMX) runs large products, and convolutions of one pixel, with bf16
+        operands and f32 results, forward and backward; everything else is f32. Under an
+        f16 policy its products are f32, under an fp8 policy bf16. Another CPU runs
+        everything in f32. The results have the same dtypes for every target.
 
     Raises:
       TypeError: if `fn` is not callable, `policy` no policy, `enabled` no bool or
@@ -203,7 +204,6 @@ class PlannedCall(NamedTuple):
         nnx objects.
       seen: the same, and writes nothing: objects come back as None.
       policies: the map that it was planned with.
-      cpu: the CPU that it was planned for; None for a GPU or a TPU.
     """
 
     plan: Plan
@@ -212,7 +212,6 @@ class PlannedCall(NamedTuple):
     returned: Callable[[Sequence[Value]], PyTree]
     seen: Callable[[Sequence[Value]], PyTree]
     policies: PolicyMap
-    cpu: Cpu | None
 
 
 @contextmanager
@@ -225,19 +224,16 @@ def planned_call(
     cpu: Cpu | None = None,
     notes_modules: bool = False,
 ) -> Iterator[PlannedCall]:
-    """Traces and plans `fn(*args, **kwargs)`, see `calls.traced_call`."""
+    """Traces and plans `fn(*args, **kwargs)`, see `calls.traced_call`.
+
+    `cpu` is the CPU that the plan is for; None for a GPU or a TPU.
+    """
     with traced_call(fn, policies, args, kwargs, call, notes_modules) as traced:
         plan = plan_program(
             traced.jaxpr, policies.default, traced.stored, traced.states, cpu
         )
         yield PlannedCall(
-            plan,
-            traced.jaxpr,
-            traced.arrays,
-            traced.returned,
-            traced.seen,
-            policies,
-            cpu,
+            plan, traced.jaxpr, traced.arrays, traced.returned, traced.seen, policies
         )
 
 

@@ -177,6 +177,15 @@ def test_the_result_keeps_the_digits_of_f32():
     assert on_cpu(jnp.matmul)(x, y) == 1 + 2.0**-20
 
 
+def test_the_default_precision_of_a_backward_pass_is_not_asked_for():
+    x, y = integers((8, 4)), integers((4, 6), 1)
+    _, pullback = jax.vjp(on_cpu(jnp.matmul), x, y)
+    with jax.default_matmul_precision("highest"):
+        text = jax.jit(pullback).lower(jnp.ones((8, 6))).as_text()
+    assert "dot_general" in text
+    assert "HIGHEST" not in text
+
+
 def test_second_derivatives_are_those_of_f32():
     x, y = integers((5, 4)), integers((4, 3), 1)
 

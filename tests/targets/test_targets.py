@@ -389,6 +389,12 @@ def test_the_plan_is_for_a_cpu_without_instructions_if_the_compiler_casts(monkey
         targets.this_cpu.cache_clear()
 
 
+def test_the_default_precision_of_a_caller_does_not_change_what_a_cpu_has(monkeypatch):
+    kept = targets._keeps_bf16()
+    with jax.default_matmul_precision("highest"):
+        assert targets._keeps_bf16() == kept
+
+
 def test_auto_is_the_default_backend(monkeypatch, native):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert targets.cpu_of("auto") is None
