@@ -103,8 +103,9 @@ def table_of(results: Sequence[Result]) -> Table:
         "mean of the last 20 steps. zero grads: gradient entries that are exactly "
         "zero, mean of all steps. half: matmuls and convolutions of a training step "
         "that run in half precision. saved: activations kept for the backward pass, "
-        "and the ratio to f32. step: time of a step; a CPU has no half-precision units "
-        "and emulates them, so this says nothing about a GPU or a TPU.",
+        "and the ratio to f32. step: time of a step; a CPU "
+        "emulates what is planned for a GPU, so this says nothing about a GPU or a "
+        "TPU.",
         box=box.SIMPLE_HEAD,
         collapse_padding=True,
         pad_edge=False,

@@ -180,8 +180,8 @@ def table_of(results: Mapping[tuple[str, int], Result], title: str) -> Table:
         *(Column(name, justify="right") for name in right.split(", ")),
         title=title,
         caption="batches: whose gradients are added up. time: of a step, relative to "
-        "that of O0 in this run; a CPU has no half-precision units and emulates them, "
-        "so there it says nothing about a GPU. final loss: mean of the last epoch; to "
+        "that of O0 in this run; a CPU emulates what is planned for a GPU, "
+        "so there it says nothing about one. final loss: mean of the last epoch; to "
         "O0: its relative difference. skips: steps left out because a gradient "
         "overflowed. held: parameters and the state of the optimizer.",
         box=box.SIMPLE_HEAD,

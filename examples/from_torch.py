@@ -194,8 +194,8 @@ def table_of(results: Mapping[str, Result]) -> Table:
         title="PyTorch's recipe on 1797 handwritten digits",
         caption="loss: of the training images, in f32, in the end; accuracy: of the "
         "test images. skips: steps left out. time: of a step, relative to default "
-        "precision in this run; a CPU has no half-precision units and emulates them, "
-        "so there it says nothing about a GPU. bits: whether the weights are those of "
+        "precision in this run; a CPU emulates what is planned for a GPU, "
+        "so there it says nothing about one. bits: whether the weights are those of "
         "the mixed run.",
         box=box.SIMPLE_HEAD,
         pad_edge=False,

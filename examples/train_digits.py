@@ -25,8 +25,8 @@ saved: megabytes of activations kept for the backward pass):
 The gradients of the small loss are zero in f16, but for those of the last bias, which
 only the f32 logits read: nothing is learned. With dynamic scaling f16 follows f32. (f32
 itself ends at a higher loss there: Adam's epsilon is no longer small against such
-gradients.) A CPU emulates half precision, so the times of steps that it prints say
-nothing about a GPU or a TPU.
+gradients.) A CPU emulates what is planned for a GPU, so the times of steps that it
+prints say nothing about a GPU or a TPU.
 
 `make_loss` and `make_train_step` are the parts to copy.
 """
