@@ -264,6 +264,38 @@ def test_a_product_in_a_custom_jvp_is_quantised_and_its_tangents_are_not():
         assert jnp.abs(found - exact).max() <= 4 * eps * jnp.abs(exact).max()
 
 
+# What a rule may do with a tangent before it multiplies it.
+TANGENTS = {
+    "scaled": lambda t, w: (2.0 * t) @ w,
+    "moved": lambda t, w: t[::-1] @ w,
+    "carried": lambda t, w: jax.lax.scan(
+        lambda c, _: (c + t, c @ w), jnp.zeros_like(t), None, 2
+    )[1].sum(0),
+    "kept in a carry": lambda t, w: jax.lax.fori_loop(0, 2, lambda _, c: c @ w, t),
+    "chosen": lambda t, w: jax.lax.cond(w[0, 0] > 0, lambda t: t, lambda t: -t, t) @ w,
+}
+
+
+@pytest.mark.parametrize("name", TANGENTS)
+def test_what_is_made_of_a_tangent_is_not_quantised(name):
+    @jax.custom_jvp
+    def fn(x, w):
+        return jnp.tanh(x)
+
+    @fn.defjvp
+    def derivative(primals, tangents):
+        x, w = primals
+        return fn(x, w), TANGENTS[name](tangents[0], w)
+
+    x, w = numbers(32, 32), numbers(32, 32, seed=1)
+
+    def tangent(x, t):
+        return jax.jvp(lambda x: amp.autocast(fn, "fp8")(x, w), (x,), (t,))[1]
+
+    assert results_of(tangent, x, x, primitive="dot_general")
+    assert quantisations(tangent, x, x) == []
+
+
 def test_the_second_derivative_of_a_rule_of_the_program_is_as_before():
     x, w = numbers(16, 16), numbers(16, 16, seed=1)
 
