@@ -156,9 +156,7 @@ def half_product(dimensions: Dimensions) -> Callable[[jax.Array, jax.Array], jax
             for i, t in enumerate(tangents)
             if not isinstance(t, SymbolicZero)
         ]
-        result = product(*operands)
-        tangent = functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(result)
-        return result, tangent
+        return product(*operands), functools.reduce(jnp.add, terms)
 
     return product
 

@@ -120,8 +120,6 @@ class _Product(NamedTuple):
             tangents: Sequence[jax.Array | SymbolicZero],
         ) -> tuple[jax.Array, jax.Array]:
             lhs, rhs, left, right, result = primals
-            if all(isinstance(t, SymbolicZero) for t in tangents[:2]):
-                return result, jnp.zeros_like(result)
             once = _differentiable_once(_place(self.eqn))
             scales = once(left.scale, right.scale, lhs, rhs)
             kept = left.for_derivative(scales[0]), right.for_derivative(scales[1])

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from jax import lax
 
 import jmp_amp as amp
@@ -316,6 +317,46 @@ def test_a_custom_vjp_is_as_traced():
 
 
 # The report
+
+
+def test_8_bit_operands_that_are_kept_count_as_copies_of_arguments():
+    report = amp.explain(lambda w, x: jnp.sum(x @ w), "fp8")(W, X)
+    # A byte each, and a scale of f32 for each of both.
+    kept = M * K + K * N + 2 * 4
+    assert (report.total.saved, report.total.copies) == (kept, kept)
+
+
+class Inner(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(64)(x)
+
+
+class Outer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.ones, (64, 64))
+        x = Inner(name="inner")(x)
+        return lax.scan(lambda c, _: (c @ kernel, None), x, None, 2)[0]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_report_names_the_innermost_entry_and_enters_loops(order):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(64)(Outer(name="outer")(x))
+
+    entries = [("outer", "mixed_bfloat16"), ("outer/inner", "mixed_bfloat16")]
+    policies = amp.PolicyMap("fp8", dict(entries[::order]))
+    model, x = Model(), jnp.ones((64, 64))
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    report = amp.explain(model.apply, policies)(variables, x)
+    assert [e.reason for e in report.equations if e.matmuls] == [
+        "the policy of outer/inner",
+        "the policy of outer",
+        E4M3,
+    ]
 
 
 def test_totals_count_products_operations_and_arrays():

@@ -161,3 +161,7 @@ def test_tune_moves_the_module_that_needs_more_than_8_bits(planted):
     )(params, x)
     assert tuned.policy == policy
     assert tuned.is_minimal and error(tuned.policy) <= bound
+    # Its flag alone makes the error that the real program makes when it alone is fp8.
+    alone = amp.PolicyMap("fp8", {"first": "float32", "last": "float32"})
+    sensitivity = tuned.modules["Model/cancels"].sensitivity
+    assert sensitivity == pytest.approx(error(alone), rel=0.05)
