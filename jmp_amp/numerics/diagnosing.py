@@ -31,6 +31,9 @@ from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.reports.reading import read_plan
 from jmp_amp.training.gradients import Argnums, find_scaler
 
+# What a program returned: the outputs, and the gradients.
+_Returned = tuple[list[Value], list[Value]]
+
 
 def diagnose(
     fn: AnyFn,
@@ -148,7 +151,7 @@ def _diagnosed(
     roundoff = _roundoff(given.default)
     sites = sites_of(low, places, apart, roundoff)
     reference = sites_of(full, places, None, roundoff)
-    gradients = _gradients(call, low.gradients, full.gradients, scaler)
+    gradients, is_finite, is_finite_itself = _compared(call, low, full, scaler)
     used = None if scaler is None else float(scaler.value)
     cast = largest_cast(low) / (1.0 if used is None else used)
     suggested = suggested_loss_scale(sites, reference, cast)
@@ -176,10 +179,7 @@ def _diagnosed(
         policy,
         advice,
     )
-    finite, itself = (
-        bool(ends_well(call, each.outputs, each.gradients)) for each in (low, full)
-    )
-    return found, finite, itself
+    return found, is_finite, is_finite_itself
 
 
 def _roundoff(policy: Policy) -> float:
@@ -193,31 +193,36 @@ def _errors(call: LossCall, traced: Sequence[Value]) -> Errors | None:
     return errors(call.plan, call.arrays, traced)
 
 
-def _gradients(
-    call: LossCall, low: Sequence[Value], full: Sequence[Value], scaler: Any
-) -> dict[str, Gradient]:
-    """Returns the figures of each gradient, unscaled."""
-    if not low:
-        return {}
+def _compared(
+    call: LossCall, low: programs.Program, full: programs.Program, scaler: Any
+) -> tuple[dict[str, Gradient], bool, bool]:
+    """Compares what both programs returned; compiles one program.
 
-    def measured(low: Sequence[Value], full: Sequence[Value]) -> Any:
-        low = low if scaler is None else scaler.unscale(list(low))
-        apart = distances.distances(list(zip(low, full, strict=True)))
-        return [counted(each, layout) for layout, each in _by_layout(low)], apart
+    Returns the figures of each gradient, unscaled; whether value and gradients are
+    finite under the policy, and in the reference.
+    """
 
-    options = programs.options_for(sum(each.size for each in low))
-    compiled = jax.jit(measured).lower(list(low), list(full)).compile(options)
-    found, apart = jax.device_get(compiled(list(low), list(full)))
-    errors_of = dict(zip(call.keys, distances.relative(apart).tolist(), strict=True))
-    keys = _by_layout(low, call.keys)
+    def measured(low: _Returned, full: _Returned) -> Any:
+        finite = [ends_well(call, *each) for each in (low, full)]
+        (_, gradients), (_, others) = low, full
+        gradients = gradients if scaler is None else scaler.unscale(list(gradients))
+        apart = distances.distances(list(zip(gradients, others, strict=True)))
+        counts = [counted(each, layout) for layout, each in _by_layout(gradients)]
+        return counts, apart, finite
+
+    both = tuple((each.outputs, list(each.gradients)) for each in (low, full))
+    options = programs.options_for(sum(each.size for each in low.gradients))
+    compiled = jax.jit(measured).lower(*both).compile(options)
+    found, apart, finite = jax.device_get(compiled(*both))
+    keys = call.keys if low.gradients else ()
+    errors_of = dict(zip(keys, distances.relative(apart).tolist(), strict=True))
+    places = _by_layout(low.gradients, list(zip(keys, low.gradients, strict=True)))
     gradients = {}
-    for (layout, names), (_, arrays), each in zip(
-        keys, _by_layout(low), found, strict=True
-    ):
-        for row, (key, array) in enumerate(zip(names, arrays, strict=True)):
-            one = Counted(*(x[row] for x in each))
+    for (layout, here), counts in zip(places, found, strict=True):
+        for row, (key, array) in enumerate(here):
+            one = Counted(*(x[row] for x in counts))
             gradients[key] = _gradient(one, layout, array.size, errors_of[key])
-    return {key: gradients[key] for key in call.keys}
+    return {key: gradients[key] for key in keys}, bool(finite[0]), bool(finite[1])
 
 
 def _by_layout(

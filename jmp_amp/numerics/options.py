@@ -10,7 +10,11 @@ import jax
 # XLA may drop a cast to half and its inverse, and its CPU compiler does.
 _EXACT: dict[str, Any] = {"xla_allow_excess_precision": False}
 # LLVM's own optimisations take most of the time to compile for a CPU.
-_FAST: dict[str, Any] = {"xla_backend_optimization_level": 0}
+# Kernels that are split among several modules take longer, in all.
+_FAST: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
 if version("jax").startswith("0.10."):  # JAX < 0.11: later ones have no other kind.
     _FAST["xla_cpu_use_fusion_emitters"] = False
 

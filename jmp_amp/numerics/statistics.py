@@ -223,9 +223,18 @@ def _largest(bits: jax.Array, layout: Layout) -> jax.Array:
     return jnp.where(bits < layout.infinity, bits, layout.dtype.type(0))
 
 
-def _smallest(bits: jax.Array, layout: Layout) -> jax.Array:
-    is_finite = (bits > 0) & (bits < layout.infinity)
-    return jnp.where(is_finite, bits, layout.padding)
+def _before(bits: jax.Array, layout: Layout) -> jax.Array:
+    """Returns the bits of the next smaller magnitudes; those of a zero are the largest.
+
+    The smallest of them tells of the smallest magnitude that is not zero.
+    """
+    return bits - layout.dtype.type(1)
+
+
+def _after(before: jax.Array, layout: Layout) -> jax.Array:
+    """Returns the bits whose next smaller ones are `before`, if they are finite."""
+    bits = before + layout.dtype.type(1)
+    return jnp.where((bits > 0) & (bits < layout.infinity), bits, layout.padding)
 
 
 class _Fields(NamedTuple):
@@ -234,13 +243,11 @@ class _Fields(NamedTuple):
     Attributes:
       fields: int32[n, fields]: how many values have which bits above the mantissa.
       subnormals: int32[n, mantissa]: how many subnormals have which exponent.
-      zeros: int32[n].
       amax, amin: as in `Counted`.
     """
 
     fields: jax.Array
     subnormals: jax.Array
-    zeros: jax.Array
     amax: jax.Array
     amin: jax.Array
 
@@ -252,7 +259,6 @@ def _none(count: int, layout: Layout, like: jax.Array) -> _Fields:
     return _Fields(
         jnp.zeros((count, layout.fields), jnp.int32) + zero,
         jnp.zeros((count, layout.mantissa), jnp.int32) + zero,
-        jnp.zeros(count, jnp.int32) + zero,
         jnp.zeros(count, layout.dtype) + none,
         jnp.full(count, layout.padding, layout.dtype) - none,
     )
@@ -261,20 +267,24 @@ def _none(count: int, layout: Layout, like: jax.Array) -> _Fields:
 def _in_bins(found: _Fields, layout: Layout) -> Counted:
     normal = found.fields[:, 1 : layout.fields // 2 - 1]
     nonfinite = found.fields[:, layout.fields // 2 - 1 : layout.fields // 2]
-    bins = [found.subnormals, normal, found.zeros[:, None], nonfinite]
+    zeros = found.fields[:, :1] - jnp.sum(found.subnormals, axis=1, keepdims=True)
+    bins = [found.subnormals, normal, zeros, nonfinite]
     return Counted(jnp.concatenate(bins, axis=1), found.amax, found.amin)
 
 
 def _subnormals(
-    bits: jax.Array, rows: jax.Array, count: int, layout: Layout
+    bits: jax.Array, amin: jax.Array, rows: jax.Array, count: int, layout: Layout
 ) -> jax.Array:
-    """Returns how many subnormals have which exponent; most arrays have none."""
+    """Returns how many subnormals have which exponent; most arrays have none.
+
+    `amin` has the bits of the smallest magnitudes.
+    """
     smallest_normal = layout.dtype.type(1 << layout.mantissa)
-    is_one = (bits > 0) & (bits < smallest_normal)
     # The branches agree on what varies over shards.
     zero = (bits.ravel()[0] & 0).astype(jnp.int32)
 
     def count_them() -> jax.Array:
+        is_one = (bits > 0) & (bits < smallest_normal)
         last = jnp.int32(layout.dtype.itemsize * 8 - 1)
         exponents = last - jax.lax.clz(bits).astype(jnp.int32)
         places = jnp.where(is_one, rows * layout.mantissa + exponents, -1)
@@ -282,7 +292,7 @@ def _subnormals(
         return found.at[places].add(jnp.int32(1))[:-1].reshape(count, layout.mantissa)
 
     none = jnp.zeros((count, layout.mantissa), jnp.int32) + zero
-    return jax.lax.cond(jnp.any(is_one), count_them, lambda: none)
+    return jax.lax.cond(jnp.any(amin < smallest_normal), count_them, lambda: none)
 
 
 def _count_together(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
@@ -295,13 +305,13 @@ def _count_together(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
     none = _none(count, layout, bits)
     places = rows * jnp.int32(layout.fields) + _field(bits, layout)
     fields = none.fields.ravel().at[places].add(jnp.int32(1), mode=_IN_BOUNDS)
-    is_zero = (bits == 0).astype(jnp.int32)
+    before = none.amin.at[rows].min(_before(bits, layout), mode=_IN_BOUNDS)
+    amin = _after(before, layout)
     found = _Fields(
         fields.reshape(none.fields.shape),
-        _subnormals(bits, rows, count, layout),
-        none.zeros.at[rows].add(is_zero, mode=_IN_BOUNDS),
+        _subnormals(bits, amin, rows, count, layout),
         none.amax.at[rows].max(_largest(bits, layout), mode=_IN_BOUNDS),
-        none.amin.at[rows].min(_smallest(bits, layout), mode=_IN_BOUNDS),
+        amin,
     )
     return _in_bins(found, layout)
 
@@ -316,16 +326,14 @@ def _count_in_pieces(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
         row = piece.rows
         fields = jnp.zeros(layout.fields, jnp.int32)
         fields = fields.at[_field(bits, layout)].add(jnp.int32(1), mode=_IN_BOUNDS)
-        zeros = jnp.sum((bits == 0).astype(jnp.int32), axis=0)
-        amax = jnp.max(_largest(bits, layout), axis=0)
-        amin = jnp.min(_smallest(bits, layout), axis=0)
-        subnormals = _subnormals(bits, jnp.int32(0), 1, layout)[0]
+        amax = jnp.max(jnp.max(_largest(bits, layout), axis=0))
+        amin = _after(jnp.min(jnp.min(_before(bits, layout), axis=0)), layout)
+        subnormals = _subnormals(bits, amin, jnp.int32(0), 1, layout)[0]
         return _Fields(
             found.fields.at[row].add(fields),
             found.subnormals.at[row].add(subnormals),
-            found.zeros.at[row].add(jnp.sum(zeros)),
-            found.amax.at[row].max(jnp.max(amax)),
-            found.amin.at[row].min(jnp.min(amin)),
+            found.amax.at[row].max(amax),
+            found.amin.at[row].min(amin),
         ), None
 
     start = _none(len(arrays), layout, _bits(whole[:1], layout))
