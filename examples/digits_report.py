@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.table import Table
 
 PROGRESS = (
-    TextColumn("{task.description:27}"),
+    TextColumn("{task.description:32}"),
     BarColumn(),
     MofNCompleteColumn(),
     TimeElapsedColumn(),
@@ -28,7 +28,8 @@ class Result:
     """What a run yielded.
 
     Attributes:
-      name: what was trained.
+      model: the class of the network.
+      name: how it was trained.
       loss_mult: what the loss was multiplied by; not in the losses below.
       accuracy: on the test images.
       metrics: an array of one value for each step, by name.
@@ -37,6 +38,7 @@ class Result:
       step_seconds: the time of a step, at the 10th percentile.
     """
 
+    model: str
     name: str
     loss_mult: float
     accuracy: float
@@ -94,27 +96,44 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
                 yield from _equations(inner)
 
 
-def table_of(results: Sequence[Result]) -> Table:
-    """Returns the results as a table; ratios are to the first one."""
+CAPTION = (
+    "loss x: what the loss is multiplied by. final loss: without that, mean of the "
+    "last 20 steps. zero grads: gradient entries that are exactly zero, mean of all "
+    "steps. half: matmuls and convolutions of a training step that run in half "
+    "precision. saved: activations kept for the backward pass, and the ratio to f32. "
+    "step: time of a step; a CPU emulates what is planned for a GPU, so this says "
+    "nothing about a GPU or a TPU."
+)
+COLUMNS = (
+    "loss x",
+    "test accuracy",
+    "final loss",
+    "zero grads",
+    "scale",
+    "skips",
+    "half",
+    "saved",
+    "step",
+)
+
+
+def table_of(
+    results: Sequence[Result],
+    caption: str = CAPTION,
+    columns: Sequence[str] = COLUMNS,
+) -> Table:
+    """Returns the results of a model as a table; ratios are to the first one."""
     first = results[0]
+    steps = len(first.metrics["loss"])
     table = Table(
-        title=f"CNN on 1797 handwritten digits, {len(first.metrics['loss'])} steps",
-        caption="loss x: what the loss is multiplied by. final loss: without that, "
-        "mean of the last 20 steps. zero grads: gradient entries that are exactly "
-        "zero, mean of all steps. half: matmuls and convolutions of a training step "
-        "that run in half precision. saved: activations kept for the backward pass, "
-        "and the ratio to f32. step: time of a step; a CPU "
-        "emulates what is planned for a GPU, so this says nothing about a GPU or a "
-        "TPU.",
+        title=f"{first.model} on 1797 handwritten digits, {steps} steps",
+        caption=caption,
         box=box.SIMPLE_HEAD,
         collapse_padding=True,
         pad_edge=False,
     )
     table.add_column("run", min_width=7, overflow="fold")
-    for column in (
-        *("loss x", "test accuracy", "final loss", "zero grads", "scale", "skips"),
-        *("half", "saved", "step"),
-    ):
+    for column in columns:
         widest = max(map(len, column.split()))
         table.add_column(column, justify="right", min_width=widest)
     for result in results:
@@ -123,18 +142,18 @@ def table_of(results: Sequence[Result]) -> Table:
         if len(results) > 1:
             saved += f" {result.saved_bytes / first.saved_bytes:.2f}x"
             step = f"{result.step_seconds / first.step_seconds:.2f}x"
-        table.add_row(
-            result.name,
-            _factor(result.loss_mult),
-            f"{result.accuracy:.2%}",
-            f"{result.final_loss:.4f}",
-            f"{result.metrics['zero gradients'].mean():.1%}",
-            _factor(result.metrics["scale"][-1]),
-            str(result.metrics["skipped_total"][-1]),
-            "{}/{}".format(*result.matmuls),
-            saved,
-            step,
-        )
+        told = {
+            "loss x": _factor(result.loss_mult),
+            "test accuracy": f"{result.accuracy:.2%}",
+            "final loss": f"{result.final_loss:.4f}",
+            "zero grads": f"{result.metrics['zero gradients'].mean():.1%}",
+            "scale": _factor(result.metrics["scale"][-1]),
+            "skips": str(result.metrics["skipped_total"][-1]),
+            "half": "{}/{}".format(*result.matmuls),
+            "saved": saved,
+            "step": step,
+        }
+        table.add_row(result.name, *(told[column] for column in columns))
     return table
 
 

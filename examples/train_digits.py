@@ -1,10 +1,10 @@
-"""Trains a CNN on the 1797 handwritten digits of scikit-learn, in several precisions.
+"""Trains networks on the 1797 handwritten digits of scikit-learn in several precisions.
 
     python examples/train_digits.py                         compares f32, bf16 and f16
     python examples/train_digits.py --policy mixed_float16  trains with one policy
     python examples/train_digits.py --plot curves.png       draws losses and loss scales
 
-The comparison trains one f32 model four times: in f32, under bf16 autocast, under f16
+The comparison trains one CNN four times: in f32, under bf16 autocast, under f16
 autocast with dynamic loss scaling, and under f16 autocast without. The loss is a mean
 over 64 images, and its gradients are just large enough for f16. The gradients of a mean
 over more numbers are not: f32 and f16 train again with the loss times 2**-20, as small
@@ -27,6 +27,14 @@ only the f32 logits read: nothing is learned. With dynamic scaling f16 follows f
 itself ends at a higher loss there: Adam's epsilon is no longer small against such
 gradients.) A CPU emulates what is planned for a GPU, so the times of steps that it
 prints say nothing about a GPU or a TPU.
+
+Then it trains a wide MLP twice: in f32, and in bf16 with a plan for the device at hand
+(`target="auto"`). On a CPU with instructions for bf16 products, here a Xeon with AMX,
+a step is faster; on another CPU both runs are f32:
+
+    run                  accuracy  final loss  saved   step
+    f32                    97.15%      0.0011   7.16  1.00x
+    bf16, target="auto"    97.15%      0.0012  15.54  0.42x
 
 `make_loss` and `make_train_step` are the parts to copy.
 """
@@ -77,6 +85,17 @@ class CNN(nn.Module):
         return nn.Dense(10)(x)
 
 
+class MLP(nn.Module):
+    """Another one, of large matrix products and little else."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        x = x.reshape(x.shape[0], -1)
+        for _ in range(3):
+            x = nn.relu(nn.Dense(1024)(x))
+        return nn.Dense(10)(x)
+
+
 class State(NamedTuple):
     """All that a training step writes."""
 
@@ -85,9 +104,23 @@ class State(NamedTuple):
     opt_state: Any
 
 
-def make_loss(policy: amp.Policy, loss_mult: float = 1.0) -> Callable[..., Any]:
-    """Returns the loss of the model under `policy`, and its new batch statistics."""
-    apply = amp.autocast(CNN().apply, policy)
+CNN_MODEL, MLP_MODEL = CNN(), MLP()
+BY_DEVICE = (
+    'target="auto": planned for the device that JAX uses. A CPU with instructions for '
+    "bf16 products multiplies bf16 and computes all else in f32; another CPU computes "
+    "all in f32. saved: activations kept for the backward pass, and bf16 copies of "
+    "weights."
+)
+
+
+def make_loss(
+    policy: amp.Policy,
+    loss_mult: float = 1.0,
+    model: nn.Module = CNN_MODEL,
+    target: str | None = None,
+) -> Callable[..., Any]:
+    """Returns the loss of a model under `policy`, and its new batch statistics."""
+    apply = amp.autocast(model.apply, policy, target=target)
 
     def loss_fn(params: Any, batch_stats: Any, batch: Batch, dropout_key: Any) -> Any:
         logits, updated = apply(
@@ -98,7 +131,7 @@ def make_loss(policy: amp.Policy, loss_mult: float = 1.0) -> Callable[..., Any]:
             mutable=["batch_stats"],
         )
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-        return loss_mult * losses.mean(), updated["batch_stats"]
+        return loss_mult * losses.mean(), updated.get("batch_stats", {})
 
     return loss_fn
 
@@ -146,12 +179,12 @@ def make_train_step(
     return train_step
 
 
-def accuracy(policy: amp.Policy, state: State, batch: Batch) -> float:
+def accuracy(experiment: Experiment, state: State, batch: Batch) -> float:
     @jax.jit
-    @functools.partial(amp.autocast, policy=policy)
+    @functools.partial(amp.autocast, policy=experiment.policy, target=experiment.target)
     def predict(params: Any, batch_stats: Any, image: Any) -> jax.Array:
         variables = {"params": params, "batch_stats": batch_stats}
-        logits: Any = CNN().apply(variables, image, train=False)
+        logits: Any = experiment.model.apply(variables, image, train=False)
         return jnp.argmax(logits, axis=-1)
 
     predicted = predict(state.params, state.batch_stats, batch["image"])
@@ -171,10 +204,10 @@ def digits() -> tuple[Batch, Batch]:
     )
 
 
-def batches(data: Batch, steps: int, seed: int) -> Iterator[Batch]:
+def batches(data: Batch, steps: int, seed: int, size: int = BATCH) -> Iterator[Batch]:
     rng = np.random.default_rng(seed)
     for _ in range(steps):
-        chosen = rng.choice(len(data["label"]), BATCH, replace=False)
+        chosen = rng.choice(len(data["label"]), size, replace=False)
         yield {name: values[chosen] for name, values in data.items()}
 
 
@@ -186,6 +219,9 @@ class Experiment:
     policy: amp.Policy
     loss_scale: amp.LossScale
     loss_mult: float = 1.0
+    model: nn.Module = CNN_MODEL
+    batch: int = BATCH
+    target: str | None = None
 
 
 def loss_scale_for(policy: amp.Policy) -> amp.LossScale:
@@ -211,6 +247,14 @@ def comparison(loss_mult: float | None = None) -> list[Experiment]:
     return runs + [dataclasses.replace(run, loss_mult=SMALL_LOSS) for run in again]
 
 
+def on_this_device() -> list[Experiment]:
+    """Returns the runs of the MLP: in f32, and in bf16 as the device computes best."""
+    f32, bf16 = map(amp.get_policy, ("float32", "mixed_bfloat16"))
+    mlp = Experiment("f32", f32, amp.no_loss_scale(), model=MLP_MODEL, batch=256)
+    auto = {"name": 'bf16, target="auto"', "policy": bf16, "target": "auto"}
+    return [mlp, dataclasses.replace(mlp, **auto)]
+
+
 def train(
     experiment: Experiment,
     steps: int = STEPS,
@@ -219,19 +263,22 @@ def train(
 ) -> digits_report.Result:
     """Trains and tests; `on_step` is told the loss of every step."""
     train_data, test_data = digits()
-    key, first = jax.random.key(seed), next(batches(train_data, 1, seed))
-    loss_fn = make_loss(experiment.policy, experiment.loss_mult)
+    model, size = experiment.model, experiment.batch
+    key, first = jax.random.key(seed), next(batches(train_data, 1, seed, size))
+    loss_fn = make_loss(
+        experiment.policy, experiment.loss_mult, model, experiment.target
+    )
     tx = make_optimizer(experiment.loss_scale, steps)
     train_step = make_train_step(loss_fn, tx)
 
-    variables = CNN().init(key, first["image"], train=False)
+    variables = model.init(key, first["image"], train=False)
     params = experiment.policy.cast_to_param(variables["params"])
-    state = State(params, variables["batch_stats"], tx.init(params))
+    state = State(params, variables.get("batch_stats", {}), tx.init(params))
     matmuls = digits_report.matmuls_in_half(train_step, state, first, key)
     saved = digits_report.saved_for_backward(loss_fn, *state[:2], first, key)
 
     history, seconds = [], []
-    for number, batch in enumerate(batches(train_data, steps, seed)):
+    for number, batch in enumerate(batches(train_data, steps, seed, size)):
         dropout_key = jax.random.fold_in(key, number)
         start = time.perf_counter()
         state, metrics = train_step(state, batch, dropout_key)
@@ -240,9 +287,10 @@ def train(
         history.append(metrics | {"loss": metrics["loss"] / experiment.loss_mult})
         on_step(float(history[-1]["loss"]))
     return digits_report.Result(
+        type(model).__name__,
         experiment.name,
         experiment.loss_mult,
-        accuracy(experiment.policy, state, test_data),
+        accuracy(experiment, state, test_data),
         {name: np.stack([m[name] for m in history]) for name in history[0]},
         matmuls,
         saved,
@@ -277,6 +325,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--loss-mult {options.loss_mult}: use a positive number")
     if options.policy is None:
         options.experiments = comparison(options.loss_mult)
+        if options.loss_mult is None:
+            options.experiments += on_this_device()
         return options
     try:
         policy = amp.get_policy(options.policy)
@@ -297,15 +347,21 @@ def main() -> None:
     with Progress(*digits_report.PROGRESS, console=console) as progress:
         for experiment in options.experiments:
             name = digits_report.label(experiment.name, experiment.loss_mult)
+            name = f"{type(experiment.model).__name__}, {name}"
             task = progress.add_task(name, total=options.steps, loss="")
 
             def on_step(loss: float, task: Any = task) -> None:
                 progress.update(task, advance=1, loss=f"loss {loss:.4f}")
 
             results.append(train(experiment, options.steps, options.seed, on_step))
-    console.print(digits_report.table_of(results))
+    cnn = [each for each in results if each.model == "CNN"]
+    console.print(digits_report.table_of(cnn))
+    if len(cnn) < len(results):
+        columns = "test accuracy", "final loss", "saved", "step"
+        mlp = results[len(cnn) :]
+        console.print(digits_report.table_of(mlp, BY_DEVICE, columns))
     if options.plot is not None:
-        digits_report.plot(results, options.plot)
+        digits_report.plot(cnn, options.plot)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import pytest
 import train_digits
 
 import jmp_amp as amp
+from jmp_amp.plan import targets
+from jmp_amp.plan.targets import Cpu
 from tests.scripts import refusal, run_example
 
 # Adam of optax raises a float to its integer step count, which strict JAX refuses; the
@@ -137,6 +139,27 @@ def trained(run: int):
         return train_digits.train(train_digits.comparison()[run])
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_the_mlp_is_planned_for_the_cpu_that_it_runs_on(native, monkeypatch):
+    monkeypatch.setattr(targets, "this_cpu", lambda: Cpu(native=native))
+    f32, bf16 = train_digits.on_this_device()
+    assert (f32.policy, f32.target) == (amp.get_policy("float32"), None)
+    loss = train_digits.make_loss(bf16.policy, model=bf16.model, target=bf16.target)
+    image = jnp.zeros((bf16.batch, 8, 8, 1))
+    params = jax.eval_shape(
+        functools.partial(bf16.model.init, train=False), jax.random.key(0), image
+    )["params"]
+    batch = {"image": image, "label": jnp.zeros(bf16.batch, int)}
+    products = [
+        {v.aval.dtype.name for v in eqn.invars}
+        for eqn in jax.make_jaxpr(loss)(params, {}, batch, jax.random.key(0)).eqns
+        if eqn.primitive.name == "dot_general"
+    ]
+    # The last layer is too small to gain anything.
+    assert len(products) == (1 if native else 4)
+    assert all(dtypes == {"float32"} for dtypes in products)
+
+
 F32, BF16, F16_SCALED, F16_ALONE, F32_SMALL, F16_SMALL_SCALED, F16_SMALL_ALONE = range(
     7
 )
@@ -148,6 +171,14 @@ def test_half_precision_is_as_accurate_as_float32():
     assert reference >= 0.97
     for run in (BF16, F16_SCALED):
         assert abs(trained(run).accuracy - reference) <= 0.005
+
+
+@pytest.mark.slow
+def test_the_mlp_is_as_accurate_in_bf16_for_this_device():
+    with adam_mixes_dtypes():
+        f32, bf16 = map(train_digits.train, train_digits.on_this_device())
+    assert f32.accuracy >= 0.96
+    assert abs(bf16.accuracy - f32.accuracy) <= 0.01
 
 
 @pytest.mark.slow
