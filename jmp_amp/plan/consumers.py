@@ -18,7 +18,7 @@ from jmp_amp.plan import jaxprs, modes
 from jmp_amp.plan.flows import Flow, Step, carry_dtype
 from jmp_amp.plan.jaxprs import Atom, Eqn, Literal, Var
 from jmp_amp.plan.makers import is_exact, is_move
-from jmp_amp.plan.modes import Demand, Mode, demand_of
+from jmp_amp.plan.modes import Demand, Demands, Mode, demand_of
 from jmp_amp.plan.operations import OpClass
 from jmp_amp.plan.regions import Region
 from jmp_amp.plan.values import Known, Origin, Trait
@@ -37,7 +37,7 @@ class Use(NamedTuple):
     repeatedly: bool = False
 
 
-UNUSED = Use(Demand.NONE)
+UNUSED = Use(Demands.NONE)
 # One for each output of a body, or for each result of an equation.
 Uses = tuple[Use, ...]
 
@@ -94,7 +94,8 @@ class Consumers:
             if isinstance(atom, Literal):
                 return
             demand = wanted.demand
-            if demand.dtypes == Demand.F32 and _takes_half(flow.known[atom], region):
+            is_f32 = (demand & Demands.DTYPES) == Demands.F32
+            if is_f32 and _takes_half(flow.known[atom], region):
                 demand = demand_of(region.policy.output_dtype)
             before = used.get(atom)
             if before is None:
@@ -141,7 +142,7 @@ class Consumers:
             operands[i] = operands[i]._replace(repeatedly=True)
         for i, demand in carry.items():
             # It is cast before the loop, however often the turns read it.
-            operands[i] = Use(demand.dtypes)
+            operands[i] = Use(demand & Demands.DTYPES)
         reason = "a loop" if carried else "a call: its body is planned"
         return Outcome(Mode.CALL, None, reason, tuple(operands), bodies=bodies)
 
@@ -155,7 +156,7 @@ def _taken(eqn: Eqn, step: Step, results: Uses) -> Outcome:
         # A result that is an operand is read as often as the operand.
         operands = tuple(Use(use.demand, repeatedly) for use in results)
         return Outcome(decision.mode, decision.dtype, decision.reason, operands)
-    readers = Demand.NONE
+    readers = Demands.NONE
     for use in results:
         readers |= use.demand
     mode, dtype, reason = decision.mode, decision.dtype, decision.reason
@@ -165,16 +166,16 @@ def _taken(eqn: Eqn, step: Step, results: Uses) -> Outcome:
         if option.dtype is not None:
             mode, dtype = Mode.IN_DTYPE, option.dtype
     if (
-        readers == Demand.AS_IS
+        readers == Demands.AS_IS
         and is_move(eqn)
         and len(eqn.invars) == len(eqn.outvars) == 1
     ):
         return Outcome(Mode.PASSED_ON, None, reason, (Use(readers),))
     asked = modes.asked(mode, dtype, eqn)
-    if readers == Demand.AS_IS and dtype == F32:
-        asked = tuple(each and Demand.AS_IS for each in asked)
+    if readers == Demands.AS_IS and dtype == F32:
+        asked = tuple(each and Demands.AS_IS for each in asked)
     elif dtype == F32 and decision.rule.op_class is OpClass.FOLLOW:
-        kept = readers & Demand.KEPT
+        kept = readers & Demands.KEPT
         asked = tuple(
             each | kept if each and _hands_on_kept(eqn, view) else each
             for each, view in zip(asked, step.views, strict=True)
@@ -185,7 +186,7 @@ def _taken(eqn: Eqn, step: Step, results: Uses) -> Outcome:
 
 def _carry_demand(known: Known, atom: Atom) -> Demand:
     demand = demand_of(carry_dtype(known, atom))
-    return demand | Demand.CARRIED if demand == Demand.F32 else demand
+    return demand | Demands.CARRIED if demand == Demands.F32 else demand
 
 
 def _hands_on_kept(eqn: Eqn, operand: Known) -> bool:

@@ -22,7 +22,7 @@ from jmp_amp.plan.makers import (
     is_normalized,
     maker_role,
 )
-from jmp_amp.plan.modes import Demand, Mode, demand_of
+from jmp_amp.plan.modes import Demands, Mode, demand_of
 from jmp_amp.plan.operations import Kind, OpClass, Role, is_cheap, kind_of, role_of
 from jmp_amp.plan.regions import Region
 from jmp_amp.plan.rewrites import rewrite_of
@@ -61,14 +61,21 @@ def decide(
         return at.decision(Mode.PASSED_ON, None, "hands on what it gets", Origin.FREE)
     rewrite = rewrite_of(at)
     made = _by_class(at, rewrite)
-    if made.result.origin != Origin.FREE:
-        made = dataclasses.replace(made, rewrite=rewrite)
-    saved, falls = _is_saved_in_f32(at, made), _may_fall(at, made)
+    if made.result.origin == Origin.FREE:
+        rewrite = None
+    saved, falls = _is_saved_in_f32(at, made, rewrite), _may_fall(at, made)
     traits = frozenset(_traits(at, made, saved or falls))
-    result = made.result._replace(bounds=_limits(at, made), traits=traits)
-    options = tuple(_options(at, made, result, saved, falls))
-    return dataclasses.replace(
-        made, result=result, options=options, of=made_of(at, made)
+    result = Known(made.result.origin, _limits(at, made), region, traits)
+    return Decision(
+        made.rule,
+        made.mode,
+        made.dtype,
+        made.reason,
+        result,
+        tuple(_options(at, made, result, saved, falls)),
+        made_of(at, made),
+        rewrite,
+        made.saturate,
     )
 
 
@@ -250,12 +257,12 @@ def _grows(eqn: Eqn) -> bool:
     return sum(aval_of(v).size for v in eqn.outvars) > aval_of(eqn.invars[0]).size
 
 
-def _is_saved_in_f32(at: Standing, made: Decision) -> bool:
+def _is_saved_in_f32(at: Standing, made: Decision, rewrite: Rewrite | None) -> bool:
     """Whether an operation makes f32 values that are saved for the backward pass."""
     return (
         is_half(at.half)
         and made.result.origin == Origin.FULL
-        and (made.rewrite is None or made.rewrite.result is None)
+        and (rewrite is None or rewrite.result is None)
         and not at.rule.from_user
         and (at.rule.op_class is OpClass.FULL or made.mode is Mode.AS_TRACED)
         and not is_cheap(at.name)
@@ -297,6 +304,14 @@ def _may_fall(at: Standing, made: Decision) -> bool:
     )
 
 
+# Options of whatever follows half operands.
+_RISES = (
+    Option(Demands.RETURNED, "returned in f32", F32),
+    Option(Demands.CARRIED, "kept over the turns of a loop", F32),
+    Option(Demands.AS_IS, "only comparisons read it", F32),
+)
+
+
 def _options(
     at: Standing, made: Decision, result: Known, saved: bool, falls: bool
 ) -> Iterator[Option]:
@@ -312,11 +327,9 @@ def _options(
     low = at.half
     follows = made.rule.op_class is OpClass.FOLLOW and made.mode is Mode.IN_DTYPE
     if follows and made.result.origin == Origin.LOW:
-        yield Option(Demand.RETURNED, "returned in f32", F32)
-        yield Option(Demand.CARRIED, "kept over the turns of a loop", F32)
-        yield Option(Demand.AS_IS, "only comparisons read it", F32)
+        yield from _RISES
     if Trait.WORTH_F32 in result.traits:
-        yield Option(Demand.F32, "only f32 operations read it", F32)
+        yield Option(Demands.F32, "only f32 operations read it", F32)
     if not is_half(low):
         return
     half = demand_of(low)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jmp_amp.plan.jaxprs import Eqn, Var, aval_of
-from jmp_amp.plan.modes import Demand, Mode
+from jmp_amp.plan.modes import Demand, Demands, Mode
 from jmp_amp.plan.regions import Region
 from jmp_amp.plan.rewriting import Rewrite
 from jmp_amp.plan.rules import Rule
@@ -26,7 +26,7 @@ class Option:
 
     Attributes:
       readers: the condition: consumers read the results in exactly these dtypes. With
-        `Demand.KEPT`: one of them keeps the results in this way; with `Demand.AS_IS`:
+        `Demands.KEPT`: one of them keeps the results in this way; with `Demands.AS_IS`:
         only comparisons read them.
       reason: why, in words.
       dtype: the dtype to compute in; None leaves the computation as decided.
@@ -42,10 +42,10 @@ class Option:
 
     def holds(self, readers: Demand, once: bool) -> bool:
         """Whether the condition holds, see `Decision.option`."""
-        if self.readers & Demand.KEPT:
+        if self.readers & Demands.KEPT:
             return bool(self.readers & readers)
-        if self.readers is not Demand.AS_IS:
-            readers = readers.dtypes
+        if self.readers != Demands.AS_IS:
+            readers &= Demands.DTYPES
         return readers == self.readers and (once or not self.once)
 
 
@@ -87,13 +87,13 @@ class Decision:
             # A comparison may look for the constant.
             saturates = self.saturate and option.dtype not in (None, F32)
             if option.holds(readers, once) and not (
-                saturates and Demand.AS_IS in readers
+                saturates and readers & Demands.AS_IS
             ):
                 return option
         return None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Standing:
     """An equation, and what is known where it stands.
 
@@ -106,6 +106,8 @@ class Standing:
       makers: the equation that made each variable of the body so far.
       sources: the inputs of the body that each operand is made of, see `sources`.
       is_index: whether a result becomes an index.
+      name: that of the operation.
+      origin: the greatest one of the operands'.
     """
 
     eqn: Eqn
@@ -116,14 +118,13 @@ class Standing:
     makers: Mapping[Var, Eqn]
     sources: Sequence[int]
     is_index: bool
+    name: str = dataclasses.field(init=False)
+    origin: Origin = dataclasses.field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.eqn.primitive.name
-
-    @property
-    def origin(self) -> Origin:
-        return max((v.origin for v in self.operands), default=Origin.FREE)
+    def __post_init__(self) -> None:
+        # Both are asked for many times.
+        self.name = self.eqn.primitive.name
+        self.origin = max((v.origin for v in self.operands), default=Origin.FREE)
 
     @property
     def activations(self) -> list[Known]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -28,27 +29,28 @@ class Mode(enum.Enum):
     CALL = "its bodies are planned"
 
 
-class Demand(enum.IntFlag):
-    """How consumers read a value: in which dtypes, and who keeps it."""
+# How consumers read a value: a set of the bits of `Demands`. A flag of `enum` takes ten
+# times as long, and is asked for several times for each operand of a program.
+Demand: TypeAlias = int
 
-    NONE = 0
-    F16 = 1
-    BF16 = 2
-    F32 = 4
+
+class Demands:
+    """The bits of a demand: the dtypes that a value is read in, and who keeps it."""
+
+    NONE: Final = 0
+    F16: Final = 1
+    BF16: Final = 2
+    F32: Final = 4
+    DTYPES: Final = F16 | BF16 | F32
     # A comparison reads it in the dtype that it has.
-    AS_IS = 8
+    AS_IS: Final = 8
     # The program returns it in f32; a loop hands it to the next turn in f32.
-    RETURNED = 16
-    CARRIED = 32
-    KEPT = RETURNED | CARRIED
-
-    @property
-    def dtypes(self) -> Demand:
-        """The dtypes alone."""
-        return self & (Demand.F16 | Demand.BF16 | Demand.F32)
+    RETURNED: Final = 16
+    CARRIED: Final = 32
+    KEPT: Final = RETURNED | CARRIED
 
 
-_DEMANDS = {None: Demand.NONE, F16: Demand.F16, BF16: Demand.BF16, F32: Demand.F32}
+_DEMANDS = {None: Demands.NONE, F16: Demands.F16, BF16: Demands.BF16, F32: Demands.F32}
 
 
 def demand_of(dtype: np.dtype | None) -> Demand:
@@ -60,10 +62,10 @@ def asked(mode: Mode, dtype: np.dtype | None, eqn: Eqn) -> tuple[Demand, ...]:
     """Returns the demand on each operand; `PASSED_ON` hands on that on its result."""
     assert mode is not Mode.PASSED_ON
     if mode is Mode.CONVERSION:
-        return (Demand.NONE,) * len(eqn.invars)
+        return (Demands.NONE,) * len(eqn.invars)
     if mode is Mode.AS_HELD:
         floats = map(castable, eqn.invars)
-        return tuple(Demand.AS_IS if each else Demand.NONE for each in floats)
+        return tuple(Demands.AS_IS if each else Demands.NONE for each in floats)
     traced = map(traced_dtype, eqn.invars)
     return tuple(demand_of(each and (dtype or each)) for each in traced)
 

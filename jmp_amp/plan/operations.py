@@ -314,19 +314,22 @@ ARITHMETIC = frozenset(
 )
 
 
+# Asked several times for each equation.
+_KINDS = {name: each.kind for name, each in OPERATIONS.items()}
+_ROLES = {name: each.row.role for name, each in OPERATIONS.items()}
+_CHEAP = frozenset(name for name, each in OPERATIONS.items() if each.is_cheap)
+
+
 def kind_of(name: str) -> Kind | None:
     """Returns the kind of a primitive, or None if it has no row."""
-    operation = OPERATIONS.get(name)
-    return None if operation is None else operation.kind
+    return _KINDS.get(name)
 
 
 def role_of(name: str) -> Role | None:
     """Returns the part that a primitive plays in a pattern, if any."""
-    operation = OPERATIONS.get(name)
-    return None if operation is None else operation.row.role
+    return _ROLES.get(name)
 
 
 def is_cheap(name: str) -> bool:
     """Whether a primitive is computed again in the backward pass, not saved."""
-    operation = OPERATIONS.get(name)
-    return operation is not None and operation.is_cheap
+    return name in _CHEAP

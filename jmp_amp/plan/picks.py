@@ -87,4 +87,4 @@ _PICK = Rewrite(_bind, derivative_only=True)
 
 def pick_from_rows(at: Standing) -> Rewrite | None:
     """Returns the rewrite of a lookup of one element in each row."""
-    return _PICK if is_half(at.half) and picks_from_rows(at.eqn) else None
+    return _PICK if picks_from_rows(at.eqn) and is_half(at.half) else None

@@ -33,7 +33,7 @@ from jmp_amp.plan.jaxprs import (
     Var,
     aval_of,
 )
-from jmp_amp.plan.modes import Demand, Dtypes, Mode, demand_of
+from jmp_amp.plan.modes import Demand, Demands, Dtypes, Mode, demand_of
 from jmp_amp.plan.origins import Flows
 from jmp_amp.plan.plan import EquationPlan, Plan, RuleContext
 from jmp_amp.plan.regions import Region, region_at
@@ -131,7 +131,7 @@ def _returned(atom: Atom, state: np.dtype | None, policy: Policy) -> np.dtype | 
 
 def _returned_use(dtype: np.dtype | None) -> Use:
     demand = demand_of(dtype)
-    return Use(demand | Demand.RETURNED if demand == Demand.F32 else demand)
+    return Use(demand | Demands.RETURNED if demand == Demands.F32 else demand)
 
 
 def _plan(
@@ -288,7 +288,7 @@ class _Held:
         if known is None or known.origin == Origin.FREE:
             return dtype
         low = region.policy.compute_dtype
-        half = use.demand.dtypes == demand_of(low) and may_round(known)
+        half = (use.demand & Demands.DTYPES) == demand_of(low) and may_round(known)
         return low if half and dtype == F32 else dtype
 
     def handed_in(
@@ -309,9 +309,9 @@ class _Held:
         if position in jaxprs.read_every_turn(eqn) and aval_of(atom).dtype == F32:
             if jaxprs.repetitions(eqn) * float(jnp.finfo(low).eps) > 1 / 8:
                 return F32
-        wanted = demand.dtypes
+        wanted = demand & Demands.DTYPES
         keeps = jaxprs.is_checkpoint(eqn) or jaxprs.is_custom_jvp(eqn)
-        if wanted == Demand.F32 and view.is_shared and not keeps:
+        if wanted == Demands.F32 and view.is_shared and not keeps:
             return F32
         half = wanted == demand_of(low) and may_round(view)
         return low if half and dtype == F32 else dtype
@@ -322,7 +322,8 @@ class _Held:
         if dtype is None or known is None:
             return dtype
         leaves = not known.region.holds(region)
-        if leaves and demand.dtypes != Demand.F32 and not known.is_constant:
+        is_f32 = (demand & Demands.DTYPES) == Demands.F32
+        if leaves and not is_f32 and not known.is_constant:
             output = known.region.policy.output_dtype
             return output if is_half(output) else dtype
         return dtype

@@ -21,5 +21,8 @@ _REWRITES = (cpu_product, f32_result, fp8_product, pick_from_rows)
 
 def rewrite_of(at: Standing) -> Rewrite | None:
     """Returns the rewrite of an equation, if it has one."""
-    found = (rewrite(at) for rewrite in _REWRITES)
-    return next((each for each in found if each is not None), None)
+    for rewrite in _REWRITES:
+        found = rewrite(at)
+        if found is not None:
+            return found
+    return None

@@ -122,12 +122,13 @@ def rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
         if inherited is not None and inherited.from_user:
             return inherited
     is_product = name in PRODUCTS
+    known = _KNOWN[is_product]
     for frame in code:
-        known = _KNOWN.get((id(frame), is_product))
-        if known is None:
-            known = _remembered(frame, is_product)
-        if known.rule is not None:
-            return known.rule
+        found = known.get(id(frame))
+        if found is None:
+            found = _remembered(known, frame, is_product)
+        if found.rule is not None:
+            return found.rule
     if inherited is not None:
         return inherited
     if jaxprs.inner_bodies(eqn):
@@ -155,16 +156,17 @@ class _Known(NamedTuple):
     code: CodeType
 
 
-# Asked for every frame of every equation. To hash code is to hash all that is in it.
-_KNOWN: dict[tuple[int, bool], _Known] = {}
+# For products, and for all else; asked for every frame of every equation. To hash code
+# is to hash all that is in it.
+_KNOWN: dict[bool, dict[int, _Known]] = {True: {}, False: {}}
 _MOST_KNOWN = 4096
 
 
-def _remembered(code: CodeType, is_product: bool) -> _Known:
-    if len(_KNOWN) >= _MOST_KNOWN:
-        _KNOWN.clear()
-    known = _Known(_rule_of_function(code, is_product), code)
-    return _KNOWN.setdefault((id(code), is_product), known)
+def _remembered(known: dict[int, _Known], code: CodeType, is_product: bool) -> _Known:
+    if len(known) >= _MOST_KNOWN:
+        known.clear()
+    found = _Known(_rule_of_function(code, is_product), code)
+    return known.setdefault(id(code), found)
 
 
 def _rule_of_function(code: CodeType, is_product: bool) -> Rule | None:

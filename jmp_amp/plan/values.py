@@ -29,6 +29,9 @@ class Origin(enum.IntEnum):
 class Trait(enum.Enum):
     """Properties of a value besides its origin and its range."""
 
+    # There is one of each. The hash of `enum` is one in Python, of the name.
+    __hash__ = object.__hash__
+
     # An input, or an input moved around. It is cast at each use, so that the gradients
     # of its uses are summed in its own dtype.
     PARAMETER = "parameter"

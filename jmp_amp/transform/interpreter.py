@@ -338,7 +338,7 @@ class Replay(Walk[Value]):
             bound = self.marks.results(eqn, self.bound(eqn, planned, operands))
             with self.marks.cast():
                 return [
-                    x if dtype is None else jax.lax.convert_element_type(x, dtype)
+                    x if dtype is None else _as(x, dtype)
                     for x, dtype in zip(bound, planned.writes, strict=True)
                 ]
 
@@ -432,6 +432,13 @@ class Replay(Walk[Value]):
 
         rewritten.defjvp(derivative, symbolic_zeros=True)
         return list(rewritten(*operands))
+
+
+def _as(value: Value, dtype: np.dtype) -> Value:
+    """Returns a result in a dtype, and not weakly typed."""
+    if value.dtype == dtype and not jax.typeof(value).weak_type:
+        return value  # JAX would ask much before it returns it
+    return jax.lax.convert_element_type(value, dtype)
 
 
 def planned_rule(
