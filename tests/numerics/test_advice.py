@@ -9,6 +9,7 @@ import pytest
 import jmp_amp as amp
 from jmp_amp.numerics.advice import advise
 from jmp_amp.numerics.suggestions import suggested_loss_scale, suggested_policy
+from tests.numerics.counting import of
 from tests.numerics.made import gradient, site
 
 INF, NAN = math.inf, math.nan
@@ -161,3 +162,16 @@ def test_a_policy_that_fell_back_to_f32_says_why():
     large = site([1e6], operation="exp", **ATTN)
     told = advice([half], [large], value=NAN, policy=amp.PolicyMap("float32"))
     assert "computes in f32 by default" in told[-1]
+
+
+def test_each_derivative_of_a_product_is_compared_with_itself():
+    w, x = jnp.full((4, 4), 1e-4), jnp.full((4, 4), 60.0)
+
+    def loss(w, x):
+        return 2e4 * jnp.sum(x @ w)
+
+    d = amp.diagnose(loss, "mixed_float16", argnums=(0, 1))(w, x)
+    products = of(d.reference, "dot_general", "backward")
+    # That of w sums 4 of 60 * 2e4, that of x 4 of 1e-4 * 2e4.
+    assert [s.amax for s in products] == pytest.approx([4.8e6, 8.0])
+    assert "in f32 it reaches 4.8e+06, and f16 ends at 65504" in d.advice[0]
