@@ -32,7 +32,7 @@ def by_key(sites: Sequence[Site]) -> dict[tuple[str, str, str], Site]:
 def counterparts(
     sites: Sequence[Site], reference: Sequence[Site]
 ) -> Callable[[Site], Site | None]:
-    """Returns a function of one of `sites`: the same equation of the reference, or None.
+    """Returns a function of `sites`: the same equation of the reference, or None.
 
     An equation may have several derivatives of one operation, as a product has: they
     are told apart by their shape and their order, which the runs share.
