@@ -20,6 +20,9 @@ _Same = Callable[[Site], Site | None]
 _FEW = 1e-3
 # An error, and how much larger than that of its operands, that is worth a word.
 _LARGE_ERROR, _AMPLIFIED = 1e-2, 8.0
+# Their vectors are as right with the other sign, or in another basis: the distance to
+# those of f32 says nothing.
+_FREE = frozenset("svd eigh eig schur".split())
 
 
 def advise(
@@ -243,6 +246,7 @@ def _error(sites: Sequence[Site], same: _Same) -> Iterator[str]:
         for site in sites
         if site.is_forward
         and not site.nonfinite
+        and site.operation not in _FREE
         and or_infinite(site.error) > _LARGE_ERROR
         and or_infinite(site.amplification) > _AMPLIFIED
     ]
@@ -250,10 +254,11 @@ def _error(sites: Sequence[Site], same: _Same) -> Iterator[str]:
         return
     worst = max(found, key=lambda site: or_infinite(site.amplification))
     known = same(worst)
-    told = (
-        f"{place(worst)} makes a relative error of {number(worst.error)}, "
-        f"{number(worst.amplification)} times that of its operands"
-    )
+    told = f"{place(worst)} makes a relative error of {number(worst.error)}, "
+    if worst.reads_floats:
+        told += f"{number(worst.amplification)} times that of its operands"
+    else:
+        told += "because a comparison or an index came out otherwise than in f32"
     if known is not None and worst.is_in_half and known.underflow(worst.dtype) > 0.1:
         told += (
             f": {share(known.underflow(worst.dtype))} of it underflows {worst.dtype}"
