@@ -262,5 +262,6 @@ def of_sites(sites: Iterable[Site], reference: Sequence[Site]) -> list[Table]:
 
 def _lost(site: Site, known: Site | None) -> float:
     """Returns which share of the reference's values a site in half turns into 0."""
-    is_known = known is not None and site.is_in_half
-    return known.underflow(site.dtype) if is_known else 0.0
+    if known is None or not site.is_in_half:
+        return 0.0
+    return known.underflow(site.dtype)
