@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 
 from jmp_amp.numerics.sites import Gradient, Site, or_infinite, scaled
-from jmp_amp.numerics.suggestions import Need, by_key, in_half, needs_of
+from jmp_amp.numerics.suggestions import Need, counterparts, in_half, needs_of
 from jmp_amp.numerics.wording import count, listed, number, place, power, run, share
 from jmp_amp.policies.dtypes import PyTree, is_half, parse_dtype
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.reports import plain_data
 
+# A site of the policy's run -> the same equation of the reference, if it has it.
+_Same = Callable[[Site], Site | None]
+
 # Less than this share of backward values may underflow without a word.
 _FEW = 1e-3
 # An error, and how much larger than that of its operands, that is worth a word.
 _LARGE_ERROR, _AMPLIFIED = 1e-2, 8.0
+# Their vectors are as right with the other sign, or in another basis: the distance to
+# those of f32 says nothing.
+_FREE = frozenset("svd eigh eig schur".split())
 
 
 def advise(
@@ -52,12 +58,13 @@ def advise(
         each.nonfinite for each in gradients.values()
     )
     needs = needs_of(sites, reference, functions)
+    same = counterparts(sites, reference)
     first = next((site for site in sites if site.makes_nonfinite), None)
     found = [
-        *_origin(sites, reference, scale, suggested_scale),
+        *_origin(sites, same, scale, suggested_scale),
         *_itself(reference, ended_well),
     ]
-    if first is not None and _is_own(first, reference):
+    if first is not None and _is_own(first, same):
         found.reverse()
     if first is None and not ended_well:
         found.append(
@@ -65,35 +72,35 @@ def advise(
             "constant is not finite already. Look at the batch and the parameters "
             "with amp.all_finite."
         )
-    found += _remedy(first, needs, reference, given, policy)
+    found += _remedy(first, needs, same, given, policy)
     found += _underflow(sites, reference, scale, suggested_scale)
     found += _lost(gradients)
-    found += _error(sites, reference)
+    found += _error(sites, same)
     return tuple(found)
 
 
-def _is_own(site: Site, reference: Sequence[Site]) -> bool:
+def _is_own(site: Site, same: _Same) -> bool:
     """Whether the function makes what is not finite there without the policy too."""
-    same = by_key(reference).get(site.key)
-    return same is not None and same.makes_nonfinite
+    known = same(site)
+    return known is not None and known.makes_nonfinite
 
 
 def _origin(
     sites: Sequence[Site],
-    reference: Sequence[Site],
+    same: _Same,
     scale: float,
     suggested_scale: float,
 ) -> Iterator[str]:
     """Yields what made the first value that only the policy has not finite, and why."""
     made = (site for site in sites if site.makes_nonfinite)
-    first = next((site for site in made if not _is_own(site, reference)), None)
+    first = next((site for site in made if not _is_own(site, same)), None)
     if first is None:
         return
-    same = by_key(reference).get(first.key)
+    known = same(first)
     told = _made(first)
     if first.is_forward:
-        yield f"{told}: {_reason(first, same)}."
-    elif _is_scale_at_fault(first, same, scale):
+        yield f"{told}: {_reason(first, known)}."
+    elif _is_scale_at_fault(first, known, scale):
         yield (
             f"{told}: the loss scale {power(scale)} is too large for this step. Use "
             f"{power(suggested_scale)}, or amp.dynamic_loss_scale, which skips the "
@@ -101,7 +108,7 @@ def _origin(
         )
     else:
         wider = " Use mixed_bfloat16, which has f32's range." * (first.dtype == "f16")
-        yield f"{told}: {_reason(first, same)}.{wider}"
+        yield f"{told}: {_reason(first, known)}.{wider}"
 
 
 def _made(site: Site) -> str:
@@ -155,7 +162,7 @@ def _largest(dtype: str) -> str:
 def _remedy(
     first: Site | None,
     needs: Sequence[Need],
-    reference: Sequence[Site],
+    same: _Same,
     given: PolicyMap,
     policy: PolicyMap,
 ) -> Iterator[str]:
@@ -177,15 +184,15 @@ def _remedy(
     if whole:
         reason = ""
         if first is None:
-            most = max(needs, key=lambda need: _reach(need, reference))
-            largest = number(_reach(most, reference))
+            most = max(needs, key=lambda need: _reach(need, same))
+            largest = number(_reach(most, same))
             reason = f": {place(most.site)} reaches {largest} in f32"
         yield f"amp.autocast(fn, d.policy) has {' and '.join(whole)} in f32{reason}."
 
 
-def _reach(need: Need, reference: Sequence[Site]) -> float:
-    same = by_key(reference).get(need.site.key)
-    return 0.0 if same is None else same.amax
+def _reach(need: Need, same: _Same) -> float:
+    known = same(need.site)
+    return 0.0 if known is None else known.amax
 
 
 def _underflow(
@@ -232,26 +239,30 @@ def _lost(gradients: Mapping[str, Gradient]) -> Iterator[str]:
         )
 
 
-def _error(sites: Sequence[Site], reference: Sequence[Site]) -> Iterator[str]:
+def _error(sites: Sequence[Site], same: _Same) -> Iterator[str]:
     """Yields the operation that makes the largest error of finite values."""
     found = [
         site
         for site in sites
         if site.is_forward
         and not site.nonfinite
+        and site.operation not in _FREE
         and or_infinite(site.error) > _LARGE_ERROR
         and or_infinite(site.amplification) > _AMPLIFIED
     ]
     if not found:
         return
     worst = max(found, key=lambda site: or_infinite(site.amplification))
-    same = by_key(reference).get(worst.key)
-    told = (
-        f"{place(worst)} makes a relative error of {number(worst.error)}, "
-        f"{number(worst.amplification)} times that of its operands"
-    )
-    if same is not None and worst.is_in_half and same.underflow(worst.dtype) > 0.1:
-        told += f": {share(same.underflow(worst.dtype))} of it underflows {worst.dtype}"
+    known = same(worst)
+    told = f"{place(worst)} makes a relative error of {number(worst.error)}, "
+    if worst.reads_floats:
+        told += f"{number(worst.amplification)} times that of its operands"
+    else:
+        told += "because a comparison or an index came out otherwise than in f32"
+    if known is not None and worst.is_in_half and known.underflow(worst.dtype) > 0.1:
+        told += (
+            f": {share(known.underflow(worst.dtype))} of it underflows {worst.dtype}"
+        )
     yield (
         f"{told}. amp.tune(fn, policy, max_grad_error=...) finds the modules that need "
         "f32."

@@ -204,6 +204,7 @@ def _site(
         path=places.path_of(entry),
         identity=str(entry.identity),
         scales=entry.scales,
+        reads_floats=any(map(jaxprs.is_floating, entry.eqn.invars)),
     )
 
 

@@ -10,7 +10,7 @@ import jax
 from jmp_amp.numerics import wording
 from jmp_amp.numerics.eight_bits import EightBits
 from jmp_amp.numerics.sites import Gradient, Numbers, Site, or_infinite
-from jmp_amp.numerics.suggestions import in_half
+from jmp_amp.numerics.suggestions import counterparts, in_half
 from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.policies.fp8 import FORMATS
 from jmp_amp.reports import plain_data
@@ -232,11 +232,7 @@ def of_gradients(gradients: Mapping[str, Gradient]) -> Table:
 def of_sites(sites: Iterable[Site], reference: Sequence[Site]) -> list[Table]:
     """Returns one row for each site, one table for each module."""
     sites = list(sites)
-    lost = {
-        site.key: site.underflow(dtype)
-        for direction in ("forward", "backward")
-        for site, dtype in in_half(sites, reference, direction)
-    }
+    same = counterparts(sites, reference)
     numbers = ("amax", "amin", "zeros", "not finite", "lost", "error", "growth")
     columns = ("#", "source", "operation", "", "dtype", "shape", *numbers)
     shown: dict[str, Table] = {}
@@ -256,9 +252,16 @@ def of_sites(sites: Iterable[Site], reference: Sequence[Site]) -> list[Table]:
                 wording.number(site.amin),
                 wording.share(site.zeros / site.size if site.size else 0.0),
                 wording.count(site.nonfinite) + turn,
-                wording.share(lost.get(site.key, 0.0)),
+                wording.share(_lost(site, same(site))),
                 wording.number(site.error),
                 wording.number(site.amplification),
             )
         )
     return list(map(_shown, shown.values()))
+
+
+def _lost(site: Site, known: Site | None) -> float:
+    """Returns which share of the reference's values a site in half turns into 0."""
+    if known is None or not site.is_in_half:
+        return 0.0
+    return known.underflow(site.dtype)

@@ -58,6 +58,8 @@ class Site:
         without a policy agree on it.
       scales: a loss scale multiplies its values. It does not reach the factors of a
         derivative, such as the `cos` of a `sin`, though they are backward.
+      reads_floats: an operand holds floating-point numbers. A mask or an index that
+        becomes a number reads none: its error is that of a decision.
 
     Example:
       >>> import jax.numpy as jnp
@@ -88,6 +90,7 @@ class Site:
     path: str | None
     identity: str
     scales: bool = True
+    reads_floats: bool = True
 
     @property
     def key(self) -> tuple[str, str, str]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jmp_amp.numerics.sites import Site
 from jmp_amp.policies.patterns import Pattern
@@ -26,6 +27,25 @@ _CAST = "convert_element_type"
 def by_key(sites: Sequence[Site]) -> dict[tuple[str, str, str], Site]:
     """Returns sites by what they share with the same equation of another run."""
     return {site.key: site for site in sites}
+
+
+def counterparts(
+    sites: Sequence[Site], reference: Sequence[Site]
+) -> Callable[[Site], Site | None]:
+    """Returns a function of `sites`: the same equation of the reference, or None.
+
+    An equation may have several derivatives of one operation, as a product has: they
+    are told apart by their shape and their order, which the runs share.
+    """
+    known: defaultdict[tuple[Any, str], list[Site]] = defaultdict(list)
+    for site in reversed(reference):
+        known[site.key, site.shape].append(site)
+    found: dict[int, Site | None] = {}
+    for site in sites:
+        those = known[site.key, site.shape]
+        # The last one stands for what only the policy's run has.
+        found[id(site)] = those.pop() if len(those) > 1 else next(iter(those), None)
+    return lambda site: found[id(site)]
 
 
 def in_half(

@@ -175,7 +175,7 @@ class _Watch(Generic[S]):
         """Runs an equation; returns its results and the statistics that it changed."""
         inner = jaxprs.inner_bodies(eqn)
         if not inner:
-            return jaxprs.bind(eqn, operands), {}
+            return _computed_once(eqn, jaxprs.bind(eqn, operands)), {}
         inside = {k: s for k, s in statistics.items() if k[: len(here)] == here}
 
         def run(
@@ -222,6 +222,20 @@ class _Watch(Generic[S]):
         return results[: len(eqn.outvars)], {
             k: self.observer.merged(statistics[k], each) for k, each in found.items()
         }
+
+
+def _computed_once(eqn: Eqn, results: Sequence[Value]) -> Sequence[Value]:
+    """Returns results that every reader, and the observer, reads as the same bits.
+
+    XLA fuses an equation into each of its readers, and each may round it otherwise: the
+    derivative of `max(x, y)` asks which of them `x == max(x, y)` is, and was zero.
+    """
+    if eqn.primitive.name == "broadcast_in_dim":
+        return results  # it rounds nothing, and may be far larger than what it repeats
+    return [
+        jax.lax.optimization_barrier(x) if jaxprs.is_floating(v) else x
+        for x, v in zip(results, eqn.outvars, strict=True)
+    ]
 
 
 def _scan(

@@ -3,12 +3,15 @@
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jmp_amp as amp
 from jmp_amp.numerics.advice import advise
 from jmp_amp.numerics.suggestions import suggested_loss_scale, suggested_policy
+from tests.numerics.counting import of
 from tests.numerics.made import gradient, site
 
 INF, NAN = math.inf, math.nan
@@ -161,3 +164,42 @@ def test_a_policy_that_fell_back_to_f32_says_why():
     large = site([1e6], operation="exp", **ATTN)
     told = advice([half], [large], value=NAN, policy=amp.PolicyMap("float32"))
     assert "computes in f32 by default" in told[-1]
+
+
+def test_each_derivative_of_a_product_is_compared_with_itself():
+    w, x = jnp.full((4, 4), 1e-4), jnp.full((4, 4), 60.0)
+
+    def loss(w, x):
+        return 2e4 * jnp.sum(x @ w)
+
+    d = amp.diagnose(loss, "mixed_float16", argnums=(0, 1))(w, x)
+    products = of(d.reference, "dot_general", "backward")
+    # That of w sums 4 of 60 * 2e4, that of x 4 of 1e-4 * 2e4.
+    assert [s.amax for s in products] == pytest.approx([4.8e6, 8.0])
+    assert "in f32 it reaches 4.8e+06, and f16 ends at 65504" in d.advice[0]
+
+
+def test_a_decision_that_came_out_otherwise_is_told_as_one():
+    # In bf16, 1 + 2**-9 is 1: which of two is larger is lost.
+    x = jnp.asarray([[1.0, 1.0 + 2.0**-9]] * 64)
+
+    def chosen(x):
+        return jax.nn.one_hot(jnp.argmax(x @ jnp.eye(2), axis=-1), 2)
+
+    d = amp.diagnose(chosen, "mixed_bfloat16")(x)
+    np.testing.assert_array_equal(chosen(x)[0], [0.0, 1.0])
+    np.testing.assert_array_equal(d.value[0], [1.0, 0.0])
+    (told,) = d.advice
+    assert told.startswith("convert_element_type")
+    assert "error of 1.41, because a comparison or an index came out other" in told
+    assert "operands" not in told
+
+
+def test_vectors_of_a_decomposition_may_turn_their_sign():
+    # As right with the other sign: jnp.linalg.pinv of bf16 has an error of 0.5 %.
+    error = {"error": 1.0, "amplification": 256.0}
+    for operation in ("svd", "eigh", "eig"):
+        turned = [site([1.0], operation=operation, **error)]
+        assert advice(turned, [site([1.0], operation=operation)]) == ()
+    (told,) = advice([site([1.0], operation="lu", **error)], [site([1.0])])
+    assert told.startswith("lu (model.py:7) makes a relative error of 1, 256 times")

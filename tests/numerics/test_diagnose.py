@@ -302,3 +302,28 @@ def test_a_function_that_raises_raises_its_own_error():
 
     with pytest.raises(RuntimeError, match="mine"):
         amp.diagnose(fn)(1.0)
+
+
+def test_a_value_that_two_operations_read_is_the_same_in_both():
+    # The derivative of a clip asks whether `x == max(x, low)`. XLA had computed `x`
+    # twice, rounded otherwise: a third of the gradient was zero.
+    def loss(x, w):
+        h = x @ w
+        drawn = jax.random.truncated_normal(jax.random.key(0), h - 1.0, h + 1.0)
+        return jnp.square(jnp.mean(jnp.square(drawn)))
+
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+    w = jax.random.normal(jax.random.key(1), (16, 16)) * 0.2
+    d = amp.diagnose(loss, "mixed_float16", argnums=(0, 1))(x, w)
+    real, wanted = (
+        jax.jit(jax.grad(fn, argnums=(0, 1)))(x, w)
+        for fn in (amp.autocast(loss, "mixed_float16"), loss)
+    )
+    for found, ours, exact in zip(d.gradients.values(), real, wanted, strict=True):
+        assert found.amax == pytest.approx(float(abs(ours).max()), rel=1e-3)
+        ours, exact = np.asarray(ours, np.float64), np.asarray(exact, np.float64)
+        error = np.linalg.norm(ours - exact) / np.linalg.norm(exact)
+        assert found.error == pytest.approx(error, rel=0.05)
+    # Nothing of what is drawn inside its bounds is clipped.
+    clipped = [s for s in of(d.sites, "mul", "backward") if s.shape == "[8,16]"]
+    assert sum(s.zeros for s in clipped) == 128
