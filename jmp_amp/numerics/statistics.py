@@ -121,8 +121,7 @@ def counted(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
     total = sum(each.size for each in arrays)
     for sizes in kinds.values():
         for is_small, group in groups_of(sizes, total):
-            # Computed once, for the program and for the copy.
-            flat = jax.lax.optimization_barrier([arrays[i] for i in group])
+            flat = [arrays[i] for i in group]
             found = (_count_together if is_small else _count_in_pieces)(flat, layout)
             where = np.asarray(group, np.int32)
             result = Counted(

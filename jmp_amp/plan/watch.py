@@ -17,6 +17,7 @@ import numpy as np
 
 from jmp_amp.plan import constructs, jaxprs
 from jmp_amp.plan.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Literal, Value, Var
+from jmp_amp.plan.makers import is_move
 
 S = TypeVar("S")  # A statistic: a pytree of arrays.
 # The way to a body: of each body around it, the equation that calls, and which body.
@@ -230,8 +231,8 @@ def _computed_once(eqn: Eqn, results: Sequence[Value]) -> Sequence[Value]:
     XLA fuses an equation into each of its readers, and each may round it otherwise: the
     derivative of `max(x, y)` asks which of them `x == max(x, y)` is, and was zero.
     """
-    if eqn.primitive.name == "broadcast_in_dim":
-        return results  # it rounds nothing, and may be far larger than what it repeats
+    if is_move(eqn):
+        return results  # it rounds nothing, and may be larger than what it repeats
     return [
         jax.lax.optimization_barrier(x) if jaxprs.is_floating(v) else x
         for x, v in zip(results, eqn.outvars, strict=True)
