@@ -75,7 +75,8 @@ def advise(
     found += _remedy(first, needs, same, given, policy)
     found += _underflow(sites, reference, scale, suggested_scale)
     found += _lost(gradients)
-    found += _error(sites, same)
+    if _ends_with_error(sites, gradients):
+        found += _error(sites, same)
     return tuple(found)
 
 
@@ -180,7 +181,9 @@ def _remedy(
     names = dict.fromkeys(need.name for need in needs if need.name is not None)
     many = "modules" if len(modules) > 1 else "module"
     whole = [f"the {many} {listed(modules)}"] if modules else []
-    whole += [f"every {listed(names)}"] if names else []
+    if names:
+        each = "every" if len(names) == 1 else "the operations"
+        whole.append(f"{each} {listed(names)}")
     if whole:
         reason = ""
         if first is None:
@@ -237,6 +240,19 @@ def _lost(gradients: Mapping[str, Gradient]) -> Iterator[str]:
             f"The {many} {listed(keys)} {verb} 0 throughout, and not so in f32: these "
             "parameters do not learn."
         )
+
+
+def _ends_with_error(sites: Sequence[Site], gradients: Mapping[str, Gradient]) -> bool:
+    """Whether the loss or a gradient has a large error; True if there is no gradient.
+
+    An error may be large where nobody asks for it, as that of a mean that is zero.
+    """
+    if not gradients:
+        return True
+    last = next((site for site in reversed(sites) if site.is_forward), None)
+    errors = [each.error for each in gradients.values()]
+    errors += [] if last is None else [last.error]
+    return any(or_infinite(error) > _LARGE_ERROR for error in errors)
 
 
 def _error(sites: Sequence[Site], same: _Same) -> Iterator[str]:

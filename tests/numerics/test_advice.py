@@ -159,6 +159,30 @@ def test_an_operation_that_makes_a_large_error_is_named(error, amplification, sa
     assert "100% of it underflows f16" in told
 
 
+@pytest.mark.parametrize(
+    ("of_loss", "of_gradient", "said"),
+    [(1e-3, 1e-3, False), (0.5, 1e-3, True), (1e-3, 0.5, True), (None, NAN, True)],
+)
+def test_an_error_that_reaches_no_result_is_not_told(of_loss, of_gradient, said):
+    sub = site([1.0], dtype="f16", error=0.5, amplification=1000.0, **ATTN)
+    sites = [sub, site([1.0], dtype="f16", error=of_loss)]
+    gradients = {"['w']": gradient([1.0], of_gradient)}
+    told = advice(sites, [site([1.0]), site([1.0])], gradients=gradients)
+    assert (told != ()) is said
+
+
+def test_the_mean_of_centred_data_has_an_error_that_nobody_asks_for():
+    def loss(w, x):
+        y = x @ w
+        return jnp.std(y - jnp.mean(y))
+
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.standard_normal((32, 32)), jnp.float32) for _ in "wx")
+    d = amp.diagnose(loss, "mixed_bfloat16")(w, x)
+    assert max(site.error for site in d.sites if site.is_forward) > 0.5
+    assert d.gradients[""].error < 0.01 and d.advice == ()
+
+
 def test_a_policy_that_fell_back_to_f32_says_why():
     half = site([INF], dtype="f16", operation="exp", **MADE, **ATTN)
     large = site([1e6], operation="exp", **ATTN)
