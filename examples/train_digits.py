@@ -179,12 +179,18 @@ def make_train_step(
     return train_step
 
 
-def accuracy(experiment: Experiment, state: State, batch: Batch) -> float:
+def accuracy(
+    policy: amp.Policy,
+    state: State,
+    batch: Batch,
+    model: nn.Module = CNN_MODEL,
+    target: str | None = None,
+) -> float:
     @jax.jit
-    @functools.partial(amp.autocast, policy=experiment.policy, target=experiment.target)
+    @functools.partial(amp.autocast, policy=policy, target=target)
     def predict(params: Any, batch_stats: Any, image: Any) -> jax.Array:
         variables = {"params": params, "batch_stats": batch_stats}
-        logits: Any = experiment.model.apply(variables, image, train=False)
+        logits: Any = model.apply(variables, image, train=False)
         return jnp.argmax(logits, axis=-1)
 
     predicted = predict(state.params, state.batch_stats, batch["image"])
@@ -290,7 +296,7 @@ def train(
         type(model).__name__,
         experiment.name,
         experiment.loss_mult,
-        accuracy(experiment, state, test_data),
+        accuracy(experiment.policy, state, test_data, model, experiment.target),
         {name: np.stack([m[name] for m in history]) for name in history[0]},
         matmuls,
         saved,

@@ -16,6 +16,7 @@ def committed() -> dict[str, Any]:
     return json.loads(RESULTS.read_text())
 
 
+@pytest.mark.slow
 def test_it_measures_every_candidate(tmp_path, capsys):
     file = tmp_path / "found.json"
     weights_on_cpu.main(["--quick", "--json", str(file)])

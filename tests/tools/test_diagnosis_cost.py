@@ -1,0 +1,52 @@
+"""The benchmark of what a diagnosis costs; its committed figures."""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from benchmarks import diagnosis_cost
+
+COMMITTED = Path(diagnosis_cost.__file__).parent / "results" / "diagnosis_cost.json"
+
+
+@pytest.fixture(scope="module")
+def compiling():
+    return diagnosis_cost.Compiling()
+
+
+def test_seconds_in_the_compiler_are_told_from_the_rest(compiling):
+    def run():
+        time.sleep(0.3)
+        return jax.jit(lambda x: jnp.sin(x) @ jnp.cos(x))(jnp.ones((8, 8)))
+
+    first = diagnosis_cost.measured(run, compiling)
+    again = diagnosis_cost.measured(lambda: time.sleep(0.3), compiling)
+    assert first["compile"] > 0 and again["compile"] == 0
+    assert min(first["rest"], again["rest"]) >= 0.3
+
+
+@pytest.mark.slow
+def test_every_program_of_a_model_is_measured(tmp_path):
+    path = tmp_path / "found.json"
+    assert diagnosis_cost.main(["--model", "mlp", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())["models"]
+    assert list(found) == ["mlp"] and list(found["mlp"]) == [*diagnosis_cost.PROGRAMS]
+    for seconds in found["mlp"].values():
+        assert all(0 < seconds[part] < math.inf for part in ("compile", "rest"))
+
+
+def test_the_committed_figures_are_of_all_models():
+    found = json.loads(COMMITTED.read_text())
+    assert list(found["models"]) == [*diagnosis_cost.MODELS]
+    assert found["size"] == "small"
+
+
+def test_an_unknown_model_is_refused(capsys):
+    with pytest.raises(SystemExit) as error:
+        diagnosis_cost.main(["--model", "alexnet"])
+    assert error.value.code == 2
+    assert "alexnet" in capsys.readouterr().err
