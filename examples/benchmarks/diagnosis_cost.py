@@ -58,9 +58,9 @@ class Compiling:
         self.seconds = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._told)
 
-    def _told(self, event: str, seconds: float, **_: Any) -> None:
+    def _told(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == _COMPILED:
-            self.seconds += seconds
+            self.seconds += duration_secs
 
 
 def measured(run: Callable[[], object], compiling: Compiling) -> dict[str, float]:
