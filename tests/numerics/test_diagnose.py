@@ -327,3 +327,33 @@ def test_a_value_that_two_operations_read_is_the_same_in_both():
     # Nothing of what is drawn inside its bounds is clipped.
     clipped = [s for s in of(d.sites, "mul", "backward") if s.shape == "[8,16]"]
     assert sum(s.zeros for s in clipped) == 128
+
+
+class Softmax(nn.Module):
+    def __call__(self, x):
+        weights = jnp.exp(x)
+        return weights, weights / jnp.sum(weights, -1, keepdims=True)
+
+
+class Readers(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        weights, shares = Softmax(name="softmax")(nn.Dense(16, name="up")(x))
+        both = nn.Dense(16, name="shares")(shares) + nn.Dense(16, name="weights")(
+            weights
+        )
+        return jnp.sum(both)
+
+
+def test_a_cast_that_leaves_an_island_is_in_the_module_that_reads_it():
+    model, x = Readers(), jnp.ones((16, 16))
+    params = model.init(jax.random.key(0), x)
+    d = amp.diagnose(model.apply, "mixed_bfloat16")(params, x)
+    made = [s for s in of(d.sites, "convert_element_type") if s.dtype == "bf16"]
+    # Of the softmax, its two results are cast: each is the operand of a product.
+    whole = [s.module for s in made if s.shape == "[16,16]"]
+    assert sorted(whole) == [
+        *["Readers/shares"] * 2,
+        *["Readers/up"] * 2,
+        *["Readers/weights"] * 2,
+    ]
