@@ -17,8 +17,10 @@ import numpy as np
 # pieces of so many.
 _PIECE = 1 << 14
 _LANES = 1 << 9
-# So many elements are copied to be counted together, if the program has no more.
+# So many elements at least are copied to be counted together. Of small programs copies
+# are to be few, for the compiler; of large ones small, for they live together.
 _TOGETHER = 1 << 20
+_MANY = 1 << 24
 
 _IN_BOUNDS = "promise_in_bounds"
 
@@ -55,6 +57,11 @@ class Layout(NamedTuple):
     def fields(self) -> int:
         """How many values the bits above the mantissa may have, with padding."""
         return 1 << (self.dtype.itemsize * 8 - self.mantissa)
+
+    @property
+    def places(self) -> int:
+        """How many places the bits of a magnitude, or of padding, may be counted at."""
+        return self.fields + self.mantissa
 
     @property
     def infinity(self) -> Any:
@@ -130,16 +137,21 @@ def counted(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
     return result
 
 
+def _together(total: int) -> int:
+    """Returns how many elements are copied together in a program of `total`."""
+    return max(_TOGETHER, min(total // 8, _MANY), total // 32)
+
+
 def groups_of(sizes: dict[int, int], total: int) -> Iterator[tuple[bool, list[int]]]:
     """Yields groups of arrays to copy next to each other, and whether they are small.
 
     Args:
       sizes: of the arrays, by their number.
-      total: how many elements the program has: copies are to be few, and to be small.
+      total: how many elements the program has.
     """
     for is_small in (True, False):
         group: list[int] = []
-        left = most = max(_TOGETHER, total // 8)
+        left = most = _together(total)
         for index, size in sizes.items():
             if (size < _PIECE) != is_small:
                 continue
@@ -213,9 +225,13 @@ def _bits(array: jax.Array, layout: Layout) -> jax.Array:
     return bits & largest
 
 
-def _field(bits: jax.Array, layout: Layout) -> jax.Array:
-    """Returns the bits above the mantissa: 0 for a zero or a subnormal."""
-    return (bits >> layout.dtype.type(layout.mantissa)).astype(jnp.int32)
+def _place(bits: jax.Array, layout: Layout) -> jax.Array:
+    """Returns where magnitudes are counted, see `_Found`."""
+    field = (bits >> layout.dtype.type(layout.mantissa)).astype(jnp.int32)
+    # The highest bit of a subnormal tells its exponent; a zero has none.
+    width = jnp.int32(layout.dtype.itemsize * 8)
+    subnormal = width - jax.lax.clz(bits).astype(jnp.int32)
+    return jnp.where(field == 0, subnormal, field + jnp.int32(layout.mantissa))
 
 
 def _largest(bits: jax.Array, layout: Layout) -> jax.Array:
@@ -236,62 +252,37 @@ def _after(before: jax.Array, layout: Layout) -> jax.Array:
     return jnp.where((bits > 0) & (bits < layout.infinity), bits, layout.padding)
 
 
-class _Fields(NamedTuple):
+class _Found(NamedTuple):
     """What is counted while values are read.
 
     Attributes:
-      fields: int32[n, fields]: how many values have which bits above the mantissa.
-      subnormals: int32[n, mantissa]: how many subnormals have which exponent.
+      places: int32[n * places]: for each array zeros, the exponents in their order,
+        values that are not finite, and padding, which nothing reads.
       amax, amin: as in `Counted`.
     """
 
-    fields: jax.Array
-    subnormals: jax.Array
+    places: jax.Array
     amax: jax.Array
     amin: jax.Array
 
 
-def _none(count: int, layout: Layout, like: jax.Array) -> _Fields:
+def _none(count: int, layout: Layout, like: jax.Array) -> _Found:
     """Returns the counts of no values; they vary over shards as `like` does."""
     zero = (like.ravel()[0] & 0).astype(jnp.int32)
     none = zero.astype(layout.dtype)
-    return _Fields(
-        jnp.zeros((count, layout.fields), jnp.int32) + zero,
-        jnp.zeros((count, layout.mantissa), jnp.int32) + zero,
+    return _Found(
+        jnp.zeros(count * layout.places, jnp.int32) + zero,
         jnp.zeros(count, layout.dtype) + none,
         jnp.full(count, layout.padding, layout.dtype) - none,
     )
 
 
-def _in_bins(found: _Fields, layout: Layout) -> Counted:
-    normal = found.fields[:, 1 : layout.fields // 2 - 1]
-    nonfinite = found.fields[:, layout.fields // 2 - 1 : layout.fields // 2]
-    zeros = found.fields[:, :1] - jnp.sum(found.subnormals, axis=1, keepdims=True)
-    bins = [found.subnormals, normal, zeros, nonfinite]
-    return Counted(jnp.concatenate(bins, axis=1), found.amax, found.amin)
-
-
-def _subnormals(
-    bits: jax.Array, amin: jax.Array, rows: jax.Array, count: int, layout: Layout
-) -> jax.Array:
-    """Returns how many subnormals have which exponent; most arrays have none.
-
-    `amin` has the bits of the smallest magnitudes.
-    """
-    smallest_normal = layout.dtype.type(1 << layout.mantissa)
-    # The branches agree on what varies over shards.
-    zero = (bits.ravel()[0] & 0).astype(jnp.int32)
-
-    def count_them() -> jax.Array:
-        is_one = (bits > 0) & (bits < smallest_normal)
-        last = jnp.int32(layout.dtype.itemsize * 8 - 1)
-        exponents = last - jax.lax.clz(bits).astype(jnp.int32)
-        places = jnp.where(is_one, rows * layout.mantissa + exponents, -1)
-        found = jnp.zeros(count * layout.mantissa + 1, jnp.int32) + zero
-        return found.at[places].add(jnp.int32(1))[:-1].reshape(count, layout.mantissa)
-
-    none = jnp.zeros((count, layout.mantissa), jnp.int32) + zero
-    return jax.lax.cond(jnp.any(amin < smallest_normal), count_them, lambda: none)
+def _in_bins(found: _Found, layout: Layout) -> Counted:
+    places = found.places.reshape(-1, layout.places)
+    zeros, rest = places[:, :1], places[:, 1 : layout.width]
+    exponents, nonfinite = rest[:, : layout.bins], rest[:, layout.bins :]
+    bins = jnp.concatenate([exponents, zeros, nonfinite], axis=1)
+    return Counted(bins, found.amax, found.amin)
 
 
 def _count_together(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
@@ -302,15 +293,12 @@ def _count_together(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
         [jnp.full(each.size, i, jnp.int32) for i, each in enumerate(arrays)]
     )
     none = _none(count, layout, bits)
-    places = rows * jnp.int32(layout.fields) + _field(bits, layout)
-    fields = none.fields.ravel().at[places].add(jnp.int32(1), mode=_IN_BOUNDS)
+    at = rows * jnp.int32(layout.places) + _place(bits, layout)
     before = none.amin.at[rows].min(_before(bits, layout), mode=_IN_BOUNDS)
-    amin = _after(before, layout)
-    found = _Fields(
-        fields.reshape(none.fields.shape),
-        _subnormals(bits, amin, rows, count, layout),
+    found = _Found(
+        none.places.at[at].add(jnp.int32(1), mode=_IN_BOUNDS),
         none.amax.at[rows].max(_largest(bits, layout), mode=_IN_BOUNDS),
-        amin,
+        _after(before, layout),
     )
     return _in_bins(found, layout)
 
@@ -319,20 +307,17 @@ def _count_in_pieces(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
     """Counts large arrays piece by piece, so that nothing grows with their size."""
     whole = side_by_side(arrays)
 
-    def add(found: _Fields, piece: Pieces) -> tuple[_Fields, None]:
+    def add(found: _Found, piece: Pieces) -> tuple[_Found, None]:
         bits = _bits(piece_at(whole, piece.starts), layout)
         bits = jnp.where(is_new(piece.known), bits, layout.padding)
         row = piece.rows
-        fields = jnp.zeros(layout.fields, jnp.int32)
-        fields = fields.at[_field(bits, layout)].add(jnp.int32(1), mode=_IN_BOUNDS)
+        at = row * jnp.int32(layout.places) + _place(bits, layout)
         amax = jnp.max(jnp.max(_largest(bits, layout), axis=0))
-        amin = _after(jnp.min(jnp.min(_before(bits, layout), axis=0)), layout)
-        subnormals = _subnormals(bits, amin, jnp.int32(0), 1, layout)[0]
-        return _Fields(
-            found.fields.at[row].add(fields),
-            found.subnormals.at[row].add(subnormals),
+        amin = jnp.min(jnp.min(_before(bits, layout), axis=0))
+        return _Found(
+            found.places.at[at].add(jnp.int32(1), mode=_IN_BOUNDS),
             found.amax.at[row].max(amax),
-            found.amin.at[row].min(amin),
+            found.amin.at[row].min(_after(amin, layout)),
         ), None
 
     start = _none(len(arrays), layout, _bits(whole[:1], layout))
