@@ -10,14 +10,14 @@ import numpy as np
 
 from jmp_amp.numerics.frames import FORWARD, Entry, Path
 from jmp_amp.numerics.lockstep import Errors
-from jmp_amp.numerics.measuring import NEVER, Count, Measured
+from jmp_amp.numerics.measuring import NEVER, Count, Measured, is_scaled_cast
 from jmp_amp.numerics.programs import Program
 from jmp_amp.numerics.sites import Site
 from jmp_amp.numerics.statistics import Layout
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Body, ClosedJaxpr, aval_of
 from jmp_amp.plan.plan import Identity
-from jmp_amp.policies.dtypes import F16, short_name
+from jmp_amp.policies.dtypes import short_name
 from jmp_amp.reports.reading import module_scopes
 from jmp_amp.reports.rows import Equation
 from jmp_amp.transform.scopes import module_of
@@ -124,16 +124,11 @@ def largest_cast(program: Program) -> float:
         ]
         casts = zip(table.makers, table.reads, table.results, strict=True)
         for number, operands, results in casts:
-            if _is_scaled_cast(table.entries[number][1]):
+            if is_scaled_cast(table.entries[number][1]):
                 # The operand may be a literal, which is not measured.
                 places = *operands, *results
                 largest = max(largest, *(rows[place].amax for place in places))
     return largest
-
-
-def _is_scaled_cast(entry: Entry) -> bool:
-    is_cast = entry.scales and jaxprs.is_conversion(entry.eqn)
-    return is_cast and aval_of(entry.results[0]).dtype == F16
 
 
 class _Row:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -74,15 +74,20 @@ def errors(plan: Plan, arrays: Sequence[Value], traced: Sequence[Value]) -> Erro
     walk = _Lockstep()
     frames: list[Frame] = []
 
-    def run(arrays: Sequence[Value], traced: Sequence[Value]) -> list[Distance]:
-        pairs = paired((list(arrays), list(traced)))
-        frames.append(walk.run(plan, pairs, ()))
+    # An array in both is one input: the program takes no copy of it.
+    others = {
+        i: b for i, (a, b) in enumerate(zip(arrays, traced, strict=True)) if a is not b
+    }
+
+    def run(arrays: Sequence[Value], others: Mapping[int, Value]) -> list[Distance]:
+        full = [others.get(i, each) for i, each in enumerate(arrays)]
+        frames.append(walk.run(plan, paired((list(arrays), full)), ()))
         return frames[-1].distances
 
-    lowered = jax.jit(run).lower(arrays, traced)
+    lowered = jax.jit(run).lower(arrays, others)
     compiled = lowered.compile(compiler_options=options_for(walk.size))
     found: dict[Key, float] = {}
-    apart = jax.device_get(compiled(arrays, traced))
+    apart = jax.device_get(compiled(arrays, others))
     for keys, each in zip(frames[-1].keys, apart, strict=True):
         for key, error in zip(keys, distances.relative(each).tolist(), strict=True):
             found[key] = max(found.get(key, 0.0), error)

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.numerics.frames import Entry, Frame, Path
-from jmp_amp.numerics.statistics import Layout, counted, layout_of
+from jmp_amp.numerics.statistics import Layout, are_nonfinite, counted, layout_of
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Atom, Eqn, Literal, Var, aval_of
 from jmp_amp.plan.watch import Run, bodies_inside
+from jmp_amp.policies.dtypes import F16
 
 # The number of a run that never was.
 NEVER = np.uint32(0xFFFFFFFF)
@@ -109,17 +110,20 @@ class _Table:
 
     Attributes:
       entries: the sites, each with the way to the body that it is in.
-      groups: for each layout, the values: results, and operands from outside.
+      groups: for each layout, the values that are counted: results, and what a cast of
+        the backward pass reads.
       row: for each of these values its group and its row there.
+      others: operands from outside: only whether they are finite is of interest.
       sources: for each site, the values that its results have the statistics of.
       makers: the sites that make something: those that do more than move.
       reads, results: for each maker, its operands and its results: positions among
-        all rows.
+        all rows, and the others after them.
     """
 
     entries: tuple[tuple[Path, Entry], ...]
     groups: tuple[tuple[Layout, tuple[tuple[Path, Atom], ...]], ...]
     row: dict[_Key, tuple[int, int]]
+    others: tuple[tuple[Path, Atom], ...]
     sources: tuple[tuple[_Source, ...], ...]
     makers: tuple[int, ...]
     reads: tuple[tuple[int, ...], ...]
@@ -187,7 +191,8 @@ class Measure:
             bad.append(is_bad)
             first = jnp.where(is_bad, jnp.uint32(0), NEVER)
             rows.append(Rows(Count.of(found.bins), found.amax, found.amin, first))
-        all_bad = jnp.concatenate([*bad, jnp.zeros(1, bool)])
+        others = are_nonfinite(list(map(read, table.others)))
+        all_bad = jnp.concatenate([*bad, others, jnp.zeros(1, bool)])
         made = jnp.zeros(0, jnp.uint32)
         if table.makers:
             before = all_bad[_matrix(table.reads, len(all_bad) - 1)].any(axis=1)
@@ -266,16 +271,19 @@ def _table(frames: Mapping[Path, Frame]) -> _Table:
         if set(map(id, entry.results)) & {id(source.atom) for source in found}:
             operands = [_source(v, makers_of[path]).atom for v in entry.operands]
             makers[number] = [(path, a) for a in operands if not _is_finite(a)]
-    results = [
+    wanted = [
         (path, source.atom)
         for (path, _), found in zip(entries, sources, strict=True)
         for source in found
     ]
+    wanted += (
+        operand
+        for number, operands in makers.items()
+        if is_scaled_cast(entries[number][1])
+        for operand in operands
+    )
     groups: dict[Layout, dict[_Key, tuple[Path, Atom]]] = {}
-    for path, atom in (
-        *results,
-        *(each for found in makers.values() for each in found),
-    ):
+    for path, atom in wanted:
         atoms = groups.setdefault(layout_of(aval_of(atom).dtype), {})
         atoms.setdefault((path, id(atom)), (path, atom))
     row = {
@@ -283,12 +291,19 @@ def _table(frames: Mapping[Path, Frame]) -> _Table:
         for number, atoms in enumerate(groups.values())
         for index, key in enumerate(atoms)
     }
-    starts = np.cumsum([0, *map(len, groups.values())])
-    place = {key: int(starts[group]) + index for key, (group, index) in row.items()}
+    others = {
+        (path, id(atom)): (path, atom)
+        for operands in makers.values()
+        for path, atom in operands
+        if (path, id(atom)) not in row
+    }
+    keys = [*(key for atoms in groups.values() for key in atoms), *others]
+    place = {key: index for index, key in enumerate(keys)}
     return _Table(
         tuple(entries),
         tuple((layout, tuple(atoms.values())) for layout, atoms in groups.items()),
         row,
+        tuple(others.values()),
         sources,
         tuple(makers),
         tuple(
@@ -300,6 +315,12 @@ def _table(frames: Mapping[Path, Frame]) -> _Table:
             for n in makers
         ),
     )
+
+
+def is_scaled_cast(entry: Entry) -> bool:
+    """Whether a site casts to f16 what a loss scale multiplies."""
+    is_cast = entry.scales and jaxprs.is_conversion(entry.eqn)
+    return is_cast and aval_of(entry.results[0]).dtype == F16
 
 
 def _is_finite(atom: Atom) -> bool:

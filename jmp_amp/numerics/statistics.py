@@ -137,6 +137,30 @@ def counted(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
     return result
 
 
+def are_nonfinite(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns which floating or complex arrays hold a value that is not finite; [n]."""
+    arrays = list(map(real_parts, arrays))
+    result = jnp.zeros(len(arrays), bool)
+    small: dict[np.dtype, list[int]] = {}
+    for i, each in enumerate(arrays):
+        if each.size < _PIECE:
+            small.setdefault(np.dtype(each.dtype), []).append(i)
+        else:
+            result = result.at[i].set(jnp.any(_is_nonfinite(each)))
+    for group in small.values():
+        flat = [arrays[i] for i in group]
+        bad = _is_nonfinite(side_by_side(flat)).astype(jnp.int32)
+        rows = jnp.asarray(np.repeat(group, [each.size for each in flat]), jnp.int32)
+        found = jnp.zeros(len(arrays), jnp.int32).at[rows].max(bad, mode=_IN_BOUNDS)
+        result |= found > 0
+    return result
+
+
+def _is_nonfinite(array: jax.Array) -> jax.Array:
+    layout = layout_of(array.dtype)
+    return _bits(array, layout) >= layout.infinity
+
+
 def _together(total: int) -> int:
     """Returns how many elements are copied together in a program of `total`."""
     return max(_TOGETHER, min(total // 8, _MANY), total // 32)
