@@ -26,6 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.export import is_symbolic_dim
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp_amp.plan.decisions import Standing
 from jmp_amp.plan.dimensions import Dimensions, Sides, sides_of
@@ -38,6 +40,7 @@ from jmp_amp.policies.dtypes import BF16, F32, short_name
 # Smaller products are faster in f32, measured on Xeons with AVX512-BF16 and with AMX:
 # `examples/benchmarks/train_on_cpu.py --products`.
 _SMALLEST_SIDE, _SMALLEST_FACE, _FEWEST_TERMS = 32, 2**12, 2**19
+_LARGE = 2**30
 
 
 def cpu_product(at: Standing) -> Rewrite | None:
@@ -78,6 +81,8 @@ def why_f32(at: Standing) -> str | None:
 
 def _too_small(eqn: Eqn) -> str | None:
     sides = sides_of(eqn) if eqn.primitive.name == "dot_general" else _pointwise(eqn)
+    # A symbolic one is a batch, as a rule, whose size is told when the program runs.
+    sides = [_LARGE if is_symbolic_dim(n) else n for n in sides]
     if min(sides) < _SMALLEST_SIDE:
         return f"on this CPU: a side of {min(sides)} is too small to gain from bf16"
     if not gains(sides):
@@ -97,10 +102,17 @@ def gains(sides: Sequence[int]) -> bool:
     )
 
 
-def _multiplied(dimensions: Dimensions, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def _multiplied(
+    dimensions: Dimensions,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    sharding: NamedSharding | None,
+) -> jax.Array:
     """Returns the product of two bf16 arrays in f32, of operands with pinned layouts.
 
     The free dimensions of `dimensions` may be in any order: it is that of the result.
+    On a mesh with explicit axes, `sharding` is that of the result; None if the operands
+    tell it.
     """
     terms, batch, free = dimensions
     lhs = _pinned(lhs, (*batch[0], *free[0], *terms[0]))
@@ -124,6 +136,7 @@ def _multiplied(dimensions: Dimensions, lhs: jax.Array, rhs: jax.Array) -> jax.A
         # Whatever is the default around here: a program that asks for digits is f32.
         precision=jax.lax.Precision.DEFAULT,
         preferred_element_type=F32,
+        out_sharding=sharding,
     )
     return jax.lax.optimization_barrier(made)
 
@@ -139,12 +152,19 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 @functools.lru_cache(maxsize=1024)
-def half_product(dimensions: Dimensions) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns the product of two bf16 arrays, whose derivative is of bf16 too."""
+def half_product(
+    dimensions: Dimensions, sharding: NamedSharding | None = None
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns the product of two bf16 arrays, whose derivative is of bf16 too.
+
+    Args:
+      dimensions: those of the product.
+      sharding: of the result, as `jax.lax.dot_general` takes it.
+    """
 
     @jax.custom_jvp
     def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return _multiplied(dimensions, lhs, rhs)
+        return _multiplied(dimensions, lhs, rhs, sharding)
 
     @functools.partial(product.defjvp, symbolic_zeros=True)
     def derivative(
@@ -152,7 +172,7 @@ def half_product(dimensions: Dimensions) -> Callable[[jax.Array, jax.Array], jax
         tangents: Sequence[jax.Array | SymbolicZero],
     ) -> tuple[jax.Array, jax.Array]:
         terms = [
-            _linear(dimensions, i, t, operands[1 - i])
+            _linear(dimensions, sharding, i, t, operands[1 - i])
             for i, t in enumerate(tangents)
             if not isinstance(t, SymbolicZero)
         ]
@@ -162,9 +182,13 @@ def half_product(dimensions: Dimensions) -> Callable[[jax.Array, jax.Array], jax
 
 
 # Jitted, to be traced once for all products of the same shapes.
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _linear(
-    dimensions: Dimensions, i: int, moving: jax.Array, other: jax.Array
+    dimensions: Dimensions,
+    sharding: NamedSharding | None,
+    i: int,
+    moving: jax.Array,
+    other: jax.Array,
 ) -> jax.Array:
     """Returns the product of a tangent of operand `i` and the other operand.
 
@@ -177,15 +201,13 @@ def _linear(
 
     def product(moving: jax.Array) -> jax.Array:
         lhs, rhs = (moving, other) if i == 0 else (other, moving)
-        return _multiplied(dimensions, lhs, rhs)
+        return _multiplied(dimensions, lhs, rhs, sharding)
 
     def transposed(cotangent: jax.Array) -> jax.Array:
         rounded = cotangent.astype(BF16)
         lhs, rhs = (rounded, other) if i == 0 else (other, rounded)
-        made = jax.lax.transpose(_multiplied(back, lhs, rhs), order)
-        return made.astype(moving.dtype)
-
-    shape = dimensions.shape(*((moving, other) if i == 0 else (other, moving)))
+        made = _multiplied(back, lhs, rhs, _before_transpose(moving, order))
+        return jax.lax.transpose(made, order).astype(moving.dtype)
 
     def equations(unknown: Pair) -> Pair:
         u, v = unknown
@@ -202,9 +224,29 @@ def _linear(
         return u + transposed(v), v
 
     # Both sides have to be linear in the tangent, and both solutions be used.
-    known = moving, jnp.broadcast_to(_nothing(moving), shape)
+    result = jax.eval_shape(product, moving)
+    nothing = jax.lax.broadcast_in_dim(
+        _nothing(moving), result.shape, (), out_sharding=_explicit(result)
+    )
+    known = moving, nothing
     u, v = jax.lax.custom_linear_solve(equations, known, solve, solve_transposed)
     return v + _nothing(u)
+
+
+def _explicit(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding | None:
+    """Returns the sharding that is a part of the type of an array; None if none is."""
+    sharding = jax.typeof(x).sharding
+    axes = sharding.mesh.axis_types
+    return sharding if jax.sharding.AxisType.Explicit in axes else None
+
+
+def _before_transpose(x: jax.Array, order: Sequence[int]) -> NamedSharding | None:
+    """Returns the sharding of an array that a transpose makes one like `x`."""
+    sharding = _explicit(x)
+    if sharding is None:
+        return None
+    spec = dict(zip(order, sharding.spec, strict=True))
+    return sharding.update(spec=PartitionSpec(*(spec[d] for d in range(x.ndim))))
 
 
 def _nothing(x: jax.Array) -> jax.Array:
@@ -215,7 +257,8 @@ def _nothing(x: jax.Array) -> jax.Array:
 def _bind_dot(
     eqn: Eqn, dtype: np.dtype | None, operands: Sequence[Value]
 ) -> Sequence[jax.Array]:
-    return [half_product(Dimensions.of(eqn))(*operands)]
+    product = half_product(Dimensions.of(eqn), eqn.params["out_sharding"])
+    return [product(*operands)]
 
 
 def _is_pointwise(eqn: Eqn) -> bool:

@@ -7,6 +7,7 @@ import functools
 import random
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -289,19 +290,49 @@ def test_other_convolutions_are_those_of_f32(name):
     assert reason.reason == "on this CPU: convolutions are faster in f32"
 
 
-def test_a_sharded_step_is_that_of_one_device():
-    x, w = integers((16, 8)), integers((8, 32), 1)
+AXES = {"auto": jax.sharding.AxisType.Auto, "explicit": jax.sharding.AxisType.Explicit}
 
-    def gradient(x, w):
-        return jax.grad(lambda w: jnp.sum(on_cpu(jnp.matmul)(x, w) ** 2))(w)
 
-    alone = jax.jit(gradient)(x, w)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-    spec = jax.sharding.PartitionSpec
+@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize("equation", ["bk,kn->bn", "bk,kn->nb", "bck,ckn->cnb"])
+def test_a_sharded_step_is_that_of_one_device(equation, axes):
+    of_x, of_w = equation.split("->")[0].split(",")
+    sizes = {"b": 16, "c": 2, "k": 8, "n": 32}
+    x, w = (
+        integers([sizes[d] for d in each], i) for i, each in enumerate((of_x, of_w))
+    )
+
+    def gradients(x, w):
+        def loss(x, w):
+            return jnp.sum(on_cpu(functools.partial(jnp.einsum, equation))(x, w) ** 2)
+
+        return jax.value_and_grad(loss, (0, 1))(x, w)
+
+    alone = jax.jit(gradients)(x, w)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (AXES[axes],) * 2)
+    places = {"b": "data", "n": "model"}
     placed = [
-        jax.device_put(each, jax.sharding.NamedSharding(mesh, spec(*axes)))
-        for each, axes in ((x, ("data", None)), (w, (None, "model")))
+        jax.device_put(
+            value,
+            jax.sharding.NamedSharding(
+                mesh, jax.sharding.PartitionSpec(*map(places.get, each))
+            ),
+        )
+        for value, each in ((x, of_x), (w, of_w))
     ]
-    sharded = jax.jit(gradient)(*placed)
-    np.testing.assert_array_equal(sharded, alone)
-    assert sharded.sharding.spec[-1] == "model"
+    sharded = jax.jit(gradients)(*placed)
+    chex.assert_trees_all_equal(jax.device_get(sharded), jax.device_get(alone))
+    for gradient, argument in zip(sharded[1], placed, strict=True):
+        assert gradient.sharding.is_equivalent_to(argument.sharding, argument.ndim)
+
+
+def test_a_product_of_a_batch_of_any_size_is_exported():
+    x, w = integers((16, 8)), integers((8, 32), 1)
+    gradient = jax.jit(jax.grad(lambda w, x: jnp.sum(on_cpu(jnp.matmul)(x, w) ** 2)))
+    (batch,) = jax.export.symbolic_shape("b")
+    shape = jax.ShapeDtypeStruct((batch, 8), jnp.float32)
+    pinned = jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")
+    exported = jax.export.export(gradient, disabled_checks=[pinned])(w, shape)
+    np.testing.assert_array_equal(exported.call(w, x), gradient(w, x))
+    products = re.findall(r"dot_general .*", exported.mlir_module())
+    assert [each.count("bf16>") for each in products] == [2, 2]
