@@ -100,9 +100,6 @@ def _add_explain(commands: _Commands) -> None:
     command.add_argument(
         "--equations", action="store_true", help="print every equation too"
     )
-    command.add_argument(
-        "--target", choices=TARGETS, help="what the plan is for; default: a GPU"
-    )
 
 
 def _add_diagnose(commands: _Commands) -> None:
@@ -145,6 +142,7 @@ def _about_a_function(
     add("--args", metavar="NAME", help="the function that returns the arguments")
     add("--json", action="store_true", help="print the whole of it as JSON")
     add("--module", metavar="GLOB", help="print these modules' equations: 'encoder/*'")
+    add("--target", choices=TARGETS, help="what the plan is for; default: a GPU")
     return command
 
 
@@ -187,7 +185,11 @@ def _diagnose(options: argparse.Namespace) -> int:
     loss_scale = _loss_scale(options.loss_scale)
     try:
         diagnosed = diagnose(
-            function, policy, loss_scale=loss_scale, has_aux=options.has_aux
+            function,
+            policy,
+            loss_scale=loss_scale,
+            has_aux=options.has_aux,
+            target=options.target,
         )
         found = diagnosed(*args, **kwargs)
     except (TypeError, ValueError) as error:

@@ -24,6 +24,7 @@ from jmp_amp.numerics.suggestions import suggested_loss_scale, suggested_policy
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Value
 from jmp_amp.plan.plan import plan_as_traced
+from jmp_amp.plan.targets import checked_target, cpu_of
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
@@ -42,6 +43,7 @@ def diagnose(
     argnums: Argnums = 0,
     loss_scale: PyTree = None,
     has_aux: bool = False,
+    target: str | None = None,
 ) -> Callable[..., Diagnosis]:
     """Returns a function that runs `fn` and reports what its numbers do.
 
@@ -84,15 +86,18 @@ def diagnose(
       loss_scale: as in `value_and_grad`: a `LossScale`, or a state that holds one. The
         run under the policy is scaled by it; `Diagnosis.gradients` are not.
       has_aux: whether `fn` returns `(loss, aux)`.
+      target: what the plan is for, as `autocast` takes it. Give the one that you train
+        with: its numbers are diagnosed, on the device that this runs on.
 
     Returns:
       A function of the arguments of `fn` that returns a `Diagnosis`.
 
     Raises:
-      TypeError: if `fn` is not callable, `policy` no policy or `argnums` no position;
-        from the function returned, if an argument is a `jax.ShapeDtypeStruct`, or none
-        that is differentiated holds floats.
-      ValueError: if the compute dtype is none of float16, bfloat16 and float32.
+      TypeError: if `fn` is not callable, `policy` no policy, `argnums` no position or
+        `target` no text; from the function returned, if an argument is a
+        `jax.ShapeDtypeStruct`, or none that is differentiated holds floats.
+      ValueError: if the compute dtype is none of float16, bfloat16 and float32, or
+        `target` is unknown.
 
     Example:
       >>> import jax.numpy as jnp
@@ -109,15 +114,18 @@ def diagnose(
     check_measured("diagnose", fn, argnums)
     policies = as_policy_map(policy, "diagnose(fn, {})")
     has_aux = checked_flag(has_aux, "diagnose(fn, has_aux={})")
+    checked_target(target, "diagnose(fn, target={})")
     name = getattr(fn, "__name__", type(fn).__name__)
     scaler = find_scaler(loss_scale, f"diagnose({name})")
 
     @functools.wraps(fn, updated=())
     def diagnosed(*args: PyTree, **kwargs: PyTree) -> Diagnosis:
-        call_text = f"diagnose({name})"
+        call_text, cpu = f"diagnose({name})", cpu_of(target)
 
         def called(policies: PolicyMap) -> Any:
-            return loss_call(fn, policies, args, kwargs, argnums, has_aux, call_text)
+            return loss_call(
+                fn, policies, args, kwargs, argnums, has_aux, call_text, cpu
+            )
 
         with called(policies) as call:
             found, is_finite, is_finite_itself = _diagnosed(

@@ -154,9 +154,17 @@ class _Reader:
                 if entry is not None and not here.again:
                     found.append(entry)
                 continue
+            is_product = marking.cast_of(scope) is None and _is_one_product(last)
+            if is_product and eqn.primitive.name not in _PRODUCTS:
+                continue
             direction = self._direction(eqn, here, last, scope, own)
             if direction is not None and any(map(_is_read, eqn.outvars)):
-                found.append(_entry(eqn, index, here, last, direction, scope))
+                entry = _entry(eqn, index, here, last, direction, scope)
+                if is_product and last is not None:
+                    # Other results of the equations that are solved are none of it.
+                    name, results = last.eqn.primitive.name, entry.results[:1]
+                    entry = dataclasses.replace(entry, operation=name, results=results)
+                found.append(entry)
         entries = [
             each if isinstance(each, Entry) else _rule(rules[each], *each, body)
             for each in found
@@ -213,7 +221,10 @@ class _Reader:
         forward = is_cast and not here.derivative
         if last is not None and not is_cast and not here.derivative:
             identity = Identity(here.identity)
-            if eqn.primitive is last.eqn.primitive and identity not in own:
+            is_own = eqn.primitive is last.eqn.primitive or (
+                _is_one_product(last) and eqn.primitive.name == "dot_general"
+            )
+            if is_own and identity not in own:
                 # In a backward body, it is there if it is computed again.
                 forward = not here.backward or here.again
                 if forward:
@@ -278,6 +289,15 @@ def _entry(
         tuple(v for v in eqn.invars if jaxprs.is_floating(v)),
         scales=direction == BACKWARD and here.backward and not here.again,
     )
+
+
+# What `Rewrite.one_product` tells of.
+_PRODUCTS = ("dot_general", "custom_linear_solve")
+
+
+def _is_one_product(marked: Marked | None) -> bool:
+    rewrite = None if marked is None else marked.planned.rewrite
+    return rewrite is not None and rewrite.one_product
 
 
 def _fp8(marked: Marked | None) -> Fp8 | None:

@@ -18,6 +18,7 @@ from flax import nnx
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Value, aval_of
 from jmp_amp.plan.plan import Plan
+from jmp_amp.plan.targets import Cpu
 from jmp_amp.plan.values import traced_dtype
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.policy_map import PolicyMap
@@ -138,6 +139,7 @@ def loss_call(
     argnums: Argnums,
     has_aux: bool,
     call: str,
+    cpu: Cpu | None = None,
     notes_modules: bool = True,
 ) -> Iterator[LossCall]:
     """Traces and plans `fn(*args, **kwargs)`; nothing is executed.
@@ -147,6 +149,7 @@ def loss_call(
       args, kwargs: the arguments.
       argnums, has_aux: as in `amp.value_and_grad`.
       call: the caller's call as written, for errors.
+      cpu: the CPU that the plan is for; None for a GPU or a TPU.
       notes_modules: whether name scopes say which module runs, see `scopes.module_of`.
 
     Raises:
@@ -173,7 +176,7 @@ def loss_call(
             "measure. Give arrays; explain(fn, policy) takes shapes."
         )
     with planned_call(
-        fn, policies, args, dict(kwargs), call, notes_modules=notes_modules
+        fn, policies, args, dict(kwargs), call, cpu, notes_modules=notes_modules
     ) as planned:
         loss = _loss_of(planned, has_aux, call)
         places = _places(args, planned.arrays)

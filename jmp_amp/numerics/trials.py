@@ -15,6 +15,7 @@ from jmp_amp.numerics.losses import LossCall, RunProgram, loss_call
 from jmp_amp.numerics.options import compiler_options
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Value
+from jmp_amp.plan.targets import Cpu
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.reports.costs import matmuls_as_traced
@@ -54,8 +55,10 @@ class Bench:
         argnums: Any,
         has_aux: bool,
         call: str,
+        cpu: Cpu | None,
     ):
         self.call = call
+        self._cpu = cpu
         self.compilations = 0
         self.reference: Gradients = []
         self._of_fn = fn, args, kwargs, argnums, has_aux
@@ -66,7 +69,15 @@ class Bench:
         """Traces and plans the call under a map of policies."""
         fn, args, kwargs, argnums, has_aux = self._of_fn
         with loss_call(
-            fn, policies, args, kwargs, argnums, has_aux, self.call, notes_modules
+            fn,
+            policies,
+            args,
+            kwargs,
+            argnums,
+            has_aux,
+            self.call,
+            self._cpu,
+            notes_modules,
         ) as loss:
             yield loss
 
@@ -95,7 +106,7 @@ class Bench:
                 raise ValueError(
                     f"{self.call}: the gradient of fn as it is, without a policy, is "
                     f"not finite at {key or 'its argument'}. No policy mends that: "
-                    "mend fn first; jax.debug_nans finds where."
+                    'mend fn first; diagnose(fn, "float32") tells where it begins.'
                 )
 
     def error(self, gradients: Sequence[Value]) -> float:

@@ -30,6 +30,7 @@ from jmp_amp.numerics.moves import Menu, menu_of
 from jmp_amp.numerics.searching import Search
 from jmp_amp.numerics.trials import Bench, Measured, gradients_of
 from jmp_amp.numerics.tuning import Step, Tuned, Tuning
+from jmp_amp.plan.targets import checked_target, cpu_of
 from jmp_amp.plan.values import traced_dtype
 from jmp_amp.policies.dtypes import AnyFn, is_half
 from jmp_amp.policies.flags import checked_flag
@@ -49,6 +50,7 @@ def tune(
     has_aux: bool = False,
     candidates: Sequence[Policy | str] = ("float32",),
     progress: bool = False,
+    target: str | None = None,
 ) -> Callable[..., Tuning]:
     """Returns a function that finds policies which keep a gradient accurate enough.
 
@@ -81,6 +83,8 @@ def tune(
       has_aux: whether `fn` returns `(loss, aux)`.
       candidates: policies that modules may get instead, from cheap to dear.
       progress: whether to show what is being done.
+      target: what the plans are for, as `autocast` takes it. Give the one that you
+        train with.
 
     Returns:
       A function of the arguments of `fn`, arrays and no shapes.
@@ -88,9 +92,9 @@ def tune(
     Raises:
       TypeError: if an argument is of the wrong kind; from the function returned, if
         `fn` returns no real scalar or nothing can be differentiated.
-      ValueError: if the bound is not positive or a policy is unknown; from the function
-        returned, if the gradient of `fn` itself is not finite, or if no map of the
-        candidates meets the bound.
+      ValueError: if the bound is not positive, or a policy or `target` is unknown;
+        from the function returned, if the gradient of `fn` itself is not finite, or if
+        no map of the candidates meets the bound.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -112,10 +116,11 @@ def tune(
     others = checked_candidates(candidates)
     has_aux = checked_flag(has_aux, "tune(fn, has_aux={})")
     progress = checked_flag(progress, "tune(fn, progress={})")
+    checked_target(target, "tune(fn, target={})")
     name = getattr(fn, "__name__", type(fn).__name__)
 
     def tuned(*args: object, **kwargs: object) -> Tuning:
-        bench = Bench(fn, args, kwargs, argnums, has_aux, call)
+        bench = Bench(fn, args, kwargs, argnums, has_aux, call, cpu_of(target))
         with shown(progress) as say:
             return _Tuner(bench, start, others, bound, say).tuning(name)
 

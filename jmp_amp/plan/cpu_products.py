@@ -312,10 +312,12 @@ _DOT = Rewrite(
     reason="on this CPU: bf16 x bf16 -> f32",
     dtype=BF16,
     result=F32,
+    one_product=True,
 )
 _POINTWISE = Rewrite(
     _bind_pointwise,
     reason="on this CPU: a product over channels, bf16 x bf16 -> f32",
     dtype=BF16,
     result=F32,
+    one_product=True,
 )

@@ -479,6 +479,14 @@ def owned_bodies(eqn: Eqn) -> list[Body]:
     return list(map(body_of, core.jaxprs_in_params(eqn.params)))
 
 
+def running_bodies(eqn: Eqn) -> list[Body]:
+    """Returns the bodies of `eqn` that run when it does."""
+    if eqn.primitive.name == "custom_linear_solve":
+        # The others tell its derivative what is solved.
+        return [body_of(eqn.params["jaxprs"].solve)]
+    return owned_bodies(eqn)
+
+
 def run_as_traced(body: Body, args: Sequence[Value]) -> list[Value]:
     """Runs a body in the dtypes that it was traced with."""
     return jax.core.eval_jaxpr(body.jaxpr, body.consts, *args)

@@ -62,6 +62,8 @@ class Rewrite:
         nothing is differentiated.
       shared: what it computes of operands before.
       fp8: how it multiplies 8-bit floats, if it does.
+      one_product: whether it binds one `dot_general`, and all else that it binds
+        prepares that or, for the derivative, is one `custom_linear_solve`.
       beside: returns the rewrite to take in its place, by what reads the results; None
         if that makes no difference.
     """
@@ -73,4 +75,5 @@ class Rewrite:
     derivative_only: bool = False
     shared: tuple[Shared, ...] = ()
     fp8: Fp8 | None = None
+    one_product: bool = False
     beside: Callable[[Eqn, Readers], Rewrite] | None = None

@@ -40,7 +40,7 @@ def matmuls_as_traced(body: Body, times: int) -> Matmuls:
         found = found.plus(matmul_of(eqn, dtypes, times))
         if eqn.primitive.name == "pallas_call":
             continue  # written for one block of a grid
-        for inner in jaxprs.owned_bodies(eqn):
+        for inner in jaxprs.running_bodies(eqn):
             again = times * jaxprs.repetitions(eqn)
             found = found.plus(matmuls_as_traced(inner, again))
     return found
