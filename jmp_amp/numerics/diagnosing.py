@@ -18,6 +18,7 @@ from jmp_amp.numerics.diagnosis import Diagnosis
 from jmp_amp.numerics.lockstep import Errors, errors
 from jmp_amp.numerics.losses import LossCall, check_measured, loss_call
 from jmp_amp.numerics.marks import PlanMarks
+from jmp_amp.numerics.options import undisturbed
 from jmp_amp.numerics.sites import Gradient
 from jmp_amp.numerics.statistics import Counted, Layout, counted, layout_of
 from jmp_amp.numerics.suggestions import suggested_loss_scale, suggested_policy
@@ -119,6 +120,7 @@ def diagnose(
     scaler = find_scaler(loss_scale, f"diagnose({name})")
 
     @functools.wraps(fn, updated=())
+    @undisturbed()
     def diagnosed(*args: PyTree, **kwargs: PyTree) -> Diagnosis:
         call_text, cpu = f"diagnose({name})", cpu_of(target)
 

@@ -59,10 +59,16 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Frame:
-    """A body of a program, and its sites in their order."""
+    """A body of a program, and its sites in their order.
+
+    Attributes:
+      repeated: the places of equations that only have an effect, which they had before:
+        a checkpoint computes them again.
+    """
 
     body: Body
     entries: tuple[Entry, ...]
+    repeated: frozenset[int] = frozenset()
 
 
 def frames_of(
@@ -120,6 +126,7 @@ class _Reader:
         # A rule is one site, which stands where the first of its equations does.
         rules: dict[tuple[Path, str], list[Eqn]] = {}
         found: list[Entry | tuple[Path, str]] = []
+        repeated: set[int] = set()
         # The frame of a body stands before those of the bodies in it.
         self.found[path] = Frame(body, ())
         for index, eqn in enumerate(jaxpr.eqns):
@@ -148,6 +155,8 @@ class _Reader:
                     inside = self._inside(eqn, here, last, number)
                     self.read(each.body, (*path, index, number), inside)
                 continue
+            if here.again and eqn.effects and not jaxprs.is_read(eqn):
+                repeated.add(index)
             fp8 = _fp8(last)
             if fp8 is not None and _makes_8_bits(eqn, scope):
                 entry = _quantised(eqn, index, here, scope, fp8)
@@ -169,7 +178,8 @@ class _Reader:
             each if isinstance(each, Entry) else _rule(rules[each], *each, body)
             for each in found
         ]
-        self.found[path] = Frame(body, tuple(e for e in entries if e.results))
+        entries = tuple(e for e in entries if e.results)
+        self.found[path] = Frame(body, entries, frozenset(repeated))
 
     def _chain(self, scope: str, place: _Place) -> tuple[list[Marked], Path]:
         """Returns the marks of an equation, and its identity."""

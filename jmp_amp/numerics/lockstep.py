@@ -72,7 +72,7 @@ def errors(plan: Plan, arrays: Sequence[Value], traced: Sequence[Value]) -> Erro
       traced: the same in the dtypes that the function was traced with.
     """
     walk = _Lockstep()
-    frames: list[Frame] = []
+    keys_of: list[list[Keys]] = []
 
     # An array in both is one input: the program takes no copy of it.
     others = {
@@ -81,14 +81,15 @@ def errors(plan: Plan, arrays: Sequence[Value], traced: Sequence[Value]) -> Erro
 
     def run(arrays: Sequence[Value], others: Mapping[int, Value]) -> list[Distance]:
         full = [others.get(i, each) for i, each in enumerate(arrays)]
-        frames.append(walk.run(plan, paired((list(arrays), full)), ()))
-        return frames[-1].distances
+        frame = walk.run(plan, paired((list(arrays), full)), ())
+        keys_of.append(frame.keys)
+        return frame.distances
 
     lowered = jax.jit(run).lower(arrays, others)
     compiled = lowered.compile(compiler_options=options_for(walk.size))
     found: dict[Key, float] = {}
     apart = jax.device_get(compiled(arrays, others))
-    for keys, each in zip(frames[-1].keys, apart, strict=True):
+    for keys, each in zip(keys_of[-1], apart, strict=True):
         for key, error in zip(keys, distances.relative(each).tolist(), strict=True):
             found[key] = max(found.get(key, 0.0), error)
     return Errors(found, walk.operands)

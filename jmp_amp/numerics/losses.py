@@ -212,9 +212,11 @@ def _loss_of(planned: PlannedCall, has_aux: bool, call: str) -> int | None:
     returned = planned.seen([_Output(i) for i in range(len(avals))])
     if has_aux:
         if not isinstance(returned, tuple | list) or len(returned) != 2:
+            is_array = isinstance(returned, _Output)
+            found = "one array" if is_array else type(returned).__name__
             raise TypeError(
                 f"{call} with has_aux=True: the function has to return a pair "
-                f"(loss, aux), but it returned {type(returned).__name__}."
+                f"(loss, aux), but it returned {found}."
             )
         returned = returned[0]
     if not isinstance(returned, _Output):

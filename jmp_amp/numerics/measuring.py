@@ -138,6 +138,7 @@ class Measure:
     """
 
     def __init__(self, frames: Mapping[Path, Frame]):
+        self._repeated = {path: frame.repeated for path, frame in frames.items()}
         self.tables: dict[Path, _Table] = {}
         seen: set[Path] = set()
         for path, frame in frames.items():
@@ -154,6 +155,9 @@ class Measure:
         return sum(
             math.prod(aval_of(atom).shape) for _, atoms in groups for _, atom in atoms
         )
+
+    def skips(self, path: Path, index: int) -> bool:
+        return index in self._repeated.get(path, ())
 
     def nothing(self, path: Path) -> Measured | None:
         table = self.tables.get(path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -27,3 +29,13 @@ def compiler_options(fast: bool = False) -> dict[str, Any]:
         CPU it runs about four times as long then.
     """
     return _EXACT | _FAST if fast and jax.default_backend() == "cpu" else _EXACT
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Programs run here to their end, and compiled, whatever JAX was told to debug.
+
+    With `jax_debug_nans` JAX stops at the value that is looked for.
+    """
+    with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
+        yield

@@ -19,7 +19,17 @@ import numpy as np
 
 from jmp_amp.numerics import distances
 from jmp_amp.numerics.distances import Distance
-from jmp_amp.numerics.pairs import Frame, Key, Keys, Pair, Values, apart, paired, united
+from jmp_amp.numerics.pairs import (
+    Frame,
+    Key,
+    Keys,
+    Origins,
+    Pair,
+    Values,
+    apart,
+    paired,
+    united,
+)
 from jmp_amp.plan import constructs, jaxprs
 from jmp_amp.plan.jaxprs import Eqn, Value
 from jmp_amp.plan.plan import EquationPlan, Plan
@@ -68,17 +78,22 @@ class Construct:
         path = *self.identity, number
         return self.walk.run(self.planned.bodies[number], pairs, path)
 
-    def structure(self, run: Callable[..., Frame], *args: object) -> Frame:
-        """Returns the frame of a run that has compared nothing; computes nothing."""
-        frames: list[Frame] = []
+    def nothing(
+        self, run: Callable[..., Frame], *args: object
+    ) -> tuple[list[Distance], Origins]:
+        """Returns the distances of a run that has compared nothing; computes nothing.
+
+        Also returns the origins of what it would compute.
+        """
+        seen: list[Origins] = []
 
         def distances_of(*args: object) -> list[Distance]:
-            frames.append(run(*args))
-            return frames[-1].distances
+            frame = run(*args)
+            seen.append(frame.origins)
+            return frame.distances
 
         shapes = jax.eval_shape(distances_of, *args)
-        nothing = jax.tree.map(self._nothing, shapes)
-        return frames[-1]._replace(distances=nothing, results=[])
+        return jax.tree.map(self._nothing, shapes), seen[-1]
 
     def _nothing(self, like: jax.ShapeDtypeStruct) -> jax.Array:
         return self.varying(jnp.zeros(like.shape, like.dtype))
@@ -105,13 +120,13 @@ class Construct:
         return made
 
     def leaving(
-        self, results: Sequence[Pair], last: Sequence[Pair], before: Sequence[Keys]
+        self, results: Sequence[Pair], last: Sequence[Keys], before: Sequence[Keys]
     ) -> list[Pair]:
         """Returns results with the sites that made them.
 
         Args:
           results: of the construct.
-          last: of a run of its body.
+          last: the sites that made those of its body.
           before: the keys of what a loop carries; its first results are theirs.
         """
         made = []
@@ -119,8 +134,8 @@ class Construct:
             carried = before[i] if i < len(before) else ()
             for key in carried:
                 operands = self.walk.operands
-                operands[key] = (*operands[key], *last[i].made)
-            keys = united([last[i].made, carried])
+                operands[key] = (*operands[key], *last[i])
+            keys = united([last[i], carried])
             made.append(dataclasses.replace(pair, made=keys))
         return made
 
@@ -132,12 +147,12 @@ def scan(construct: Construct) -> list[Pair]:
     count = len(carried)
     made = construct.entering(carried)
     before = made[carried.start : carried.stop]
-    frames: list[Frame] = []
+    seen: list[Origins] = []
 
     def turn(carry: Values, xs: Values) -> tuple[Values, Any]:
         pairs = [*operands[: carried.start], *paired(carry, before)]
         frame = construct.run(0, [*pairs, *paired(xs, made[carried.stop :])])
-        frames.append(frame)
+        seen.append(frame.origins)
         low, full = apart(frame.results)
         after = low[:count], full[:count]
         return after, ((low[count:], full[count:]), frame.distances)
@@ -145,9 +160,9 @@ def scan(construct: Construct) -> list[Pair]:
     start = apart(operands[carried.start : carried.stop])
     xs = apart(operands[carried.stop :])
     carry, (ys, found) = constructs.scan(eqn, turn, start, xs)
-    frame = frames[-1]
-    construct.walk.note(frame.keys, list(map(_over_turns, found)))
-    return construct.leaving([*paired(carry), *paired(ys)], frame.results, before)
+    keys, last = seen[-1]
+    construct.walk.note(keys, list(map(_over_turns, found)))
+    return construct.leaving([*paired(carry), *paired(ys)], last, before)
 
 
 _State = tuple[tuple[Value, Value], Values, list[Distance], list[Distance]]
@@ -170,17 +185,17 @@ def while_loop(construct: Construct) -> list[Pair]:
         return construct.run(1, [*of_body, *paired(carry, made)])
 
     start = apart([operands[i] for i in carried])
-    tested, stepped = construct.structure(test, start), construct.structure(step, start)
-    frames = {"test": tested, "step": stepped}
+    none_of_test, tested = construct.nothing(test, start)
+    none_of_step, stepped = construct.nothing(step, start)
 
     def once_more(carry: Values) -> tuple[tuple[Value, Value], list[Distance]]:
-        frame = frames["test"] = test(carry)
+        frame = test(carry)
         (goes_on,) = frame.results
         return (goes_on.low, goes_on.full), frame.distances
 
     def turn(state: _State) -> _State:
         (goes, went), carry, of_test, of_step = state
-        frames["step"] = frame = step(carry)
+        frame = step(carry)
         low, full = apart(frame.results)
         # Under `vmap`, each example has a condition.
         both = (goes & went).any()
@@ -194,15 +209,15 @@ def while_loop(construct: Construct) -> list[Pair]:
         return (goes & goes_on[0], went & goes_on[1]), after, of_test, of_step
 
     goes_on, found = once_more(start)
-    first = jax.tree.map(jnp.add, tested.distances, found)
+    first = jax.tree.map(jnp.add, none_of_test, found)
     _, carry, of_test, of_step = jax.lax.while_loop(
         lambda state: (state[0][0] | state[0][1]).any(),
         turn,
-        (goes_on, start, first, stepped.distances),
+        (goes_on, start, first, none_of_step),
     )
-    construct.walk.note(frames["test"].keys, of_test)
-    construct.walk.note(frames["step"].keys, of_step)
-    return construct.leaving(paired(carry), frames["step"].results, made)
+    construct.walk.note(tested.keys, of_test)
+    construct.walk.note(stepped.keys, of_step)
+    return construct.leaving(paired(carry), stepped.made, made)
 
 
 def cond(construct: Construct) -> list[Pair]:
@@ -215,19 +230,18 @@ def cond(construct: Construct) -> list[Pair]:
         return construct.run(number, paired(values, made))
 
     runners = [functools.partial(run, number) for number in range(len(plans))]
-    nothing = [construct.structure(each, values) for each in runners]
-    frames = list(nothing)
+    nothing = [construct.nothing(each, values) for each in runners]
 
     def branch(number: int, values: Values) -> tuple[Values, Any]:
-        frame = frames[number] = run(number, values)
-        found = [each.distances for each in nothing]
+        frame = run(number, values)
+        found = [none for none, _ in nothing]
         found[number] = jax.tree.map(jnp.add, found[number], frame.distances)
         return apart(frame.results), found
 
     branches = [functools.partial(branch, number) for number in range(len(plans))]
     (low, full), found = jax.lax.switch(index.low, branches, values)
-    for frame, each in zip(frames, found, strict=True):
-        construct.walk.note(frame.keys, each)
+    for (_, seen), each in zip(nothing, found, strict=True):
+        construct.walk.note(seen.keys, each)
     as_it_is = [functools.partial(jaxprs.run_as_traced, plan.body) for plan in plans]
     full = jax.lax.cond(
         index.low == index.full,
@@ -236,9 +250,8 @@ def cond(construct: Construct) -> list[Pair]:
         full,
         values,
     )
-    results = zip(*(frame.results for frame in frames), strict=True)
-    made_by = [united([pair.made for pair in each]) for each in results]
-    return paired((low, full), made_by)
+    of_results = zip(*(seen.made for _, seen in nothing), strict=True)
+    return paired((low, full), list(map(united, of_results)))
 
 
 def shard_map(construct: Construct) -> list[Pair]:
@@ -246,7 +259,8 @@ def shard_map(construct: Construct) -> list[Pair]:
     eqn, walk = construct.eqn, construct.walk
     axes, before = constructs.mapped_axes(eqn), walk.mesh
     made = [pair.made for pair in construct.operands]
-    frames: list[Frame] = []
+    seen: list[Origins] = []
+    trees: list[tuple[int, Any]] = []
 
     def shard(*shards: Value) -> list[Value]:
         values = list(shards[: len(made)]), list(shards[len(made) :])
@@ -256,22 +270,25 @@ def shard_map(construct: Construct) -> list[Pair]:
             found = jax.tree.map(construct.varying, frame.distances)
         finally:
             walk.mesh = before
-        frames.append(frame)
         low, full = apart(frame.results)
         whole = [distances.across(each, axes) for each in found]
-        return [*low, *full, *jax.tree.leaves(whole)]
+        leaves, tree = jax.tree.flatten(whole)
+        seen.append(frame.origins)
+        trees.append((len(leaves), tree))
+        return [*low, *full, *leaves]
 
     low, full = apart(construct.operands)
     flat = [*low, *full]
     # How many distances there are is known only when the body has been traced.
     with contextlib.suppress(_Counted):
         constructs.bind_shard_map(eqn, _counting(shard), flat, copies=2)
-    leaves, tree = jax.tree.flatten(frames[-1].distances)
-    results = constructs.bind_shard_map(eqn, shard, flat, len(leaves), copies=2)
+    count, tree = trees[-1]
+    results = constructs.bind_shard_map(eqn, shard, flat, count, copies=2)
     width = len(eqn.outvars)
-    walk.note(frames[-1].keys, tree.unflatten(results[2 * width :]))
+    keys, last = seen[-1]
+    walk.note(keys, tree.unflatten(results[2 * width :]))
     pairs = paired((results[:width], results[width : 2 * width]))
-    return construct.leaving(pairs, frames[-1].results, ())
+    return construct.leaving(pairs, last, ())
 
 
 class _Counted(Exception):

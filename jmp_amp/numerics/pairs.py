@@ -32,6 +32,22 @@ class Frame(NamedTuple):
     distances: list[Distance]
     keys: list[Keys]
 
+    @property
+    def origins(self) -> Origins:
+        return Origins(self.keys, [pair.made for pair in self.results])
+
+
+class Origins(NamedTuple):
+    """What is known of a run when its trace has ended, and its values are gone.
+
+    Attributes:
+      keys: whose the distances are.
+      made: for each result, the sites that it may come from.
+    """
+
+    keys: list[Keys]
+    made: list[Keys]
+
 
 def apart(pairs: Sequence[Pair]) -> Values:
     """Returns the values of pairs; where they come from is not traced."""

@@ -38,7 +38,8 @@ class Site:
       dtype: the short name of the dtype of the first floating result, "f16".
       shape: of that result, "[8,16]".
       size: the elements of the results, in all runs; a complex number is two.
-      times: how often it ran.
+      times: how often it ran. What every turn of a `scan` computes alike runs once in
+        the program of the gradient.
       amax: the largest finite magnitude; 0.0 if there is none.
       amin: the smallest magnitude that is not zero; 0.0 if there is none.
       zeros: how many values are zero.
@@ -47,7 +48,8 @@ class Site:
         equation is in a loop; else None.
       exponents: how many finite values that are not zero have each `floor(log2 |x|)`.
       error: of a forward site under a policy, the relative L2 distance to the same
-        equation without; else None.
+        equation without; else None. A value that is finite in one of them alone is
+        infinitely far from the other; if it is in neither, they count as equal.
       amplification: `error` over the largest error of the operands, which is taken to
         be at least the unit roundoff of the dtype; None without an error.
       makes_nonfinite: in some run all floating operands were finite and a result was
@@ -192,7 +194,7 @@ class Gradient:
     Attributes:
       amax, amin, zeros, nonfinite, size: as of a `Site`.
       error: the relative L2 distance to the gradient without a policy; 0.0 if both are
-        zero.
+        zero. Values that are not finite count as in `Site.error`.
 
     Example:
       >>> import jax.numpy as jnp

@@ -27,6 +27,7 @@ from jmp_amp.numerics.groups import (
 )
 from jmp_amp.numerics.losses import LossCall, check_measured
 from jmp_amp.numerics.moves import Menu, menu_of
+from jmp_amp.numerics.options import undisturbed
 from jmp_amp.numerics.searching import Search
 from jmp_amp.numerics.trials import Bench, Measured, gradients_of
 from jmp_amp.numerics.tuning import Step, Tuned, Tuning
@@ -119,6 +120,7 @@ def tune(
     checked_target(target, "tune(fn, target={})")
     name = getattr(fn, "__name__", type(fn).__name__)
 
+    @undisturbed()
     def tuned(*args: object, **kwargs: object) -> Tuning:
         bench = Bench(fn, args, kwargs, argnums, has_aux, call, cpu_of(target))
         with shown(progress) as say:

@@ -35,6 +35,10 @@ class Observer(Protocol[S]):
     ended runs on beside the others, and is seen.
     """
 
+    def skips(self, path: Path, index: int) -> bool:
+        """Whether an equation of a body, whose results nobody reads, is left out."""
+        ...
+
     def nothing(self, path: Path) -> S:
         """Returns the statistic of a body that never ran."""
         ...
@@ -152,7 +156,7 @@ class _Watch(Generic[S]):
             return atom.val if isinstance(atom, Literal) else values[atom]
 
         for index, eqn in enumerate(jaxpr.eqns):
-            if jaxprs.runs(eqn):
+            if jaxprs.runs(eqn) and not self.observer.skips(path, index):
                 here, operands = (*path, index), list(map(read, eqn.invars))
                 with jaxprs.source_of(eqn):
                     if runs_inside(eqn):

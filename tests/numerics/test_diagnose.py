@@ -1,5 +1,6 @@
 """`diagnose`: errors, loss scales, effects, arguments, mistakes."""
 
+import contextlib
 import functools
 
 import jax
@@ -240,6 +241,25 @@ def test_effects_happen_once_in_each_run_and_their_results_are_taken():
     assert all(s.error is None for s in d.sites)
 
 
+@pytest.mark.parametrize("around", [jax.jit, lambda fn: lambda *args: fn(*args)])
+def test_what_a_checkpoint_computes_again_has_no_effect_again(around):
+    seen: list[float] = []
+
+    def told(w, x):
+        jax.debug.callback(lambda s: seen.append(float(s)), jnp.sum(x))
+        return jnp.sin(x @ w)
+
+    @jax.checkpoint
+    def block(w, x):
+        _, shown = jax.lax.scan(lambda _, x: (None, told(w, x)), None, x[None])
+        return around(told)(w, x) + shown[0]
+
+    d = amp.diagnose(lambda w, x: jnp.mean(block(w, x)), "mixed_float16")(W, X)
+    jax.effects_barrier()
+    assert seen == [64.0] * 4
+    assert d.gradients[""].nonfinite == 0
+
+
 @pytest.mark.slow
 def test_aux_arguments_by_position_and_functions_without_a_gradient():
     def fn(x, w, flag=True):
@@ -276,7 +296,7 @@ def test_a_mask_of_minus_infinity_is_no_defect():
         (lambda: amp.diagnose(jnp.sin, argnums="x"), TypeError, "argnums"),
         (lambda: amp.diagnose(jnp.sin, argnums=1)(1.0), ValueError, "argnums"),
         (lambda: amp.diagnose(jnp.sin, has_aux=1), TypeError, "has_aux"),
-        (lambda: amp.diagnose(jnp.sin, has_aux=True)(1.0), TypeError, "pair"),
+        (lambda: amp.diagnose(jnp.sin, has_aux=True)(1.0), TypeError, "one array."),
         (lambda: amp.diagnose(jnp.sin, loss_scale=8.0), TypeError, "loss_scale"),
         (
             lambda: amp.diagnose(jnp.sin)(jax.ShapeDtypeStruct((), jnp.float32)),
@@ -294,6 +314,41 @@ def test_mistakes_are_told_before_anything_runs(call, error, words):
     with pytest.raises(error, match=r"diagnose\(") as raised:
         call()
     assert words in str(raised.value)
+
+
+@contextlib.contextmanager
+def strict_with_x64():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda: jax.debug_nans(True),
+        lambda: jax.debug_infs(True),
+        jax.disable_jit,
+        jax.checking_leaks,
+        strict_with_x64,
+    ],
+    ids="nans infs jit leaks x64".split(),
+)
+def test_it_works_under_what_jax_offers_to_debug(around):
+    def fn(w):
+        def turn(h):
+            return h[0] + 1, jnp.tanh(h[1] @ w)
+
+        _, h = jax.lax.while_loop(lambda h: h[0] < 2, turn, (0, w))
+        h, _ = jax.lax.scan(lambda h, _: (h @ w, None), h, None, 2)
+        return jax.lax.cond(h[0, 0] > 0, jnp.log, jnp.sqrt, -h)
+
+    w = jnp.full((4, 4), 0.5)
+    with around():
+        d = amp.diagnose(fn, "mixed_float16")(w)
+        tuning = amp.tune(lambda w: jnp.sum(w @ w), max_grad_error=0.1)(w)
+    assert d.first_nonfinite is not None and d.first_nonfinite.operation == "log"
+    assert (d.first_nonfinite.nonfinite, d.first_nonfinite.size) == (16, 16)
+    assert tuning.error == 0.0
 
 
 def test_a_function_that_raises_raises_its_own_error():

@@ -33,6 +33,9 @@ class Sum:
         total = jnp.sum(result).astype(jnp.float32)
         return {"runs": jnp.ones((), jnp.int32), "sum": total}
 
+    def skips(self, path: Any, index: int) -> bool:
+        return False
+
     def nothing(self, path: Any) -> Any:
         inside = bodies_inside(self.bodies[path], path)
         return {
