@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -154,10 +155,13 @@ def _diagnosed(
     places = Places(rows, call.call.jaxpr)
     functions = {row.calls for row in rows if row.calls}
     scaled = (lambda loss: loss) if scaler is None else scaler.scale
-    low = programs.measured(call, call.plan, PlanMarks(call.plan), call.arrays, scaled)
     traced, plan = call.as_traced(call.arrays), plan_as_traced(call.call.jaxpr)
-    full = programs.measured(call, plan, PlanMarks(plan), traced, lambda loss: loss)
-    apart = _errors(call, traced)
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        measured = functools.partial(programs.measured, pool, call)
+        of_low = measured(call.plan, PlanMarks(call.plan), call.arrays, scaled)
+        of_full = measured(plan, PlanMarks(plan), traced, lambda loss: loss)
+        of_errors = _errors(pool, call, traced)
+        low, full, apart = of_low(), of_full(), of_errors()
     roundoff = _roundoff(given.default)
     sites = sites_of(low, places, apart, roundoff)
     reference = sites_of(full, places, None, roundoff)
@@ -196,11 +200,13 @@ def _roundoff(policy: Policy) -> float:
     return float(jnp.finfo(policy.compute_dtype).eps) / 2
 
 
-def _errors(call: LossCall, traced: Sequence[Value]) -> Errors | None:
-    """Returns the errors of a call; None if an effect would have to be repeated."""
+def _errors(
+    pool: Executor, call: LossCall, traced: Sequence[Value]
+) -> Callable[[], Errors | None]:
+    """Begins to compile what tells errors, none if an effect had to be repeated."""
     if jaxprs.returns_from_effects(jaxprs.body_of(call.call.jaxpr)):
-        return None
-    return errors(call.plan, call.arrays, traced)
+        return lambda: None
+    return errors(pool, call.plan, call.arrays, traced)
 
 
 def _compared(

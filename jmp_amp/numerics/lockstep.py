@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from typing import NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from jmp_amp.numerics.distances import Distance
 from jmp_amp.numerics.measuring import MOVES
 from jmp_amp.numerics.pair_constructs import Construct
 from jmp_amp.numerics.pairs import Frame, Key, Keys, Pair, paired, united
-from jmp_amp.numerics.programs import options_for
+from jmp_amp.numerics.programs import compiled_by
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Eqn, Literal, Value, Var
 from jmp_amp.plan.plan import EquationPlan, Plan
@@ -63,13 +64,19 @@ class Errors(NamedTuple):
         return largest
 
 
-def errors(plan: Plan, arrays: Sequence[Value], traced: Sequence[Value]) -> Errors:
-    """Runs a plan and its function side by side; compiles one program.
+def errors(
+    pool: Executor, plan: Plan, arrays: Sequence[Value], traced: Sequence[Value]
+) -> Callable[[], Errors]:
+    """Begins to compile a plan and its function side by side.
 
     Args:
+      pool: it compiles the program.
       plan: the plan.
       arrays: its inputs.
       traced: the same in the dtypes that the function was traced with.
+
+    Returns:
+      A function that runs the program, once.
     """
     walk = _Lockstep()
     keys_of: list[list[Keys]] = []
@@ -86,13 +93,18 @@ def errors(plan: Plan, arrays: Sequence[Value], traced: Sequence[Value]) -> Erro
         return frame.distances
 
     lowered = jax.jit(run).lower(arrays, others)
-    compiled = lowered.compile(compiler_options=options_for(walk.size))
-    found: dict[Key, float] = {}
-    apart = jax.device_get(compiled(arrays, others))
-    for keys, each in zip(keys_of[-1], apart, strict=True):
-        for key, error in zip(keys, distances.relative(each).tolist(), strict=True):
-            found[key] = max(found.get(key, 0.0), error)
-    return Errors(found, walk.operands)
+    compiling = compiled_by(pool, lowered, walk.size)
+
+    def found() -> Errors:
+        apart = jax.device_get(compiling.result()(arrays, others))
+        worst: dict[Key, float] = {}
+        for keys, each in zip(keys_of[-1], apart, strict=True):
+            relative = distances.relative(each).tolist()
+            for key, error in zip(keys, relative, strict=True):
+                worst[key] = max(worst.get(key, 0.0), error)
+        return Errors(worst, walk.operands)
+
+    return found
 
 
 class _Lockstep(Walk[Pair]):

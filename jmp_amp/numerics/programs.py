@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple
 
 import jax
@@ -45,21 +46,36 @@ class Program(NamedTuple):
     gradients: tuple[Value, ...]
 
 
+def compiled_by(
+    pool: Executor, lowered: jax.stages.Lowered, values: int
+) -> Future[jax.stages.Compiled]:
+    """Begins to compile a program that measures so many values.
+
+    Threads compile while this one traces the next program: XLA holds no lock of Python.
+    """
+    return pool.submit(lowered.compile, compiler_options=options_for(values))
+
+
 def measured(
+    pool: Executor,
     call: LossCall,
     plan: Plan,
     marks: PlanMarks,
     arrays: Sequence[Value],
     scaled: Callable[[Value], Value],
-) -> Program:
-    """Runs a plan and its derivative, and measures all sites; compiles one program.
+) -> Callable[[], Program]:
+    """Begins to compile a plan and its derivative, and what measures all sites.
 
     Args:
+      pool: it compiles the program.
       call: the call of the function.
       plan: the plan to run; it has the inputs and outputs of the call.
       marks: those of the plan.
       arrays: its inputs.
       scaled: what to do to the loss before it is differentiated.
+
+    Returns:
+      A function that runs the program, once.
     """
 
     def replay(values: Sequence[Value]) -> list[Value]:
@@ -73,8 +89,13 @@ def measured(
     frames = frames_of(traced, marks, call.loss is not None)
     measure = Measure(frames)
     lowered = jax.jit(watched(traced, measure)).lower(*arrays)
-    options = options_for(measure.size)
-    returned, statistics = lowered.compile(compiler_options=options)(*arrays)
-    count = len(returned) - (len(call.moving) if call.loss is not None else 0)
-    outputs, gradients = list(returned[:count]), tuple(returned[count:])
-    return Program(frames, measure, jax.device_get(statistics), outputs, gradients)
+    compiling = compiled_by(pool, lowered, measure.size)
+
+    def program() -> Program:
+        returned, statistics = compiling.result()(*arrays)
+        count = len(returned) - (len(call.moving) if call.loss is not None else 0)
+        outputs, gradients = list(returned[:count]), tuple(returned[count:])
+        found = jax.device_get(statistics)
+        return Program(frames, measure, found, outputs, gradients)
+
+    return program
