@@ -23,7 +23,7 @@ from jmp_amp.numerics.options import undisturbed
 from jmp_amp.numerics.sites import Gradient
 from jmp_amp.numerics.statistics import Counted, Layout, counted, layout_of
 from jmp_amp.numerics.suggestions import suggested_loss_scale, suggested_policy
-from jmp_amp.plan import jaxprs
+from jmp_amp.plan import constructs, jaxprs
 from jmp_amp.plan.jaxprs import Value
 from jmp_amp.plan.plan import plan_as_traced
 from jmp_amp.plan.targets import checked_target, cpu_of
@@ -218,12 +218,14 @@ def _compared(
     finite under the policy, and in the reference.
     """
 
+    mesh = constructs.mesh_of(low.gradients)
+
     def measured(low: _Returned, full: _Returned) -> Any:
         finite = [ends_well(call, *each) for each in (low, full)]
         (_, gradients), (_, others) = low, full
         gradients = gradients if scaler is None else scaler.unscale(list(gradients))
-        apart = distances.distances(list(zip(gradients, others, strict=True)))
-        counts = [counted(each, layout) for layout, each in _by_layout(gradients)]
+        apart = distances.distances(list(zip(gradients, others, strict=True)), mesh)
+        counts = [counted(each, layout, mesh) for layout, each in _by_layout(gradients)]
         return counts, apart, finite
 
     both = tuple((each.outputs, list(each.gradients)) for each in (low, full))

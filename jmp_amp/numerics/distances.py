@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jmp_amp.numerics.statistics import (
     F32_LAYOUT,
@@ -22,6 +23,7 @@ from jmp_amp.numerics.statistics import (
     real_parts,
     side_by_side,
 )
+from jmp_amp.plan import constructs
 from jmp_amp.policies.dtypes import F32
 
 _MANTISSA = F32_LAYOUT.mantissa
@@ -41,9 +43,18 @@ class Distance(NamedTuple):
     size: jax.Array
 
 
-def distances(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> Distance:
-    """Returns the distances of pairs of floating or complex arrays of equal shapes."""
-    pairs = [(real_parts(a), real_parts(b)) for a, b in pairs]
+def distances(
+    pairs: Sequence[tuple[jax.Array, jax.Array]], mesh: Mesh | None = None
+) -> Distance:
+    """Returns the distances of pairs of floating or complex arrays of equal shapes.
+
+    `mesh` is that of the devices that they are on, see `constructs.replicated`.
+    """
+
+    def whole(x: jax.Array) -> jax.Array:
+        return real_parts(constructs.replicated(x, mesh))
+
+    pairs = [(whole(a), whole(b)) for a, b in pairs]
     zero = jnp.zeros(len(pairs), jnp.float32)
     result = Distance(jnp.zeros(len(pairs), jnp.int32), zero, zero)
     kinds: dict[tuple[np.dtype, np.dtype], dict[int, int]] = {}

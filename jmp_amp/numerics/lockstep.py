@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jmp_amp.numerics import distances, pair_constructs
 from jmp_amp.numerics.distances import Distance
@@ -23,7 +24,7 @@ from jmp_amp.numerics.measuring import MOVES
 from jmp_amp.numerics.pair_constructs import Construct
 from jmp_amp.numerics.pairs import Frame, Key, Keys, Pair, paired, united
 from jmp_amp.numerics.programs import compiled_by
-from jmp_amp.plan import jaxprs
+from jmp_amp.plan import constructs, jaxprs
 from jmp_amp.plan.jaxprs import Eqn, Literal, Value, Var
 from jmp_amp.plan.plan import EquationPlan, Plan
 from jmp_amp.plan.rewriting import Shared
@@ -78,7 +79,7 @@ def errors(
     Returns:
       A function that runs the program, once.
     """
-    walk = _Lockstep()
+    walk = _Lockstep(constructs.mesh_of(arrays))
     keys_of: list[list[Keys]] = []
 
     # An array in both is one input: the program takes no copy of it.
@@ -113,11 +114,13 @@ class _Lockstep(Walk[Pair]):
     Attributes:
       path: the way to the body.
       operands: as in `Errors`.
+      devices: the mesh that the program runs on, see `constructs.mesh_of`.
       mesh: the `shard_map` equation around, if there is one.
       size: how many values are compared in one run of each body.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, devices: Mesh | None) -> None:
+        self.devices = devices
         self.path: tuple[int, ...] = ()
         self.operands: dict[Key, Keys] = {}
         self.mesh: Eqn | None = None
@@ -139,7 +142,7 @@ class _Lockstep(Walk[Pair]):
             if self._pairs:
                 keys = tuple(key for key, _ in self._pairs)
                 compared = [(pair.low, pair.full) for _, pair in self._pairs]
-                found.append((keys, distances.distances(compared)))
+                found.append((keys, distances.distances(compared, self.devices)))
         finally:
             self.path, self._here, self._pairs, self._inner = before
         return Frame(results, [each for _, each in found], [keys for keys, _ in found])

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jmp_amp.numerics.frames import Entry, Frame, Path
 from jmp_amp.numerics.statistics import Layout, are_nonfinite, counted, layout_of
@@ -135,9 +136,11 @@ class Measure:
 
     Attributes:
       tables: what to measure in each body that is seen, see `watch.bodies_inside`.
+      mesh: of the devices that the program runs on, see `constructs.mesh_of`.
     """
 
-    def __init__(self, frames: Mapping[Path, Frame]):
+    def __init__(self, frames: Mapping[Path, Frame], mesh: Mesh | None):
+        self.mesh = mesh
         self._repeated = {path: frame.repeated for path, frame in frames.items()}
         self.tables: dict[Path, _Table] = {}
         seen: set[Path] = set()
@@ -190,12 +193,12 @@ class Measure:
 
         rows, bad = [], []
         for layout, atoms in table.groups:
-            found = counted(list(map(read, atoms)), layout)
+            found = counted(list(map(read, atoms)), layout, self.mesh)
             is_bad = found.bins[:, layout.nonfinite] > 0
             bad.append(is_bad)
             first = jnp.where(is_bad, jnp.uint32(0), NEVER)
             rows.append(Rows(Count.of(found.bins), found.amax, found.amin, first))
-        others = are_nonfinite(list(map(read, table.others)))
+        others = are_nonfinite(list(map(read, table.others)), self.mesh)
         all_bad = jnp.concatenate([*bad, others, jnp.zeros(1, bool)])
         made = jnp.zeros(0, jnp.uint32)
         if table.makers:

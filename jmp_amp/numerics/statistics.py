@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+
+from jmp_amp.plan import constructs
 
 # Arrays of fewer elements are counted together, in one pass. Larger ones are counted in
 # pieces of so many.
@@ -105,7 +108,9 @@ class Counted(NamedTuple):
     amin: jax.Array
 
 
-def counted(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
+def counted(
+    arrays: Sequence[jax.Array], layout: Layout, mesh: Mesh | None = None
+) -> Counted:
     """Returns the statistic of floating or complex arrays of any shape.
 
     Arrays are copied next to each other and counted in one pass: a kernel for each of
@@ -114,8 +119,9 @@ def counted(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
     Args:
       arrays: of dtypes of the same `layout`.
       layout: that of their values.
+      mesh: of the devices that they are on, see `constructs.replicated`.
     """
-    arrays = list(map(real_parts, arrays))
+    arrays = [real_parts(constructs.replicated(each, mesh)) for each in arrays]
     result = Counted(
         jnp.zeros((len(arrays), layout.width), jnp.int32),
         jnp.zeros(len(arrays), layout.dtype),
@@ -137,9 +143,9 @@ def counted(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
     return result
 
 
-def are_nonfinite(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns which floating or complex arrays hold a value that is not finite; [n]."""
-    arrays = list(map(real_parts, arrays))
+def are_nonfinite(arrays: Sequence[jax.Array], mesh: Mesh | None = None) -> jax.Array:
+    """Returns which arrays hold a value that is not finite; bool[n]. See `counted`."""
+    arrays = [real_parts(constructs.replicated(each, mesh)) for each in arrays]
     result = jnp.zeros(len(arrays), bool)
     small: dict[np.dtype, list[int]] = {}
     for i, each in enumerate(arrays):
