@@ -8,26 +8,24 @@ mixed precision beside f32. `python -m jmp_amp doctor` prints both.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import os
 import re
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from jmp_amp import timings
 from jmp_amp.checkup import Check, check
 from jmp_amp.plan.targets import this_cpu
 from jmp_amp.policies.dtypes import BF16, F16, F32, half_dtype, short_name
 from jmp_amp.recipes.recipes import recipe
 from jmp_amp.reports.tables import Table, as_text, quantity
-from jmp_amp.transform.interpreter import autocast
+from jmp_amp.timings import Product, Speeds
 
 _PACKAGES = ("jmp_amp", "jax", "jaxlib", "flax", "optax")
 
@@ -36,10 +34,16 @@ _CPU = (
     "A CPU computes most of half precision in f32, and casts on top. O1 shows here "
     "how\na model will do on an accelerator."
 )
-_ON_CPU = (
-    "This CPU multiplies bf16. A training step of a small network is {on_cpu:.1f}x as "
-    "fast as\nin f32 if the plan is for this CPU, {autocast:.1f}x if it is for a GPU."
+_MEASURED = (
+    "A training\nstep of a small network is {on_cpu:.1f}x as fast as in f32 if the "
+    "plan is for this CPU, {autocast:.1f}x if\nit is for a GPU (measured now: 3 layers "
+    "of 512, a batch of 512; medians of {rounds} rounds)."
 )
+_GAINS = (
+    "This CPU multiplies bf16, with results in f32; the plan keeps all else f32. "
+    f"{_MEASURED}"
+)
+_GAINS_LITTLE = f"{_CPU}\nThis CPU multiplies bf16, but gains little by it. {_MEASURED}"
 # A gain below it may be noise.
 _WORTH_IT = 1.1
 _NOT_ON_CPU = (
@@ -88,42 +92,14 @@ class Advice(NamedTuple):
       why: a sentence or two.
       fp8_units: whether its matrix units take 8-bit floats (e4m3 and e5m2 as NVIDIA
         has them); None where that is not known.
+      target: for `autocast`; None to leave it out.
     """
 
     half_dtype: str
     recipe: str
     why: str
     fp8_units: bool | None = False
-
-
-class Product(NamedTuple):
-    """The limits of a dtype, and its speed on this machine.
-
-    Attributes:
-      dtype: its short name.
-      largest: the largest finite number.
-      smallest: the smallest positive number, denormals included.
-      last_place: the distance from 1 to the next number.
-      speed: of a matrix product, as a multiple of float32's.
-    """
-
-    dtype: str
-    largest: float
-    smallest: float
-    last_place: float
-    speed: float
-
-
-class Speeds(NamedTuple):
-    """How fast a training step is on this CPU, as a multiple of float32's.
-
-    Attributes:
-      autocast: under `autocast(fn)`.
-      on_cpu: under `autocast(fn, target="cpu")`.
-    """
-
-    autocast: float
-    on_cpu: float
+    target: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,23 +147,22 @@ class Examination:
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {each}" for name, each in self.versions.items())
         memory = f", {quantity(self.memory)}B each" if self.memory else ""
-        half, name, why, fp8_units = self.advice
+        half, name, why, fp8_units, target = self.advice
         given = "" if name == "O0" else f", half_dtype={half!r}"
         use = f"amp.recipe({name!r}{given})"
-        if self.speeds is not None and self.speeds.on_cpu > _WORTH_IT:
-            use = 'amp.recipe("O1").autocast(fn, target="auto")'
+        if target is not None:
+            use = f'amp.recipe("{name}").autocast(fn, target="{target}")'
         heading = [
             versions,
             f"{self.device}{memory}",
             "",
             f"Use {use}. Half precision here is {half}.",
             why,
-            *self._on_cpu(),
             f"fp8 units: {_FP8_UNITS[fp8_units]}.",
             *(f"Note: {note}" for note in self.notes),
             _IF_NOT_FINITE,
         ]
-        tables = [_of_products(self.products), _of_checks(self.checks)]
+        tables = [_of_products(self.products), _of_checks(self.checks, target)]
         failed = sum(not each.holds for each in self.checks)
         verdict = f"All {len(self.checks)} checks hold."
         if failed:
@@ -195,26 +170,26 @@ class Examination:
         text = as_text("\n".join(heading), tables, 88)
         return f"{text}\n\n{verdict}"
 
-    def _on_cpu(self) -> tuple[str, ...]:
-        """Returns what `target="auto"` does, in words; nothing unless on a CPU."""
-        if self.advice != advise("cpu"):
-            return ()
-        if self.speeds is None:
-            return (_NOT_ON_CPU,)
-        return (_ON_CPU.format(**self.speeds._asdict()),)
 
-
-def _of_products(products: Iterable[Product]) -> Table:
+def _of_products(products: Sequence[Product]) -> Table:
     numbers = ("largest", "smallest", "last place", "product")
+    note = "product: how fast a matrix product is, measured now, f32 being 1."
     rows = [
         (dtype, *(f"{limit:.2g}" for limit in limits), f"{speed:.2f}x")
-        for dtype, *limits, speed in products
+        for dtype, *limits, speed, _ in products
     ]
-    note = "product: how fast a matrix product is, measured now, f32 being 1."
+    on_cpu = [each.speed_on_cpu for each in products]
+    if any(on_cpu):
+        numbers += ("on this CPU",)
+        note += '\non this CPU: as target="auto" runs it, bf16 with a result in f32.'
+        rows = [
+            (*row, "" if speed is None else f"{speed:.2f}x")
+            for row, speed in zip(rows, on_cpu, strict=True)
+        ]
     return Table("What it computes with", ("dtype", *numbers), rows, numbers, note)
 
 
-def _of_checks(checks: Sequence[Check]) -> Table:
+def _of_checks(checks: Sequence[Check], target: str | None) -> Table:
     """Returns one row for each sentence, one column for each dtype."""
     shown: dict[str, dict[str, str]] = {}
     for dtype, what, holds, measured in checks:
@@ -223,18 +198,21 @@ def _of_checks(checks: Sequence[Check]) -> Table:
     dtypes = list(dict.fromkeys(each.dtype for each in checks))
     rows = [(what, *(by[dtype] for dtype in dtypes)) for what, by in shown.items()]
     title = "A small model, trained by O1 and beside it by O0"
+    if target is not None:
+        title = f"{title}; the plan is for a GPU"
     return Table(title, ("what should hold", *dtypes), rows)
 
 
-def advise(kind: str, capability: str = "") -> Advice:
+def advise(kind: str, capability: str = "", speeds: Speeds | None = None) -> Advice:
     """Returns the precision that suits a kind of device.
 
     Args:
       kind: the `platform` of a `jax.Device`: "cpu", "tpu" or "gpu".
       capability: the `compute_capability` of a GPU.
+      speeds: of a CPU that multiplies bf16.
     """
     if kind == "cpu":
-        return Advice("bf16", "O0", _CPU)
+        return _advise_cpu(speeds)
     if kind == "tpu":
         return Advice("bf16", "O1", _TPU, None)
     # "9.0" is NVIDIA's; AMD's are names such as "gfx942", of GPUs that are new enough.
@@ -250,6 +228,15 @@ def advise(kind: str, capability: str = "") -> Advice:
     return Advice("f16", "O0", _NO_UNITS)
 
 
+def _advise_cpu(speeds: Speeds | None) -> Advice:
+    if speeds is None:
+        return Advice("bf16", "O0", f"{_CPU}\n{_NOT_ON_CPU}")
+    measured = {**speeds._asdict(), "rounds": timings.ROUNDS}
+    if speeds.on_cpu <= _WORTH_IT:
+        return Advice("bf16", "O0", _GAINS_LITTLE.format(**measured))
+    return Advice("bf16", "O1", _GAINS.format(**measured), target="auto")
+
+
 def examine() -> Examination:
     """Returns the findings on the default device of JAX.
 
@@ -257,9 +244,11 @@ def examine() -> Examination:
     """
     devices = jax.local_devices()
     device = devices[0]
+    multiplies_bf16 = device.platform == "cpu" and this_cpu().native
+    speeds = timings.of_steps() if multiplies_bf16 else None
     # The oldest device decides, as in `half_dtype`.
     suits = [
-        advise(each.platform, str(getattr(each, "compute_capability", "")))
+        advise(each.platform, str(getattr(each, "compute_capability", "")), speeds)
         for each in devices
     ]
     half = short_name(half_dtype())
@@ -269,60 +258,11 @@ def examine() -> Examination:
         f"{jax.device_count()} x {device.device_kind} ({device.platform})",
         (device.memory_stats() or {}).get("bytes_limit"),
         advice,
-        _products(device.platform),
+        timings.of_products(device.platform, multiplies_bf16),
         tuple(each for half in (BF16, F16) for each in check(recipe("O1", half), half)),
         tuple(notes(device.platform)),
-        _speeds() if device.platform == "cpu" and this_cpu().native else None,
+        speeds,
     )
-
-
-def _speeds() -> Speeds:
-    """Returns how fast a training step of a small network is, in three programs."""
-
-    def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
-        for w in weights:
-            x = jax.nn.relu(x @ w)
-        return jnp.mean(x * x)
-
-    weights = [jnp.full((512, 512), 2.0**-8, F32)] * 3
-    x = jnp.ones((512, 512), F32)
-    steps = [
-        jax.jit(jax.grad(fn))
-        for fn in (loss, autocast(loss), autocast(loss, target="cpu"))
-    ]
-    times = [_shortest(functools.partial(step, weights, x)) for step in steps]
-    return Speeds(times[0] / times[1], times[0] / times[2])
-
-
-def _products(kind: str) -> tuple[Product, ...]:
-    size = 512 if kind == "cpu" else 4096
-    times = {dtype: _seconds(dtype, size) for dtype in (F32, BF16, F16)}
-    return tuple(
-        Product(
-            short_name(dtype),
-            float(jnp.finfo(dtype).max),
-            float(jnp.finfo(dtype).smallest_subnormal),
-            float(jnp.finfo(dtype).eps),
-            times[F32] / seconds,
-        )
-        for dtype, seconds in times.items()
-    )
-
-
-def _seconds(dtype: np.dtype, size: int) -> float:
-    """Returns the time of a matrix product, the shortest of several."""
-    matrix = jnp.full((size, size), 2.0**-10, dtype)
-    return _shortest(functools.partial(jax.jit(jnp.matmul), matrix, matrix))
-
-
-def _shortest(run: Callable[[], object]) -> float:
-    """Returns the seconds of the shortest of several runs of a compiled program."""
-    times = []
-    for _ in range(6):
-        begin = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(time.perf_counter() - begin)
-    return min(times[1:])  # the first one compiles
 
 
 def notes(kind: str) -> list[str]:

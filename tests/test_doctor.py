@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jmp_amp as amp
-from jmp_amp import __main__, checkup, doctor
+from jmp_amp import __main__, checkup, doctor, timings
 
 F16, BF16 = jnp.dtype("float16"), jnp.dtype("bfloat16")
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -78,18 +78,32 @@ def test_whether_there_are_fp8_units_is_printed(device, answer):
     assert found.to_dict()["advice"]["fp8_units"] is found.advice.fp8_units
 
 
+GAINS = timings.Speeds(autocast=0.7, on_cpu=2.1)
+GAINS_LITTLE = timings.Speeds(autocast=0.7, on_cpu=1.05)  # may be noise
+IN_F32 = "A CPU computes most of half precision in f32, and casts on top."
+
+
+def on_a_cpu(speeds):
+    """What is found on a CPU; `speeds` are None where it does not multiply bf16."""
+    products = [each._replace(speed_on_cpu=None) for each in examination().products]
+    if speeds is not None:
+        products[1] = products[1]._replace(speed_on_cpu=3.0)
+    advice = doctor.advise("cpu", speeds=speeds)
+    return dataclasses.replace(
+        examination(), advice=advice, speeds=speeds, products=tuple(products)
+    )
+
+
 @pytest.mark.parametrize(
     "speeds, use, told",
     [
-        # On a CPU that gains, one whose gain may be noise, and one that cannot.
-        (doctor.Speeds(0.7, 2.1), 'amp.recipe("O1").autocast(fn, target="auto")', 2.1),
-        (doctor.Speeds(0.7, 1.05), "amp.recipe('O0')", 1.1),
+        (GAINS, 'amp.recipe("O1").autocast(fn, target="auto")', 2.1),
+        (GAINS_LITTLE, "amp.recipe('O0')", 1.1),
         (None, "amp.recipe('O0')", None),
     ],
 )
 def test_a_cpu_is_advised_by_the_speed_of_a_step_on_it(speeds, use, told):
-    advice = doctor.advise("cpu")
-    found = dataclasses.replace(examination(), advice=advice, speeds=speeds)
+    found = on_a_cpu(speeds)
     text = " ".join(str(found).split())
     assert f"Use {use}. Half precision here is bf16." in text
     assert ("no instructions for products of bf16" in text) == (speeds is None)
@@ -100,17 +114,67 @@ def test_a_cpu_is_advised_by_the_speed_of_a_step_on_it(speeds, use, told):
     assert max(map(len, str(found).splitlines())) <= 88
 
 
+def test_a_cpu_that_gains_is_not_told_that_cpus_do_not():
+    for speeds, gains in ((GAINS, True), (GAINS_LITTLE, False), (None, False)):
+        found = on_a_cpu(speeds)
+        text = str(found)
+        assert (IN_F32 in text) == (not gains)
+        # Programs read the same advice.
+        told = found.to_dict()["advice"]
+        assert (told["recipe"], told["target"]) == (
+            ("O1", "auto") if gains else ("O0", None)
+        )
+        assert (IN_F32 in told["why"]) == (not gains)
+        # What was tried is not what is advised: a plan for this CPU.
+        assert ("beside it by O0; the plan is for a GPU\n" in text) == gains
+
+
+def test_the_table_has_the_product_that_a_plan_for_the_cpu_runs():
+    for speeds in (GAINS, GAINS_LITTLE):
+        found = str(on_a_cpu(speeds))
+        (row,) = re.findall(r"^ bf16 .*$", found, re.MULTILINE)
+        assert row.endswith(" 3.00x")
+        assert 'on this CPU: as target="auto" runs it, bf16 with a result in' in found
+    assert "on this CPU" not in str(on_a_cpu(None))
+
+
+def test_that_product_is_timed_where_a_cpu_multiplies_bf16():
+    timed = [timings.of_products("cpu", native) for native in (False, True)]
+    on_cpu = [[each.speed_on_cpu for each in products] for products in timed]
+    assert on_cpu[0] == [None] * 3
+    assert (on_cpu[1][0], on_cpu[1][2]) == (None, None)
+    assert on_cpu[1][1] is not None and on_cpu[1][1] > 0
+
+
 def test_a_gpu_is_told_nothing_of_a_cpus_instructions():
     advice = doctor.advise("gpu", "9.0")
-    text = str(dataclasses.replace(examination(), advice=advice, speeds=None))
-    assert "products of bf16" not in text
-    assert "if the plan is for" not in text
+    assert advice == doctor.advise("gpu", "9.0", GAINS)
+    found = dataclasses.replace(on_a_cpu(None), advice=advice)
+    assert "products of bf16" not in str(found)
+    assert "if the plan is for" not in str(found)
 
 
 def test_steps_are_timed_where_a_cpu_multiplies_bf16(monkeypatch):
-    times = iter([3.0, 4.0, 1.5])
-    monkeypatch.setattr(doctor, "_shortest", lambda run: next(times))
-    assert doctor._speeds() == doctor.Speeds(autocast=0.75, on_cpu=2.0)
+    monkeypatch.setattr(timings, "medians", lambda runs: [3.0, 4.0, 1.5])
+    assert timings.of_steps() == timings.Speeds(autocast=0.75, on_cpu=2.0)
+
+
+def test_a_machine_that_slows_down_changes_no_ratio(monkeypatch):
+    now, order = [0.0], []
+
+    def program(name, seconds):
+        def run():
+            order.append(name)
+            now[0] += seconds * (1 + now[0])  # the later, the slower
+            return jnp.zeros(())
+
+        return run
+
+    monkeypatch.setattr(timings.time, "perf_counter", lambda: now[0])
+    runs = [program("slow", 0.02), program("fast", 0.01)]
+    slow, fast = timings.medians(runs)
+    assert abs(slow / fast - 2) < 0.05
+    assert order == ["slow", "fast"] * (timings.ROUNDS + 1)
 
 
 def test_other_devices_are_advised_bfloat16():
@@ -122,7 +186,7 @@ def test_other_devices_are_advised_bfloat16():
 def test_advice_agrees_with_the_half_dtype_of_policies():
     device = jax.devices()[0]
     capability = str(getattr(device, "compute_capability", ""))
-    advised = doctor.advise(device.platform, capability)
+    advised = doctor.advise(device.platform, capability, examination().speeds)
     assert examination().advice == advised
     assert amp.get_policy(advised.half_dtype).compute_dtype == amp.half_dtype()
 

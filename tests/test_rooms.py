@@ -73,7 +73,12 @@ WINGS = {
         ("diagnosing",),
     ),
     "recipes": (("levels", "recipe_tables"), ("overrides",), ("recipes",)),
-    "": (("plots", "jmp"), ("checkup",), ("doctor",), ("__main__", "__init__")),
+    "": (
+        ("plots", "jmp"),
+        ("checkup", "timings"),
+        ("doctor",),
+        ("__main__", "__init__"),
+    ),
 }
 # The place of each room: the wing's, then the row's.
 PLACE = {

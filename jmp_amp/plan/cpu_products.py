@@ -61,7 +61,7 @@ def why_f32(at: Standing) -> str | None:
     if cpu is None or asked == F32:
         return "the policy computes in f32"
     if asked != BF16:
-        return f"on this CPU: no instructions for products of {short_name(asked)}"
+        return f"on this CPU: XLA computes products of {short_name(asked)} in f32"
     if not cpu.native:
         return f"on this CPU: {cpu}"
     is_convolution = at.name == "conv_general_dilated"

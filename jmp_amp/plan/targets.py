@@ -11,13 +11,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jmp_amp.policies.dtypes import BF16, F32
+from jmp_amp.policies.dtypes import BF16, F16, F32
 from jmp_amp.policies.policy import Policy
 
 # What a caller may write. None is an accelerator too.
@@ -40,6 +42,19 @@ class Cpu(NamedTuple):
         if self.native:
             return "bf16 products with f32 results, f32 between them"
         return "no instructions for bf16 products, so all is f32"
+
+    def in_words(self, asked: Collection[np.dtype], gains: bool) -> str:
+        """Returns what it runs of a program.
+
+        Args:
+          asked: the compute dtypes of the policies.
+          gains: whether any product is in half precision.
+        """
+        if gains or not self.native:
+            return str(self)
+        if F16 in asked and BF16 not in asked:
+            return "XLA computes products of f16 in f32, so all is f32"
+        return "no product in bf16, so all is f32"
 
     def runs(self, asked: Policy) -> Policy:
         """Returns the policy of all operations but products."""

@@ -42,7 +42,8 @@ class Report:
       arguments: the bytes of the arguments that the backward pass keeps as they are,
         besides `saved`.
       arguments_without: those without autocast: float32 weights.
-      on_cpu: how the CPU that the plan is for multiplies; None for a GPU or a TPU.
+      on_cpu: what the CPU that the plan is for runs, in words; None for a GPU or a
+        TPU.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -399,6 +400,8 @@ def explain(
             kept = read_saved(call, equations)
         decided = {e.decided_by for e in equations if e.from_policy}
         chosen = [policies.default, *(each for _, each in policies.entries)]
+        asked = {each.compute_dtype for each in chosen}
+        gains = any(e.matmuls_in_half for e in equations)
         named = {n for each in chosen for n in (*each.low, *each.full, *each.follow)}
         return Report(
             function=name,
@@ -409,7 +412,7 @@ def explain(
             unused_rules=tuple(sorted(named - decided)),
             arguments=kept.arguments,
             arguments_without=kept.arguments_without,
-            on_cpu=None if cpu is None else str(cpu),
+            on_cpu=None if cpu is None else cpu.in_words(asked, gains),
         )
 
     return explained

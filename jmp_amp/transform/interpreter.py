@@ -123,6 +123,9 @@ def autocast(
         operands and f32 results, forward and backward; everything else is f32. Under an
         f16 policy its products are f32, under an fp8 policy bf16. Another CPU runs
         everything in f32. The results have the same dtypes for every target.
+        `jax.export` takes bf16 products for a CPU with `disabled_checks=[jax.export.
+        DisabledSafetyCheck.custom_call("LayoutConstraint")]`. `jax.experimental.jet`
+        has no rules for them: call it inside of `fn`, or use the default target.
 
     Raises:
       TypeError: if `fn` is not callable, `policy` no policy, `enabled` no bool or

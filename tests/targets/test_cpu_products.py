@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
+from jax.experimental import jet
 
 import jmp_amp as amp
 from jmp_amp.plan import cpu_products, targets
@@ -228,6 +230,53 @@ def test_a_vmap_is_the_loop():
     for i, x in enumerate(xs):
         for ours, alone in zip(mapped, alone_of(x, y), strict=True):
             np.testing.assert_array_equal(ours[i], alone)
+
+
+def test_a_step_is_exported_as_the_docstring_says():
+    x, y = integers((8, 4)), integers((4, 6), 1)
+
+    def loss(x, y):
+        return jnp.sum(on_cpu(jnp.matmul)(x, y) ** 2)
+
+    step = jax.jit(jax.grad(loss, (0, 1)))
+    with pytest.raises(ValueError, match="LayoutConstraint"):
+        export.export(step)(x, y)
+    layouts = export.DisabledSafetyCheck.custom_call("LayoutConstraint")
+    exported = export.export(step, disabled_checks=[layouts])(x, y)
+    for ours, expected in zip(exported.call(x, y), step(x, y), strict=True):
+        np.testing.assert_array_equal(ours, expected)
+    if this_cpu().native:
+        compiled = jax.jit(exported.call).lower(x, y).compile()
+        assert multiplied(compiled) == ["bf16"] * 3
+    docstring = " ".join(str(amp.autocast.__doc__).split())
+    assert 'DisabledSafetyCheck.custom_call("LayoutConstraint")]' in docstring
+
+
+def test_jet_is_called_inside_as_the_docstring_says():
+    x, y, v = integers((8, 4)), integers((4, 6), 1), integers((8, 4), 2)
+
+    def second(fn):
+        # d^2/dt^2 of fn(x + t v)^2.
+        def derivative(x, v):
+            series = ((v, jnp.zeros_like(x)),)
+            return jet.jet(lambda x: fn(x) * fn(x), (x,), series)[1][1]
+
+        return derivative
+
+    def product(x):
+        return x @ y
+
+    ours = on_cpu(second(product))
+    assert "layout_constraint" in str(jax.make_jaxpr(ours)(x, v))
+    # `jet` makes its factorials of exponentials.
+    limit = 8 * float(jnp.finfo(F32).eps)
+    np.testing.assert_allclose(ours(x, v), 2 * (v @ y) ** 2, rtol=limit)
+    # JAX's own `relu` fails likewise: `jet` knows no derivative rules.
+    with pytest.raises(Exception, match=r"unexpected tracer|process_primitive"):
+        jax.jit(second(on_cpu(product)))(x, v)
+    assert "`jax.experimental.jet` has no rules" in " ".join(
+        str(amp.autocast.__doc__).split()
+    )
 
 
 CONVOLUTIONS = {

@@ -1,5 +1,6 @@
 """Targets: what a plan for a CPU runs in half precision, and what it does not."""
 
+import functools
 import json
 import re
 
@@ -330,6 +331,56 @@ def test_explain_says_that_a_cpu_has_no_instructions(without):
     reason = "no instructions for bf16 products, so all is f32"
     assert [each.reason for each in report.products] == [f"on this CPU: {reason}"]
     assert reason in report.summary
+
+
+@pytest.mark.parametrize(
+    "policy, sizes, told",
+    [
+        ("mixed_bfloat16", SHAPE, "bf16 products with f32 results, f32 between them"),
+        ("fp8", SHAPE, "bf16 products with f32 results, f32 between them"),
+        # CPUs with avx512_fp16 multiply f16, but XLA has no such products.
+        ("mixed_float16", SHAPE, "XLA computes products of f16 in f32, so all is f32"),
+        ("float32", SHAPE, "no product in bf16, so all is f32"),
+        ("mixed_bfloat16", (64, 64), "no product in bf16, so all is f32"),
+    ],
+)
+def test_the_heading_says_what_the_cpu_does_under_the_policy(
+    native, policy, sizes, told
+):
+    report = amp.explain(jnp.matmul, policy, target="cpu")(*arrays(sizes, sizes))
+    assert f"on this CPU ({told}): " in report.summary
+    in_half = report.total.matmuls_in_half
+    assert in_half == ("so all is f32" not in told)
+    assert "no instructions" not in str(report)
+
+
+def test_the_heading_knows_the_regions_of_other_policies(native):
+    def fn(x, w):
+        return amp.with_policy("mixed_bfloat16")(jnp.matmul)(x, w) @ w
+
+    for policy in ("float32", "mixed_float16"):
+        report = amp.explain(fn, policy, target="cpu")(*arrays(SHAPE, SHAPE))
+        assert report.total.matmuls_in_half == 1
+        assert "(bf16 products with f32 results, f32 between" in report.summary
+
+
+def test_explain_says_why_no_product_is_of_f16(native):
+    report = amp.explain(jnp.matmul, "mixed_float16", target="cpu")(
+        *arrays(SHAPE, SHAPE)
+    )
+    reason = "on this CPU: XLA computes products of f16 in f32"
+    assert [each.reason for each in report.products] == [reason]
+
+
+@pytest.mark.parametrize("result", [None, F16, F32])
+def test_xla_computes_products_of_f16_in_f32(result):
+    # Where it does no more, the sentence above is false, and f16 may gain.
+    product = functools.partial(jnp.matmul, preferred_element_type=result)
+    x = jnp.ones((256, 256), F16)
+    text = jax.jit(product).lower(x, x).compile().as_text()
+    made = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", text))
+    operands = re.findall(r" dot\((%[\w.-]+), (%[\w.-]+)\)", text)
+    assert [made[name] for pair in operands for name in pair] == ["f32", "f32"]
 
 
 def test_explain_tells_what_f32_between_products_costs(native):
