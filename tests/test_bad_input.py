@@ -1,5 +1,6 @@
 """Bad input of the public calls: an error that names the call and the remedy."""
 
+import functools
 import inspect
 
 import jax
@@ -7,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
+from flax import nnx
 
 import jmp_amp as amp
 
@@ -25,6 +28,22 @@ TORCH = {
 
 def torch_with(tracker):
     return amp.loss_scale_from_torch(TORCH | {"_growth_tracker": tracker})
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(x)
+
+
+class Nnx(nnx.Module):
+    def __call__(self, x):
+        return x @ x
+
+
+def as_context(made):
+    with made:
+        pass
 
 
 def report():
@@ -107,6 +126,81 @@ def test_every_flag_of_the_public_calls_is_known_here():
 
 # Other input that is wrong: the call, the error, and words of the fact and the remedy.
 WRONG = {
+    **{
+        f"{name} of {cls.__name__}, a class": (
+            lambda call=call, cls=cls: call(cls),
+            (TypeError, f"{name}({cls.__name__}): a class, not a function. ", remedy),
+        )
+        for name, call in {
+            "autocast": amp.autocast,
+            "autocast as a decorator": amp.autocast(policy="mixed_float16"),
+            "autocast, not enabled": functools.partial(amp.autocast, enabled=False),
+            "explain": amp.explain,
+        }.items()
+        for name in [name.partition(" ")[0].strip(",")]
+        for cls, remedy in {
+            Linen: f"{name}(model.apply, policy)",
+            nn.Dense: "@with_policy(policy) gives the class a policy inside",
+            Nnx: f"{name}(model, policy)",
+            dict: f"Write {name}(fn, policy)",
+        }.items()
+    },
+    "explain of a linen module": (
+        lambda: amp.explain(Linen()),
+        (
+            TypeError,
+            "explain(Linen(...)): a linen module holds no parameters",
+            "Write explain(model.apply, policy)(*args).",
+        ),
+    ),
+    **{
+        f"autocast of {found}": (
+            lambda fn=fn: amp.autocast(fn),
+            (
+                TypeError,
+                f"autocast({shown}): the first argument is the function to transform, "
+                f"found {found}.",
+                remedy,
+            ),
+        )
+        for fn, shown, found, remedy in (
+            ({"w": PARAMS}, "<dict>", "dict", "Write autocast(loss_fn, policy)."),
+            (PARAMS, "<array>", "array", "Write autocast(loss_fn, policy)."),
+            ({"w": 1, 2: 3}, "{'w': 1, 2: 3}", "dict", "autocast(loss_fn, policy)"),
+            ("cuda", "'cuda'", "str", "Write autocast(loss_fn, policy)."),
+            ("bf16; x: f32", "'bf16; x: f32'", "str", "@autocast(policy='bf16; x: f"),
+        )
+    },
+    **{
+        f"with {name}": (
+            lambda call=call: as_context(call()),
+            (
+                TypeError,
+                "with autocast(...): autocast takes a function and returns one.",
+                "Write autocast(loss_fn, policy)",
+            ),
+        )
+        for name, call in {
+            "autocast()": amp.autocast,
+            "autocast(enabled=False)": lambda: amp.autocast(enabled=False),
+        }.items()
+    },
+    **{
+        f"autocast with torch's {key}": (
+            lambda args=args, key=key: amp.autocast(*args, **{key: jnp.bfloat16}),
+            (TypeError, f"autocast(..., {key}=...): ", "autocast(loss_fn, policy)"),
+        )
+        for args, key in (
+            (("cuda",), "dtype"),
+            ((abs,), "dtype"),
+            ((), "device_type"),
+            ((), "cache_enabled"),
+        )
+    },
+    "autocast with an unknown keyword": (
+        lambda: amp.autocast(abs, polcy="bf16"),
+        (TypeError, "autocast() got an unexpected keyword argument 'polcy'", "polcy"),
+    ),
     "update of the state of the wrapped optimizer": (
         lambda: TX.update(PARAMS, PLAIN.init(PARAMS), PARAMS),
         (TypeError, "with_loss_scale: update was given a tuple", "import_opt_state"),

@@ -27,6 +27,7 @@ from jmp_amp.policies.dtypes import (
 )
 from jmp_amp.policies.policy import Policy, get_policy
 from jmp_amp.transform import linen_modules, scopes
+from jmp_amp.transform.functions import wraps
 from jmp_amp.transform.nnx_modules import subclass
 
 Marked = TypeVar("Marked")
@@ -84,7 +85,7 @@ def with_policy(policy: Policy | str) -> Callable[[Marked], Marked]:
                 "with_policy(policy)(fn)."
             )
 
-        @functools.wraps(fn, updated=())
+        @wraps(fn)
         def marked(*args: object, **kwargs: object) -> object:
             with scopes.active_scope(policy):
                 return fn(*args, **kwargs)
@@ -188,7 +189,7 @@ def cast_inputs(fn: Callable[P, R], dtype: DTypeLike | None = None) -> Callable[
             "bfloat16 or float32."
         )
 
-    @functools.wraps(fn, updated=())
+    @wraps(fn)
     def cast_fn(*args: P.args, **kwargs: P.kwargs) -> PyTree:
         policy = scopes.active_policy()
         if policy is None:
