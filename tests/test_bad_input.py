@@ -201,6 +201,93 @@ WRONG = {
         lambda: amp.autocast(abs, polcy="bf16"),
         (TypeError, "autocast() got an unexpected keyword argument 'polcy'", "polcy"),
     ),
+    "a dictionary of policies": (
+        lambda: amp.autocast(abs, {"head": "float32"}),
+        (
+            TypeError,
+            "autocast(fn, {'head': 'float32'}): a dictionary is no policy.",
+            "Write PolicyMap(\"mixed_bfloat16\", {'head': 'float32'}).",
+        ),
+    ),
+    "a dictionary of policies as the default": (
+        lambda: amp.PolicyMap({nn.Dense: amp.Policy()}),
+        (TypeError, "PolicyMap(default={<class ", 'PolicyMap("mixed_bfloat16", {<cl'),
+    ),
+    "parameters as the policy": (
+        lambda: amp.autocast(abs, {"w": PARAMS}),
+        (TypeError, "autocast(fn, <dict>): get_policy(<dict>): ", "mixed_bfloat16"),
+    ),
+    **{
+        f"the dtype {dtype!r} as the policy": (
+            lambda dtype=dtype: amp.get_policy(dtype),
+            (
+                TypeError,
+                f"get_policy({dtype!r}): wanted a Policy or its text, got the dtype ",
+                f'Write "{remedy}"',
+            ),
+        )
+        for dtype, remedy in (
+            (jnp.bfloat16, "mixed_bfloat16"),
+            (np.float16, "mixed_float16"),
+            (jnp.dtype("bfloat16"), "mixed_bfloat16"),
+            (np.float32, "f32"),
+            (float, "f32"),
+        )
+    },
+    "a dtype in a map": (
+        lambda: amp.PolicyMap("bf16", {"a": jnp.float16}),
+        (TypeError, "PolicyMap(..., {'a': <class", 'Write "mixed_float16"'),
+    ),
+    "a dtype as the function": (
+        lambda: amp.autocast(jnp.bfloat16),
+        (TypeError, "autocast(<class ", "Write autocast(fn, 'mixed_bfloat16')"),
+    ),
+    **{
+        f"with_policy of {fn.__name__}": (
+            lambda fn=fn: amp.with_policy(fn),
+            (
+                TypeError,
+                f"with_policy({fn.__name__}): the first argument is the policy.",
+                '@with_policy("float32") above',
+            ),
+        )
+        for fn in (report, Linen, Nnx)
+    },
+    "full_precision with parentheses": (
+        lambda: amp.full_precision(),
+        (TypeError, "full_precision(): ", "Write @full_precision, without parentheses"),
+    ),
+    "with_policy of parameters": (
+        lambda: amp.with_policy("bf16")({"w": PARAMS}),
+        (TypeError, "with_policy('p=bf16,c=bf16,o=bf16')(<dict>): it marks", "(fn)"),
+    ),
+    "cast_inputs of parameters": (
+        lambda: amp.cast_inputs({"w": PARAMS}),
+        (TypeError, "cast_inputs(<dict>): the first argument is", "cast_inputs(fn)"),
+    ),
+    **{
+        f"{name} of {shown}": (
+            lambda call=call, given=given: call(given),
+            (TypeError, f"{name}({shown}): not a function.", "the loss function"),
+        )
+        for name, call in (("value_and_grad", amp.value_and_grad), ("grad", amp.grad))
+        for given, shown in (({"w": PARAMS}, "<dict>"), (PARAMS, "<array>"))
+    },
+    **{
+        f"{name} with a loss scale": (
+            lambda call=call: call(abs, loss_scale=STATE),
+            (
+                TypeError,
+                f"{name}(..., loss_scale=...): the scale belongs to each call",
+                f"Write {name}(fn)(*args, loss_scale=opt_state).",
+            ),
+        )
+        for name, call in (("value_and_grad", amp.value_and_grad), ("grad", amp.grad))
+    },
+    "grad with an unknown keyword": (
+        lambda: amp.grad(abs, argnum=0),
+        (TypeError, "grad() got an unexpected keyword argument 'argnum'", "argnum"),
+    ),
     "update of the state of the wrapped optimizer": (
         lambda: TX.update(PARAMS, PLAIN.init(PARAMS), PARAMS),
         (TypeError, "with_loss_scale: update was given a tuple", "import_opt_state"),

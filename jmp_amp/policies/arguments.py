@@ -20,8 +20,10 @@ def written(value: object) -> str:
 
 
 def type_name(value: object) -> str:
-    """Returns the name of the type of an argument; "array" for every array of JAX."""
-    return "array" if isinstance(value, jax.Array) else type(value).__name__
+    """Returns the name of the type of an argument, without those private to JAX."""
+    if isinstance(value, jax.Array):
+        return "array"
+    return "type" if isinstance(value, type) else type(value).__name__
 
 
 def refuse_keywords(

@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jmp_amp.policies.arguments import type_name, written
-from jmp_amp.policies.dtypes import AnyFn
+from jmp_amp.policies.dtypes import AnyFn, given_as_dtype, is_half, short_name
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import as_policy_map
 
@@ -35,7 +35,8 @@ def check_function(fn: object, name: str, purpose: str, then: str = "") -> None:
       purpose: what it does to a function, such as "transform".
       then: what follows the call in the remedy, such as "(*args)".
     """
-    if isinstance(fn, type):
+    policy = _as_policy(fn)
+    if isinstance(fn, type) and policy is None:
         remedy = _instead_of_class(fn, name, then)
         raise TypeError(f"{name}({fn.__name__}): a class, not a function. {remedy}")
     if isinstance(fn, nn.Module) and fn.scope is None:
@@ -43,25 +44,29 @@ def check_function(fn: object, name: str, purpose: str, then: str = "") -> None:
             f"{name}({type(fn).__name__}(...)): a linen module holds no parameters, "
             f"so it cannot be called. Write {name}(model.apply, policy){then}."
         )
-    if callable(fn):
+    if callable(fn) and policy is None:
         return
     remedy = f"Write {name}(loss_fn, policy){then}."
-    if isinstance(fn, str | Policy) and _is_policy(fn):
-        remedy = f"Write {name}(fn, {fn!r}){then}"
-        remedy += "." if then else f" or, as a decorator, @{name}(policy={fn!r})."
+    if policy is not None:
+        remedy = f"Write {name}(fn, {policy!r}){then}"
+        remedy += "." if then else f" or, as a decorator, @{name}(policy={policy!r})."
     raise TypeError(
         f"{name}({written(fn)}): the first argument is the function to {purpose}, "
         f"found {type_name(fn)}. {remedy}"
     )
 
 
-def _is_policy(policy: str | Policy) -> bool:
-    """Whether it is a policy, and not another word, such as torch's "cuda"."""
+def _as_policy(fn: object) -> str | Policy | None:
+    """Returns the policy that was given as a function, or None."""
+    if (dtype := given_as_dtype(fn)) is not None:
+        return f"mixed_{dtype.name}" if is_half(dtype) else short_name(dtype)
+    if not isinstance(fn, str | Policy):
+        return None
     try:
-        as_policy_map(policy, "")
-    except (TypeError, ValueError):
-        return False
-    return True
+        as_policy_map(fn, "")
+    except (TypeError, ValueError):  # another word, such as torch's "cuda"
+        return None
+    return fn
 
 
 def _instead_of_class(cls: type, name: str, then: str) -> str:

@@ -12,6 +12,7 @@ import jax
 from flax import linen as nn
 from flax import nnx
 from flax.core import Scope, tracers
+from jax.core import Tracer
 
 from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.patterns import ModuleInfo
@@ -67,7 +68,7 @@ class Variables:
             known = set(map(id, held))
             for collection, tree in self._roots[key].mutable_variables().items():
                 new = (leaf for leaf in jax.tree.leaves(tree) if id(leaf) not in known)
-                if any(isinstance(leaf, jax.core.Tracer) for leaf in new):
+                if any(isinstance(leaf, Tracer) for leaf in new):
                     found.add(collection)
         return found
 
