@@ -127,17 +127,17 @@ def test_every_flag_of_the_public_calls_is_known_here():
 # Other input that is wrong: the call, the error, and words of the fact and the remedy.
 WRONG = {
     **{
-        f"{name} of {cls.__name__}, a class": (
+        f"{label} of the class {cls.__name__}": (
             lambda call=call, cls=cls: call(cls),
             (TypeError, f"{name}({cls.__name__}): a class, not a function. ", remedy),
         )
-        for name, call in {
+        for label, call in {
             "autocast": amp.autocast,
-            "autocast as a decorator": amp.autocast(policy="mixed_float16"),
-            "autocast, not enabled": functools.partial(amp.autocast, enabled=False),
+            "autocast, as a decorator,": amp.autocast(policy="mixed_float16"),
+            "autocast, not enabled,": functools.partial(amp.autocast, enabled=False),
             "explain": amp.explain,
         }.items()
-        for name in [name.partition(" ")[0].strip(",")]
+        for name in [label.partition(",")[0]]
         for cls, remedy in {
             Linen: f"{name}(model.apply, policy)",
             nn.Dense: "@with_policy(policy) gives the class a policy inside",
@@ -186,7 +186,7 @@ WRONG = {
         }.items()
     },
     **{
-        f"autocast with torch's {key}": (
+        f"autocast of {args} with torch's {key}": (
             lambda args=args, key=key: amp.autocast(*args, **{key: jnp.bfloat16}),
             (TypeError, f"autocast(..., {key}=...): ", "autocast(loss_fn, policy)"),
         )
