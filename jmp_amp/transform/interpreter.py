@@ -186,14 +186,14 @@ def autocast(
     return autocast_fn
 
 
-_NO_CONTEXT = (
+_TAKES_A_FUNCTION = (
     "autocast takes a function and returns one. Write autocast(loss_fn, policy), with "
     'a policy such as "mixed_bfloat16".'
 )
 _KEYWORDS_OF_TORCH = {
-    "dtype": f"a policy has the dtypes. {_NO_CONTEXT}",
-    "device_type": f"a plan is for GPUs and TPUs, or target='cpu'. {_NO_CONTEXT}",
-    "cache_enabled": f"there is no cache of casts. {_NO_CONTEXT}",
+    "dtype": f"a policy has the dtypes. {_TAKES_A_FUNCTION}",
+    "device_type": f"a plan is for GPUs and TPUs, or target='cpu'. {_TAKES_A_FUNCTION}",
+    "cache_enabled": f"there is no cache of casts. {_TAKES_A_FUNCTION}",
 }
 
 
@@ -201,7 +201,7 @@ class _Decorator(functools.partial[Any]):
     """`autocast` without a function, which is a decorator and no context manager."""
 
     def __enter__(self) -> NoReturn:
-        raise TypeError(f"with autocast(...): {_NO_CONTEXT}")
+        raise TypeError(f"with autocast(...): {_TAKES_A_FUNCTION}")
 
     def __exit__(self, *error: object) -> None: ...
 
