@@ -131,10 +131,25 @@ _NAMES = {
 _ROOMS = {name: room for room, names in _NAMES.items() for name in names.split()}
 __all__ = list(_ROOMS)  # pyright: ignore[reportUnsupportedDunderAll]
 
+_SCALER = "with_loss_scale(optimizer, dynamic_loss_scale()), around an optax optimizer"
+# Names of torch, Apex, Flax and jmp, and what there is in their place.
+_ELSEWHERE = {
+    "GradScaler": _SCALER,
+    "DynamicScale": _SCALER,
+    "scale_loss": "value_and_grad(loss_fn)(params, loss_scale=opt_state)",
+    "initialize": 'recipe("O1")',
+    "custom_fwd": "cast_inputs(fn)",
+    "custom_bwd": "cast_inputs(fn), for the function with its derivative",
+    "DynamicLossScale": "dynamic_loss_scale(), or jmp_amp.jmp for the API of jmp",
+    "StaticLossScale": "static_loss_scale(2.0**16), or jmp_amp.jmp for the API of jmp",
+    "NoOpLossScale": "no_loss_scale(), or jmp_amp.jmp for the API of jmp",
+}
+
 
 def __getattr__(name: str) -> object:
     if name not in _ROOMS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        remedy = f". Use {_ELSEWHERE[name]}." if name in _ELSEWHERE else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
     room = _ROOMS[name]
     module = importlib.import_module(f"{__name__}.{room or name}")
     value = getattr(module, name) if room else module

@@ -1,5 +1,6 @@
 """Bad input of the public calls: an error that names the call and the remedy."""
 
+import functools
 import inspect
 
 import jax
@@ -7,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
+from flax import nnx
 
 import jmp_amp as amp
 
@@ -25,6 +28,22 @@ TORCH = {
 
 def torch_with(tracker):
     return amp.loss_scale_from_torch(TORCH | {"_growth_tracker": tracker})
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(x)
+
+
+class Nnx(nnx.Module):
+    def __call__(self, x):
+        return x @ x
+
+
+def as_context(made):
+    with made:
+        pass
 
 
 def report():
@@ -107,6 +126,168 @@ def test_every_flag_of_the_public_calls_is_known_here():
 
 # Other input that is wrong: the call, the error, and words of the fact and the remedy.
 WRONG = {
+    **{
+        f"{label} of the class {cls.__name__}": (
+            lambda call=call, cls=cls: call(cls),
+            (TypeError, f"{name}({cls.__name__}): a class, not a function. ", remedy),
+        )
+        for label, call in {
+            "autocast": amp.autocast,
+            "autocast, as a decorator,": amp.autocast(policy="mixed_float16"),
+            "autocast, not enabled,": functools.partial(amp.autocast, enabled=False),
+            "explain": amp.explain,
+        }.items()
+        for name in [label.partition(",")[0]]
+        for cls, remedy in {
+            Linen: f"{name}(model.apply, policy)",
+            nn.Dense: "@with_policy(policy) gives the class a policy inside",
+            Nnx: f"{name}(model, policy)",
+            dict: f"Write {name}(fn, policy)",
+        }.items()
+    },
+    "explain of a linen module": (
+        lambda: amp.explain(Linen()),
+        (
+            TypeError,
+            "explain(Linen(...)): a linen module holds no parameters",
+            "Write explain(model.apply, policy)(*args).",
+        ),
+    ),
+    **{
+        f"autocast of {found}": (
+            lambda fn=fn: amp.autocast(fn),
+            (
+                TypeError,
+                f"autocast({shown}): the first argument is the function to transform, "
+                f"found {found}.",
+                remedy,
+            ),
+        )
+        for fn, shown, found, remedy in (
+            ({"w": PARAMS}, "<dict>", "dict", "Write autocast(loss_fn, policy)."),
+            (PARAMS, "<array>", "array", "Write autocast(loss_fn, policy)."),
+            ({"w": 1, 2: 3}, "{'w': 1, 2: 3}", "dict", "autocast(loss_fn, policy)"),
+            ("cuda", "'cuda'", "str", "Write autocast(loss_fn, policy)."),
+            ("bf16; x: f32", "'bf16; x: f32'", "str", "@autocast(policy='bf16; x: f"),
+        )
+    },
+    **{
+        f"with {name}": (
+            lambda call=call: as_context(call()),
+            (
+                TypeError,
+                "with autocast(...): autocast takes a function and returns one.",
+                "Write autocast(loss_fn, policy)",
+            ),
+        )
+        for name, call in {
+            "autocast()": amp.autocast,
+            "autocast(enabled=False)": lambda: amp.autocast(enabled=False),
+        }.items()
+    },
+    **{
+        f"autocast of {args} with torch's {key}": (
+            lambda args=args, key=key: amp.autocast(*args, **{key: jnp.bfloat16}),
+            (TypeError, f"autocast(..., {key}=...): ", "autocast(loss_fn, policy)"),
+        )
+        for args, key in (
+            (("cuda",), "dtype"),
+            ((abs,), "dtype"),
+            ((), "device_type"),
+            ((), "cache_enabled"),
+        )
+    },
+    "autocast with an unknown keyword": (
+        lambda: amp.autocast(abs, polcy="bf16"),
+        (TypeError, "autocast() got an unexpected keyword argument 'polcy'", "polcy"),
+    ),
+    "a dictionary of policies": (
+        lambda: amp.autocast(abs, {"head": "float32"}),
+        (
+            TypeError,
+            "autocast(fn, {'head': 'float32'}): a dictionary is no policy.",
+            "Write PolicyMap(\"mixed_bfloat16\", {'head': 'float32'}).",
+        ),
+    ),
+    "a dictionary of policies as the default": (
+        lambda: amp.PolicyMap({nn.Dense: amp.Policy()}),
+        (TypeError, "PolicyMap(default={<class ", 'PolicyMap("mixed_bfloat16", {<cl'),
+    ),
+    "parameters as the policy": (
+        lambda: amp.autocast(abs, {"w": PARAMS}),
+        (TypeError, "autocast(fn, <dict>): get_policy(<dict>): ", "mixed_bfloat16"),
+    ),
+    **{
+        f"the dtype {dtype!r} as the policy": (
+            lambda dtype=dtype: amp.get_policy(dtype),
+            (
+                TypeError,
+                f"get_policy({dtype!r}): wanted a Policy or its text, got the dtype ",
+                f'Write "{remedy}"',
+            ),
+        )
+        for dtype, remedy in (
+            (jnp.bfloat16, "mixed_bfloat16"),
+            (np.float16, "mixed_float16"),
+            (jnp.dtype("bfloat16"), "mixed_bfloat16"),
+            (np.float32, "f32"),
+            (float, "f32"),
+        )
+    },
+    "a dtype in a map": (
+        lambda: amp.PolicyMap("bf16", {"a": jnp.float16}),
+        (TypeError, "PolicyMap(..., {'a': <class", 'Write "mixed_float16"'),
+    ),
+    "a dtype as the function": (
+        lambda: amp.autocast(jnp.bfloat16),
+        (TypeError, "autocast(<class ", "Write autocast(fn, 'mixed_bfloat16')"),
+    ),
+    **{
+        f"with_policy of {fn.__name__}": (
+            lambda fn=fn: amp.with_policy(fn),
+            (
+                TypeError,
+                f"with_policy({fn.__name__}): the first argument is the policy.",
+                '@with_policy("float32") above',
+            ),
+        )
+        for fn in (report, Linen, Nnx)
+    },
+    "full_precision with parentheses": (
+        lambda: amp.full_precision(),
+        (TypeError, "full_precision(): ", "Write @full_precision, without parentheses"),
+    ),
+    "with_policy of parameters": (
+        lambda: amp.with_policy("bf16")({"w": PARAMS}),
+        (TypeError, "with_policy('p=bf16,c=bf16,o=bf16')(<dict>): it marks", "(fn)"),
+    ),
+    "cast_inputs of parameters": (
+        lambda: amp.cast_inputs({"w": PARAMS}),
+        (TypeError, "cast_inputs(<dict>): the first argument is", "cast_inputs(fn)"),
+    ),
+    **{
+        f"{name} of {shown}": (
+            lambda call=call, given=given: call(given),
+            (TypeError, f"{name}({shown}): not a function.", "the loss function"),
+        )
+        for name, call in (("value_and_grad", amp.value_and_grad), ("grad", amp.grad))
+        for given, shown in (({"w": PARAMS}, "<dict>"), (PARAMS, "<array>"))
+    },
+    **{
+        f"{name} with a loss scale": (
+            lambda call=call: call(abs, loss_scale=STATE),
+            (
+                TypeError,
+                f"{name}(..., loss_scale=...): the scale belongs to each call",
+                f"Write {name}(fn)(*args, loss_scale=opt_state).",
+            ),
+        )
+        for name, call in (("value_and_grad", amp.value_and_grad), ("grad", amp.grad))
+    },
+    "grad with an unknown keyword": (
+        lambda: amp.grad(abs, argnum=0),
+        (TypeError, "grad() got an unexpected keyword argument 'argnum'", "argnum"),
+    ),
     "update of the state of the wrapped optimizer": (
         lambda: TX.update(PARAMS, PLAIN.init(PARAMS), PARAMS),
         (TypeError, "with_loss_scale: update was given a tuple", "import_opt_state"),

@@ -2,6 +2,7 @@
 
 import ast
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,22 @@ def test_a_name_that_is_not_there_is_told_as_of_any_module():
         amp.autocats  # noqa: B018
     assert str(raised.value) == "module 'jmp_amp' has no attribute 'autocats'"
     assert raised.value.name == "autocats" and raised.value.obj is amp
+
+
+@pytest.mark.parametrize("name", amp._ELSEWHERE)
+def test_a_name_of_another_library_is_told_what_there_is_in_its_place(name):
+    with pytest.raises(AttributeError) as raised:
+        getattr(amp, name)
+    told = str(raised.value)
+    assert told.startswith(f"module 'jmp_amp' has no attribute {name!r}. Use ")
+    named = {word for word in re.findall(r"\w+", told) if word in amp.__all__}
+    assert named, "a name that is there"
+    assert not hasattr(amp, name) and name not in dir(amp)
+
+
+def test_names_of_jmp_are_in_its_own_module():
+    for name in ("DynamicLossScale", "StaticLossScale", "NoOpLossScale"):
+        assert hasattr(amp.jmp, name)
 
 
 def test_a_pickle_reads_in_a_python_that_imported_nothing():

@@ -14,7 +14,7 @@ import jmp_amp as amp
 # are above its own row.
 WINGS = {
     "policies": (
-        ("dtypes", "patterns", "flags"),
+        ("dtypes", "patterns", "flags", "arguments"),
         ("fp8", "casting"),
         ("policy",),
         ("policy_map",),
@@ -39,7 +39,7 @@ WINGS = {
         ("planner",),
     ),
     "transform": (
-        ("scopes", "closures", "refusals", "successors", "marking"),
+        ("scopes", "closures", "refusals", "successors", "marking", "functions"),
         ("nnx_modules",),
         ("linen_modules",),
         ("markers", "calls"),

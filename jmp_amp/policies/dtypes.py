@@ -147,12 +147,23 @@ def floating_dtype(dtype: DTypeLike, call: str) -> np.dtype:
     raise TypeError(f"{call}: {fact}. {advice()}")
 
 
-def _numpy_dtype(dtype: DTypeLike | None) -> np.dtype | None:
+def _numpy_dtype(dtype: Any) -> np.dtype | None:
     try:
         # numpy takes None for float64.
         return None if dtype is None else jnp.dtype(dtype)
     except (TypeError, ValueError):
         return None
+
+
+def given_as_dtype(value: object) -> np.dtype | None:
+    """Returns the floating dtype that an argument is, such as `jnp.bfloat16`.
+
+    None if it is anything else; text is not taken for a dtype.
+    """
+    if value is float:
+        return jnp.result_type(float)
+    given = _numpy_dtype(value) if isinstance(value, type | np.dtype) else None
+    return None if given is None else _DTYPES.get(given.name)
 
 
 def cast_leaf(leaf: PyTree, dtype: np.dtype) -> PyTree:

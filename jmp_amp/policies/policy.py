@@ -15,12 +15,15 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from jmp_amp.policies.arguments import type_name, written
 from jmp_amp.policies.dtypes import (
     BF16,
     F32,
     advice,
     cast_leaf,
     floating_dtype,
+    given_as_dtype,
+    is_half,
     known_names,
     parse_dtype,
     short_name,
@@ -313,9 +316,18 @@ def get_policy(policy: str | Policy) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):
+        found, remedy = type_name(policy), _FORMS
+        if (dtype := given_as_dtype(policy)) is not None:
+            found = f"the dtype {dtype.name}"
+            remedy = f'Write "{short_name(dtype)}".'
+            if is_half(dtype):
+                remedy = (
+                    f'Write "mixed_{dtype.name}", or "{short_name(dtype)}" for '
+                    "parameters and outputs in it too."
+                )
         raise TypeError(
-            f"get_policy({policy!r}): wanted a Policy or its text, got "
-            f"{type(policy).__name__}. {_FORMS}"
+            f"get_policy({written(policy)}): wanted a Policy or its text, got {found}. "
+            f"{remedy}"
         )
     if "=" in policy:
         return _parse_pairs(policy)

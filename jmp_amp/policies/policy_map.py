@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from flax import linen as nn
 
+from jmp_amp.policies.arguments import written
 from jmp_amp.policies.dtypes import is_castable
 from jmp_amp.policies.patterns import (
     ModuleInfo,
@@ -115,6 +116,7 @@ class PolicyMap:
                     f"PolicyMap: the pattern {describe(pattern)} is there twice. Give "
                     "it one policy."
                 )
+        _refuse_dictionary(default, "PolicyMap(default={})")
         policy = _computable(default, "PolicyMap(default={})")
         object.__setattr__(self, "default", policy)
         object.__setattr__(self, "entries", tuple(checked))
@@ -235,7 +237,18 @@ def as_policy_map(policy: object, call: str) -> PolicyMap:
         return policy
     if isinstance(policy, str) and ";" in policy:
         return _parse(policy, call)
+    _refuse_dictionary(policy, call)
     return PolicyMap(_computable(policy, call))
+
+
+def _refuse_dictionary(policy: object, call: str) -> None:
+    """Raises if a policy is what the entries of a `PolicyMap` are written as."""
+    values = policy.values() if isinstance(policy, Mapping) else ()
+    if any(isinstance(each, str | Policy) for each in values):
+        raise TypeError(
+            f"{call.replace('{}', repr(policy))}: a dictionary is no policy. Write "
+            f'PolicyMap("mixed_bfloat16", {policy!r}).'
+        )
 
 
 def _parse(text: str, call: str) -> PolicyMap:
@@ -355,8 +368,8 @@ def _entry(pair: object) -> tuple[Pattern, Policy]:
 
 
 def _computable(policy: object, call: str) -> Policy:
-    written = repr(str(policy) if isinstance(policy, Policy) else policy)
-    call = call.replace("{}", written)
+    text = repr(str(policy)) if isinstance(policy, Policy) else written(policy)
+    call = call.replace("{}", text)
     if isinstance(policy, PolicyMap):
         raise TypeError(f"{call}: a map inside of a map. Give a Policy or its text.")
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import jax
@@ -173,12 +173,27 @@ class _RecipeCall:
             elif key in levels.PRINTING:
                 fact = "nothing is printed here. Leave it out: amp.metrics tells more."
                 self.refuse(fact, name, TypeError)
+            elif key == "target":
+                fact = "a recipe is for every machine, a function may be for one. "
+                remedy = f"Write recipe.autocast(fn, target={value!r})."
+                self.refuse(fact + remedy, name, TypeError)
             else:
-                names = [*known, *levels.ALIASES, *scaler]
-                close = difflib.get_close_matches(key, names, n=1)
-                hint = f"Did you mean {close[0]}? " if close else ""
-                fact = f"unknown property. {hint}There are {', '.join(names)}."
+                names = ["half_dtype", *known, *levels.ALIASES, *scaler]
+                fact = f"unknown property. {_names_near(key, names)}"
                 self.refuse(fact, name, TypeError)
+
+
+def _names_near(key: str, names: Sequence[str]) -> str:
+    """Returns the sentences that say which properties `key` may mean."""
+    words = set(key.split("_"))
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
+    # Not a slip of the fingers: other words for it.
+    near = near or [name for name in names if words & set(name.split("_"))][:3]
+    near = near or difflib.get_close_matches(key, names)
+    if not near:
+        return f"There are {', '.join(names)}."
+    others = ", ".join(name for name in names if name not in near)
+    return f"Did you mean {' or '.join(near)}? There are also {others}."
 
 
 def _hint(text: str) -> str:

@@ -17,6 +17,7 @@ from jmp_amp.reports import plain_data, report_tables, rows, tables
 from jmp_amp.reports.reading import read_plan, read_saved
 from jmp_amp.reports.rows import Cast, Costs, Equation, Reason, Saved
 from jmp_amp.reports.tables import quantity
+from jmp_amp.transform.functions import check_function
 from jmp_amp.transform.interpreter import planned_call
 
 
@@ -382,13 +383,7 @@ def explain(
       >>> [(r.reason, r.operations) for r in report.stays_full][0]
       ('only f32 operations read it', ('integer_pow',))
     """
-    if not callable(fn):
-        found = f"found {type(fn).__name__}"
-        advice = f" Write explain(fn, {fn!r})(*args)."
-        raise TypeError(
-            f"explain({fn!r}): the first argument is the function to explain, {found}."
-            f"{advice if isinstance(fn, str | Policy) else ''}"
-        )
+    check_function(fn, "explain", "explain", "(*args)")
     name = getattr(fn, "__name__", type(fn).__name__)
     policies = as_policy_map(policy, "explain(fn, {})")
     checked_target(target, "explain(fn, target={})")

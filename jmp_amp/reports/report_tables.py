@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
+import difflib
 import os
 from collections.abc import Iterable, Mapping
 
+from jmp_amp.plan.operations import OPERATIONS
+from jmp_amp.plan.rules import FUNCTION_RULES
 from jmp_amp.reports.rows import Cast, Costs, Equation, Reason
 from jmp_amp.reports.tables import Table, quantity
 
@@ -119,9 +122,18 @@ def of_opaque(equations: Iterable[Equation]) -> Table:
 
 
 def of_unused(names: Iterable[str]) -> Table:
-    """Returns one row for each operation that the policy names in vain."""
+    """Returns one row for each operation that the policy names in vain.
+
+    A name that no table knows may be a function of the user, or misspelt.
+    """
+    known = sorted({name.replace("-", "_") for name in OPERATIONS} | {*FUNCTION_RULES})
+    rows = []
+    for name in names:
+        close = difflib.get_close_matches(name, known, n=2, cutoff=0.75)
+        rows.append((name, "" if name in known else " or ".join(close)))
+    columns = ("name", "did you mean") if any(hint for _, hint in rows) else ("name",)
     title = "Named by the policy, and decided nothing"
-    return Table(title, ("name",), [(name,) for name in names])
+    return Table(title, columns, [row[: len(columns)] for row in rows])
 
 
 def of_equations(equations: Iterable[Equation]) -> list[Table]:

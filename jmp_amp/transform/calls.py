@@ -116,6 +116,12 @@ def traced_call(
                 raise
             if is_widened:
                 traced.keep_successors_half()
+            if traced.leaked:
+                raise TypeError(
+                    f"{call}: the function writes to {min(traced.leaked)!r} of a linen "
+                    "module around it, where nothing that is traced may stay. Write "
+                    "autocast(model.apply, policy); with_policy(policy) marks a method."
+                )
         if unmatched(policies):
             program = jaxpr.pretty_print(name_stack=True, use_color=False)
             warn_of_unmatched(policies, matched=scopes.noted(program, depth))
@@ -214,6 +220,7 @@ class _Call:
       may_widen: which of them may be traced in another dtype: all but those variables
         of nnx that are no parameters.
       outputs: what the last trace found.
+      leaked: the collections of linen that the function wrote to outside of itself.
     """
 
     outputs: Outputs
@@ -238,6 +245,7 @@ class _Call:
         each_may_widen = [*(True for _ in leaves), *objects.parameters]
         self.may_widen = list(itertools.compress(each_may_widen, are_arrays))
         self.stored: list[np.dtype | None] = [None] * len(self.arrays)
+        self.leaked: set[str] = set()
 
     def widen(self, which: Sequence[bool]) -> bool:
         """Traces these in f32 too if they are half; says if any was not so far."""
@@ -332,6 +340,7 @@ class _Call:
             )
             for path, x in paths
         ]
+        self.leaked |= self.variables.leaked()
         self.variables.forget()
         is_object = [is_node(x) and not isinstance(x, nnx.GraphDef) for x, _ in leaves]
         written = split([x for _, x in itertools.compress(paths, is_object)])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.plan import constructs, jaxprs
@@ -22,12 +21,14 @@ from jmp_amp.plan.rewriting import Shared
 from jmp_amp.plan.targets import Cpu, checked_target, cpu_of
 from jmp_amp.plan.values import is_inexact
 from jmp_amp.plan.walk import Walk
+from jmp_amp.policies.arguments import refuse_keywords
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.transform import linen_modules, scopes
 from jmp_amp.transform.calls import traced_call
+from jmp_amp.transform.functions import check_function, wraps
 from jmp_amp.transform.marking import Marks
 
 P = ParamSpec("P")
@@ -57,6 +58,7 @@ def autocast(
     *,
     enabled: bool = True,
     target: str | None = None,
+    **unknown: object,
 ) -> Any:
     """Returns `fn` in mixed precision: same signature, matrix products in half.
 
@@ -102,7 +104,9 @@ def autocast(
     asks for nothing: `full_precision` does.
 
     nnx modules may be arguments or closed over: what the function writes to them
-    reaches the caller's objects, as under `nnx.jit`.
+    reaches the caller's objects, as under `nnx.jit`. What a linen model writes comes
+    out of `autocast(model.apply)`; a method of linen that `autocast` decorates may make
+    parameters, but write nothing later.
 
     Args:
       fn: a function of pytrees. Arguments that are no arrays (numbers of Python and
@@ -128,8 +132,8 @@ def autocast(
         has no rules for them: call it inside of `fn`, or use the default target.
 
     Raises:
-      TypeError: if `fn` is not callable, `policy` no policy, `enabled` no bool or
-        `target` no text.
+      TypeError: if `fn` is not callable, or a class; if `policy` is no policy,
+        `enabled` no bool or `target` no text.
       ValueError: if the compute dtype is none of float16, bfloat16 and float32, or
         `target` is unknown.
 
@@ -151,32 +155,21 @@ def autocast(
       >>> jax.grad(amp.autocast(loss))(w, x).dtype
       dtype('float32')
     """
+    refuse_keywords("autocast", unknown, _KEYWORDS_OF_TORCH)
     enabled = checked_flag(enabled, "autocast(fn, policy, enabled={})")
     if fn is None:
-        return functools.partial(
-            autocast, policy=policy, enabled=enabled, target=target
-        )
-    if not callable(fn):
-        raise TypeError(
-            f"autocast({fn!r}): the first argument is the function to transform, "
-            f"found {type(fn).__name__}. Write autocast(fn, {fn!r}) or, as a "
-            f"decorator, @autocast(policy={fn!r})."
-            if isinstance(fn, str | Policy)
-            else f"autocast({fn!r}): the first argument is the function to transform, "
-            f"found {type(fn).__name__}."
-        )
-    if isinstance(fn, nn.Module) and fn.scope is None:
-        raise TypeError(
-            f"autocast({type(fn).__name__}(...)): a linen module holds no parameters, "
-            "so it cannot be called. Write autocast(model.apply, policy)."
-        )
+        return _Decorator(autocast, policy=policy, enabled=enabled, target=target)
+    check_function(fn, "autocast", "transform")
     policies = as_policy_map(policy, "autocast(fn, {})")
     checked_target(target, "autocast(fn, target={})")
     if not enabled:
         return fn
 
-    @functools.wraps(fn, updated=())
+    @wraps(fn)
     def autocast_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        if linen_modules.initialises(fn, args):
+            # linen keeps the parameters that it makes: they must not be tracers.
+            return fn(*args, **kwargs)
         outer = scopes.active()
         cpu = cpu_of(target)
         with planned_call(fn, policies, args, kwargs, "autocast(fn)", cpu) as call:
@@ -194,6 +187,26 @@ def autocast(
             return call.returned(list(map(jaxprs.as_output, results, avals)))
 
     return autocast_fn
+
+
+_TAKES_A_FUNCTION = (
+    "autocast takes a function and returns one. Write autocast(loss_fn, policy), with "
+    'a policy such as "mixed_bfloat16".'
+)
+_KEYWORDS_OF_TORCH = {
+    "dtype": f"a policy has the dtypes. {_TAKES_A_FUNCTION}",
+    "device_type": f"a plan is for GPUs and TPUs, or target='cpu'. {_TAKES_A_FUNCTION}",
+    "cache_enabled": f"there is no cache of casts. {_TAKES_A_FUNCTION}",
+}
+
+
+class _Decorator(functools.partial[Any]):
+    """`autocast` without a function, which is a decorator and no context manager."""
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(f"with autocast(...): {_TAKES_A_FUNCTION}")
+
+    def __exit__(self, *error: object) -> None: ...
 
 
 class PlannedCall(NamedTuple):

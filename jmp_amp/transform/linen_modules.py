@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 import jax
 from flax import linen as nn
 from flax import nnx
-from flax.core import Scope
+from flax.core import Scope, tracers
+from jax.core import Tracer
 
 from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.patterns import ModuleInfo
@@ -33,6 +34,9 @@ class Variables:
 
     def __init__(self) -> None:
         self._roots: dict[int, Scope] = {}
+        self._level = tracers.current_trace()
+        # What the scopes held that were made before the function was traced.
+        self._outside: dict[int, list[object]] = {}
         self.caches: list[object] = []
 
     def add(self, module: nn.Module) -> None:
@@ -40,6 +44,9 @@ class Variables:
         if scope is not None and id(scope.root) not in self._roots:
             self._roots[id(scope.root)] = scope.root
             self.caches += jax.tree.leaves(scope.root.variables().get(CACHE))
+            if scope.root.trace_level == self._level:
+                held = jax.tree.leaves(scope.root.mutable_variables())
+                self._outside[id(scope.root)] = held
 
     def written(self) -> dict[int, list[tuple[str, ...]]]:
         """Returns the paths of the arrays in mutable collections, by their identity.
@@ -54,10 +61,33 @@ class Variables:
                 found.setdefault(id(leaf), []).append(dict_keys(path))
         return found
 
+    def leaked(self) -> set[str]:
+        """Returns the collections outside of the function that hold its tracers."""
+        found = set()
+        for key, held in self._outside.items():
+            known = set(map(id, held))
+            for collection, tree in self._roots[key].mutable_variables().items():
+                new = (leaf for leaf in jax.tree.leaves(tree) if id(leaf) not in known)
+                if any(isinstance(leaf, Tracer) for leaf in new):
+                    found.add(collection)
+        return found
+
     def forget(self) -> None:
         """Lets go of what was traced, so that it does not outlive the trace."""
         self._roots.clear()
+        self._outside.clear()
         self.caches.clear()
+
+
+def initialises(fn: AnyFn, args: tuple[object, ...]) -> bool:
+    """Whether `fn` is a linen module or its method, and is to make parameters."""
+    modules = [fn, getattr(fn, "__self__", None), *args[:1]]
+    return any(
+        isinstance(each, nn.Module)
+        and each.scope is not None
+        and each.is_initializing()
+        for each in modules
+    )
 
 
 def dict_keys(path: jax.tree_util.KeyPath) -> tuple[str, ...]:

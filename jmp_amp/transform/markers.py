@@ -19,14 +19,18 @@ from flax import linen as nn
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jmp_amp.policies.arguments import type_name, written
 from jmp_amp.policies.dtypes import (
     F32,
+    AnyFn,
     PyTree,
     floating_dtype,
+    given_as_dtype,
     is_castable,
 )
 from jmp_amp.policies.policy import Policy, get_policy
 from jmp_amp.transform import linen_modules, scopes
+from jmp_amp.transform.functions import wraps
 from jmp_amp.transform.nnx_modules import subclass
 
 Marked = TypeVar("Marked")
@@ -64,6 +68,11 @@ def with_policy(policy: Policy | str) -> Callable[[Marked], Marked]:
       ...  if e.primitive.name == "dot_general"]
       ['bfloat16[2,2]', 'float32[2,2]']
     """
+    if callable(policy) and given_as_dtype(policy) is None:
+        raise TypeError(
+            f"with_policy({_name(policy)}): the first argument is the policy. Write "
+            '@with_policy("float32") above a definition, or with_policy("float32")(fn).'
+        )
     policy = get_policy(policy)
     if not is_castable(policy.compute_dtype):
         raise ValueError(
@@ -79,12 +88,12 @@ def with_policy(policy: Policy | str) -> Callable[[Marked], Marked]:
             return cast(Marked, _marked_class(fn, policy))
         if not callable(fn) or isinstance(fn, type):
             raise TypeError(
-                f"with_policy({str(policy)!r})({fn!r}): it marks a function, a method "
-                f"or a Flax module, found {type(fn).__name__}. Write "
+                f"with_policy({str(policy)!r})({written(fn)}): it marks a function, a "
+                f"method or a Flax module, found {type_name(fn)}. Write "
                 "with_policy(policy)(fn)."
             )
 
-        @functools.wraps(fn, updated=())
+        @wraps(fn)
         def marked(*args: object, **kwargs: object) -> object:
             with scopes.active_scope(policy):
                 return fn(*args, **kwargs)
@@ -123,7 +132,7 @@ def _marked_module(
     return marked
 
 
-def full_precision(fn: Marked) -> Marked:
+def full_precision(fn: Marked = None) -> Marked:  # pyright: ignore[reportArgumentType]
     """Returns `fn` that computes in float32 under autocast: `with_policy("float32")`.
 
     In float32 code `x.astype(jnp.float32)` is no operation and leaves no trace; this is
@@ -139,7 +148,16 @@ def full_precision(fn: Marked) -> Marked:
       >>> bool(amp.autocast(energy)(x) == energy(x))
       True
     """
+    if fn is None:
+        raise TypeError(
+            "full_precision(): no function. Write @full_precision, without "
+            "parentheses, above a definition, or full_precision(fn)."
+        )
     return with_policy("float32")(fn)
+
+
+def _name(fn: AnyFn) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def cast_inputs(fn: Callable[P, R], dtype: DTypeLike | None = None) -> Callable[P, R]:
@@ -178,8 +196,8 @@ def cast_inputs(fn: Callable[P, R], dtype: DTypeLike | None = None) -> Callable[
     """
     if not callable(fn):
         raise TypeError(
-            f"cast_inputs({fn!r}): the first argument is a function, found "
-            f"{type(fn).__name__}."
+            f"cast_inputs({written(fn)}): the first argument is a function, found "
+            f"{type_name(fn)}. Write cast_inputs(fn)."
         )
     chosen = None if dtype is None else floating_dtype(dtype, "cast_inputs(fn, {})")
     if chosen is not None and not is_castable(chosen):
@@ -188,7 +206,7 @@ def cast_inputs(fn: Callable[P, R], dtype: DTypeLike | None = None) -> Callable[
             "bfloat16 or float32."
         )
 
-    @functools.wraps(fn, updated=())
+    @wraps(fn)
     def cast_fn(*args: P.args, **kwargs: P.kwargs) -> PyTree:
         policy = scopes.active_policy()
         if policy is None:

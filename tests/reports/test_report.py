@@ -387,6 +387,26 @@ def test_names_of_the_policy_that_decided_nothing_are_told():
     assert "tahn" in str(report)
 
 
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        # Names of the tables are no mistakes, nor are those that are like none of them.
+        (("cumsum", "scatter-add", "logsumexp", "my_fn"), []),
+        (("sofmtax", "my_fn"), [["my_fn"], ["sofmtax", "softmax"]]),
+        (("tahn",), [["tahn", "tan", "or", "tanh"]]),
+        (("scater_add", "l2_los"), [["l2_los", "l2_loss"], ["scater_add", "scatter_"]]),
+    ],
+)
+def test_a_misspelt_name_of_the_policy_is_told_what_it_may_mean(names, shown):
+    policy = amp.Policy().with_full(*names)
+    text = str(explained(lambda x: jax.nn.relu(x), X, policy=policy))
+    lines = text.partition("Named by the policy, and decided nothing\n")[2].split("\n")
+    assert ("did you mean" in lines[0]) == bool(shown)
+    for cells in shown:
+        (line,) = (line for line in lines if line.split()[:1] == cells[:1])
+        assert " ".join(line.split()).startswith(" ".join(cells))
+
+
 @jax.custom_vjp
 def kernel(x, w):
     return jnp.sin(x @ w)

@@ -502,6 +502,16 @@ def test_an_inner_function_used_often_is_staged_once():
     assert len(bodies(6)) == len(bodies(24)) <= 4
 
 
+def test_attributes_go_along_but_those_that_compile_the_function_as_it_was():
+    def fn(x):
+        return x @ x
+
+    fn.tag = "mine"
+    for transform in (amp.autocast, amp.full_precision, amp.cast_inputs):
+        assert transform(fn).tag == "mine"
+        assert not hasattr(transform(jax.pmap(fn)), "lower")
+
+
 # Bad input
 
 

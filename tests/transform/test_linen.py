@@ -992,6 +992,86 @@ def test_init_under_autocast_makes_the_same_parameters():
     assert dtypes_in(found) == {F32}
 
 
+# Decorated methods
+
+
+class Plain(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8)(x)
+
+
+def decorated(*decorators):
+    """A class as `Plain`, whose method has these decorators, the lowest last."""
+
+    def method(self, x):
+        return nn.Dense(8)(x)
+
+    for decorator in reversed(decorators):
+        method = decorator(method)
+    return type("Plain", (nn.Module,), {"__call__": method})()
+
+
+AUTOCAST = amp.autocast(policy="mixed_float16")
+
+
+@pytest.mark.parametrize(
+    "decorators",
+    [
+        (AUTOCAST, nn.compact),
+        (nn.compact, AUTOCAST),
+        (nn.jit, AUTOCAST, nn.compact),
+        (AUTOCAST, nn.jit, nn.compact),
+        (AUTOCAST, nn.remat, nn.compact),
+        (AUTOCAST, amp.with_policy("mixed_float16"), nn.compact),
+    ],
+)
+def test_a_decorated_method_makes_its_parameters_and_computes_in_half(decorators):
+    net = decorated(*decorators)
+    variables = net.init(KEY, X)
+    expected = Plain().init(KEY, X)
+    assert jax.tree.map(jnp.shape, variables) == jax.tree.map(jnp.shape, expected)
+    assert dtypes_in(variables) == {F32}
+    assert by_width(net.apply, variables, X) == {8: "float16"}
+    error = relative_error(net.apply(variables, X), Plain().apply(variables, X))
+    assert error < ROUNDINGS * eps("float16")
+
+
+@pytest.mark.parametrize("mark", [amp.full_precision, amp.with_policy(F32)])
+def test_a_mark_may_stand_above_compact(mark):
+    net = decorated(mark, nn.compact)
+    variables = net.init(KEY, X)
+    assert by_width(amp.autocast(net.apply), variables, X) == {8: F32}
+
+
+def test_what_a_decorated_method_writes_is_refused_with_the_remedy():
+    class Norm(nn.Module):
+        @amp.autocast
+        @nn.compact
+        def __call__(self, x, train):
+            return nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+
+    class Inside(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return amp.autocast(lambda x: nn.Dense(8)(x))(x)
+
+    net = Norm()
+    variables = net.init(KEY, X, False)
+    evaluated = functools.partial(net.apply, train=False)
+    assert by_width(evaluated, variables, X) == {8: "bfloat16"}
+
+    def train(variables):
+        return net.apply(variables, X, True, mutable=["batch_stats"])[0]
+
+    remedy = r"^autocast\(fn\): the function writes to '{}' .* autocast\(model\.apply"
+    for call in (train, jax.jit(train), amp.autocast(train)):
+        with pytest.raises(TypeError, match=remedy.format("batch_stats")):
+            call(variables)
+    with pytest.raises(TypeError, match=remedy.format("params")):
+        Inside().init(KEY, X)
+
+
 # nnx inside of linen
 
 
