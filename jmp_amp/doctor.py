@@ -73,7 +73,7 @@ _NO_UNITS = (
     "with\nf16 saves memory."
 )
 _IF_NOT_FINITE = (
-    "If steps are skipped or a loss is NaN, amp.diagnose(loss_fn, policy)(params, "
+    "If steps are skipped or a loss is NaN, amp.diagnose(loss_fn, policy{})(params, "
     "batch)\ntells where that begins and what mends it."
 )
 _FP8_UNITS = {
@@ -160,7 +160,7 @@ class Examination:
             why,
             f"fp8 units: {_FP8_UNITS[fp8_units]}.",
             *(f"Note: {note}" for note in self.notes),
-            _IF_NOT_FINITE,
+            _IF_NOT_FINITE.format("" if target is None else f', target="{target}"'),
         ]
         tables = [_of_products(self.products), _of_checks(self.checks, target)]
         failed = sum(not each.holds for each in self.checks)

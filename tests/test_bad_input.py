@@ -185,22 +185,6 @@ WRONG = {
             "autocast(enabled=False)": lambda: amp.autocast(enabled=False),
         }.items()
     },
-    **{
-        f"autocast of {args} with torch's {key}": (
-            lambda args=args, key=key: amp.autocast(*args, **{key: jnp.bfloat16}),
-            (TypeError, f"autocast(..., {key}=...): ", "autocast(loss_fn, policy)"),
-        )
-        for args, key in (
-            (("cuda",), "dtype"),
-            ((abs,), "dtype"),
-            ((), "device_type"),
-            ((), "cache_enabled"),
-        )
-    },
-    "autocast with an unknown keyword": (
-        lambda: amp.autocast(abs, polcy="bf16"),
-        (TypeError, "autocast() got an unexpected keyword argument 'polcy'", "polcy"),
-    ),
     "a dictionary of policies": (
         lambda: amp.autocast(abs, {"head": "float32"}),
         (
@@ -253,10 +237,6 @@ WRONG = {
         )
         for fn in (report, Linen, Nnx)
     },
-    "full_precision with parentheses": (
-        lambda: amp.full_precision(),
-        (TypeError, "full_precision(): ", "Write @full_precision, without parentheses"),
-    ),
     "with_policy of parameters": (
         lambda: amp.with_policy("bf16")({"w": PARAMS}),
         (TypeError, "with_policy('p=bf16,c=bf16,o=bf16')(<dict>): it marks", "(fn)"),
@@ -273,21 +253,6 @@ WRONG = {
         for name, call in (("value_and_grad", amp.value_and_grad), ("grad", amp.grad))
         for given, shown in (({"w": PARAMS}, "<dict>"), (PARAMS, "<array>"))
     },
-    **{
-        f"{name} with a loss scale": (
-            lambda call=call: call(abs, loss_scale=STATE),
-            (
-                TypeError,
-                f"{name}(..., loss_scale=...): the scale belongs to each call",
-                f"Write {name}(fn)(*args, loss_scale=opt_state).",
-            ),
-        )
-        for name, call in (("value_and_grad", amp.value_and_grad), ("grad", amp.grad))
-    },
-    "grad with an unknown keyword": (
-        lambda: amp.grad(abs, argnum=0),
-        (TypeError, "grad() got an unexpected keyword argument 'argnum'", "argnum"),
-    ),
     "update of the state of the wrapped optimizer": (
         lambda: TX.update(PARAMS, PLAIN.init(PARAMS), PARAMS),
         (TypeError, "with_loss_scale: update was given a tuple", "import_opt_state"),

@@ -1,6 +1,4 @@
-"""Arguments in errors: how they are written, and those that other libraries have."""
-
-from collections.abc import Mapping
+"""How errors write arguments."""
 
 import jax
 import numpy as np
@@ -24,19 +22,3 @@ def type_name(value: object) -> str:
     if isinstance(value, jax.Array):
         return "array"
     return "type" if isinstance(value, type) else type(value).__name__
-
-
-def refuse_keywords(
-    call: str, given: Mapping[str, object], remedies: Mapping[str, str]
-) -> None:
-    """Raises if a call was given keywords that it does not have.
-
-    Args:
-      call: the name of what was called.
-      given: the keywords and their values.
-      remedies: what to write instead of keywords that are usual elsewhere.
-    """
-    for key in sorted(given, key=lambda key: key not in remedies):
-        if key in remedies:
-            raise TypeError(f"{call}(..., {key}=...): {remedies[key]}")
-        raise TypeError(f"{call}() got an unexpected keyword argument {key!r}")

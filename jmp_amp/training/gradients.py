@@ -4,14 +4,14 @@ import functools
 import inspect
 import numbers
 from collections.abc import Sequence
-from typing import Any, Never
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jmp_amp.policies.arguments import refuse_keywords, written
+from jmp_amp.policies.arguments import written
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.training.loss_scale import LossScale
@@ -30,7 +30,6 @@ def value_and_grad(
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-    **unknown: Never,
 ) -> AnyFn:
     """Returns a function that evaluates `fn` and its gradient under a loss scale.
 
@@ -81,7 +80,6 @@ def value_and_grad(
       >>> amp.value_and_grad(loss_fn)(weights, loss_scale=loss_scale)
       (Array(5., dtype=float32), Array([2., 4.], dtype=float32))
     """
-    refuse_keywords("value_and_grad", unknown, _remedies("value_and_grad"))
     return _differentiated(
         "value_and_grad", fn, argnums, has_aux, holomorphic, allow_int
     )
@@ -93,7 +91,6 @@ def grad(
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-    **unknown: Never,
 ) -> AnyFn:
     """Returns a function that evaluates the gradient of `fn` under a loss scale.
 
@@ -104,7 +101,6 @@ def grad(
       >>> amp.grad(jnp.sin)(0.0, loss_scale=amp.static_loss_scale(2.0**10))
       Array(1., dtype=float32)
     """
-    refuse_keywords("grad", unknown, _remedies("grad"))
     both = _differentiated("grad", fn, argnums, has_aux, holomorphic, allow_int)
 
     @functools.wraps(both, updated=())
@@ -113,11 +109,6 @@ def grad(
         return (gradients, value[1]) if has_aux else gradients
 
     return gradient
-
-
-def _remedies(name: str) -> dict[str, str]:
-    fact = "the scale belongs to each call of the function that is returned"
-    return {"loss_scale": f"{fact}. Write {name}(fn)(*args, loss_scale=opt_state)."}
 
 
 def _differentiated(

@@ -21,7 +21,6 @@ from jmp_amp.plan.rewriting import Shared
 from jmp_amp.plan.targets import Cpu, checked_target, cpu_of
 from jmp_amp.plan.values import is_inexact
 from jmp_amp.plan.walk import Walk
-from jmp_amp.policies.arguments import refuse_keywords
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
@@ -58,7 +57,6 @@ def autocast(
     *,
     enabled: bool = True,
     target: str | None = None,
-    **unknown: object,
 ) -> Any:
     """Returns `fn` in mixed precision: same signature, matrix products in half.
 
@@ -155,7 +153,6 @@ def autocast(
       >>> jax.grad(amp.autocast(loss))(w, x).dtype
       dtype('float32')
     """
-    refuse_keywords("autocast", unknown, _KEYWORDS_OF_TORCH)
     enabled = checked_flag(enabled, "autocast(fn, policy, enabled={})")
     if fn is None:
         return _Decorator(autocast, policy=policy, enabled=enabled, target=target)
@@ -189,22 +186,14 @@ def autocast(
     return autocast_fn
 
 
-_TAKES_A_FUNCTION = (
-    "autocast takes a function and returns one. Write autocast(loss_fn, policy), with "
-    'a policy such as "mixed_bfloat16".'
-)
-_KEYWORDS_OF_TORCH = {
-    "dtype": f"a policy has the dtypes. {_TAKES_A_FUNCTION}",
-    "device_type": f"a plan is for GPUs and TPUs, or target='cpu'. {_TAKES_A_FUNCTION}",
-    "cache_enabled": f"there is no cache of casts. {_TAKES_A_FUNCTION}",
-}
-
-
 class _Decorator(functools.partial[Any]):
     """`autocast` without a function, which is a decorator and no context manager."""
 
     def __enter__(self) -> NoReturn:
-        raise TypeError(f"with autocast(...): {_TAKES_A_FUNCTION}")
+        raise TypeError(
+            "with autocast(...): autocast takes a function and returns one. Write "
+            'autocast(loss_fn, policy), with a policy such as "mixed_bfloat16".'
+        )
 
     def __exit__(self, *error: object) -> None: ...
 

@@ -132,7 +132,7 @@ def _marked_module(
     return marked
 
 
-def full_precision(fn: Marked = None) -> Marked:  # pyright: ignore[reportArgumentType]
+def full_precision(fn: Marked) -> Marked:
     """Returns `fn` that computes in float32 under autocast: `with_policy("float32")`.
 
     In float32 code `x.astype(jnp.float32)` is no operation and leaves no trace; this is
@@ -148,11 +148,6 @@ def full_precision(fn: Marked = None) -> Marked:  # pyright: ignore[reportArgume
       >>> bool(amp.autocast(energy)(x) == energy(x))
       True
     """
-    if fn is None:
-        raise TypeError(
-            "full_precision(): no function. Write @full_precision, without "
-            "parentheses, above a definition, or full_precision(fn)."
-        )
     return with_policy("float32")(fn)
 
 
