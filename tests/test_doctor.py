@@ -111,6 +111,8 @@ def test_a_cpu_is_advised_by_the_speed_of_a_step_on_it(speeds, use, told):
         assert f"is {told:.1f}x as fast as in f32 if the plan is for this CPU" in text
         assert "0.7x if it is for a GPU" in text
         assert found.to_dict()["speeds"] == speeds._asdict()
+    target = ', target="auto"' if speeds is GAINS else ""
+    assert f"amp.diagnose(loss_fn, policy{target})(params, batch)" in text
     assert max(map(len, str(found).splitlines())) <= 88
 
 

@@ -10,11 +10,12 @@ Three programs of each model of `tests/zoo`, in bf16, each once and cold:
             and as it is, with their gradients and with what counts their values; both
             forward side by side; and one that compares the gradients
 
-compile  seconds in XLA's compiler, as JAX tells them to `jax.monitoring`
-rest     what else a call takes: to trace, to run once, and in Python
+compile  seconds in XLA's compiler, as JAX tells them to `jax.monitoring`; diagnose
+         compiles three of its programs side by side, and their seconds are added up
+whole    seconds of the call: to trace, to compile, to run once, and in Python
+cpu      the CPU seconds of all its threads
 
-Ratios are to f32. Of small sizes the rest is Python's, of large ones it is the run. Run
-it on an idle machine: other jobs make seconds longer.
+Ratios are to f32. Run it on an idle machine: other jobs make seconds longer.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from tests import zoo
 
 MODELS = ("mlp", "transformer", "gpt", "gpt_scan", "resnet")
 PROGRAMS = ("f32", "autocast", "diagnose")
+PARTS = ("compile", "whole", "cpu")
 POLICY = "mixed_bfloat16"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -64,14 +66,14 @@ class Compiling:
 
 
 def measured(run: Callable[[], object], compiling: Compiling) -> dict[str, float]:
-    """Returns the seconds of a call, cold: in the compiler, and the rest."""
+    """Returns the seconds of a call, cold, by part."""
     jax.clear_caches()
     gc.collect()
     compiling.seconds = 0.0
-    begin = time.perf_counter()
+    begin, busy = time.perf_counter(), time.process_time()
     jax.block_until_ready(run())
-    whole = time.perf_counter() - begin
-    return {"compile": compiling.seconds, "rest": whole - compiling.seconds}
+    whole, cpu = time.perf_counter() - begin, time.process_time() - busy
+    return dict(zip(PARTS, (compiling.seconds, whole, cpu), strict=True))
 
 
 def costs_of(model: str, size: str, compiling: Compiling) -> dict[str, dict[str, Any]]:
@@ -93,13 +95,14 @@ def costs_of(model: str, size: str, compiling: Compiling) -> dict[str, dict[str,
 def table_of(found: dict[str, dict[str, Any]]) -> Table:
     """Returns one row for each model and program."""
     table = Table("model", "program")
-    for name in ("compile", "/ f32", "rest", "/ f32"):
-        table.add_column(name, justify="right")
+    for part in PARTS:
+        for name in (part, "/ f32"):
+            table.add_column(name, justify="right")
     for model, programs in found.items():
         for program, seconds in programs.items():
             cells = [
                 cell
-                for part in ("compile", "rest")
+                for part in PARTS
                 for cell in (
                     f"{seconds[part]:.2f} s",
                     f"{seconds[part] / programs['f32'][part]:.1f}x",
