@@ -35,7 +35,7 @@ WINGS = {
         ("solvers",),
         ("origins",),
         ("consumers", "plan"),
-        ("islands", "walk", "watch"),
+        ("alike", "islands", "walk", "watch"),
         ("planner",),
     ),
     "transform": (

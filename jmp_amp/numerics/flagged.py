@@ -118,11 +118,6 @@ class Flagged(Walk[Held]):
     def quantised(self, value: Held, shared: Shared) -> Held:
         return value  # see `_in_8_bits`
 
-    def island(
-        self, compute: Callable[..., list[Held]], inputs: list[Held]
-    ) -> list[Held]:
-        return compute(*inputs)
-
     def equation(
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[Held]]
     ) -> list[Held]:

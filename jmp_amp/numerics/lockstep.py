@@ -204,11 +204,6 @@ class _Lockstep(Walk[Pair]):
     ) -> contextlib.AbstractContextManager[object]:
         return self._at(planned, "border")
 
-    def island(
-        self, compute: Callable[..., list[Pair]], inputs: list[Pair]
-    ) -> list[Pair]:
-        return compute(*inputs)
-
     def equation(
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[Pair]]
     ) -> list[Pair]:

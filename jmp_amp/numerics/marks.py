@@ -54,7 +54,7 @@ class PlanMarks(Marks):
       equations: the marked equations, by the number of their body and their index.
     """
 
-    locates_borders = True
+    tells_equations = True
 
     def __init__(self, plan: Plan):
         self.equations: dict[tuple[int, int], Marked] = {}

@@ -34,6 +34,7 @@ DropVar = core.DropVar
 Atom = Var | Literal
 Jaxpr = core.Jaxpr
 ClosedJaxpr = core.ClosedJaxpr
+NameStack = source_info_util.NameStack
 # An array, a tracer or a numpy array: whatever `primitive.bind` takes.
 Value = Any
 
@@ -352,6 +353,25 @@ def source_of(eqn: Eqn) -> Iterator[None]:
         eqn.ctx.manager,
     ):
         yield
+
+
+@contextlib.contextmanager
+def inside(scopes: NameStack) -> Iterator[None]:
+    """Opens name scopes inside those that are open."""
+    stack = source_info_util.current_name_stack() + scopes
+    with source_info_util.user_context(None, name_stack=stack):
+        yield
+
+
+def common_scopes(eqns: Sequence[Eqn]) -> NameStack:
+    """Returns the name scopes, outermost first, that all of some equations are in."""
+    common = eqns[0].source_info.name_stack
+    for eqn in eqns:
+        stack = eqn.source_info.name_stack
+        common = common[: len(stack)]
+        while common != stack[: len(common)]:
+            common = common[: len(common) - 1]
+    return common
 
 
 def scope_text(eqn: Eqn) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -62,9 +62,22 @@ class Walk(abc.ABC, Generic[V]):
         """Returns a context for the casts that an island makes for an equation."""
         return contextlib.nullcontext()
 
-    @abc.abstractmethod
-    def island(self, compute: Callable[..., list[V]], inputs: list[V]) -> list[V]:
-        """Returns the results of `compute(*inputs)`, which goes through an island."""
+    def island(self, plan: Plan, island: Island, inputs: Sequence[V]) -> list[V]:
+        """Returns the results of an island, each cast for its reader."""
+        return self.through(plan, island, inputs)
+
+    def through(
+        self,
+        plan: Plan,
+        island: Island,
+        inputs: Sequence[V],
+        eqns: Mapping[int, Eqn] | None = None,
+    ) -> list[V]:
+        """Goes through an island; `eqns` are its equations if the plan's are not."""
+        inside = _Values(self, plan)
+        inside.write([var for var, _ in island.inputs], inputs)
+        self._steps(inside, island.equations, eqns or plan.body.jaxpr.eqns)
+        return inside.read_leaving(island)
 
     def body(self, plan: Plan, args: Sequence[V]) -> list[V]:
         """Returns the outputs of a planned body, given its inputs."""
@@ -73,16 +86,22 @@ class Walk(abc.ABC, Generic[V]):
         values = _Values(self, plan)
         values.write(jaxpr.constvars, list(consts))
         values.write(jaxpr.invars, args)
-        self._steps(values, plan.order)
+        self._steps(values, plan.order, jaxpr.eqns)
         return values.read_all(jaxpr.outvars, plan.outputs)
 
-    def _steps(self, values: _Values[V], order: Sequence[int | Island]) -> None:
+    def _steps(
+        self,
+        values: _Values[V],
+        order: Sequence[int | Island],
+        eqns: Sequence[Eqn] | Mapping[int, Eqn],
+    ) -> None:
         plan = values.plan
         for step in order:
             if isinstance(step, Island):
-                self._island(values, step)
+                results = self.island(plan, step, values.read_entering(step))
+                values.write([var for var, _ in step.outputs], results)
                 continue
-            eqn, planned = plan.body.jaxpr.eqns[step], plan.equations[step]
+            eqn, planned = eqns[step], plan.equations[step]
             if runs(eqn):
 
                 def read(eqn: Eqn = eqn, planned: EquationPlan = planned) -> list[V]:
@@ -92,17 +111,6 @@ class Walk(abc.ABC, Generic[V]):
                     return operands + values.shared(eqn, planned, operands)
 
                 values.write(eqn.outvars, self.equation(eqn, planned, read))
-
-    def _island(self, values: _Values[V], island: Island) -> None:
-        def compute(*inputs: V) -> list[V]:
-            inside = _Values(self, values.plan)
-            inside.write([var for var, _ in island.inputs], inputs)
-            self._steps(inside, island.equations)
-            return inside.read_leaving(island)
-
-        inputs = values.read_entering(island)
-        results = self.island(compute, inputs)
-        values.write([var for var, _ in island.outputs], results)
 
 
 class _Values(Generic[V]):

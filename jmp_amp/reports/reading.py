@@ -20,7 +20,7 @@ from jmp_amp.plan import jaxprs, regions
 from jmp_amp.plan.dimensions import sides_of
 from jmp_amp.plan.jaxprs import Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.operations import OPERATIONS
-from jmp_amp.plan.plan import EquationPlan, Identity, Plan
+from jmp_amp.plan.plan import EquationPlan, Identity, Island, Plan
 from jmp_amp.plan.rewriting import Shared
 from jmp_amp.plan.values import castable, traced_dtype
 from jmp_amp.plan.walk import Walk
@@ -247,10 +247,10 @@ class _Reader(Walk[_Slot]):
         return value
 
     def island(
-        self, compute: Callable[..., list[_Slot]], inputs: list[_Slot]
+        self, plan: Plan, island: Island, inputs: Sequence[_Slot]
     ) -> list[_Slot]:
         self.entering = self._noted("operand")
-        results = compute(*inputs)
+        results = self.through(plan, island, inputs)
         self._returned()
         return results
 

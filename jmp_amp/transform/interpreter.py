@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar, overload
 
@@ -13,8 +13,9 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.plan import constructs, jaxprs
+from jmp_amp.plan.alike import NO_LIKENESS, Likeness, likeness
 from jmp_amp.plan.jaxprs import ClosedJaxpr, Eqn, Literal, Value, Var, aval_of
-from jmp_amp.plan.plan import EquationPlan, Plan, plan_as_traced
+from jmp_amp.plan.plan import EquationPlan, Island, Plan, plan_as_traced
 from jmp_amp.plan.planner import plan_derivative_rule, plan_program
 from jmp_amp.plan.regions import scope
 from jmp_amp.plan.rewriting import Shared
@@ -273,6 +274,7 @@ class Replay(Walk[Value]):
       marks: what it leaves on the equations that it binds.
       staged: the bodies that were staged, each of them once. They are closed jaxprs and
         hold no tracers, so the traces inside `jax.checkpoint` share them too.
+      islands: what computes the islands, each kind of them once.
       differentiable: False inside the primal of a `custom_jvp`, which has a rule.
       recomputes: whether a backward pass is to compute islands again.
     """
@@ -285,6 +287,7 @@ class Replay(Walk[Value]):
     ):
         self.marks = marks
         self.staged: dict[Plan, ClosedJaxpr] = {}
+        self.islands: dict[Hashable, Callable[..., list[Value]]] = {}
         self.differentiable = differentiable
         self.recomputes = recomputes
 
@@ -319,7 +322,7 @@ class Replay(Walk[Value]):
             return found.to_keep(shared.name)
 
     def border(self, eqn: Eqn, planned: EquationPlan) -> AbstractContextManager[object]:
-        if not self.marks.locates_borders:
+        if not self.marks.tells_equations:
             return nullcontext()
         stack = ExitStack()
         stack.enter_context(jaxprs.source_of(eqn))
@@ -327,11 +330,34 @@ class Replay(Walk[Value]):
         return stack
 
     def island(
-        self, compute: Callable[..., list[Value]], inputs: list[Value]
+        self, plan: Plan, island: Island, inputs: Sequence[Value]
     ) -> list[Value]:
-        if not self.recomputes:
-            return compute(*inputs)
-        return jax.checkpoint(compute, prevent_cse=False)(*inputs)
+        # A marked equation is one of a kind.
+        marked = self.marks.tells_equations
+        like = NO_LIKENESS if marked else likeness(plan, island)
+        with jaxprs.inside(like.scopes):
+            compute = self._computed(plan, island, like)
+            if not self.recomputes:
+                return compute(*inputs)
+            return jax.checkpoint(compute, prevent_cse=False)(*inputs)
+
+    def _computed(
+        self, plan: Plan, island: Island, like: Likeness
+    ) -> Callable[..., list[Value]]:
+        """Returns what computes an island: one function for all that are alike.
+
+        JAX traces and differentiates it once.
+        """
+        if like.key in self.islands:
+            return self.islands[like.key]
+        eqns = {i: like.inside(plan.body.jaxpr.eqns[i]) for i in island.equations}
+
+        def compute(*inputs: Value) -> list[Value]:
+            return self.through(plan, island, inputs, eqns)
+
+        if like.key is not None:
+            self.islands[like.key] = compute
+        return compute
 
     def equation(
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[Value]]

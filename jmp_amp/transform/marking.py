@@ -20,8 +20,9 @@ _NONE = contextlib.nullcontext()
 class Marks:
     """The marks of a plain replay: none."""
 
-    # Whether casts at the border of an island are made where they are read.
-    locates_borders = False
+    # Whether every equation has marks of its own, and every cast at the border of an
+    # island.
+    tells_equations = False
 
     def equation(self, planned: EquationPlan) -> _Scope:
         """Returns the scope of an equation and of the casts around it."""

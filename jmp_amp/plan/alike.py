@@ -1,0 +1,86 @@
+"""Islands that are alike: a model repeats its layers, and each has the same islands.
+
+Islands of one key compute the same function of their inputs. They also come from the
+same lines of Python, under the same scopes but for the outer ones, which their first
+equations have in common. Whoever runs one of them for all loses nothing: JAX traces and
+differentiates it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jmp_amp.plan import jaxprs
+from jmp_amp.plan.jaxprs import Atom, Eqn, Literal, NameStack, Var
+from jmp_amp.plan.plan import Island, Plan
+
+
+class Likeness(NamedTuple):
+    """What an island has in common with those that are alike.
+
+    Attributes:
+      key: equal for islands that are alike, and hashable; None if that cannot be told.
+      scopes: the outer name scopes, those of all its equations; the key has the others.
+    """
+
+    key: Hashable | None
+    scopes: NameStack
+
+    def inside(self, eqn: Eqn) -> Eqn:
+        """Returns an equation of the island without its outer scopes."""
+        info = eqn.source_info
+        return eqn.replace(
+            source_info=info.replace(name_stack=info.name_stack[len(self.scopes) :])
+        )
+
+
+NO_LIKENESS = Likeness(None, NameStack())
+
+
+def likeness(plan: Plan, island: Island) -> Likeness:
+    """Returns the likeness of an island of a planned body."""
+    eqns = [plan.body.jaxpr.eqns[i] for i in island.equations]
+    scopes = jaxprs.common_scopes(eqns)
+    numbers: dict[Var, int] = {}
+
+    def numbered(variables: list[Var]) -> tuple[Hashable, ...]:
+        for var in variables:
+            numbers[var] = len(numbers)
+        return tuple(var in plan.cast_per_use for var in variables)
+
+    def read(atom: Atom) -> Hashable:
+        return _constant(atom) if isinstance(atom, Literal) else numbers[atom]
+
+    parts: list[Hashable] = [numbered([var for var, _ in island.inputs])]
+    for index, eqn in zip(island.equations, eqns, strict=True):
+        info, planned = eqn.source_info, plan.equations[index]
+        parts += (
+            (eqn.primitive, eqn.ctx, *eqn.params.items()),
+            tuple(map(read, eqn.invars)),
+            numbered(eqn.outvars),
+            jaxprs.runs(eqn),
+            (info.traceback, info.name_stack[len(scopes) :]),
+            (planned.dtype, planned.reads, planned.writes, planned.saturate),
+            (planned.rewrite, planned.bodies, planned.rule_context),
+        )
+    parts.append(tuple((numbers[var], dtype) for var, dtype in island.outputs))
+    parts.append(tuple(dtype for _, dtype in island.inputs))
+    key = tuple(parts)
+    try:
+        hash(key)
+    except TypeError:  # a parameter that is an array
+        return Likeness(None, scopes)
+    return Likeness(key, scopes)
+
+
+def _constant(atom: Literal) -> Hashable:
+    """Returns what tells a literal from every other one."""
+    value, weak = atom.val, jaxprs.aval_of(atom).weak_type
+    if isinstance(value, jax.Array):
+        return id(value), weak
+    array = np.asarray(value)
+    return array.dtype, array.shape, array.tobytes(), weak
