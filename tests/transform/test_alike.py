@@ -112,6 +112,44 @@ def test_every_island_has_the_names_of_its_layer():
     assert all(len(set(re.findall(r"Layer_\d", name))) == 1 for name in named), named
 
 
+def test_scopes_inside_of_an_island_stay_apart():
+    def each(scores, number):
+        with jax.named_scope(f"inner_{number}"):
+            scores = jnp.tanh(scores)
+        return jnp.exp(scores)
+
+    loss = layers(each)
+    assert kinds(loss, W) == (LAYERS + 1, LAYERS + 1)
+    text = jax.jit(amp.autocast(loss)).lower(W).compile().as_text()
+    for number in range(LAYERS):
+        assert f"inner_{number}/tanh" in text
+
+
+def test_every_layer_keeps_its_policy():
+    halves = ["bfloat16", "float16", "bfloat16"]
+
+    def each(scores, number):
+        policy = amp.get_policy(f"params=float32,compute={halves[number]}")
+        return amp.with_policy(policy)(lambda x: jax.nn.softmax(x @ W))(scores)
+
+    found = [
+        {v.aval.dtype.name for v in (*body.invars, *body.outvars)}
+        for body in checkpoints(layers(each), W)[:LAYERS]
+    ]
+    assert found == [{"bfloat16"}, {"float16"}, {"bfloat16"}]
+
+
+def test_results_that_others_read_are_told_apart():
+    def each(scores, number):
+        two = jnp.exp(jnp.tanh(scores)), jnp.exp(jnp.sin(scores))
+        return two[number % 2]
+
+    loss = layers(each)
+    want = jax.grad(loss)(W)
+    got = jax.grad(amp.autocast(loss, "mixed_float16"))(W)
+    assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
+
+
 def test_lines_of_two_layers_stay_apart():
     def loss(w):
         x = jax.nn.softmax(X @ w) @ w
