@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Sequence
 
@@ -39,6 +40,9 @@ def bounds_of_constant(value: Value) -> Bounds:
     dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
     if np.size(value) > _LARGEST_CONSTANT or not _is_real(dtype):
         return None
+    if not np.ndim(value):  # most are numbers
+        number = float(value)
+        return (number, number) if math.isfinite(number) else None
     elements = np.asarray(value).astype(np.float64)
     elements = elements[np.isfinite(elements)]
     if not elements.size:
@@ -109,6 +113,7 @@ def misfit(bounds: Bounds, dtype: np.dtype) -> str | None:
     return "vanishes" if magnitude > 0 and rounded == 0 else None
 
 
+@functools.cache
 def _is_real(dtype: np.dtype) -> bool:
     return jax.numpy.issubdtype(dtype, np.number) and not jax.numpy.issubdtype(
         dtype, np.complexfloating

@@ -35,6 +35,8 @@ Atom = Var | Literal
 Jaxpr = core.Jaxpr
 ClosedJaxpr = core.ClosedJaxpr
 NameStack = source_info_util.NameStack
+# Hashable, and equal if made by the same calls of the same lines. Public in no module.
+Traceback = Any
 # An array, a tracer or a numpy array: whatever `primitive.bind` takes.
 Value = Any
 
@@ -385,7 +387,11 @@ def calling_code(eqn: Eqn) -> Sequence[CodeType]:
     JAX cuts a traceback at the function being traced, so these are the frames between
     that function and the equation.
     """
-    traceback = eqn.source_info.traceback
+    return code_of(eqn.source_info.traceback)
+
+
+def code_of(traceback: Traceback | None) -> Sequence[CodeType]:
+    """Returns the code objects of a traceback, innermost first."""
     return () if traceback is None else traceback.raw_frames()[0]
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_amp.plan import jaxprs
-from jmp_amp.plan.jaxprs import Eqn
+from jmp_amp.plan.jaxprs import Eqn, Traceback
 from jmp_amp.plan.operations import OPERATIONS, PRODUCTS, OpClass
 from jmp_amp.policies.policy import Policy
 
@@ -107,13 +107,13 @@ def rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
       inherited: the rule that a function name gave to the call that `eqn` is inside of.
     """
     name = eqn.primitive.name
-    code = jaxprs.calling_code(eqn)
     user = _rules_of(policy)
     if user:
         # `scatter-add` is no identifier: a policy spells it `scatter_add`.
         spelled = name.replace("-", "_")
         if name in user or spelled in user:
             return user[name if name in user else spelled]
+        code = jaxprs.calling_code(eqn)
         functions = (jaxprs.function_name(eqn), *(frame.co_name for frame in code))
         for candidate in functions:
             # The name of a primitive is that of no function.
@@ -122,21 +122,16 @@ def rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
         if inherited is not None and inherited.from_user:
             return inherited
     is_product = name in PRODUCTS
-    known = _KNOWN[is_product]
-    for frame in code:
-        found = known.get(id(frame))
-        if found is None:
-            found = _remembered(known, frame, is_product)
-        if found.rule is not None:
-            return found.rule
+    found = _rule_of_calls(eqn.source_info.traceback, is_product)
+    if found is not None:
+        return found
     if inherited is not None:
         return inherited
     if jaxprs.inner_bodies(eqn):
         return None
     if name in PRODUCTS:
         wish = jaxprs.asks_for_digits(eqn)
-        is_default = any(frame.co_filename == _RESIZES for frame in code)
-        if wish is not None and not is_default:
+        if wish is not None and not _resizes(eqn):
             return Rule(OpClass.FULL, f"{wish} was asked for", "precision")
         if jaxprs.is_sum_of_products(eqn):
             reason = "a product without a free dimension is a sum"
@@ -147,6 +142,25 @@ def rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
     return PRIMITIVE_RULES.get(
         name, Rule(OpClass.KEEP, "not known to the table: as traced", name)
     )
+
+
+def _resizes(eqn: Eqn) -> bool:
+    code = jaxprs.calling_code(eqn)
+    return any(each.co_filename == _RESIZES for each in code)
+
+
+# The layers of a model are called from the same lines.
+@functools.lru_cache(maxsize=4096)
+def _rule_of_calls(traceback: Traceback | None, is_product: bool) -> Rule | None:
+    """Returns the rule of the innermost function that has one, of those called."""
+    known = _KNOWN[is_product]
+    for code in jaxprs.code_of(traceback):
+        found = known.get(id(code))
+        if found is None:
+            found = _remembered(known, code, is_product)
+        if found.rule is not None:
+            return found.rule
+    return None
 
 
 class _Known(NamedTuple):
