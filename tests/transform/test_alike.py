@@ -125,6 +125,22 @@ def test_scopes_inside_of_an_island_stay_apart():
         assert f"inner_{number}/tanh" in text
 
 
+def test_xla_gets_the_program_that_it_would_get_anyway():
+    def apart(scores, number):
+        # Alike but for a name, so each is traced.
+        with jax.named_scope(f"inner_{number}"):
+            halved = scores / 2
+        return jax.nn.softmax(halved)
+
+    losses = layers(lambda s, i: jax.nn.softmax(s / 2)), layers(apart)
+    assert [kinds(loss, W)[1] for loss in losses] == [2, LAYERS + 1]
+    shared, unshared = (
+        jax.jit(jax.value_and_grad(amp.autocast(loss))).lower(W).as_text()
+        for loss in losses
+    )
+    assert shared == unshared
+
+
 def test_every_layer_keeps_its_policy():
     halves = ["bfloat16", "float16", "bfloat16"]
 
