@@ -6,7 +6,6 @@ This is the forward half of the plan. Consumers may still change a decision, see
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from jmp_amp.plan import constants, jaxprs
@@ -103,8 +102,8 @@ def _keep(at: Standing) -> Decision:
     rule = at.rule
     if rule.op_class is not OpClass.KEEP:
         rule = Rule(OpClass.KEEP, "nothing here may be cast", rule.decided_by)
-    kept = at.decision(Mode.AS_TRACED, None, rule.reason, origin)
-    return dataclasses.replace(kept, rule=rule)
+    known = Known(origin, None, at.region)
+    return Decision(rule, Mode.AS_TRACED, None, rule.reason, known)
 
 
 def _low(at: Standing, rewrite: Rewrite | None) -> Decision:

@@ -89,7 +89,8 @@ def body_of(jaxpr: Jaxpr | ClosedJaxpr) -> Body:
 
 def aval_of(atom: Atom) -> ShapedArray:
     """Returns the shape and the dtype of an operand or a result."""
-    return cast(ShapedArray, atom.aval)
+    aval: Any = atom.aval
+    return aval
 
 
 def runs(eqn: Eqn) -> bool:

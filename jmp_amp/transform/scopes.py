@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -229,6 +230,7 @@ def _may_be_jitted(cls: type) -> bool:
     return issubclass(cls, nn.Module) and not cls.__module__.startswith("flax.")
 
 
+@functools.lru_cache(maxsize=256)
 def norm_policy(policy: Policy) -> Policy:
     """Returns the policy of a norm module: compute in f32, hand on `policy`'s half."""
     return dataclasses.replace(
