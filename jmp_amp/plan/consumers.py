@@ -9,6 +9,7 @@ and takes the option of each decision whose condition holds.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -181,7 +182,14 @@ def _taken(eqn: Eqn, step: Step, results: Uses) -> Outcome:
             for each, view in zip(asked, step.views, strict=True)
         )
     store = None if option is None else option.store
-    return Outcome(mode, dtype, reason, tuple(map(Use, asked)), store)
+    return Outcome(mode, dtype, reason, _uses(asked), store)
+
+
+# A program has thousands of equations, and a handful of these.
+@functools.lru_cache(maxsize=1024)
+def _uses(demands: tuple[Demand, ...]) -> Uses:
+    """Returns the uses of the operands of an equation, each of which it reads once."""
+    return tuple(map(Use, demands))
 
 
 def _carry_demand(known: Known, atom: Atom) -> Demand:
