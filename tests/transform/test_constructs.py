@@ -1167,6 +1167,27 @@ def test_explicit_shardings_survive():
         assert relative_error(moved, x @ w @ w) < ROUNDINGS * eps(BF16)
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: w.at[jnp.arange(8)].get(out_sharding=P("data", None)) @ w,
+        lambda w, x: jax.sharding.auto_axes(
+            lambda w, x: jax.nn.softmax(x @ w) @ w, out_sharding=P("data", None)
+        )(w, x),
+    ],
+)
+def test_explicit_axes_may_be_left_to_the_compiler_inside(fn):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x, w = jax.device_put(X, P("data")), jax.device_put(W, P())
+        assert_only_rounded(
+            lambda transform, w, x: jax.value_and_grad(
+                lambda w: mean_square(transform(fn)(w, x))
+            )(w),
+            args=(w, x),
+        )
+
+
 def test_sharded_parameters_are_gathered_in_half(mesh):
     rows = jax.sharding.NamedSharding(mesh, P("data"))
 
