@@ -5,6 +5,7 @@ Such a function may close over values of the trace around it, as no staged body 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
@@ -140,6 +141,19 @@ def mesh_of(arrays: Sequence[Value]) -> Mesh | None:
             explicit = AxisType.Explicit in sharding.mesh.axis_types
             return None if explicit else cast(Mesh, sharding.mesh)
     return None
+
+
+def in_mesh_of(value: Value) -> contextlib.AbstractContextManager[object]:
+    """Returns a context in which a traced value can be computed with: its own mesh.
+
+    Inside of `jax.sharding.auto_axes` a mesh has other types of axes than around it,
+    and an equation that leads in or out has its operand in one mesh and runs in the
+    other.
+    """
+    mesh = jax.typeof(value).sharding.mesh
+    if mesh.empty or mesh == jax.sharding.get_abstract_mesh():
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def replicated(x: jax.Array, mesh: Mesh | None) -> jax.Array:

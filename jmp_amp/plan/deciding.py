@@ -184,7 +184,11 @@ def _convert(at: Standing) -> Decision:
         # jnp sums f16 in f32 and casts the sum back to f16, where it overflows.
         reason = "the cast back after an f32 reduction waits"
         return at.decision(Mode.CONVERSION, F32, reason, Origin.FULL)
-    return at.decision(Mode.CONVERSION, target, "an explicit cast", made)
+    reason = "an explicit cast"
+    if at.region.asked.compute_dtype == F32:
+        # Where it is and as often as it is: gradients are summed in the same dtype.
+        return at.decision(Mode.AS_TRACED, None, reason, made)
+    return at.decision(Mode.CONVERSION, target, reason, made)
 
 
 def _limits(at: Standing, made: Decision) -> constants.Bounds:

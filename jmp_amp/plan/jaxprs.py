@@ -47,8 +47,9 @@ _BODY_PARAMETER = {
     primitives.remat_p: "jaxpr",
     primitives.custom_jvp_call_p: "call_jaxpr",
 }
-# Not in `jax.extend`.
+# Not in `jax.extend`. The body of each is its parameter `jaxpr`.
 _SHARD_MAP = "shard_map"
+_METADATA_CALL = "xla_metadata_call"
 
 # A jitted function of a library with at most so many equations runs in place of its
 # call: `jnp.where` has 3 equations, `jax.nn.log_softmax` 10. Larger ones stay calls, so
@@ -137,7 +138,8 @@ def inner_bodies(eqn: Eqn) -> tuple[Inner, ...]:
     everything = range(len(eqn.invars))
     if primitive in _BODY_PARAMETER:
         return (Inner(body_of(params[_BODY_PARAMETER[primitive]]), everything),)
-    if primitive.name == _SHARD_MAP or primitive is primitives.scan_p:
+    named = primitive.name in (_SHARD_MAP, _METADATA_CALL)
+    if named or primitive is primitives.scan_p:
         bodies = (Inner(body_of(params["jaxpr"]), everything),)
     elif primitive is primitives.cond_p:
         bodies = tuple(Inner(body_of(b), everything[1:]) for b in params["branches"])
@@ -339,7 +341,7 @@ def bind_staged(
             policy=eqn.params["policy"],
         )
         return list(run(*operands))
-    return bind(eqn, operands, **{_BODY_PARAMETER[eqn.primitive]: body})
+    return bind(eqn, operands, **{_BODY_PARAMETER.get(eqn.primitive, "jaxpr"): body})
 
 
 def is_shard_map(eqn: Eqn) -> bool:

@@ -235,6 +235,7 @@ GROUPS = (
             Row("name", BOUND, NOTHING),
             # They place data, or send it to other devices.
             *_named(BOUND, NOTHING, "sharding_constraint layout_constraint reshard"),
+            *_named(BOUND, NOTHING, "mesh_cast"),
             *_named(BOUND, NOTHING, "with_memory_space_constraint all_gather"),
             *_named(BOUND, NOTHING, "all_gather_invariant all_to_all ppermute"),
             Row("optimization_barrier", BOUND, NOTHING, role=Role.HANDS_ON),

@@ -309,7 +309,7 @@ class Replay(Walk[Value]):
         return value.dtype
 
     def cast(self, value: Value, dtype: np.dtype, saturate: bool) -> Value:
-        with self.marks.cast():
+        with self.marks.cast(), constructs.in_mesh_of(value):
             if saturate:
                 largest = jnp.finfo(dtype).max.astype(value.dtype)
                 clipped = jax.lax.clamp(-largest, value, largest)

@@ -223,6 +223,6 @@ def test_every_primitive_of_the_table_exists():
         *("layout_constraint", "lu_pivots_to_permutation", "one_minus_square"),
         *("optimization_barrier", "pbroadcast", "pvary", "ragged_dot_general"),
         *("reduce_scatter", "reshard", "scatter-sub", "split", "stack", "unstack"),
-        *("symmetric_product", "tile", "with_memory_space_constraint"),
+        *("mesh_cast", "symmetric_product", "tile", "with_memory_space_constraint"),
     }
     assert set(operations.OPERATIONS) - known - also == set()

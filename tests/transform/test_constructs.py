@@ -9,11 +9,11 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from jax.experimental import sparse
+from jax.experimental import sparse, xla_metadata
 from jax.experimental.ode import odeint
 
 import jmp_amp as amp
-from tests.programs import dtypes_of, equations, results_of
+from tests.programs import dtypes_of, equations, products, results_of
 from tests.rounding import (
     BF16,
     F16,
@@ -811,10 +811,8 @@ def test_static_arguments_of_an_inner_jit_stay_static():
 
 
 def test_metadata_survives():
-    from jax.experimental.xla_metadata import set_xla_metadata
-
     def fn(w):
-        with set_xla_metadata(my_key="my_value"):
+        with xla_metadata.set_xla_metadata(my_key="my_value"):
             h = jnp.tanh(X @ w)
         return h @ w
 
@@ -824,6 +822,24 @@ def test_metadata_survives():
         "my_key"
         in jax.jit(jax.grad(lambda w: jnp.sum(amp.autocast(fn)(w)))).lower(W).as_text()
     )
+
+
+@pytest.mark.skipif(
+    not hasattr(xla_metadata, "xla_metadata_call2"), reason="new in JAX 0.11"
+)
+def test_a_call_that_is_tagged_runs_in_half_and_stays_tagged():
+    def fn(w):
+        @xla_metadata.xla_metadata_call2({"group": "g1"}, ad_metadata={"group": "g2"})
+        def tagged(x):
+            return jax.nn.softmax(x @ w) @ w
+
+        return mean_square(tagged(X))
+
+    assert_only_rounded(lambda transform, w: jax.grad(transform(fn))(w))
+    gradient = jax.grad(amp.autocast(fn))
+    assert set(products(gradient, W)) == {half_of(BF16)}
+    text = jax.jit(gradient).lower(W).as_text()
+    assert text.count('group = "g1"') == text.count('group = "g2"') == 1
 
 
 def test_the_precision_of_a_product_survives():
@@ -1149,6 +1165,27 @@ def test_explicit_shardings_survive():
         hidden = jax.reshard
         moved = jax.jit(amp.autocast(lambda x: hidden(x @ w, P()) @ w))(x)
         assert relative_error(moved, x @ w @ w) < ROUNDINGS * eps(BF16)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: w.at[jnp.arange(8)].get(out_sharding=P("data", None)) @ w,
+        lambda w, x: jax.sharding.auto_axes(
+            lambda w, x: jax.nn.softmax(x @ w) @ w, out_sharding=P("data", None)
+        )(w, x),
+    ],
+)
+def test_explicit_axes_may_be_left_to_the_compiler_inside(fn):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x, w = jax.device_put(X, P("data")), jax.device_put(W, P())
+        assert_only_rounded(
+            lambda transform, w, x: jax.value_and_grad(
+                lambda w: mean_square(transform(fn)(w, x))
+            )(w),
+            args=(w, x),
+        )
 
 
 def test_sharded_parameters_are_gathered_in_half(mesh):

@@ -204,6 +204,29 @@ def test_a_product_with_an_f32_result_is_as_traced_in_an_f32_policy():
     np.testing.assert_array_equal(found, jax.grad(fn)(W))
 
 
+def rounded(x):
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        # Two casts of one value, two readers of a cast, and the turns of a loop.
+        lambda w: jnp.sin(rounded(h := X @ w)) + 3 * jnp.cos(rounded(h)),
+        lambda w: lax.cond(w[0, 0] < 9, jnp.sin, jnp.cos, h := rounded(w)) + h**2,
+        lambda w: lax.scan(lambda c, _: (c @ w, None), X @ (w := rounded(w)), None, 3)[
+            0
+        ],
+    ],
+)
+def test_gradients_of_casts_are_summed_as_written_in_an_f32_policy(fn):
+    def loss(w):
+        return jnp.sum(jnp.square(fn(w)))
+
+    found = jax.grad(amp.autocast(loss, "float32"))(W)
+    assert relative_error(found, jax.grad(loss)(W)) < 8 * jnp.finfo(jnp.float32).eps
+
+
 # Kinds of equations
 
 
