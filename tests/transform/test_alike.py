@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from jax.experimental.xla_metadata import set_xla_metadata
 
 import jmp_amp as amp
 from tests.programs import equations
@@ -139,6 +140,16 @@ def test_xla_gets_the_program_that_it_would_get_anyway():
         for loss in losses
     )
     assert shared == unshared
+
+
+def test_every_layer_keeps_its_metadata():
+    def each(scores, number):
+        with set_xla_metadata(my_key=f"layer_{number}"):
+            return jax.nn.softmax(scores)
+
+    text = jax.jit(amp.autocast(layers(each))).lower(W).as_text()
+    counts = {text.count(f'"layer_{number}"') for number in range(LAYERS)}
+    assert len(counts) == 1 and counts != {0}
 
 
 def test_every_layer_keeps_its_policy():
