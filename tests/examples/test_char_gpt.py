@@ -206,9 +206,8 @@ def step_program(policy):
     return step.trace(params, opt_state, batch(0), jax.random.key(0)).jaxpr
 
 
-@pytest.mark.parametrize(
-    "policy", [pytest.param("mixed_bfloat16", marks=pytest.mark.slow), "mixed_float16"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_every_matmul_of_a_training_step_is_in_half(policy):
     operands = [
         {v.aval.dtype for v in eqn.invars}

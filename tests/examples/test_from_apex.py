@@ -150,7 +150,8 @@ def tuned(begins, head_alone=False):
         )
 
 
-@pytest.mark.parametrize("begins", [pytest.param("f32", marks=pytest.mark.slow), "f16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("begins", ["f32", "f16"])
 def test_fine_tuning_in_eval_mode_learns_and_leaves_the_statistics(begins):
     params, batch_stats = variables()
     found = tuned(begins)

@@ -409,7 +409,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 MOVES = [
     ("fsdp", "pipeline", "f16"),
-    ("fsdp", "fsdp", "f16"),
+    slow("fsdp", "fsdp", "f16"),
     slow("pipeline", "fsdp", "f16"),
     slow("fsdp", "tensor", "f16"),
     slow("pipeline_data_tensor", ONE_DEVICE, "f16"),

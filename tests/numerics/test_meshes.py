@@ -61,8 +61,19 @@ def figures(sites, operations):
     ]
 
 
-@pytest.mark.parametrize("axes", AXES)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        pytest.param(
+            name,
+            axes,
+            marks=[pytest.mark.slow]
+            * (name == "cond" or (name, axes) == ("scan", "explicit")),
+        )
+        for name in PROGRAMS
+        for axes in AXES
+    ],
+)
 def test_sharded_arrays_have_the_figures_of_whole_ones(name, axes):
     fn = PROGRAMS[name]
     w, x = integers((8, 8), 1), integers((16, 8), 0)

@@ -66,14 +66,8 @@ def kept_memory(model: str, level: str) -> dict[str, int]:
     return recipe_levels.memory(*program, temporary=found["temporary"])
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "mlp",
-        *(pytest.param(m, marks=pytest.mark.slow) for m in ("gcn", "llama")),
-        pytest.param("transformer", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mlp", "gcn", "llama", "transformer"])
 def test_memory_is_what_was_measured_and_falls(model):
     memory = {level: kept_memory(model, level) for level in LEVELS}
     sizes = [memory[level]["all"] for level in LEVELS]
