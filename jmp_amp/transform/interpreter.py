@@ -351,9 +351,12 @@ class Replay(Walk[Value]):
         if like.key in self.islands:
             return self.islands[like.key]
         eqns = {i: like.inside(plan.body.jaxpr.eqns[i]) for i in island.equations}
+        # Not this replay, which holds the function: the arrays of the plan would stay
+        # until Python collects garbage.
+        replay = Replay(self.differentiable, self.recomputes, self.marks)
 
         def compute(*inputs: Value) -> list[Value]:
-            return self.through(plan, island, inputs, eqns)
+            return replay.through(plan, island, inputs, eqns)
 
         if like.key is not None:
             self.islands[like.key] = compute

@@ -1,6 +1,8 @@
 """Islands that are alike: traced once, and each with its own names and values."""
 
+import gc
 import re
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -206,3 +208,21 @@ def test_islands_hold_no_tracers():
         jax.make_jaxpr(jax.grad(loss))(W)
         jax.make_jaxpr(jax.vmap(jax.grad(loss)))(W[None])
         jax.make_jaxpr(jax.hessian(loss))(W)
+
+
+@pytest.mark.parametrize("transform", [lambda fn: fn, jax.grad])
+def test_what_a_call_held_is_free_when_it_ends(transform):
+    def called():
+        # The loss closes over an array of this call.
+        x = X + 1
+        fn = transform(amp.autocast(lambda w: jnp.mean(jax.nn.softmax(x @ w) @ w)))
+        fn(W)
+        return weakref.ref(x)
+
+    called()
+    gc.collect()
+    gc.disable()
+    try:
+        assert called()() is None
+    finally:
+        gc.enable()
