@@ -22,7 +22,7 @@ WINGS = {
     "plan": (
         ("jaxprs", "operations", "targets", "quantising"),
         ("regions",),
-        ("constants", "constructs", "dimensions", "rules", "rewriting"),
+        ("constants", "constructs", "dimensions", "meshes", "rules", "rewriting"),
         ("values",),
         ("modes", "sources", "indices"),
         ("decisions",),

@@ -23,7 +23,7 @@ from jmp_amp.numerics.options import undisturbed
 from jmp_amp.numerics.sites import Gradient
 from jmp_amp.numerics.statistics import Counted, Layout, counted, layout_of
 from jmp_amp.numerics.suggestions import suggested_loss_scale, suggested_policy
-from jmp_amp.plan import constructs, jaxprs
+from jmp_amp.plan import jaxprs, meshes
 from jmp_amp.plan.jaxprs import Value
 from jmp_amp.plan.plan import plan_as_traced
 from jmp_amp.plan.targets import checked_target, cpu_of
@@ -218,7 +218,7 @@ def _compared(
     finite under the policy, and in the reference.
     """
 
-    mesh = constructs.mesh_of(low.gradients)
+    mesh = meshes.mesh_of(low.gradients)
 
     def measured(low: _Returned, full: _Returned) -> Any:
         finite = [ends_well(call, *each) for each in (low, full)]

@@ -23,7 +23,7 @@ from jmp_amp.numerics.statistics import (
     real_parts,
     side_by_side,
 )
-from jmp_amp.plan import constructs
+from jmp_amp.plan import meshes
 from jmp_amp.policies.dtypes import F32
 
 _MANTISSA = F32_LAYOUT.mantissa
@@ -48,11 +48,11 @@ def distances(
 ) -> Distance:
     """Returns the distances of pairs of floating or complex arrays of equal shapes.
 
-    `mesh` is that of the devices that they are on, see `constructs.replicated`.
+    `mesh` is that of the devices that they are on, see `meshes.replicated`.
     """
 
     def whole(x: jax.Array) -> jax.Array:
-        return real_parts(constructs.replicated(x, mesh))
+        return real_parts(meshes.replicated(x, mesh))
 
     pairs = [(whole(a), whole(b)) for a, b in pairs]
     zero = jnp.zeros(len(pairs), jnp.float32)

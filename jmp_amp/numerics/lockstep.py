@@ -24,7 +24,7 @@ from jmp_amp.numerics.measuring import MOVES
 from jmp_amp.numerics.pair_constructs import Construct
 from jmp_amp.numerics.pairs import Frame, Key, Keys, Pair, paired, united
 from jmp_amp.numerics.programs import compiled_by
-from jmp_amp.plan import constructs, jaxprs
+from jmp_amp.plan import jaxprs, meshes
 from jmp_amp.plan.jaxprs import Eqn, Literal, Value, Var
 from jmp_amp.plan.plan import EquationPlan, Plan
 from jmp_amp.plan.rewriting import Shared
@@ -79,7 +79,7 @@ def errors(
     Returns:
       A function that runs the program, once.
     """
-    walk = _Lockstep(constructs.mesh_of(arrays))
+    walk = _Lockstep(meshes.mesh_of(arrays))
     keys_of: list[list[Keys]] = []
 
     # An array in both is one input: the program takes no copy of it.
@@ -114,7 +114,7 @@ class _Lockstep(Walk[Pair]):
     Attributes:
       path: the way to the body.
       operands: as in `Errors`.
-      devices: the mesh that the program runs on, see `constructs.mesh_of`.
+      devices: the mesh that the program runs on, see `meshes.mesh_of`.
       mesh: the `shard_map` equation around, if there is one.
       size: how many values are compared in one run of each body.
     """

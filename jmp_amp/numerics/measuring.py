@@ -136,7 +136,7 @@ class Measure:
 
     Attributes:
       tables: what to measure in each body that is seen, see `watch.bodies_inside`.
-      mesh: of the devices that the program runs on, see `constructs.mesh_of`.
+      mesh: of the devices that the program runs on, see `meshes.mesh_of`.
     """
 
     def __init__(self, frames: Mapping[Path, Frame], mesh: Mesh | None):

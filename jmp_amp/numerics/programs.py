@@ -13,7 +13,7 @@ from jmp_amp.numerics.losses import LossCall
 from jmp_amp.numerics.marks import SCALING, PlanMarks
 from jmp_amp.numerics.measuring import Measure, Measured
 from jmp_amp.numerics.options import compiler_options
-from jmp_amp.plan import constructs, jaxprs
+from jmp_amp.plan import jaxprs, meshes
 from jmp_amp.plan.jaxprs import Value
 from jmp_amp.plan.plan import Plan
 from jmp_amp.plan.watch import watched
@@ -87,7 +87,7 @@ def measured(
 
     traced = jaxprs.trace(call.with_gradients(replay, scaled_apart), arrays)
     frames = frames_of(traced, marks, call.loss is not None)
-    measure = Measure(frames, constructs.mesh_of(arrays))
+    measure = Measure(frames, meshes.mesh_of(arrays))
     lowered = jax.jit(watched(traced, measure)).lower(*arrays)
     compiling = compiled_by(pool, lowered, measure.size)
 

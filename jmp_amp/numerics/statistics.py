@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jmp_amp.plan import constructs
+from jmp_amp.plan import meshes
 
 # Arrays of fewer elements are counted together, in one pass. Larger ones are counted in
 # pieces of so many.
@@ -119,9 +119,9 @@ def counted(
     Args:
       arrays: of dtypes of the same `layout`.
       layout: that of their values.
-      mesh: of the devices that they are on, see `constructs.replicated`.
+      mesh: of the devices that they are on, see `meshes.replicated`.
     """
-    arrays = [real_parts(constructs.replicated(each, mesh)) for each in arrays]
+    arrays = [real_parts(meshes.replicated(each, mesh)) for each in arrays]
     result = Counted(
         jnp.zeros((len(arrays), layout.width), jnp.int32),
         jnp.zeros(len(arrays), layout.dtype),
@@ -145,7 +145,7 @@ def counted(
 
 def are_nonfinite(arrays: Sequence[jax.Array], mesh: Mesh | None = None) -> jax.Array:
     """Returns which arrays hold a value that is not finite; bool[n]. See `counted`."""
-    arrays = [real_parts(constructs.replicated(each, mesh)) for each in arrays]
+    arrays = [real_parts(meshes.replicated(each, mesh)) for each in arrays]
     result = jnp.zeros(len(arrays), bool)
     small: dict[np.dtype, list[int]] = {}
     for i, each in enumerate(arrays):

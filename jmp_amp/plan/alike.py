@@ -1,14 +1,14 @@
 """Islands that are alike: a model repeats its layers, and each has the same islands.
 
-Islands of one key compute the same function of their inputs. They also come from the
-same lines of Python, under the same scopes but for the outer ones, which their first
-equations have in common. Whoever runs one of them for all loses nothing: JAX traces and
-differentiates it once.
+Islands of one key compute the same function of their inputs, from the same lines of
+Python. Their name scopes are the same too, but for the outer ones: all equations of an
+island are in these, and they name its layer. So one function may run in place of all
+islands of a key. JAX traces and differentiates it once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,8 +23,9 @@ class Likeness(NamedTuple):
     """What an island has in common with those that are alike.
 
     Attributes:
-      key: equal for islands that are alike, and hashable; None if that cannot be told.
-      scopes: the outer name scopes, those of all its equations; the key has the others.
+      key: it is equal for islands that are alike; None if a parameter of an equation
+        has no hash.
+      scopes: the outer name scopes, which all of its equations are in.
     """
 
     key: Hashable | None
@@ -44,7 +45,7 @@ NO_LIKENESS = Likeness(None, NameStack())
 def likeness(plan: Plan, island: Island) -> Likeness:
     """Returns the likeness of an island of a planned body."""
     eqns = [plan.body.jaxpr.eqns[i] for i in island.equations]
-    scopes = jaxprs.common_scopes(eqns)
+    scopes = _common_scopes(eqns)
     numbers: dict[Var, int] = {}
 
     def numbered(variables: list[Var]) -> tuple[Hashable, ...]:
@@ -77,8 +78,19 @@ def likeness(plan: Plan, island: Island) -> Likeness:
     return Likeness(key, scopes)
 
 
+def _common_scopes(eqns: Sequence[Eqn]) -> NameStack:
+    """Returns the name scopes, outermost first, that all of some equations are in."""
+    common = eqns[0].source_info.name_stack
+    for eqn in eqns:
+        stack = eqn.source_info.name_stack
+        common = common[: len(stack)]
+        while common != stack[: len(common)]:
+            common = common[: len(common) - 1]
+    return common
+
+
 def _constant(atom: Literal) -> Hashable:
-    """Returns what tells a literal from every other one."""
+    """Returns a key of the value of a literal: -0.0 is not 0.0."""
     value, weak = atom.val, jaxprs.aval_of(atom).weak_type
     if isinstance(value, jax.Array):
         return id(value), weak

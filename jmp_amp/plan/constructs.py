@@ -5,12 +5,10 @@ Such a function may close over values of the trace around it, as no staged body 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 from jmp_amp.plan.jaxprs import (
     Eqn,
@@ -128,50 +126,3 @@ def varying(eqn: Eqn, value: Value) -> Value:
     # Inside another `shard_map`, the shards vary over the axes of that one too.
     axes = jax.sharding.get_abstract_mesh().manual_axes
     return jax.lax.pcast(value, axes, to="varying")
-
-
-def mesh_of(arrays: Sequence[Value]) -> Mesh | None:
-    """Returns the mesh of several devices that arrays are on; None for one device.
-
-    None also if its axes are explicit: then a traced value knows its own.
-    """
-    for each in arrays:
-        sharding = getattr(each, "sharding", None)
-        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
-            explicit = AxisType.Explicit in sharding.mesh.axis_types
-            return None if explicit else cast(Mesh, sharding.mesh)
-    return None
-
-
-def in_mesh_of(value: Value) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which a traced value can be computed with: its own mesh.
-
-    Inside of `jax.sharding.auto_axes` a mesh has other types of axes than around it,
-    and an equation that leads in or out has its operand in one mesh and runs in the
-    other.
-    """
-    mesh = jax.typeof(value).sharding.mesh
-    if mesh.empty or mesh == jax.sharding.get_abstract_mesh():
-        return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(mesh)
-
-
-def replicated(x: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Returns a traced array that each device has whole; in a sharded map, as it is.
-
-    On a mesh with explicit axes JAX refuses to flatten a sharded array. On others XLA
-    counts wrongly: a `scatter` of a size that the devices do not divide adds what fills
-    it up (all versions from 0.10 to 0.12).
-
-    Args:
-      x: the array.
-      mesh: see `mesh_of`.
-    """
-    here = jax.typeof(x).sharding.mesh
-    if AxisType.Manual in here.axis_types:
-        return x
-    if AxisType.Explicit in here.axis_types:
-        return reshard(x, NamedSharding(here, PartitionSpec()))
-    if mesh is None:
-        return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))

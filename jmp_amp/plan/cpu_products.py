@@ -32,6 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jmp_amp.plan.decisions import Standing
 from jmp_amp.plan.dimensions import Dimensions, Sides, sides_of
 from jmp_amp.plan.jaxprs import Eqn, Value, aval_of
+from jmp_amp.plan.meshes import explicit_sharding
 from jmp_amp.plan.operations import OpClass
 from jmp_amp.plan.rewriting import Rewrite
 from jmp_amp.plan.values import Trait, unfit
@@ -226,23 +227,16 @@ def _linear(
     # Both sides have to be linear in the tangent, and both solutions be used.
     result = jax.eval_shape(product, moving)
     nothing = jax.lax.broadcast_in_dim(
-        _nothing(moving), result.shape, (), out_sharding=_explicit(result)
+        _nothing(moving), result.shape, (), out_sharding=explicit_sharding(result)
     )
     known = moving, nothing
     u, v = jax.lax.custom_linear_solve(equations, known, solve, solve_transposed)
     return v + _nothing(u)
 
 
-def _explicit(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding | None:
-    """Returns the sharding that is a part of the type of an array; None if none is."""
-    sharding = jax.typeof(x).sharding
-    axes = sharding.mesh.axis_types
-    return sharding if jax.sharding.AxisType.Explicit in axes else None
-
-
 def _before_transpose(x: jax.Array, order: Sequence[int]) -> NamedSharding | None:
     """Returns the sharding of an array that a transpose makes one like `x`."""
-    sharding = _explicit(x)
+    sharding = explicit_sharding(x)
     if sharding is None:
         return None
     spec = dict(zip(order, sharding.spec, strict=True))

@@ -13,7 +13,6 @@ import functools
 import math
 import os
 from collections.abc import Iterator, Sequence
-from types import CodeType
 from typing import Any, NamedTuple, cast
 
 import flax
@@ -368,34 +367,9 @@ def inside(scopes: NameStack) -> Iterator[None]:
         yield
 
 
-def common_scopes(eqns: Sequence[Eqn]) -> NameStack:
-    """Returns the name scopes, outermost first, that all of some equations are in."""
-    common = eqns[0].source_info.name_stack
-    for eqn in eqns:
-        stack = eqn.source_info.name_stack
-        common = common[: len(stack)]
-        while common != stack[: len(common)]:
-            common = common[: len(common) - 1]
-    return common
-
-
 def scope_text(eqn: Eqn) -> str:
     """Returns the name scopes of `eqn`, outermost first, joined by slashes."""
     return str(eqn.source_info.name_stack)
-
-
-def calling_code(eqn: Eqn) -> Sequence[CodeType]:
-    """Returns the code objects of the Python calls that made `eqn`, innermost first.
-
-    JAX cuts a traceback at the function being traced, so these are the frames between
-    that function and the equation.
-    """
-    return code_of(eqn.source_info.traceback)
-
-
-def code_of(traceback: Traceback | None) -> Sequence[CodeType]:
-    """Returns the code objects of a traceback, innermost first."""
-    return () if traceback is None else traceback.raw_frames()[0]
 
 
 def is_fixed(eqn: Eqn) -> bool:

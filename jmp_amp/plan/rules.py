@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import CodeType
 from typing import NamedTuple
 
@@ -113,7 +113,7 @@ def rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
         spelled = name.replace("-", "_")
         if name in user or spelled in user:
             return user[name if name in user else spelled]
-        code = jaxprs.calling_code(eqn)
+        code = _calls(eqn.source_info.traceback)
         functions = (jaxprs.function_name(eqn), *(frame.co_name for frame in code))
         for candidate in functions:
             # The name of a primitive is that of no function.
@@ -144,8 +144,17 @@ def rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
     )
 
 
+def _calls(traceback: Traceback | None) -> Sequence[CodeType]:
+    """Returns the code of the Python calls that made an equation, innermost first.
+
+    JAX cuts a traceback at the function being traced, so these are the calls between
+    that function and the equation.
+    """
+    return () if traceback is None else traceback.raw_frames()[0]
+
+
 def _resizes(eqn: Eqn) -> bool:
-    code = jaxprs.calling_code(eqn)
+    code = _calls(eqn.source_info.traceback)
     return any(each.co_filename == _RESIZES for each in code)
 
 
@@ -154,7 +163,7 @@ def _resizes(eqn: Eqn) -> bool:
 def _rule_of_calls(traceback: Traceback | None, is_product: bool) -> Rule | None:
     """Returns the rule of the innermost function that has one, of those called."""
     known = _KNOWN[is_product]
-    for code in jaxprs.code_of(traceback):
+    for code in _calls(traceback):
         found = known.get(id(code))
         if found is None:
             found = _remembered(known, code, is_product)

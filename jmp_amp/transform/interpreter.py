@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from jmp_amp.plan import constructs, jaxprs
+from jmp_amp.plan import constructs, jaxprs, meshes
 from jmp_amp.plan.alike import NO_LIKENESS, Likeness, likeness
 from jmp_amp.plan.jaxprs import ClosedJaxpr, Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.plan import EquationPlan, Island, Plan, plan_as_traced
@@ -309,7 +309,7 @@ class Replay(Walk[Value]):
         return value.dtype
 
     def cast(self, value: Value, dtype: np.dtype, saturate: bool) -> Value:
-        with self.marks.cast(), constructs.in_mesh_of(value):
+        with self.marks.cast(), meshes.in_mesh_of(value):
             if saturate:
                 largest = jnp.finfo(dtype).max.astype(value.dtype)
                 clipped = jax.lax.clamp(-largest, value, largest)

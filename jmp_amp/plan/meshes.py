@@ -1,0 +1,69 @@
+"""Meshes: which devices an array is on, and what computes with it there.
+
+The axes of a mesh are of a type. Of *auto* axes the compiler decides how arrays are
+sharded. Of *explicit* ones it is a part of the type of a traced array. In a
+`shard_map` they are *manual*: an array is the part of one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import cast
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
+
+from jmp_amp.plan.jaxprs import Value
+
+
+def mesh_of(arrays: Sequence[Value]) -> Mesh | None:
+    """Returns the mesh of several devices that arrays are on; None for one device.
+
+    None also if its axes are explicit: then a traced value knows its own.
+    """
+    for each in arrays:
+        sharding = getattr(each, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+            explicit = AxisType.Explicit in sharding.mesh.axis_types
+            return None if explicit else cast(Mesh, sharding.mesh)
+    return None
+
+
+def explicit_sharding(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding | None:
+    """Returns the sharding that is a part of the type of an array; None if none is."""
+    sharding = jax.typeof(x).sharding
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def in_mesh_of(value: Value) -> contextlib.AbstractContextManager[object]:
+    """Returns a context in which a traced value can be computed with: its own mesh.
+
+    `jax.sharding.auto_axes` changes the types of the axes of a mesh inside. An equation
+    that leads in or out has its operand in one mesh, and runs in the other.
+    """
+    mesh = jax.typeof(value).sharding.mesh
+    if mesh.empty or mesh == jax.sharding.get_abstract_mesh():
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def replicated(x: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Returns a traced array that each device has whole; in a sharded map, as it is.
+
+    On a mesh with explicit axes JAX refuses to flatten a sharded array. On others XLA
+    counts wrongly: a `scatter` of a size that the devices do not divide adds what fills
+    it up (all versions from 0.10 to 0.12).
+
+    Args:
+      x: the array.
+      mesh: see `mesh_of`.
+    """
+    if AxisType.Manual in jax.typeof(x).sharding.mesh.axis_types:
+        return x
+    explicit = explicit_sharding(x)
+    if explicit is not None:
+        return reshard(x, explicit.update(spec=PartitionSpec()))
+    if mesh is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
