@@ -14,19 +14,14 @@ import pytest
 
 import jmp_amp as amp
 from jmp_amp.__main__ import main
-from jmp_amp.plan import cpu_products, targets
-from jmp_amp.plan.targets import Cpu
+from tests.targets.product_programs import multiply_all
 
 POLICY = "mixed_bfloat16"
 
 
 @pytest.fixture(autouse=True)
 def native(monkeypatch):
-    """Products of every size are of bf16, on every CPU."""
-    monkeypatch.setattr(targets, "this_cpu", lambda: Cpu(native=True))
-    monkeypatch.setattr(cpu_products, "_SMALLEST_SIDE", 1)
-    monkeypatch.setattr(cpu_products, "_SMALLEST_FACE", 0)
-    monkeypatch.setattr(cpu_products, "_FEWEST_TERMS", 0)
+    multiply_all(monkeypatch)
 
 
 def integers(shape, seed=0):

@@ -7,13 +7,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
+
+from jmp_amp.plan import cpu_products, targets
+from jmp_amp.plan.targets import Cpu
 
 MODES = (
     *("forward", "gradient", "jvp", "gradient of jvp", "vmap", "vmap of gradient"),
     *("gradient of vmap", "vmap of the last", "scan", "checkpoint", "cond"),
     "shard_map",
 )
+
+
+def multiply_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes products of every size those of a CPU with instructions for bf16."""
+    monkeypatch.setattr(targets, "this_cpu", lambda: Cpu(native=True))
+    monkeypatch.setattr(cpu_products, "_SMALLEST_SIDE", 1)
+    monkeypatch.setattr(cpu_products, "_SMALLEST_FACE", 0)
+    monkeypatch.setattr(cpu_products, "_FEWEST_TERMS", 0)
 
 
 class Program(NamedTuple):

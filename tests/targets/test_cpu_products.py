@@ -16,9 +16,13 @@ from jax import export
 from jax.experimental import jet
 
 import jmp_amp as amp
-from jmp_amp.plan import cpu_products, targets
-from jmp_amp.plan.targets import Cpu, this_cpu
-from tests.targets.product_programs import MODES, program, transformed
+from jmp_amp.plan.targets import this_cpu
+from tests.targets.product_programs import (
+    MODES,
+    multiply_all,
+    program,
+    transformed,
+)
 
 F32 = jnp.float32
 compiles_native = pytest.mark.skipif(
@@ -28,11 +32,7 @@ compiles_native = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def native(monkeypatch):
-    """Products of every size are of bf16, on every CPU."""
-    monkeypatch.setattr(targets, "this_cpu", lambda: Cpu(native=True))
-    monkeypatch.setattr(cpu_products, "_SMALLEST_SIDE", 1)
-    monkeypatch.setattr(cpu_products, "_SMALLEST_FACE", 0)
-    monkeypatch.setattr(cpu_products, "_FEWEST_TERMS", 0)
+    multiply_all(monkeypatch)
 
 
 def on_cpu(fn):

@@ -62,6 +62,8 @@ def test_layers_of_a_loop_are_traced_once():
         lambda s, i: jnp.exp(jnp.tanh(s)) if i else jnp.exp(jnp.tanh(s).T).T,
         lambda s, i: jax.nn.softmax(s if i else s[:, ::-1]),
         lambda s, i: jnp.exp((a := jnp.tanh(s)) - (b := jnp.sin(s))) - (b, a)[i % 2],
+        # Other results of the same equations are read.
+        lambda s, i: (jnp.exp(jnp.tanh(s)), jnp.exp(jnp.sin(s)))[i % 2],
     ],
 )
 def test_what_differs_is_computed_apart(each):
@@ -82,7 +84,7 @@ def test_literals_are_told_by_their_bits(value):
     first, second = amp.autocast(fn)(W)
     want = [float(y) for y in fn(W)]
     np.testing.assert_allclose([first, second], want, rtol=0.02)
-    assert (value == 0 and np.signbit(value)) == (want[0] != want[1])
+    assert np.signbit(value) == (want[0] != want[1])
 
 
 def test_every_island_has_the_names_of_its_layer():
@@ -166,17 +168,6 @@ def test_every_layer_keeps_its_policy():
         for body in checkpoints(layers(each), W)[:LAYERS]
     ]
     assert found == [{"bfloat16"}, {"float16"}, {"bfloat16"}]
-
-
-def test_results_that_others_read_are_told_apart():
-    def each(scores, number):
-        two = jnp.exp(jnp.tanh(scores)), jnp.exp(jnp.sin(scores))
-        return two[number % 2]
-
-    loss = layers(each)
-    want = jax.jit(jax.grad(loss))(W)
-    got = jax.jit(jax.grad(amp.autocast(loss, "mixed_float16")))(W)
-    assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
 
 
 def test_lines_of_two_layers_stay_apart():
