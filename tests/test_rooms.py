@@ -21,8 +21,8 @@ WINGS = {
     ),
     "plan": (
         ("jaxprs", "operations", "targets", "quantising"),
-        ("regions",),
-        ("constants", "constructs", "dimensions", "meshes", "rules", "rewriting"),
+        ("regions", "dimensions"),
+        ("constants", "constructs", "meshes", "rules", "rewriting"),
         ("values",),
         ("modes", "sources", "indices"),
         ("decisions",),
@@ -62,6 +62,7 @@ WINGS = {
     ),
     "numerics": (
         ("losses", "marks", "options", "statistics", "sites", "groups", "tuning"),
+        ("liveness",),
         ("frames", "distances", "flagged", "trials", "moves", "asked"),
         ("measuring", "searching", "pairs"),
         ("programs", "tuner", "pair_constructs"),

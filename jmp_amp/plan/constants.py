@@ -17,6 +17,7 @@ import jax
 import jax.core
 import numpy as np
 
+from jmp_amp.plan.dimensions import is_elementwise_product
 from jmp_amp.plan.jaxprs import Atom, Eqn, Value, aval_of
 from jmp_amp.plan.operations import OPERATIONS, Fold, Kind, kind_of
 
@@ -75,6 +76,8 @@ def bounds_of_result(eqn: Eqn, operands: Sequence[Bounds]) -> Bounds:
         operands.append(fill)
     if all(b is None for b in operands):
         return None
+    if is_elementwise_product(eqn):
+        name = "mul"
     limits = OPERATIONS[name].row.limits if name in OPERATIONS else None
     if isinstance(limits, tuple):
         return limits

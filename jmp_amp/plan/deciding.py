@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from jmp_amp.plan import constants, jaxprs
 from jmp_amp.plan.cpu_products import why_f32
 from jmp_amp.plan.decisions import Decision, Option, Standing
+from jmp_amp.plan.dimensions import is_elementwise_product, sums
 from jmp_amp.plan.fp8_choice import why_not
 from jmp_amp.plan.jaxprs import Eqn, Var, aval_of
-from jmp_amp.plan.kept import keeps_digits, made_of, sums_argument
+from jmp_amp.plan.kept import counts, keeps_digits, made_of, sums_argument
 from jmp_amp.plan.makers import (
     gates_a_sum,
     is_exact,
@@ -26,7 +27,7 @@ from jmp_amp.plan.operations import Kind, OpClass, Role, is_cheap, kind_of, role
 from jmp_amp.plan.regions import Region
 from jmp_amp.plan.rewrites import rewrite_of
 from jmp_amp.plan.rewriting import Rewrite
-from jmp_amp.plan.rules import Rule
+from jmp_amp.plan.rules import ELEMENTWISE_PRODUCT, Rule
 from jmp_amp.plan.values import Known, Origin, Trait, castable, is_inexact, unfit
 from jmp_amp.policies.dtypes import BF16, F16, F32, is_castable, is_half
 
@@ -55,11 +56,14 @@ def decide(
     fill = constants.bounds_of_fill(eqn)
     if fill is not None:
         operands.append(Known(Origin.FREE, fill, region))
+    if _multiplies(eqn, rule, operands):
+        rule = ELEMENTWISE_PRODUCT
     at = Standing(eqn, rule, region, tuple(operands), views, makers, sources, is_index)
     if rule.op_class is OpClass.FOLLOW and role_of(at.name) is Role.HANDS_ON:
         return at.decision(Mode.PASSED_ON, None, "hands on what it gets", Origin.FREE)
-    rewrite = rewrite_of(at)
-    made = _by_class(at, rewrite)
+    counted = counts(at)
+    rewrite = rewrite_of(at) if counted is None else None
+    made = _by_class(at, rewrite, counted)
     if made.result.origin == Origin.FREE:
         rewrite = None
     saved, falls = _is_saved_in_f32(at, made, rewrite), _may_fall(at, made)
@@ -78,13 +82,37 @@ def decide(
     )
 
 
-def _by_class(at: Standing, rewrite: Rewrite | None) -> Decision:
-    """Returns the decision that the class of the operation makes."""
+def _multiplies(eqn: Eqn, rule: Rule, operands: Sequence[Known]) -> bool:
+    """Whether a matrix product is a multiplication that is spelled as one.
+
+    `einsum("i,j->ij", a, b)`; and `positions[:, None] @ frequencies[None]`, the angles
+    of an embedding, of numbers that are no activations and no weights. A layer of one
+    feature multiplies two arguments, and a derivative begins with one number.
+    """
+    if rule.op_class is not OpClass.LOW or rule.from_user:
+        return False
+    if not is_elementwise_product(eqn):
+        return False
+    if any(v.bounds is not None and v.bounds[0] == v.bounds[1] for v in operands):
+        return False
+    return not sums(eqn) or (
+        all(v.origin == Origin.FREE for v in operands)
+        and any(v.is_constant or not v.is_parameter for v in operands)
+    )
+
+
+def _by_class(at: Standing, rewrite: Rewrite | None, counted: str | None) -> Decision:
+    """Returns the decision that the class of the operation makes.
+
+    `counted` is why it computes numbers of places, see `counts`.
+    """
     if jaxprs.is_conversion(at.eqn) and not is_move(at.eqn):
         return _convert(at)
     if at.rule.op_class is OpClass.KEEP or not _may_cast(at.eqn, at.rule):
         return _keep(at)
     if at.rule.op_class is OpClass.LOW:
+        if counted is not None:
+            return at.decision(Mode.IN_DTYPE, F32, counted, Origin.FULL)
         return _low(at, rewrite)
     if at.rule.op_class is OpClass.FULL:
         made = Origin.FREE if at.origin == Origin.FREE else Origin.FULL

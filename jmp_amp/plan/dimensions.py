@@ -1,4 +1,7 @@
-"""The dimensions of a product: which are summed over, and how large its sides are."""
+"""The dimensions of a product: which are summed over, and how large its sides are.
+
+Some products sum over nothing, and of some nothing is left but the sum.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,31 @@ import jax
 import numpy as np
 
 from jmp_amp.plan.jaxprs import Eqn, aval_of
+from jmp_amp.policies.dtypes import F32
+
+
+def is_sum_of_products(eqn: Eqn) -> bool:
+    """Whether no dimension of the operands of a product is free, as in `vdot`."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    return not any(Dimensions.of(eqn).free)
+
+
+def is_elementwise_product(eqn: Eqn) -> bool:
+    """Whether a product of f32 arrays adds nothing up, as `einsum("i,j->ij")`.
+
+    It may sum over dimensions of one element, see `sums`.
+    """
+    if eqn.primitive.name != "dot_general":
+        return False
+    lhs, rhs = map(aval_of, eqn.invars)
+    terms = [lhs.shape[d] for d in Dimensions.of(eqn).terms[0]]
+    return lhs.dtype == rhs.dtype == F32 and all(size == 1 for size in terms)
+
+
+def sums(eqn: Eqn) -> bool:
+    """Whether a product sums over dimensions, if only of one element."""
+    return bool(Dimensions.of(eqn).terms[0])
 
 
 class Sides(NamedTuple):

@@ -407,17 +407,6 @@ def _precision(name: str) -> jax.lax.Precision | None:
         return None  # a dot algorithm
 
 
-def is_sum_of_products(eqn: Eqn) -> bool:
-    """Whether no dimension of the operands of a product is free, as in `vdot`."""
-    if eqn.primitive is not primitives.dot_general_p:
-        return False
-    contracting, batch = eqn.params["dimension_numbers"]
-    return all(
-        aval_of(operand).ndim == len(contracting[i]) + len(batch[i])
-        for i, operand in enumerate(eqn.invars)
-    )
-
-
 def sums_half_in_f32(eqn: Eqn) -> bool:
     """Whether `eqn` is a product of half operands that asks for an f32 result."""
     arrays = [aval_of(v) for v in eqn.invars if isinstance(v.aval, ShapedArray)]

@@ -1,7 +1,8 @@
-"""Which sums keep the digits of an argument.
+"""Which sums and products keep the digits of what they read.
 
 A parameter such as a bias follows the activations that it is added to. A state does
-not: `y + 1e-3 * f(y)` in half precision would be `y`.
+not: `y + 1e-3 * f(y)` in half precision would be `y`. Nor does a place: one-hot rows
+times `arange(2048.)` are the numbers of the rows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 from jmp_amp.plan.decisions import Decision, Standing
 from jmp_amp.plan.jaxprs import Atom, Literal, aval_of
 from jmp_amp.plan.makers import is_move
-from jmp_amp.plan.operations import Role, role_of
+from jmp_amp.plan.operations import OpClass, Role, role_of
 from jmp_amp.plan.values import Known, Origin, Trait, castable
 from jmp_amp.policies.dtypes import F32, is_half
 
@@ -41,6 +42,27 @@ def keeps_digits(at: Standing) -> str | None:
         subtracts = role_of(at.name) is Role.SUBTRACTS
         if subtracts and not _is_broadcast(at.eqn.invars[i], at):
             return "an argument keeps its digits in a difference"
+    return None
+
+
+def counts(at: Standing) -> str | None:
+    """Returns why a matrix product computes numbers of places, in f32, or None.
+
+    One factor is a grid that counts further than half precision does. Or the result
+    becomes an index, and a factor is a constant, or both are made of integers.
+    """
+    half = at.region.asked.compute_dtype
+    if at.rule.op_class is not OpClass.LOW or at.rule.from_user or not is_half(half):
+        return None
+    if any(aval_of(v).dtype != F32 for v in at.eqn.invars):
+        return None
+    if at.is_index and (
+        any(value.is_constant for value in at.operands)
+        or not any(v.origin != Origin.FREE or v.is_parameter for v in at.operands)
+    ):
+        return "becomes an index"
+    if any(_is_long(value, half) for value in at.operands):
+        return f"{half.name} does not hold every number that the grid counts"
     return None
 
 

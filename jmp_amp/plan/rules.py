@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_amp.plan import jaxprs
+from jmp_amp.plan.dimensions import is_sum_of_products
 from jmp_amp.plan.jaxprs import Eqn, Traceback
 from jmp_amp.plan.operations import OPERATIONS, PRODUCTS, OpClass
 from jmp_amp.policies.policy import Policy
@@ -43,6 +44,13 @@ FULL_FUNCTIONS = {
         "norm var std standardize global_norm vector_norm"
     ),
     "a least-squares fit: half has no digits for it": "polyfit",
+    "a special function is a series whose terms cancel": (
+        "betaln beta poch zeta polygamma multigammaln factorial spence expn expi exp1 "
+        "hyp1f1 hyp2f1 bessel_jn"
+    ),
+    "a histogram counts what lies between its edges, both ends too": (
+        "histogram histogram_bin_edges histogram2d histogramdd"
+    ),
     # [torch] fp32: *_loss, kl_div, cosine_similarity; the names are optax's
     "a loss is where f16 gradients begin: in f32 it cannot overflow": (
         "l2_loss squared_error huber_loss log_cosh hinge_loss cosine_similarity "
@@ -94,6 +102,11 @@ PRIMITIVE_RULES = {
     for name, operation in OPERATIONS.items()
 }
 
+# `einsum("i,j->ij")` multiplies as `*` does.
+ELEMENTWISE_PRODUCT = dataclasses.replace(
+    PRIMITIVE_RULES["mul"], decided_by="dot_general"
+)
+
 
 def rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
     """Returns the rule of `eqn`, or None if it calls a body that decides for itself.
@@ -133,7 +146,7 @@ def rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
         wish = jaxprs.asks_for_digits(eqn)
         if wish is not None and not _resizes(eqn):
             return Rule(OpClass.FULL, f"{wish} was asked for", "precision")
-        if jaxprs.is_sum_of_products(eqn):
+        if is_sum_of_products(eqn):
             reason = "a product without a free dimension is a sum"
             return Rule(OpClass.FULL, reason, name)
     if name == "integer_pow" and eqn.params["y"] < 0:

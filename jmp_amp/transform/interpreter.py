@@ -90,11 +90,16 @@ def autocast(
     * an argument plus what is made of it (`y + dt * f(y)`: a state), and the difference
       of an argument and an activation. What is only added, such as a bias, follows;
     * what becomes an index: all that leads to `floor`, `ceil`, `round` or a cast to an
-      integer; a grid that counts further than half precision does;
+      integer; a grid that counts further than half precision does, and the product of
+      one-hot rows with it;
     * the body of a `while_loop` that runs until a float of its body is small enough;
     * a product with `precision=` HIGH or HIGHEST, one without a free dimension (`vdot`,
       which is a sum), and the functions of `jnp.linalg`, `jax.scipy.linalg` and
       `jax.random`, whole.
+
+    A product that adds nothing up is a multiplication, however it is spelled:
+    `einsum("i,j->ij", positions, frequencies)` is float32 as `positions[:, None] *
+    frequencies` is.
 
     What is left alone: integers, booleans, complex, float64, fp8 and PRNG keys; dtypes
     that the program asks for, such as `x.astype(jnp.bfloat16)`; and, computed as they
@@ -132,7 +137,8 @@ def autocast(
 
     Raises:
       TypeError: if `fn` is not callable, or a class; if `policy` is no policy,
-        `enabled` no bool or `target` no text.
+        `enabled` no bool or `target` no text; from the function returned, if a result
+        that is no pytree holds a traced array.
       ValueError: if the compute dtype is none of float16, bfloat16 and float32, or
         `target` is unknown.
 

@@ -121,6 +121,116 @@ def test_a_product_without_a_free_dimension_is_a_sum(product, dtype):
     assert products(amp.autocast(product), W) == [dtype]
 
 
+# Multiplications that are spelled as products: rotary embeddings, noise levels
+POSITIONS = np.arange(2000, dtype=np.float32)
+FREQUENCIES = 1e4 ** -np.linspace(0, 1, 8, dtype=np.float32)
+TABLES = {
+    "einsum": lambda p, f: jnp.einsum("i,j->ij", p, f),
+    "tensordot": lambda p, f: jnp.tensordot(p, f, 0),
+    "matmul": lambda p, f: p[:, None] @ f[None],
+    "batched": lambda p, f: (f[None, :, None] @ p[None, None])[0].T,
+}
+
+
+@each_policy
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_angles_have_all_their_digits_however_they_are_spelled(table, policy):
+    def angles(positions):
+        return jnp.sin(table(positions.astype(jnp.float32), jnp.asarray(FREQUENCIES)))
+
+    exact = np.sin(np.outer(POSITIONS, FREQUENCIES).astype(np.float64))
+    got = jax.jit(amp.autocast(angles, policy))(jnp.arange(2000))
+    np.testing.assert_allclose(got, exact, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("product", "dtypes"),
+    [
+        # As `*`: of parameters and inputs alone as traced, of activations half.
+        (lambda w: jnp.einsum("i,ij->ij", w[0], w), ["float32"]),
+        (lambda w: jnp.einsum("bi,bj->bij", w @ w, w @ w) @ w, ["bfloat16"] * 4),
+        # A layer of one feature.
+        (lambda w: w[:, :1] @ w[:1], ["bfloat16"]),
+        (lambda w: (w @ w)[:, :1] @ w[:1], ["bfloat16"] * 2),
+        # What a gradient penalty differentiates: the cotangents of a score are 1.
+        (jax.grad(lambda w: jnp.sum(jnp.tanh(w) @ w[0])), ["bfloat16"] * 3),
+        (jax.grad(lambda w: jnp.sum(jnp.tanh(w) @ w[:, :1])), ["bfloat16"] * 3),
+    ],
+    ids=("scaled outer_of_activations one_feature one_activation score scores".split()),
+)
+def test_a_product_without_terms_to_add_is_planned_as(product, dtypes):
+    assert products(amp.autocast(product), W) == dtypes
+
+
+def test_a_policy_may_name_a_product_that_adds_nothing_up():
+    policy = amp.Policy(compute_dtype="bfloat16", low=("dot_general",))
+    table = TABLES["einsum"]
+    assert products(amp.autocast(lambda w: table(w[0], w[1]), policy), W) == [
+        "bfloat16"
+    ]
+
+
+# Products that are places
+
+
+@each_policy
+@pytest.mark.parametrize(
+    "row",
+    [
+        lambda rows, numbers: (rows @ numbers).astype(jnp.int32),
+        lambda rows, numbers: jnp.einsum("bn,n->b", rows, numbers),
+        lambda rows, numbers: jnp.round(numbers @ rows.T),
+        lambda rows, numbers: (jnp.tril(jnp.ones((2400, 2400))) @ jnp.ones(2400))[
+            jnp.argmax(rows, -1) - 1
+        ].astype(jnp.int32),
+    ],
+    ids="cast returned rounded counted".split(),
+)
+def test_one_hot_rows_times_numbers_are_the_numbers(row, policy):
+    wanted = np.arange(2049, 2061)
+    rows = jnp.asarray(np.eye(2400, dtype=np.float32)[wanted])
+
+    def fn(rows):
+        return row(rows, jnp.arange(2400, dtype=jnp.float32))
+
+    np.testing.assert_array_equal(jax.jit(amp.autocast(fn, policy))(rows), wanted)
+
+
+def test_a_table_that_integers_make_is_a_place_too():
+    def fn(labels, numbers):
+        rows = jax.nn.one_hot(labels, 512)
+        return (rows @ numbers.astype(jnp.float32)).astype(jnp.int32)
+
+    labels = jnp.arange(500, 508)
+    got = jax.jit(amp.autocast(fn))(labels, jnp.arange(1000, 1512))
+    np.testing.assert_array_equal(got, np.arange(1500, 1508))
+
+
+def test_a_product_that_is_rounded_is_half_unless_a_constant_is_in_it():
+    # Quantisation in training rounds what every layer makes.
+    def layers(w, scale):
+        return jnp.round(jnp.round(w @ w * scale) @ w)
+
+    assert products(amp.autocast(layers), W, jnp.float32(8)) == ["bfloat16"] * 2
+
+
+def test_a_table_of_small_numbers_is_half():
+    def expected(w):
+        return jax.nn.softmax(w @ w) @ jnp.linspace(-10.0, 10.0, len(w))[:, None]
+
+    assert products(amp.autocast(expected), W) == ["bfloat16"] * 2
+
+
+@each_policy
+@pytest.mark.parametrize("seed", range(4))
+def test_a_histogram_counts_every_value(seed, policy):
+    x, w = (jax.random.normal(jax.random.key(i), (8, 8)) for i in (seed, seed + 9))
+    counts, edges = jax.jit(
+        amp.autocast(lambda x, w: jnp.histogram(abs(x @ w) * 0.5 + 0.5), policy)
+    )(x, w)
+    assert counts.sum() == 64 and edges.dtype == jnp.float32
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -130,10 +240,11 @@ def test_a_product_without_a_free_dimension_is_a_sum(product, dtype):
         lambda w: jnp.linalg.matrix_power(w, 5),
         lambda w: jnp.polyfit(w[0], w[1], 3),
         lambda w: jax.scipy.linalg.solve_sylvester(w, w, w),
+        lambda w: jax.scipy.special.betaln(w, w),
     ],
-    ids="expm pinv lstsq matrix_power polyfit solve_sylvester".split(),
+    ids="expm pinv lstsq matrix_power polyfit solve_sylvester betaln".split(),
 )
-def test_linear_algebra_runs_in_f32_whole(function):
+def test_linear_algebra_and_series_run_in_f32_whole(function):
     jaxpr = jax.make_jaxpr(amp.autocast(function, F16))(W)
     assert "f16[" not in str(jaxpr)
 
