@@ -32,7 +32,11 @@ from jmp_amp.transform.nnx_modules import (
     with_scopes,
     without_scopes,
 )
-from jmp_amp.transform.refusals import explain_traced_values, is_about_half
+from jmp_amp.transform.refusals import (
+    check_result,
+    explain_traced_values,
+    is_about_half,
+)
 from jmp_amp.transform.successors import Successor, successors
 
 Unflatten = Callable[[Sequence[object]], PyTree]
@@ -131,7 +135,7 @@ def traced_call(
             traced.arrays,
             traced.stored,
             outputs.states,
-            returned=functools.partial(outputs.returned, traced.arrays),
+            returned=functools.partial(outputs.returned, call, traced.arrays),
             seen=functools.partial(outputs.seen, traced.arrays),
         )
 
@@ -178,11 +182,18 @@ class Outputs(NamedTuple):
     successors: list[Successor]
     merged: Callable[[Sequence[object]], list[object]]
 
-    def returned(self, inputs: Sequence[PyTree], results: Sequence[PyTree]) -> PyTree:
+    def returned(
+        self, call: str, inputs: Sequence[PyTree], results: Sequence[PyTree]
+    ) -> PyTree:
         """Returns the results of the call, and writes to nnx objects.
 
-        `inputs` and `results` are those of the program.
+        Args:
+          call: the caller's call as written, for errors.
+          inputs, results: those of the program.
         """
+        for slot in self.slots[: self.width]:
+            if slot is not _ARRAY and slot is not _OBJECT:
+                check_result(slot, call)
         filled = self._filled(inputs, results)
         made = iter(self.merged(filled[self.width :]))
         leaves = [next(made) if x is _OBJECT else x for x in filled[: self.width]]

@@ -2,16 +2,20 @@
 
 A function of half-precision arrays may be refused because two dtypes do not meet, and
 is then traced in f32. A function may need the values of an array, which nobody knows
-while it is traced: the error then names the argument as the caller knows it.
+while it is traced: the error then names the argument as the caller knows it. A result
+that is no pytree may hold arrays that are gone when the trace has ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
-from collections.abc import Sequence
+import types
+from collections.abc import Iterator, Sequence
 
 import jax
+import jax.core
 from jax.tree_util import KeyPath, SequenceKey, keystr
 
 from jmp_amp.policies.dtypes import AnyFn
@@ -96,3 +100,27 @@ def _parameter(fn: AnyFn, index: int) -> str:
         if number == index:
             return parameter.name
     return f"args[{index}]"
+
+
+def check_result(leaf: object, call: str) -> None:
+    """Raises a TypeError if a result that is no array holds one of the trace."""
+    for name, value in _parts(leaf):
+        if any(isinstance(each, jax.core.Tracer) for each in jax.tree.leaves(value)):
+            raise TypeError(
+                f"{call}: a result is of {type(leaf).__name__}, which is no pytree, "
+                f"and holds an array in {name!r}. Nothing that is traced may stay "
+                "there. Return the arrays, or register the class with "
+                "jax.tree_util.register_dataclass."
+            )
+
+
+def _parts(leaf: object) -> Iterator[tuple[str, object]]:
+    """Yields what an object holds, and under which name, as far as Python tells."""
+    if isinstance(leaf, types.FunctionType):
+        cells = zip(leaf.__code__.co_freevars, leaf.__closure__ or (), strict=True)
+        for name, cell in cells:
+            with contextlib.suppress(ValueError):  # It is empty.
+                yield name, cell.cell_contents
+    elif not isinstance(leaf, type | types.ModuleType):
+        names = [*getattr(leaf, "__dict__", ()), *getattr(leaf, "__slots__", ())]
+        yield from ((each, getattr(leaf, each, None)) for each in names)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -137,3 +139,39 @@ def test_an_error_in_a_function_that_the_user_jitted_is_left_alone():
     with pytest.raises(jax.errors.TracerBoolConversionError) as found:
         amp.autocast(inner)(X)
     assert str(found.value) == str(expected.value)
+
+
+# Results that are no pytrees
+
+
+@dataclasses.dataclass
+class Output:
+    logits: object
+
+
+class Slotted:
+    __slots__ = ("logits",)
+
+    def __init__(self, logits):
+        self.logits = {"last": logits}
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (Output, "of Output, which .* in 'logits'"),
+        (Slotted, "of Slotted, which .* in 'logits'"),
+        (lambda y: lambda: y, "of function, which .* in 'y'"),
+    ],
+    ids="dataclass slots closure".split(),
+)
+def test_a_result_that_holds_a_traced_array_is_refused(make, told):
+    with pytest.raises(TypeError, match=rf"autocast\(fn\): a result is {told}"):
+        amp.autocast(lambda x: {"made": make(x * 2)})(X)
+
+
+def test_other_results_that_are_no_pytrees_come_back():
+    held = Output(W)
+    results = amp.autocast(lambda x: (x @ W, held, jnp.sin, Output("text"), int))(X)
+    assert results[1] is held and results[2] is jnp.sin and results[4] is int
+    assert results[3] == Output("text")
