@@ -81,7 +81,7 @@ def keep_if_finite(opt_state: PyTree, new: PyTree, old: PyTree) -> PyTree:
       opt_state: the state that `update` returned in this step, or anything that
         `loss_scale_of` searches.
       new: a pytree, as the step wrote it; or an nnx module, which is written back in
-        place and returned.
+        place and returned. Variables that the step made stay as they are.
       old: the same tree before the step; of a module a copy, `nnx.clone(model)`, and of
         an `nnx.State` one made by `nnx.as_pure`: Variables change in place.
 
@@ -105,7 +105,13 @@ def keep_if_finite(opt_state: PyTree, new: PyTree, old: PyTree) -> PyTree:
             f"keep_if_finite(opt_state, {type(new).__name__}(...), old): old is "
             f"{found}. Make a copy before the step: old = nnx.clone(model)."
         )
-    states = nnx.as_pure(nnx.state(new)), nnx.as_pure(nnx.state(old))
+    state, before = nnx.state(new), nnx.state(old)
+    # A first call makes variables, such as those that are sown: there is no old one.
+    known = {path for path, _ in nnx.to_flat_state(before)}
+    state = nnx.from_flat_state(
+        [(path, each) for path, each in nnx.to_flat_state(state) if path in known]
+    )
+    states = nnx.as_pure(state), nnx.as_pure(before)
     kept = choose(finite, *states, "keep_if_finite", ("new", "old"))
     nnx.update(new, kept)
     return new

@@ -131,8 +131,7 @@ def check_gradients(
         raise ValueError(
             f"{call}: update was given gradients of structure {_shown(found)} "
             f"but init saw {_shown(seen)}; first difference at "
-            f"{first_difference(found, seen)}. Differentiate with respect to the tree "
-            "that init was given."
+            f"{first_difference(found, seen)}. {_remedy(params)}"
         )
     if params is None:
         return
@@ -151,6 +150,15 @@ def check_gradients(
                 f"shape {np.shape(gradient)} but the parameter has {np.shape(param)}. "
                 "Reduce the gradient over the axes that the parameter lacks."
             )
+
+
+def _remedy(params: PyTree | None) -> str:
+    if isinstance(params, optax.LookaheadParams):
+        return (
+            "optax.lookahead updates two sets of parameters and is given the gradients "
+            "of one: wrap the optimizer inside of it, optax.lookahead(wrapped, ...)."
+        )
+    return "Differentiate with respect to the tree that init was given."
 
 
 def check_half(

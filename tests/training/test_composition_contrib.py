@@ -317,5 +317,7 @@ def test_lookahead_inside_is_refused():
         optax.lookahead(optax.sgd(0.5), 2, 0.5), amp.no_loss_scale()
     )
     params = optax.LookaheadParams.init_synced(jnp.ones(2))
-    with pytest.raises(ValueError, match=r"but init saw \{\.fast, \.slow\}"):
+    with pytest.raises(
+        ValueError, match=r"but init saw \{\.fast, \.slow\}.*lookahead\(wrapped, "
+    ):
         tx.update(jnp.ones(2), tx.init(params), params)

@@ -1350,6 +1350,31 @@ def test_a_skipped_step_leaves_the_whole_module_as_it_was(jitted):
     assert sum(bool((old != new).any()) for old, new in pairs) == len(before) - 1
 
 
+def test_variables_that_a_step_makes_stay_beside_those_that_it_keeps():
+    class Caching(Noisy):
+        def __call__(self, x):
+            y = super().__call__(x)
+            self.made = nnx.Cache(jnp.sum(y))
+            return y
+
+    model = Caching()
+    tx = amp.with_loss_scale(optax.sgd(0.1), amp.dynamic_loss_scale(8.0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    before = nnx.clone(model)
+    kernel = np.array(model.linear.kernel[...])
+    loss_fn = amp.autocast(lambda model, x: jnp.sum(model(x)))
+    x = jnp.full((8, 4), jnp.inf)
+    _, grads = amp.value_and_grad(loss_fn)(model, x, loss_scale=optimizer)
+    optimizer.update(model, grads)
+    model.linear.kernel[...] = jnp.zeros((4, 4))
+    assert amp.keep_if_finite(optimizer, model, before) is model
+    np.testing.assert_array_equal(model.linear.kernel[...], kernel)
+    assert model.made.shape == ()
+    # What the step took away is no such variable.
+    with pytest.raises(ValueError, match="new and old differ in structure"):
+        amp.keep_if_finite(optimizer, before.linear, before)
+
+
 def test_a_module_is_no_copy_of_itself():
     model = Noisy()
     tx = amp.with_loss_scale(optax.sgd(0.1), amp.dynamic_loss_scale(8.0))
