@@ -46,7 +46,7 @@ def checked_candidates(candidates: object) -> tuple[Policy, ...]:
 
     Raises:
       TypeError: if they are no sequence, or one of them is no policy.
-      ValueError: if there is none, or one of them is unknown.
+      ValueError: if there is none, one of them is unknown, or a half one follows f32.
     """
     written = f"tune(fn, candidates={candidates!r})"
     if isinstance(candidates, str | Policy | PolicyMap) or not isinstance(
@@ -69,6 +69,12 @@ def checked_candidates(candidates: object) -> tuple[Policy, ...]:
                 f"{written}: {str(found)!r} is a map. A candidate is one policy."
             )
         checked.append(found.default)
+    sizes = [each.compute_dtype.itemsize for each in checked]
+    if sizes != sorted(sizes):
+        raise ValueError(
+            f"{written}: candidates go from cheap to dear, because a module gets the "
+            "first that is accurate enough. Put float32 last."
+        )
     return tuple(checked)
 
 

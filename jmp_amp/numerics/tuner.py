@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NoReturn
 
@@ -33,9 +34,9 @@ from jmp_amp.numerics.trials import Bench, Measured, gradients_of
 from jmp_amp.numerics.tuning import Step, Tuned, Tuning
 from jmp_amp.plan.targets import checked_target, cpu_of
 from jmp_amp.plan.values import traced_dtype
-from jmp_amp.policies.dtypes import AnyFn, is_half
+from jmp_amp.policies.dtypes import F32, AnyFn, is_half
 from jmp_amp.policies.flags import checked_flag
-from jmp_amp.policies.policy import Policy
+from jmp_amp.policies.policy import Policy, get_policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.reports.reading import read_plan
 from jmp_amp.reports.rows import Equation
@@ -148,11 +149,15 @@ class _Tuner:
 
     def tuning(self, name: str) -> Tuning:
         bench = self.bench
+        self.say("compiling the function as it is")
+        stored = self.start.default.param_dtype
+        itself = dataclasses.replace(get_policy("float32"), param_dtype=stored)
+        # Functions that `cast_inputs` marks see f32 then, as without autocast.
+        with bench.loss(PolicyMap(itself), notes_modules=False) as loss:
+            check_loss(loss, bench.call)
+            bench.refer(loss)
         self.say("tracing")
         with bench.loss(self.start, notes_modules=True) as loss:
-            check_loss(loss, bench.call)
-            self.say("compiling the function as it is")
-            bench.refer(loss)
             found = list(members(loss.plan, Place()))
             rows = read_plan(loss.call)
             menu = self._menu(loss, found, rows)
@@ -266,11 +271,17 @@ class _Tuner:
 
     def _give_up(self, search: Search) -> NoReturn:
         best, measured = min(search.steps.items(), key=lambda item: item[1].error)
+        remedy = 'Raise the bound, or end candidates with "float32".'
+        if self.candidates[-1].compute_dtype == F32:
+            # Nothing else is half then.
+            remedy = (
+                "Raise the bound: with_policy and cast_inputs(fn, dtype) keep in half "
+                "what they mark."
+            )
         raise ValueError(
             f"{self.bench.call}: no policies were found that meet "
             f"max_grad_error={self.bound!r}. The smallest error is "
-            f"{measured.error:.3g}, with {str(best)!r}. Raise the bound, or end "
-            'candidates with "float32".'
+            f"{measured.error:.3g}, with {str(best)!r}. {remedy}"
         )
 
 

@@ -400,6 +400,11 @@ def square(w, x):
         ({"max_grad_error": 1, "policy": None}, TypeError, "Policy"),
         ({"max_grad_error": 1, "candidates": ()}, ValueError, "no policy to give"),
         ({"max_grad_error": 1, "candidates": "bf16"}, TypeError, "a tuple of"),
+        (
+            {"max_grad_error": 1, "candidates": ("float32", "mixed_bfloat16")},
+            ValueError,
+            "from cheap to dear",
+        ),
         ({"max_grad_error": 1, "candidates": ("x",)}, ValueError, "unknown policy"),
         ({"max_grad_error": 1, "has_aux": 1}, TypeError, "neither True nor False"),
         ({"max_grad_error": 1, "progress": "no"}, TypeError, "neither True nor False"),
@@ -428,6 +433,31 @@ def test_what_is_no_function_is_refused():
 def test_a_call_without_a_finite_gradient_is_refused(fn, args, error, message):
     with pytest.raises(error, match=message):
         amp.tune(fn, max_grad_error=0.1)(*args)
+
+
+def test_the_reference_of_what_cast_inputs_marks_is_f32():
+    kernel = amp.cast_inputs(lambda w, x: x @ w)
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(kernel(w, x)) ** 2)
+
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.standard_normal((n, 8)), jnp.float32) for n in (8, 16))
+    tuning = amp.tune(loss, max_grad_error=1e-4)(w, x)
+    exact = np.asarray(jax.grad(loss)(w, x), np.float64)
+
+    def error(policy):
+        found = jax.jit(jax.grad(amp.autocast(loss, policy)))(w, x)
+        return np.linalg.norm(found - exact) / np.linalg.norm(exact)
+
+    assert error(tuning.policy) <= 1e-4 < error("mixed_float16")
+    assert tuning.error_before == pytest.approx(error("mixed_float16"), rel=0.1)
+
+
+def test_what_a_mark_keeps_in_half_is_told():
+    marked = amp.with_policy("mixed_float16")(lambda x: x @ x)
+    with pytest.raises(ValueError, match=r"with_policy .* keep in half"):
+        amp.tune(lambda x: jnp.sum(marked(x) ** 2), max_grad_error=1e-9)(X)
 
 
 def test_a_bound_that_the_candidates_cannot_meet_is_told_with_the_smallest_error():
