@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+import jax
 import jax.numpy as jnp
 
 from jmp_amp.numerics.sites import Gradient, Site, or_infinite, scaled
@@ -20,6 +21,14 @@ _Same = Callable[[Site], Site | None]
 _FEW = 1e-3
 # An error, and how much larger than that of its operands, that is worth a word.
 _LARGE_ERROR, _AMPLIFIED = 1e-2, 8.0
+# Defined everywhere: their results are infinite because they are too large. Of the
+# others either may be the case.
+_GROWS = frozenset(
+    "convert_element_type exp exp2 expm1 sinh cosh mul square add add_any sub "
+    "dot_general conv_general_dilated reduce_sum reduce_prod reduce_window_sum cumsum "
+    "cumprod scatter-add".split()
+)
+_MAY_GROW = frozenset("pow integer_pow custom_vjp_call".split())
 # Their vectors are as right with the other sign, or in another basis: the distance to
 # those of f32 says nothing.
 _FREE = frozenset("svd eigh eig schur".split())
@@ -34,6 +43,7 @@ def advise(
     loss_scale: float | None,
     suggested_scale: float,
     *,
+    casts: Sequence[Site] = (),
     value: PyTree = None,
     functions: Collection[str] | None = None,
 ) -> tuple[str, ...]:
@@ -50,6 +60,7 @@ def advise(
       policy: the suggested one.
       loss_scale: that of the run; None is 1.0.
       suggested_scale: the suggested one.
+      casts: what the backward pass of the run casts to f16, as it is before.
       value: what the function returned under the policy.
       functions: as in `suggested_policy`.
     """
@@ -73,11 +84,24 @@ def advise(
             "with amp.all_finite."
         )
     found += _remedy(first, needs, same, given, policy)
-    found += _underflow(sites, reference, scale, suggested_scale)
+    found += _underflow(sites, reference, casts, scale, suggested_scale)
     found += _lost(gradients)
     if _ends_with_error(sites, gradients):
         found += _error(sites, same)
+    if not gradients and _begins_with_a_number(value):
+        found.append(
+            "The function returns a tuple, so the backward pass did not run. If its "
+            "first element is the loss, give has_aux=True."
+        )
     return tuple(found)
+
+
+def _begins_with_a_number(value: PyTree) -> bool:
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    first = value[0]
+    is_scalar = isinstance(first, jax.Array) and not first.shape
+    return is_scalar and jnp.issubdtype(first.dtype, jnp.floating)
 
 
 def _is_own(site: Site, same: _Same) -> bool:
@@ -123,10 +147,17 @@ def _itself(reference: Sequence[Site], ended_well: bool) -> Iterator[str]:
     if first is None:
         return
     what = "function" if first.is_forward else "derivative"
-    told = f"The {what} itself is not finite, and no policy helps: in f32 "
+    wide = "in f32 " if first.dtype == "f32" else ""
+    told = f"The {what} itself is not finite, and no policy helps: {wide}"
     told += f"{_made(first)}."
     if ended_well:
         told += " The value and the gradients are finite: it is masked, or not read."
+    elif first.operation in _GROWS:
+        dtype = first.dtype
+        told += f" A value is too large: {dtype} ends at {_largest(dtype)}. Make its "
+        told += "operands smaller." if wide else "operands smaller, or keep it in f32."
+    elif first.operation in _MAY_GROW:
+        told += " Its operands are too large, or where it is not defined."
     elif first.is_forward:
         told += " Keep its operands from where it is not defined, with an epsilon."
     else:
@@ -199,7 +230,11 @@ def _reach(need: Need, same: _Same) -> float:
 
 
 def _underflow(
-    sites: Sequence[Site], reference: Sequence[Site], scale: float, suggested: float
+    sites: Sequence[Site],
+    reference: Sequence[Site],
+    casts: Sequence[Site],
+    scale: float,
+    suggested: float,
 ) -> Iterator[str]:
     """Yields which share of the backward values in f16 is lost, and what holds them."""
     values = [
@@ -207,17 +242,14 @@ def _underflow(
         for site, dtype in in_half(sites, reference, "backward")
         if dtype == "f16" and site.scales
     ]
-
-    def lost(scale: float) -> float:
-        total = sum(site.finite for site in values)
-        gone = (scaled(each, scale).underflow("f16") * each.finite for each in values)
-        return sum(gone) / total if total else 0.0
-
     # A scale that is no power of two is as good as the one below it.
-    now = lost(2.0 ** (int(scale).bit_length() - 1) if scale >= 1 else 1.0)
-    without, held = lost(1.0), lost(suggested)
-    if now < _FEW:
+    used = 2.0 ** (int(scale).bit_length() - 1) if scale >= 1 else 1.0
+    unscaled = [scaled(each, 1.0 / used) for each in casts]
+    if _lost_of(values, used) < _FEW:
         return
+    without, now, held = (
+        _lost_of([*values, *unscaled], each) for each in (1.0, used, suggested)
+    )
     told = f"{share(without)} of the backward values that run in f16 underflow to 0"
     told += " without a loss scale"
     if scale > 1.0:
@@ -229,6 +261,13 @@ def _underflow(
         )
     else:
         yield f"{told}, and no scale that fits holds many more: use mixed_bfloat16."
+
+
+def _lost_of(values: Sequence[Site], scale: float) -> float:
+    """Returns the share of values that a loss scale leaves too small for f16."""
+    total = sum(site.finite for site in values)
+    gone = (scaled(each, scale).underflow("f16") * each.finite for each in values)
+    return sum(gone) / total if total else 0.0
 
 
 def _lost(gradients: Mapping[str, Gradient]) -> Iterator[str]:

@@ -107,12 +107,12 @@ def sites_of(
     return tuple(site for _, site in sorted(found, key=lambda each: each[0]))
 
 
-def largest_cast(program: Program) -> float:
-    """Returns the largest finite magnitude that the backward pass casts to f16.
+def scaled_casts(program: Program, places: Places) -> tuple[Site, ...]:
+    """Returns the sites of what the backward pass casts to f16, before the cast.
 
     A plan inserts these casts; the reference has none that they could be compared with.
     """
-    largest = 0.0
+    found = []
     for path, table in program.measure.tables.items():
         measured = program.statistics[path]
         if measured is None or not _number(measured.runs):
@@ -124,11 +124,14 @@ def largest_cast(program: Program) -> float:
         ]
         casts = zip(table.makers, table.reads, table.results, strict=True)
         for number, operands, results in casts:
-            if is_scaled_cast(table.entries[number][1]):
+            where, entry = table.entries[number]
+            if is_scaled_cast(entry):
                 # The operand may be a literal, which is not measured.
-                places = *operands, *results
-                largest = max(largest, *(rows[place].amax for place in places))
-    return largest
+                of = [rows[place] for place in operands or results]
+                runs, loop = _number(measured.runs), _in_loop(program, where)
+                made = int(NEVER)
+                found.append(_site(entry, places, of, runs, made, loop, None))
+    return tuple(found)
 
 
 class _Row:

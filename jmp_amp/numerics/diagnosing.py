@@ -14,7 +14,7 @@ import numpy as np
 from jmp_amp.numerics import distances, programs
 from jmp_amp.numerics.advice import advise
 from jmp_amp.numerics.checking import checked, ends_well
-from jmp_amp.numerics.decoding import Places, largest_cast, sites_of
+from jmp_amp.numerics.decoding import Places, scaled_casts, sites_of
 from jmp_amp.numerics.diagnosis import Diagnosis
 from jmp_amp.numerics.lockstep import Errors, errors
 from jmp_amp.numerics.losses import LossCall, check_measured, loss_call
@@ -167,8 +167,9 @@ def _diagnosed(
     reference = sites_of(full, places, None, roundoff)
     gradients, is_finite, is_finite_itself = _compared(call, low, full, scaler)
     used = None if scaler is None else float(scaler.value)
-    cast = largest_cast(low) / (1.0 if used is None else used)
-    suggested = suggested_loss_scale(sites, reference, cast)
+    casts = scaled_casts(low, places)
+    largest = max((each.amax for each in casts), default=0.0)
+    suggested = suggested_loss_scale(sites, reference, largest / (used or 1.0))
     policy = suggested_policy(sites, reference, given, functions)
     value = call.value(low.outputs)
     advice = advise(
@@ -179,6 +180,7 @@ def _diagnosed(
         policy,
         used,
         suggested,
+        casts=casts,
         value=value,
         functions=functions,
     )

@@ -9,11 +9,12 @@ are calls, loops and branches themselves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from jmp_amp.numerics import marks as marking
+from jmp_amp.numerics.liveness import Flags, Liveness, whole
 from jmp_amp.numerics.marks import Marked, PlanMarks
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Literal, Var
@@ -83,7 +84,8 @@ def frames_of(
     """
     found: dict[Path, Frame] = {}
     reader = _Reader(marks, differentiated, found)
-    reader.read(jaxprs.body_of(program), (), _Place((), marks.main))
+    body = jaxprs.body_of(program)
+    reader.read(body, (), _Place((), marks.main), whole(body))
     return found
 
 
@@ -117,21 +119,30 @@ class _Reader:
         self, marks: PlanMarks, differentiated: bool, found: dict[Path, Frame]
     ):
         self.marks, self.differentiated, self.found = marks, differentiated, found
+        self.liveness = Liveness()
 
-    def read(self, body: Body, path: Path, place: _Place) -> None:
-        """Notes the sites of a body and of all bodies in it; `path` leads to it."""
+    def read(self, body: Body, path: Path, place: _Place, outputs: Flags) -> None:
+        """Notes the sites of a body and of all bodies in it.
+
+        Args:
+          body: the body.
+          path: the way to it.
+          place: where it is.
+          outputs: which of its outputs are read.
+        """
         jaxpr = body.jaxpr
-        alive = _alive(body)
+        live = self.liveness.of(body, outputs)
         own: set[Identity] = set()
         # A rule is one site, which stands where the first of its equations does.
         rules: dict[tuple[Path, str], list[Eqn]] = {}
         found: list[Entry | tuple[Path, str]] = []
         repeated: set[int] = set()
+        filled: set[Var] = set()
         # The frame of a body stands before those of the bodies in it.
         self.found[path] = Frame(body, ())
         for index, eqn in enumerate(jaxpr.eqns):
             scope = jaxprs.scope_text(eqn)
-            if not alive[index] or marking.SCALING in scope:
+            if not live.eqns[index] or marking.SCALING in scope:
                 continue
             chain, identity = self._chain(scope, place)
             here = dataclasses.replace(
@@ -153,7 +164,8 @@ class _Reader:
             if inner := jaxprs.inner_bodies(eqn):
                 for number, each in enumerate(inner):
                     inside = self._inside(eqn, here, last, number)
-                    self.read(each.body, (*path, index, number), inside)
+                    ends = live.outputs[index][number]
+                    self.read(each.body, (*path, index, number), inside, ends)
                 continue
             if here.again and eqn.effects and not jaxprs.is_read(eqn):
                 repeated.add(index)
@@ -165,6 +177,9 @@ class _Reader:
                 continue
             is_product = marking.cast_of(scope) is None and _is_one_product(last)
             if is_product and eqn.primitive.name not in _PRODUCTS:
+                continue
+            if here.branch and last is None and _fills(eqn, filled):
+                filled.update(eqn.outvars)
                 continue
             direction = self._direction(eqn, here, last, scope, own)
             if direction is not None and any(map(_is_read, eqn.outvars)):
@@ -243,9 +258,7 @@ class _Reader:
             forward = False
         if forward:
             return None if here.again else FORWARD
-        if not self.differentiated or (here.branch and last is None and _fills(eqn)):
-            return None
-        return BACKWARD
+        return BACKWARD if self.differentiated else None
 
 
 def _is_more(scope: str, chain: Sequence[Marked], name: str) -> bool:
@@ -271,10 +284,16 @@ def _is_result(eqn: Eqn) -> bool:
     return eqn.params.get("name") == marking.RESULT
 
 
-def _fills(eqn: Eqn) -> bool:
-    """Whether an equation makes zeros for the residuals of another branch."""
-    return eqn.primitive.name in ("empty2", "empty") or (
-        eqn.primitive.name == "broadcast_in_dim"
+def _fills(eqn: Eqn, filled: Collection[Var]) -> bool:
+    """Whether an equation makes zeros for the residuals of another branch.
+
+    In a sharded map they are made to vary along its axes. `filled` are such zeros.
+    """
+    name = eqn.primitive.name
+    if name == "pvary":
+        return eqn.invars[0] in filled
+    return name in ("empty2", "empty") or (
+        name == "broadcast_in_dim"
         and (not isinstance(eqn.invars[0], Literal) or not np.any(eqn.invars[0].val))
     )
 
@@ -367,6 +386,9 @@ def _rule(eqns: Sequence[Eqn], identity: Path, direction: str, body: Body) -> En
         outside.update(jaxprs.variables(body.jaxpr.outvars))
         results = [v for eqn in eqns for v in eqn.outvars if v in outside]
     operands = [v for eqn in eqns for v in eqn.invars if jaxprs.is_floating(v)]
+    if direction == BACKWARD:
+        # A derivative that is made infinite is made here. A mask may be made so.
+        operands = jaxprs.variables(operands)
     return Entry(
         Identity(identity),
         True,
@@ -379,16 +401,3 @@ def _rule(eqns: Sequence[Eqn], identity: Path, direction: str, body: Body) -> En
         tuple(v for v in operands if isinstance(v, Literal) or v not in made),
         scales=direction == BACKWARD,
     )
-
-
-def _alive(body: Body) -> list[bool]:
-    """Returns which equations lead to an output of the body, or have an effect."""
-    jaxpr = body.jaxpr
-    wanted = set(jaxprs.variables(jaxpr.outvars))
-    alive = [False] * len(jaxpr.eqns)
-    for index in reversed(range(len(jaxpr.eqns))):
-        eqn = jaxpr.eqns[index]
-        if eqn.effects or wanted.intersection(eqn.outvars):
-            alive[index] = True
-            wanted.update(jaxprs.variables(eqn.invars))
-    return alive

@@ -151,6 +151,10 @@ class _Lockstep(Walk[Pair]):
         """Notes distances of all runs of an inner body."""
         self._inner += zip(keys, found, strict=True)
 
+    def compared(self, key: Key, pair: Pair) -> Pair:
+        """Compares a result that `key` stands for; returns it as one that it made."""
+        return self._compare(key, pair, [pair])
+
     def _compare(self, key: Key, pair: Pair, operands: Sequence[Pair]) -> Pair:
         """Notes a result of a site; returns it."""
         known = self.operands.get(key, ())

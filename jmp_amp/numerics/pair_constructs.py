@@ -54,6 +54,10 @@ class Bodies(Protocol):
         """Notes distances of all runs of a body."""
         ...
 
+    def compared(self, key: Key, pair: Pair) -> Pair:
+        """Compares a result that `key` stands for; returns it as one that it made."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Construct:
@@ -223,6 +227,7 @@ def while_loop(construct: Construct) -> list[Pair]:
 def cond(construct: Construct) -> list[Pair]:
     """Runs the policy's branch for both, then the other's own if it differs."""
     index, *others = construct.operands
+    eqn, walk = construct.eqn, construct.walk
     made = [pair.made for pair in others]
     plans, values = construct.planned.bodies, apart(others)
 
@@ -241,7 +246,7 @@ def cond(construct: Construct) -> list[Pair]:
     branches = [functools.partial(branch, number) for number in range(len(plans))]
     (low, full), found = jax.lax.switch(index.low, branches, values)
     for (_, seen), each in zip(nothing, found, strict=True):
-        construct.walk.note(seen.keys, each)
+        walk.note(seen.keys, each)
     as_it_is = [functools.partial(jaxprs.run_as_traced, plan.body) for plan in plans]
     full = jax.lax.cond(
         index.low == index.full,
@@ -251,7 +256,14 @@ def cond(construct: Construct) -> list[Pair]:
         values,
     )
     of_results = zip(*(seen.made for _, seen in nothing), strict=True)
-    return paired((low, full), list(map(united, of_results)))
+    results = paired((low, full), list(map(united, of_results)))
+    # Where the other branch was taken, they are further apart than what made them.
+    return [
+        walk.compared((construct.identity, f"branch{number}"), pair)
+        if jaxprs.is_floating(var)
+        else pair
+        for number, (var, pair) in enumerate(zip(eqn.outvars, results, strict=True))
+    ]
 
 
 def shard_map(construct: Construct) -> list[Pair]:

@@ -211,13 +211,13 @@ class _Watch(Generic[S]):
         """Runs a sharded map: each shard begins anew, and all are merged."""
         axes = constructs.mapped_axes(eqn)
         (inner,) = jaxprs.inner_bodies(eqn)
-        nothing = self.nothing(inner.body, (*here, 0))
-        tree = jax.tree.structure(nothing)
+        nothing = functools.partial(self.nothing, inner.body, (*here, 0))
+        tree = jax.tree.structure(jax.eval_shape(nothing))
 
         def shard(*args: Value) -> list[Value]:
             # The statistics of a shard differ from those of others, and its loops carry
-            # them.
-            none = jax.tree.map(lambda x: constructs.varying(eqn, x), nothing)
+            # them. A mesh with explicit axes lets no array of outside in.
+            none = jax.tree.map(lambda x: constructs.varying(eqn, x), nothing())
             outputs, found = run(0, args, none)
             whole = {k: self.observer.across(s, axes) for k, s in found.items()}
             return [*outputs, *jax.tree.leaves(whole)]

@@ -76,6 +76,29 @@ def test_a_function_that_is_not_finite_itself_is_told_so():
     assert "derivative itself" in told and "jnp.where(ok, x, 1.0)" in told
 
 
+@pytest.mark.parametrize(
+    ("operation", "dtype", "told", "untold"),
+    [
+        ("convert_element_type", "f16", "f16 ends at 65504", "in f32 convert"),
+        ("convert_element_type", "f8_e4m3", "f8_e4m3 ends at 448", "in f32 convert"),
+        ("exp", "f32", "f32 ends at 3.4e+38. Make its operands smaller.", "epsilon"),
+        ("integer_pow", "f16", "too large, or where it is not defined", "epsilon"),
+    ],
+)
+def test_what_is_too_large_without_a_policy_is_told_so(operation, dtype, told, untold):
+    large = site([INF], operation=operation, dtype=dtype, **MADE)
+    (found,) = advice([large], [large], value=INF)
+    assert "function itself" in found and told in found and untold not in found
+
+
+def test_a_pair_may_be_a_loss_with_more_beside_it():
+    pair = jnp.float32(1.0), {"count": 1}
+    (told,) = advice([], [], value=pair)
+    assert "has_aux=True" in told
+    assert advice([], [], value=pair, gradients={"": gradient([1.0], 0.0)}) == ()
+    assert advice([], [], value=(jnp.ones(2), 1)) == ()
+
+
 def test_what_came_first_is_told_first():
     own = site([INF], operation="log", **MADE)
     half = site([INF], dtype="f16", operation="exp", **MADE, **ATTN)
@@ -115,6 +138,24 @@ def test_underflow_is_told_without_and_with_the_scale():
     (told,) = advice(sites, reference, scale=4.0)
     assert "50% of" in told and ", 25% with 4.0," in told
     assert advice(sites, reference, scale=8192.0) == ()
+
+
+def test_the_share_that_underflows_has_the_casts_of_the_plan_in_it():
+    # The cotangents reach the product through a cast to f16.
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(n).astype(np.float32) for n in ((32, 16), (16, 16)))
+    slopes = 1e-9 * np.exp(np.linspace(-5, 5, 512)).reshape(32, 16).astype(np.float32)
+
+    def loss(w):
+        return jnp.sum((x @ w) * slopes)
+
+    told = amp.diagnose(loss, "mixed_float16")(w).advice[0]
+    cast, product = (a.astype(np.float16) for a in (slopes, x.T @ slopes))
+    # The gradient is transposed too.
+    lost = np.sum(cast == 0) + 2 * np.sum(product == 0)
+    share = 100 * lost / (cast.size + 2 * product.size)
+    assert told.startswith(f"{share:.0f}% of the backward values that run in f16")
+    assert "and none with 2.0**24" in told
 
 
 def test_a_range_that_no_scale_holds_asks_for_bfloat16():

@@ -254,6 +254,21 @@ def squared(x):
 squared.defvjp(lambda x: (x * x, x), lambda x, g: (2.0 * x * g,))
 
 
+@jax.custom_vjp
+def gated(x):
+    return x * 1.0
+
+
+gated.defvjp(lambda x: (x * 1.0, x), lambda x, g: (g + jnp.where(x > 0, jnp.inf, 0.0),))
+
+
+def test_a_derivative_that_a_constant_makes_infinite_is_made_there():
+    d = amp.diagnose(lambda x: jnp.sum(gated(x)), "float32")(jnp.array([1.0, -1.0]))
+    found = d.first_nonfinite
+    assert (found.operation, found.direction) == ("custom_vjp_call", "backward")
+    assert found.nonfinite == 1 and "derivative itself" in d.advice[0]
+
+
 def test_a_custom_rule_is_one_site_forward_and_one_backward():
     x = np.float32([1.0, 3e19, -2.0])
     for fn in (squared, lambda x: jnp.sum(squared(x))):

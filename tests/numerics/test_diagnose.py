@@ -179,6 +179,70 @@ def test_the_two_runs_may_go_different_ways():
     )
 
 
+def test_what_follows_another_branch_is_not_to_blame():
+    def fn(w, x):
+        h = x @ w
+        far = (h * 1e5) @ w
+        return abs(jax.lax.cond(jnp.isfinite(far).all(), jnp.sin, jnp.cos, h)).sum()
+
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal((n, 8)).astype(np.float32) for n in (16, 8))
+    d = amp.diagnose(fn, "mixed_float16")(w * 0.5, x)
+    total = only(d.sites, "abs", "forward")
+    assert of(d.reference, "sin") and not of(d.sites, "sin")
+    assert total.error > 0.5 and total.amplification == pytest.approx(1, rel=0.01)
+
+
+# What nobody reads
+
+
+def unread(w, x, through):
+    def layer(h):
+        return jnp.tanh(h @ w), jnp.exp(h * 1e4)
+
+    if through == "scan":
+        return jax.lax.scan(lambda h, _: layer(h), x, None, length=3)[0].sum()
+    if through == "fori_loop":
+        return jax.lax.fori_loop(0, 3, lambda i, s: layer(s[0]), (x, x))[0].sum()
+    if through == "while_loop":
+        stop = lambda s: s[0] < 3  # noqa: E731
+        return jax.lax.while_loop(stop, lambda s: (s[0] + 1, *layer(s[1])), (0, x, x))[
+            1
+        ].sum()
+    if through == "cond":
+        other = lambda h: (h, h)  # noqa: E731
+        return jax.lax.cond(w[0, 0] > 0, layer, other, x)[0].sum()
+    return getattr(jax, through)(layer)(x)[0].sum()
+
+
+@pytest.mark.parametrize(
+    "through", "scan fori_loop while_loop cond checkpoint jit".split()
+)
+def test_what_nobody_reads_is_no_site(through):
+    fn = functools.partial(unread, through=through)
+    w, x = jnp.eye(4), jnp.ones((2, 4))
+    if through == "while_loop":
+        d = amp.diagnose(lambda w, x: fn(w, x)[None], "float32")(w, x)
+    else:
+        d = amp.diagnose(fn, "float32")(w, x)
+    assert of(d.sites, "tanh") and not of(d.sites, "exp")
+    assert d.first_nonfinite is None and d.advice == ()
+
+
+def test_what_the_next_turn_reads_is_a_site():
+    # The exponential is read by the turn after the next one.
+    def turn(state, _):
+        a, b, c = state
+        return (a + b, c, jnp.exp(c)), None
+
+    def fn(x):
+        return jax.lax.scan(turn, (x, x, x), None, length=4)[0][0].sum()
+
+    d = amp.diagnose(fn, "float32")(jnp.full(2, -3.0))
+    (found,) = [s for s in of(d.sites, "exp") if s.direction == "forward"]
+    assert found.times == 4
+
+
 # Scales, effects, arguments
 
 

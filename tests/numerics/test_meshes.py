@@ -111,3 +111,45 @@ def test_tune_measures_sharded_arrays(axes):
     error = np.linalg.norm(low - full) / np.linalg.norm(full)
     np.testing.assert_allclose(found.error_before, error, rtol=1e-5)
     assert found.error <= 1e-6 < error
+
+
+@pytest.mark.parametrize("kind", AXES.values(), ids=AXES)
+def test_a_sharded_map_is_counted_whatever_the_axes_of_its_mesh_are(kind):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,))
+    rows = PartitionSpec("d")
+    w, x = integers((8, 8), 0), integers((16, 8), 1)
+
+    @jax.shard_map(mesh=mesh, in_specs=(PartitionSpec(), rows), out_specs=rows)
+    def each(w, x):
+        return jnp.abs(x @ w)
+
+    def loss(w, x):
+        return jnp.sum(each(w, x))
+
+    sharded = jax.device_put(x, NamedSharding(mesh, rows))
+    replicated = jax.device_put(w, NamedSharding(mesh, PartitionSpec()))
+    (found,) = (
+        s
+        for s in amp.diagnose(loss, "mixed_float16")(replicated, sharded).sites
+        if s.operation == "abs"
+    )
+    exact = np.abs(np.asarray(x, np.float64) @ np.asarray(w, np.float64))
+    assert (found.size, found.zeros) == (exact.size, np.sum(exact == 0))
+    assert found.amax == exact.max()
+
+
+def test_zeros_for_another_branch_are_no_sites_in_a_sharded_map():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec("d")
+
+    @jax.shard_map(mesh=mesh, in_specs=(PartitionSpec(), rows), out_specs=rows)
+    def each(w, x):
+        is_first = jax.lax.axis_index("d") == 0
+        return jax.lax.cond(is_first, lambda y: y * 2.5, jnp.exp, x @ w)
+
+    d = amp.diagnose(lambda w, x: jnp.sum(each(w, x)), "float32")(
+        jnp.ones((4, 4)), jnp.ones((16, 4))
+    )
+    backward = [s for s in d.sites if s.direction == "backward"]
+    # Factors are 2.5 or e ** 4, cotangents 1.
+    assert backward and not any(s.zeros for s in backward if s.operation == "pvary")

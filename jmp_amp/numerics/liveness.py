@@ -1,0 +1,96 @@
+"""Which equations of a program are read: XLA drops all others, in loops too."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jmp_amp.plan import jaxprs
+from jmp_amp.plan.jaxprs import Body, Eqn
+
+Flags = tuple[bool, ...]
+
+
+class Live(NamedTuple):
+    """What is read of a body of which some outputs are.
+
+    Attributes:
+      eqns: which equations lead to one of these outputs, or have an effect.
+      inputs: which inputs these equations read.
+      outputs: for each equation that calls and is read, those of its bodies.
+    """
+
+    eqns: Flags
+    inputs: Flags
+    outputs: dict[int, list[Flags]]
+
+
+class Liveness:
+    """Follows what is read backwards, each body once for its outputs that are."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, Flags], Live] = {}
+
+    def of(self, body: Body, outputs: Flags) -> Live:
+        """Returns what is read of `body` if these of its outputs are."""
+        key = id(body.jaxpr), outputs
+        if key not in self._found:
+            self._found[key] = self._of(body, outputs)
+        return self._found[key]
+
+    def _of(self, body: Body, outputs: Flags) -> Live:
+        jaxpr = body.jaxpr
+        ends = zip(jaxpr.outvars, outputs, strict=True)
+        read = set(jaxprs.variables([v for v, is_read in ends if is_read]))
+        eqns = [False] * len(jaxpr.eqns)
+        inside: dict[int, list[Flags]] = {}
+        for index in reversed(range(len(jaxpr.eqns))):
+            eqn = jaxpr.eqns[index]
+            if not eqn.effects and read.isdisjoint(eqn.outvars):
+                continue
+            eqns[index] = True
+            operands = eqn.invars
+            if jaxprs.inner_bodies(eqn):
+                results = tuple(v in read for v in eqn.outvars)
+                inside[index], wanted = self._through(eqn, results)
+                operands = [v for i, v in enumerate(operands) if i in wanted]
+            read.update(jaxprs.variables(operands))
+        inputs = tuple(v in read for v in jaxpr.invars)
+        return Live(tuple(eqns), inputs, inside)
+
+    def _through(self, eqn: Eqn, results: Flags) -> tuple[list[Flags], set[int]]:
+        """Returns which outputs of the bodies of `eqn` are read, and which operands.
+
+        What a loop carries is read if the next turn reads it.
+        """
+        inner, carried = jaxprs.inner_bodies(eqn), jaxprs.carried(eqn)
+        while True:
+            if jaxprs.is_while(eqn):
+                outputs = [(True,), results]
+            else:
+                outputs = [results] * len(inner)
+            wanted = {
+                operand
+                for (body, operands), ends in zip(inner, outputs, strict=True)
+                for operand, is_read in zip(
+                    operands, self.of(body, ends).inputs, strict=True
+                )
+                if is_read
+            }
+            again = tuple(
+                is_read or (i < len(carried) and carried[i] in wanted)
+                for i, is_read in enumerate(results)
+            )
+            if again == results:
+                break
+            results = again
+        if jaxprs.is_branch(eqn):
+            wanted.add(0)
+        wanted.update(
+            i for i, is_read in zip(carried, results, strict=False) if is_read
+        )
+        return outputs, wanted
+
+
+def whole(body: Body) -> Flags:
+    """Returns that all outputs of a body are read."""
+    return (True,) * len(body.jaxpr.outvars)
