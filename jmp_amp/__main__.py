@@ -10,6 +10,7 @@ import difflib
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, cast
@@ -63,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status.
 
     It is 2 for a caller's mistake; 1 if `doctor` finds that something does not hold, or
-    `diagnose` that something is not finite.
+    `diagnose` that something is not finite. What the caller's function raises is raised
+    here; as a command it is a mistake, with its traceback.
 
     Args:
       argv: the words of the command; by default those of this process.
@@ -293,5 +295,14 @@ def _arguments(
     )
 
 
+def command() -> int:
+    """Runs the command line of this process; 2 if the caller's function raised."""
+    try:
+        return main()
+    except Exception:
+        traceback.print_exc()
+        return 2
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

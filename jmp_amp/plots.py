@@ -31,6 +31,7 @@ def explain(report: Report) -> Figure:
 
     Raises:
       ImportError: without matplotlib.
+      TypeError: if it is no `Report`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -40,6 +41,7 @@ def explain(report: Report) -> Figure:
       >>> [axes.get_title() for axes in amp.plots.explain(report).axes]
       ['FLOP of matmuls', 'elements cast', 'saved for backward']
     """
+    _check(report, Report, "explain", "amp.explain(fn, policy)(*args)")
     modules = _shown(report.modules)
     labels = [_label(path) for path, _ in modules]
     costs = [each for _, each in modules]
@@ -88,6 +90,7 @@ def diagnose(diagnosis: Diagnosis) -> Figure:
 
     Raises:
       ImportError: without matplotlib.
+      TypeError: if it is no `Diagnosis`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -96,6 +99,7 @@ def diagnose(diagnosis: Diagnosis) -> Figure:
       >>> [axes.get_title() for axes in amp.plots.diagnose(d).axes[:2]]
       ['forward', 'backward']
     """
+    _check(diagnosis, Diagnosis, "diagnose", "amp.diagnose(fn, policy)(*args)")
     sites = diagnosis.reference or diagnosis.sites
     failed = {site.module for site in diagnosis.sites if site.makes_nonfinite}
     order = list(dict.fromkeys(site.module for site in sites))
@@ -119,6 +123,14 @@ def diagnose(diagnosis: Diagnosis) -> Figure:
         axes.tick_params(labelleft=False)
     figure.suptitle(diagnosis.summary, fontsize="small", wrap=True)
     return figure
+
+
+def _check(value: object, kind: type, name: str, how: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"amp.plots.{name}({type(value).__name__}): wanted a {kind.__name__}. "
+            f"Write amp.plots.{name}({how})."
+        )
 
 
 def _figure(name: str, size: tuple[float, float]) -> Figure:
@@ -186,6 +198,7 @@ def tune(tuning: Tuning) -> Figure:
 
     Raises:
       ImportError: without matplotlib.
+      TypeError: if it is no `Tuning`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -196,6 +209,7 @@ def tune(tuning: Tuning) -> Figure:
       >>> [axes.get_ylabel() for axes in amp.plots.tune(tuning).axes]
       ['gradient error']
     """
+    _check(tuning, Tuning, "tune", "amp.tune(fn, policy, max_grad_error=0.01)(*args)")
     finite = [s.error for s in tuning.steps if 0 < s.error < float("inf")]
     finite.append(tuning.max_grad_error)
     top, bottom = 10 * max(finite), min(finite) / 10

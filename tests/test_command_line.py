@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import jmp_amp as amp
-from jmp_amp.__main__ import main
+from jmp_amp.__main__ import command, main
 
 MODEL = """
 import jax
@@ -156,6 +156,17 @@ def test_errors_of_the_users_own_code_are_not_hidden(project):
     broken = project.replace("model", "broken")
     with pytest.raises(ModuleNotFoundError, match="a_module_that_nobody_has"):
         main(["explain", f"{broken}:loss"])
+
+
+def test_errors_of_the_users_own_code_end_the_command_with_status_2(
+    project, monkeypatch, capsys
+):
+    # 1 is for numbers that are not finite.
+    words = ["python -m jmp_amp", "explain", f"{project}:failing"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert command() == 2
+    told = capsys.readouterr().err
+    assert "Traceback" in told and "KeyError: 'of the user'" in told
 
 
 def run(folder, *words):

@@ -155,3 +155,9 @@ def test_of_many_modules_those_that_fail_are_shown():
 
 def test_a_diagnosis_of_nothing_is_a_figure_too():
     amp.plots.diagnose(diagnosis()).savefig(io.BytesIO(), format="png")
+
+
+@pytest.mark.parametrize("plot", ["explain", "diagnose", "tune"])
+def test_what_is_no_report_is_refused_with_the_way_to_one(plot):
+    with pytest.raises(TypeError, match=rf"amp.plots.{plot}\(int\): wanted a .*"):
+        getattr(amp.plots, plot)(3)
