@@ -34,8 +34,8 @@ pytestmark = pytest.mark.xdist_group("notebooks")
 each_notebook = pytest.mark.parametrize("name", NOTEBOOKS)
 # These train models. By default only their committed outputs are looked at.
 TRAIN = ("01_tour", "02_recipes")
-# This compiles many programs: the same.
-COMPILES = ("06_numerics",)
+# These compile many programs: the same.
+COMPILES = ("03_coming_from", "06_numerics")
 SLOW = (*TRAIN, *COMPILES)
 each_executed = pytest.mark.parametrize(
     "name",

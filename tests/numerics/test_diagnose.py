@@ -390,8 +390,8 @@ def strict_with_x64():
     "around",
     [
         lambda: jax.debug_nans(True),
-        lambda: jax.debug_infs(True),
-        jax.disable_jit,
+        pytest.param(lambda: jax.debug_infs(True), marks=pytest.mark.slow),
+        pytest.param(jax.disable_jit, marks=pytest.mark.slow),
         jax.checking_leaks,
         strict_with_x64,
     ],

@@ -67,8 +67,7 @@ def figures(sites, operations):
         pytest.param(
             name,
             axes,
-            marks=[pytest.mark.slow]
-            * (name == "cond" or (name, axes) == ("scan", "explicit")),
+            marks=[pytest.mark.slow] * (name in ("cond", "scan")),
         )
         for name in PROGRAMS
         for axes in AXES
