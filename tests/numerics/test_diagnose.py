@@ -236,11 +236,16 @@ def test_what_the_next_turn_reads_is_a_site():
         return (a + b, c, jnp.exp(c)), None
 
     def fn(x):
-        return jax.lax.scan(turn, (x, x, x), None, length=4)[0][0].sum()
+        return jax.lax.scan(turn, (x, x, x), None, length=4)[0][0]
 
-    d = amp.diagnose(fn, "float32")(jnp.full(2, -3.0))
-    (found,) = [s for s in of(d.sites, "exp") if s.direction == "forward"]
-    assert found.times == 4
+    assert only(amp.diagnose(fn, "float32")(jnp.full(2, -3.0)).sites, "exp").times == 4
+
+
+def test_what_chooses_a_branch_is_a_site():
+    def fn(x):
+        return jax.lax.cond(jnp.sum(x) > 0, jnp.sin, jnp.cos, x)
+
+    assert of(amp.diagnose(fn, "float32")(jnp.ones(2)).sites, "reduce_sum")
 
 
 # Scales, effects, arguments

@@ -454,6 +454,23 @@ def test_the_reference_of_what_cast_inputs_marks_is_f32():
     assert tuning.error_before == pytest.approx(error("mixed_float16"), rel=0.1)
 
 
+def test_the_reference_of_half_parameters_computes_in_f32():
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.standard_normal((n, 8)), jnp.bfloat16) for n in (8, 16))
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    policy = "p=bf16,c=bf16,o=f32"
+    tuning = amp.tune(loss, policy, max_grad_error=0.5)(w, x)
+    wide = [each.astype(jnp.float32) for each in (w, x)]
+    exact = np.asarray(jax.grad(loss)(*wide), np.float64)
+    found = jax.jit(jax.grad(amp.autocast(loss, policy)))(w, x).astype(jnp.float32)
+    # The gradient is bf16 as its parameter is, that of the reference too.
+    error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+    assert tuning.error_before == pytest.approx(error, rel=0.25)
+
+
 def test_what_a_mark_keeps_in_half_is_told():
     marked = amp.with_policy("mixed_float16")(lambda x: x @ x)
     with pytest.raises(ValueError, match=r"with_policy .* keep in half"):

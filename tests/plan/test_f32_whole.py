@@ -162,6 +162,25 @@ def test_a_product_without_terms_to_add_is_planned_as(product, dtypes):
     assert products(amp.autocast(product), W) == dtypes
 
 
+def test_frequencies_may_be_an_argument():
+    def angles(positions, frequencies):
+        return positions.astype(jnp.float32)[:, None] @ frequencies[None]
+
+    assert products(amp.autocast(angles), jnp.arange(4), W[0]) == ["float32"]
+
+
+def test_constants_that_a_product_makes_too_large_are_known():
+    def scaled(x, w):
+        numbers = jnp.array([1.0, 2.0, 1e3, 2e3])
+        return (x @ w)[:, :4] * jnp.einsum("i,i->i", numbers, numbers)[None]
+
+    got = jax.jit(amp.autocast(scaled, F16))(X, W)
+    np.testing.assert_allclose(got, scaled(X, W), rtol=0.01, atol=2e-3 * 4e6)
+    assert reason_of(scaled, X, W, operation="mul", policy=F16).startswith(
+        "the constant 4e+06 overflows"
+    )
+
+
 def test_a_policy_may_name_a_product_that_adds_nothing_up():
     policy = amp.Policy(compute_dtype="bfloat16", low=("dot_general",))
     table = TABLES["einsum"]
@@ -211,7 +230,22 @@ def test_a_product_that_is_rounded_is_half_unless_a_constant_is_in_it():
     def layers(w, scale):
         return jnp.round(jnp.round(w @ w * scale) @ w)
 
+    def pixels(w):
+        grid = jnp.linspace(-1.0, 1.0, len(w))
+        return jnp.floor((w @ w) @ jnp.stack([grid, grid**2], 1))
+
     assert products(amp.autocast(layers), W, jnp.float32(8)) == ["bfloat16"] * 2
+    assert products(amp.autocast(pixels), W) == ["bfloat16", "float32"]
+
+
+def test_numbers_that_the_program_has_in_half_stay_half():
+    def rows(w):
+        return (
+            w.astype(jnp.bfloat16)
+            @ jnp.arange(len(w) * 64.0, dtype=jnp.bfloat16)[: len(w), None]
+        )
+
+    assert products(amp.autocast(rows), W) == ["bfloat16"]
 
 
 def test_a_table_of_small_numbers_is_half():
