@@ -14,7 +14,13 @@ from jmp_amp.plan.decisions import Decision, Option, Standing
 from jmp_amp.plan.dimensions import is_elementwise_product, sums
 from jmp_amp.plan.fp8_choice import why_not
 from jmp_amp.plan.jaxprs import Eqn, Var, aval_of
-from jmp_amp.plan.kept import counts, keeps_digits, made_of, sums_argument
+from jmp_amp.plan.kept import (
+    counts,
+    is_weight,
+    keeps_digits,
+    made_of,
+    sums_argument,
+)
 from jmp_amp.plan.makers import (
     gates_a_sum,
     is_exact,
@@ -56,7 +62,7 @@ def decide(
     fill = constants.bounds_of_fill(eqn)
     if fill is not None:
         operands.append(Known(Origin.FREE, fill, region))
-    if _multiplies(eqn, rule, operands):
+    if _multiplies(eqn, rule, views):
         rule = ELEMENTWISE_PRODUCT
     at = Standing(eqn, rule, region, tuple(operands), views, makers, sources, is_index)
     if rule.op_class is OpClass.FOLLOW and role_of(at.name) is Role.HANDS_ON:
@@ -82,7 +88,7 @@ def decide(
     )
 
 
-def _multiplies(eqn: Eqn, rule: Rule, operands: Sequence[Known]) -> bool:
+def _multiplies(eqn: Eqn, rule: Rule, views: Sequence[Known]) -> bool:
     """Whether a matrix product is a multiplication that is spelled as one.
 
     `einsum("i,j->ij", a, b)`; and `positions[:, None] @ frequencies[None]`, the angles
@@ -93,11 +99,14 @@ def _multiplies(eqn: Eqn, rule: Rule, operands: Sequence[Known]) -> bool:
         return False
     if not is_elementwise_product(eqn):
         return False
-    if any(v.bounds is not None and v.bounds[0] == v.bounds[1] for v in operands):
+    if any(v.bounds is not None and v.bounds[0] == v.bounds[1] for v in views):
         return False
     return not sums(eqn) or (
-        all(v.origin == Origin.FREE for v in operands)
-        and any(v.is_constant or not v.is_parameter for v in operands)
+        all(v.origin == Origin.FREE for v in views)
+        and any(
+            v.is_constant or not is_weight(v, atom)
+            for v, atom in zip(views, eqn.invars, strict=True)
+        )
     )
 
 

@@ -24,15 +24,20 @@ def is_sum_of_products(eqn: Eqn) -> bool:
 
 
 def is_elementwise_product(eqn: Eqn) -> bool:
-    """Whether a product of f32 arrays adds nothing up, as `einsum("i,j->ij")`.
+    """Whether a product adds nothing up, as `einsum("i,j->ij")`; see `is_in_f32`.
 
     It may sum over dimensions of one element, see `sums`.
     """
-    if eqn.primitive.name != "dot_general":
+    if eqn.primitive.name != "dot_general" or not is_in_f32(eqn):
         return False
-    lhs, rhs = map(aval_of, eqn.invars)
-    terms = [lhs.shape[d] for d in Dimensions.of(eqn).terms[0]]
-    return lhs.dtype == rhs.dtype == F32 and all(size == 1 for size in terms)
+    shape = aval_of(eqn.invars[0]).shape
+    return all(shape[d] == 1 for d in Dimensions.of(eqn).terms[0])
+
+
+def is_in_f32(eqn: Eqn) -> bool:
+    """Whether a product is one of f32 arrays, or of integers with one."""
+    dtypes = [aval_of(v).dtype for v in (*eqn.invars, *eqn.outvars)]
+    return dtypes[-1] == F32 and all(d == F32 or d.kind in "iub" for d in dtypes)
 
 
 def sums(eqn: Eqn) -> bool:

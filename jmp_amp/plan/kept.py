@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan.decisions import Decision, Standing
+from jmp_amp.plan.dimensions import is_in_f32
 from jmp_amp.plan.jaxprs import Atom, Literal, aval_of
 from jmp_amp.plan.makers import is_move
 from jmp_amp.plan.operations import OpClass, Role, role_of
-from jmp_amp.plan.values import Known, Origin, Trait, castable
+from jmp_amp.plan.values import Known, Origin, Trait, castable, is_inexact
 from jmp_amp.policies.dtypes import F32, is_half
 
 
@@ -54,16 +55,24 @@ def counts(at: Standing) -> str | None:
     half = at.region.asked.compute_dtype
     if at.rule.op_class is not OpClass.LOW or at.rule.from_user or not is_half(half):
         return None
-    if any(aval_of(v).dtype != F32 for v in at.eqn.invars):
+    if not is_in_f32(at.eqn):
         return None
     if at.is_index and (
-        any(value.is_constant for value in at.operands)
-        or not any(v.origin != Origin.FREE or v.is_parameter for v in at.operands)
+        any(value.is_constant for value in at.views)
+        or not any(
+            value.origin != Origin.FREE or is_weight(value, atom)
+            for value, atom in zip(at.views, at.eqn.invars, strict=True)
+        )
     ):
         return "becomes an index"
-    if any(_is_long(value, half) for value in at.operands):
+    if any(_is_long(value, half) for value in at.views):
         return f"{half.name} does not hold every number that the grid counts"
     return None
+
+
+def is_weight(value: Known, atom: Atom) -> bool:
+    """Whether a value may be a weight: an argument that holds floats."""
+    return value.is_parameter and is_inexact(atom)
 
 
 def _is_long(value: Known, half: np.dtype) -> bool:

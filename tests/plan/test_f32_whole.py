@@ -124,11 +124,20 @@ def test_a_product_without_a_free_dimension_is_a_sum(product, dtype):
 # Multiplications that are spelled as products: rotary embeddings, noise levels
 POSITIONS = np.arange(2000, dtype=np.float32)
 FREQUENCIES = 1e4 ** -np.linspace(0, 1, 8, dtype=np.float32)
+
+
+def mixed(x, y):
+    """The product of integers and floats, as `jnp.einsum` binds it."""
+    dimensions = (((x.ndim - 1,), (0,)), ((), ()))
+    return lax.dot_general(x, y, dimensions, preferred_element_type=jnp.float32)
+
+
 TABLES = {
     "einsum": lambda p, f: jnp.einsum("i,j->ij", p, f),
     "tensordot": lambda p, f: jnp.tensordot(p, f, 0),
     "matmul": lambda p, f: p[:, None] @ f[None],
     "batched": lambda p, f: (f[None, :, None] @ p[None, None])[0].T,
+    "integers": lambda p, f: mixed(p.astype(jnp.int32)[:, None], f[None]),
 }
 
 
@@ -199,11 +208,14 @@ def test_a_policy_may_name_a_product_that_adds_nothing_up():
         lambda rows, numbers: (rows @ numbers).astype(jnp.int32),
         lambda rows, numbers: jnp.einsum("bn,n->b", rows, numbers),
         lambda rows, numbers: jnp.round(numbers @ rows.T),
+        lambda rows, numbers: mixed(rows.astype(jnp.int32), numbers),
+        lambda rows, numbers: mixed(rows > 0, numbers),
+        lambda rows, numbers: mixed(rows, numbers.astype(jnp.int32)),
         lambda rows, numbers: (jnp.tril(jnp.ones((2400, 2400))) @ jnp.ones(2400))[
             jnp.argmax(rows, -1) - 1
         ].astype(jnp.int32),
     ],
-    ids="cast returned rounded counted".split(),
+    ids="cast returned rounded integers flags grid counted".split(),
 )
 def test_one_hot_rows_times_numbers_are_the_numbers(row, policy):
     wanted = np.arange(2049, 2061)
