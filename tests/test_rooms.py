@@ -26,7 +26,10 @@ WINGS = {
         ("values",),
         ("modes", "sources", "indices"),
         ("decisions",),
-        ("f32_results", "picks", "fp8_choice", "fp8_barriers", "cpu_products"),
+        (
+            *("f32_results", "picks", "quotients"),
+            *("fp8_choice", "fp8_barriers", "cpu_products"),
+        ),
         ("fp8_products",),
         ("rewrites",),
         ("makers", "flows"),
