@@ -57,15 +57,14 @@ def counts(at: Standing) -> str | None:
         return None
     if not is_in_f32(at.eqn):
         return None
+    # The sizes of the groups of a ragged product are no factor.
+    factors = list(zip(at.views[:2], at.eqn.invars[:2], strict=True))
     if at.is_index and (
-        any(value.is_constant for value in at.views)
-        or not any(
-            value.origin != Origin.FREE or is_weight(value, atom)
-            for value, atom in zip(at.views, at.eqn.invars, strict=True)
-        )
+        any(value.is_constant for value, _ in factors)
+        or not any(v.origin != Origin.FREE or is_weight(v, atom) for v, atom in factors)
     ):
         return "becomes an index"
-    if any(_is_long(value, half) for value in at.views):
+    if any(_is_long(value, half) for value, _ in factors):
         return f"{half.name} does not hold every number that the grid counts"
     return None
 

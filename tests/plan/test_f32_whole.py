@@ -13,6 +13,7 @@ from tests.programs import (
     planned,
     products,
     reason_of,
+    results_of,
 )
 from tests.rounding import BF16, F16, KEY, POLICIES, W, X
 
@@ -258,6 +259,16 @@ def test_numbers_that_the_program_has_in_half_stay_half():
         )
 
     assert products(amp.autocast(rows), W) == ["bfloat16"]
+
+
+def test_the_sizes_of_groups_are_no_places():
+    def experts(x, w):
+        return lax.ragged_dot(x, jnp.stack([w, w]), jnp.array([300, 700])) @ w
+
+    dtypes = results_of(
+        amp.autocast(experts), jnp.ones((1000, 16)), W, primitive="ragged_dot_general"
+    )
+    assert dtypes == ["bfloat16"]
 
 
 def test_a_table_of_small_numbers_is_half():
