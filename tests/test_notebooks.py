@@ -633,6 +633,7 @@ def test_how_it_works_shows_the_rules_of_the_plan():
     }
     keepers = values["keepers"]
     assert keepers.pop("h + bias") == ["f16"]
+    assert keepers.pop("a Gram matrix") == ["f16", "f32"]
     assert len(keepers) == 5 and {d for row in keepers.values() for d in row} == {"f32"}
     by_name = {
         title: [dtype for name, dtype, _ in rows if name in ("tanh", "mul")]

@@ -24,7 +24,7 @@ WINGS = {
         ("regions", "dimensions"),
         ("constants", "constructs", "meshes", "rules", "rewriting"),
         ("values",),
-        ("modes", "sources", "indices"),
+        ("modes", "sources", "destinations"),
         ("decisions",),
         (
             *("f32_results", "picks", "quotients"),

@@ -11,11 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from jmp_amp.plan import constants, jaxprs
 from jmp_amp.plan.cpu_products import why_f32
 from jmp_amp.plan.decisions import Decision, Option, Standing
+from jmp_amp.plan.destinations import End
 from jmp_amp.plan.dimensions import is_elementwise_product, sums
 from jmp_amp.plan.fp8_choice import why_not
 from jmp_amp.plan.jaxprs import Eqn, Var, aval_of
 from jmp_amp.plan.kept import (
     counts,
+    is_solution,
     is_weight,
     keeps_digits,
     made_of,
@@ -45,7 +47,7 @@ def decide(
     views: Sequence[Known],
     makers: Mapping[Var, Eqn],
     sources: Sequence[int],
-    is_index: bool,
+    end: End,
 ) -> Decision:
     """Returns the decision for `eqn`, which calls nothing.
 
@@ -56,7 +58,7 @@ def decide(
       views: what it sees of each of its operands.
       makers: the equation that made each variable of the body so far.
       sources: the inputs of the body that each of its operands is made of.
-      is_index: whether a result becomes an index.
+      end: what becomes of its results.
     """
     operands = [v for v, a in zip(views, eqn.invars, strict=True) if is_inexact(a)]
     fill = constants.bounds_of_fill(eqn)
@@ -64,7 +66,7 @@ def decide(
         operands.append(Known(Origin.FREE, fill, region))
     if _multiplies(eqn, rule, views):
         rule = ELEMENTWISE_PRODUCT
-    at = Standing(eqn, rule, region, tuple(operands), views, makers, sources, is_index)
+    at = Standing(eqn, rule, region, tuple(operands), views, makers, sources, end)
     if rule.op_class is OpClass.FOLLOW and role_of(at.name) is Role.HANDS_ON:
         return at.decision(Mode.PASSED_ON, None, "hands on what it gets", Origin.FREE)
     counted = counts(at)
@@ -249,6 +251,8 @@ def _traits(at: Standing, made: Decision, saved: bool) -> Iterator[Trait]:
         yield Trait.PARAMETER
     inherited = frozenset().union(*(v.traits for v in at.operands))
     yield from inherited & {Trait.TANGENT}
+    if is_solution(at, made):
+        yield Trait.SOLUTION
     follows = made.rule.op_class is OpClass.FOLLOW
     if made.result.origin == Origin.FREE:
         if role_of(at.name) is Role.LOOKS_UP:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jmp_amp.plan.destinations import End, Ends
 from jmp_amp.plan.jaxprs import Eqn, Var, aval_of
 from jmp_amp.plan.modes import Demand, Demands, Mode
 from jmp_amp.plan.regions import Region
@@ -105,7 +106,7 @@ class Standing:
       views: what is known of all its operands.
       makers: the equation that made each variable of the body so far.
       sources: the inputs of the body that each operand is made of, see `sources`.
-      is_index: whether a result becomes an index.
+      end: what becomes of the results, far on.
       name: that of the operation.
       origin: the greatest one of the operands'.
     """
@@ -117,7 +118,7 @@ class Standing:
     views: Sequence[Known]
     makers: Mapping[Var, Eqn]
     sources: Sequence[int]
-    is_index: bool
+    end: End
     name: str = dataclasses.field(init=False)
     origin: Origin = dataclasses.field(init=False)
 
@@ -125,6 +126,15 @@ class Standing:
         # Both are asked for many times.
         self.name = self.eqn.primitive.name
         self.origin = max((v.origin for v in self.operands), default=Origin.FREE)
+
+    @property
+    def is_index(self) -> bool:
+        return bool(self.end & Ends.INDEX)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop_gradient` alone reads the results, if not at once."""
+        return self.end & (Ends.STOPPED | Ends.OTHERWISE) == Ends.STOPPED
 
     @property
     def activations(self) -> list[Known]:

@@ -7,16 +7,21 @@ times `arange(2048.)` are the numbers of the rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan.decisions import Decision, Standing
-from jmp_amp.plan.dimensions import is_in_f32
+from jmp_amp.plan.destinations import Ends, is_linear, solves
+from jmp_amp.plan.dimensions import Dimensions, is_in_f32
 from jmp_amp.plan.jaxprs import Atom, Literal, aval_of
 from jmp_amp.plan.makers import is_move
-from jmp_amp.plan.operations import OpClass, Role, role_of
+from jmp_amp.plan.operations import Kind, OpClass, Role, kind_of, role_of
 from jmp_amp.plan.values import Known, Origin, Trait, castable, is_inexact
 from jmp_amp.policies.dtypes import F32, is_half
+
+_SOLVED = "linear algebra reads it: an error grows by the condition number"
 
 
 def keeps_digits(at: Standing) -> str | None:
@@ -27,6 +32,10 @@ def keeps_digits(at: Standing) -> str | None:
     """
     if at.is_index:
         return "becomes an index"
+    if at.end & Ends.SOLVED:
+        return _SOLVED
+    if at.is_stopped:
+        return "no derivative needs it: f32 costs nothing"
     if role_of(at.name) not in (Role.ADDS, Role.SUBTRACTS):
         return None
     for i, j in ((0, 1), (1, 0)):
@@ -47,10 +56,11 @@ def keeps_digits(at: Standing) -> str | None:
 
 
 def counts(at: Standing) -> str | None:
-    """Returns why a matrix product computes numbers of places, in f32, or None.
+    """Returns why a matrix product keeps the digits of its factors, in f32, or None.
 
     One factor is a grid that counts further than half precision does. Or the result
-    becomes an index, and a factor is a constant, or both are made of integers.
+    becomes an index, and a factor is a constant, or both are made of integers. Or
+    linear algebra reads it.
     """
     half = at.region.asked.compute_dtype
     if at.rule.op_class is not OpClass.LOW or at.rule.from_user or not is_half(half):
@@ -66,7 +76,64 @@ def counts(at: Standing) -> str | None:
         return "becomes an index"
     if any(_is_long(value, half) for value, _ in factors):
         return f"{half.name} does not hold every number that the grid counts"
+    if _is_solved(at, factors):
+        return _SOLVED
+    solutions = any(Trait.SOLUTION in value.traits for value, _ in factors)
+    if solutions and all(value.origin != Origin.LOW for value, _ in factors):
+        return "a factor is a solution of linear algebra: its terms cancel"
     return None
+
+
+def _is_solved(at: Standing, factors: Sequence[tuple[Known, Atom]]) -> bool:
+    """Whether linear algebra reads a product that is no layer of a network.
+
+    A layer multiplies an activation in half by a parameter, or the first one an input.
+    What is f32 already is a state, such as the covariance of a filter. Columns times
+    columns, or rows times rows, are the matrix of a linear system.
+    """
+    origins = {value.origin for value, _ in factors}
+    leads = at.end & (Ends.SOLVED | Ends.FACTOR)
+    if Origin.LOW in origins:
+        return bool(at.end & Ends.SOLVED) and Origin.FREE not in origins
+    if not leads or Origin.FULL in origins or at.end & Ends.EXACT:
+        return bool(leads)
+    return bool(at.sources[0] & at.sources[1]) or not _is_rows_by_columns(at)
+
+
+def _is_rows_by_columns(at: Standing) -> bool:
+    """Whether a product is `x @ w`, and none of `x.T @ w` and `x @ w.T`."""
+    if at.name != "dot_general":
+        return True
+    lhs, rhs = (_axis(at, i) for i in (0, 1))
+    return lhs in (None, -1) and rhs != -1
+
+
+def _axis(at: Standing, i: int) -> int | None:
+    """Returns which axis a product sums over, from the last; None of a vector."""
+    atom, terms = at.eqn.invars[i], Dimensions.of(at.eqn).terms[i]
+    if not terms or aval_of(atom).ndim < 2:
+        return None
+    term, made = terms[0], None if isinstance(atom, Literal) else at.makers.get(atom)
+    if made is not None and made.primitive.name == "transpose":
+        term = made.params["permutation"][term]
+    return term - aval_of(atom).ndim
+
+
+def is_solution(at: Standing, made: Decision) -> bool:
+    """Whether linear algebra makes the results, or made a term or a factor of them.
+
+    Of a product in f32 both factors count: `K @ H @ P` with the gain `K` of a filter.
+    """
+    if solves(at.name):
+        return True
+    if kind_of(at.name) is Kind.PRODUCT:
+        follows = made.dtype == F32
+    else:
+        follows = is_linear(at.name) or role_of(at.name) in (
+            Role.MULTIPLIES,
+            Role.DIVIDES,
+        )
+    return follows and any(Trait.SOLUTION in v.traits for v in at.operands)
 
 
 def is_weight(value: Known, atom: Atom) -> bool:

@@ -1,9 +1,9 @@
 """The first pass of the plan: where do values come from?
 
 A *flow* records, for every value of a body, where it comes from, and for every equation
-a decision. Consumers are not looked at yet, but for values that become an index. Bodies
-of calls and branches are followed with what is known of their operands; a loop's carry
-is settled by fixpoint.
+a decision. Consumers are not looked at yet, but for `destinations`. Bodies of calls and
+branches are followed with what is known of their operands; a loop's carry is settled by
+fixpoint.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from jmp_amp.plan import constants, jaxprs, rules
 from jmp_amp.plan.deciding import decide
+from jmp_amp.plan.destinations import Destinations, End, Ends
 from jmp_amp.plan.flows import Flow, Step
-from jmp_amp.plan.indices import Indices
 from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Inner, Literal, Var, aval_of
 from jmp_amp.plan.modes import Mode
 from jmp_amp.plan.regions import Region, region_of
@@ -35,7 +35,7 @@ class Flows:
 
     def __init__(self) -> None:
         self._flows: dict[object, Flow] = {}
-        self._indices = Indices()
+        self._destinations = Destinations()
 
     def through(
         self,
@@ -43,7 +43,7 @@ class Flows:
         inputs: tuple[Known, ...],
         region: Region,
         inherited: Rule | None,
-        indices: frozenset[int] = frozenset(),
+        ends: tuple[End, ...] | None = None,
     ) -> Flow:
         """Returns the flow through `body`, given what is known of its inputs.
 
@@ -52,11 +52,13 @@ class Flows:
           inputs: one for each of its inputs.
           region: the policy scope that it is called in.
           inherited: the rule that the name of its caller gives to all of it.
-          indices: the positions of its outputs that become an index.
+          ends: what becomes of each of its outputs; None if the program returns them.
         """
-        key = id(body.jaxpr), inputs, region, inherited, indices
+        if ends is None:
+            ends = (Ends.OTHERWISE,) * len(body.jaxpr.outvars)
+        key = id(body.jaxpr), inputs, region, inherited, ends
         if key not in self._flows:
-            self._flows[key] = self._through(body, inputs, region, inherited, indices)
+            self._flows[key] = self._through(body, inputs, region, inherited, ends)
         return self._flows[key]
 
     def _through(
@@ -65,7 +67,7 @@ class Flows:
         inputs: tuple[Known, ...],
         region: Region,
         inherited: Rule | None,
-        indices: frozenset[int],
+        ends: tuple[End, ...],
     ) -> Flow:
         jaxpr = body.jaxpr
         read = [atom for eqn in jaxpr.eqns for atom in eqn.invars]
@@ -78,7 +80,8 @@ class Flows:
             limits = constants.bounds_of_constant(const)
             traits = frozenset((Trait.PARAMETER,))
             known[var] = Known(Origin.FREE, limits, region, traits)
-        around = _Around(inherited, {}, Sources(jaxpr), self._indices.of(body, indices))
+        found = self._destinations.of(body, ends)
+        around = _Around(inherited, {}, Sources(jaxpr), found)
         steps = []
         for eqn in jaxpr.eqns:
             here = region_of(jaxprs.scope_text(eqn), region)
@@ -103,8 +106,10 @@ class Flows:
         assert rule is not None
         sources = around.sources
         read = list(map(sources.of, eqn.invars))
-        is_index = any(v in around.indices for v in eqn.outvars)
-        decision = decide(eqn, rule, region, views, around.makers, read, is_index)
+        end = Ends.NONE
+        for var in eqn.outvars:
+            end |= around.ends.get(var, Ends.NONE)
+        decision = decide(eqn, rule, region, views, around.makers, read, end)
         if decision.mode is Mode.PASSED_ON:
             results = _in_region(views, region)
             sources.write(eqn.outvars, read)
@@ -135,13 +140,13 @@ class Flows:
         read = list(map(sources.of, eqn.invars))
         starts = views = _states(_in_region(views, region), read)
         carried = jaxprs.carried(eqn)
-        indices = self._indices.outputs(eqn, around.indices)
+        outputs = self._destinations.outputs(eqn, around.ends)
         while True:
             flows = tuple(
                 self.through(
                     body, tuple(views[i] for i in operands), region, rule, ends
                 )
-                for (body, operands), ends in zip(inner, indices, strict=True)
+                for (body, operands), ends in zip(inner, outputs, strict=True)
             )
             made_of, products = _made_of(eqn, inner, flows)
             settled = list(views)
@@ -174,13 +179,13 @@ class _Around(NamedTuple):
       inherited: the rule that the name of the body's caller gives to all of it.
       makers: the equation that made each variable so far.
       sources: the inputs that each variable so far is computed from.
-      indices: the variables that become an index.
+      ends: what becomes of each variable.
     """
 
     inherited: Rule | None
     makers: dict[Var, Eqn]
     sources: Sources
-    indices: frozenset[Var]
+    ends: dict[Var, End]
 
 
 def _states(views: tuple[Known, ...], sources: Sequence[int]) -> tuple[Known, ...]:

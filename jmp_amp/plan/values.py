@@ -49,6 +49,8 @@ class Trait(enum.Enum):
     CARRIED = "carried"
     # It holds a constant, such as a mask's, that half precision has no place for.
     OVERSIZED = "oversized"
+    # Linear algebra made it, or arithmetic on what that made: its terms may cancel.
+    SOLUTION = "a solution of linear algebra"
     # It has more than one consumer.
     SHARED = "shared"
     # Autodiff keeps it in f32 whatever reads it: to compute it again is too expensive.

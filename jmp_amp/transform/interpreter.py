@@ -92,6 +92,10 @@ def autocast(
     * what becomes an index: all that leads to `floor`, `ceil`, `round` or a cast to an
       integer; a grid that counts further than half precision does, and the product of
       one-hot rows with it;
+    * what linear algebra reads, back to the product: the Gram matrix and the right side
+      of a linear system, the covariance of a filter, a kernel. A layer whose result is
+      solved stays half, and so does a layer in front of a Gram matrix;
+    * what `stop_gradient` alone reads, back to the product: no derivative saves it;
     * the body of a `while_loop` that runs until a float of its body is small enough;
     * a product with `precision=` HIGH or HIGHEST, one without a free dimension (`vdot`,
       which is a sum), and the functions of `jnp.linalg`, `jax.scipy.linalg` and

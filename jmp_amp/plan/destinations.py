@@ -1,0 +1,278 @@
+"""What becomes of values: an index, the operand of a decomposition, no gradient.
+
+`floor`, `ceil`, `round` and a cast to an integer turn a float into a place: a pixel, a
+cell, a bin. Half precision has 8 or 11 digits, so it misses pixel 257 or 2049. All
+elementwise operations that lead to such a place are therefore computed in f32, back to
+the product, sum or argument that they begin with.
+
+A decomposition of a matrix, or a linear system, makes an error larger by the condition
+number. What leads to one is f32 as well, with the product that it begins with, and with
+the products whose sums and differences that product reads: `F @ P @ F.T + Q`.
+
+`stop_gradient` ends the derivative: what it alone reads is saved by nobody, so f32
+costs no memory, back to the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import Final, TypeAlias
+
+import jax.numpy as jnp
+
+from jmp_amp.plan import jaxprs
+from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Jaxpr, Literal, Var, aval_of
+from jmp_amp.plan.operations import (
+    OPERATIONS,
+    PRODUCTS,
+    Kind,
+    OpClass,
+    Role,
+    role_of,
+)
+from jmp_amp.plan.values import castable
+
+# What becomes of a value: a set of the bits of `Ends`.
+End: TypeAlias = int
+
+
+class Ends:
+    """The bits of an end: what some reader of a value makes of it."""
+
+    NONE: Final = 0
+    # An index.
+    INDEX: Final = 1
+    # The operand of a decomposition, or of a linear system.
+    SOLVED: Final = 2
+    # A term or a factor of a product that leads there.
+    FACTOR: Final = 4
+    # A factor of a solution, or part of `F @ P @ F.T` that leads there: no layer.
+    EXACT: Final = 8
+    # `stop_gradient` reads it.
+    STOPPED: Final = 16
+    # A product reads it, a caller, or a derivative.
+    OTHERWISE: Final = 32
+
+
+_ELEMENTWISE = Ends.SOLVED | Ends.EXACT | Ends.STOPPED | Ends.OTHERWISE
+_NOTHING_PASSES = (Kind.PRODUCT, Kind.ALGEBRA, Kind.COMPARISON)
+# Linear algebra that divides by numbers that may be small.
+_SOLVES = frozenset(
+    "cholesky cholesky_update custom_linear_solve eig eigh geqrf hessenberg lu qr "
+    "schur svd triangular_solve tridiagonal tridiagonal_solve".split()
+)
+_LINEAR = frozenset(
+    name
+    for name, each in OPERATIONS.items()
+    if each.kind is Kind.MOVE
+    or each.row.role in (Role.ADDS, Role.SUBTRACTS)
+    or name in ("neg", "add_any")
+)
+
+
+def solves(name: str) -> bool:
+    """Whether a primitive decomposes a matrix or solves a linear system."""
+    return name in _SOLVES
+
+
+def is_linear(name: str) -> bool:
+    """Whether a primitive moves its operands, adds or subtracts them."""
+    return name in _LINEAR
+
+
+def _begun(name: str) -> End:
+    """Returns what becomes of the operands of a primitive, whatever reads it."""
+    operation = OPERATIONS.get(name)
+    if name == "stop_gradient":
+        return Ends.STOPPED
+    if solves(name):
+        return Ends.SOLVED | Ends.OTHERWISE
+    if operation is None or operation.kind in (Kind.PRODUCT, Kind.ALGEBRA):
+        return Ends.OTHERWISE
+    return Ends.INDEX if operation.row.role is Role.COUNTS else Ends.NONE
+
+
+def _passed(name: str) -> End:
+    """Returns which ends of its results are ends of the operands of a primitive too."""
+    operation = OPERATIONS.get(name)
+    if operation is None or operation.kind in _NOTHING_PASSES:
+        return Ends.NONE
+    if operation.group.op_class is not OpClass.FOLLOW:
+        return _ELEMENTWISE
+    factor = Ends.FACTOR if is_linear(name) else Ends.NONE
+    passed = _ELEMENTWISE | Ends.INDEX | factor
+    return passed & ~Ends.OTHERWISE if name == "stop_gradient" else passed
+
+
+# Asked for each equation.
+_NAMES = (*OPERATIONS, *_SOLVES)
+_BEGUN = {name: _begun(name) for name in _NAMES}
+_PASSED = {name: _passed(name) for name in _NAMES}
+
+
+class Destinations:
+    """Finds them, in each body once for what becomes of its outputs."""
+
+    def __init__(self) -> None:
+        self._found: dict[object, dict[Var, End]] = {}
+        self._solutions: dict[int, frozenset[Var]] = {}
+
+    def of(self, body: Body, outputs: tuple[End, ...]) -> dict[Var, End]:
+        """Returns what becomes of the variables of `body`.
+
+        Args:
+          body: the body.
+          outputs: what becomes of each of its outputs outside of it.
+        """
+        key = id(body.jaxpr), outputs
+        if key not in self._found:
+            jaxpr = body.jaxpr
+            found: dict[Var, End] = {}
+            for atom, end in zip(jaxpr.outvars, outputs, strict=True):
+                _add(found, [atom], end)
+            solutions = self._solutions_of(body)
+            makers: dict[Var, Eqn] = {}
+            for eqn in reversed(jaxpr.eqns):
+                if jaxprs.inner_bodies(eqn):
+                    self._inside(eqn, found)
+                    continue
+                end = _end_of_operands(eqn, found)
+                if eqn.primitive.name in PRODUCTS and _reads(eqn, solutions):
+                    # Its terms cancel: the other factor has to be as exact.
+                    end |= Ends.SOLVED | Ends.EXACT
+                _add(found, eqn.invars, end)
+                if end & Ends.FACTOR and eqn.primitive.name in PRODUCTS:
+                    makers = makers or _makers(jaxpr)
+                    _add(found, _between(eqn, makers), Ends.EXACT)
+            self._found[key] = found
+        return self._found[key]
+
+    def _solutions_of(self, body: Body) -> frozenset[Var]:
+        """Returns the variables of `body` that linear algebra in it makes, or moves."""
+        key = id(body.jaxpr)
+        if key not in self._solutions:
+            made: set[Var] = set()
+            for eqn in body.jaxpr.eqns:
+                inner = jaxprs.inner_bodies(eqn)
+                if inner:
+                    last = inner[-1].body
+                    inside = self._solutions_of(last)
+                    results = zip(eqn.outvars, last.jaxpr.outvars, strict=True)
+                    made.update(v for v, result in results if result in inside)
+                elif solves(eqn.primitive.name) or (
+                    is_linear(eqn.primitive.name) and _reads(eqn, made)
+                ):
+                    made.update(eqn.outvars)
+            self._solutions[key] = frozenset(made)
+        return self._solutions[key]
+
+    def outputs(self, eqn: Eqn, found: dict[Var, End]) -> list[tuple[End, ...]]:
+        """Returns what becomes of the outputs of each body of `eqn`.
+
+        Args:
+          eqn: a call, a loop or a branch.
+          found: what becomes of the variables around it.
+        """
+        results = tuple(found.get(v, Ends.NONE) for v in eqn.outvars)
+        inner = jaxprs.inner_bodies(eqn)
+        if jaxprs.is_while(eqn):
+            return [(Ends.NONE,), self._settled(eqn, inner[1].body, results)]
+        if jaxprs.carried(eqn):
+            return [self._settled(eqn, inner[0].body, results)]
+        return [results] * len(inner)
+
+    def _settled(
+        self, eqn: Eqn, body: Body, outputs: tuple[End, ...]
+    ) -> tuple[End, ...]:
+        """Returns the ends of the outputs of a loop's body, as the next turns read."""
+        count = len(jaxprs.carried(eqn))
+        # A scan carries after its constants and before what it goes through.
+        first = jaxprs.carried(eqn).start if not jaxprs.is_while(eqn) else -count
+        carry = body.jaxpr.invars[first:][:count]
+        while True:
+            found = self.of(body, outputs)
+            read = [found.get(v, Ends.NONE) for v in carry]
+            read += [Ends.NONE] * (len(outputs) - count)
+            more = tuple(a | b for a, b in zip(outputs, read, strict=True))
+            if more == outputs:
+                return outputs
+            outputs = more
+
+    def _inside(self, eqn: Eqn, found: dict[Var, End]) -> None:
+        inner = jaxprs.inner_bodies(eqn)
+        outputs = self.outputs(eqn, found)
+        for (body, operands), ends in zip(inner, outputs, strict=True):
+            inside = self.of(body, ends)
+            for i, var in zip(operands, body.jaxpr.invars, strict=True):
+                _add(found, [eqn.invars[i]], inside.get(var, Ends.NONE))
+
+
+def _add(found: dict[Var, End], atoms: Sequence[Atom], end: End) -> None:
+    if not end:
+        return
+    for atom in atoms:
+        if not isinstance(atom, Literal) and castable(atom):
+            found[atom] = found.get(atom, Ends.NONE) | end
+
+
+def _reads(eqn: Eqn, variables: Set[Var]) -> bool:
+    """Whether an operand of `eqn` is one of `variables`."""
+    return bool(variables) and not variables.isdisjoint(jaxprs.variables(eqn.invars))
+
+
+def _makers(jaxpr: Jaxpr) -> dict[Var, Eqn]:
+    return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+
+def _untransposed(atom: Atom, makers: dict[Var, Eqn]) -> Atom:
+    while not isinstance(atom, Literal) and atom in makers:
+        if makers[atom].primitive.name != "transpose":
+            break
+        atom = makers[atom].invars[0]
+    return atom
+
+
+def _between(eqn: Eqn, makers: dict[Var, Eqn]) -> list[Atom]:
+    """Returns the factors of a product that it multiplies by one of theirs again.
+
+    `F @ P` in `(F @ P) @ F.T`, which maps a covariance.
+    """
+    found: list[Atom] = []
+    inner = [_untransposed(atom, makers) for atom in eqn.invars[:2]]
+    for atom, other in zip(inner, reversed(inner), strict=True):
+        made = None if isinstance(atom, Literal) else makers.get(atom)
+        if made is not None and made.primitive.name in PRODUCTS:
+            if any(_untransposed(v, makers) is other for v in made.invars[:2]):
+                found.append(atom)
+    return found
+
+
+def _end_of_operands(eqn: Eqn, found: dict[Var, End]) -> End:
+    """Returns what becomes of the operands of `eqn`, which calls nothing."""
+    name = eqn.primitive.name
+    results = Ends.NONE
+    for var in eqn.outvars:
+        results |= found.get(var, Ends.NONE)
+    if jaxprs.is_conversion(eqn):
+        return _end_of_converted(eqn, results)
+    end = _BEGUN.get(name, Ends.OTHERWISE) | results & _PASSED.get(name, Ends.NONE)
+    leads = results & (Ends.SOLVED | Ends.FACTOR)
+    if leads and name in PRODUCTS:
+        end |= Ends.FACTOR
+    if results & Ends.FACTOR and _scales(eqn):
+        end |= Ends.FACTOR
+    return end
+
+
+def _end_of_converted(eqn: Eqn, results: End) -> End:
+    source, target = (aval_of(v).dtype for v in (eqn.invars[0], eqn.outvars[0]))
+    if jnp.issubdtype(target, jnp.integer):
+        return Ends.INDEX
+    return results if source == target else results & ~Ends.INDEX & ~Ends.SOLVED
+
+
+def _scales(eqn: Eqn) -> bool:
+    """Whether an operation multiplies by a number."""
+    return role_of(eqn.primitive.name) in (Role.MULTIPLIES, Role.DIVIDES) and any(
+        isinstance(v, Literal) for v in eqn.invars
+    )

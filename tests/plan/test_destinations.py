@@ -1,0 +1,228 @@
+"""What leads to linear algebra, or to `stop_gradient` alone, keeps its digits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jmp_amp as amp
+from tests.measures import relative_error
+from tests.programs import planned, products, reason_of, results_of
+from tests.rounding import BF16, POLICIES, W, X, one_policy
+
+F32, HALF = "float32", "bfloat16"
+N = X.shape[0]
+each_policy = pytest.mark.parametrize("policy", POLICIES)
+Y = jnp.sin(X.sum(1))
+
+
+# What linear algebra reads
+
+
+def kernel(a, b):
+    """Rasmussen and Williams 2006, equation 4.9, of squared distances by a product."""
+    far = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T
+    return jnp.exp(-0.5 * jnp.maximum(far, 0.0) / a.shape[1]) + 1e-2 * jnp.eye(N)
+
+
+def solved(matrix):
+    return jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(matrix), Y)
+
+
+def network(x, w):
+    return jax.nn.relu(jnp.tanh(x @ w) @ w)
+
+
+def covariance(h):
+    return h.T @ h / N + 1e-2 * jnp.eye(16)
+
+
+def filtered(x, w):
+    """Kalman 1960, in a loop."""
+    see = w[:8]
+
+    def turn(carry, y):
+        mean, cov = w @ carry[0], w @ carry[1] @ w.T + jnp.eye(16)
+        spread = see @ cov @ see.T + jnp.eye(8)
+        gain = jnp.linalg.solve(spread, see @ cov).T
+        return (mean + gain @ (y - see @ mean), cov - gain @ see @ cov), mean
+
+    return lax.scan(turn, (jnp.zeros(16), jnp.eye(16)), x[:, :8])[1]
+
+
+# The dtype of each product, but for those inside of a solver.
+SOLVED = {
+    "kernel": (lambda x, w: solved(kernel(x, x)), [F32]),
+    "kernel_of_a_network": (
+        lambda x, w: solved(kernel(h := network(x, w), h)),
+        [HALF, HALF, F32],
+    ),
+    "normal_equations": (
+        lambda x, w: jnp.linalg.solve(x.T @ x + jnp.eye(16), x.T @ Y),
+        [F32, F32],
+    ),
+    "normal_equations_by_einsum": (
+        lambda x, w: jnp.linalg.solve(
+            jnp.einsum("ni,nj->ij", x, x) + jnp.eye(16), jnp.einsum("ni,n->i", x, Y)
+        ),
+        [F32, F32],
+    ),
+    "covariance_of_a_network": (
+        lambda x, w: jnp.linalg.eigvalsh(covariance(network(x, w))),
+        [HALF, HALF, F32],
+    ),
+    "in_calls": (
+        lambda x, w: jax.jit(jnp.linalg.cholesky)(jax.jit(kernel)(x, x)),
+        [F32],
+    ),
+    "in_branches": (
+        lambda x, w: jnp.linalg.inv(
+            lax.cond(w[0, 0] > 0, kernel, lambda a, b: 2 * kernel(a, b), x, x)
+        ),
+        [F32, F32],
+    ),
+    "filter": (filtered, [F32] * 10),
+    "a_covariance_that_is_mapped": (
+        lambda x, w: jnp.linalg.slogdet(w @ jnp.diag(x[0]) @ w.T + jnp.eye(16))[1],
+        [F32, F32],
+    ),
+    "a_factor_of_a_solution": (
+        lambda x, w: jnp.exp(x @ w) @ jnp.linalg.solve(w, x[0]),
+        [F32, F32],
+    ),
+    "a_product_of_solutions": (
+        lambda x, w: jnp.linalg.inv(w) @ w @ x[0],
+        [F32, F32],
+    ),
+    # A network whose last layer is a matrix, or a mean: a layer is in half.
+    "a_predicted_matrix": (
+        lambda x, w: jnp.linalg.inv((x @ w)[:, :N] + jnp.eye(N)),
+        [HALF],
+    ),
+    "a_predicted_mean": (
+        lambda x, w: jax.scipy.linalg.solve_triangular(
+            jnp.eye(N), (jnp.tanh(x @ w) @ w)[:, 0] - Y, lower=True
+        ),
+        [HALF, HALF],
+    ),
+    "a_spectrum": (lambda x, w: jnp.fft.fft(x @ x.T).real, [HALF]),
+}
+
+
+def kinds(fn, policy, *args):
+    rows = amp.explain(fn, policy)(*args).equations
+    names = {"f32": F32, "bf16": HALF}
+    return [names[row.dtype] for row in rows if row.operation == "dot_general"]
+
+
+@pytest.mark.parametrize("name", SOLVED)
+def test_products_that_linear_algebra_reads_are_f32(name):
+    fn, expected = SOLVED[name]
+    assert kinds(fn, BF16, X, W) == expected
+
+
+def test_the_policy_of_a_user_wins():
+    fn = SOLVED["kernel"][0]
+    assert kinds(fn, "p=f32,c=bf16,o=f32,low=dot_general", X, W) == [HALF]
+
+
+def loss_of(fn):
+    def loss(x, w):
+        return sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(fn(x, w)))
+
+    return loss
+
+
+@each_policy
+@pytest.mark.parametrize("name", ["kernel", "filter", "normal_equations"])
+def test_what_has_no_layer_is_that_of_f32(name, policy):
+    def gradients(fn):
+        return jax.jit(jax.grad(loss_of(fn), argnums=(0, 1)))(X + 3.0, W)
+
+    fn = SOLVED[name][0]
+    found, expected = gradients(amp.autocast(fn, policy)), gradients(fn)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
+
+
+def test_explain_tells_why():
+    text = "linear algebra reads it: an error grows by the condition number"
+    assert reason_of(SOLVED["kernel"][0], X, W, operation="dot_general") == text
+    text = "a factor is a solution of linear algebra: its terms cancel"
+    fn = SOLVED["a_factor_of_a_solution"][0]
+    assert reason_of(fn, X, W, operation="dot_general") == text
+
+
+# What `stop_gradient` alone reads
+
+
+def inverse_transform(x):
+    """Kapturowski et al. 2019, appendix A.2, with eps = 1e-3."""
+    root = jnp.sqrt(1 + 4e-3 * (jnp.abs(x) + 1 + 1e-3))
+    return jnp.sign(x) * (((root - 1) / 2e-3) ** 2 - 1)
+
+
+def bootstrapped(x, w, half=None):
+    """A loss whose target is made of the network itself; by hand if `half` is given."""
+
+    def network(x):
+        if half is None:
+            return x @ w
+        return (x.astype(half) @ w.astype(half)).astype(jnp.float32)
+
+    target = lax.stop_gradient(inverse_transform(network(x[::-1]).max(1)))
+    return jnp.mean((network(x)[:, 0] - target) ** 2)
+
+
+@each_policy
+def test_a_target_is_as_exact_as_by_hand(policy):
+    half = amp.get_policy(policy).compute_dtype
+    exact = jax.grad(bootstrapped, argnums=1)(X, W)
+    by_hand = jax.grad(lambda w: bootstrapped(X, w, half))(W)
+    found = jax.grad(amp.autocast(bootstrapped, policy), argnums=1)(X, W)
+    assert relative_error(found, exact) <= 1.5 * relative_error(by_hand, exact)
+
+
+STOPPED = {
+    "at_once": lambda h, w: lax.stop_gradient(jnp.sin(h + 1)),
+    "in_a_call": lambda h, w: lax.stop_gradient(jax.jit(jnp.sin)(h + 1)),
+    "around_a_call": lambda h, w: jax.jit(lax.stop_gradient)(jnp.sin(h + 1)),
+    "twice": lambda h, w: lax.stop_gradient(s := jnp.sin(h + 1)) * lax.stop_gradient(s),
+    "before_a_product": lambda h, w: lax.stop_gradient(jnp.sin(h + 1)) @ w,
+}
+# What else reads it: a product, the program, a derivative, an opaque call.
+OTHERWISE = {
+    "a_product": lambda s, w: s @ w,
+    "a_derivative": lambda s, w: jnp.cos(s) @ w,
+    "a_loop": lambda s, w: lax.scan(lambda c, _: (jnp.cos(c) @ w, None), s, length=2),
+}
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_what_stop_gradient_alone_reads_is_f32(name):
+    def fn(x, w):
+        return STOPPED[name](x @ w, w)
+
+    assert planned(fn, X, W, primitive="sin") == [F32]
+    assert planned(fn, X, W, primitive="add") == [F32]
+    assert set(products(amp.autocast(fn), X, W)) == {HALF}
+    reason = reason_of(fn, X, W, operation="add")
+    assert reason == "no derivative needs it: f32 costs nothing"
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_what_something_else_reads_too_is_in_half(name):
+    def fn(x, w):
+        s = jnp.sin(x @ w)
+        return lax.stop_gradient(s).sum(), OTHERWISE[name](s, w)
+
+    assert planned(fn, X, W, primitive="sin") == [HALF]
+
+
+@one_policy
+def test_the_network_of_a_target_is_in_half(policy):
+    def fn(x, w):
+        return lax.stop_gradient(jnp.sin(jnp.sin(x @ w) @ w))
+
+    assert results_of(amp.autocast(fn, policy), X, W, primitive="sin") == [HALF, F32]
