@@ -86,7 +86,7 @@ def _begun(name: str) -> End:
     if name == "stop_gradient":
         return Ends.STOPPED
     if solves(name):
-        return Ends.SOLVED | Ends.OTHERWISE
+        return Ends.SOLVED
     if operation is None or operation.kind in (Kind.PRODUCT, Kind.ALGEBRA):
         return Ends.OTHERWISE
     return Ends.INDEX if operation.row.role is Role.COUNTS else Ends.NONE
@@ -268,7 +268,7 @@ def _end_of_converted(eqn: Eqn, results: End) -> End:
     source, target = (aval_of(v).dtype for v in (eqn.invars[0], eqn.outvars[0]))
     if jnp.issubdtype(target, jnp.integer):
         return Ends.INDEX
-    return results if source == target else results & ~Ends.INDEX & ~Ends.SOLVED
+    return results if source == target else Ends.OTHERWISE
 
 
 def _scales(eqn: Eqn) -> bool:

@@ -35,7 +35,7 @@ def keeps_digits(at: Standing) -> str | None:
     if at.end & Ends.SOLVED:
         return _SOLVED
     if at.is_stopped:
-        return "no derivative needs it: f32 costs nothing"
+        return "stop_gradient alone reads it: no derivative saves it"
     if role_of(at.name) not in (Role.ADDS, Role.SUBTRACTS):
         return None
     for i, j in ((0, 1), (1, 0)):
@@ -87,29 +87,24 @@ def counts(at: Standing) -> str | None:
 def _is_solved(at: Standing, factors: Sequence[tuple[Known, Atom]]) -> bool:
     """Whether linear algebra reads a product that is no layer of a network.
 
-    A layer multiplies an activation in half by a parameter, or the first one an input.
-    What is f32 already is a state, such as the covariance of a filter. Columns times
-    columns, or rows times rows, are the matrix of a linear system.
+    A layer multiplies rows of activations, or of an input, by columns of a parameter.
+    Columns times columns, or rows times rows, are the matrix of a linear system.
     """
-    origins = {value.origin for value, _ in factors}
-    leads = at.end & (Ends.SOLVED | Ends.FACTOR)
-    if Origin.LOW in origins:
-        return bool(at.end & Ends.SOLVED) and Origin.FREE not in origins
-    if not leads or Origin.FULL in origins or at.end & Ends.EXACT:
-        return bool(leads)
-    return bool(at.sources[0] & at.sources[1]) or not _is_rows_by_columns(at)
-
-
-def _is_rows_by_columns(at: Standing) -> bool:
-    """Whether a product is `x @ w`, and none of `x.T @ w` and `x @ w.T`."""
-    if at.name != "dot_general":
-        return True
-    lhs, rhs = (_axis(at, i) for i in (0, 1))
-    return lhs in (None, -1) and rhs != -1
+    if not at.end & (Ends.SOLVED | Ends.FACTOR):
+        return False
+    if at.origin == Origin.FREE:
+        shared = at.sources[0] & at.sources[1]
+        is_layer = not shared and _axis(at, 0) in (None, -1) and _axis(at, 1) != -1
+        return bool(at.end & Ends.EXACT) or not is_layer
+    has_parameter = any(value.origin == Origin.FREE for value, _ in factors)
+    is_layer = has_parameter and _axis(at, 0) in (None, -1)
+    return bool(at.end & Ends.SOLVED) and not is_layer
 
 
 def _axis(at: Standing, i: int) -> int | None:
     """Returns which axis a product sums over, from the last; None of a vector."""
+    if at.name != "dot_general":
+        return None
     atom, terms = at.eqn.invars[i], Dimensions.of(at.eqn).terms[i]
     if not terms or aval_of(atom).ndim < 2:
         return None
@@ -123,8 +118,9 @@ def is_solution(at: Standing, made: Decision) -> bool:
     """Whether linear algebra makes the results, or made a term or a factor of them.
 
     Of a product in f32 both factors count: `K @ H @ P` with the gain `K` of a filter.
+    What leads to linear algebra counts as well.
     """
-    if solves(at.name):
+    if solves(at.name) or made.reason == _SOLVED:
         return True
     if kind_of(at.name) is Kind.PRODUCT:
         follows = made.dtype == F32

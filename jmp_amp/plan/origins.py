@@ -134,7 +134,7 @@ class Flows:
 
         The fixpoint ends: the origin of a carry only rises, its bounds widen once, to
         any size; it may only lose the traits of a parameter and of a lookup, and only
-        get the traits of an oversized constant and of a tangent.
+        get the traits of an oversized constant, of a tangent and of a solution.
         """
         sources = around.sources
         read = list(map(sources.of, eqn.invars))
@@ -311,7 +311,8 @@ def _carry(now: Known, update: Known, origin: Origin) -> Known:
         grows = limits is not None and update.bounds is not None
         limits = _ANY_SIZE if grows else None
     both = now.traits & update.traits & {Trait.PARAMETER, Trait.LOOKED_UP}
-    either = (now.traits | update.traits) & {Trait.OVERSIZED, Trait.TANGENT}
+    joined = {Trait.OVERSIZED, Trait.TANGENT, Trait.SOLUTION}
+    either = (now.traits | update.traits) & joined
     return Known(origin, limits, now.region, both | either)
 
 

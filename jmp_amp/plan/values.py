@@ -67,6 +67,7 @@ CONTAGIOUS = frozenset(
         Trait.STATE,
         Trait.SUMS_ARGUMENT,
         Trait.OVERSIZED,
+        Trait.SOLUTION,
         Trait.TANGENT,
     )
 )

@@ -38,12 +38,17 @@ def covariance(h):
     return h.T @ h / N + 1e-2 * jnp.eye(16)
 
 
+def normalized(h):
+    return h * lax.rsqrt(jnp.mean(h**2, 1, keepdims=True) + 1e-6)
+
+
 def filtered(x, w):
     """Kalman 1960, in a loop."""
     see = w[:8]
 
     def turn(carry, y):
         mean, cov = w @ carry[0], w @ carry[1] @ w.T + jnp.eye(16)
+        cov = (cov + cov.T) / 2
         spread = see @ cov @ see.T + jnp.eye(8)
         gain = jnp.linalg.solve(spread, see @ cov).T
         return (mean + gain @ (y - see @ mean), cov - gain @ see @ cov), mean
@@ -67,6 +72,10 @@ SOLVED = {
             jnp.einsum("ni,nj->ij", x, x) + jnp.eye(16), jnp.einsum("ni,n->i", x, Y)
         ),
         [F32, F32],
+    ),
+    "linear_kernel_of_a_network": (
+        lambda x, w: jnp.linalg.inv((h := network(x, w)) @ h.T + jnp.eye(N)),
+        [HALF, HALF, F32],
     ),
     "covariance_of_a_network": (
         lambda x, w: jnp.linalg.eigvalsh(covariance(network(x, w))),
@@ -92,9 +101,14 @@ SOLVED = {
         [F32, F32],
     ),
     "a_product_of_solutions": (
-        lambda x, w: jnp.linalg.inv(w) @ w @ x[0],
+        lambda x, w: jnp.linalg.inv(w) / 3 @ w @ x[0],
         [F32, F32],
     ),
+    "a_solution_in_a_branch": (
+        lambda x, w: lax.cond(w[0, 0] > 0, jnp.linalg.inv, lambda w: w, w) @ w @ x[0],
+        [F32, F32],
+    ),
+    "a_power_of_a_matrix": (lambda x, w: jnp.linalg.inv(w @ w + jnp.eye(16)), [F32]),
     # A network whose last layer is a matrix, or a mean: a layer is in half.
     "a_predicted_matrix": (
         lambda x, w: jnp.linalg.inv((x @ w)[:, :N] + jnp.eye(N)),
@@ -105,6 +119,23 @@ SOLVED = {
             jnp.eye(N), (jnp.tanh(x @ w) @ w)[:, 0] - Y, lower=True
         ),
         [HALF, HALF],
+    ),
+    # The last layer is not told from `x.T @ (weights * x)`.
+    "a_network_of_columns": (
+        lambda x, w: solved(kernel(h := (w.T @ jnp.tanh(w.T @ x.T)).T, h)),
+        [HALF, F32, F32],
+    ),
+    "a_network_of_norms": (
+        lambda x, w: solved(kernel(h := jnp.tanh(normalized(x @ w) @ w), h)),
+        [HALF, HALF, F32],
+    ),
+    "products_of_activations": (
+        lambda x, w: jnp.linalg.inv(covariance((h := x @ w) @ h.T @ h)),
+        [HALF, HALF, HALF, F32],
+    ),
+    "a_head_of_solutions": (
+        lambda x, w: network(x, w) @ w @ jnp.linalg.solve(w, w),
+        [HALF, HALF, HALF, HALF],
     ),
     "a_spectrum": (lambda x, w: jnp.fft.fft(x @ x.T).real, [HALF]),
 }
@@ -120,6 +151,14 @@ def kinds(fn, policy, *args):
 def test_products_that_linear_algebra_reads_are_f32(name):
     fn, expected = SOLVED[name]
     assert kinds(fn, BF16, X, W) == expected
+
+
+def test_what_follows_a_layer_is_f32():
+    def fn(x, w):
+        m = jnp.tanh(x @ w)[:, :N]
+        return jnp.linalg.inv(m), m @ w[:N]
+
+    assert planned(fn, X, W, primitive="tanh") == [F32]
 
 
 def test_the_policy_of_a_user_wins():
@@ -208,7 +247,7 @@ def test_what_stop_gradient_alone_reads_is_f32(name):
     assert planned(fn, X, W, primitive="add") == [F32]
     assert set(products(amp.autocast(fn), X, W)) == {HALF}
     reason = reason_of(fn, X, W, operation="add")
-    assert reason == "no derivative needs it: f32 costs nothing"
+    assert reason == "stop_gradient alone reads it: no derivative saves it"
 
 
 @pytest.mark.parametrize("name", OTHERWISE)
@@ -218,6 +257,29 @@ def test_what_something_else_reads_too_is_in_half(name):
         return lax.stop_gradient(s).sum(), OTHERWISE[name](s, w)
 
     assert planned(fn, X, W, primitive="sin") == [HALF]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda s: jax.pure_callback(np.sin, jax.ShapeDtypeStruct(s.shape, s.dtype), s),
+        lambda s: jnp.floor(s.astype(jnp.bfloat16)),
+    ],
+    ids=["opaque", "cast"],
+)
+def test_what_an_opaque_call_or_a_cast_reads_is_not_stopped(read):
+    def fn(x, w):
+        s = jnp.sin(x @ w)
+        return lax.stop_gradient(s).sum(), read(s)
+
+    assert "stop_gradient" not in reason_of(fn, X, W, operation="sin")
+
+
+def test_what_comparisons_alone_read_is_told_apart():
+    def fn(x, w):
+        return jnp.sin(x @ w) > 0
+
+    assert reason_of(fn, X, W, operation="sin") == "only comparisons read it"
 
 
 @one_policy
