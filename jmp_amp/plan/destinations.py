@@ -1,4 +1,4 @@
-"""What becomes of values: an index, the operand of a decomposition, no gradient.
+"""What becomes of values: an index, linear algebra, a distance, nothing derived.
 
 `floor`, `ceil`, `round` and a cast to an integer turn a float into a place: a pixel, a
 cell, a bin. Half precision has 8 or 11 digits, so it misses pixel 257 or 2049. All
@@ -9,6 +9,8 @@ A decomposition of a matrix, or a linear system, makes an error larger by the co
 number. What leads to one is f32 as well, with the product that it begins with, and with
 the products whose sums and differences that product reads: `F @ P @ F.T + Q`.
 
+The product in `|a|^2 - 2 a b + |b|^2` is f32 if `a` and `b` are inputs: digits cancel.
+
 `stop_gradient` ends the derivative: what it alone reads is saved by nobody, so f32
 costs no memory, back to the product.
 """
@@ -16,7 +18,7 @@ costs no memory, back to the product.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 
@@ -48,12 +50,15 @@ class Ends:
     FACTOR: Final = 4
     # A factor of a solution, or part of `F @ P @ F.T` that leads there: no layer.
     EXACT: Final = 8
+    # A term of a difference with a sum, as in `|a|^2 - 2 a b + |b|^2`: a distance.
+    DISTANCE: Final = 16
     # `stop_gradient` reads it.
-    STOPPED: Final = 16
+    STOPPED: Final = 32
     # A product reads it, a caller, or a derivative.
-    OTHERWISE: Final = 32
+    OTHERWISE: Final = 64
 
 
+_LINEAR_ENDS = Ends.FACTOR | Ends.DISTANCE
 _ELEMENTWISE = Ends.SOLVED | Ends.EXACT | Ends.STOPPED | Ends.OTHERWISE
 _NOTHING_PASSES = (Kind.PRODUCT, Kind.ALGEBRA, Kind.COMPARISON)
 # Linear algebra that divides by numbers that may be small.
@@ -61,12 +66,14 @@ _SOLVES = frozenset(
     "cholesky cholesky_update custom_linear_solve eig eigh geqrf hessenberg lu qr "
     "schur svd triangular_solve tridiagonal tridiagonal_solve".split()
 )
-_LINEAR = frozenset(
+_TERMS = frozenset(
     name
     for name, each in OPERATIONS.items()
-    if each.kind is Kind.MOVE
-    or each.row.role in (Role.ADDS, Role.SUBTRACTS)
-    or name in ("neg", "add_any")
+    if each.row.role in (Role.ADDS, Role.SUBTRACTS)
+)
+_LINEAR = _TERMS.union(
+    ("neg", "add_any"),
+    (name for name, each in OPERATIONS.items() if each.kind is Kind.MOVE),
 )
 
 
@@ -99,8 +106,8 @@ def _passed(name: str) -> End:
         return Ends.NONE
     if operation.group.op_class is not OpClass.FOLLOW:
         return _ELEMENTWISE
-    factor = Ends.FACTOR if is_linear(name) else Ends.NONE
-    passed = _ELEMENTWISE | Ends.INDEX | factor
+    linear = _LINEAR_ENDS if is_linear(name) else Ends.NONE
+    passed = _ELEMENTWISE | Ends.INDEX | linear
     return passed & ~Ends.OTHERWISE if name == "stop_gradient" else passed
 
 
@@ -110,12 +117,24 @@ _BEGUN = {name: _begun(name) for name in _NAMES}
 _PASSED = {name: _passed(name) for name in _NAMES}
 
 
+class _Made(NamedTuple):
+    """Variables of a body, by what makes them, moves and additions aside.
+
+    Attributes:
+      solutions: what linear algebra makes.
+      sums: the results of `reduce_sum`.
+    """
+
+    solutions: set[Var]
+    sums: set[Var]
+
+
 class Destinations:
     """Finds them, in each body once for what becomes of its outputs."""
 
     def __init__(self) -> None:
         self._found: dict[object, dict[Var, End]] = {}
-        self._solutions: dict[int, frozenset[Var]] = {}
+        self._made: dict[int, _Made] = {}
 
     def of(self, body: Body, outputs: tuple[End, ...]) -> dict[Var, End]:
         """Returns what becomes of the variables of `body`.
@@ -130,16 +149,18 @@ class Destinations:
             found: dict[Var, End] = {}
             for atom, end in zip(jaxpr.outvars, outputs, strict=True):
                 _add(found, [atom], end)
-            solutions = self._solutions_of(body)
+            made = self._made_in(body)
             makers: dict[Var, Eqn] = {}
             for eqn in reversed(jaxpr.eqns):
                 if jaxprs.inner_bodies(eqn):
                     self._inside(eqn, found)
                     continue
                 end = _end_of_operands(eqn, found)
-                if eqn.primitive.name in PRODUCTS and _reads(eqn, solutions):
+                if eqn.primitive.name in PRODUCTS and _reads(eqn, made.solutions):
                     # Its terms cancel: the other factor has to be as exact.
                     end |= Ends.SOLVED | Ends.EXACT
+                elif eqn.primitive.name in _TERMS and _reads(eqn, made.sums):
+                    end |= Ends.DISTANCE
                 _add(found, eqn.invars, end)
                 if end & Ends.FACTOR and eqn.primitive.name in PRODUCTS:
                     makers = makers or _makers(jaxpr)
@@ -147,24 +168,28 @@ class Destinations:
             self._found[key] = found
         return self._found[key]
 
-    def _solutions_of(self, body: Body) -> frozenset[Var]:
-        """Returns the variables of `body` that linear algebra in it makes, or moves."""
+    def _made_in(self, body: Body) -> _Made:
+        """Returns the variables of `body` that are solutions or sums."""
         key = id(body.jaxpr)
-        if key not in self._solutions:
-            made: set[Var] = set()
+        if key not in self._made:
+            made = _Made(set(), set())
             for eqn in body.jaxpr.eqns:
-                inner = jaxprs.inner_bodies(eqn)
+                name, inner = eqn.primitive.name, jaxprs.inner_bodies(eqn)
                 if inner:
                     last = inner[-1].body
-                    inside = self._solutions_of(last)
-                    results = zip(eqn.outvars, last.jaxpr.outvars, strict=True)
-                    made.update(v for v, result in results if result in inside)
-                elif solves(eqn.primitive.name) or (
-                    is_linear(eqn.primitive.name) and _reads(eqn, made)
-                ):
-                    made.update(eqn.outvars)
-            self._solutions[key] = frozenset(made)
-        return self._solutions[key]
+                    inside = self._made_in(last)
+                    for v, result in zip(eqn.outvars, last.jaxpr.outvars, strict=True):
+                        for here, there in zip(made, inside, strict=True):
+                            if result in there:
+                                here.add(v)
+                    continue
+                linear = is_linear(name)
+                if solves(name) or (linear and _reads(eqn, made.solutions)):
+                    made.solutions.update(eqn.outvars)
+                if name == "reduce_sum" or (linear and _reads(eqn, made.sums)):
+                    made.sums.update(eqn.outvars)
+            self._made[key] = made
+        return self._made[key]
 
     def outputs(self, eqn: Eqn, found: dict[Var, End]) -> list[tuple[End, ...]]:
         """Returns what becomes of the outputs of each body of `eqn`.
@@ -259,8 +284,8 @@ def _end_of_operands(eqn: Eqn, found: dict[Var, End]) -> End:
     leads = results & (Ends.SOLVED | Ends.FACTOR)
     if leads and name in PRODUCTS:
         end |= Ends.FACTOR
-    if results & Ends.FACTOR and _scales(eqn):
-        end |= Ends.FACTOR
+    if results & _LINEAR_ENDS and _scales(eqn):
+        end |= results & _LINEAR_ENDS
     return end
 
 

@@ -60,7 +60,7 @@ def counts(at: Standing) -> str | None:
 
     One factor is a grid that counts further than half precision does. Or the result
     becomes an index, and a factor is a constant, or both are made of integers. Or
-    linear algebra reads it.
+    linear algebra reads it, or it is a term of the distance of two inputs.
     """
     half = at.region.asked.compute_dtype
     if at.rule.op_class is not OpClass.LOW or at.rule.from_user or not is_half(half):
@@ -78,6 +78,8 @@ def counts(at: Standing) -> str | None:
         return f"{half.name} does not hold every number that the grid counts"
     if _is_solved(at, factors):
         return _SOLVED
+    if at.end & Ends.DISTANCE and at.origin == Origin.FREE and not _is_layer(at):
+        return "a distance: the digits of its terms cancel"
     solutions = any(Trait.SOLUTION in value.traits for value, _ in factors)
     if solutions and all(value.origin != Origin.LOW for value, _ in factors):
         return "a factor is a solution of linear algebra: its terms cancel"
@@ -93,12 +95,16 @@ def _is_solved(at: Standing, factors: Sequence[tuple[Known, Atom]]) -> bool:
     if not at.end & (Ends.SOLVED | Ends.FACTOR):
         return False
     if at.origin == Origin.FREE:
-        shared = at.sources[0] & at.sources[1]
-        is_layer = not shared and _axis(at, 0) in (None, -1) and _axis(at, 1) != -1
-        return bool(at.end & Ends.EXACT) or not is_layer
+        return bool(at.end & Ends.EXACT) or not _is_layer(at)
     has_parameter = any(value.origin == Origin.FREE for value, _ in factors)
     is_layer = has_parameter and _axis(at, 0) in (None, -1)
     return bool(at.end & Ends.SOLVED) and not is_layer
+
+
+def _is_layer(at: Standing) -> bool:
+    """Whether a product of inputs may be the first layer of a network."""
+    shared = at.sources[0] & at.sources[1]
+    return not shared and _axis(at, 0) in (None, -1) and _axis(at, 1) != -1
 
 
 def _axis(at: Standing, i: int) -> int | None:

@@ -193,6 +193,49 @@ def test_explain_tells_why():
     assert reason_of(fn, X, W, operation="dot_general") == text
 
 
+# Distances
+
+
+def distances(a, b):
+    return (a**2).sum(1)[:, None] - 2 * a @ b.T + (b**2).sum(1)[None]
+
+
+DISTANCES = {
+    "of_one_input": (lambda x, w: distances(x, x), [F32]),
+    "of_two": (lambda x, w: distances(x, w), [F32]),
+    "in_a_call": (lambda x, w: jax.jit(distances)(x, w), [F32]),
+    "of_the_product_first": (
+        lambda x, w: -2 * (x @ w.T) + ((x**2).sum(1)[:, None] + (w**2).sum(1)[None]),
+        [F32],
+    ),
+    "of_features": (lambda x, w: distances(network(x, w), w), [HALF, HALF, HALF]),
+    "a_layer": (lambda x, w: x @ w + (x**2).sum(1)[:, None], [HALF]),
+    "a_similarity": (lambda x, w: jax.nn.softmax(x @ x.T), [HALF]),
+    "a_function_of_a_similarity": (
+        lambda x, w: jnp.exp(x @ x.T) - x.sum(1)[:, None],
+        [HALF],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_distances_of_inputs_are_f32(name):
+    fn, expected = DISTANCES[name]
+    assert kinds(fn, BF16, X, W) == expected
+
+
+@each_policy
+def test_neighbours_far_from_the_origin_are_found(policy):
+    def neighbours(x):
+        return lax.top_k(-distances(x, x), 3)[1]
+
+    far = X[:, :3] + 50.0
+    exact = ((np.float64(far)[:, None] - np.float64(far)[None]) ** 2).sum(2)
+    expected = np.sort(np.argsort(exact)[:, :3])
+    found = np.sort(amp.autocast(neighbours, policy)(far))
+    np.testing.assert_array_equal(found, expected)
+
+
 # What `stop_gradient` alone reads
 
 
