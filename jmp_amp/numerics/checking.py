@@ -6,10 +6,11 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import jax
+import jax.numpy as jnp
 
 from jmp_amp.numerics import programs
 from jmp_amp.numerics.diagnosis import Diagnosis
+from jmp_amp.numerics.executables import Compile
 from jmp_amp.numerics.losses import LossCall
 from jmp_amp.plan.jaxprs import Value
 from jmp_amp.policies.dtypes import is_half
@@ -30,20 +31,23 @@ def ends_well(
     return all_finite((call.value(outputs), gradients))
 
 
-def checked(called: Called, found: Diagnosis, scale: float) -> Diagnosis:
+def checked(
+    called: Called, found: Diagnosis, scale: float, compile_: Compile
+) -> Diagnosis:
     """Returns a diagnosis whose policy was tried; its default is f32 if that failed.
 
     Args:
       called: of the function, whose value and gradients are finite without a policy.
       found: the diagnosis.
       scale: of the loss, one that the numbers have room for.
+      compile_: begins to compile a program.
     """
-    if _is_finite(called, found.policy, scale):
+    if _is_finite(called, found.policy, scale, compile_):
         return found
     entries = found.policy.entries
     policy = PolicyMap(get_policy("float32"), entries)
     if any(is_half(each.compute_dtype) for _, each in entries):
-        if not _is_finite(called, policy, scale):
+        if not _is_finite(called, policy, scale, compile_):
             policy = PolicyMap("float32")
     told = (
         f"With {str(found.policy)!r} the run is not finite, so the default of d.policy "
@@ -52,15 +56,17 @@ def checked(called: Called, found: Diagnosis, scale: float) -> Diagnosis:
     return dataclasses.replace(found, policy=policy, advice=(*found.advice, told))
 
 
-def _is_finite(called: Called, policies: PolicyMap, scale: float) -> bool:
+def _is_finite(
+    called: Called, policies: PolicyMap, scale: float, compile_: Compile
+) -> bool:
     """Whether a call is finite under a policy; compiles one program."""
-    scaler = static_loss_scale(scale)
     with called(policies) as call:
 
-        def finite(arrays: Sequence[Value]) -> Value:
-            both = call.with_gradients(lambda xs: run(call.plan, xs), scaler.scale)
+        def finite(scale: Value, arrays: Sequence[Value]) -> Value:
+            scaled = static_loss_scale(scale).scale
+            both = call.with_gradients(lambda xs: run(call.plan, xs), scaled)
             return ends_well(call, *both(*arrays))
 
-        options = programs.options_for(0)
-        compiled = jax.jit(finite).lower(call.arrays).compile(compiler_options=options)
-        return bool(compiled(call.arrays))
+        inputs = jnp.float32(scale), call.arrays
+        compiling = compile_(finite, *inputs, options=lambda: programs.options_for(0))
+        return bool(compiling.result()(*inputs))

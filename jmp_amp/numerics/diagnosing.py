@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jmp_amp.numerics.advice import advise
 from jmp_amp.numerics.checking import checked, ends_well
 from jmp_amp.numerics.decoding import Places, scaled_casts, sites_of
 from jmp_amp.numerics.diagnosis import Diagnosis
+from jmp_amp.numerics.executables import Compile, Executables
 from jmp_amp.numerics.lockstep import Errors, errors
 from jmp_amp.numerics.losses import LossCall, check_measured, loss_call
 from jmp_amp.numerics.marks import PlanMarks
@@ -60,7 +60,10 @@ def diagnose(
     leave the device, not activations; nothing is written to nnx objects. A third
     program runs both side by side, forward only, and tells how far apart each value is.
 
-    All programs are compiled without excess precision, so that every cast rounds.
+    All programs are compiled without excess precision, so that every cast rounds. The
+    function that is returned keeps the last of them: called again with other values, it
+    traces them again and compiles none, but those that have callbacks or close over
+    more than 4 MiB.
     `debug.print` and other callbacks run at most once in each of the two runs. If a
     callback with an effect returns something, no error is known.
 
@@ -119,6 +122,7 @@ def diagnose(
     checked_target(target, "diagnose(fn, target={})")
     name = getattr(fn, "__name__", type(fn).__name__)
     scaler = find_scaler(loss_scale, f"diagnose({name})")
+    executables = Executables()
 
     @functools.wraps(fn, updated=())
     @undisturbed()
@@ -130,21 +134,24 @@ def diagnose(
                 fn, policies, args, kwargs, argnums, has_aux, call_text, cpu
             )
 
-        with called(policies) as call:
-            found, is_finite, is_finite_itself = _diagnosed(
-                call, policies, scaler, name
-            )
-        if not is_finite_itself or (is_finite and found.policy == policies):
-            return found
-        # No policy mends a loss scale that is too large.
-        scale = 1.0 if scaler is None else min(float(scaler.value), found.loss_scale)
-        return checked(called, found, scale)
+        with executables.compiling() as compile_:
+            with called(policies) as call:
+                found, is_finite, is_finite_itself = _diagnosed(
+                    compile_, call, policies, scaler, name
+                )
+            if not is_finite_itself or (is_finite and found.policy == policies):
+                return found
+            # No policy mends a loss scale that is too large.
+            scale = 1.0
+            if scaler is not None:
+                scale = min(float(scaler.value), found.loss_scale)
+            return checked(called, found, scale, compile_)
 
     return diagnosed
 
 
 def _diagnosed(
-    call: LossCall, given: PolicyMap, scaler: Any, name: str
+    compile_: Compile, call: LossCall, given: PolicyMap, scaler: Any, name: str
 ) -> tuple[Diagnosis, bool, bool]:
     """Runs all programs of a call, and puts together what they tell.
 
@@ -156,16 +163,17 @@ def _diagnosed(
     functions = {row.calls for row in rows if row.calls}
     scaled = (lambda loss: loss) if scaler is None else scaler.scale
     traced, plan = call.as_traced(call.arrays), plan_as_traced(call.call.jaxpr)
-    with ThreadPoolExecutor(max_workers=3) as pool:
-        measured = functools.partial(programs.measured, pool, call)
-        of_low = measured(call.plan, PlanMarks(call.plan), call.arrays, scaled)
-        of_full = measured(plan, PlanMarks(plan), traced, lambda loss: loss)
-        of_errors = _errors(pool, call, traced)
-        low, full, apart = of_low(), of_full(), of_errors()
+    measured = functools.partial(programs.measured, compile_, call)
+    of_low = measured(call.plan, PlanMarks(call.plan), call.arrays, scaled)
+    of_full = measured(plan, PlanMarks(plan), traced, lambda loss: loss)
+    of_errors = _errors(compile_, call, traced)
+    low, full, apart = of_low(), of_full(), of_errors()
     roundoff = _roundoff(given.default)
     sites = sites_of(low, places, apart, roundoff)
     reference = sites_of(full, places, None, roundoff)
-    gradients, is_finite, is_finite_itself = _compared(call, low, full, scaler)
+    gradients, is_finite, is_finite_itself = _compared(
+        compile_, call, low, full, scaler
+    )
     used = None if scaler is None else float(scaler.value)
     casts = scaled_casts(low, places)
     largest = max((each.amax for each in casts), default=0.0)
@@ -203,16 +211,20 @@ def _roundoff(policy: Policy) -> float:
 
 
 def _errors(
-    pool: Executor, call: LossCall, traced: Sequence[Value]
+    compile_: Compile, call: LossCall, traced: Sequence[Value]
 ) -> Callable[[], Errors | None]:
     """Begins to compile what tells errors, none if an effect had to be repeated."""
     if jaxprs.returns_from_effects(jaxprs.body_of(call.call.jaxpr)):
         return lambda: None
-    return errors(pool, call.plan, call.arrays, traced)
+    return errors(compile_, call.plan, call.arrays, traced)
 
 
 def _compared(
-    call: LossCall, low: programs.Program, full: programs.Program, scaler: Any
+    compile_: Compile,
+    call: LossCall,
+    low: programs.Program,
+    full: programs.Program,
+    scaler: Any,
 ) -> tuple[dict[str, Gradient], bool, bool]:
     """Compares what both programs returned; compiles one program.
 
@@ -231,9 +243,9 @@ def _compared(
         return counts, apart, finite
 
     both = tuple((each.outputs, list(each.gradients)) for each in (low, full))
-    options = programs.options_for(sum(each.size for each in low.gradients))
-    compiled = jax.jit(measured).lower(*both).compile(options)
-    found, apart, finite = jax.device_get(compiled(*both))
+    size = sum(each.size for each in low.gradients)
+    compiling = compile_(measured, *both, options=lambda: programs.options_for(size))
+    found, apart, finite = jax.device_get(compiling.result()(*both))
     keys = call.keys if low.gradients else ()
     errors_of = dict(zip(keys, distances.relative(apart).tolist(), strict=True))
     places = _by_layout(low.gradients, list(zip(keys, low.gradients, strict=True)))

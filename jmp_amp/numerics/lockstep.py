@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from typing import NamedTuple
 
 import jax
@@ -20,10 +19,11 @@ from jax.sharding import Mesh
 
 from jmp_amp.numerics import distances, pair_constructs
 from jmp_amp.numerics.distances import Distance
+from jmp_amp.numerics.executables import Compile
 from jmp_amp.numerics.measuring import MOVES
 from jmp_amp.numerics.pair_constructs import Construct
 from jmp_amp.numerics.pairs import Frame, Key, Keys, Pair, paired, united
-from jmp_amp.numerics.programs import compiled_by
+from jmp_amp.numerics.programs import options_for
 from jmp_amp.plan import jaxprs, meshes
 from jmp_amp.plan.jaxprs import Eqn, Literal, Value, Var
 from jmp_amp.plan.plan import EquationPlan, Plan
@@ -66,12 +66,12 @@ class Errors(NamedTuple):
 
 
 def errors(
-    pool: Executor, plan: Plan, arrays: Sequence[Value], traced: Sequence[Value]
+    compile_: Compile, plan: Plan, arrays: Sequence[Value], traced: Sequence[Value]
 ) -> Callable[[], Errors]:
     """Begins to compile a plan and its function side by side.
 
     Args:
-      pool: it compiles the program.
+      compile_: begins to compile the program.
       plan: the plan.
       arrays: its inputs.
       traced: the same in the dtypes that the function was traced with.
@@ -93,8 +93,7 @@ def errors(
         keys_of.append(frame.keys)
         return frame.distances
 
-    lowered = jax.jit(run).lower(arrays, others)
-    compiling = compiled_by(pool, lowered, walk.size)
+    compiling = compile_(run, arrays, others, options=lambda: options_for(walk.size))
 
     def found() -> Errors:
         apart = jax.device_get(compiling.result()(arrays, others))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple
 
 import jax
 
+from jmp_amp.numerics.executables import Compile
 from jmp_amp.numerics.frames import Frame, Path, frames_of
 from jmp_amp.numerics.losses import LossCall
 from jmp_amp.numerics.marks import SCALING, PlanMarks
@@ -46,18 +46,8 @@ class Program(NamedTuple):
     gradients: tuple[Value, ...]
 
 
-def compiled_by(
-    pool: Executor, lowered: jax.stages.Lowered, values: int
-) -> Future[jax.stages.Compiled]:
-    """Begins to compile a program that measures so many values.
-
-    Threads compile while this one traces the next program: XLA holds no lock of Python.
-    """
-    return pool.submit(lowered.compile, compiler_options=options_for(values))
-
-
 def measured(
-    pool: Executor,
+    compile_: Compile,
     call: LossCall,
     plan: Plan,
     marks: PlanMarks,
@@ -67,7 +57,7 @@ def measured(
     """Begins to compile a plan and its derivative, and what measures all sites.
 
     Args:
-      pool: it compiles the program.
+      compile_: begins to compile the program.
       call: the call of the function.
       plan: the plan to run; it has the inputs and outputs of the call.
       marks: those of the plan.
@@ -88,8 +78,9 @@ def measured(
     traced = jaxprs.trace(call.with_gradients(replay, scaled_apart), arrays)
     frames = frames_of(traced, marks, call.loss is not None)
     measure = Measure(frames, meshes.mesh_of(arrays))
-    lowered = jax.jit(watched(traced, measure)).lower(*arrays)
-    compiling = compiled_by(pool, lowered, measure.size)
+    compiling = compile_(
+        watched(traced, measure), *arrays, options=lambda: options_for(measure.size)
+    )
 
     def program() -> Program:
         returned, statistics = compiling.result()(*arrays)

@@ -1,0 +1,192 @@
+"""The programs that a diagnosis compiled: when they are used again, and when not."""
+
+import contextlib
+from concurrent.futures import Future
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jmp_amp as amp
+from jmp_amp.numerics.executables import Executables
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_TOLD = []
+W, X = jnp.full((4, 4), 30.0), jnp.full((8, 4), 2.0)
+
+
+@pytest.fixture(scope="module")
+def compilations():
+    """Returns a function that tells how many programs JAX has compiled."""
+
+    def told(event, seconds, **_):
+        if event == _COMPILED:
+            _TOLD.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(told)
+    return lambda: len(_TOLD)
+
+
+def loss(w, x):
+    return jnp.sum((x @ w) ** 2)
+
+
+def test_a_second_call_with_other_values_compiles_nothing(compilations):
+    rng = np.random.default_rng(0)
+    diagnosed, found, counts = amp.diagnose(loss), [], []
+    for rows in (8, 8, 4, 8, 4):
+        shapes = (4, 4), (rows, 4)
+        args = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
+        before = compilations()
+        found.append(diagnosed(*args).to_dict())
+        counts.append(compilations() - before)
+    assert counts[2] >= 3 and (counts[1], *counts[3:]) == (0, 0, 0)
+    assert found[2] != found[4] == amp.diagnose(loss)(*args).to_dict()
+
+
+def test_the_run_that_checks_the_policy_is_not_compiled_again(compilations):
+    diagnosed = amp.diagnose(lambda w, x: jnp.mean((x @ w) ** 2))
+    first = diagnosed(W * 10, X * 100)
+    before = compilations()
+    assert (
+        diagnosed(W * 11, X * 100).policy
+        == first.policy
+        != amp.PolicyMap("mixed_float16")
+    )
+    # The arguments were multiplied: by programs that JAX has compiled already.
+    assert compilations() == before
+
+
+def test_an_array_that_is_closed_over_is_the_one_of_this_call():
+    held = {}
+    diagnosed = amp.diagnose(lambda w: w * held["x"])
+    for largest in (3.0, 5.0):
+        held["x"] = jnp.float32([1.0, largest])
+        assert diagnosed(jnp.ones(2)).value.tolist() == [1.0, largest]
+
+
+def test_which_argument_is_read_is_that_of_this_call():
+    held = {}
+    diagnosed = amp.diagnose(lambda w, a, b: w * (a if held["a"] else b))
+    for held["a"], wanted in ((True, 2.0), (False, 7.0)):
+        found = diagnosed(jnp.ones(2), jnp.full(2, 2.0), jnp.full(2, 7.0))
+        assert found.value.tolist() == [wanted, wanted]
+
+
+def test_an_nnx_module_is_as_it_is_at_this_call(compilations):
+    class Scaled(nnx.Module):
+        def __init__(self):
+            self.w, self.factor = nnx.Param(jnp.ones(2)), 1.0
+
+        def __call__(self, x):
+            return self.w[...] * x * self.factor
+
+    model = Scaled()
+    diagnosed = amp.diagnose(lambda model, x: model(x), "p=f32,c=f32,o=f32")
+    values = [diagnosed(model, jnp.ones(2)).value.tolist()]
+    model.w[...] = 3 * model.w[...]
+    before = compilations()
+    values.append(diagnosed(model, jnp.ones(2)).value.tolist())
+    assert compilations() == before
+    model.factor = 5.0
+    values.append(diagnosed(model, jnp.ones(2)).value.tolist())
+    assert values == [[1.0, 1.0], [3.0, 3.0], [15.0, 15.0]]
+
+
+def test_the_callbacks_of_this_call_are_called():
+    held = {}
+
+    def called(x):
+        seen, factor = held["seen"], held["factor"]
+        jax.debug.callback(lambda x: seen.append(float(x[0])), x)
+        return jax.pure_callback(lambda x: x * factor, jax.typeof(x), x)
+
+    diagnosed = amp.diagnose(called)
+    for factor in np.float32([3.0, 5.0]):
+        held.update(seen=[], factor=factor)
+        found = diagnosed(jnp.full(1, 2.0))
+        jax.effects_barrier()
+        # Under the policy and as it is.
+        assert (held["seen"], found.value) == ([2.0, 2.0], 2 * factor)
+
+
+@pytest.mark.parametrize("kind", ["argument", "constraint", "default"])
+def test_the_devices_are_those_of_this_call(kind):
+    held = {}
+
+    def doubled(x):
+        if kind == "constraint":
+            mesh = jax.sharding.Mesh(held["devices"], ("d",))
+            sharding = NamedSharding(mesh, PartitionSpec("d"))
+            x = jax.lax.with_sharding_constraint(x, sharding)
+        return x * 2
+
+    diagnosed = amp.diagnose(doubled)
+    for held["devices"] in (jax.devices()[:2], jax.devices()[2:4]):
+        x, where = np.ones(4, np.float32), contextlib.nullcontext()
+        if kind == "argument":
+            x = jax.device_put(x, held["devices"][0])
+        elif kind == "default":
+            where = jax.default_device(held["devices"][0])
+        with where:
+            found = diagnosed(x).value.devices()
+        wanted = held["devices"] if kind == "constraint" else held["devices"][:1]
+        assert found == set(wanted)
+
+
+def compiled_of(executables, fn, *args):
+    with executables.compiling() as compile_:
+        return compile_(fn, *args, options=dict).result()
+
+
+def test_results_are_of_the_types_that_the_program_returns():
+    executables, numbers = Executables(), jnp.zeros(4, jnp.uint32)
+    for kind in ("rbg", "unsafe_rbg"):
+        compiled = compiled_of(
+            executables, lambda x, k=kind: jax.random.wrap_key_data(x, impl=k), numbers
+        )
+        assert compiled(numbers).dtype == jax.random.key(0, impl=kind).dtype
+
+
+def test_devices_may_be_named_inside_of_a_call():
+    executables, x = Executables(), np.ones(4, np.float32)
+    for devices in (jax.devices()[:2], jax.devices()[2:4]):
+        sharding = NamedSharding(jax.sharding.Mesh(devices, "d"), PartitionSpec("d"))
+        placed = jax.jit(lambda x, s=sharding: jax.lax.with_sharding_constraint(x, s))
+        assert compiled_of(executables, placed, x)(x).devices() == set(devices)
+
+
+def test_a_large_constant_is_not_read_again():
+    executables, x = Executables(), jnp.float32(2)
+    for size, same in ((1 << 10, True), (1 << 21, False)):
+        constant = np.arange(size, dtype=np.float32)
+        first, second = (
+            compiled_of(executables, lambda x, c=constant: x * c, x) for _ in range(2)
+        )
+        assert (first is second) == same
+
+
+def test_only_the_last_programs_are_kept():
+    executables, x = Executables(), jnp.float32(2)
+
+    def power(exponent):
+        return compiled_of(executables, lambda x: jax.lax.integer_pow(x, exponent), x)
+
+    first, second = power(2), power(3)
+    for exponent in range(4, 17):
+        power(exponent)
+    assert power(2) is first
+    power(17)
+    assert power(2) is first and power(3) is not second
+
+
+def test_what_failed_is_compiled_again():
+    executables = Executables()
+    failed, well = Future(), Future()
+    failed.set_exception(MemoryError())
+    assert executables.once("key", lambda: failed) is failed
+    assert executables.once("key", lambda: well) is well
+    assert executables.once("key", Future) is well
