@@ -113,6 +113,15 @@ def test_a_condition_may_be_an_array_and_traced(name):
     jax.jit(CONDITIONS[name])(jnp.array(True))
 
 
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_a_condition_is_one_boolean(name):
+    # One for each leaf, say: a loss scale would become an array of two.
+    call = name.partition(",")[0]
+    with pytest.raises(ValueError, match=rf"^{call}.*condition has shape \(2,\)"):
+        CONDITIONS[name](jnp.array([True, False]))
+    jax.vmap(CONDITIONS[name])(jnp.array([True, False]))
+
+
 def test_every_flag_of_the_public_calls_is_known_here():
     flags = {
         f"{name}.{parameter.name}"

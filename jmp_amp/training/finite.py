@@ -71,7 +71,7 @@ def select_tree(pred: ArrayLike, a: PyTree, b: PyTree) -> PyTree:
         have to be equal.
 
     Raises:
-      ValueError: if the two differ in structure or shape.
+      ValueError: if the two differ in structure or shape; if `pred` is no scalar.
       TypeError: if they differ in dtype, or in a leaf that is not an array; if `pred`
         is not boolean.
 
@@ -88,11 +88,6 @@ def choose(
 ) -> PyTree:
     """Returns `select_tree` of `a` and `b`; errors speak of `call` and `names`."""
     pred = checked_condition(pred, call)
-    if pred.shape:
-        raise ValueError(
-            f"{call}: the condition has shape {pred.shape}, but one scalar decides for "
-            "the whole tree. Use jax.vmap to decide for each element of a batch."
-        )
     leaves_a, structure = jax.tree_util.tree_flatten_with_path(a)
     leaves_b, structure_b = jax.tree.flatten(b)
     if structure != structure_b:
@@ -109,11 +104,12 @@ def choose(
 
 
 def checked_condition(condition: ArrayLike, call: str) -> jax.Array:
-    """Returns a condition as an array: bool[...].
+    """Returns a condition as an array: bool[]. Errors begin with `call`.
 
     Raises:
-      TypeError: if it is not boolean; the message begins with `call`. Text and numbers
-        are true or false to Python, "False" is true.
+      TypeError: if it is not boolean. Text and numbers are true or false to Python,
+        "False" is true.
+      ValueError: if it is no scalar.
     """
     is_bool = isinstance(condition, bool)
     if not is_bool and getattr(condition, "dtype", None) != jnp.bool_:
@@ -121,7 +117,14 @@ def checked_condition(condition: ArrayLike, call: str) -> jax.Array:
             f"{call}: the condition is {condition!r}, which is not boolean. Use True, "
             "False or an array of them, such as all_finite(grads)."
         )
-    return jnp.asarray(condition)
+    found = jnp.asarray(condition)
+    if found.shape:
+        raise ValueError(
+            f"{call}: the condition has shape {found.shape}, but one scalar decides "
+            "for a whole step. Use jnp.all of it, or jax.vmap to decide for each "
+            "element of a batch."
+        )
+    return found
 
 
 def is_inexact(leaf: PyTree) -> bool:

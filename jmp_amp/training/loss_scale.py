@@ -117,6 +117,7 @@ class LossScale:
 
         Raises:
           TypeError: if `finite` is not boolean.
+          ValueError: if it is no scalar.
 
         Example:
           >>> import jmp_amp as amp

@@ -157,8 +157,3 @@ def test_keys_numbers_and_equal_constants_can_be_chosen():
 def test_trees_that_do_not_match_are_refused(a, b, error, message):
     with pytest.raises(error, match="^select_tree: .*" + message):
         amp.select_tree(True, a, b)
-
-
-def test_a_condition_that_is_no_scalar_is_refused():
-    with pytest.raises(ValueError, match=r"condition has shape \(2,\)"):
-        amp.select_tree(jnp.array([True, False]), jnp.ones(2), jnp.zeros(2))
