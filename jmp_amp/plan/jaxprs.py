@@ -280,7 +280,17 @@ def trace_derivative_rule(eqn: Eqn, differentiated: Sequence[int]) -> ClosedJaxp
 def bind(eqn: Eqn, operands: Sequence[Value], **changed: object) -> list[Value]:
     """Runs `eqn` on `operands`, as traced or with `changed` parameters."""
     params = eqn.primitive.get_bind_params({**eqn.params, **changed})
-    results = eqn.primitive.bind(*operands, **params)
+    try:
+        results = eqn.primitive.bind(*operands, **params)
+    except jax.errors.UnexpectedTracerError as error:
+        if is_custom_vjp(eqn):
+            error.add_note(
+                f"autocast: the custom_vjp function called at {source_line(eqn)} uses "
+                "an array of the function around it, of which its gradient rule knows "
+                "nothing when it runs. Pass the array as an argument of the custom_vjp "
+                "function."
+            )
+        raise
     return list(results) if eqn.primitive.multiple_results else [results]
 
 

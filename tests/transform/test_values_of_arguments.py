@@ -175,3 +175,21 @@ def test_other_results_that_are_no_pytrees_come_back():
     results = amp.autocast(lambda x: (x @ W, held, jnp.sin, Output("text"), int))(X)
     assert results[1] is held and results[2] is jnp.sin and results[4] is int
     assert results[3] == Output("text")
+
+
+def test_a_custom_vjp_that_uses_an_array_around_it_says_the_remedy():
+    def loss(w):
+        zeros = jnp.zeros(4)
+
+        @jax.custom_vjp
+        def solve(w):
+            return jnp.tanh(zeros + w)
+
+        solve.defvjp(lambda w: (solve(w), w), lambda w, g: (g * w,))
+        return jnp.sum(solve(w))
+
+    with pytest.raises(jax.errors.UnexpectedTracerError) as raised:
+        jax.grad(amp.autocast(loss, "mixed_bfloat16"))(jnp.ones(4))
+    notes = " ".join(raised.value.__notes__)
+    assert f"custom_vjp function called at {__file__}" in notes
+    assert "Pass the array as an argument" in notes
