@@ -182,8 +182,8 @@ class _Reader:
                 filled.update(eqn.outvars)
                 continue
             direction = self._direction(eqn, here, last, scope, own)
-            if direction is not None and any(map(_is_read, eqn.outvars)):
-                entry = _entry(eqn, index, here, last, direction, scope)
+            if direction is not None:
+                entry = _entry(eqn, index, here, last, direction, scope, live.read)
                 if is_product and last is not None:
                     # Other results of the equations that are solved are none of it.
                     name, results = last.eqn.primitive.name, entry.results[:1]
@@ -276,10 +276,6 @@ def _dtype(atom: Atom) -> np.dtype:
     return jaxprs.aval_of(atom).dtype
 
 
-def _is_read(var: Var) -> bool:
-    return jaxprs.is_floating(var) and not isinstance(var, jaxprs.DropVar)
-
-
 def _is_result(eqn: Eqn) -> bool:
     return eqn.params.get("name") == marking.RESULT
 
@@ -305,7 +301,12 @@ def _entry(
     last: Marked | None,
     direction: str,
     scope: str,
+    read: Collection[Var],
 ) -> Entry:
+    results, made_by = eqn.outvars, None if last is None else last.eqn
+    if direction == FORWARD and made_by and eqn.primitive is made_by.primitive:
+        # Others are for the derivative: that of singular values needs the vectors.
+        results = results[: len(made_by.outvars)]
     return Entry(
         Identity(here.identity),
         last is not None,
@@ -314,7 +315,7 @@ def _entry(
         eqn.primitive.name,
         eqn,
         index,
-        tuple(v for v in eqn.outvars if _is_read(v)),
+        tuple(v for v in results if jaxprs.is_floating(v) and v in read),
         tuple(v for v in eqn.invars if jaxprs.is_floating(v)),
         scales=direction == BACKWARD and here.backward and not here.again,
     )

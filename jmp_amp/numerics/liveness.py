@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jmp_amp.plan import jaxprs
-from jmp_amp.plan.jaxprs import Body, Eqn
+from jmp_amp.plan.jaxprs import Body, Eqn, Var
 
 Flags = tuple[bool, ...]
 
@@ -15,11 +15,13 @@ class Live(NamedTuple):
 
     Attributes:
       eqns: which equations lead to one of these outputs, or have an effect.
-      inputs: which inputs these equations read.
+      read: the variables that these equations and outputs read.
+      inputs: which inputs are among them.
       outputs: for each equation that calls and is read, those of its bodies.
     """
 
     eqns: Flags
+    read: frozenset[Var]
     inputs: Flags
     outputs: dict[int, list[Flags]]
 
@@ -55,7 +57,7 @@ class Liveness:
                 operands = [v for i, v in enumerate(operands) if i in wanted]
             read.update(jaxprs.variables(operands))
         inputs = tuple(v in read for v in jaxpr.invars)
-        return Live(tuple(eqns), inputs, inside)
+        return Live(tuple(eqns), frozenset(read), inputs, inside)
 
     def _through(self, eqn: Eqn, results: Flags) -> tuple[list[Flags], set[int]]:
         """Returns which outputs of the bodies of `eqn` are read, and which operands.

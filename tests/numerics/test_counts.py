@@ -280,3 +280,20 @@ def test_a_custom_rule_is_one_site_forward_and_one_backward():
     backward = only(d.sites, "custom_vjp_call", "backward")
     assert counted(backward) == counts(2 * x)
     assert not of(d.sites, "mul") and not of(d.sites, "mul", "backward")
+
+
+@pytest.mark.parametrize("name", ["svd", "qr"])
+def test_results_that_nobody_reads_are_not_counted(name):
+    x = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+    if name == "svd":
+        # Its derivative computes the vectors, the function does not.
+        fn = lambda x: jnp.sum(jnp.linalg.svd(x, compute_uv=False))  # noqa: E731
+        wanted = np.linalg.svd(x.astype(np.float64), compute_uv=False)
+    else:
+        fn = lambda x: jnp.linalg.qr(x)[1]  # noqa: E731
+        wanted = np.linalg.qr(x.astype(np.float64))[1]
+    d = amp.diagnose(fn)(jnp.asarray(x))
+    for sites in (d.sites, d.reference):
+        site = only(sites, name)
+        assert (site.size, site.zeros) == (wanted.size, np.sum(wanted == 0))
+        assert site.amax == pytest.approx(np.max(np.abs(wanted)), rel=1e-5)
