@@ -72,7 +72,7 @@ WINGS = {
         ("programs",),
         ("lockstep",),
         ("suggestions", "wording", "exponent_maps", "eight_bits"),
-        ("advice", "diagnosis_tables", "decoding"),
+        ("advice", "diagnosis_tables", "decoding", "turns"),
         ("diagnosis",),
         ("checking",),
         ("diagnosing",),

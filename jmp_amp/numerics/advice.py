@@ -46,12 +46,14 @@ def advise(
     casts: Sequence[Site] = (),
     value: PyTree = None,
     functions: Collection[str] | None = None,
+    otherwise: Collection[str] = (),
 ) -> tuple[str, ...]:
     """Returns sentences, the most important first; none if nothing is wrong.
 
     Where a value that is not finite began, and what mends it; what is too large for
     half precision; which backward values underflow f16 and the loss scale that holds
-    them; parameters whose gradient is lost; where the error is made.
+    them; parameters whose gradient is lost; a branch that the policy changes; where the
+    error is made.
 
     Args:
       sites, reference: of the runs with and without the policy.
@@ -63,6 +65,7 @@ def advise(
       casts: what the backward pass of the run casts to f16, as it is before.
       value: what the function returned under the policy.
       functions: as in `suggested_policy`.
+      otherwise: what ran otherwise than in the reference, in words.
     """
     scale = 1.0 if loss_scale is None else float(loss_scale)
     ended_well = plain_data.is_finite(value) and not any(
@@ -86,6 +89,7 @@ def advise(
     found += _remedy(first, needs, same, given, policy)
     found += _underflow(sites, reference, casts, scale, suggested_scale)
     found += _lost(gradients)
+    found += otherwise
     if _ends_with_error(sites, gradients):
         found += _error(sites, same)
     if not gradients and _begins_with_a_number(value):

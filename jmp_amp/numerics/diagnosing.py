@@ -23,6 +23,7 @@ from jmp_amp.numerics.options import undisturbed
 from jmp_amp.numerics.sites import Gradient
 from jmp_amp.numerics.statistics import Counted, Layout, counted, layout_of
 from jmp_amp.numerics.suggestions import suggested_loss_scale, suggested_policy
+from jmp_amp.numerics.turns import ran_otherwise
 from jmp_amp.plan import jaxprs, meshes
 from jmp_amp.plan.jaxprs import Value
 from jmp_amp.plan.plan import plan_as_traced
@@ -180,6 +181,7 @@ def _diagnosed(
     suggested = suggested_loss_scale(sites, reference, largest / (used or 1.0))
     policy = suggested_policy(sites, reference, given, functions)
     value = call.value(low.outputs)
+    otherwise = ran_otherwise(sites, reference, places.rows)
     advice = advise(
         sites,
         reference,
@@ -191,6 +193,7 @@ def _diagnosed(
         casts=casts,
         value=value,
         functions=functions,
+        otherwise=[*otherwise],
     )
     found = Diagnosis(
         name,

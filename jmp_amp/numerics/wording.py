@@ -14,8 +14,13 @@ _MOST_NAMES = 3
 
 def place(site: Site) -> str:
     """Returns the operation of a site, its module and its line."""
-    text = f"{site.operation} in {site.module}" if site.module else site.operation
-    return text if site.source is None else f"{text} ({file_name(site.source)})"
+    return located(site.operation, site.module, site.source)
+
+
+def located(operation: str, module: str, source: str | None) -> str:
+    """Returns an operation, its module and its line."""
+    text = f"{operation} in {module}" if module else operation
+    return text if source is None else f"{text} ({file_name(source)})"
 
 
 def run(site: Site) -> str:

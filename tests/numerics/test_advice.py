@@ -268,3 +268,54 @@ def test_vectors_of_a_decomposition_may_turn_their_sign():
         assert advice(turned, [site([1.0], operation=operation)]) == ()
     (told,) = advice([site([1.0], operation="lu", **error)], [site([1.0])])
     assert told.startswith("lu (model.py:7) makes a relative error of 1, 256 times")
+
+
+def compares(y):
+    # One of the branches computes nothing.
+    return jax.lax.cond(y > 2048.5, lambda y: y / 2, lambda y: y, y)
+
+
+def counts_up(y):
+    # From the first power of two that is no less than y.
+    return jax.lax.while_loop(lambda s: s < y, lambda s: s * 2, jnp.float32(1))
+
+
+def counts(y):
+    # Nothing but the condition computes with floats.
+    below = lambda n: n.astype(jnp.float32) * 512 < y  # noqa: E731
+    return jax.lax.while_loop(below, lambda n: n + 1, jnp.int32(0)).astype(jnp.float32)
+
+
+def scans(y):
+    turn = lambda y, x: (y, compares(y + x))  # noqa: E731
+    return jnp.sum(jax.lax.scan(turn, y, jnp.zeros(3))[1])
+
+
+def casts(y):
+    half = lambda y: y.astype(jnp.float16).astype(jnp.float32)  # noqa: E731
+    return jax.lax.cond(y > 0, half, lambda y: y, y)
+
+
+OTHERWISE = {
+    "branch": (scans, "cond", "took branch 1 never under the policy and 3 times"),
+    "turns": (counts_up, "while", "made 11 turns under the policy and 12"),
+    "condition": (counts, "while", "made 4 turns under the policy and 5"),
+    "same": (casts, None, None),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_a_branch_or_a_loop_that_the_policy_changes_is_told(name):
+    inner, operation, told = OTHERWISE[name]
+
+    def fn(x, w):
+        with jax.named_scope("head"):
+            return inner((x @ w)[0, 0])[None]
+
+    # 2049 in f16 is 2048.
+    d = amp.diagnose(fn)(jnp.full((1, 1), 2049.0), jnp.ones((1, 1)))
+    found = [each for each in d.advice if "its condition" in each]
+    assert len(found) == (operation is not None)
+    for each in found:
+        assert each.startswith(f"{operation} in head (test_advice.py:")
+        assert f"{told} without it: its condition came out otherwise" in each
