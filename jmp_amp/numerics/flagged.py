@@ -18,7 +18,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.numerics.groups import Group, Place, is_rounded
-from jmp_amp.plan import constructs, jaxprs
+from jmp_amp.plan import constructs, jaxprs, meshes
 from jmp_amp.plan.jaxprs import Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.plan import EquationPlan, Plan
 from jmp_amp.plan.rewriting import Rewrite, Shared
@@ -152,7 +152,7 @@ class Flagged(Walk[Held]):
         if group is not None and planned.rewrite is not None:
             if planned.rewrite.fp8 is not None:
                 in_8_bits = self._in_8_bits(eqn, planned.rewrite, operands)
-                is_base = self.flags[group] == BASE
+                is_base = self._flag(group) == BASE
                 results = [jax.lax.select(is_base, in_8_bits, *results)]
         made = zip(results, planned.yields, planned.writes, strict=True)
         return [
@@ -182,12 +182,18 @@ class Flagged(Walk[Held]):
         if dtype is None or number is None or array.dtype != F32:
             return array
         array = jnp.asarray(array)
-        cases = [
-            array if each is None else _there_and_back(array, each, held.saturates)
-            for each in (dtype, *self.others)
-        ]
-        flag = self.flags[number]
-        return jax.lax.select_n(flag if len(cases) > 2 else flag != BASE, *cases)
+        with meshes.in_mesh_of(array):
+            cases = [
+                array if each is None else _there_and_back(array, each, held.saturates)
+                for each in (dtype, *self.others)
+            ]
+            flag = self._flag(number)
+            return jax.lax.select_n(flag if len(cases) > 2 else flag != BASE, *cases)
+
+    def _flag(self, number: int) -> jax.Array:
+        with meshes.in_mesh_of(self.flags):
+            flag = self.flags[number]
+        return meshes.here(flag)
 
     def _call(
         self, eqn: Eqn, planned: EquationPlan, operands: Sequence[Held]

@@ -144,7 +144,8 @@ class _Lockstep(Walk[Pair]):
                 found.append((keys, distances.distances(compared, self.devices)))
         finally:
             self.path, self._here, self._pairs, self._inner = before
-        return Frame(results, [each for _, each in found], [keys for keys, _ in found])
+        apart = [jax.tree.map(meshes.here, each) for _, each in found]
+        return Frame(results, apart, [keys for keys, _ in found])
 
     def note(self, keys: Sequence[Keys], found: Sequence[Distance]) -> None:
         """Notes distances of all runs of an inner body."""

@@ -51,6 +51,8 @@ def in_mesh_of(value: Value) -> contextlib.AbstractContextManager[object]:
 def replicated(x: jax.Array, mesh: Mesh | None) -> jax.Array:
     """Returns a traced array that each device has whole; in a sharded map, as it is.
 
+    It is of the mesh of the equations around then.
+
     On a mesh with explicit axes JAX refuses to flatten a sharded array. On others XLA
     counts wrongly: a `scatter` of a size that the devices do not divide adds what fills
     it up (all versions from 0.10 to 0.12).
@@ -59,11 +61,30 @@ def replicated(x: jax.Array, mesh: Mesh | None) -> jax.Array:
       x: the array.
       mesh: see `mesh_of`.
     """
-    if AxisType.Manual in jax.typeof(x).sharding.mesh.axis_types:
+    held = jax.typeof(x).sharding.mesh
+    if AxisType.Manual in held.axis_types:
         return x
     explicit = explicit_sharding(x)
-    if explicit is not None:
-        return reshard(x, explicit.update(spec=PartitionSpec()))
+    if not held.empty:
+        with in_mesh_of(x):
+            if explicit is not None:
+                x = reshard(x, explicit.update(spec=PartitionSpec()))
+            else:
+                x = jax.lax.with_sharding_constraint(x, PartitionSpec())
+        return here(x)
     if mesh is None:
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
+
+
+def here(x: jax.Array) -> jax.Array:
+    """Returns a traced array in the mesh of the equations around, see `in_mesh_of`.
+
+    In a sharded map it stays as it is, and without a mesh. Else each device gets it
+    whole.
+    """
+    mesh, others = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
+    types = {*mesh.axis_types, *others.axis_types}
+    if mesh.empty or others.empty or mesh == others or AxisType.Manual in types:
+        return x
+    return reshard(x, PartitionSpec())

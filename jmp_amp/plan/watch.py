@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 import jax
 import numpy as np
 
-from jmp_amp.plan import constructs, jaxprs
+from jmp_amp.plan import constructs, jaxprs, meshes
 from jmp_amp.plan.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Literal, Value, Var
 from jmp_amp.plan.makers import is_move
 
@@ -166,7 +166,7 @@ class _Watch(Generic[S]):
                         )
                     else:
                         results, found = self.equation(eqn, operands, statistics, here)
-                statistics.update(found)
+                statistics.update(jax.tree.map(meshes.here, found))
                 values.update(zip(eqn.outvars, results, strict=True))
         return list(map(read, jaxpr.outvars)), statistics
 
@@ -182,6 +182,7 @@ class _Watch(Generic[S]):
         if not inner:
             return _computed_once(eqn, jaxprs.bind(eqn, operands)), {}
         inside = {k: s for k, s in statistics.items() if k[: len(here)] == here}
+        inside = jax.tree.map(meshes.here, inside)
 
         def run(
             number: int, args: Sequence[Value], found: Statistics[S]

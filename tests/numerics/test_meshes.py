@@ -112,6 +112,73 @@ def test_tune_measures_sharded_arrays(axes):
     assert found.error <= 1e-6 < error
 
 
+# Programs whose inside the compiler may shard as it likes, on a mesh that is explicit.
+INSIDE = {
+    "product": lambda w, x: jnp.abs(x @ w),
+    "scan": lambda w, x: jax.lax.scan(
+        lambda h, _: (h - 1.0, jnp.abs(h)), x @ w, None, 3
+    )[1].sum(0),
+    "cond": lambda w, x: jax.lax.cond(
+        jnp.sum(w) > 1e6, jnp.negative, jax.checkpoint(jnp.abs), x @ w
+    ),
+    "while": lambda w, x: jax.lax.while_loop(
+        lambda s: s[0] < 2, lambda s: (s[0] + 1, jnp.abs(s[1])), (0, x @ w)
+    )[1],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_loss"),
+    [
+        ("product", False),
+        pytest.param("while", False, marks=pytest.mark.slow),
+        pytest.param("scan", True, marks=pytest.mark.slow),
+        pytest.param("cond", True, marks=pytest.mark.slow),
+    ],
+)
+def test_inside_of_auto_axes_the_figures_are_those_of_whole_arrays(name, is_loss):
+    inner, rows = INSIDE[name], PartitionSpec("data", None)
+    w, x = integers((8, 8), 1), integers((16, 8), 0)
+
+    def repeated(inner):
+        def fn(w, x):
+            turn = lambda _, a: (None, inner(w, a * x))  # noqa: E731
+            both = jax.lax.scan(turn, None, jnp.float32([1.0, 2.0]))[1]
+            return jnp.sum(both) if is_loss else both
+
+        return amp.diagnose(fn, "mixed_bfloat16")
+
+    alone = repeated(inner)(w, x)
+    with jax.set_mesh(jax.make_mesh((4,), ("data",), (AxisType.Explicit,))):
+        found = repeated(jax.sharding.auto_axes(inner, out_sharding=rows))(
+            jax.device_put(w, PartitionSpec()), jax.device_put(x, rows)
+        )
+    operations = {"dot_general", "abs", "sub", "neg", "sign"}
+    assert len(figures(found.sites, operations)) >= 2
+    assert figures(found.sites, operations) == figures(alone.sites, operations)
+    assert figures(found.reference, operations) == figures(alone.reference, operations)
+    assert found.gradients == alone.gradients
+
+
+def test_tune_measures_what_is_inside_of_auto_axes():
+    w, x = (jax.random.normal(jax.random.key(i), (16, 16)) for i in range(2))
+    rows = PartitionSpec("data", None)
+
+    def fn(w, x):
+        product = jax.sharding.auto_axes(lambda w, x: x @ w, out_sharding=rows)
+        return jnp.sum(product(w, x) ** 2)
+
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), (AxisType.Explicit,))):
+        placed = jax.device_put(w, PartitionSpec()), jax.device_put(x, rows)
+        found = amp.tune(fn, "mixed_bfloat16", max_grad_error=1e-6)(*placed)
+        half = jax.jit(jax.grad(amp.autocast(fn, "mixed_bfloat16"))).lower(*placed)
+        low = half.compile({"xla_allow_excess_precision": False})(*placed)
+    full = 2 * np.asarray(x, np.float64).T @ (np.asarray(x, np.float64) @ w)
+    error = np.linalg.norm(low - full) / np.linalg.norm(full)
+    np.testing.assert_allclose(found.error_before, error, rtol=1e-3)
+    assert found.error <= 1e-6 < error
+
+
 @pytest.mark.parametrize("kind", AXES.values(), ids=AXES)
 def test_a_sharded_map_is_counted_whatever_the_axes_of_its_mesh_are(kind):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,))
