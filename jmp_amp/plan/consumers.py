@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jmp_amp.plan import jaxprs, modes
+from jmp_amp.plan.decisions import Decision
 from jmp_amp.plan.flows import Flow, Step, carry_dtype
 from jmp_amp.plan.jaxprs import Atom, Eqn, Literal, Var
 from jmp_amp.plan.makers import is_exact, is_move
@@ -45,7 +46,7 @@ Uses = tuple[Use, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcome:
-    """The backward pass over one equation: its decision, with an option taken.
+    """The backward pass over an equation, or several: a decision with an option taken.
 
     Attributes:
       mode: how the equation treats the dtypes of its operands.
@@ -78,6 +79,8 @@ class Consumers:
 
     def __init__(self) -> None:
         self._outcomes: dict[tuple[Flow, Uses], BodyOutcome] = {}
+        # By the decision, which alike equations share.
+        self._by_decision: dict[tuple[Decision, Uses], Outcome] = {}
 
     def of(self, flow: Flow, outputs: Uses) -> BodyOutcome:
         """Returns the outcome of every equation of a body.
@@ -112,7 +115,7 @@ class Consumers:
             if step.flows:
                 outcome = self._bodies(eqn, step, flow, results)
             else:
-                outcome = _taken(eqn, step, results)
+                outcome = self._equation(eqn, step, results)
             outcomes.append(outcome)
             for atom, wanted in zip(eqn.invars, outcome.operands, strict=True):
                 use(atom, wanted, step.region)
@@ -120,6 +123,13 @@ class Consumers:
         outcome = BodyOutcome(tuple(reversed(outcomes)), inputs, outputs)
         self._outcomes[flow, outputs] = outcome
         return outcome
+
+    def _equation(self, eqn: Eqn, step: Step, results: Uses) -> Outcome:
+        assert step.decision is not None
+        key = step.decision, results
+        if key not in self._by_decision:
+            self._by_decision[key] = _taken(eqn, step, results)
+        return self._by_decision[key]
 
     def _bodies(self, eqn: Eqn, step: Step, flow: Flow, results: Uses) -> Outcome:
         carried = jaxprs.carried(eqn)

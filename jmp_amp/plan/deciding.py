@@ -6,15 +6,15 @@ This is the forward half of the plan. Consumers may still change a decision, see
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from jmp_amp.plan import constants, jaxprs
 from jmp_amp.plan.cpu_products import why_f32
-from jmp_amp.plan.decisions import Decision, Option, Standing
+from jmp_amp.plan.decisions import Decision, Option, Standing, Surroundings
 from jmp_amp.plan.destinations import End
 from jmp_amp.plan.dimensions import is_elementwise_product, sums
 from jmp_amp.plan.fp8_choice import why_not
-from jmp_amp.plan.jaxprs import Eqn, Var, aval_of
+from jmp_amp.plan.jaxprs import Eqn, aval_of
 from jmp_amp.plan.kept import (
     counts,
     is_solution,
@@ -45,19 +45,19 @@ def decide(
     rule: Rule,
     region: Region,
     views: Sequence[Known],
-    makers: Mapping[Var, Eqn],
-    sources: Sequence[int],
+    around: Surroundings,
     end: End,
 ) -> Decision:
     """Returns the decision for `eqn`, which calls nothing.
+
+    It depends on the arguments alone; of the equation, on what `Decided` compares.
 
     Args:
       eqn: the equation.
       rule: its rule from the table.
       region: the policy scope that it is in.
       views: what it sees of each of its operands.
-      makers: the equation that made each variable of the body so far.
-      sources: the inputs of the body that each of its operands is made of.
+      around: what is around it.
       end: what becomes of its results.
     """
     operands = [v for v, a in zip(views, eqn.invars, strict=True) if is_inexact(a)]
@@ -66,7 +66,7 @@ def decide(
         operands.append(Known(Origin.FREE, fill, region))
     if _multiplies(eqn, rule, views):
         rule = ELEMENTWISE_PRODUCT
-    at = Standing(eqn, rule, region, tuple(operands), views, makers, sources, end)
+    at = Standing(eqn, rule, region, tuple(operands), views, around, end)
     if rule.op_class is OpClass.FOLLOW and role_of(at.name) is Role.HANDS_ON:
         return at.decision(Mode.PASSED_ON, None, "hands on what it gets", Origin.FREE)
     counted = counts(at)

@@ -50,16 +50,16 @@ class Option:
         return readers == self.readers and (once or not self.once)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Decision:
-    """What the forward pass decides for one equation.
+    """What the forward pass decides for one equation, or for several that are alike.
 
     Attributes:
       rule: the class of the operation, and the name that decided it.
       mode: how it treats the dtypes of its operands.
       dtype: the dtype of the computation; None if the mode says all.
       reason: why, in words.
-      result: what is known of the results.
+      result: what is known of the results, but for the region that they are made in.
       options: alternatives; the first whose condition on the consumers holds is taken.
       of: for each operand, whether the results count as made of it; a parameter that
         is added to an activation does not.
@@ -94,6 +94,30 @@ class Decision:
         return None
 
 
+class Surroundings:
+    """What is around an equation, for the decisions that ask for it.
+
+    Attributes:
+      asked: whether the decision did.
+    """
+
+    def __init__(self, makers: Mapping[Var, Eqn], sources: Sequence[int]):
+        self._makers, self._sources = makers, sources
+        self.asked = False
+
+    @property
+    def makers(self) -> Mapping[Var, Eqn]:
+        """The equation that made each variable of the body so far."""
+        self.asked = True
+        return self._makers
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """The inputs of the body that each operand is made of, see `sources`."""
+        self.asked = True
+        return self._sources
+
+
 @dataclasses.dataclass(eq=False)
 class Standing:
     """An equation, and what is known where it stands.
@@ -104,8 +128,7 @@ class Standing:
       region: the policy scope that it is in.
       operands: what is known of its floating operands, and of a fill value.
       views: what is known of all its operands.
-      makers: the equation that made each variable of the body so far.
-      sources: the inputs of the body that each operand is made of, see `sources`.
+      around: what is around it.
       end: what becomes of the results, far on.
       name: that of the operation.
       origin: the greatest one of the operands'.
@@ -116,8 +139,7 @@ class Standing:
     region: Region
     operands: tuple[Known, ...]
     views: Sequence[Known]
-    makers: Mapping[Var, Eqn]
-    sources: Sequence[int]
+    around: Surroundings
     end: End
     name: str = dataclasses.field(init=False)
     origin: Origin = dataclasses.field(init=False)
@@ -126,6 +148,14 @@ class Standing:
         # Both are asked for many times.
         self.name = self.eqn.primitive.name
         self.origin = max((v.origin for v in self.operands), default=Origin.FREE)
+
+    @property
+    def makers(self) -> Mapping[Var, Eqn]:
+        return self.around.makers
+
+    @property
+    def sources(self) -> Sequence[int]:
+        return self.around.sources
 
     @property
     def is_index(self) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jmp_amp.plan import constants, jaxprs, rules
-from jmp_amp.plan.deciding import decide
+from jmp_amp.plan.decided import Decided
 from jmp_amp.plan.destinations import Destinations, End, Ends
 from jmp_amp.plan.flows import Flow, Step
 from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Inner, Literal, Var, aval_of
@@ -36,6 +36,7 @@ class Flows:
     def __init__(self) -> None:
         self._flows: dict[object, Flow] = {}
         self._destinations = Destinations()
+        self._decided = Decided()
 
     def through(
         self,
@@ -109,12 +110,12 @@ class Flows:
         end = Ends.NONE
         for var in eqn.outvars:
             end |= around.ends.get(var, Ends.NONE)
-        decision = decide(eqn, rule, region, views, around.makers, read, end)
+        decision = self._decided.of(eqn, rule, region, views, around.makers, read, end)
         if decision.mode is Mode.PASSED_ON:
             results = _in_region(views, region)
             sources.write(eqn.outvars, read)
         else:
-            results = (decision.result,) * len(eqn.outvars)
+            results = _in_region((decision.result,) * len(eqn.outvars), region)
             made_of = union([s for s, on in zip(read, decision.of, strict=True) if on])
             sources.write(eqn.outvars, [made_of] * len(eqn.outvars))
             if decision.rule.op_class is OpClass.LOW:

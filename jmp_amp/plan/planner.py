@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -153,6 +154,8 @@ class _Planner:
 
     def __init__(self) -> None:
         self._plans: dict[object, Plan] = {}
+        # By the outcome, which alike equations share, and the dtypes of the operands.
+        self._by_outcome: dict[tuple[Outcome, Dtypes], _Dtypes] = {}
 
     def settle(
         self,
@@ -183,7 +186,7 @@ class _Planner:
             if step.flows:
                 planned = self._call(index, eqn, step, each, values, saves)
             else:
-                planned = _equation(index, eqn, step, each, values)
+                planned = self._equation(index, eqn, step, each, values)
             values.dtypes.update(zip(eqn.outvars, planned.writes, strict=True))
             equations.append(planned)
         if outputs is None:
@@ -265,6 +268,50 @@ class _Planner:
             rule_context=context if jaxprs.is_custom_jvp(eqn) else None,
         )
 
+    def _equation(
+        self, index: int, eqn: Eqn, step: Step, outcome: Outcome, values: _Held
+    ) -> EquationPlan:
+        """Returns the plan of an equation that calls nothing."""
+        decision = step.decision
+        assert decision is not None
+        key = outcome, tuple(map(values.of, eqn.invars))
+        if key not in self._by_outcome:
+            self._by_outcome[key] = _dtypes(eqn, step, *key)
+        return EquationPlan(
+            index,
+            decision.rule,
+            outcome.mode,
+            outcome.dtype,
+            outcome.reason,
+            *self._by_outcome[key],
+            rewrite=decision.rewrite,
+            saturate=decision.saturate and outcome.dtype != F32,
+        )
+
+
+class _Dtypes(NamedTuple):
+    """The dtypes of an equation, as in `EquationPlan`."""
+
+    reads: Dtypes
+    yields: Dtypes
+    writes: Dtypes
+
+
+def _dtypes(eqn: Eqn, step: Step, outcome: Outcome, held: Dtypes) -> _Dtypes:
+    """Returns the dtypes of an equation that calls nothing.
+
+    `held` are the dtypes that its operands have.
+    """
+    assert step.decision is not None
+    mode, dtype, rewrite = outcome.mode, outcome.dtype, step.decision.rewrite
+    activations = [view.origin != Origin.FREE for view in step.views]
+    reads = modes.read(mode, dtype, eqn, held, activations)
+    made = dtype if rewrite is None else rewrite.result or dtype
+    yields = modes.computed(mode, made, eqn, reads)
+    return _Dtypes(
+        reads, yields, modes.computed(mode, outcome.store or made, eqn, reads)
+    )
+
 
 class _Held:
     """The dtypes that the variables of a body are held in, as far as it is settled."""
@@ -340,28 +387,3 @@ def _beside_readers(
         else each
         for eqn, each in zip(jaxpr.eqns, equations, strict=True)
     ]
-
-
-def _equation(
-    index: int, eqn: Eqn, step: Step, outcome: Outcome, values: _Held
-) -> EquationPlan:
-    """Returns the plan of an equation that calls nothing."""
-    decision = step.decision
-    assert decision is not None
-    mode, dtype, rewrite = outcome.mode, outcome.dtype, decision.rewrite
-    activations = [view.origin != Origin.FREE for view in step.views]
-    held = tuple(map(values.of, eqn.invars))
-    reads = modes.read(mode, dtype, eqn, held, activations)
-    made = dtype if rewrite is None else rewrite.result or dtype
-    return EquationPlan(
-        index,
-        decision.rule,
-        mode,
-        dtype,
-        outcome.reason,
-        reads,
-        yields=modes.computed(mode, made, eqn, reads),
-        writes=modes.computed(mode, outcome.store or made, eqn, reads),
-        rewrite=rewrite,
-        saturate=decision.saturate and dtype != F32,
-    )

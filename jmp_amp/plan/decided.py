@@ -1,0 +1,65 @@
+"""Equations that are alike: a model repeats its layers, and decides once for them.
+
+Two equations are alike if they compute the same of arrays of the same shapes and
+dtypes. They stand alike if their rules, policies and properties of operands are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+from jmp_amp.plan.deciding import decide
+from jmp_amp.plan.decisions import Decision, Surroundings
+from jmp_amp.plan.destinations import End
+from jmp_amp.plan.jaxprs import Eqn, Var
+from jmp_amp.plan.regions import Region
+from jmp_amp.plan.rules import Rule
+from jmp_amp.plan.values import Known
+
+
+class Decided:
+    """Decides for the equations of a plan, once for all that are and stand alike."""
+
+    def __init__(self) -> None:
+        self._decisions: dict[Hashable, Decision] = {}
+
+    def of(
+        self,
+        eqn: Eqn,
+        rule: Rule,
+        region: Region,
+        views: Sequence[Known],
+        makers: Mapping[Var, Eqn],
+        sources: Sequence[int],
+        end: End,
+    ) -> Decision:
+        """Returns the decision for `eqn`, which calls nothing.
+
+        Args:
+          eqn: the equation.
+          rule: its rule from the table.
+          region: the policy scope that it is in.
+          views: what it sees of each of its operands.
+          makers: the equation that made each variable of the body so far.
+          sources: the inputs of the body that each of its operands is made of.
+          end: what becomes of its results.
+        """
+        around = Surroundings(makers, sources)
+        key = (
+            eqn.primitive,
+            tuple(eqn.params.values()),
+            # A literal is not a variable.
+            tuple([(type(v), v.aval) for v in eqn.invars]),
+            tuple([v.aval for v in eqn.outvars]),
+            tuple([(view.origin, view.bounds, view.traits) for view in views]),
+            (rule, region.asked, end),
+        )
+        try:
+            found = self._decisions.get(key)
+        except TypeError:  # a parameter that is an array
+            return decide(eqn, rule, region, views, around, end)
+        if found is None:
+            found = decide(eqn, rule, region, views, around, end)
+            if not around.asked:
+                self._decisions[key] = found
+        return found
