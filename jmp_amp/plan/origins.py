@@ -84,17 +84,20 @@ class Flows:
         found = self._destinations.of(body, ends)
         around = _Around(inherited, {}, Sources(jaxpr), found)
         steps = []
+        # By the identity of name stacks: equations of one scope have the same one.
+        regions: dict[int, Region] = {}
         for eqn in jaxpr.eqns:
-            here = region_of(jaxprs.scope_text(eqn), region)
-            views = tuple(seen(_known(atom, known, here), here) for atom in eqn.invars)
+            here = regions.get(id(eqn.source_info.name_stack))
+            if here is None:
+                here = region_of(jaxprs.scope_text(eqn), region)
+                regions[id(eqn.source_info.name_stack)] = here
+            views = tuple([_view(atom, known, here) for atom in eqn.invars])
             step = self._step(eqn, views, here, around)
             steps.append(step)
             for var, result in zip(eqn.outvars, step.results, strict=True):
                 known[var] = result.shared(uses[var] > 1)
                 around.makers[var] = eqn
-        outputs = tuple(
-            seen(_known(atom, known, region), region) for atom in jaxpr.outvars
-        )
+        outputs = tuple([_view(atom, known, region) for atom in jaxpr.outvars])
         return Flow(body, region, known, tuple(steps), outputs, around.sources)
 
     def _step(
@@ -255,10 +258,12 @@ def seen(known: Known, region: Region) -> Known:
     return known._replace(origin=origin, traits=traits)
 
 
-def _known(atom: Atom, known: dict[Var, Known], region: Region) -> Known:
+def _view(atom: Atom, known: dict[Var, Known], region: Region) -> Known:
+    """Returns what an equation or an output in `region` sees of a value."""
     if isinstance(atom, Literal):
         return Known(Origin.FREE, constants.bounds_of_constant(atom.val), region)
-    return known[atom]
+    found = known[atom]
+    return found if found.region is region else seen(found, region)
 
 
 def _in_region(values: tuple[Known, ...], region: Region) -> tuple[Known, ...]:
