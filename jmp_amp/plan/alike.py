@@ -80,9 +80,9 @@ def likeness(plan: Plan, island: Island) -> Likeness:
 
 def _common_scopes(eqns: Sequence[Eqn]) -> NameStack:
     """Returns the name scopes, outermost first, that all of some equations are in."""
+    stacks = {id(stack): stack for stack in (e.source_info.name_stack for e in eqns)}
     common = eqns[0].source_info.name_stack
-    for eqn in eqns:
-        stack = eqn.source_info.name_stack
+    for stack in stacks.values():
         common = common[: len(stack)]
         while common != stack[: len(common)]:
             common = common[: len(common) - 1]

@@ -6,6 +6,7 @@ from jmp_amp.plan import jaxprs
 from jmp_amp.plan.decisions import Standing
 from jmp_amp.plan.dimensions import Sides, sides_of
 from jmp_amp.plan.jaxprs import Eqn, aval_of
+from jmp_amp.plan.rules import asks_for_digits
 from jmp_amp.plan.values import Trait, unfit
 from jmp_amp.policies.dtypes import BF16, F32
 from jmp_amp.policies.fp8 import BLOCK, Fp8
@@ -29,7 +30,7 @@ def why_not(at: Standing) -> str | None:
         return "an operand has its dtype from the program"
     if unfit(at.operands, BF16) is not None or jaxprs.is_fixed(at.eqn):
         return "as the program asks"
-    if jaxprs.asks_for_digits(at.eqn) is not None:
+    if asks_for_digits(at.eqn) is not None:
         return "precision was asked for"
     if any(Trait.TANGENT in v.traits for v in at.operands):
         return "a tangent of a derivative rule is not quantised"

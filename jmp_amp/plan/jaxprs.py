@@ -308,6 +308,19 @@ def as_output(value: Value, aval: ShapedArray) -> jax.Array:
     )
 
 
+def converted(value: Value, dtype: np.dtype) -> Value:
+    """Returns a value in a dtype, and not weakly typed."""
+    if not isinstance(value, jax.core.Tracer):
+        return jax.lax.convert_element_type(value, dtype)
+    # Of a traced value, `jax.lax` asks much before it does the same.
+    aval: Any = value.aval
+    if aval.dtype == dtype and not aval.weak_type:
+        return value
+    return primitives.convert_element_type_p.bind(
+        value, new_dtype=dtype, weak_type=False, sharding=None
+    )
+
+
 def retyped_avals(body: Body, dtypes: Sequence[np.dtype | None]) -> list[ShapedArray]:
     """Returns the avals of the inputs of `body`, some of them of another dtype."""
     return [
@@ -357,16 +370,25 @@ def is_shard_map(eqn: Eqn) -> bool:
     return eqn.primitive.name == _SHARD_MAP
 
 
-@contextlib.contextmanager
-def source_of(eqn: Eqn) -> Iterator[None]:
-    """Gives equations bound inside the name scopes and the source line of `eqn`."""
-    info = eqn.source_info
-    stack = source_info_util.current_name_stack() + info.name_stack
-    with (
-        source_info_util.user_context(info.traceback, name_stack=stack),
-        eqn.ctx.manager,
-    ):
-        yield
+class source_of:
+    """A context: equations bound in it have the name scopes and the source of `eqn`."""
+
+    # Entered for each equation: a generator would take several times as long.
+    __slots__ = ("_settings", "_source")
+
+    def __init__(self, eqn: Eqn):
+        info = eqn.source_info
+        stack = source_info_util.current_name_stack() + info.name_stack
+        self._source = source_info_util.user_context(info.traceback, name_stack=stack)
+        self._settings = eqn.ctx.manager
+
+    def __enter__(self) -> None:
+        self._source.__enter__()
+        self._settings.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._settings.__exit__(*error)
+        self._source.__exit__(*error)
 
 
 @contextlib.contextmanager
@@ -393,28 +415,6 @@ def is_fixed(eqn: Eqn) -> bool:
         # The body of a reduction or a scatter was traced with them.
         or any(True for _ in core.jaxprs_in_params(eqn.params))
     )
-
-
-def asks_for_digits(eqn: Eqn) -> str | None:
-    """Returns `precision=HIGH` or `HIGHEST` if the product `eqn` asks for it, or None.
-
-    `jax.default_matmul_precision` around the program is no wish of a product.
-    """
-    precision = eqn.params.get("precision")
-    if not isinstance(precision, tuple):
-        return None
-    ambient = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
-    for each in (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGH):
-        if each in precision and not (ambient and _precision(ambient) == each):
-            return f"precision={each.name}"
-    return None
-
-
-def _precision(name: str) -> jax.lax.Precision | None:
-    try:
-        return jax.lax.Precision(name)
-    except ValueError:
-        return None  # a dot algorithm
 
 
 def sums_half_in_f32(eqn: Eqn) -> bool:

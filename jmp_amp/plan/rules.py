@@ -143,7 +143,7 @@ def rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
     if jaxprs.inner_bodies(eqn):
         return None
     if name in PRODUCTS:
-        wish = jaxprs.asks_for_digits(eqn)
+        wish = asks_for_digits(eqn)
         if wish is not None and not _resizes(eqn):
             return Rule(OpClass.FULL, f"{wish} was asked for", "precision")
         if is_sum_of_products(eqn):
@@ -164,6 +164,28 @@ def _calls(traceback: Traceback | None) -> Sequence[CodeType]:
     that function and the equation.
     """
     return () if traceback is None else traceback.raw_frames()[0]
+
+
+def asks_for_digits(eqn: Eqn) -> str | None:
+    """Returns `precision=HIGH` or `HIGHEST` if the product `eqn` asks for it, or None.
+
+    `jax.default_matmul_precision` around the program is no wish of a product.
+    """
+    precision = eqn.params.get("precision")
+    if not isinstance(precision, tuple):
+        return None
+    ambient = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
+    for each in (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGH):
+        if each in precision and not (ambient and _precision(ambient) == each):
+            return f"precision={each.name}"
+    return None
+
+
+def _precision(name: str) -> jax.lax.Precision | None:
+    try:
+        return jax.lax.Precision(name)
+    except ValueError:
+        return None  # a dot algorithm
 
 
 def _resizes(eqn: Eqn) -> bool:

@@ -325,7 +325,7 @@ class Replay(Walk[Value]):
                 largest = jnp.finfo(dtype).max.astype(value.dtype)
                 clipped = jax.lax.clamp(-largest, value, largest)
                 value = jax.lax.select(jnp.isinf(value), value, clipped)
-            return jax.lax.convert_element_type(value, dtype)
+            return jaxprs.converted(value, dtype)
 
     def quantised(self, value: Value, shared: Shared) -> Value:
         with self.marks.quantised():
@@ -383,7 +383,7 @@ class Replay(Walk[Value]):
             bound = self.marks.results(eqn, self.bound(eqn, planned, operands))
             with self.marks.cast():
                 return [
-                    x if dtype is None else _as(x, dtype)
+                    x if dtype is None else jaxprs.converted(x, dtype)
                     for x, dtype in zip(bound, planned.writes, strict=True)
                 ]
 
@@ -394,7 +394,7 @@ class Replay(Walk[Value]):
         if jaxprs.is_conversion(eqn):
             (source,), (target,) = planned.reads, planned.writes
             if source is not None and target is not None:
-                return [jax.lax.convert_element_type(operands[0], target)]
+                return [jaxprs.converted(operands[0], target)]
         rewrite, dtype = planned.rewrite, planned.dtype
         if rewrite is None:
             changed = {} if dtype is None else jaxprs.retyped(eqn, dtype)
@@ -477,13 +477,6 @@ class Replay(Walk[Value]):
 
         rewritten.defjvp(derivative, symbolic_zeros=True)
         return list(rewritten(*operands))
-
-
-def _as(value: Value, dtype: np.dtype) -> Value:
-    """Returns a result in a dtype, and not weakly typed."""
-    if value.dtype == dtype and not jax.typeof(value).weak_type:
-        return value  # JAX would ask much before it returns it
-    return jax.lax.convert_element_type(value, dtype)
 
 
 def planned_rule(
