@@ -24,6 +24,7 @@ from jax.core import ShapedArray
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives
 
+from jmp_amp.plan.stack_room import with_stack_room
 from jmp_amp.policies.dtypes import F32, AnyFn, is_half
 
 Eqn = core.JaxprEqn
@@ -251,6 +252,7 @@ def is_conversion(eqn: Eqn) -> bool:
     return eqn.primitive is primitives.convert_element_type_p
 
 
+@with_stack_room
 def trace(fn: AnyFn, args: Sequence[Value]) -> ClosedJaxpr:
     """Returns the closed jaxpr of `fn(*args)`; `args` are arrays or avals."""
     return jax.make_jaxpr(fn)(*args)
