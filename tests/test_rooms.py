@@ -20,6 +20,7 @@ WINGS = {
         ("policy_map",),
     ),
     "plan": (
+        ("stack_room",),
         ("jaxprs", "operations", "targets", "quantising"),
         ("regions", "dimensions"),
         ("constants", "constructs", "meshes", "rules", "rewriting"),
@@ -35,6 +36,7 @@ WINGS = {
         ("makers", "flows"),
         ("kept",),
         ("deciding",),
+        ("decided",),
         ("solvers",),
         ("origins",),
         ("consumers", "plan"),
