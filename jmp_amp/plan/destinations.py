@@ -111,7 +111,7 @@ def _passed(name: str) -> End:
     return passed & ~Ends.OTHERWISE if name == "stop_gradient" else passed
 
 
-# Asked for each equation.
+# Asked for each equation. A primitive of the table has no bodies.
 _NAMES = (*OPERATIONS, *_SOLVES)
 _BEGUN = {name: _begun(name) for name in _NAMES}
 _PASSED = {name: _passed(name) for name in _NAMES}
@@ -152,7 +152,7 @@ class Destinations:
             made = self._made_in(body)
             makers: dict[Var, Eqn] = {}
             for eqn in reversed(jaxpr.eqns):
-                if jaxprs.inner_bodies(eqn):
+                if eqn.primitive.name not in _PASSED and jaxprs.inner_bodies(eqn):
                     self._inside(eqn, found)
                     continue
                 end = _end_of_operands(eqn, found)
@@ -174,7 +174,8 @@ class Destinations:
         if key not in self._made:
             made = _Made(set(), set())
             for eqn in body.jaxpr.eqns:
-                name, inner = eqn.primitive.name, jaxprs.inner_bodies(eqn)
+                name = eqn.primitive.name
+                inner = () if name in _PASSED else jaxprs.inner_bodies(eqn)
                 if inner:
                     last = inner[-1].body
                     inside = self._made_in(last)
@@ -236,8 +237,10 @@ def _add(found: dict[Var, End], atoms: Sequence[Atom], end: End) -> None:
     if not end:
         return
     for atom in atoms:
-        if not isinstance(atom, Literal) and castable(atom):
-            found[atom] = found.get(atom, Ends.NONE) | end
+        if not isinstance(atom, Literal):
+            before = found.get(atom, Ends.NONE)
+            if end & ~before and castable(atom):
+                found[atom] = before | end
 
 
 def _reads(eqn: Eqn, variables: Set[Var]) -> bool:
