@@ -181,7 +181,7 @@ class Destinations:
                     inside = self._made_in(last)
                     for v, result in zip(eqn.outvars, last.jaxpr.outvars, strict=True):
                         for here, there in zip(made, inside, strict=True):
-                            if result in there:
+                            if not isinstance(result, Literal) and result in there:
                                 here.add(v)
                     continue
                 linear = is_linear(name)
