@@ -66,6 +66,8 @@ def bounds_of_result(eqn: Eqn, operands: Sequence[Bounds]) -> Bounds:
     parameters and inputs have a part in, nothing is known.
     """
     name = eqn.primitive.name
+    if name == "bitcast_convert_type":
+        return None  # the random bits of a number are none of its size
     if name == "iota":
         return 0.0, float(max(eqn.params["shape"][eqn.params["dimension"]] - 1, 0))
     operands = [

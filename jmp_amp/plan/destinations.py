@@ -21,6 +21,7 @@ from collections.abc import Sequence, Set
 from typing import Final, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Jaxpr, Literal, Var, aval_of
@@ -121,7 +122,7 @@ class _Made(NamedTuple):
     """Variables of a body, by what makes them, moves and additions aside.
 
     Attributes:
-      solutions: what linear algebra makes.
+      solutions: what linear algebra makes, and products of that.
       sums: the results of `reduce_sum`.
     """
 
@@ -159,9 +160,12 @@ class Destinations:
                 if eqn.primitive.name in PRODUCTS and _reads(eqn, made.solutions):
                     # Its terms cancel: the other factor has to be as exact.
                     end |= Ends.SOLVED | Ends.EXACT
-                elif eqn.primitive.name in _TERMS and _reads(eqn, made.sums):
-                    end |= Ends.DISTANCE
-                _add(found, eqn.invars, end)
+                elif eqn.primitive.name in _TERMS:
+                    if _reads(eqn, made.solutions):
+                        end |= Ends.SOLVED
+                    if _reads(eqn, made.sums):
+                        end |= Ends.DISTANCE
+                _add(found, _selected(eqn), end)
                 if end & Ends.FACTOR and eqn.primitive.name in PRODUCTS:
                     makers = makers or _makers(jaxpr)
                     _add(found, _between(eqn, makers), Ends.EXACT)
@@ -185,7 +189,8 @@ class Destinations:
                                 here.add(v)
                     continue
                 linear = is_linear(name)
-                if solves(name) or (linear and _reads(eqn, made.solutions)):
+                follows = linear or name in PRODUCTS
+                if solves(name) or (follows and _reads(eqn, made.solutions)):
                     made.solutions.update(eqn.outvars)
                 if name == "reduce_sum" or (linear and _reads(eqn, made.sums)):
                     made.sums.update(eqn.outvars)
@@ -241,6 +246,14 @@ def _add(found: dict[Var, End], atoms: Sequence[Atom], end: End) -> None:
             before = found.get(atom, Ends.NONE)
             if end & ~before and castable(atom):
                 found[atom] = before | end
+
+
+def _selected(eqn: Eqn) -> Sequence[Atom]:
+    """Returns the operands of `eqn`; of a selection by a number, the one it takes."""
+    if eqn.primitive.name == "select_n" and isinstance(eqn.invars[0], Literal):
+        case = np.asarray(eqn.invars[0].val)
+        return eqn.invars[1 + int(case) :][:1] if case.ndim == 0 else eqn.invars
+    return eqn.invars
 
 
 def _reads(eqn: Eqn, variables: Set[Var]) -> bool:

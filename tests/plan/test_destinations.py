@@ -108,6 +108,10 @@ SOLVED = {
         lambda x, w: lax.cond(w[0, 0] > 0, jnp.linalg.inv, lambda w: w, w) @ w @ x[0],
         [F32, F32],
     ),
+    "moments_around_a_solution": (
+        lambda x, w: x.T @ x - jnp.linalg.solve(w, w) @ (x.T @ x[::-1]),
+        [F32, F32, F32],
+    ),
     "a_power_of_a_matrix": (lambda x, w: jnp.linalg.inv(w @ w + jnp.eye(16)), [F32]),
     # A network whose last layer is a matrix, or a mean: a layer is in half.
     "a_predicted_matrix": (
@@ -271,6 +275,10 @@ STOPPED = {
     "in_a_call": lambda h, w: lax.stop_gradient(jax.jit(jnp.sin)(h + 1)),
     "around_a_call": lambda h, w: jax.jit(lax.stop_gradient)(jnp.sin(h + 1)),
     "twice": lambda h, w: lax.stop_gradient(s := jnp.sin(h + 1)) * lax.stop_gradient(s),
+    # As rlax writes its targets.
+    "in_a_selection": lambda h, w: lax.select(
+        True, lax.stop_gradient(s := jnp.sin(h + 1)), s
+    ),
     "before_a_product": lambda h, w: lax.stop_gradient(jnp.sin(h + 1)) @ w,
 }
 # What else reads it: a product, the program, a derivative, an opaque call.

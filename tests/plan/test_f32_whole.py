@@ -251,6 +251,24 @@ def test_a_product_that_is_rounded_is_half_unless_a_constant_is_in_it():
     assert products(amp.autocast(pixels), W) == ["bfloat16", "float32"]
 
 
+@each_policy
+@pytest.mark.parametrize(
+    "draw",
+    [
+        jax.random.normal,
+        lambda key, shape: jax.random.uniform(key, shape, minval=-3.0, maxval=5.0),
+        lambda key, shape: jax.random.t(key, 3.0, shape),
+    ],
+    ids="normal uniform t".split(),
+)
+def test_noise_that_the_program_draws_is_no_grid(draw, policy):
+    def fn(w, key):
+        return jnp.tanh((w + draw(key, w.shape)) @ draw(key, w.shape))
+
+    half = amp.get_policy(policy).compute_dtype.name
+    assert products(amp.autocast(fn, policy), W, KEY) == [half]
+
+
 def test_numbers_that_the_program_has_in_half_stay_half():
     def rows(w):
         return (
