@@ -9,7 +9,7 @@ A decomposition of a matrix, or a linear system, makes an error larger by the co
 number. What leads to one is f32 as well, with the product that it begins with, and with
 the products whose sums and differences that product reads: `F @ P @ F.T + Q`.
 
-The product in `|a|^2 - 2 a b + |b|^2` is f32 if `a` and `b` are inputs: digits cancel.
+The product in `|a|^2 - 2 a b + |b|^2` is f32 too: its digits cancel.
 
 `stop_gradient` ends the derivative: what it alone reads is saved by nobody, so f32
 costs no memory, back to the product.
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan import jaxprs
+from jmp_amp.plan.dimensions import is_sum_of_products
 from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Jaxpr, Literal, Var, aval_of
 from jmp_amp.plan.operations import (
     OPERATIONS,
@@ -31,6 +32,7 @@ from jmp_amp.plan.operations import (
     Kind,
     OpClass,
     Role,
+    kind_of,
     role_of,
 )
 from jmp_amp.plan.values import castable
@@ -51,7 +53,7 @@ class Ends:
     FACTOR: Final = 4
     # A factor of a solution, or part of `F @ P @ F.T` that leads there: no layer.
     EXACT: Final = 8
-    # A term of a difference with a sum, as in `|a|^2 - 2 a b + |b|^2`: a distance.
+    # A term beside a sum of squares, as in `|a|^2 - 2 a b + |b|^2`: a distance.
     DISTANCE: Final = 16
     # `stop_gradient` reads it.
     STOPPED: Final = 32
@@ -123,10 +125,12 @@ class _Made(NamedTuple):
 
     Attributes:
       solutions: what linear algebra makes, and products of that.
-      sums: the results of `reduce_sum`.
+      squares: what is multiplied by itself.
+      sums: sums of squares.
     """
 
     solutions: set[Var]
+    squares: set[Var]
     sums: set[Var]
 
 
@@ -176,7 +180,7 @@ class Destinations:
         """Returns the variables of `body` that are solutions or sums."""
         key = id(body.jaxpr)
         if key not in self._made:
-            made = _Made(set(), set())
+            made = _Made(set(), set(), set())
             for eqn in body.jaxpr.eqns:
                 name = eqn.primitive.name
                 inner = () if name in _PASSED else jaxprs.inner_bodies(eqn)
@@ -192,7 +196,11 @@ class Destinations:
                 follows = linear or name in PRODUCTS
                 if solves(name) or (follows and _reads(eqn, made.solutions)):
                     made.solutions.update(eqn.outvars)
-                if name == "reduce_sum" or (linear and _reads(eqn, made.sums)):
+                moves = kind_of(name) is Kind.MOVE
+                if _squares(eqn) or (moves and _reads(eqn, made.squares)):
+                    made.squares.update(eqn.outvars)
+                summed = name == "reduce_sum" and _reads(eqn, made.squares)
+                if summed or _sums_squares(eqn) or (linear and _reads(eqn, made.sums)):
                     made.sums.update(eqn.outvars)
             self._made[key] = made
         return self._made[key]
@@ -246,6 +254,22 @@ def _add(found: dict[Var, End], atoms: Sequence[Atom], end: End) -> None:
             before = found.get(atom, Ends.NONE)
             if end & ~before and castable(atom):
                 found[atom] = before | end
+
+
+def _squares(eqn: Eqn) -> bool:
+    name = eqn.primitive.name
+    if name == "mul":
+        return eqn.invars[0] is eqn.invars[1]
+    return name == "square" or (name == "integer_pow" and eqn.params["y"] == 2)
+
+
+def _sums_squares(eqn: Eqn) -> bool:
+    """Whether `eqn` is a product such as `einsum("nd,nd->n", x, x)`."""
+    return (
+        eqn.primitive.name == "dot_general"
+        and eqn.invars[0] is eqn.invars[1]
+        and is_sum_of_products(eqn)
+    )
 
 
 def _selected(eqn: Eqn) -> Sequence[Atom]:

@@ -60,7 +60,7 @@ def counts(at: Standing) -> str | None:
 
     One factor is a grid that counts further than half precision does. Or the result
     becomes an index, and a factor is a constant, or both are made of integers. Or
-    linear algebra reads it, or it is a term of the distance of two inputs.
+    linear algebra reads it, or it is a term of a distance.
     """
     half = at.region.asked.compute_dtype
     if at.rule.op_class is not OpClass.LOW or at.rule.from_user or not is_half(half):
@@ -78,7 +78,7 @@ def counts(at: Standing) -> str | None:
         return f"{half.name} does not hold every number that the grid counts"
     if _is_solved(at, factors):
         return _SOLVED
-    if at.end & Ends.DISTANCE and at.origin == Origin.FREE and not _is_layer(at):
+    if at.end & Ends.DISTANCE and not _is_rows_by_columns(at):
         return "a distance: the digits of its terms cancel"
     solutions = any(Trait.SOLUTION in value.traits for value, _ in factors)
     if solutions and all(value.origin != Origin.LOW for value, _ in factors):
@@ -103,8 +103,12 @@ def _is_solved(at: Standing, factors: Sequence[tuple[Known, Atom]]) -> bool:
 
 def _is_layer(at: Standing) -> bool:
     """Whether a product of inputs may be the first layer of a network."""
-    shared = at.sources[0] & at.sources[1]
-    return not shared and _axis(at, 0) in (None, -1) and _axis(at, 1) != -1
+    return not at.sources[0] & at.sources[1] and _is_rows_by_columns(at)
+
+
+def _is_rows_by_columns(at: Standing) -> bool:
+    """Whether a product is `x @ w`, and none of `x.T @ w` and `x @ w.T`."""
+    return _axis(at, 0) in (None, -1) and _axis(at, 1) != -1
 
 
 def _axis(at: Standing, i: int) -> int | None:

@@ -95,7 +95,7 @@ def autocast(
     * what linear algebra reads, back to the product: the Gram matrix and the right side
       of a linear system, the covariance of a filter, a kernel. A layer whose result is
       solved stays half, and so does a layer in front of a Gram matrix;
-    * the distances of inputs, `|a|**2 - 2 * a @ b.T + |b|**2`: their digits cancel;
+    * distances by a product, `|a|**2 - 2 * a @ b.T + |b|**2`: their digits cancel;
     * what `stop_gradient` alone reads, back to the product: no derivative saves it;
     * the body of a `while_loop` that runs until a float of its body is small enough;
     * a product with `precision=` HIGH or HIGHEST, one without a free dimension (`vdot`,

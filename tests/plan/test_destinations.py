@@ -212,7 +212,19 @@ DISTANCES = {
         lambda x, w: -2 * (x @ w.T) + ((x**2).sum(1)[:, None] + (w**2).sum(1)[None]),
         [F32],
     ),
-    "of_features": (lambda x, w: distances(network(x, w), w), [HALF, HALF, HALF]),
+    "of_features": (lambda x, w: distances(network(x, w), w), [HALF, HALF, F32]),
+    "by_norms_of_einsum": (
+        lambda x, w: jnp.einsum("nd,nd->n", x, x)[:, None] - 2 * x @ w.T,
+        [F32, F32],
+    ),
+    "by_products_of_itself": (
+        lambda x, w: (x * x).sum(1)[:, None] - 2 * x @ w.T,
+        [F32],
+    ),
+    "a_similarity_and_a_bias": (
+        lambda x, w: (h := x @ w) @ h.T + (h * jnp.sin(h)).sum(1)[:, None],
+        [HALF, HALF],
+    ),
     "a_layer": (lambda x, w: x @ w + (x**2).sum(1)[:, None], [HALF]),
     "a_similarity": (lambda x, w: jax.nn.softmax(x @ x.T), [HALF]),
     "a_function_of_a_similarity": (
@@ -223,7 +235,7 @@ DISTANCES = {
 
 
 @pytest.mark.parametrize("name", DISTANCES)
-def test_distances_of_inputs_are_f32(name):
+def test_distances_by_a_product_are_f32(name):
     fn, expected = DISTANCES[name]
     assert kinds(fn, BF16, X, W) == expected
 
