@@ -7,7 +7,8 @@ the product, sum or argument that they begin with.
 
 A decomposition of a matrix, or a linear system, makes an error larger by the condition
 number. What leads to one is f32 as well, with the product that it begins with, and with
-the products whose sums and differences that product reads: `F @ P @ F.T + Q`.
+the products whose sums and differences that product reads: `F @ P @ F.T + Q`. A layer
+of a network is half, and so is a stream that layers read too.
 
 The product in `|a|^2 - 2 a b + |b|^2` is f32 too: its digits cancel.
 
@@ -53,6 +54,8 @@ class Ends:
     FACTOR: Final = 4
     # A factor of a solution, or part of `F @ P @ F.T` that leads there: no layer.
     EXACT: Final = 8
+    # A factor of a layer, which does not lead there: a stream between layers.
+    STREAM: Final = 128
     # A term beside a sum of squares, as in `|a|^2 - 2 a b + |b|^2`: a distance.
     DISTANCE: Final = 16
     # `stop_gradient` reads it.
@@ -62,9 +65,11 @@ class Ends:
 
 
 _LINEAR_ENDS = Ends.FACTOR | Ends.DISTANCE
-_ELEMENTWISE = Ends.SOLVED | Ends.EXACT | Ends.STOPPED | Ends.OTHERWISE
+_ELEMENTWISE = Ends.SOLVED | Ends.EXACT | Ends.STREAM | Ends.STOPPED | Ends.OTHERWISE
 _NOTHING_PASSES = (Kind.PRODUCT, Kind.ALGEBRA, Kind.COMPARISON)
-# Linear algebra that divides by numbers that may be small.
+# Linear algebra that divides by numbers that may be small, and what of it returns a
+# solution.
+_SOLUTIONS = frozenset("custom_linear_solve triangular_solve tridiagonal_solve".split())
 _SOLVES = frozenset(
     "cholesky cholesky_update custom_linear_solve eig eigh geqrf hessenberg lu qr "
     "schur svd triangular_solve tridiagonal tridiagonal_solve".split()
@@ -85,9 +90,19 @@ def solves(name: str) -> bool:
     return name in _SOLVES
 
 
+def makes_solutions(name: str) -> bool:
+    """Whether a primitive returns the solution of a linear system."""
+    return name in _SOLUTIONS
+
+
 def is_linear(name: str) -> bool:
     """Whether a primitive moves its operands, adds or subtracts them."""
     return name in _LINEAR
+
+
+def settled(end: End) -> End:
+    """Returns an end; a stream between layers leads nowhere but to layers."""
+    return end & ~(Ends.SOLVED | Ends.EXACT) if end & Ends.STREAM else end
 
 
 def _begun(name: str) -> End:
@@ -161,9 +176,12 @@ class Destinations:
                     self._inside(eqn, found)
                     continue
                 end = _end_of_operands(eqn, found)
-                if eqn.primitive.name in PRODUCTS and _reads(eqn, made.solutions):
-                    # Its terms cancel: the other factor has to be as exact.
-                    end |= Ends.SOLVED | Ends.EXACT
+                if eqn.primitive.name in PRODUCTS:
+                    if _weighs(eqn, made.solutions):
+                        # Its terms cancel: the other factor has to be as exact.
+                        end |= Ends.SOLVED | Ends.EXACT
+                    elif not end & Ends.FACTOR:
+                        end |= Ends.STREAM
                 elif eqn.primitive.name in _TERMS:
                     if _reads(eqn, made.solutions):
                         end |= Ends.SOLVED
@@ -193,10 +211,13 @@ class Destinations:
                                 here.add(v)
                     continue
                 linear = is_linear(name)
-                follows = linear or name in PRODUCTS
-                if solves(name) or (follows and _reads(eqn, made.solutions)):
-                    made.solutions.update(eqn.outvars)
                 moves = kind_of(name) is Kind.MOVE
+                if (
+                    makes_solutions(name)
+                    or (moves and _reads(eqn, made.solutions))
+                    or (name in PRODUCTS and _weighs(eqn, made.solutions))
+                ):
+                    made.solutions.update(eqn.outvars)
                 if _squares(eqn) or (moves and _reads(eqn, made.squares)):
                     made.squares.update(eqn.outvars)
                 summed = name == "reduce_sum" and _reads(eqn, made.squares)
@@ -228,14 +249,15 @@ class Destinations:
         # A scan carries after its constants and before what it goes through.
         first = jaxprs.carried(eqn).start if not jaxprs.is_while(eqn) else -count
         carry = body.jaxpr.invars[first:][:count]
-        while True:
-            found = self.of(body, outputs)
-            read = [found.get(v, Ends.NONE) for v in carry]
-            read += [Ends.NONE] * (len(outputs) - count)
-            more = tuple(a | b for a, b in zip(outputs, read, strict=True))
-            if more == outputs:
-                return outputs
-            outputs = more
+        # What leads to no linear algebra in this turn may do so in the next one.
+        for told in (~Ends.STREAM, ~Ends.NONE):
+            before = None
+            while outputs != before:
+                before, found = outputs, self.of(body, outputs)
+                read = [found.get(v, Ends.NONE) & told for v in carry]
+                read += [Ends.NONE] * (len(outputs) - count)
+                outputs = tuple(a | b for a, b in zip(outputs, read, strict=True))
+        return outputs
 
     def _inside(self, eqn: Eqn, found: dict[Var, End]) -> None:
         inner = jaxprs.inner_bodies(eqn)
@@ -280,6 +302,17 @@ def _selected(eqn: Eqn) -> Sequence[Atom]:
     return eqn.invars
 
 
+def _weighs(eqn: Eqn, solutions: Set[Var]) -> bool:
+    """Whether a product adds up a solution: `gain @ x`, or `x @ weights` of a vector.
+
+    Not that of `x @ w`, where a weight of a network may be an inverse.
+    """
+    lhs, rhs = eqn.invars[:2]
+    return bool(solutions) and (
+        lhs in solutions or (rhs in solutions and aval_of(rhs).ndim < 2)
+    )
+
+
 def _reads(eqn: Eqn, variables: Set[Var]) -> bool:
     """Whether an operand of `eqn` is one of `variables`."""
     return bool(variables) and not variables.isdisjoint(jaxprs.variables(eqn.invars))
@@ -318,6 +351,7 @@ def _end_of_operands(eqn: Eqn, found: dict[Var, End]) -> End:
     results = Ends.NONE
     for var in eqn.outvars:
         results |= found.get(var, Ends.NONE)
+    results = settled(results)
     if jaxprs.is_conversion(eqn):
         return _end_of_converted(eqn, results)
     end = _BEGUN.get(name, Ends.OTHERWISE) | results & _PASSED.get(name, Ends.NONE)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan.decisions import Decision, Standing
-from jmp_amp.plan.destinations import Ends, is_linear, solves
+from jmp_amp.plan.destinations import Ends, is_linear, makes_solutions
 from jmp_amp.plan.dimensions import Dimensions, is_in_f32
 from jmp_amp.plan.jaxprs import Atom, Literal, aval_of
 from jmp_amp.plan.makers import is_move
@@ -22,6 +22,9 @@ from jmp_amp.plan.values import Known, Origin, Trait, castable, is_inexact
 from jmp_amp.policies.dtypes import F32, is_half
 
 _SOLVED = "linear algebra reads it: an error grows by the condition number"
+
+
+_SCALES = (Role.MULTIPLIES, Role.DIVIDES)
 
 
 def keeps_digits(at: Standing) -> str | None:
@@ -80,8 +83,7 @@ def counts(at: Standing) -> str | None:
         return _SOLVED
     if at.end & Ends.DISTANCE and not _is_rows_by_columns(at):
         return "a distance: the digits of its terms cancel"
-    solutions = any(Trait.SOLUTION in value.traits for value, _ in factors)
-    if solutions and all(value.origin != Origin.LOW for value, _ in factors):
+    if Origin.LOW not in (v.origin for v, _ in factors) and _weighs_solution(at):
         return "a factor is a solution of linear algebra: its terms cancel"
     return None
 
@@ -94,10 +96,12 @@ def _is_solved(at: Standing, factors: Sequence[tuple[Known, Atom]]) -> bool:
     """
     if not at.end & (Ends.SOLVED | Ends.FACTOR):
         return False
+    if any(Trait.SOLUTION in value.traits for value, _ in factors):
+        return all(value.origin != Origin.LOW for value, _ in factors)
     if at.origin == Origin.FREE:
         return bool(at.end & Ends.EXACT) or not _is_layer(at)
     has_parameter = any(value.origin == Origin.FREE for value, _ in factors)
-    is_layer = has_parameter and _axis(at, 0) in (None, -1)
+    is_layer = has_parameter and _sums_last(at, 0) is not False
     return bool(at.end & Ends.SOLVED) and not is_layer
 
 
@@ -108,37 +112,40 @@ def _is_layer(at: Standing) -> bool:
 
 def _is_rows_by_columns(at: Standing) -> bool:
     """Whether a product is `x @ w`, and none of `x.T @ w` and `x @ w.T`."""
-    return _axis(at, 0) in (None, -1) and _axis(at, 1) != -1
+    return _sums_last(at, 0) is not False and not _sums_last(at, 1)
 
 
-def _axis(at: Standing, i: int) -> int | None:
-    """Returns which axis a product sums over, from the last; None of a vector."""
+def _sums_last(at: Standing, i: int) -> bool | None:
+    """Whether a product sums over the last axis of an operand; None of a vector."""
     if at.name != "dot_general":
         return None
     atom, terms = at.eqn.invars[i], Dimensions.of(at.eqn).terms[i]
     if not terms or aval_of(atom).ndim < 2:
         return None
-    term, made = terms[0], None if isinstance(atom, Literal) else at.makers.get(atom)
+    made = None if isinstance(atom, Literal) else at.makers.get(atom)
     if made is not None and made.primitive.name == "transpose":
-        term = made.params["permutation"][term]
-    return term - aval_of(atom).ndim
+        terms = [made.params["permutation"][term] for term in terms]
+    return aval_of(atom).ndim - 1 in terms
+
+
+def _weighs_solution(at: Standing) -> bool:
+    """Whether a product adds up a solution, and is no layer, see `destinations`."""
+    lhs, rhs = (Trait.SOLUTION in v.traits for v in at.views[:2])
+    return lhs or (rhs and aval_of(at.eqn.invars[1]).ndim < 2)
 
 
 def is_solution(at: Standing, made: Decision) -> bool:
-    """Whether linear algebra makes the results, or made a term or a factor of them.
+    """Whether a linear system is solved here, or a solution is a term or a factor.
 
-    Of a product in f32 both factors count: `K @ H @ P` with the gain `K` of a filter.
-    What leads to linear algebra counts as well.
+    A product in f32 that leads to linear algebra counts as well: a state of a filter.
     """
-    if solves(at.name) or made.reason == _SOLVED:
+    if makes_solutions(at.name):
         return True
     if kind_of(at.name) is Kind.PRODUCT:
-        follows = made.dtype == F32
-    else:
-        follows = is_linear(at.name) or role_of(at.name) in (
-            Role.MULTIPLIES,
-            Role.DIVIDES,
-        )
+        if made.reason == _SOLVED:
+            return True
+        return made.dtype == F32 and _weighs_solution(at)
+    follows = is_linear(at.name) or role_of(at.name) in _SCALES
     return follows and any(Trait.SOLUTION in v.traits for v in at.operands)
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from jmp_amp.plan import constants, jaxprs, rules
 from jmp_amp.plan.decided import Decided
-from jmp_amp.plan.destinations import Destinations, End, Ends
+from jmp_amp.plan.destinations import Destinations, End, Ends, settled
 from jmp_amp.plan.flows import Flow, Step
 from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Inner, Literal, Var, aval_of
 from jmp_amp.plan.modes import Mode
@@ -113,7 +113,9 @@ class Flows:
         end = Ends.NONE
         for var in eqn.outvars:
             end |= around.ends.get(var, Ends.NONE)
-        decision = self._decided.of(eqn, rule, region, views, around.makers, read, end)
+        decision = self._decided.of(
+            eqn, rule, region, views, around.makers, read, settled(end)
+        )
         if decision.mode is Mode.PASSED_ON:
             results = _in_region(views, region)
             sources.write(eqn.outvars, read)

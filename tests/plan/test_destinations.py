@@ -42,6 +42,13 @@ def normalized(h):
     return h * lax.rsqrt(jnp.mean(h**2, 1, keepdims=True) + 1e-6)
 
 
+def residual(x, w):
+    h = x @ w
+    for _ in range(2):
+        h = h + jnp.tanh(normalized(h) @ w) @ w
+    return h
+
+
 def filtered(x, w):
     """Kalman 1960, in a loop."""
     see = w[:8]
@@ -141,6 +148,28 @@ SOLVED = {
         lambda x, w: network(x, w) @ w @ jnp.linalg.solve(w, w),
         [HALF, HALF, HALF, HALF],
     ),
+    "orthogonal_layers": (
+        lambda x, w: jnp.tanh(x @ jnp.linalg.inv(w + jnp.eye(16))) @ jnp.linalg.inv(w),
+        [HALF, HALF],
+    ),
+    "a_network_of_eigenvectors": (
+        lambda x, w: network(x + jnp.linalg.eigh(w)[1][:N], w),
+        [HALF, HALF],
+    ),
+    "a_residual_network": (
+        lambda x, w: (h := residual(x, w)) @ jnp.linalg.inv(covariance(h)),
+        [HALF, HALF, HALF, HALF, HALF, F32, HALF],
+    ),
+    "a_layer_of_two_axes": (
+        lambda x, w: jnp.linalg.inv(
+            jnp.einsum(
+                "nij,ijk->nk",
+                jnp.tanh(x @ w).reshape(N, 4, 4),
+                w[:, :N].reshape(4, 4, N),
+            )
+        ),
+        [HALF, HALF],
+    ),
     "a_spectrum": (lambda x, w: jnp.fft.fft(x @ x.T).real, [HALF]),
 }
 
@@ -157,12 +186,16 @@ def test_products_that_linear_algebra_reads_are_f32(name):
     assert kinds(fn, BF16, X, W) == expected
 
 
-def test_what_follows_a_layer_is_f32():
+def test_what_follows_the_last_layer_is_f32_and_a_stream_is_half():
     def fn(x, w):
-        m = jnp.tanh(x @ w)[:, :N]
-        return jnp.linalg.inv(m), m @ w[:N]
+        h = jnp.sin(x @ w)
+        h = h + jnp.tanh(h @ w) @ w
+        return jnp.linalg.inv(jnp.cos(h)[:, :N] + h[:, N:])
 
-    assert planned(fn, X, W, primitive="tanh") == [F32]
+    rows = amp.explain(fn)(X, W).equations
+    found = [(e.operation, e.dtype) for e in rows if e.operation in "sin cos add"]
+    assert found[:3] == [("sin", "bf16"), ("add", "f32"), ("cos", "f32")]
+    assert kinds(fn, BF16, X, W) == [HALF] * 3
 
 
 def test_the_policy_of_a_user_wins():
