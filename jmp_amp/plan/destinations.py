@@ -55,21 +55,21 @@ class Ends:
     # A factor of a solution, or part of `F @ P @ F.T` that leads there: no layer.
     EXACT: Final = 8
     # A factor of a layer, which does not lead there: a stream between layers.
-    STREAM: Final = 128
+    STREAM: Final = 16
     # A term beside a sum of squares, as in `|a|^2 - 2 a b + |b|^2`: a distance.
-    DISTANCE: Final = 16
+    DISTANCE: Final = 32
     # `stop_gradient` reads it.
-    STOPPED: Final = 32
+    STOPPED: Final = 64
     # A product reads it, a caller, or a derivative.
-    OTHERWISE: Final = 64
+    OTHERWISE: Final = 128
 
 
 _LINEAR_ENDS = Ends.FACTOR | Ends.DISTANCE
 _ELEMENTWISE = Ends.SOLVED | Ends.EXACT | Ends.STREAM | Ends.STOPPED | Ends.OTHERWISE
 _NOTHING_PASSES = (Kind.PRODUCT, Kind.ALGEBRA, Kind.COMPARISON)
-# Linear algebra that divides by numbers that may be small, and what of it returns a
-# solution.
+# What returns the solution of a linear system.
 _SOLUTIONS = frozenset("custom_linear_solve triangular_solve tridiagonal_solve".split())
+# Linear algebra that divides by numbers that may be small.
 _SOLVES = frozenset(
     "cholesky cholesky_update custom_linear_solve eig eigh geqrf hessenberg lu qr "
     "schur svd triangular_solve tridiagonal tridiagonal_solve".split()
@@ -136,10 +136,10 @@ _PASSED = {name: _passed(name) for name in _NAMES}
 
 
 class _Made(NamedTuple):
-    """Variables of a body, by what makes them, moves and additions aside.
+    """Variables of a body, by what makes them, moves aside.
 
     Attributes:
-      solutions: what linear algebra makes, and products of that.
+      solutions: those of linear systems, and what they are multiplied with.
       squares: what is multiplied by itself.
       sums: sums of squares.
     """

@@ -22,8 +22,6 @@ from jmp_amp.plan.values import Known, Origin, Trait, castable, is_inexact
 from jmp_amp.policies.dtypes import F32, is_half
 
 _SOLVED = "linear algebra reads it: an error grows by the condition number"
-
-
 _SCALES = (Role.MULTIPLIES, Role.DIVIDES)
 
 

@@ -49,7 +49,7 @@ class Trait(enum.Enum):
     CARRIED = "carried"
     # It holds a constant, such as a mask's, that half precision has no place for.
     OVERSIZED = "oversized"
-    # Linear algebra made it, or arithmetic on what that made: its terms may cancel.
+    # That of a linear system, or arithmetic on one, whose terms may cancel.
     SOLUTION = "a solution of linear algebra"
     # It has more than one consumer.
     SHARED = "shared"
