@@ -63,6 +63,17 @@ def filtered(x, w):
     return lax.scan(turn, (jnp.zeros(16), jnp.eye(16)), x[:, :8])[1]
 
 
+def riccati(x, w):
+    """The recursion of a linear regulator, whose state is solved in the next turn."""
+    b = w[:, :4]
+
+    def turn(cost, _):
+        gain = jnp.linalg.solve(jnp.eye(4) + b.T @ cost @ b, b.T @ cost @ w)
+        return jnp.eye(16) + w.T @ cost @ (w - b @ gain), None
+
+    return lax.scan(turn, jnp.eye(16), length=3)[0]
+
+
 # The dtype of each product, but for those inside of a solver.
 SOLVED = {
     "kernel": (lambda x, w: solved(kernel(x, x)), [F32]),
@@ -99,6 +110,7 @@ SOLVED = {
         [F32, F32],
     ),
     "filter": (filtered, [F32] * 10),
+    "riccati": (riccati, [F32] * 7),
     "a_covariance_that_is_mapped": (
         lambda x, w: jnp.linalg.slogdet(w @ jnp.diag(x[0]) @ w.T + jnp.eye(16))[1],
         [F32, F32],
@@ -258,6 +270,7 @@ DISTANCES = {
         lambda x, w: (h := x @ w) @ h.T + (h * jnp.sin(h)).sum(1)[:, None],
         [HALF, HALF],
     ),
+    "a_power": (lambda x, w: (w @ w)[:N] - 2 * x @ w.T, [HALF, HALF]),
     "a_layer": (lambda x, w: x @ w + (x**2).sum(1)[:, None], [HALF]),
     "a_similarity": (lambda x, w: jax.nn.softmax(x @ x.T), [HALF]),
     "a_function_of_a_similarity": (
