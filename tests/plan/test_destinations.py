@@ -7,6 +7,8 @@ import pytest
 from jax import lax
 
 import jmp_amp as amp
+from jmp_amp.plan import jaxprs
+from jmp_amp.plan.destinations import Destinations, Ends
 from tests.measures import relative_error
 from tests.programs import planned, products, reason_of, results_of
 from tests.rounding import BF16, POLICIES, W, X, one_policy
@@ -196,6 +198,15 @@ def kinds(fn, policy, *args):
 def test_products_that_linear_algebra_reads_are_f32(name):
     fn, expected = SOLVED[name]
     assert kinds(fn, BF16, X, W) == expected
+
+
+def test_what_the_next_turn_solves_is_no_stream():
+    body = jaxprs.body_of(jax.make_jaxpr(riccati)(X, W))
+    loop = next(e for e in body.jaxpr.eqns if e.primitive.name == "scan")
+    destinations = Destinations()
+    found = destinations.of(body, (Ends.OTHERWISE,))
+    ((carry,),) = destinations.outputs(loop, found)
+    assert carry & Ends.FACTOR and not carry & Ends.STREAM
 
 
 def test_what_follows_the_last_layer_is_f32_and_a_stream_is_half():
