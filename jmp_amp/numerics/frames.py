@@ -65,11 +65,13 @@ class Frame:
     Attributes:
       repeated: the places of equations that only have an effect, which they had before:
         a checkpoint computes them again.
+      turns: how often it runs, as far as the program tells; those of a `while` are one.
     """
 
     body: Body
     entries: tuple[Entry, ...]
     repeated: frozenset[int] = frozenset()
+    turns: int = 1
 
 
 def frames_of(
@@ -101,6 +103,7 @@ class _Place:
       again: it is computed again.
       derivative: it exists for the derivative only.
       branch: it is a branch, or in one.
+      turns: as in `Frame`.
     """
 
     identity: Path
@@ -110,6 +113,7 @@ class _Place:
     again: bool = False
     derivative: bool = False
     branch: bool = False
+    turns: int = 1
 
 
 class _Reader:
@@ -194,7 +198,7 @@ class _Reader:
             for each in found
         ]
         entries = tuple(e for e in entries if e.results)
-        self.found[path] = Frame(body, entries, frozenset(repeated))
+        self.found[path] = Frame(body, entries, frozenset(repeated), place.turns)
 
     def _chain(self, scope: str, place: _Place) -> tuple[list[Marked], Path]:
         """Returns the marks of an equation, and its identity."""
@@ -214,7 +218,8 @@ class _Reader:
     ) -> _Place:
         """Returns where a body of an equation is."""
         branch = here.branch or jaxprs.is_branch(eqn)
-        here = dataclasses.replace(here, branch=branch)
+        turns = here.turns * jaxprs.repetitions(eqn)
+        here = dataclasses.replace(here, branch=branch, turns=turns)
         if last is None or (here.owner is last and not last.planned.bodies):
             return here
         if not last.planned.bodies:

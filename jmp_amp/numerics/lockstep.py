@@ -115,7 +115,8 @@ class _Lockstep(Walk[Pair]):
       operands: as in `Errors`.
       devices: the mesh that the program runs on, see `meshes.mesh_of`.
       mesh: the `shard_map` equation around, if there is one.
-      size: how many values are compared in one run of each body.
+      turns: how often the body runs, as far as the program tells.
+      size: how many values are compared, those of a `while` in one turn.
     """
 
     def __init__(self, devices: Mesh | None) -> None:
@@ -123,6 +124,7 @@ class _Lockstep(Walk[Pair]):
         self.path: tuple[int, ...] = ()
         self.operands: dict[Key, Keys] = {}
         self.mesh: Eqn | None = None
+        self.turns = 1
         self.size = 0
         self.replay = Replay(recomputes=False)
         self._here: tuple[tuple[int, ...], str, int] = ((), "out", 0)
@@ -130,10 +132,15 @@ class _Lockstep(Walk[Pair]):
         self._pairs: list[tuple[Key, Pair]] = []
         self._inner: list[tuple[Keys, Distance]] = []
 
-    def run(self, plan: Plan, pairs: Sequence[Pair], path: tuple[int, ...]) -> Frame:
-        """Runs a body that may run several times, or on some shards only."""
-        before = self.path, self._here, self._pairs, self._inner
-        self.path, self._here = path, (path, "out", 0)
+    def run(
+        self, plan: Plan, pairs: Sequence[Pair], path: tuple[int, ...], times: int = 1
+    ) -> Frame:
+        """Runs a body that may run several times, or on some shards only.
+
+        It runs `times` as often as the body around it, as far as the program tells.
+        """
+        before = self.path, self.turns, self._here, self._pairs, self._inner
+        self.path, self.turns, self._here = path, self.turns * times, (path, "out", 0)
         self._pairs, self._inner = [], []
         try:
             results = self.body(plan, pairs)
@@ -143,7 +150,7 @@ class _Lockstep(Walk[Pair]):
                 compared = [(pair.low, pair.full) for _, pair in self._pairs]
                 found.append((keys, distances.distances(compared, self.devices)))
         finally:
-            self.path, self._here, self._pairs, self._inner = before
+            self.path, self.turns, self._here, self._pairs, self._inner = before
         apart = [jax.tree.map(meshes.here, each) for _, each in found]
         return Frame(results, apart, [keys for keys, _ in found])
 
@@ -162,7 +169,7 @@ class _Lockstep(Walk[Pair]):
         # A literal is no array.
         low, full = jnp.asarray(pair.low), jnp.asarray(pair.full)
         self._pairs.append((key, Pair(low, full)))
-        self.size += full.size
+        self.size += self.turns * full.size
         return dataclasses.replace(pair, made=(key,))
 
     def constant(self, value: Value, var: Var) -> Pair:

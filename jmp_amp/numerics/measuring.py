@@ -142,6 +142,7 @@ class Measure:
     def __init__(self, frames: Mapping[Path, Frame], mesh: Mesh | None):
         self.mesh = mesh
         self._repeated = {path: frame.repeated for path, frame in frames.items()}
+        self._turns = {path: frame.turns for path, frame in frames.items()}
         self.tables: dict[Path, _Table] = {}
         seen: set[Path] = set()
         for path, frame in frames.items():
@@ -153,10 +154,12 @@ class Measure:
 
     @property
     def size(self) -> int:
-        """How many values are measured in one run of each body."""
+        """How many values are measured, those of a `while` in one turn."""
         groups = [group for table in self.tables.values() for group in table.groups]
         return sum(
-            math.prod(aval_of(atom).shape) for _, atoms in groups for _, atom in atoms
+            self._turns[path] * math.prod(aval_of(atom).shape)
+            for _, atoms in groups
+            for path, atom in atoms
         )
 
     def skips(self, path: Path, index: int) -> bool:

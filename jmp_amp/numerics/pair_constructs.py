@@ -46,7 +46,9 @@ class Bodies(Protocol):
     operands: dict[Key, Keys]
     mesh: Eqn | None
 
-    def run(self, plan: Plan, pairs: Sequence[Pair], path: tuple[int, ...]) -> Frame:
+    def run(
+        self, plan: Plan, pairs: Sequence[Pair], path: tuple[int, ...], times: int
+    ) -> Frame:
         """Runs a body that may run several times, or on some shards only."""
         ...
 
@@ -79,8 +81,8 @@ class Construct:
 
     def run(self, number: int, pairs: Sequence[Pair]) -> Frame:
         """Runs one of its bodies."""
-        path = *self.identity, number
-        return self.walk.run(self.planned.bodies[number], pairs, path)
+        path, times = (*self.identity, number), jaxprs.repetitions(self.eqn)
+        return self.walk.run(self.planned.bodies[number], pairs, path, times)
 
     def nothing(
         self, run: Callable[..., Frame], *args: object

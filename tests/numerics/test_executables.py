@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jmp_amp as amp
+from jmp_amp.numerics import programs
 from jmp_amp.numerics.executables import Executables
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -190,3 +191,24 @@ def test_what_failed_is_compiled_again():
     assert executables.once("key", lambda: failed) is failed
     assert executables.once("key", lambda: well) is well
     assert executables.once("key", Future) is well
+
+
+@pytest.mark.parametrize(("turns", "fast"), [(4, True), (1000, False)])
+def test_a_program_with_many_turns_is_optimised(turns, fast, monkeypatch):
+    told = []
+    compile_ = jax.stages.Lowered.compile
+
+    def compiled(self, compiler_options):
+        told.append("xla_backend_optimization_level" in compiler_options)
+        return compile_(self, compiler_options)
+
+    def fn(x):
+        turn = jax.checkpoint(lambda x, _: (jnp.sin(x @ x), None))
+        return jnp.sum(jax.lax.scan(turn, x, None, length=turns)[0])
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
+    # Two operations on four values: less than it in four turns, more in a thousand.
+    monkeypatch.setattr(programs, "_LARGE", 2_000)
+    amp.diagnose(fn)(jnp.ones((2, 2)))
+    # The fourth program compares the gradients.
+    assert told == [fast, fast, fast, True]
