@@ -52,7 +52,7 @@ class Ends:
     SOLVED: Final = 2
     # A term or a factor of a product that leads there.
     FACTOR: Final = 4
-    # A factor of a solution, or part of `F @ P @ F.T` that leads there: no layer.
+    # A factor of a solution: no layer.
     EXACT: Final = 8
     # A factor of a layer, which does not lead there: a stream between layers.
     STREAM: Final = 16
@@ -60,8 +60,10 @@ class Ends:
     DISTANCE: Final = 32
     # `stop_gradient` reads it.
     STOPPED: Final = 64
+    # The `F @ P` of `F @ P @ F.T` that leads there.
+    FORM: Final = 128
     # A product reads it, a caller, or a derivative.
-    OTHERWISE: Final = 128
+    OTHERWISE: Final = 256
 
 
 _LINEAR_ENDS = Ends.FACTOR | Ends.DISTANCE
@@ -190,7 +192,7 @@ class Destinations:
                 _add(found, _selected(eqn), end)
                 if end & Ends.FACTOR and eqn.primitive.name in PRODUCTS:
                     makers = makers or _makers(jaxpr)
-                    _add(found, _between(eqn, makers), Ends.EXACT)
+                    _add(found, _between(eqn, makers), Ends.FORM)
             self._found[key] = found
         return self._found[key]
 
@@ -333,9 +335,12 @@ def _untransposed(atom: Atom, makers: dict[Var, Eqn]) -> Atom:
 def _between(eqn: Eqn, makers: dict[Var, Eqn]) -> list[Atom]:
     """Returns the factors of a product that it multiplies by one of theirs again.
 
-    `F @ P` in `(F @ P) @ F.T`, which maps a covariance.
+    `F @ P` in `(F @ P) @ F.T`, which maps a covariance: a square matrix.
     """
     found: list[Atom] = []
+    rows, columns = (0, 0, *aval_of(eqn.outvars[0]).shape)[-2:]
+    if rows != columns:
+        return found
     inner = [_untransposed(atom, makers) for atom in eqn.invars[:2]]
     for atom, other in zip(inner, reversed(inner), strict=True):
         made = None if isinstance(atom, Literal) else makers.get(atom)

@@ -90,12 +90,17 @@ def _is_solved(at: Standing, factors: Sequence[tuple[Known, Atom]]) -> bool:
     """Whether linear algebra reads a product that is no layer of a network.
 
     A layer multiplies rows of activations, or of an input, by columns of a parameter.
-    Columns times columns, or rows times rows, are the matrix of a linear system.
+    Columns times columns, or rows times rows, are the matrix of a linear system. Nor is
+    `F @ P @ F.T` one, or a solution times what the next turn of a loop solves.
     """
     if not at.end & (Ends.SOLVED | Ends.FACTOR):
         return False
+    if at.end & Ends.FORM:
+        return True
     if any(Trait.SOLUTION in value.traits for value, _ in factors):
-        return all(value.origin != Origin.LOW for value, _ in factors)
+        is_state = bool(at.end & Ends.FACTOR) and not at.end & Ends.STREAM
+        if is_state or all(value.origin != Origin.LOW for value, _ in factors):
+            return True
     if at.origin == Origin.FREE:
         return bool(at.end & Ends.EXACT) or not _is_layer(at)
     has_parameter = any(value.origin == Origin.FREE for value, _ in factors)

@@ -76,6 +76,18 @@ def riccati(x, w):
     return lax.scan(turn, jnp.eye(16), length=3)[0]
 
 
+def regulator(x, w):
+    """The same of a learned model: its matrices are the Jacobian of a network."""
+    a = jax.jacfwd(lambda state: jnp.tanh(state @ w) @ w)(x[0])
+    b = a[:, :4]
+
+    def turn(cost, _):
+        gain = jnp.linalg.solve(jnp.eye(4) + b.T @ cost @ b, b.T @ cost @ a)
+        return jnp.eye(16) + a.T @ cost @ a - a.T @ cost @ b @ gain, None
+
+    return lax.scan(turn, jnp.eye(16), length=3)[0]
+
+
 # The dtype of each product, but for those inside of a solver.
 SOLVED = {
     "kernel": (lambda x, w: solved(kernel(x, x)), [F32]),
@@ -113,6 +125,7 @@ SOLVED = {
     ),
     "filter": (filtered, [F32] * 10),
     "riccati": (riccati, [F32] * 7),
+    "riccati_of_a_network": (regulator, [HALF] * 4 + [F32] * 9),
     "a_covariance_that_is_mapped": (
         lambda x, w: jnp.linalg.slogdet(w @ jnp.diag(x[0]) @ w.T + jnp.eye(16))[1],
         [F32, F32],
@@ -165,6 +178,13 @@ SOLVED = {
     "orthogonal_layers": (
         lambda x, w: jnp.tanh(x @ jnp.linalg.inv(w + jnp.eye(16))) @ jnp.linalg.inv(w),
         [HALF, HALF],
+    ),
+    "an_orthogonal_layer_that_is_whitened": (
+        lambda x, w: (
+            jnp.tanh((h := jnp.tanh(x @ w) @ jnp.linalg.inv(w)) @ w)
+            @ jnp.linalg.inv(covariance(h))
+        ),
+        [HALF, HALF, HALF, F32, HALF],
     ),
     "a_network_of_eigenvectors": (
         lambda x, w: network(x + jnp.linalg.eigh(w)[1][:N], w),
