@@ -140,7 +140,10 @@ def _keep(at: Standing) -> Decision:
         origin = Origin.LOW if half else Origin.FULL
     rule = at.rule
     if rule.op_class is not OpClass.KEEP:
-        rule = Rule(OpClass.KEEP, "nothing here may be cast", rule.decided_by)
+        reason = "nothing here may be cast"
+        if jaxprs.is_fixed(at.eqn) and any(map(castable, at.eqn.invars)):
+            reason = "bound to the dtypes that it was traced in"
+        rule = Rule(OpClass.KEEP, reason, rule.decided_by)
     known = Known(origin, None, at.region)
     return Decision(rule, Mode.AS_TRACED, None, rule.reason, known)
 

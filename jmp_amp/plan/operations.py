@@ -260,6 +260,7 @@ GROUPS = (
             # A scan or a sort inside, which XLA does not fuse.
             *_named(DEAR, NOTHING, "reduce_window_max reduce_window_min cummax cummin"),
             *_named(DEAR, NOTHING, "top_k approx_top_k select_and_gather_add"),
+            *_named(DEAR, NOTHING, "scatter-max scatter-min"),
             Row("sort", DEAR, NOTHING, role=Role.HANDS_ON),
             # They send data to other devices.
             *_named(BOUND, NOTHING, "pmax pmin"),

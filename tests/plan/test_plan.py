@@ -10,7 +10,7 @@ from jax import lax
 
 import jmp_amp as amp
 from tests.measures import compiled
-from tests.programs import casts_of, dtypes_of, equations, results_of
+from tests.programs import casts_of, dtypes_of, equations, reason_of, results_of
 from tests.rounding import half_of
 
 HALF = ("bfloat16", "float16")
@@ -218,6 +218,16 @@ def test_a_product_that_names_its_algorithm_keeps_the_dtypes_it_names(half):
 
     rows = dtypes_of(autocast(fn, half), X, W, primitive="dot_general")
     assert rows == [("float32",) * 3]
+
+
+def test_explain_says_what_an_operation_is_bound_to(half):
+    def fn(x, w):
+        return jax.ops.segment_max(x @ w, jnp.arange(8) // 2, 4)
+
+    reason = reason_of(fn, X, W, operation="scatter-max", policy=f"mixed_{half}")
+    assert reason == "bound to the dtypes that it was traced in"
+    reason = reason_of(fn, X, W, operation="iota", policy=f"mixed_{half}")
+    assert reason == "nothing here may be cast"
 
 
 # The user's own classes
