@@ -135,7 +135,7 @@ def diagnose(
                 fn, policies, args, kwargs, argnums, has_aux, call_text, cpu
             )
 
-        with executables.compiling() as compile_:
+        with executables.compiling(call_text) as compile_:
             with called(policies) as call:
                 found, is_finite, is_finite_itself = _diagnosed(
                     compile_, call, policies, scaler, name

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, Sharding
 
+from jmp_amp.numerics.losses import check_traced
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Body
 
@@ -49,10 +50,10 @@ class Executables:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def compiling(self) -> Iterator[Compile]:
+    def compiling(self, call: str) -> Iterator[Compile]:
         """Threads compile here, while the caller traces the next program.
 
-        XLA holds no lock of Python.
+        XLA holds no lock of Python. `call` is the caller's as written, for errors.
         """
         with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             # A mesh or a device that is the default is that of a new array too.
@@ -64,6 +65,7 @@ class Executables:
             ) -> Future[jax.stages.Compiled]:
                 # The text does not say which inputs were left out.
                 traced = jax.jit(fn, keep_unused=True).trace(*args)
+                check_traced(traced, args, call)
                 lowered, how = traced.lower(), options()
                 key = _key(traced, lowered, how, args)
                 begin = functools.partial(

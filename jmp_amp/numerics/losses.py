@@ -109,6 +109,19 @@ class LossCall:
         return both
 
 
+def check_traced(traced: jax.stages.Traced, args: Sequence[Value], call: str) -> None:
+    """Raises a TypeError if a program reads values of a trace that has ended.
+
+    JAX makes them inputs of the program. `call` is the caller's, for errors.
+    """
+    if len(traced.jaxpr.in_avals) != len(jax.tree.leaves(args)):
+        raise TypeError(
+            f"{call}: the gradient rule of a custom_vjp function uses an array of the "
+            "function around it, of which it knows nothing when it runs. Pass the "
+            "array as an argument of the custom_vjp function."
+        )
+
+
 def check_measured(name: str, fn: object, argnums: Any) -> None:
     """Raises a TypeError if `fn` is no function or `argnums` no positions.
 

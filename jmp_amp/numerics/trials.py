@@ -11,7 +11,12 @@ import jax
 import jax.core
 import numpy as np
 
-from jmp_amp.numerics.losses import LossCall, RunProgram, loss_call
+from jmp_amp.numerics.losses import (
+    LossCall,
+    RunProgram,
+    check_traced,
+    loss_call,
+)
 from jmp_amp.numerics.options import compiler_options
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Value
@@ -89,6 +94,7 @@ class Bench:
         is_small = sum(np.size(x) for x in args) < _FEW_ELEMENTS
         options = compiler_options(fast=in_haste and is_small)
         traced = jax.jit(function).trace(*args)
+        check_traced(traced, args, self.call)
         found = matmuls_as_traced(jaxprs.body_of(traced.jaxpr), 1)
         cost = found.flops_in_half / found.flops if found.flops else 0.0
         return traced.lower().compile(compiler_options=options), cost

@@ -139,7 +139,7 @@ def test_the_devices_are_those_of_this_call(kind):
 
 
 def compiled_of(executables, fn, *args):
-    with executables.compiling() as compile_:
+    with executables.compiling("diagnose(fn)") as compile_:
         return compile_(fn, *args, options=dict).result()
 
 
