@@ -131,11 +131,12 @@ def needs_of(
         ]
     needs = []
     for site in found:
-        if site.path:
-            needs.append(Need(site, site.path, None))
+        reader = _reader(site, forward)
+        if path := site.path or reader.path:
+            needs.append(Need(site, path, None))
         else:
             name = None if site.path == "" else _function_of(site, functions)
-            needs.append(Need(site, None, name or _operation(site, forward)))
+            needs.append(Need(site, None, name or reader.operation))
     return needs
 
 
@@ -190,10 +191,13 @@ def _function_of(site: Site, functions: Collection[str] | None) -> str | None:
     return None
 
 
-def _operation(site: Site, forward: Sequence[Site]) -> str:
-    """Returns the operation that needs f32: a cast is made for the one that reads."""
+def _reader(site: Site, forward: Sequence[Site]) -> Site:
+    """Returns the site that needs f32: a cast is made for the one that reads.
+
+    What a loop returns to a module is cast in the loop.
+    """
     if site.operation != _CAST:
-        return site.operation
+        return site
     later = [
         other for other in forward[forward.index(site) :] if other.operation != _CAST
     ]
@@ -202,7 +206,7 @@ def _operation(site: Site, forward: Sequence[Site]) -> str:
         for other in later
         if (other.module, other.source) == (site.module, site.source)
     ]
-    return next((other.operation for other in (*near, *later)), site.operation)
+    return next(iter((*near, *later)), site)
 
 
 def _pattern(path: str) -> Pattern:

@@ -2,7 +2,10 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 
 import jmp_amp as amp
 from jmp_amp.numerics.suggestions import suggested_loss_scale, suggested_policy
@@ -131,6 +134,35 @@ def test_a_cast_outside_of_modules_names_the_operation_that_reads():
     other = site(dtype="f16", operation="sin", source="/elsewhere.py:1")
     policy = suggested_policy([before, cast, other, reads], [], F16)
     assert policy == amp.PolicyMap(F16.default.with_full("dot_general"))
+
+
+def test_what_the_outermost_module_casts_for_another_names_that_one():
+    cast = site(
+        dtype="f16", makes_nonfinite=True, operation="convert_element_type", path=""
+    )
+    reads = site(dtype="f16", operation="dot_general", path="out", module="Net/out")
+    policy = suggested_policy([cast, reads], [], F16)
+    assert policy == amp.PolicyMap("mixed_float16", {"out": "float32"})
+
+
+@pytest.mark.slow
+def test_what_a_loop_casts_for_a_module_names_the_module():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(4, name="inner")(x)
+            turn = lambda h, _: (h * 1.9, h * 1.9)  # noqa: E731
+            _, states = jax.lax.scan(turn, x, None, 20)
+            return nn.Dense(1, name="out")(states)
+
+    # The states stay f32, 1.9**19 = 198 000 at the end, and `out` reads them in f16.
+    x = jnp.ones((2, 4))
+    params = Net().init(jax.random.key(0), x)
+    loss = lambda params, x: jnp.mean(Net().apply(params, x)) * 1e-6  # noqa: E731
+    d = amp.diagnose(loss, "mixed_float16")(params, x)
+    first = d.first_nonfinite
+    assert (first.path, first.operation) == ("", "convert_element_type")
+    assert d.policy == amp.PolicyMap("mixed_float16", {"out": "float32"})
 
 
 def test_the_operation_of_f32_that_fails_is_blamed_if_none_in_half_is():
