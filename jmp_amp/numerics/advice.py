@@ -28,7 +28,11 @@ _GROWS = frozenset(
     "dot_general conv_general_dilated reduce_sum reduce_prod reduce_window_sum cumsum "
     "cumprod scatter-add".split()
 )
-_MAY_GROW = frozenset("pow integer_pow custom_vjp_call".split())
+_MAY_GROW = frozenset("pow integer_pow".split())
+# Defined between two bounds, so that an epsilon does not help.
+_BOUNDED = frozenset("acos acosh asin atanh erf_inv".split())
+# At 0 their derivative is infinite, as is that of a root; it divides or is a power.
+_WHERE = "jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)"
 # Their vectors are as right with the other sign, or in another basis: the distance to
 # those of f32 says nothing.
 _FREE = frozenset("svd eigh eig schur".split())
@@ -47,13 +51,15 @@ def advise(
     value: PyTree = None,
     functions: Collection[str] | None = None,
     otherwise: Collection[str] = (),
+    is_finite_itself: bool | None = None,
+    arguments: Sequence[str] | None = None,
 ) -> tuple[str, ...]:
     """Returns sentences, the most important first; none if nothing is wrong.
 
-    Where a value that is not finite began, and what mends it; what is too large for
-    half precision; which backward values underflow f16 and the loss scale that holds
-    them; parameters whose gradient is lost; a branch that the policy changes; where the
-    error is made.
+    Where a value that is not finite began, or which argument holds it, and what mends
+    it; what is too large for half precision; which backward values underflow f16 and
+    the loss scale that holds them; parameters whose gradient is lost; a branch that the
+    policy changes; where the error is made.
 
     Args:
       sites, reference: of the runs with and without the policy.
@@ -66,28 +72,31 @@ def advise(
       value: what the function returned under the policy.
       functions: as in `suggested_policy`.
       otherwise: what ran otherwise than in the reference, in words.
+      is_finite_itself: whether the value and the gradients of the reference are; by
+        default as under the policy.
+      arguments: those that are not finite, in words; None if that is not known.
     """
     scale = 1.0 if loss_scale is None else float(loss_scale)
     ended_well = plain_data.is_finite(value) and not any(
         each.nonfinite for each in gradients.values()
     )
+    if is_finite_itself is None:
+        is_finite_itself = ended_well
     needs = needs_of(sites, reference, functions)
     same = counterparts(sites, reference)
     first = next((site for site in sites if site.makes_nonfinite), None)
     found = [
         *_origin(sites, same, scale, suggested_scale),
-        *_itself(reference, ended_well),
+        *_itself(sites, reference, is_finite_itself, value),
     ]
     if first is not None and _is_own(first, same):
         found.reverse()
-    if first is None and not ended_well:
-        found.append(
-            "No operation made the values that are not finite: an argument or a "
-            "constant is not finite already. Look at the batch and the parameters "
-            "with amp.all_finite."
-        )
+    if not ended_well:
+        found += _given(sites, same, first, arguments)
     found += _remedy(first, needs, same, given, policy)
-    found += _underflow(sites, reference, casts, scale, suggested_scale)
+    if is_finite_itself:
+        # Else the reference does not tell what a loss scale has to hold.
+        found += _underflow(sites, reference, casts, scale, suggested_scale)
     found += _lost(gradients)
     found += otherwise
     if _ends_with_error(sites, gradients):
@@ -145,31 +154,103 @@ def _made(site: Site) -> str:
     return f"{place(site)} made {many} infinite or NaN ({run(site)})"
 
 
-def _itself(reference: Sequence[Site], ended_well: bool) -> Iterator[str]:
+def _itself(
+    sites: Sequence[Site],
+    reference: Sequence[Site],
+    is_finite_itself: bool,
+    value: PyTree,
+) -> Iterator[str]:
     """Yields what is not finite without the policy, and how to mend the function."""
     first = next((site for site in reference if site.makes_nonfinite), None)
     if first is None:
         return
     what = "function" if first.is_forward else "derivative"
     wide = "in f32 " if first.dtype == "f32" else ""
-    told = f"The {what} itself is not finite, and no policy helps: {wide}"
-    told += f"{_made(first)}."
-    if ended_well:
-        told += " The value and the gradients are finite: it is masked, or not read."
-    elif first.operation in _GROWS:
-        dtype = first.dtype
-        told += f" A value is too large: {dtype} ends at {_largest(dtype)}. Make its "
-        told += "operands smaller." if wide else "operands smaller, or keep it in f32."
-    elif first.operation in _MAY_GROW:
-        told += " Its operands are too large, or where it is not defined."
-    elif first.is_forward:
-        told += " Keep its operands from where it is not defined, with an epsilon."
-    else:
-        told += (
-            " Keep its operand from where the derivative is infinite: "
-            "jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)."
+    told = f"{wide}{_made(first)}."
+    run = [site for site in sites if site.key == first.key]
+    if is_finite_itself:
+        yield (
+            f"The {what} itself is not finite, and no policy helps: {told} The value "
+            "and the gradients are finite: it is masked, or not read."
         )
-    yield told
+    elif run and not any(site.nonfinite for site in run):
+        yield (
+            f"Without the policy the {what} itself is not finite: {told} Under the "
+            f"policy it is finite there, in {run[0].dtype}: keep it so in the function."
+        )
+    else:
+        remedy = _remedy_itself(first, plain_data.is_finite(value))
+        yield f"The {what} itself is not finite, and no policy helps: {told} {remedy}"
+
+
+def _remedy_itself(first: Site, is_value_finite: bool) -> str:
+    """Returns what to change in a function that is not finite without a policy."""
+    dtype = first.dtype
+    if first.operation in _GROWS:
+        large = f"A value is too large: {dtype} ends at {_largest(dtype)}. Make its "
+        wider = "" if dtype == "f32" else ", or keep it in f32"
+        return f"{large}operands smaller{wider}."
+    if first.operation == "custom_vjp_call":
+        rule = "the function" if first.is_forward else "the backward rule"
+        return f"Look into {rule} of the custom_vjp: nothing in it is measured alone."
+    if not first.is_forward:
+        return f"Keep its operand from where the derivative is infinite: {_WHERE}."
+    if is_value_finite:
+        return (
+            "The value is finite and a gradient is not: jnp.where around it does not "
+            f"keep its derivative away. Keep its operand away too: {_WHERE}."
+        )
+    if first.operation in _MAY_GROW:
+        return "Its operands are too large, or where it is not defined."
+    if first.operation in _BOUNDED:
+        return "Keep its operands inside of where it is defined, with jnp.clip."
+    remedy = "Keep its operands from where it is not defined, with an epsilon"
+    if first.is_in_half:
+        smallest = float(jnp.finfo(parse_dtype(dtype) or dtype).smallest_subnormal)
+        return f"{remedy}: {dtype} begins at {number(smallest)}, and less is 0 in it."
+    return f"{remedy}."
+
+
+def _given(
+    sites: Sequence[Site],
+    same: _Same,
+    first: Site | None,
+    arguments: Sequence[str] | None,
+) -> Iterator[str]:
+    """Yields what is not finite already before anything is computed."""
+    if arguments:
+        told = f"The argument {listed(arguments, '; ')}."
+        if first is None:
+            told = f"No operation made the first value that is not finite. {told}"
+        yield told
+    if first is not None:
+        return
+    nan = next((site for site in sites if site.makes_nan), None)
+    if nan is not None:
+        many = f"{count(nan.nans)} of {count(nan.size)} values"
+        known = same(nan)
+        told = f"{place(nan)} made {many} NaN ({run(nan)}), out of infinities that an "
+        told += "argument or a constant holds: inf - inf, 0 * inf, inf / inf."
+        if known is not None and known.makes_nan:
+            told += " The function does so itself, and no policy helps."
+        if nan.operation == "sub" and nan.is_forward:
+            told += (
+                " A softmax is NaN where a mask of -inf leaves nothing: mask with a "
+                "large finite number instead, such as -1e9."
+            )
+        yield told
+    elif arguments is None:
+        yield (
+            "No operation made the values that are not finite: an argument or a "
+            "constant is not finite already. Look at the batch and the parameters "
+            "with amp.all_finite."
+        )
+    elif not arguments:
+        yield (
+            "No operation made the values that are not finite, and the arguments are "
+            "finite: an array that the function closes over, or a constant in it, is "
+            "not."
+        )
 
 
 def _is_scale_at_fault(first: Site, same: Site | None, scale: float) -> bool:
@@ -298,6 +379,10 @@ def _ends_with_error(sites: Sequence[Site], gradients: Mapping[str, Gradient]) -
     return any(or_infinite(error) > _LARGE_ERROR for error in errors)
 
 
+def _is_nonfinite(site: Site | None) -> bool:
+    return site is not None and site.nonfinite > 0
+
+
 def _error(sites: Sequence[Site], same: _Same) -> Iterator[str]:
     """Yields the operation that makes the largest error of finite values."""
     found = [
@@ -306,6 +391,7 @@ def _error(sites: Sequence[Site], same: _Same) -> Iterator[str]:
         if site.is_forward
         and not site.nonfinite
         and site.operation not in _FREE
+        and not _is_nonfinite(same(site))
         and or_infinite(site.error) > _LARGE_ERROR
         and or_infinite(site.amplification) > _AMPLIFIED
     ]

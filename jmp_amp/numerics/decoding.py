@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -34,15 +34,20 @@ class Places:
     def __init__(self, rows: Sequence[Equation], program: ClosedJaxpr):
         self.rows = {row.identity: row for row in rows}
         self.paths: dict[str, str | None] = {}
-        self._note(jaxprs.body_of(program), (), None)
+        self.sources: dict[str, str | None] = {}
+        self._note(jaxprs.body_of(program), (), None, None)
 
-    def _note(self, body: Body, path: Path, around: str | None) -> None:
+    def _note(
+        self, body: Body, path: Path, around: str | None, called: str | None
+    ) -> None:
         for index, eqn in enumerate(body.jaxpr.eqns):
             found = module_of(jaxprs.scope_text(eqn))
             found = around if found is None else found
+            source = jaxprs.source_line(eqn) or called
             self.paths[str(Identity((*path, index)))] = found
+            self.sources[str(Identity((*path, index)))] = source
             for number, each in enumerate(jaxprs.inner_bodies(eqn)):
-                self._note(each.body, (*path, index, number), found)
+                self._note(each.body, (*path, index, number), found, source)
 
     def row_of(self, identity: Path) -> Equation | None:
         """Returns the row of an equation, or of the one that it is in."""
@@ -58,15 +63,21 @@ class Places:
         return "/".join(module_scopes(entry.eqn))
 
     def path_of(self, entry: Entry) -> str | None:
+        return self._noted(self.paths, entry)
+
+    def _noted(self, notes: Mapping[str, str | None], entry: Entry) -> str | None:
         for end in range(len(entry.identity), 0, -1):
             text = str(Identity(entry.identity[:end]))
-            if text in self.paths:
-                return self.paths[text]
+            if text in notes:
+                return notes[text]
         return None
 
     def source_of(self, entry: Entry) -> str | None:
         row = self.row_of(entry.identity) if entry.is_marked else None
-        return jaxprs.source_line(entry.eqn) if row is None else row.source
+        source = jaxprs.source_line(entry.eqn) if row is None else row.source
+        # A function that a library jitted has no lines of the user's: where it is
+        # called has one.
+        return source or self._noted(self.sources, entry)
 
 
 def sites_of(
@@ -86,19 +97,20 @@ def sites_of(
         if measured is None or not _number(measured.runs):
             continue
         made = dict(zip(table.makers, measured.made.tolist(), strict=True))
+        nans = dict(zip(table.makers, measured.nans.tolist(), strict=True))
         for number, (where, entry) in enumerate(table.entries):
             rows = []
             for source in table.sources[number]:
                 group, row = table.row[where, id(source.atom)]
                 layout = table.groups[group][0]
                 rows.append(_Row(measured, group, row, layout, source.times))
-            first_made = made.get(number, int(NEVER))
+            never = int(NEVER)
             site = _site(
                 entry,
                 places,
                 rows,
                 _number(measured.runs),
-                first_made,
+                (made.get(number, never), nans.get(number, never)),
                 _in_loop(program, where),
                 _error_of(entry, errors, roundoff),
             )
@@ -129,8 +141,8 @@ def scaled_casts(program: Program, places: Places) -> tuple[Site, ...]:
                 # The operand may be a literal, which is not measured.
                 of = [rows[place] for place in operands or results]
                 runs, loop = _number(measured.runs), _in_loop(program, where)
-                made = int(NEVER)
-                found.append(_site(entry, places, of, runs, made, loop, None))
+                never = int(NEVER), int(NEVER)
+                found.append(_site(entry, places, of, runs, never, loop, None))
     return tuple(found)
 
 
@@ -166,7 +178,7 @@ def _site(
     places: Places,
     rows: Sequence[_Row],
     runs: int,
-    made: int,
+    first_made: tuple[int, int],
     in_loop: bool,
     error: tuple[float, float] | None,
 ) -> Site:
@@ -174,7 +186,8 @@ def _site(
     for row in rows:
         exponents.update(row.exponents)
     never = int(NEVER)
-    bad = made if made != never else min(row.bad for row in rows)
+    made, nan = first_made
+    bad = next((x for x in first_made if x != never), min(row.bad for row in rows))
     first = aval_of(entry.results[0])
     # A complex number is two.
     size = sum(
@@ -199,6 +212,8 @@ def _site(
         error=None if error is None else error[0],
         amplification=None if error is None else error[1],
         makes_nonfinite=made != never,
+        nans=sum(int(row.counts[row.layout.nans]) for row in rows),
+        makes_nan=nan != never,
         path=places.path_of(entry),
         identity=str(entry.identity),
         scales=entry.scales,

@@ -16,6 +16,7 @@ from jmp_amp.numerics.checking import checked, ends_well
 from jmp_amp.numerics.decoding import Places, scaled_casts, sites_of
 from jmp_amp.numerics.diagnosis import Diagnosis
 from jmp_amp.numerics.executables import Compile, Executables
+from jmp_amp.numerics.inputs import nonfinite_inputs
 from jmp_amp.numerics.lockstep import Errors, errors
 from jmp_amp.numerics.losses import LossCall, check_measured, loss_call
 from jmp_amp.numerics.marks import PlanMarks
@@ -138,7 +139,12 @@ def diagnose(
         with executables.compiling(call_text) as compile_:
             with called(policies) as call:
                 found, is_finite, is_finite_itself = _diagnosed(
-                    compile_, call, policies, scaler, name
+                    compile_,
+                    call,
+                    policies,
+                    scaler,
+                    name,
+                    lambda: nonfinite_inputs(fn, args, kwargs),
                 )
             if not is_finite_itself or (is_finite and found.policy == policies):
                 return found
@@ -152,7 +158,12 @@ def diagnose(
 
 
 def _diagnosed(
-    compile_: Compile, call: LossCall, given: PolicyMap, scaler: Any, name: str
+    compile_: Compile,
+    call: LossCall,
+    given: PolicyMap,
+    scaler: Any,
+    name: str,
+    nonfinite_arguments: Callable[[], list[str]],
 ) -> tuple[Diagnosis, bool, bool]:
     """Runs all programs of a call, and puts together what they tell.
 
@@ -194,6 +205,8 @@ def _diagnosed(
         value=value,
         functions=functions,
         otherwise=[*otherwise],
+        is_finite_itself=is_finite_itself,
+        arguments=None if is_finite else nonfinite_arguments(),
     )
     found = Diagnosis(
         name,

@@ -18,7 +18,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jmp_amp.numerics.frames import Entry, Frame, Path
-from jmp_amp.numerics.statistics import Layout, are_nonfinite, counted, layout_of
+from jmp_amp.numerics.statistics import (
+    Layout,
+    Worst,
+    counted,
+    layout_of,
+    worst_counted,
+    worst_of,
+)
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Atom, Eqn, Literal, Var, aval_of
 from jmp_amp.plan.watch import Run, bodies_inside
@@ -84,12 +91,15 @@ class Measured(NamedTuple):
       rows: for each layout, the values that are measured.
       made: uint32[m]: for each site that makes something, the first run in which its
         operands were finite and its results not, or `NEVER`.
+      nans: uint32[m]: the first run in which its results held NaN and its operands, at
+        worst, infinities, or `NEVER`.
       runs: how often the body ran, on all shards.
       turns: how often it ran on one shard.
     """
 
     rows: tuple[Rows, ...]
     made: jax.Array
+    nans: jax.Array
     runs: Count
     turns: Count
 
@@ -182,7 +192,7 @@ class Measure:
                 )
             )
         made = jnp.full(len(table.makers), NEVER, jnp.uint32)
-        return Measured(tuple(rows), made, zero, zero)
+        return Measured(tuple(rows), made, made, zero, zero)
 
     def seen(self, path: Path, run: Run) -> Measured | None:
         table = self.tables.get(path)
@@ -194,22 +204,25 @@ class Measure:
             value = atom.val if isinstance(atom, Literal) else run[where][atom]
             return jnp.asarray(value, aval_of(atom).dtype)
 
-        rows, bad = [], []
+        rows, worst = [], []
         for layout, atoms in table.groups:
             found = counted(list(map(read, atoms)), layout, self.mesh)
-            is_bad = found.bins[:, layout.nonfinite] > 0
-            bad.append(is_bad)
-            first = jnp.where(is_bad, jnp.uint32(0), NEVER)
+            here = worst_counted(found.bins, layout)
+            worst.append(here)
+            first = jnp.where(here > Worst.FINITE, jnp.uint32(0), NEVER)
             rows.append(Rows(Count.of(found.bins), found.amax, found.amin, first))
-        others = are_nonfinite(list(map(read, table.others)), self.mesh)
-        all_bad = jnp.concatenate([*bad, others, jnp.zeros(1, bool)])
-        made = jnp.zeros(0, jnp.uint32)
+        others = worst_of(list(map(read, table.others)), self.mesh)
+        worst = jnp.concatenate([*worst, others, jnp.zeros(1, jnp.int32)])
+        made = nans = jnp.zeros(0, jnp.uint32)
         if table.makers:
-            before = all_bad[_matrix(table.reads, len(all_bad) - 1)].any(axis=1)
-            after = all_bad[_matrix(table.results, len(all_bad) - 1)].any(axis=1)
-            made = jnp.where(after & ~before, jnp.uint32(0), NEVER)
+            before = worst[_matrix(table.reads, len(worst) - 1)].max(axis=1)
+            after = worst[_matrix(table.results, len(worst) - 1)].max(axis=1)
+            is_made = (after > Worst.FINITE) & (before == Worst.FINITE)
+            made = jnp.where(is_made, jnp.uint32(0), NEVER)
+            is_nan = (after == Worst.NAN) & (before < Worst.NAN)
+            nans = jnp.where(is_nan, jnp.uint32(0), NEVER)
         one = Count.of(jnp.ones((), jnp.uint32))
-        return Measured(tuple(rows), made, one, one)
+        return Measured(tuple(rows), made, nans, one, one)
 
     def merged(
         self, before: Measured | None, after: Measured | None
@@ -233,6 +246,7 @@ class Measure:
         return Measured(
             rows,
             first(before.made, after.made),
+            first(before.nans, after.nans),
             before.runs.plus(after.runs),
             before.turns.plus(after.turns),
         )
@@ -252,8 +266,8 @@ class Measure:
             for each in statistic.rows
         )
         turns = Count(*(jax.lax.pmax(x, axes) for x in statistic.turns))
-        made = jax.lax.pmin(statistic.made, axes)
-        return Measured(rows, made, statistic.runs.across(axes), turns)
+        made, nans = (jax.lax.pmin(x, axes) for x in (statistic.made, statistic.nans))
+        return Measured(rows, made, nans, statistic.runs.across(axes), turns)
 
 
 def _matrix(reads: Sequence[Sequence[int]], nothing: int) -> np.ndarray:

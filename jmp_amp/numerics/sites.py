@@ -62,6 +62,9 @@ class Site:
         derivative, such as the `cos` of a `sin`, though they are backward.
       reads_floats: an operand holds floating-point numbers. A mask or an index that
         becomes a number reads none: its error is that of a decision.
+      nans: how many values are NaN.
+      makes_nan: in some run no operand held NaN and a result did: it was made of finite
+        values, or of infinities, as in `inf - inf`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -93,6 +96,8 @@ class Site:
     identity: str
     scales: bool = True
     reads_floats: bool = True
+    nans: int = 0
+    makes_nan: bool = False
 
     @property
     def key(self) -> tuple[str, str, str]:

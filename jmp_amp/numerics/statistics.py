@@ -6,6 +6,7 @@ in arithmetic and in comparisons; integers have no subnormals.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ class Layout(NamedTuple):
     lowest: int
     bins: int
 
-    # After the exponents come zeros and values that are not finite.
+    # After the exponents come zeros, values that are not finite, and NaN among them.
     @property
     def zeros(self) -> int:
         return self.bins
@@ -53,8 +54,12 @@ class Layout(NamedTuple):
         return self.bins + 1
 
     @property
-    def width(self) -> int:
+    def nans(self) -> int:
         return self.bins + 2
+
+    @property
+    def width(self) -> int:
+        return self.bins + 3
 
     @property
     def fields(self) -> int:
@@ -64,7 +69,7 @@ class Layout(NamedTuple):
     @property
     def places(self) -> int:
         """How many places the bits of a magnitude, or of padding, may be counted at."""
-        return self.fields + self.mantissa
+        return self.fields + self.mantissa + 1
 
     @property
     def infinity(self) -> Any:
@@ -143,28 +148,43 @@ def counted(
     return result
 
 
-def are_nonfinite(arrays: Sequence[jax.Array], mesh: Mesh | None = None) -> jax.Array:
-    """Returns which arrays hold a value that is not finite; bool[n]. See `counted`."""
+class Worst(enum.IntEnum):
+    """The worst value of an array."""
+
+    FINITE = 0
+    INFINITE = 1
+    NAN = 2
+
+
+def worst_of(arrays: Sequence[jax.Array], mesh: Mesh | None = None) -> jax.Array:
+    """Returns the `Worst` of each array: int32[n]. See `counted`."""
     arrays = [real_parts(meshes.replicated(each, mesh)) for each in arrays]
-    result = jnp.zeros(len(arrays), bool)
+    result = jnp.zeros(len(arrays), jnp.int32)
     small: dict[np.dtype, list[int]] = {}
     for i, each in enumerate(arrays):
         if each.size < _PIECE:
             small.setdefault(np.dtype(each.dtype), []).append(i)
         else:
-            result = result.at[i].set(jnp.any(_is_nonfinite(each)))
+            result = result.at[i].set(jnp.max(_badness(each)))
     for group in small.values():
         flat = [arrays[i] for i in group]
-        bad = _is_nonfinite(side_by_side(flat)).astype(jnp.int32)
+        bad = _badness(side_by_side(flat))
         rows = jnp.asarray(np.repeat(group, [each.size for each in flat]), jnp.int32)
-        found = jnp.zeros(len(arrays), jnp.int32).at[rows].max(bad, mode=_IN_BOUNDS)
-        result |= found > 0
+        result = result.at[rows].max(bad, mode=_IN_BOUNDS)
     return result
 
 
-def _is_nonfinite(array: jax.Array) -> jax.Array:
+def worst_counted(bins: jax.Array, layout: Layout) -> jax.Array:
+    """Returns the `Worst` of arrays whose bins were counted: int32[n]."""
+    bad, nan = (bins[:, at] > 0 for at in (layout.nonfinite, layout.nans))
+    return bad.astype(jnp.int32) + nan.astype(jnp.int32)
+
+
+def _badness(array: jax.Array) -> jax.Array:
     layout = layout_of(array.dtype)
-    return _bits(array, layout) >= layout.infinity
+    bits = _bits(array, layout)
+    bad, nan = bits >= layout.infinity, bits > layout.infinity
+    return bad.astype(jnp.int32) + nan.astype(jnp.int32)
 
 
 def _together(total: int) -> int:
@@ -261,7 +281,8 @@ def _place(bits: jax.Array, layout: Layout) -> jax.Array:
     # The highest bit of a subnormal tells its exponent; a zero has none.
     width = jnp.int32(layout.dtype.itemsize * 8)
     subnormal = width - jax.lax.clz(bits).astype(jnp.int32)
-    return jnp.where(field == 0, subnormal, field + jnp.int32(layout.mantissa))
+    place = jnp.where(field == 0, subnormal, field + jnp.int32(layout.mantissa))
+    return place + (bits > layout.infinity).astype(jnp.int32)
 
 
 def _largest(bits: jax.Array, layout: Layout) -> jax.Array:
@@ -287,7 +308,7 @@ class _Found(NamedTuple):
 
     Attributes:
       places: int32[n * places]: for each array zeros, the exponents in their order,
-        values that are not finite, and padding, which nothing reads.
+        infinities, NaN, and padding, which nothing reads.
       amax, amin: as in `Counted`.
     """
 
@@ -310,8 +331,9 @@ def _none(count: int, layout: Layout, like: jax.Array) -> _Found:
 def _in_bins(found: _Found, layout: Layout) -> Counted:
     places = found.places.reshape(-1, layout.places)
     zeros, rest = places[:, :1], places[:, 1 : layout.width]
-    exponents, nonfinite = rest[:, : layout.bins], rest[:, layout.bins :]
-    bins = jnp.concatenate([exponents, zeros, nonfinite], axis=1)
+    exponents, infinite = rest[:, : layout.bins], rest[:, layout.bins : -1]
+    nans = rest[:, -1:]
+    bins = jnp.concatenate([exponents, zeros, infinite + nans, nans], axis=1)
     return Counted(bins, found.amax, found.amin)
 
 

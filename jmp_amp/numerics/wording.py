@@ -63,8 +63,8 @@ def power(scale: float) -> str:
     return f"2.0**{exponent - 1}" if is_large else f"{scale:.1f}"
 
 
-def listed(names: Collection[str]) -> str:
+def listed(names: Collection[str], between: str = ", ") -> str:
     """Returns the first few names."""
-    shown = ", ".join(list(names)[:_MOST_NAMES])
+    shown = between.join(list(names)[:_MOST_NAMES])
     more = len(names) - _MOST_NAMES
     return f"{shown} and {more} more" if more > 0 else shown
