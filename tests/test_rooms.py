@@ -74,7 +74,7 @@ WINGS = {
         ("programs",),
         ("lockstep",),
         ("suggestions", "wording", "exponent_maps", "eight_bits"),
-        ("advice", "diagnosis_tables", "decoding", "turns"),
+        ("advice", "diagnosis_tables", "decoding", "turns", "inputs"),
         ("diagnosis",),
         ("checking",),
         ("diagnosing",),

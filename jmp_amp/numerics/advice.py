@@ -92,7 +92,13 @@ def advise(
     if first is not None and _is_own(first, same):
         found.reverse()
     if not ended_well:
-        found += _given(sites, same, first, arguments)
+        grown = None
+        if first is None and is_finite_itself:
+            grown = next((site for site in sites if _is_grown(site, same)), None)
+        if grown is not None:
+            found.append(_beside(grown, same))
+        else:
+            found += _given(sites, same, first, arguments)
     found += _remedy(first, needs, same, given, policy)
     if is_finite_itself:
         # Else the reference does not tell what a loss scale has to hold.
@@ -170,8 +176,8 @@ def _itself(
     run = [site for site in sites if site.key == first.key]
     if is_finite_itself:
         yield (
-            f"The {what} itself is not finite, and no policy helps: {told} The value "
-            "and the gradients are finite: it is masked, or not read."
+            "The value and the gradients of the function itself are finite, though "
+            f"{told[:-1]}: it is masked, or not read."
         )
     elif run and not any(site.nonfinite for site in run):
         yield (
@@ -209,6 +215,24 @@ def _remedy_itself(first: Site, is_value_finite: bool) -> str:
         smallest = float(jnp.finfo(parse_dtype(dtype) or dtype).smallest_subnormal)
         return f"{remedy}: {dtype} begins at {number(smallest)}, and less is 0 in it."
     return f"{remedy}."
+
+
+def _is_grown(site: Site, same: _Same) -> bool:
+    """Whether more values of a site are not finite than without the policy."""
+    known = same(site)
+    return known is not None and site.nonfinite > known.nonfinite
+
+
+def _beside(site: Site, same: _Same) -> str:
+    """Returns what made values that are not finite beside others that it was given."""
+    known = same(site)
+    assert known is not None
+    return (
+        f"{place(site)} made {count(site.nonfinite - known.nonfinite)} of "
+        f"{count(site.size)} values infinite or NaN ({run(site)}), beside those that "
+        "are not finite in f32 either, such as a mask of -inf: "
+        f"{_reason(site, known)}."
+    )
 
 
 def _given(

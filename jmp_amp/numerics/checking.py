@@ -12,6 +12,8 @@ from jmp_amp.numerics import programs
 from jmp_amp.numerics.diagnosis import Diagnosis
 from jmp_amp.numerics.executables import Compile
 from jmp_amp.numerics.losses import LossCall
+from jmp_amp.numerics.suggestions import counterparts
+from jmp_amp.numerics.wording import place, share
 from jmp_amp.plan.jaxprs import Value
 from jmp_amp.policies.dtypes import is_half
 from jmp_amp.policies.policy import get_policy
@@ -20,6 +22,8 @@ from jmp_amp.training.finite import all_finite
 from jmp_amp.training.loss_scale import static_loss_scale
 from jmp_amp.transform.interpreter import run
 
+# So large a share of values that underflow may be what is divided by.
+_MANY = 0.1
 # Traces and plans the call under a map of policies.
 Called = Callable[[PolicyMap], contextlib.AbstractContextManager[LossCall]]
 
@@ -51,9 +55,27 @@ def checked(
             policy = PolicyMap("float32")
     told = (
         f"With {str(found.policy)!r} the run is not finite, so the default of d.policy "
-        "is f32. Look for what is too large where it is used, not where it is made."
+        f"is f32. {_cause(found)}"
     )
     return dataclasses.replace(found, policy=policy, advice=(*found.advice, told))
+
+
+def _cause(found: Diagnosis) -> str:
+    """Returns in words why the suggested policy did not help."""
+    first = found.first_nonfinite
+    if first is not None and first.is_in_half and not first.is_forward:
+        wider = ", which mixed_bfloat16 has the range for" * (first.dtype == "f16")
+        return f"It overflows in the backward pass{wider}."
+    same = counterparts(found.sites, found.reference)
+    for site in found.sites:
+        known = same(site) if site.is_in_half and site.is_forward else None
+        if known is not None and known.underflow(site.dtype) > _MANY:
+            lost = share(known.underflow(site.dtype))
+            return (
+                f"{lost} of what {place(site)} makes underflows {site.dtype}: f32 "
+                "there may be all that it takes."
+            )
+    return "Look for what is too large where it is used, not where it is made."
 
 
 def _is_finite(

@@ -71,6 +71,7 @@ def test_a_function_that_is_not_finite_itself_is_told_so():
     assert "log (model.py:7) made 1 of 2 values" in told and "epsilon" in told
     (masked,) = advice([log], [log])
     assert "it is masked, or not read" in masked and "epsilon" not in masked
+    assert masked.startswith("The value and the gradients of the function itself are f")
     back = site([INF], operation="div", direction="backward", **MADE)
     (told,) = advice([back], [back], gradients={"": gradient([NAN], NAN)})
     assert "derivative itself" in told and "jnp.where(ok, x, 1.0)" in told

@@ -141,3 +141,19 @@ def test_a_line_of_the_user_is_told_for_what_a_library_jitted():
     # jnp.linalg.norm is jitted: nothing in it has a line of this file.
     d = amp.diagnose(lambda x: jnp.linalg.norm(x), "float32")(jnp.ones(3))
     assert d.sites and all(HERE in (each.source or "") for each in d.sites)
+
+
+def test_an_overflow_beside_a_mask_of_infinities_is_told():
+    def loss(w, x, allowed):
+        h = jnp.where(allowed, x @ w, -jnp.inf)
+        return jnp.mean(jnp.tanh((jnp.maximum(h * 300.0, -1e4) @ w) * 1e-9))
+
+    # 4 * 100 * 300 = 120 000 is beyond f16.
+    x, allowed = jnp.full((2, 4), 100.0), np.ones((2, 4), bool)
+    allowed[:, 0] = False
+    d = amp.diagnose(loss, "mixed_float16")(jnp.ones((4, 4)), x, allowed)
+    assert d.gradients[""].nonfinite and d.first_nonfinite is None
+    assert d.advice[0].startswith(f"mul ({HERE}:")
+    assert "made 6 of 8 values infinite or NaN (forward, f16), beside" in d.advice[0]
+    assert "in f32 it reaches 1.2e+05, and f16 ends at 65504" in d.advice[0]
+    assert not any("an argument" in each for each in d.advice)
