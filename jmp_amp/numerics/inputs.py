@@ -12,7 +12,7 @@ from flax import nnx
 
 from jmp_amp.numerics.wording import count
 from jmp_amp.policies.dtypes import AnyFn, PyTree
-from jmp_amp.training.finite import is_inexact
+from jmp_amp.training.finite import all_finite, is_inexact
 from jmp_amp.transform.nnx_modules import is_node
 
 
@@ -60,15 +60,19 @@ def _named(
 
 def _told(array: jax.Array) -> str:
     """Returns how many values are not finite, and the first of them; "" if none is."""
-    nan = jnp.isnan(array)
-    infinite = ~jnp.isfinite(array) & ~nan
+    if bool(all_finite(array)):
+        return ""
+    if not array.is_fully_addressable:
+        return "infinite values or NaN"  # some of them in another process
+    # On the host, where no sharding says how to look for the first.
+    values = np.asarray(array)
+    nan = np.isnan(values)
+    infinite = ~np.isfinite(values) & ~nan
     counts = {"NaN": int(nan.sum()), "infinite": int(infinite.sum())}
     found = [f"{count(many)} {kind}" for kind, many in counts.items() if many]
-    if not found:
-        return ""
     told = f"{' and '.join(found)} of {count(array.size)} values"
     if not array.ndim:
         return told
     which = nan if counts["NaN"] else infinite
-    place = np.unravel_index(int(jnp.argmax(which)), array.shape)
+    place = np.unravel_index(int(np.argmax(which)), array.shape)
     return f"{told}, the first at [{', '.join(map(str, place))}]"

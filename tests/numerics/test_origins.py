@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jmp_amp as amp
 from jmp_amp.numerics.inputs import nonfinite_inputs
@@ -85,6 +86,15 @@ def test_arguments_are_named_as_the_function_names_them():
     name = "model['kernel'].value holds 4 infinite of 4 values, the first at [0, 0]"
     assert told == name
     assert nonfinite_inputs(max, (1.0, NAN), {}) == ["args[1] holds 1 NaN of 1 values"]
+
+
+def test_an_argument_on_several_devices_is_looked_at_too():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+    x = np.ones((4, 8), np.float32)
+    x[2, 6] = np.inf
+    x = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "d")))
+    found = nonfinite_inputs(lambda x: x, (x,), {})
+    assert found == ["x holds 1 infinite of 32 values, the first at [2, 6]"]
 
 
 def test_a_constant_that_is_not_finite_is_told_from_arguments():
