@@ -36,6 +36,9 @@ class LossScaleState(NamedTuple):
     structure: TreeStructure
 
 
+_SCALES = (LossScaleState, LossScale)
+
+
 def loss_scale_of(opt_state: PyTree) -> LossScale:
     """Returns the loss scale that an optimizer's state holds.
 
@@ -75,7 +78,8 @@ def keep_if_finite(opt_state: PyTree, new: PyTree, old: PyTree) -> PyTree:
     """Returns `new` if the last step was applied, and `old` if it was skipped.
 
     For the values that a step writes besides the parameters: batch statistics, moving
-    averages, fp8 state, step counters.
+    averages, fp8 state, step counters. Loss scales in there, and their counters, are not
+    taken back: a whole flax `TrainState` may be given.
 
     Args:
       opt_state: the state that `update` returned in this step, or anything that
@@ -98,7 +102,8 @@ def keep_if_finite(opt_state: PyTree, new: PyTree, old: PyTree) -> PyTree:
     """
     finite = find_counters(opt_state, "keep_if_finite").last_finite
     if not isinstance(new, nnx.Module):
-        return choose(finite, new, old, "keep_if_finite", ("new", "old"))
+        scaled = _with_scales_of(new, old)
+        return choose(finite, new, scaled, "keep_if_finite", ("new", "old"))
     if old is new or not isinstance(old, nnx.Module):
         found = "the same module" if old is new else f"a {type(old).__name__}"
         raise ValueError(
@@ -107,11 +112,11 @@ def keep_if_finite(opt_state: PyTree, new: PyTree, old: PyTree) -> PyTree:
         )
     state, before = nnx.state(new), nnx.state(old)
     # A first call makes variables, such as those that are sown: there is no old one.
-    known = {path for path, _ in nnx.to_flat_state(before)}
-    state = nnx.from_flat_state(
-        [(path, each) for path, each in nnx.to_flat_state(state) if path in known]
+    known = {path for path, _ in nnx.to_flat_state(before)} - _paths_of_scales(new)
+    states = (
+        nnx.as_pure(nnx.filter_state(each, lambda path, _: path in known))
+        for each in (state, before)
     )
-    states = nnx.as_pure(state), nnx.as_pure(before)
     kept = choose(finite, *states, "keep_if_finite", ("new", "old"))
     nnx.update(new, kept)
     return new
@@ -207,6 +212,40 @@ def _check_limit(limit: object, call: str) -> None:
     number = float(cast(float, limit))
     if not (number >= 0 and number.is_integer()):
         raise ValueError(f"{call}: not a number of steps. Use an int, 0 or more.")
+
+
+def _with_scales_of(new: PyTree, old: PyTree) -> PyTree:
+    """Returns `old` with the loss scales of `new`, and their counters.
+
+    To a scale that was taken back the overflow has never been: it would not back off,
+    and every further step would be skipped.
+    """
+    scales = iter([node for _, node in nodes_of(new, _SCALES)])
+
+    def scaled(node: PyTree) -> PyTree:
+        if not isinstance(node, _SCALES):
+            return node
+        now = next(scales, node)
+        states = isinstance(node, LossScaleState) and isinstance(now, LossScaleState)
+        return now._replace(inner_state=node.inner_state) if states else now
+
+    return jax.tree.map(scaled, old, is_leaf=lambda node: isinstance(node, _SCALES))
+
+
+def _paths_of_scales(module: nnx.Module) -> set[tuple[object, ...]]:
+    """Returns the paths of what `_with_scales_of` replaces in the state of a module."""
+    nodes = [(path, node) for path, node in nnx.iter_graph(module)]
+    scales = [(path, node) for path, node in nodes if isinstance(node, _SCALES)]
+    return {
+        path
+        for path, _ in nodes
+        for scale, node in scales
+        if path[: len(scale)] == scale
+        and not (
+            isinstance(node, LossScaleState)
+            and path[len(scale) : len(scale) + 1] == ("inner_state",)
+        )
+    }
 
 
 def find_loss_scale(tree: PyTree, call: str) -> LossScale:

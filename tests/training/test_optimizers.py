@@ -737,6 +737,49 @@ def test_batch_stats_are_kept_when_a_step_is_skipped():
 # Checkpoints and tools
 
 
+def test_a_scale_has_backed_off_where_a_whole_train_state_is_taken_back():
+    class Trainer(nnx.Module):
+        def __init__(self):
+            self.model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+            self.optimizer = nnx.Optimizer(self.model, tx, wrt=nnx.Param)
+
+    tx = amp.with_loss_scale(optax.sgd(0.1, momentum=0.9), dynamic())
+    old = TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
+    new = old.apply_gradients(grads={"w": jnp.array([jnp.nan, 1.0])})
+    kept = amp.keep_if_finite(new, new, old)
+    assert kept.step == 0
+    chex.assert_trees_all_equal(kept.params, old.params)
+    trainer = Trainer()
+    before = nnx.clone(trainer)
+    nan = jax.tree.map(lambda x: x * jnp.nan, nnx.state(trainer.model, nnx.Param))
+    trainer.optimizer.update(trainer.model, nan)
+    trainer.model.bias[...] = jnp.full(1, jnp.inf)
+    amp.keep_if_finite(trainer, trainer, before)
+    np.testing.assert_array_equal(trainer.model.bias[...], [0.0])
+    assert trainer.optimizer.step[...] == 0
+    for holder in (kept, trainer):
+        found = {name: value.item() for name, value in amp.metrics(holder).items()}
+        assert found == {
+            "scale": 2.0**9,
+            "finite": False,
+            "skipped_total": 1,
+            "skipped_in_a_row": 1,
+            "applied": 0,
+        }
+
+
+def test_another_optimizer_is_taken_back_but_for_its_scale():
+    tx = amp.with_loss_scale(optax.trace(0.9), dynamic())
+    params = jnp.ones(2)
+    _, bad = tx.update(params * jnp.nan, tx.init(params), params)
+    old = tx.init(params)
+    _, good = tx.update(params, old, params)
+    kept = amp.keep_if_finite(bad, {"other": good}, {"other": old})["other"]
+    np.testing.assert_array_equal(kept.inner_state.trace, [0.0, 0.0])
+    assert amp.metrics(kept)["applied"] == 1
+
+
+
 @adam_works
 def test_a_checkpoint_restores_every_field():
     tx = amp.with_loss_scale(optax.adam(0.1), dynamic(64.0, min_scale=8.0))
