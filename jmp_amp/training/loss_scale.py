@@ -133,7 +133,14 @@ class LossScale:
         due = finite & (tracker == self.growth_interval)
         value = jnp.asarray(self.value)
         grown = value * self.growth_factor
-        reduced = jnp.maximum(value * self.backoff_factor, self.min_scale)
+        reduced = value * self.backoff_factor
+        # Half an infinity is one, and half a NaN: somebody put it there. The cap is
+        # where every scale can be reached from.
+        reduced = jnp.where(
+            reduced <= self.max_scale,
+            jnp.maximum(reduced, self.min_scale),
+            self.max_scale,
+        )
         left = jnp.maximum(jnp.asarray(self.hysteresis_tracker) - 1, 0)
         back_off = ~finite & (left == 0)
         grow = due & (grown <= self.max_scale)
@@ -188,8 +195,9 @@ def dynamic_loss_scale(
       if <refill>:
         left = hysteresis
 
-    Powers of two keep the scaling exact. With `hysteresis` n, only the n-th overflow
-    backs off. The `hysteresis_mode` says when the count is refilled:
+    A scale that somebody made infinite or NaN backs off to `max_scale`. Powers of two
+    keep the scaling exact. With `hysteresis` n, only the n-th overflow backs off. The
+    `hysteresis_mode` says when the count is refilled:
 
     * "until_growth" (Megatron-LM, Colossal-AI): when growth is due. Once the count is
       used up, every further overflow backs off.

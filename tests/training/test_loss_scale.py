@@ -93,6 +93,14 @@ def test_a_cap_of_infinity_is_the_largest_float32():
     assert scales(loss_scale, "fff") == [2.0**127] * 3
 
 
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize("cap", [2.0**24, np.inf])
+def test_a_scale_that_somebody_spoiled_goes_on_from_the_cap(value, cap):
+    good = amp.dynamic_loss_scale(max_scale=cap)
+    bad = dataclasses.replace(good, value=jnp.float32(value))
+    assert bad.adjust(False).value == min(cap, np.finfo(np.float32).max)
+
+
 def test_an_initial_scale_outside_the_range_is_clipped_into_it():
     assert amp.dynamic_loss_scale(2.0**32).value == 2.0**24
     assert amp.dynamic_loss_scale(2.0**-30).value == 2.0**-14
