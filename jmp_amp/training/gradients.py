@@ -206,7 +206,14 @@ def find_scaler(loss_scale: PyTree, call: str) -> LossScale | None:
             "static_loss_scale(2.0**16), dynamic_loss_scale(), or the state of an "
             "optimizer wrapped in with_loss_scale."
         )
-    return find_loss_scale(loss_scale, f"{call}: loss_scale")
+    scaler = find_loss_scale(loss_scale, f"{call}: loss_scale")
+    if shape := np.shape(scaler.value):
+        raise ValueError(
+            f"{call}: loss_scale holds scales of shape {shape}, one for each member of "
+            "a batch. Map the function over the members: jax.vmap(lambda args, state: "
+            f"{call}(args, loss_scale=state))."
+        )
+    return scaler
 
 
 def _checked(

@@ -6,15 +6,17 @@ would keep XLA from fusing the update with what comes before and after it, where
 select is part of the fusion that writes the new value anyway.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jmp_amp.policies.dtypes import PyTree, is_half
 from jmp_amp.policies.flags import checked_flag
-from jmp_amp.training.digits import WEIGHT_STATES
+from jmp_amp.training.digits import WEIGHT_STATES, WeightState
 from jmp_amp.training.finite import all_finite
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.skipping import update_or_keep
@@ -31,6 +33,7 @@ from jmp_amp.training.trainable import (
     takes_part,
     taking_part,
     untrained_update,
+    updates_of,
     with_extra_args,
 )
 
@@ -147,6 +150,7 @@ def with_loss_scale(
         )
         # Updates that land on a half-precision number are not to be rounded on the way.
         rounded = params is not None and not stores
+        proposed = updates_of(proposed, gradients, "with_loss_scale")
         chosen = _chosen_updates(finite, proposed, updates, params, rounded)
         return chosen, _next_state(finite, state, inner_state)
 
@@ -160,6 +164,12 @@ def _check_state(state: PyTree) -> None:
             "another optimizer. Begin with tx.init(params) of the wrapped one; to go "
             "on from this state, give both to amp.import_opt_state(tx.init(params), "
             "state)."
+        )
+    if shape := np.shape(state.loss_scale.value):
+        raise ValueError(
+            f"with_loss_scale: the state holds loss scales of shape {shape}, one for "
+            "each member of a batch. Where init was mapped, map update too: "
+            "jax.vmap(tx.update)(gradients, state, params)."
         )
 
 
@@ -216,27 +226,33 @@ def _first_state(
     )
     stored = transformation.init(taking_part(params, lambda leaf: leaf))
     return jax.tree.map(
-        lambda node, begun: node if is_stored(node) else begun,
+        lambda node, begun: _with_promoted(node) if is_stored(node) else begun,
         stored,
         state,
         is_leaf=is_stored,
     )
 
 
+def _with_promoted(state: WeightState) -> WeightState:
+    """Returns a state whose `update` is given the half parameters as float32."""
+    structure = dataclasses.replace(state.structure, promoted=True)
+    return state._replace(structure=structure)
+
+
 def _chosen_updates(
     finite: jax.Array,
-    proposed: PyTree,
+    proposed: list[jax.Array],
     gradients: PyTree,
     params: PyTree | None,
     rounded: bool,
 ) -> PyTree:
-    """Returns `proposed` or zeros; if `rounded`, half where `params` are.
+    """Returns a tree of `proposed` or zeros; if `rounded`, half where `params` are.
 
     finite: bool[].
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(gradients)
     likes = jax.tree.leaves(gradients if params is None else params)
-    remaining = iter(jax.tree.leaves(proposed))
+    remaining = iter(proposed)
     chosen = []
     for (path, gradient), like in zip(leaves, likes, strict=True):
         if not takes_part(path, gradient):

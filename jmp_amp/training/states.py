@@ -78,8 +78,8 @@ def keep_if_finite(opt_state: PyTree, new: PyTree, old: PyTree) -> PyTree:
     """Returns `new` if the last step was applied, and `old` if it was skipped.
 
     For the values that a step writes besides the parameters: batch statistics, moving
-    averages, fp8 state, step counters. Loss scales in there, and their counters, are not
-    taken back: a whole flax `TrainState` may be given.
+    averages, fp8 state, step counters. Loss scales in there, and their counters, stay
+    as they are: a whole flax `TrainState` may be given.
 
     Args:
       opt_state: the state that `update` returned in this step, or anything that
@@ -188,15 +188,24 @@ def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
         skipped, applied = int(np.max(state.skipped_total)), int(np.max(state.applied))
         last = skipped + applied - skips
         when = f"the last finite step was number {last}" if last else "none was finite"
+        scale = float(np.min(state.loss_scale.value))
+        remedy = (
+            "A skipped step changed nothing: "
+            "amp.diagnose(loss_fn, policy)(params, batch) tells where it became "
+            "infinite or NaN, and what mends it. If all is finite there, lower "
+            "min_scale or the learning rate."
+        )
+        if scale == 0 or not np.isfinite(scale):
+            remedy = (
+                "With it no gradient is finite, and nothing here makes such a scale. "
+                "Go on from another: "
+                "state._replace(loss_scale=amp.static_loss_scale(2.0**10))."
+            )
         raise FloatingPointError(
             f"{call}: {skips} step{'s' * (skips > 1)} in a row had gradients that are "
             f"not finite (max_skips_in_a_row={max_skips_in_a_row}); "
             f"{skipped} skipped and {applied} applied in all, {when}; "
-            "the loss scale is now "
-            f"{float(np.min(state.loss_scale.value))}. A skipped step changed nothing: "
-            "amp.diagnose(loss_fn, policy)(params, batch) tells where it became "
-            "infinite or NaN, and what mends it. If all is finite there, lower "
-            "min_scale or the learning rate."
+            f"the loss scale is now {scale}. {remedy}"
         )
 
 

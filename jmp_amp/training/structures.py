@@ -62,11 +62,13 @@ class TreeStructure:
       paths: the key path of every leaf.
       half: for every parameter "bfloat16", "float16" or "", in the order of `paths`.
       known: False if `init` was given the placeholder of `optax.tree.map_params`.
+      promoted: whether the half parameters come as float32, from `with_loss_scale`.
     """
 
     paths: tuple[str, ...]
     half: tuple[str, ...]
     known: bool = True
+    promoted: bool = False
 
     @classmethod
     def of(cls, tree: PyTree) -> Self:
@@ -161,12 +163,8 @@ def _remedy(params: PyTree | None) -> str:
     return "Differentiate with respect to the tree that init was given."
 
 
-def check_half(
-    params: PyTree, structure: TreeStructure, call: str, promoted: bool = False
-) -> None:
+def check_half(params: PyTree, structure: TreeStructure, call: str) -> None:
     """Raises if other parameters are half than those that `init` saw.
-
-    Those that are not half now may be `promoted` ones.
 
     Raises:
       ValueError: with the first difference; the message begins with `call`.
@@ -175,7 +173,7 @@ def check_half(
     if now.matches(structure):
         return
     for path, found, seen in zip(now.paths, now.half, structure.half, strict=True):
-        if found != seen and (found or not promoted):
+        if found != seen and (found or not structure.promoted):
             raise ValueError(
                 f"{call}: the parameter at {path or 'the root'} is "
                 f"{found or 'not half'} now, but init saw "

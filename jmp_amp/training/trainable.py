@@ -82,6 +82,35 @@ def untrained_update(path: KeyPath, gradient: PyTree, like: PyTree) -> PyTree:
     return gradient
 
 
+def updates_of(proposed: PyTree, gradients: PyTree, call: str) -> list[jax.Array]:
+    """Returns the updates that an optimizer proposes, one for each gradient.
+
+    None stands for no change, as in `optax.apply_updates`: zeros.
+
+    Args:
+      proposed: a tree like `gradients`.
+      gradients: what the optimizer was given, a tree of `taking_part`.
+      call: what errors begin with.
+
+    Raises:
+      ValueError: if there is another number of updates.
+    """
+    given, structure = jax.tree.flatten(gradients)
+    leaves = jax.tree.leaves(proposed)
+    if len(leaves) != len(given):
+        try:
+            leaves = structure.flatten_up_to(proposed)
+        except ValueError as error:
+            raise ValueError(
+                f"{call}: inner returned {len(leaves)} updates for {len(given)} "
+                f"gradients. Use an optimizer that returns a tree like theirs: {error}"
+            ) from error
+    return [
+        jnp.zeros_like(gradient) if leaf is None else leaf
+        for leaf, gradient in zip(leaves, given, strict=True)
+    ]
+
+
 def owned(tree: PyTree) -> PyTree:
     """Returns `tree` with copies of its arrays and numbers, all of strong dtypes."""
     leaves, structure = jax.tree.flatten(tree)

@@ -41,6 +41,7 @@ from jmp_amp.training.trainable import (
     takes_part,
     taking_part,
     untrained_update,
+    updates_of,
     with_extra_args,
 )
 
@@ -113,6 +114,9 @@ def with_kahan(
 
     `inner` sees the sum of both, in float32, with float32 gradients and moments. A zero
     update changes neither parameter nor compensation.
+
+    A parameter that was changed outside keeps its compensation: up to half the last
+    place of the new one. `with_master_weights` takes the new one as it is.
 
     Args:
       inner: an optimizer or a chain; extra arguments of `update` reach it.
@@ -273,13 +277,14 @@ def _updating(
             leaf if half is None else kind.value(half)
             for leaf, half in zip(leaves, halves, strict=True)
         )
+        trained = taking_part(updates, promote_gradient)
         proposed, inner_state = transformation.update(
-            taking_part(updates, promote_gradient),
+            trained,
             state.inner_state,
             taking_part(values),
             **extra_args,
         )
-        remaining = iter(jax.tree.leaves(proposed))
+        remaining = iter(updates_of(proposed, trained, call))
         gradients, structure = jax.tree_util.tree_flatten_with_path(updates)
         chosen, kept = [], []
         for (path, gradient), leaf, half in zip(gradients, leaves, halves, strict=True):
@@ -306,8 +311,7 @@ def _halves(
             f"{call}: the state does not say which parameters are half: it "
             "comes from optax.tree.map_params. Map it with jax.tree.map instead."
         )
-    # with_loss_scale promotes half parameters before they come here.
-    check_half(params, structure, call, promoted=True)
+    check_half(params, structure, call)
     remaining = iter(kept)
     return [
         Half(jnp.asarray(leaf, F32), np.dtype(name), next(remaining)) if name else None

@@ -423,6 +423,39 @@ def test_an_empty_tree_is_a_tree_like_any_other():
 # What the optimizer is given
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        lambda inner: amp.with_loss_scale(inner, dynamic()),
+        lambda inner: amp.with_loss_scale(amp.with_kahan(inner), dynamic()),
+        amp.with_master_weights,
+    ],
+)
+def test_none_in_place_of_an_update_changes_nothing(wrapper, dtype):
+    def update(updates, state, params=None):
+        return {"a": None, "b": {"c": -updates["b"]["c"]}}, state
+
+    tx = wrapper(optax.GradientTransformation(lambda _: optax.EmptyState(), update))
+    params = {"a": jnp.ones(2, dtype), "b": {"c": jnp.ones(3, dtype)}}
+    grads = {"a": jnp.ones(2), "b": {"c": jnp.full(3, 3.0)}}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    np.testing.assert_array_equal(updates["a"], [0.0, 0.0])
+    np.testing.assert_array_equal(updates["b"]["c"], [-3.0, -3.0, -3.0])
+
+
+@pytest.mark.parametrize("wrapper", [amp.with_kahan, amp.with_stochastic_rounding])
+def test_updates_of_another_tree_are_refused(wrapper):
+    first = optax.stateless(lambda updates, _: {"a": updates["a"]})
+    if wrapper is amp.with_stochastic_rounding:
+        tx = wrapper(first, jax.random.key(0))
+    else:
+        tx = amp.with_loss_scale(wrapper(first), dynamic())
+    params = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    with pytest.raises(ValueError, match="inner returned 1 updates for 2 gradients"):
+        tx.update(params, tx.init(params), params)
+
+
 def test_extra_arguments_reach_the_inner_optimizer():
     def update(updates, state, params=None, *, value, **extra):
         return jax.tree.map(lambda u: u * value, updates), state
@@ -779,7 +812,6 @@ def test_another_optimizer_is_taken_back_but_for_its_scale():
     assert amp.metrics(kept)["applied"] == 1
 
 
-
 @adam_works
 def test_a_checkpoint_restores_every_field():
     tx = amp.with_loss_scale(optax.adam(0.1), dynamic(64.0, min_scale=8.0))
@@ -860,6 +892,17 @@ def test_check_scale_raises_only_beyond_its_limit():
         amp.check_scale(after_skips(4), 3)
 
 
+@pytest.mark.parametrize("value", [0.0, np.inf, np.nan])
+def test_check_scale_says_that_the_scale_is_to_blame(value):
+    scale = dataclasses.replace(amp.static_loss_scale(8.0), value=jnp.float32(value))
+    tx = amp.with_loss_scale(optax.sgd(0.5), scale)
+    state = tx.init(jnp.float32(1.0))
+    grad = amp.grad(jnp.square)(1.0, loss_scale=state)
+    _, state = tx.update(grad, state)
+    with pytest.raises(FloatingPointError, match=rf"now {value}. With it no gradient"):
+        amp.check_scale(state, 0)
+
+
 def test_check_scale_refuses_a_traced_state():
     with pytest.raises(TypeError, match=r"the state is traced.*metrics"):
         jax.jit(lambda state: amp.check_scale(state, 3))(after_skips(0))
@@ -884,6 +927,16 @@ def test_something_that_is_no_loss_scale_is_refused(loss_scale):
 def test_something_that_is_no_optimizer_is_refused(inner):
     with pytest.raises(TypeError, match="not an optax transformation"):
         amp.with_loss_scale(inner, dynamic())
+
+
+def test_a_batch_of_states_that_is_not_mapped_is_refused():
+    tx = amp.with_loss_scale(optax.sgd(0.5), dynamic())
+    params = jnp.ones((3, 2))
+    state = jax.vmap(tx.init)(params)
+    with pytest.raises(ValueError, match=r"of shape \(3,\).*jax.vmap\(tx.update\)"):
+        tx.update(params, state, params)
+    with pytest.raises(ValueError, match=r"^value_and_grad.*of shape \(3,\)"):
+        amp.value_and_grad(jnp.sum)(params, loss_scale=state)
 
 
 def test_a_loss_scale_inside_a_loss_scale_is_refused():

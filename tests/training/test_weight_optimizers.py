@@ -930,7 +930,8 @@ def test_parameters_in_another_half_dtype_than_at_init_are_refused(name):
     params = {"a": jnp.ones(2, BF16)}
     alone = WRAPPERS[name](optax.sgd(1.0))
     scaled = amp.with_loss_scale(alone, amp.no_loss_scale())
-    for tx, dtype in ((alone, F16), (scaled, F16), (scaled, F32)):
+    cases = ((alone, F16), (alone, F32), (scaled, F16), (scaled, F32))
+    for tx, dtype in cases:
         now = jax.tree.map(lambda leaf, d=dtype: leaf.astype(d), params)
         with pytest.raises(ValueError, match=r"\['a'\] is .*, but init saw bfloat16"):
             tx.update(now, tx.init(params), now)
