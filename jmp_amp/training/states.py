@@ -110,14 +110,14 @@ def keep_if_finite(opt_state: PyTree, new: PyTree, old: PyTree) -> PyTree:
             f"keep_if_finite(opt_state, {type(new).__name__}(...), old): old is "
             f"{found}. Make a copy before the step: old = nnx.clone(model)."
         )
-    state, before = nnx.state(new), nnx.state(old)
+    after, before = nnx.state(new), nnx.state(old)
     # A first call makes variables, such as those that are sown: there is no old one.
     known = {path for path, _ in nnx.to_flat_state(before)} - _paths_of_scales(new)
-    states = (
-        nnx.as_pure(nnx.filter_state(each, lambda path, _: path in known))
-        for each in (state, before)
+    after, before = (
+        nnx.as_pure(nnx.filter_state(state, lambda path, _: path in known))
+        for state in (after, before)
     )
-    kept = choose(finite, *states, "keep_if_finite", ("new", "old"))
+    kept = choose(finite, after, before, "keep_if_finite", ("new", "old"))
     nnx.update(new, kept)
     return new
 
@@ -235,8 +235,9 @@ def _with_scales_of(new: PyTree, old: PyTree) -> PyTree:
         if not isinstance(node, _SCALES):
             return node
         now = next(scales, node)
-        states = isinstance(node, LossScaleState) and isinstance(now, LossScaleState)
-        return now._replace(inner_state=node.inner_state) if states else now
+        if isinstance(node, LossScaleState) and isinstance(now, LossScaleState):
+            return now._replace(inner_state=node.inner_state)
+        return now
 
     return jax.tree.map(scaled, old, is_leaf=lambda node: isinstance(node, _SCALES))
 
