@@ -1,6 +1,7 @@
 """The state of loss scaling, and the functions that find and read it."""
 
 import numbers
+from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 import jax
@@ -11,7 +12,7 @@ from jax.core import Tracer
 from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.training.finite import choose
 from jmp_amp.training.loss_scale import LossScale
-from jmp_amp.training.structures import TreeStructure, nodes_of
+from jmp_amp.training.structures import TreeStructure, leaves_by_path, nodes_of
 
 
 class LossScaleState(NamedTuple):
@@ -229,17 +230,28 @@ def _with_scales_of(new: PyTree, old: PyTree) -> PyTree:
     To a scale that was taken back the overflow has never been: it would not back off,
     and every further step would be skipped.
     """
-    scales = iter([node for _, node in nodes_of(new, _SCALES)])
+    nodes = (node for _, node in leaves_by_path(new, _is_scale))
+    scales = filter(_is_scale, nodes)
 
     def scaled(node: PyTree) -> PyTree:
-        if not isinstance(node, _SCALES):
+        if not _is_scale(node):
             return node
         now = next(scales, node)
         if isinstance(node, LossScaleState) and isinstance(now, LossScaleState):
             return now._replace(inner_state=node.inner_state)
+        if isinstance(node, Mapping) and isinstance(now, Mapping):
+            inner = {name: node[name] for name in node if name == "inner_state"}
+            return cast(PyTree, type(now))({**now, **inner})
         return now
 
-    return jax.tree.map(scaled, old, is_leaf=lambda node: isinstance(node, _SCALES))
+    return jax.tree.map(scaled, old, is_leaf=_is_scale)
+
+
+def _is_scale(node: object) -> bool:
+    """Returns whether a node is a loss scale, or its state as nnx and flax write it."""
+    names = set(node) if isinstance(node, Mapping) else set()
+    is_written = names >= {"loss_scale", "last_finite"}
+    return is_written or isinstance(node, _SCALES)
 
 
 def _paths_of_scales(module: nnx.Module) -> set[tuple[object, ...]]:

@@ -790,7 +790,13 @@ def test_a_scale_has_backed_off_where_a_whole_train_state_is_taken_back():
     amp.keep_if_finite(trainer, trainer, before)
     np.testing.assert_array_equal(trainer.model.bias[...], [0.0])
     assert trainer.optimizer.step[...] == 0
-    for holder in (kept, trainer):
+    other = Trainer()
+    pure = nnx.as_pure(nnx.state(other))
+    other.optimizer.update(other.model, nan)
+    written = nnx.as_pure(nnx.state(other))
+    nnx.update(other, amp.keep_if_finite(other, written, pure))
+    assert other.optimizer.step[...] == 0
+    for holder in (kept, trainer, other):
         found = {name: value.item() for name, value in amp.metrics(holder).items()}
         assert found == {
             "scale": 2.0**9,
