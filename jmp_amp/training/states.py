@@ -250,7 +250,7 @@ def _with_scales_of(new: PyTree, old: PyTree) -> PyTree:
 def _is_scale(node: object) -> bool:
     """Returns whether a node is a loss scale, or its state as nnx and flax write it."""
     names = set(node) if isinstance(node, Mapping) else set()
-    is_written = names >= {"loss_scale", "last_finite"}
+    is_written = names >= set(LossScaleState._fields) - {"inner_state", "structure"}
     return is_written or isinstance(node, _SCALES)
 
 
