@@ -148,7 +148,7 @@ def check_gradients(
     for (path, gradient), param in zip(leaves, jax.tree.leaves(params), strict=True):
         if np.shape(gradient) != np.shape(param):
             raise ValueError(
-                f"{call}: the gradient at {path} has "
+                f"{call}: the gradient at {path or 'the root'} has "
                 f"shape {np.shape(gradient)} but the parameter has {np.shape(param)}. "
                 "Reduce the gradient over the axes that the parameter lacks."
             )

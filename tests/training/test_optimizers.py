@@ -991,6 +991,9 @@ def test_gradients_of_another_shape_are_refused():
     gradients = params | {"b": jnp.ones((4, 2))}
     with pytest.raises(ValueError, match=r"\['b'\] has shape \(4, 2\).*\(2,\)"):
         tx.update(gradients, tx.init(params), params)
+    params = jnp.ones(2)
+    with pytest.raises(ValueError, match=r"at the root has shape \(8, 2\)"):
+        tx.update(jnp.ones((8, 2)), tx.init(params), params)
 
 
 def test_an_optimizer_that_changes_the_type_of_its_state_is_refused_by_leaf():
