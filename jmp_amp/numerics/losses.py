@@ -110,15 +110,21 @@ class LossCall:
 
 
 def check_traced(traced: jax.stages.Traced, args: Sequence[Value], call: str) -> None:
-    """Raises a TypeError if a program reads values of a trace that has ended.
+    """Raises a TypeError if a program reads arrays of a trace that has ended.
 
-    JAX makes them inputs of the program. `call` is the caller's, for errors.
+    JAX makes them inputs of the program.
+
+    Args:
+      traced: the program.
+      args: what it was traced with.
+      call: the caller's call as written, for errors.
     """
     if len(traced.jaxpr.in_avals) != len(jax.tree.leaves(args)):
         raise TypeError(
-            f"{call}: the gradient rule of a custom_vjp function uses an array of the "
-            "function around it, of which it knows nothing when it runs. Pass the "
-            "array as an argument of the custom_vjp function."
+            f"{call}: the program reads an array of a trace that has ended. Does the "
+            "gradient rule of a custom_vjp function use an array of the function "
+            "around it? Pass the array as an argument of the custom_vjp function. Does "
+            "a list or an object keep an array of an earlier call? Return it instead."
         )
 
 

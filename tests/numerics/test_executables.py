@@ -1,4 +1,4 @@
-"""The programs that a diagnosis compiled: when they are used again, and when not."""
+"""The programs that a diagnosis compiles: which are used again, and which refused."""
 
 import contextlib
 from concurrent.futures import Future
@@ -212,3 +212,31 @@ def test_a_program_with_many_turns_is_optimised(turns, fast, monkeypatch):
     amp.diagnose(fn)(jnp.ones((2, 2)))
     # The fourth program compares the gradients.
     assert told == [fast, fast, fast, True]
+
+
+@pytest.mark.parametrize("asked", ["diagnose", "tune"])
+def test_a_rule_that_uses_an_array_around_it_is_told(asked):
+    def fn(w, x):
+        scale = jnp.tanh(x.sum())
+        scaled = jax.custom_vjp(lambda x: x * scale)
+        scaled.defvjp(lambda x: (x * scale, None), lambda _, g: (g * scale,))
+        return jnp.sum(scaled(x @ w))
+
+    w = jnp.ones((2, 2))
+    assert np.isfinite(jax.jit(jax.grad(fn))(w, w)).all()
+    bound = {"max_grad_error": 0.1} if asked == "tune" else {}
+    with pytest.raises(TypeError, match=rf"^{asked}\(.*Pass the array as an argument"):
+        getattr(amp, asked)(fn, **bound)(w, w)
+
+
+def test_an_array_that_was_kept_from_an_earlier_call_is_told():
+    kept = []
+
+    def fn(w):
+        kept.append(jnp.sum(w @ w))
+        return kept[0]
+
+    diagnosed = amp.diagnose(fn)
+    assert diagnosed(jnp.ones((2, 2))).value == 8.0
+    with pytest.raises(TypeError, match=r"^diagnose\(fn\): .* of an earlier call\?"):
+        diagnosed(jnp.ones((2, 2)))
