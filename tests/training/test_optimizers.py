@@ -816,6 +816,10 @@ def test_another_optimizer_is_taken_back_but_for_its_scale():
     kept = amp.keep_if_finite(bad, {"other": good}, {"other": old})["other"]
     np.testing.assert_array_equal(kept.inner_state.trace, [0.0, 0.0])
     assert amp.metrics(kept)["applied"] == 1
+    written = [serialization.to_state_dict(state) for state in (good, old)]
+    kept = amp.keep_if_finite(bad, *written)
+    np.testing.assert_array_equal(kept["inner_state"]["trace"], [0.0, 0.0])
+    assert kept["applied"] == 1
 
 
 @adam_works
