@@ -29,9 +29,9 @@ _GROWS = frozenset(
     "cumprod scatter-add".split()
 )
 _MAY_GROW = frozenset("pow integer_pow".split())
-# Defined between two bounds, so that an epsilon does not help.
+# Defined within bounds: an epsilon does not keep the operand there.
 _BOUNDED = frozenset("acos acosh asin atanh erf_inv".split())
-# At 0 their derivative is infinite, as is that of a root; it divides or is a power.
+# It keeps an operand away from where the derivative is infinite, as a root's is at 0.
 _WHERE = "jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)"
 # Their vectors are as right with the other sign, or in another basis: the distance to
 # those of f32 says nothing.

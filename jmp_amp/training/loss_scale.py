@@ -134,8 +134,8 @@ class LossScale:
         value = jnp.asarray(self.value)
         grown = value * self.growth_factor
         reduced = value * self.backoff_factor
-        # Half an infinity is one, and half a NaN: somebody put it there. The cap is
-        # where every scale can be reached from.
+        # Half of an infinite scale is infinite, and half of NaN is NaN. From the cap
+        # the next overflow backs off.
         reduced = jnp.where(
             reduced <= self.max_scale,
             jnp.maximum(reduced, self.min_scale),

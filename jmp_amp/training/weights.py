@@ -115,8 +115,9 @@ def with_kahan(
     `inner` sees the sum of both, in float32, with float32 gradients and moments. A zero
     update changes neither parameter nor compensation.
 
-    A parameter that was changed outside keeps its compensation: up to half the last
-    place of the new one. `with_master_weights` takes the new one as it is.
+    If the caller changes a parameter, its compensation stays: the sum of both differs
+    from the new parameter by at most half of its last place. `with_master_weights`
+    takes the new parameter as it is.
 
     Args:
       inner: an optimizer or a chain; extra arguments of `update` reach it.
