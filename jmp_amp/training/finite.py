@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jmp_amp.policies.dtypes import PyTree
@@ -20,6 +21,8 @@ from jmp_amp.training.structures import first_difference, key_paths
 # of its training step is 112. XLA fuses the checks of several leaves into one kernel,
 # as long as it has few enough operands.
 _LEAVES_PER_KERNEL = 16
+# Below that, columns are no faster on a CPU: flags in a row, and in all.
+_SHORTEST_ROW, _SMALLEST = 64, 2**12
 
 
 def all_finite(tree: PyTree, axis_name: str | Sequence[str] | None = None) -> jax.Array:
@@ -51,12 +54,29 @@ def all_finite(tree: PyTree, axis_name: str | Sequence[str] | None = None) -> ja
     for group in groups.values():
         for start in range(0, len(group), _LEAVES_PER_KERNEL):
             together = map(jnp.isfinite, group[start : start + _LEAVES_PER_KERNEL])
-            flags.append(functools.reduce(jnp.logical_and, together).all())
+            flags.append(_all(functools.reduce(jnp.logical_and, together)))
     finite = functools.reduce(jnp.logical_and, flags, jnp.asarray(True))
     if axis_name is None:
         return finite
     axes = axis_name if isinstance(axis_name, str) else tuple(axis_name)
     return jax.lax.pmin(finite.astype(jnp.int32), axes) == 1
+
+
+def _all(flags: jax.Array) -> jax.Array:
+    """Returns whether all flags are True: bool[].
+
+    XLA's CPU reduces an array to one number element by element, but to a row of numbers
+    several columns at a time. Other devices are given the plain reduction.
+    """
+    is_wide = flags.ndim > 1 and flags.shape[-1] >= _SHORTEST_ROW
+    if not (is_wide and flags.size >= _SMALLEST and isinstance(flags, Tracer)):
+        return flags.all()
+    return jax.lax.platform_dependent(flags, cpu=_all_by_columns, default=jnp.all)
+
+
+def _all_by_columns(flags: jax.Array) -> jax.Array:
+    # XLA would make one reduction of the two.
+    return jax.lax.optimization_barrier(flags.all(-2)).all()
 
 
 def select_tree(pred: ArrayLike, a: PyTree, b: PyTree) -> PyTree:

@@ -224,3 +224,10 @@ def test_an_autocast_around_the_check_makes_nothing_infinite():
     large = {"w": np.full((64, 64), 1e5, np.float32)}
     check = amp.autocast(functools.partial(amp.all_finite), "mixed_float16")
     assert jax.jit(check)(large)
+
+
+@pytest.mark.parametrize(("platform", "by_columns"), [("cpu", True), ("cuda", False)])
+def test_the_check_reduces_columns_on_a_cpu_and_nowhere_else(platform, by_columns):
+    aval = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    lowered = jax.jit(amp.all_finite).trace(aval).lower(lowering_platforms=(platform,))
+    assert ("stablehlo.optimization_barrier" in lowered.as_text()) is by_columns
