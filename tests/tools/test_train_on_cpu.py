@@ -146,11 +146,30 @@ def test_committed_figures_meet_the_goals_where_there_is_bf16_and_are_printed():
     # Where nothing is bf16 the program is that of f32: its speed is 1 but for noise.
     same = [name for name, model in found["models"].items() if is_f32(model)]
     assert same == ["mlp-3x64", "cnn"]
-    missed = {each.partition(",")[0] for each in train_on_cpu.missed(found["models"])}
-    assert missed <= set(same)
+    assert train_on_cpu.missed(found["models"]) == []
 
 
 def is_f32(model):
     """Whether the program for a CPU is that of f32, by its gradient and its memory."""
     ours, plain = (model["programs"][name] for name in ("for a CPU", "f32"))
-    return all(ours[key] == plain[key] for key in ("error", "kept_bytes"))
+    alike = all(ours[key] == plain[key] for key in ("error", "kept_bytes"))
+    assert ours["training"]["as_f32"] == alike
+    return alike
+
+
+def test_two_programs_are_told_apart_by_what_xla_compiles():
+    x = jnp.ones((4, 4))
+    plain = train_on_cpu.compiled_operations(jnp.sin, x)
+    assert plain == train_on_cpu.compiled_operations(lambda x: jnp.sin(x), x)
+    assert plain != train_on_cpu.compiled_operations(jnp.cos, x)
+    assert plain != train_on_cpu.compiled_operations(jnp.sin, x.astype(jnp.bfloat16))
+
+
+def test_a_program_that_is_that_of_f32_misses_no_goal_of_its_speed(results):
+    model = results["models"]["lstm"]
+    speed = model["programs"]["for a CPU"]["training"]["speed"]["cpu"]["min"]
+    for as_f32, goal, count in ((True, 1.0, 0), (True, 1.1, 1), (False, speed * 2, 1)):
+        row = model["programs"]["for a CPU"]["training"] | {"as_f32": as_f32}
+        programs = model["programs"] | {"for a CPU": {"training": row}}
+        changed = {"goals": {"training": goal}, "programs": programs}
+        assert len(train_on_cpu.missed({"lstm": changed})) == count
