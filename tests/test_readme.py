@@ -171,17 +171,29 @@ def test_what_it_saves_is_what_was_measured():
         assert worst == row[0]
 
 
-def test_the_speed_on_a_cpu_is_what_was_measured():
+CPUS = {
+    "on a Xeon with AMX": ("train_on_cpu", ["amx_bf16", "avx512_bf16"]),
+    "on an EPYC with AVX512-BF16": ("train_on_cpu_epyc", ["avx512_bf16"]),
+}
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_the_speed_on_a_cpu_is_what_was_measured(cpu):
     text = " ".join(section_of("On a CPU").split())
-    models = json.loads((RESULTS / "train_on_cpu.json").read_text())["models"]
+    file, instructions = CPUS[cpu]
+    measured = json.loads((RESULTS / f"{file}.json").read_text())
+    assert measured["conditions"]["cpu"]["bf16_instructions"] == instructions
+    models = measured["models"]
     named = {"MLP": "mlp-256", "transformer": "transformer", "LSTM": "lstm"}
+    speeds = []
     for title, name in (named | {"CNN": "cnn"}).items():
         programs = models[name]["programs"]
         ours, gpu = (
             programs[each]["training"]["speed"]["cpu"]["min"]
             for each in ("for a CPU", "autocast")
         )
-        assert f"{title} {ours:.1f}x ({gpu:.1f}x)" in text
+        speeds.append(f"{title} {ours:.1f}x ({gpu:.1f}x)")
+    assert f"{cpu} {', '.join(speeds)}" in text
     kept = [
         programs["for a CPU"]["kept_bytes"] / programs["f32"]["kept_bytes"]
         for programs in (model["programs"] for model in models.values())
