@@ -564,16 +564,19 @@ def test_measurements_show_fp8_and_flax_as_they_were_measured():
 
 def test_measurements_show_what_a_cpu_did():
     steps, weights = printed_lines("04_measurements")[10:]
-    cpu = results("train_on_cpu")["models"]
-    shown = rows_of(steps, cpu)
-    assert list(shown) == list(cpu)
-    for name, row in cpu.items():
-        speeds = [
-            row["programs"][program][phase]["speed"]["cpu"]["min"]
-            for phase in ("training", "inference")
-            for program in ("by hand", "autocast", "for a CPU")
-        ]
-        assert shown[name][:6] == [f"{speed:.2f}x" for speed in speeds]
+    tables = "\n".join(steps).strip().split("\n\n")
+    for table, file in zip(tables, ("train_on_cpu", "train_on_cpu_epyc"), strict=True):
+        measured = results(file)
+        assert table.startswith(measured["conditions"]["cpu"]["name"])
+        shown = rows_of(table.split("\n"), measured["models"])
+        assert list(shown) == list(measured["models"])
+        for name, row in measured["models"].items():
+            speeds = [
+                row["programs"][program][phase]["speed"]["cpu"]["min"]
+                for phase in ("training", "inference")
+                for program in ("by hand", "autocast", "for a CPU")
+            ]
+            assert shown[name][:6] == [f"{speed:.2f}x" for speed in speeds]
     measured = results("weights_on_cpu")
     lines = {line[:38].strip(): line[38:].split() for line in weights if line}
     assert list(lines) == [*measured["steps"], *measured["updates"]]
