@@ -180,6 +180,9 @@ def _follow(at: Standing) -> Decision:
         return at.decision(Mode.AS_HELD, None, reason, origin)
     if origin == Origin.FULL and at.region.cpu is not None:
         return _in_f32(at)
+    if origin == Origin.FULL and low == BF16 and _spreads_function(at):
+        reason = "looked up more than once: a function of half-precision values"
+        return at.decision(Mode.IN_DTYPE, low, reason, Origin.LOW)
     if origin == Origin.FULL:
         carried = any(Trait.CARRIED in v.traits for v in at.operands)
         reason = "kept over the turns of a loop" if carried else "an operand is f32"
@@ -197,6 +200,23 @@ def _follow(at: Standing) -> Decision:
     if kept is not None:
         return at.decision(Mode.IN_DTYPE, F32, kept, Origin.FULL)
     return at.decision(Mode.IN_DTYPE, low, "follows its operands", Origin.LOW)
+
+
+def _spreads_function(at: Standing) -> bool:
+    """Whether the edges of a graph look up f32 values of its nodes that may round.
+
+    They are written to memory once for each edge.
+    """
+    return (
+        role_of(at.name) is Role.LOOKS_UP
+        and _grows(at.eqn)
+        and keeps_digits(at) is None
+        and unfit(at.operands, at.low) is None
+        and all(
+            v.origin != Origin.FULL or Trait.FUNCTION_OF_HALF in v.traits
+            for v in at.operands
+        )
+    )
 
 
 def _in_f32(at: Standing) -> Decision:
@@ -266,10 +286,31 @@ def _traits(at: Standing, made: Decision, saved: bool) -> Iterator[Trait]:
     is_kept = is_exact(at.eqn) and Trait.OVERSIZED in inherited
     if follows and (made.saturate or is_kept):
         yield Trait.OVERSIZED
+    if _is_function_of_half(at, made):
+        yield Trait.FUNCTION_OF_HALF
     if _is_worth_f32(at, made):
         yield Trait.WORTH_F32
     if saved:
         yield Trait.SAVED_IN_F32
+
+
+def _is_function_of_half(at: Standing, made: Decision) -> bool:
+    """Whether an f32 result is computed elementwise, of half values and constants."""
+    return (
+        made.result.origin == Origin.FULL
+        and (kind_of(at.name) is Kind.FUNCTION or at.rule.op_class is OpClass.FULL)
+        and kind_of(at.name) in _ELEMENTWISE
+        and not at.rule.from_user
+        and all(
+            v.origin == Origin.LOW
+            or v.is_constant
+            or Trait.FUNCTION_OF_HALF in v.traits
+            for v in at.operands
+        )
+    )
+
+
+_ELEMENTWISE = (Kind.FUNCTION, Kind.ARITHMETIC, Kind.SELECTION, Kind.MOVE)
 
 
 def _is_worth_f32(at: Standing, made: Decision) -> bool:

@@ -39,7 +39,7 @@ from jmp_amp.plan.origins import Flows
 from jmp_amp.plan.plan import EquationPlan, Plan, RuleContext
 from jmp_amp.plan.regions import Region, region_at
 from jmp_amp.plan.rewriting import Readers
-from jmp_amp.plan.rules import OpClass, Rule
+from jmp_amp.plan.rules import OpClass, Rule, rule_of_library
 from jmp_amp.plan.targets import Cpu
 from jmp_amp.plan.values import Known, Origin, Trait, may_round, traced_dtype
 from jmp_amp.policies.dtypes import F32, is_castable, is_half
@@ -118,7 +118,7 @@ def plan_derivative_rule(
         outputs,
         tuple(Use(demand_of(dtype)) for dtype in outputs),
         context.region,
-        context.inherited,
+        context.inherited or rule_of_library(eqn),
     )
 
 

@@ -157,6 +157,12 @@ def rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
     )
 
 
+def rule_of_library(eqn: Eqn) -> Rule | None:
+    """Returns the rule of the library's function that `eqn` calls, if it has one."""
+    rule = FUNCTION_RULES.get(jaxprs.function_name(eqn) or "")
+    return rule if rule is not None and jaxprs.is_of_library(eqn) else None
+
+
 def _calls(traceback: Traceback | None) -> Sequence[CodeType]:
     """Returns the code of the Python calls that made an equation, innermost first.
 

@@ -51,6 +51,9 @@ class Trait(enum.Enum):
     OVERSIZED = "oversized"
     # That of a linear system, or arithmetic on one, whose terms may cancel.
     SOLUTION = "a solution of linear algebra"
+    # In f32, but an elementwise function of half-precision values, such as softplus: it
+    # has as many digits as they have.
+    FUNCTION_OF_HALF = "a function of half-precision values"
     # It has more than one consumer.
     SHARED = "shared"
     # Autodiff keeps it in f32 whatever reads it: to compute it again is too expensive.

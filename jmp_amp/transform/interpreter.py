@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.plan import constructs, jaxprs, meshes
 from jmp_amp.plan.alike import NO_LIKENESS, Likeness, likeness
+from jmp_amp.plan.derivative_rules import traced_rule
 from jmp_amp.plan.jaxprs import ClosedJaxpr, Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.plan import EquationPlan, Island, Plan, plan_as_traced
 from jmp_amp.plan.planner import plan_derivative_rule, plan_program
@@ -22,7 +23,7 @@ from jmp_amp.plan.rewriting import Shared
 from jmp_amp.plan.targets import Cpu, checked_target, cpu_of
 from jmp_amp.plan.values import is_inexact
 from jmp_amp.plan.walk import Walk
-from jmp_amp.policies.dtypes import AnyFn, PyTree
+from jmp_amp.policies.dtypes import AnyFn, PyTree, is_half
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
@@ -489,8 +490,10 @@ def planned_rule(
     """
     if planned.rule_context is None:
         return plan_as_traced(jaxprs.trace_derivative_rule(eqn, differentiated))
-    policy = planned.rule_context.region.asked
-    active = scopes.Active(policy, PolicyMap(policy))
+    region = planned.rule_context.region
+    active = scopes.Active(region.asked, PolicyMap(region.asked))
+    runs_half = is_half(region.policy.compute_dtype)
+    trace_rule = traced_rule if runs_half else jaxprs.trace_derivative_rule
     with scopes.activate(active), linen_modules.intercepted():
-        traced = jaxprs.trace_derivative_rule(eqn, differentiated)
+        traced = trace_rule(eqn, differentiated)
     return plan_derivative_rule(traced, eqn, planned, differentiated)
