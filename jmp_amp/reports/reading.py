@@ -406,7 +406,7 @@ def _matmuls(eqn: Eqn, planned: EquationPlan, opaque: bool, times: int) -> Matmu
         total, again = Matmuls(), times * jaxprs.repetitions(eqn)
         if eqn.primitive.name == "pallas_call":
             return total
-        for body in jaxprs.owned_bodies(eqn):
+        for body in jaxprs.running_bodies(eqn):
             total = total.plus(matmuls_as_traced(body, again))
         return total
     dtypes = [

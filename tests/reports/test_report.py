@@ -829,3 +829,18 @@ def test_a_product_under_a_policy_of_f32_says_so():
         jnp.ones((2, 2)), jnp.ones((2, 2))
     ).equations
     assert (product.dtype, product.reason) == ("f32", "the policy computes in f32")
+
+
+def test_products_that_only_tell_the_derivative_what_is_solved_are_not_counted():
+    a = jnp.eye(128)
+    assert amp.explain(jnp.linalg.solve)(a, a).total.matmuls == 0
+    assert "dot_general" not in jax.jit(jnp.linalg.solve).lower(a, a).as_text()
+
+    def loss(w, x):
+        return jnp.mean(jnp.square(jnp.tanh(x @ w) @ w))
+
+    for target in (None, "cpu"):
+        gradient = jax.grad(amp.autocast(loss, target=target))
+        found = amp.explain(gradient, "float32")(a, a).total
+        # Two forward, and three for their derivatives.
+        assert (found.matmuls, found.flops) == (5, 5 * 2 * 128**3), target
