@@ -7,9 +7,8 @@ the product, sum or argument that they begin with.
 
 A decomposition of a matrix, or a linear system, makes an error larger by the condition
 number. What leads to one is f32 as well, with the product that it begins with, and with
-the products whose sums and differences that product reads: `F @ P @ F.T + Q`. So is a
-covariance of which a loop makes the next one like that, though it only divides by it. A
-layer of a network is half, and so is a stream that layers read too.
+the products whose sums and differences that product reads: `F @ P @ F.T + Q`. A layer
+of a network is half, and so is a stream that layers read too.
 
 The product in `|a|^2 - 2 a b + |b|^2` is f32 too: its digits cancel.
 
@@ -20,7 +19,7 @@ costs no memory, back to the product.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import Final, NamedTuple, TypeAlias, cast
+from typing import Final, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -93,14 +92,9 @@ def solves(name: str) -> bool:
     return name in _SOLVES
 
 
-def makes_solution(eqn: Eqn) -> bool:
-    """Whether an equation returns the solution of a linear system.
-
-    A triangular system with ones on its diagonal divides by nothing: its solution is
-    made of sums and products, such as the `(I + tril(k @ k.T))^-1` of a delta rule.
-    """
-    name = eqn.primitive.name
-    return name in _SOLUTIONS and not eqn.params.get("unit_diagonal", False)
+def makes_solutions(name: str) -> bool:
+    """Whether a primitive returns the solution of a linear system."""
+    return name in _SOLUTIONS
 
 
 def is_linear(name: str) -> bool:
@@ -221,7 +215,7 @@ class Destinations:
                 linear = is_linear(name)
                 moves = kind_of(name) is Kind.MOVE
                 if (
-                    makes_solution(eqn)
+                    makes_solutions(name)
                     or (moves and _reads(eqn, made.solutions))
                     or (name in PRODUCTS and _weighs(eqn, made.solutions))
                 ):
@@ -257,10 +251,6 @@ class Destinations:
         # A scan carries after its constants and before what it goes through.
         first = jaxprs.carried(eqn).start if not jaxprs.is_while(eqn) else -count
         carry = body.jaxpr.invars[first:][:count]
-        mapped = _covariances(body.jaxpr, carry)
-        outputs = tuple(
-            end | Ends.SOLVED if i in mapped else end for i, end in enumerate(outputs)
-        )
         # What leads to no linear algebra in this turn may do so in the next one.
         for told in (~Ends.STREAM, ~Ends.NONE):
             before = None
@@ -358,39 +348,6 @@ def _between(eqn: Eqn, makers: dict[Var, Eqn]) -> list[Atom]:
             if any(_untransposed(v, makers) is other for v in made.invars[:2]):
                 found.append(atom)
     return found
-
-
-def _covariances(jaxpr: Jaxpr, carry: Sequence[Var]) -> Set[int]:
-    """Returns which values of a loop are a covariance, or another quadratic form.
-
-    `P` is one if a turn makes of it `F @ P @ F.T`, and adds terms: a filter divides by
-    what it measures of `P`, and a turn hands on the error of the turns before it.
-
-    Args:
-      jaxpr: of the loop's body, which returns the values of its carry first.
-      carry: what the body reads of it.
-    """
-    if sum(eqn.primitive.name in PRODUCTS for eqn in jaxpr.eqns) < 2:
-        return frozenset()
-    makers = _makers(jaxpr)
-    # By variable, the values that it adds up, and those that it maps.
-    terms = {var: frozenset([i]) for i, var in enumerate(carry)}
-    mapped: dict[Atom, frozenset[int]] = {}
-    nothing: frozenset[int] = frozenset()
-    for eqn in jaxpr.eqns:
-        if is_linear(eqn.primitive.name):
-            read = [v for v in eqn.invars if not isinstance(v, Literal)]
-            for var in eqn.outvars:
-                terms[var] = nothing.union(*(terms.get(v, nothing) for v in read))
-                mapped[var] = nothing.union(*(mapped.get(v, nothing) for v in read))
-        elif eqn.primitive.name in PRODUCTS:
-            for inner in _between(eqn, makers):
-                factors = makers[cast(Var, inner)].invars[:2]
-                read = [v for v in factors if not isinstance(v, Literal)]
-                for var in eqn.outvars:
-                    mapped[var] = nothing.union(*(terms.get(v, nothing) for v in read))
-    results = jaxpr.outvars[: len(carry)]
-    return {i for i, atom in enumerate(results) if i in mapped.get(atom, nothing)}
 
 
 def _end_of_operands(eqn: Eqn, found: dict[Var, End]) -> End:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan.decisions import Decision, Standing
-from jmp_amp.plan.destinations import Ends, is_linear, makes_solution
+from jmp_amp.plan.destinations import Ends, is_linear, makes_solutions
 from jmp_amp.plan.dimensions import Dimensions, is_in_f32
 from jmp_amp.plan.jaxprs import Atom, Literal, aval_of
 from jmp_amp.plan.makers import is_move
@@ -142,7 +142,7 @@ def is_solution(at: Standing, made: Decision) -> bool:
 
     A product in f32 that leads to linear algebra counts as well: a state of a filter.
     """
-    if makes_solution(at.eqn):
+    if makes_solutions(at.name):
         return True
     if kind_of(at.name) is Kind.PRODUCT:
         if made.reason == _SOLVED:

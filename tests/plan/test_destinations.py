@@ -88,32 +88,6 @@ def regulator(x, w):
     return lax.scan(turn, jnp.eye(16), length=3)[0]
 
 
-def divided(x, w):
-    """A filter of one number a turn, which divides where others solve."""
-    see = w[0]
-
-    def turn(carry, y):
-        mean, cov = w @ carry[0], w @ (carry[1] - jnp.eye(16)) @ w.T + jnp.eye(16)
-        spread = see @ cov @ see + 0.1
-        gain = cov @ see / spread
-        cov = cov - jnp.outer(gain, see @ cov)
-        return (mean + gain * (y - see @ mean), cov), jnp.log(spread)
-
-    return lax.scan(turn, (jnp.zeros(16), jnp.eye(16)), x[:, 0])
-
-
-def delta_rule(x, w, unit_diagonal=True):
-    """Yang et al. 2024, arXiv:2406.06484, equations 8 and 9, of one chunk."""
-    k, v = x @ w, jnp.tanh(x @ w)
-    inverse = jax.scipy.linalg.solve_triangular(
-        jnp.eye(N) + jnp.tril(k @ k.T, -1),
-        jnp.eye(N),
-        lower=True,
-        unit_diagonal=unit_diagonal,
-    )
-    return inverse @ v - inverse @ k @ w
-
-
 # The dtype of each product, but for those inside of a solver.
 SOLVED = {
     "kernel": (lambda x, w: solved(kernel(x, x)), [F32]),
@@ -152,27 +126,6 @@ SOLVED = {
     "filter": (filtered, [F32] * 10),
     "riccati": (riccati, [F32] * 7),
     "riccati_of_a_network": (regulator, [HALF] * 4 + [F32] * 9),
-    # What the observation reads of it, `see @ cov` of `spread`, is a stream too.
-    "filter_that_divides": (divided, [F32, F32, F32, HALF, F32, F32, F32, F32]),
-    "filters_that_divide": (
-        lambda x, w: jax.vmap(lambda y: divided(y[:, None], w)[0][1], 1)(x),
-        [HALF, F32, F32, HALF, F32, F32, F32, HALF],
-    ),
-    "covariances_of_every_turn": (
-        lambda x, w: lax.fori_loop(
-            0, 3, lambda _, p: w @ p @ w.T + x.T @ x, jnp.eye(16)
-        ),
-        [F32, F32, F32],
-    ),
-    "scores_of_every_turn": (
-        lambda x, w: lax.fori_loop(0, 3, lambda _, h: h + jnp.tanh(h @ w @ h.T) @ x, x),
-        [HALF, HALF, HALF],
-    ),
-    "delta_rule": (delta_rule, [HALF, HALF, F32, HALF, HALF, HALF]),
-    "delta_rule_that_divides": (
-        lambda x, w: delta_rule(x, w, unit_diagonal=False),
-        [F32] * 6,
-    ),
     "a_covariance_that_is_mapped": (
         lambda x, w: jnp.linalg.slogdet(w @ jnp.diag(x[0]) @ w.T + jnp.eye(16))[1],
         [F32, F32],
@@ -310,17 +263,6 @@ def test_what_has_no_layer_is_that_of_f32(name, policy):
     found, expected = gradients(amp.autocast(fn, policy)), gradients(fn)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
-
-
-@each_policy
-def test_a_filter_that_divides_is_off_by_no_more_than_a_rounding(policy):
-    def gradient(fn):
-        loss = lambda w: jnp.sum(fn(jnp.tile(X, (16, 1)), w)[1])  # noqa: E731
-        return jax.jit(jax.grad(loss))(0.999 * jnp.linalg.qr(W)[0])
-
-    eps = float(jnp.finfo(amp.get_policy(policy).compute_dtype).eps)
-    found = gradient(amp.autocast(divided, policy))
-    assert relative_error(found, gradient(divided)) < eps
 
 
 def test_explain_tells_why():
