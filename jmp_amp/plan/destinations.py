@@ -309,10 +309,11 @@ def _weighs(eqn: Eqn, solutions: Set[Var]) -> bool:
 
     Not that of `x @ w`, where a weight of a network may be an inverse.
     """
-    lhs, rhs = eqn.invars[:2]
-    return bool(solutions) and (
-        lhs in solutions or (rhs in solutions and aval_of(rhs).ndim < 2)
-    )
+    if not solutions:
+        return False
+    lhs, rhs = (jaxprs.variables((atom,)) for atom in eqn.invars[:2])
+    is_vector = aval_of(eqn.invars[1]).ndim < 2
+    return not solutions.isdisjoint(lhs + rhs if is_vector else lhs)
 
 
 def _reads(eqn: Eqn, variables: Set[Var]) -> bool:

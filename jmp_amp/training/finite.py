@@ -68,7 +68,8 @@ def _all(flags: jax.Array) -> jax.Array:
     XLA's CPU reduces an array to one number element by element, but to a row of numbers
     several columns at a time. Other devices are given the plain reduction.
     """
-    is_wide = flags.ndim > 1 and flags.shape[-1] >= _SHORTEST_ROW
+    rows, columns = (1, 1, *flags.shape)[-2:]
+    is_wide = rows > 1 and columns >= _SHORTEST_ROW
     if not (is_wide and flags.size >= _SMALLEST and isinstance(flags, Tracer)):
         return flags.all()
     return jax.lax.platform_dependent(flags, cpu=_all_by_columns, default=jnp.all)

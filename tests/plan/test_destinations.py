@@ -11,7 +11,7 @@ from jmp_amp.plan import jaxprs
 from jmp_amp.plan.destinations import Destinations, Ends
 from tests.measures import relative_error
 from tests.programs import planned, products, reason_of, results_of
-from tests.rounding import BF16, POLICIES, W, X, one_policy
+from tests.rounding import BF16, POLICIES, W, X, eps, one_policy
 
 F32, HALF = "float32", "bfloat16"
 N = X.shape[0]
@@ -428,3 +428,16 @@ def test_the_network_of_a_target_is_in_half(policy):
         return lax.stop_gradient(jnp.sin(jnp.sin(x @ w) @ w))
 
     assert results_of(amp.autocast(fn, policy), X, W, primitive="sin") == [HALF, F32]
+
+
+@each_policy
+def test_the_gradient_of_a_product_with_a_solution_is_planned_from_outside(policy):
+    """Its cotangent, the number 1, is a literal and a factor of a product."""
+
+    def fn(x):
+        return Y @ jnp.linalg.solve(x.T @ x + jnp.eye(N), Y)
+
+    x = X[:, :N]
+    found = amp.autocast(jax.grad(fn), policy)(x)
+    # What linear algebra reads keeps its digits; the products behind it round.
+    assert relative_error(found, jax.grad(fn)(x)) < eps(policy)
