@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn
 
 import jax
@@ -18,6 +18,7 @@ from jmp_amp.numerics.asked import (
     shown,
 )
 from jmp_amp.numerics.flagged import BASE, flagged_run
+from jmp_amp.numerics.gradient_costs import gradient_flops
 from jmp_amp.numerics.groups import (
     Group,
     Member,
@@ -32,6 +33,7 @@ from jmp_amp.numerics.options import undisturbed
 from jmp_amp.numerics.searching import Search
 from jmp_amp.numerics.trials import Bench, Measured, gradients_of
 from jmp_amp.numerics.tuning import Step, Tuned, Tuning
+from jmp_amp.plan import jaxprs
 from jmp_amp.plan.targets import checked_target, cpu_of
 from jmp_amp.plan.values import traced_dtype
 from jmp_amp.policies.dtypes import F32, AnyFn, is_half
@@ -41,6 +43,7 @@ from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.reports.reading import read_plan
 from jmp_amp.reports.rows import Equation
 from jmp_amp.training.gradients import Argnums
+from jmp_amp.transform.interpreter import run
 
 
 def tune(
@@ -208,9 +211,10 @@ class _Tuner:
         )
 
     def _menu(
-        self, loss: LossCall, found: Sequence[Member], rows: Iterable[Equation]
+        self, loss: LossCall, found: Sequence[Member], rows: Sequence[Equation]
     ) -> Menu:
-        flops = {row.identity: row.flops for row in rows}
+        gradient = gradients_of(loss, lambda arrays: run(loss.plan, arrays))
+        flops = gradient_flops(rows, jaxprs.trace(gradient, loss.arrays))
         modules = module_paths(loss.plan, Place())
         return menu_of(self.start, self.candidates, found, modules, flops)
 

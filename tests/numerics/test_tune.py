@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jmp_amp as amp
+from jmp_amp.numerics.gradient_costs import gradient_flops
 from tests.zoo.language import gpt
 
 F32 = amp.get_policy("float32")
@@ -371,6 +372,66 @@ def test_bf16_cures_an_overflow_and_only_f32_a_cancellation():
 
 
 # A large model, and what cannot be
+
+
+class Cancels(nn.Module):
+    """A linear layer, spelled as the difference of two products that nearly cancel."""
+
+    @nn.compact
+    def __call__(self, x):
+        large = self.param("large", lambda key: 50 * jax.random.normal(key, (16, 16)))
+        small = self.param("small", nn.initializers.lecun_normal(), (16, 16))
+        return x @ large - x @ (large - small)
+
+
+class TwoThatCancel(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for name in ("first", "second"):
+            x = x + 0.5 * nn.tanh(Cancels(name=name)(x))
+        return x
+
+
+def test_of_two_modules_that_would_do_the_cheaper_one_gets_f32():
+    """Nobody asks for the gradient of the input: the first has 4 products of 10."""
+    model = TwoThatCancel()
+    x = jax.random.normal(jax.random.key(0), (32, 16))
+    params = model.init(jax.random.key(1), x)
+
+    def loss(params, x):
+        return jnp.mean(jnp.square(model.apply(params, x)))
+
+    bound = 0.05
+    for name in ("first", "second"):
+        alone = amp.PolicyMap("mixed_float16", {name: F32})
+        assert error_of(loss, alone, params, x) <= bound
+    assert error_of(loss, "mixed_float16", params, x) > bound
+    tuning = amp.tune(loss, max_grad_error=bound)(params, x)
+    assert patterns(tuning) == {"first": F32}
+    np.testing.assert_allclose(tuning.cost, 6 / 10)
+
+
+@pytest.mark.parametrize("in_scan", [False, True])
+def test_products_cost_what_their_gradients_cost(in_scan):
+    """Three products for each, in a loop as often as it turns; two for the first."""
+    weights = jax.random.normal(jax.random.key(2), (4, 16, 16)) / 4
+    x = jnp.ones((8, 16))
+
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    def loss(weights, x):
+        if in_scan:
+            return jnp.mean(jax.lax.scan(layer, x, weights)[0])
+        for w in weights:
+            x, _ = layer(x, w)
+        return jnp.mean(x)
+
+    rows = amp.explain(loss, "float32")(weights, x).equations
+    gradient = jax.make_jaxpr(jax.grad(loss))(weights, x)
+    found = sum(gradient_flops(rows, gradient).values())
+    products = 3 * 4 if in_scan else 3 * 4 - 1
+    assert found == products * 2 * 8 * 16 * 16
 
 
 @pytest.mark.slow
