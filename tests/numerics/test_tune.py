@@ -395,13 +395,13 @@ class TwoThatCancel(nn.Module):
 def test_of_two_modules_that_would_do_the_cheaper_one_gets_f32():
     """Nobody asks for the gradient of the input: the first has 4 products of 10."""
     model = TwoThatCancel()
-    x = jax.random.normal(jax.random.key(0), (32, 16))
-    params = model.init(jax.random.key(1), x)
+    x = jax.random.normal(jax.random.key(102), (32, 16))
+    params = model.init(jax.random.key(2), x)
 
     def loss(params, x):
         return jnp.mean(jnp.square(model.apply(params, x)))
 
-    bound = 0.05
+    bound = 0.04
     for name in ("first", "second"):
         alone = amp.PolicyMap("mixed_float16", {name: F32})
         assert error_of(loss, alone, params, x) <= bound
