@@ -27,6 +27,23 @@ from jmp_amp.transform.nnx_modules import is_node
 _Wanted = tuple[int, nnx.filterlib.Filter]
 
 
+def check_distinct(argnums: Argnums, call: str, count: int = 0) -> None:
+    """Raises a ValueError if `argnums` name an argument twice.
+
+    Args:
+      argnums: as the caller gave them.
+      call: the caller's call as written.
+      count: the number of positional arguments; 0 if it is not known yet.
+    """
+    named = [number for number, _ in _wanted(argnums, count)]
+    for number in named:
+        if named.count(number) > 1:
+            raise ValueError(
+                f"{call}: argnums={argnums!r} name the argument {number} twice, but it "
+                "has one gradient. Name each argument once."
+            )
+
+
 def as_differentiated(
     args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], argnums: Argnums
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:

@@ -12,7 +12,11 @@ import jax.core
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jmp_amp.numerics.differentiated import as_differentiated, differentiated
+from jmp_amp.numerics.differentiated import (
+    as_differentiated,
+    check_distinct,
+    differentiated,
+)
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Value, aval_of
 from jmp_amp.plan.plan import Plan
@@ -128,6 +132,8 @@ def check_traced(traced: jax.stages.Traced, args: Sequence[Value], call: str) ->
 def check_measured(name: str, fn: object, argnums: Any) -> None:
     """Raises a TypeError if `fn` is no function or `argnums` no positions.
 
+    A ValueError if they name one twice.
+
     Args:
       name: of the function that the user called, for errors.
       fn, argnums: its arguments.
@@ -144,6 +150,7 @@ def check_measured(name: str, fn: object, argnums: Any) -> None:
             "it cannot be called. Write a loss function that calls model.apply."
         )
     check_argnums(argnums, f"{name}(fn, argnums={argnums!r})")
+    check_distinct(argnums, f"{name}(fn)")
 
 
 @contextlib.contextmanager
@@ -172,8 +179,10 @@ def loss_call(
       TypeError: if an argument is traced or a `jax.ShapeDtypeStruct`; if `has_aux` and
         no pair is returned; if the function returns a loss and no argument is
         differentiable.
-      ValueError: if the function returns a loss and `argnums` name no argument.
+      ValueError: if `argnums` name an argument twice, or none although the function
+        returns a loss.
     """
+    check_distinct(argnums, call, len(args))
     args, kwargs = as_differentiated(args, kwargs, argnums)
     leaves = jax.tree.leaves((args, kwargs), is_leaf=is_node)
     if any(isinstance(x, jax.core.Tracer) for x in leaves):

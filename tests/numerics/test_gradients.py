@@ -173,3 +173,19 @@ def test_only_a_function_with_a_gradient_needs_an_argument_by_position():
         amp.diagnose(loss)(x=jnp.ones(2))
     with pytest.raises(ValueError, match=r"tune\(fn\): argnums=0, but .* by position"):
         amp.tune(loss, max_grad_error=0.1)(x=jnp.ones(2))
+
+
+def test_an_argument_that_is_named_twice_is_refused_before_anything_runs():
+    def loss(w, x):
+        raise AssertionError("it ran")
+
+    for argnums in ((0, 0), (1, -1, -1), (np.int32(0), nnx.DiffState(0, nnx.Param))):
+        with pytest.raises(ValueError, match=r"^diagnose\(fn\): .* twice.* Name each"):
+            amp.diagnose(loss, argnums=argnums)
+        with pytest.raises(ValueError, match=r"^tune\(fn\): .* twice.* Name each"):
+            amp.tune(loss, argnums=argnums, max_grad_error=0.1)
+    # How many arguments there are is known when it is called.
+    with pytest.raises(ValueError, match=r"^diagnose\(loss\): .* the argument 0 twice"):
+        amp.diagnose(loss, argnums=(0, -2))(1.0, 2.0)
+    with pytest.raises(ValueError, match=r"^tune\(fn\): .* the argument 0 twice"):
+        amp.tune(loss, argnums=(0, -2), max_grad_error=0.1)(1.0, 2.0)
