@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,13 @@ from jmp_amp.transform.nnx_modules import is_node
 # Runs the program of a call: its inputs in, its outputs out.
 RunProgram = Callable[[Sequence[Value]], Sequence[Value]]
 
+# What JAX says of loops that run until something is so, of callbacks, and of primitives
+# that have no derivative.
+_NO_GRADIENT = re.compile(
+    "^Reverse-mode differentiation does not work for|callbacks do not support JVP"
+    "|^Differentiation rule for .* not implemented"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class LossCall:
@@ -43,6 +51,7 @@ class LossCall:
       moving: which inputs of the program are differentiated.
       keys: the key path of each of these in the gradient of `amp.value_and_grad`.
       has_aux: whether the function returns `(loss, aux)`.
+      written: the caller's call as written, for errors.
     """
 
     call: PlannedCall
@@ -50,6 +59,7 @@ class LossCall:
     moving: tuple[int, ...]
     keys: tuple[str, ...]
     has_aux: bool
+    written: str
 
     @property
     def plan(self) -> Plan:
@@ -86,7 +96,7 @@ class LossCall:
         """Returns a function of the inputs: the outputs and the gradients.
 
         The gradients are those of `scaled(loss)`, one for each of `moving`; none if
-        there is no loss.
+        there is no loss. It raises a ValueError if JAX has no gradient of it.
         """
 
         def both(*arrays: Value) -> tuple[list[Value], tuple[Value, ...]]:
@@ -104,10 +114,27 @@ class LossCall:
             transform = jax.value_and_grad(
                 loss, argnums=tuple(range(len(self.moving))), has_aux=True
             )
-            (_, outputs), gradients = transform(*(arrays[i] for i in self.moving))
+            with _told_if_not_differentiable(self.written):
+                (_, outputs), gradients = transform(*(arrays[i] for i in self.moving))
             return outputs, gradients
 
         return both
+
+
+@contextlib.contextmanager
+def _told_if_not_differentiable(call: str) -> Iterator[None]:
+    """Says what to do if JAX cannot differentiate an operation of a function."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        told = " ".join(str(error).split())
+        if not _NO_GRADIENT.search(told):
+            raise
+        raise ValueError(
+            f"{call}: the function returns one real scalar, but JAX cannot "
+            f"differentiate it: {told.rstrip('.')}. diagnose(lambda *args: "
+            "[fn(*args)]) diagnoses the forward pass alone."
+        ) from error
 
 
 def check_traced(traced: jax.stages.Traced, args: Sequence[Value], call: str) -> None:
@@ -214,7 +241,7 @@ def loss_call(
                     "the parameters with argnums=."
                 )
         moving, keys = tuple(found), tuple(found.values())
-        yield LossCall(planned, loss, moving, keys, has_aux)
+        yield LossCall(planned, loss, moving, keys, has_aux, call)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -189,3 +189,36 @@ def test_an_argument_that_is_named_twice_is_refused_before_anything_runs():
         amp.diagnose(loss, argnums=(0, -2))(1.0, 2.0)
     with pytest.raises(ValueError, match=r"^tune\(fn\): .* the argument 0 twice"):
         amp.tune(loss, argnums=(0, -2), max_grad_error=0.1)(1.0, 2.0)
+
+
+# Functions that JAX cannot differentiate
+
+
+def looped(x):
+    return jax.lax.while_loop(lambda y: y < 9.0, lambda y: 2.0 * y, jnp.sum(x))
+
+
+def called_back(x):
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+    return jax.pure_callback(lambda x: np.float32(x.sum()), shape, x)
+
+
+def without_a_rule(x):
+    return jnp.sum(jax.lax.linalg.schur(jnp.outer(x, x))[0])
+
+
+@pytest.mark.parametrize("loss", [looped, called_back, without_a_rule])
+def test_a_scalar_without_a_gradient_is_told_what_diagnoses_it(loss):
+    with pytest.raises((ValueError, NotImplementedError)) as of_jax:
+        jax.grad(loss)(X[0])
+    for name, measured in (
+        (f"diagnose({loss.__name__})", amp.diagnose(loss)),
+        ("tune(fn)", amp.tune(loss, max_grad_error=0.1)),
+    ):
+        with pytest.raises(ValueError, match="cannot differentiate it") as told:
+            measured(X[0])
+        text = str(told.value)
+        assert text.startswith(f"{name}: the function returns one real scalar")
+        assert str(of_jax.value).rstrip(".") in text and "diagnoses the forw" in text
+    d = amp.diagnose(lambda *args: [loss(*args)], "float32")(X[0])
+    np.testing.assert_allclose(d.value[0], loss(X[0]), rtol=1e-6)
