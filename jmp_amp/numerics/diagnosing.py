@@ -103,8 +103,9 @@ def diagnose(
       TypeError: if `fn` is not callable, `policy` no policy, `argnums` no position or
         `target` no text; from the function returned, if an argument is a
         `jax.ShapeDtypeStruct`, or none that is differentiated holds floats.
-      ValueError: if the compute dtype is none of float16, bfloat16 and float32, or
-        `target` is unknown.
+      ValueError: if the compute dtype is none of float16, bfloat16 and float32,
+        `argnums` name an argument twice, or `target` is unknown; from the function
+        returned, if `fn` returns one real scalar that JAX cannot differentiate.
 
     Example:
       >>> import jax.numpy as jnp

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import numbers
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
-from flax import nnx
 
+from jmp_amp.numerics.differentiated import (
+    as_differentiated,
+    check_distinct,
+    differentiated,
+)
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Value, aval_of
 from jmp_amp.plan.plan import Plan
@@ -23,12 +26,18 @@ from jmp_amp.plan.values import traced_dtype
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.training.gradients import Argnums, check_argnums
-from jmp_amp.transform.calls import is_array
 from jmp_amp.transform.interpreter import PlannedCall, planned_call
 from jmp_amp.transform.nnx_modules import is_node
 
 # Runs the program of a call: its inputs in, its outputs out.
 RunProgram = Callable[[Sequence[Value]], Sequence[Value]]
+
+# What JAX says of loops that run until something is so, of callbacks, and of primitives
+# that have no derivative.
+_NO_GRADIENT = re.compile(
+    "^Reverse-mode differentiation does not work for|callbacks do not support JVP"
+    "|^Differentiation rule for .* not implemented"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +51,7 @@ class LossCall:
       moving: which inputs of the program are differentiated.
       keys: the key path of each of these in the gradient of `amp.value_and_grad`.
       has_aux: whether the function returns `(loss, aux)`.
+      written: the caller's call as written, for errors.
     """
 
     call: PlannedCall
@@ -49,6 +59,7 @@ class LossCall:
     moving: tuple[int, ...]
     keys: tuple[str, ...]
     has_aux: bool
+    written: str
 
     @property
     def plan(self) -> Plan:
@@ -85,7 +96,7 @@ class LossCall:
         """Returns a function of the inputs: the outputs and the gradients.
 
         The gradients are those of `scaled(loss)`, one for each of `moving`; none if
-        there is no loss.
+        there is no loss. It raises a ValueError if JAX has no gradient of it.
         """
 
         def both(*arrays: Value) -> tuple[list[Value], tuple[Value, ...]]:
@@ -103,10 +114,27 @@ class LossCall:
             transform = jax.value_and_grad(
                 loss, argnums=tuple(range(len(self.moving))), has_aux=True
             )
-            (_, outputs), gradients = transform(*(arrays[i] for i in self.moving))
+            with _told_if_not_differentiable(self.written):
+                (_, outputs), gradients = transform(*(arrays[i] for i in self.moving))
             return outputs, gradients
 
         return both
+
+
+@contextlib.contextmanager
+def _told_if_not_differentiable(call: str) -> Iterator[None]:
+    """Says what to do if JAX cannot differentiate an operation of a function."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        told = " ".join(str(error).split())
+        if not _NO_GRADIENT.search(told):
+            raise
+        raise ValueError(
+            f"{call}: the function returns one real scalar, but JAX cannot "
+            f"differentiate it: {told.rstrip('.')}. diagnose(lambda *args: "
+            "[fn(*args)]) diagnoses the forward pass alone."
+        ) from error
 
 
 def check_traced(traced: jax.stages.Traced, args: Sequence[Value], call: str) -> None:
@@ -131,6 +159,8 @@ def check_traced(traced: jax.stages.Traced, args: Sequence[Value], call: str) ->
 def check_measured(name: str, fn: object, argnums: Any) -> None:
     """Raises a TypeError if `fn` is no function or `argnums` no positions.
 
+    A ValueError if they name one twice.
+
     Args:
       name: of the function that the user called, for errors.
       fn, argnums: its arguments.
@@ -147,6 +177,7 @@ def check_measured(name: str, fn: object, argnums: Any) -> None:
             "it cannot be called. Write a loss function that calls model.apply."
         )
     check_argnums(argnums, f"{name}(fn, argnums={argnums!r})")
+    check_distinct(argnums, f"{name}(fn)")
 
 
 @contextlib.contextmanager
@@ -175,15 +206,12 @@ def loss_call(
       TypeError: if an argument is traced or a `jax.ShapeDtypeStruct`; if `has_aux` and
         no pair is returned; if the function returns a loss and no argument is
         differentiable.
-      ValueError: if `argnums` name no argument.
+      ValueError: if `argnums` name an argument twice, or none although the function
+        returns a loss.
     """
-    several = isinstance(argnums, Sequence)
-    wanted = _positions(argnums, len(args), call)
-    args = tuple(
-        jax.tree.map(_as_array, arg, is_leaf=is_node) if i in dict(wanted) else arg
-        for i, arg in enumerate(args)
-    )
-    leaves = jax.tree.leaves((args, dict(kwargs)), is_leaf=is_node)
+    check_distinct(argnums, call, len(args))
+    args, kwargs = as_differentiated(args, kwargs, argnums)
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=is_node)
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         raise TypeError(
             f"{call}: an argument is traced, and has no value to measure. Call it "
@@ -195,27 +223,25 @@ def loss_call(
             "measure. Give arrays; explain(fn, policy) takes shapes."
         )
     with planned_call(
-        fn, policies, args, dict(kwargs), call, cpu, notes_modules=notes_modules
+        fn, policies, args, kwargs, call, cpu, notes_modules=notes_modules
     ) as planned:
         loss = _loss_of(planned, has_aux, call)
-        places = _places(args, planned.arrays)
-        found = [
-            (position, jax.tree_util.keystr((*((first,) if several else ()), *path)))
-            for first, (i, where) in zip(
-                map(jax.tree_util.SequenceKey, range(len(wanted))), wanted, strict=True
-            )
-            for position, path in places(i, where)
-            if jnp.issubdtype(planned.arrays[position].dtype, jnp.floating)
-        ]
-        if loss is not None and not found:
-            raise TypeError(
-                f"{call}: no argument that argnums={argnums!r} names holds a "
-                "floating-point array, so there is nothing to differentiate. Name "
-                "the parameters with argnums=."
-            )
-        moving = tuple(i for i, _ in found)
-        keys = tuple(key for _, key in found)
-        yield LossCall(planned, loss, moving, keys, has_aux)
+        found = {}
+        if loss is not None:
+            positional, _ = planned.numbered()
+            found = {
+                position: key
+                for position, key in differentiated(positional, argnums, call).items()
+                if jnp.issubdtype(planned.arrays[position].dtype, jnp.floating)
+            }
+            if not found:
+                raise TypeError(
+                    f"{call}: no argument that argnums={argnums!r} names holds a "
+                    "floating-point array, so there is nothing to differentiate. Name "
+                    "the parameters with argnums=."
+                )
+        moving, keys = tuple(found), tuple(found.values())
+        yield LossCall(planned, loss, moving, keys, has_aux, call)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,61 +269,3 @@ def _loss_of(planned: PlannedCall, has_aux: bool, call: str) -> int | None:
     aval = avals[returned.position]
     is_loss = not aval.shape and jnp.issubdtype(aval.dtype, jnp.floating)
     return returned.position if is_loss else None
-
-
-def _positions(
-    argnums: Argnums, count: int, call: str
-) -> list[tuple[int, nnx.filterlib.Filter]]:
-    """Returns which arguments are meant, and which variables of nnx modules in them."""
-    found = []
-    for each in argnums if isinstance(argnums, Sequence) else (argnums,):
-        is_state = isinstance(each, nnx.DiffState)
-        number = int(each.argnum if is_state else each)
-        position = number + count if number < 0 else number
-        if not 0 <= position < count:
-            raise ValueError(
-                f"{call}: argnums={argnums!r}, but the function was called with "
-                f"{count} positional arguments. Give the parameters by position."
-            )
-        found.append((position, each.filter if is_state else nnx.Param))
-    return found
-
-
-def _as_array(leaf: PyTree) -> PyTree:
-    """Returns a number of Python or numpy as an array, as `jax.grad` does."""
-    is_number = isinstance(leaf, numbers.Real) and not isinstance(
-        leaf, numbers.Integral | np.bool_
-    )
-    return jnp.asarray(leaf) if is_number else leaf
-
-
-def _places(
-    args: tuple[PyTree, ...], arrays: Sequence[Value]
-) -> Callable[[int, nnx.filterlib.Filter], Iterator[tuple[int, jax.tree_util.KeyPath]]]:
-    """Returns a function that tells which inputs of a program an argument is.
-
-    It yields their positions among `arrays`, and their key paths in the gradient. The
-    inputs are the arrays of the arguments in their order, then those of nnx objects.
-    """
-    starts, count = [], 0
-    for arg in args:
-        starts.append(count)
-        count += sum(is_array(x) for x in jax.tree.leaves(arg, is_leaf=is_node))
-    of_objects = {id(x): i for i, x in enumerate(arrays) if i >= count}
-
-    def places(
-        number: int, which: nnx.filterlib.Filter
-    ) -> Iterator[tuple[int, jax.tree_util.KeyPath]]:
-        position = starts[number]
-        leaves = jax.tree_util.tree_leaves_with_path(args[number], is_leaf=is_node)
-        for path, leaf in leaves:
-            if is_node(leaf) and not isinstance(leaf, nnx.GraphDef):
-                state = nnx.state(leaf, which)
-                for inner, x in jax.tree_util.tree_leaves_with_path(state):
-                    if id(x) in of_objects:
-                        yield of_objects[id(x)], (*path, *inner)
-            elif is_array(leaf):
-                yield position, path
-                position += 1
-
-    return places

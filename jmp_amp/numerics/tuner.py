@@ -97,9 +97,10 @@ def tune(
     Raises:
       TypeError: if an argument is of the wrong kind; from the function returned, if
         `fn` returns no real scalar or nothing can be differentiated.
-      ValueError: if the bound is not positive, or a policy or `target` is unknown;
-        from the function returned, if the gradient of `fn` itself is not finite, or if
-        no map of the candidates meets the bound.
+      ValueError: if the bound is not positive, `argnums` name an argument twice, or a
+        policy or `target` is unknown;
+        from the function returned, if JAX cannot differentiate `fn`, if its gradient
+        itself is not finite, or if no map of the candidates meets the bound.
 
     Example:
       >>> import jax, jax.numpy as jnp

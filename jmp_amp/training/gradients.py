@@ -141,7 +141,7 @@ def _differentiated(
             loss, aux = _checked(fn(*args, **kwargs), call, has_aux, holomorphic)
             return (loss if scaler is None else scaler.scale(loss)), (loss, aux)
 
-        positions = _module_positions(argnums, args)
+        positions = module_positions(argnums, args)
         transform = jax.value_and_grad if positions is None else nnx.value_and_grad
         (_, (loss, aux)), gradients = transform(
             scaled,
@@ -260,8 +260,11 @@ def _describe(output: PyTree) -> str:
     return f"a {type(output).__name__}"
 
 
-def _module_positions(argnums: Argnums, args: Sequence[PyTree]) -> PyTree | None:
-    """`argnums`, counted from the front, if nnx has to differentiate; else None."""
+def module_positions(argnums: Argnums, args: Sequence[PyTree]) -> PyTree | None:
+    """Returns `argnums`, counted from the front, if nnx has to differentiate.
+
+    None if jax does: to it objects of nnx are trees of arrays.
+    """
     several = isinstance(argnums, Sequence)
     positions = [
         position + len(args) if isinstance(position, int) and position < 0 else position

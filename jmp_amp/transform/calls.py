@@ -56,6 +56,8 @@ class TracedCall(NamedTuple):
       returned: given the outputs of the program, returns the results of the call, and
         writes to nnx objects.
       seen: the same, and writes nothing: objects come back as they are.
+      numbered: returns the arguments, positional and others, as they would be if every
+        array were its number among `arrays`, an array of numpy.
     """
 
     jaxpr: ClosedJaxpr
@@ -64,6 +66,7 @@ class TracedCall(NamedTuple):
     states: list[np.dtype | None]
     returned: Callable[[Sequence[PyTree]], PyTree]
     seen: Callable[[Sequence[PyTree]], PyTree]
+    numbered: Callable[[], tuple[tuple[PyTree, ...], dict[str, PyTree]]]
 
 
 @contextlib.contextmanager
@@ -137,6 +140,7 @@ def traced_call(
             outputs.states,
             returned=functools.partial(outputs.returned, call, traced.arrays),
             seen=functools.partial(outputs.seen, traced.arrays),
+            numbered=traced.numbered,
         )
 
 
@@ -298,6 +302,14 @@ class _Call:
                 for i, dtype in zip(found, dtypes, strict=True):
                     if i is not None and is_half(dtype):
                         outputs.states[i] = dtype
+
+    def numbered(self) -> PyTree:
+        """The arguments, with the number of each array in its place."""
+        numbers = itertools.count()
+        filled = [np.asarray(next(numbers)) if is_array(x) else x for x in self.values]
+        leaves, states = filled[: self.count], filled[self.count :]
+        copies = self.objects.replaced(states)
+        return self.unflatten([copies.get(id(x), x) for x in leaves])
 
     def run(self, *arrays: jax.Array) -> list[jax.Array]:
         """The program: the call, from arrays to arrays."""

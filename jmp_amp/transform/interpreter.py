@@ -221,6 +221,7 @@ class PlannedCall(NamedTuple):
       returned: returns what the call does, given the outputs of the plan, and writes to
         nnx objects.
       seen: the same, and writes nothing: objects come back as None.
+      numbered: as in `TracedCall`.
       policies: the map that it was planned with.
     """
 
@@ -229,6 +230,7 @@ class PlannedCall(NamedTuple):
     arrays: list[Value]
     returned: Callable[[Sequence[Value]], PyTree]
     seen: Callable[[Sequence[Value]], PyTree]
+    numbered: Callable[[], tuple[tuple[PyTree, ...], dict[str, PyTree]]]
     policies: PolicyMap
 
 
@@ -251,7 +253,13 @@ def planned_call(
             traced.jaxpr, policies.default, traced.stored, traced.states, cpu
         )
         yield PlannedCall(
-            plan, traced.jaxpr, traced.arrays, traced.returned, traced.seen, policies
+            plan,
+            traced.jaxpr,
+            traced.arrays,
+            traced.returned,
+            traced.seen,
+            traced.numbered,
+            policies,
         )
 
 

@@ -104,12 +104,23 @@ class Objects:
 
     def copied(self, states: Sequence[object]) -> dict[int, PyTree]:
         """Returns, while tracing, copies with other leaves, by identity of nodes."""
-        trees = jax.tree.unflatten(self.structure, states)
-        parts = list(zip(self.graphdefs, trees, strict=True))
         with nnx.merge_context(self.tag, inner=True) as context:
-            copies = [context.merge(*part) for part in parts[: self.count]]
+            copies = self._merged(states, context.merge)
+        _hook([*copies.values()])
+        return copies
+
+    def replaced(self, leaves: Sequence[object]) -> dict[int, PyTree]:
+        """Returns copies with other leaves, by identity of nodes, for no trace."""
+        with nnx.merge_context() as context:
+            return self._merged(leaves, context.merge)
+
+    def _merged(
+        self, leaves: Sequence[object], merge: Callable[..., PyTree]
+    ) -> dict[int, PyTree]:
+        trees = jax.tree.unflatten(self.structure, leaves)
+        parts = list(zip(self.graphdefs, trees, strict=True))
+        copies = [merge(*part) for part in parts[: self.count]]
         copies += [nnx.merge(*part) for part in parts[self.count :]]
-        _hook(copies)
         return {id(a): b for a, b in zip(self.nodes, copies, strict=True)}
 
     def split(

@@ -34,6 +34,9 @@ def shapes():
 def alone(x):
     return x
 
+def doubled(x):
+    return jax.lax.while_loop(lambda y: y < 9.0, lambda y: 2 * y, jnp.sum(x))
+
 def failing(x):
     raise ValueError("of the user")
 
@@ -102,6 +105,7 @@ def test_options_reach_the_diagnosis(project, capsys):
         (["{project}:lost"], "has no function 'lost'. Did you mean 'loss'?"),
         (["{project}:alone"], "def alone_args(): return (params, jnp.ones((8, 16)))"),
         (["{project}:loss", "--args", "shapes"], "Return arrays"),
+        (["{project}:doubled", "--args", "failing_args"], "diagnose(doubled): the fu"),
         (["{project}:loss", "--policy", "c=fp17"], "unknown dtype 'fp17'"),
         (["{project}:loss", "--loss-scale", "0"], "--loss-scale: static_loss_scale("),
     ],
