@@ -339,3 +339,7 @@ _DOT = _rewrites(_bind_dot, "on this CPU: bf16 x bf16 -> f32")
 _POINTWISE = _rewrites(
     _bind_pointwise, "on this CPU: a product over channels, bf16 x bf16 -> f32"
 )
+# The reasons of all products that run as a CPU multiplies bf16.
+REASONS = frozenset(
+    each.reason for found in (_DOT, _POINTWISE) for each in found.values()
+)

@@ -180,6 +180,27 @@ def test_tune_finds_the_module_that_loses_digits_on_a_cpu():
     assert gpu.error_before > 1.2 * found.error_before
 
 
+@pytest.mark.parametrize("policy", [POLICY, "mixed_float16"])
+def test_what_cast_inputs_marks_is_measured_as_any_other_function(policy):
+    w, x = integers((8, 8)), integers((16, 8), 1)
+
+    def loss(mark):
+        return lambda w, x: jnp.mean(jnp.tanh(mark(jnp.matmul)(x, w) / 8) ** 2)
+
+    marked, plain = loss(amp.cast_inputs), loss(lambda fn: fn)
+    diagnosed, expected = (
+        amp.diagnose(each, policy, target="cpu")(w, x) for each in (marked, plain)
+    )
+    assert told(diagnosed.sites) == told(expected.sites)
+    assert diagnosed.gradients == expected.gradients
+    tuned, expected = (
+        amp.tune(each, policy, max_grad_error=0.1, target="cpu")(w, x)
+        for each in (marked, plain)
+    )
+    assert (tuned.policy, tuned.error) == (expected.policy, expected.error)
+    assert (tuned.error == 0.0) == (policy == "mixed_float16")
+
+
 @pytest.mark.parametrize("measure", [amp.diagnose, amp.tune])
 def test_an_unknown_target_is_an_error_before_anything_runs(measure):
     bound = {"max_grad_error": 0.1} if measure is amp.tune else {}
