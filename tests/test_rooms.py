@@ -22,7 +22,7 @@ WINGS = {
     "plan": (
         ("stack_room",),
         ("jaxprs", "operations", "targets", "quantising"),
-        ("regions", "dimensions"),
+        ("regions", "dimensions", "derivative_rules"),
         ("constants", "constructs", "meshes", "rules", "rewriting"),
         ("values",),
         ("modes", "sources", "destinations"),
@@ -66,6 +66,7 @@ WINGS = {
         ("report",),
     ),
     "numerics": (
+        ("differentiated", "gradient_costs"),
         ("losses", "marks", "options", "statistics", "sites", "groups", "tuning"),
         ("liveness",),
         ("frames", "distances", "flagged", "trials", "moves", "asked"),

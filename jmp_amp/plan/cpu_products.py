@@ -50,7 +50,11 @@ def cpu_product(at: Standing) -> Rewrite | None:
         return None
     if why_f32(at) is not None:
         return None
-    return _DOT if at.name == "dot_general" else _POINTWISE
+    moving = [i for i, v in enumerate(at.views) if Trait.TANGENT in v.traits]
+    # Both are tangents where a rule calls another one: which of them JAX transposes is
+    # not known.
+    linear_in = moving[0] if len(moving) == 1 else None
+    return (_DOT if at.name == "dot_general" else _POINTWISE)[linear_in]
 
 
 def why_f32(at: Standing) -> str | None:
@@ -154,18 +158,26 @@ Pair = tuple[jax.Array, jax.Array]
 
 @functools.lru_cache(maxsize=1024)
 def half_product(
-    dimensions: Dimensions, sharding: NamedSharding | None = None
+    dimensions: Dimensions,
+    sharding: NamedSharding | None = None,
+    linear_in: int | None = None,
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Returns the product of two bf16 arrays, whose derivative is of bf16 too.
 
     Args:
       dimensions: those of the product.
       sharding: of the result, as `jax.lax.dot_general` takes it.
+      linear_in: the operand that is a tangent of a derivative rule, if one is. Where
+        JAX makes a gradient of the rule it asks for no derivative: it transposes what
+        the product computes.
     """
 
     @jax.custom_jvp
     def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return _multiplied(dimensions, lhs, rhs, sharding)
+        if linear_in is None:
+            return _multiplied(dimensions, lhs, rhs, sharding)
+        moving, other = (lhs, rhs) if linear_in == 0 else (rhs, lhs)
+        return _linear(dimensions, sharding, linear_in, moving, other)
 
     @functools.partial(product.defjvp, symbolic_zeros=True)
     def derivative(
@@ -249,9 +261,12 @@ def _nothing(x: jax.Array) -> jax.Array:
 
 
 def _bind_dot(
-    eqn: Eqn, dtype: np.dtype | None, operands: Sequence[Value]
+    linear_in: int | None,
+    eqn: Eqn,
+    dtype: np.dtype | None,
+    operands: Sequence[Value],
 ) -> Sequence[jax.Array]:
-    product = half_product(Dimensions.of(eqn), eqn.params["out_sharding"])
+    product = half_product(Dimensions.of(eqn), eqn.params["out_sharding"], linear_in)
     return [product(*operands)]
 
 
@@ -278,7 +293,10 @@ def _pointwise(eqn: Eqn) -> Sides:
 
 
 def _bind_pointwise(
-    eqn: Eqn, dtype: np.dtype | None, operands: Sequence[Value]
+    linear_in: int | None,
+    eqn: Eqn,
+    dtype: np.dtype | None,
+    operands: Sequence[Value],
 ) -> Sequence[jax.Array]:
     """Runs a convolution of one pixel as a product over channels."""
     image, kernel = operands
@@ -292,7 +310,7 @@ def _bind_pointwise(
     kernel = jax.lax.squeeze(kernel, of_kernel[2:])
     terms = ((of_image[1],), (int(inputs > outputs),))
     dimensions = Dimensions.among(terms, ((), ()), (image.ndim, 2))
-    made = half_product(dimensions)(image, kernel)
+    made = half_product(dimensions, linear_in=linear_in)(image, kernel)
     # The result has the dimensions of the image without channels, then the channels.
     place = {d: i for i, d in enumerate(dimensions.free[0])}
     order = [0] * image.ndim
@@ -301,17 +319,27 @@ def _bind_pointwise(
     return [jax.lax.transpose(made, order)]
 
 
-_DOT = Rewrite(
-    _bind_dot,
-    reason="on this CPU: bf16 x bf16 -> f32",
-    dtype=BF16,
-    result=F32,
-    one_product=True,
+def _rewrites(
+    bind: Callable[..., Sequence[jax.Array]], reason: str
+) -> dict[int | None, Rewrite]:
+    """Returns the rewrites of a product, by the operand that is a tangent."""
+    return {
+        linear_in: Rewrite(
+            functools.partial(bind, linear_in),
+            reason=reason,
+            dtype=BF16,
+            result=F32,
+            one_product=True,
+        )
+        for linear_in in (None, 0, 1)
+    }
+
+
+_DOT = _rewrites(_bind_dot, "on this CPU: bf16 x bf16 -> f32")
+_POINTWISE = _rewrites(
+    _bind_pointwise, "on this CPU: a product over channels, bf16 x bf16 -> f32"
 )
-_POINTWISE = Rewrite(
-    _bind_pointwise,
-    reason="on this CPU: a product over channels, bf16 x bf16 -> f32",
-    dtype=BF16,
-    result=F32,
-    one_product=True,
+# The reasons of all products that run as a CPU multiplies bf16.
+REASONS = frozenset(
+    each.reason for found in (_DOT, _POINTWISE) for each in found.values()
 )

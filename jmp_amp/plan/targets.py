@@ -43,13 +43,19 @@ class Cpu(NamedTuple):
             return "bf16 products with f32 results, f32 between them"
         return "no instructions for bf16 products, so all is f32"
 
-    def in_words(self, asked: Collection[np.dtype], gains: bool) -> str:
+    def in_words(
+        self, asked: Collection[np.dtype], gains: bool, own: bool = False
+    ) -> str:
         """Returns what it runs of a program.
 
         Args:
           asked: the compute dtypes of the policies.
-          gains: whether any product is in half precision.
+          gains: whether the plan has any product in bf16.
+          own: whether the program itself asks for anything in half precision.
         """
+        if own:
+            told = str(self) if gains else "f32"
+            return f"{told}, and half precision where the program asks for it"
         if gains or not self.native:
             return str(self)
         if F16 in asked and BF16 not in asked:

@@ -27,12 +27,13 @@ _KINDS = (
 _PACKAGE = re.compile(r"[/\\](?:site|dist)-packages[/\\](\w+)[/\\]")
 
 
-def reason_of(eqn: Eqn, matmuls: Matmuls) -> str:
+def reason_of(eqn: Eqn, matmuls: Matmuls, on_cpu: bool = False) -> str:
     """Returns what an opaque call is, and what to do about the products in f32.
 
     Args:
       eqn: an equation that runs as traced.
       matmuls: the products inside of it.
+      on_cpu: whether the plan is for a CPU, which would not gain.
     """
     name = eqn.primitive.name
     kind, takes_half = f"{name}, unknown to the plan", True
@@ -48,4 +49,5 @@ def reason_of(eqn: Eqn, matmuls: Matmuls) -> str:
     told = f"{kind}: as traced, with {in_full} product{'s' * (in_full > 1)} in f32"
     if found:
         return f"{told}; autocast the function that it calls"
-    return f"{told}; amp.cast_inputs has it in half" if takes_half else told
+    gains = takes_half and not on_cpu
+    return f"{told}; amp.cast_inputs has it in half" if gains else told

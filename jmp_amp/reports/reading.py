@@ -54,7 +54,11 @@ def read_plan(call: PlannedCall) -> tuple[Equation, ...]:
         _Slot(v, traced_dtype(v) and np.dtype(array.dtype))
         for v, array in zip(plan.body.jaxpr.invars, call.arrays, strict=True)
     ]
-    found, returned = _Reader(_Place(), _switched_off(call.policies)).read(plan, inputs)
+    on_cpu = call.cpu is not None
+    # No entry switches off what a CPU does not have.
+    switched_off = {} if on_cpu else _switched_off(call.policies)
+    reader = _Reader(_Place(on_cpu=on_cpu), switched_off)
+    found, returned = reader.read(plan, inputs)
     if returned:
         found.append(
             Equation(
@@ -192,6 +196,7 @@ class _Place:
       depth: how many calls they are inside of.
       identity: the identity of the equation that calls, and the number of its body.
       entry: the number of the entry of the map that gave the module its policy.
+      on_cpu: whether the plan is for a CPU.
     """
 
     module: str = ""
@@ -199,6 +204,7 @@ class _Place:
     depth: int = 0
     identity: tuple[int, ...] = ()
     entry: int | None = None
+    on_cpu: bool = False
 
 
 class _Reader(Walk[_Slot]):
@@ -316,6 +322,7 @@ class _Reader(Walk[_Slot]):
             here.depth + 1,
             (*here.identity, number),
             here.entry,
+            here.on_cpu,
         )
         return _Reader(place, self.switched_off).read(plan, inputs)
 
@@ -362,7 +369,7 @@ def _row(
         op_class=planned.rule.op_class.value,
         decided_by=planned.rule.decided_by,
         from_policy=planned.rule.from_user,
-        reason=reason_of(eqn, matmuls) if is_opaque else planned.reason,
+        reason=reason_of(eqn, matmuls, place.on_cpu) if is_opaque else planned.reason,
         casts=tuple(casts),
         matmuls=matmuls.total,
         matmuls_in_half=matmuls.in_half,

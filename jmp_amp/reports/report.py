@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jmp_amp.plan import cpu_products
 from jmp_amp.plan.targets import checked_target, cpu_of
 from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.patterns import matches_path
@@ -304,7 +305,7 @@ class Report:
             ),
             report_tables.of_reasons(self.stays_full),
             report_tables.of_casts(self.casts),
-            report_tables.of_opaque(self.opaque),
+            report_tables.of_opaque(self.opaque, self.on_cpu is not None),
             report_tables.of_unused(self.unused_rules),
         ]
         return [table for table in shown if table.rows]
@@ -396,7 +397,12 @@ def explain(
         decided = {e.decided_by for e in equations if e.from_policy}
         chosen = [policies.default, *(each for _, each in policies.entries)]
         asked = {each.compute_dtype for each in chosen}
-        gains = any(e.matmuls_in_half for e in equations)
+        gains = any(e.reason in cpu_products.REASONS for e in equations)
+        own = any(
+            e.reason not in cpu_products.REASONS
+            and (e.is_in_half or e.matmuls_in_half > 0)
+            for e in equations
+        )
         named = {n for each in chosen for n in (*each.low, *each.full, *each.follow)}
         return Report(
             function=name,
@@ -407,7 +413,7 @@ def explain(
             unused_rules=tuple(sorted(named - decided)),
             arguments=kept.arguments,
             arguments_without=kept.arguments_without,
-            on_cpu=None if cpu is None else cpu.in_words(asked, gains),
+            on_cpu=None if cpu is None else cpu.in_words(asked, gains, own),
         )
 
     return explained

@@ -98,7 +98,7 @@ def of_casts(pairs: Mapping[str, tuple[int, int]]) -> Table:
     return Table("Casts inserted", ("cast", *numbers), rows, numbers)
 
 
-def of_opaque(equations: Iterable[Equation]) -> Table:
+def of_opaque(equations: Iterable[Equation], on_cpu: bool) -> Table:
     """Returns one row for each call that runs as traced."""
     numbers = ("products", "in half")
     rows = [
@@ -117,6 +117,8 @@ def of_opaque(equations: Iterable[Equation]) -> Table:
         "your own traced in\nhalf precision. Where a library calls yours, autocast "
         "yours: ODETerm(amp.autocast(field))."
     )
+    if on_cpu:
+        note = "The plan does not look into these."
     columns = ("call", "what", "module", "source", *numbers)
     return Table("Run as traced", columns, rows, numbers, note)
 

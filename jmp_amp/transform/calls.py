@@ -18,6 +18,7 @@ from flax import errors, nnx
 
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import ClosedJaxpr
+from jmp_amp.plan.targets import Cpu
 from jmp_amp.policies.dtypes import F32, AnyFn, PyTree, is_half
 from jmp_amp.policies.policy_map import PolicyMap, unmatched, warn_of_unmatched
 from jmp_amp.transform import scopes
@@ -77,6 +78,7 @@ def traced_call(
     kwargs: Mapping[str, PyTree],
     call: str,
     notes_modules: bool = False,
+    cpu: Cpu | None = None,
 ) -> Iterator[TracedCall]:
     """Traces `fn(*args, **kwargs)`; nothing is executed.
 
@@ -91,6 +93,7 @@ def traced_call(
       args, kwargs: pytrees.
       call: the caller's call as written, for errors.
       notes_modules: whether name scopes say which module runs, see `scopes.module_of`.
+      cpu: the CPU that it is traced for; None for a GPU or a TPU.
     """
     paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_node)
     leaves = [leaf for _, leaf in paths]
@@ -99,7 +102,11 @@ def traced_call(
     outer = scopes.active()
     depth = 0 if outer is None else outer.depth + 1
     active = scopes.Active(
-        policies.default, policies, depth=depth, notes_modules=notes_modules
+        policies.default,
+        policies,
+        depth=depth,
+        notes_modules=notes_modules,
+        cpu=cpu,
     )
     with nnx.update_context(tag := object()):
         objects = Objects(nodes, depth, call, tag)

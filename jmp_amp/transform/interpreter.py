@@ -134,9 +134,10 @@ def autocast(
         one described above. "cpu" is the CPU of this machine. "auto" is JAX's default
         backend when the result is called. A CPU that has instructions for bf16 products
         (AVX512-BF16, AMX) runs large products, and convolutions of one pixel, with bf16
-        operands and f32 results, forward and backward; everything else is f32. Under an
-        f16 policy its products are f32, under an fp8 policy bf16. Another CPU runs
-        everything in f32. The results have the same dtypes for every target.
+        operands and f32 results, forward and backward; everything else is f32, and
+        `cast_inputs` without a dtype changes nothing. Under an f16 policy its products
+        are f32, under an fp8 policy bf16. Another CPU runs everything in f32. The
+        results have the same dtypes for every target.
         `jax.export` takes bf16 products for a CPU with `disabled_checks=[jax.export.
         DisabledSafetyCheck.custom_call("LayoutConstraint")]`. `jax.experimental.jet`
         has no rules for them: call it inside of `fn`, or use the default target.
@@ -223,6 +224,7 @@ class PlannedCall(NamedTuple):
       seen: the same, and writes nothing: objects come back as None.
       numbered: as in `TracedCall`.
       policies: the map that it was planned with.
+      cpu: the CPU that the plan is for; None for a GPU or a TPU.
     """
 
     plan: Plan
@@ -232,6 +234,7 @@ class PlannedCall(NamedTuple):
     seen: Callable[[Sequence[Value]], PyTree]
     numbered: Callable[[], tuple[tuple[PyTree, ...], dict[str, PyTree]]]
     policies: PolicyMap
+    cpu: Cpu | None = None
 
 
 @contextmanager
@@ -248,7 +251,7 @@ def planned_call(
 
     `cpu` is the CPU that the plan is for; None for a GPU or a TPU.
     """
-    with traced_call(fn, policies, args, kwargs, call, notes_modules) as traced:
+    with traced_call(fn, policies, args, kwargs, call, notes_modules, cpu) as traced:
         plan = plan_program(
             traced.jaxpr, policies.default, traced.stored, traced.states, cpu
         )
@@ -260,6 +263,7 @@ def planned_call(
             traced.seen,
             traced.numbered,
             policies,
+            cpu,
         )
 
 
@@ -499,7 +503,7 @@ def planned_rule(
     if planned.rule_context is None:
         return plan_as_traced(jaxprs.trace_derivative_rule(eqn, differentiated))
     region = planned.rule_context.region
-    active = scopes.Active(region.asked, PolicyMap(region.asked))
+    active = scopes.Active(region.asked, PolicyMap(region.asked), cpu=region.cpu)
     runs_half = is_half(region.policy.compute_dtype)
     trace_rule = traced_rule if runs_half else jaxprs.trace_derivative_rule
     with scopes.activate(active), linen_modules.intercepted():

@@ -169,7 +169,9 @@ def cast_inputs(fn: Callable[P, R], dtype: DTypeLike | None = None) -> Callable[
     Args:
       fn: a function of pytrees.
       dtype: float16, bfloat16 or float32; by default the compute dtype of the policy in
-        force.
+        force. In a plan for a CPU (`autocast(fn, target="cpu")`) that is float32: `fn`
+        is as it is, and its products are planned as any others, if autocast looks into
+        it.
 
     Raises:
       TypeError: if `fn` is not callable.
@@ -203,8 +205,12 @@ def cast_inputs(fn: Callable[P, R], dtype: DTypeLike | None = None) -> Callable[
 
     @wraps(fn)
     def cast_fn(*args: P.args, **kwargs: P.kwargs) -> PyTree:
-        policy = scopes.active_policy()
-        if policy is None:
+        active = scopes.active()
+        if active is None:
+            return fn(*args, **kwargs)
+        policy = active.policy
+        if chosen is None and active.cpu is not None and policy.compute_dtype != F32:
+            # A CPU computes in f32 all but the products that the plan finds.
             return fn(*args, **kwargs)
         target = policy.compute_dtype if chosen is None else chosen
         inputs = [leaf for leaf in jax.tree.leaves((args, kwargs)) if _is_cast(leaf)]

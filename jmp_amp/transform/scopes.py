@@ -20,6 +20,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jmp_amp.plan.regions import scope
+from jmp_amp.plan.targets import Cpu
 from jmp_amp.policies.dtypes import F32
 from jmp_amp.policies.patterns import ModuleInfo, is_norm
 from jmp_amp.policies.policy import Policy
@@ -41,6 +42,7 @@ class Active(NamedTuple):
       where: the path of the module that is running, if the map can tell paths apart.
       depth: the number of autocasts around this one.
       notes_modules: whether name scopes say which module runs, see `module_of`.
+      cpu: the CPU that the plan is for; None for a GPU or a TPU.
     """
 
     policy: Policy
@@ -50,6 +52,7 @@ class Active(NamedTuple):
     where: tuple[str, ...] = ()
     depth: int = 0
     notes_modules: bool = False
+    cpu: Cpu | None = None
 
     @property
     def tells_paths(self) -> bool:
@@ -59,7 +62,8 @@ class Active(NamedTuple):
 
 # Part of the key of every cache of JAX: a helper that was jitted and traced outside
 # autocast is traced anew inside, where modules open scopes, and the other way round;
-# and so it is under another map, or in another module if the map can tell.
+# and so it is under another map, for another target, or in another module if the map
+# can tell.
 _active = jax.make_user_context(None)
 
 

@@ -78,6 +78,17 @@ def one_pixel(h, w):
     return made.reshape(h.shape)
 
 
+@jax.custom_jvp
+def ruled(h, w):
+    return h @ w
+
+
+@ruled.defjvp
+def ruled_derivative(primals, tangents):
+    (h, w), (dh, dw) = primals, tangents
+    return ruled(h, w), dh @ w + h @ dw
+
+
 def step(h, w):
     return jnp.sin(h @ w)
 
@@ -95,6 +106,7 @@ LOSSES = {
         lambda w, x: jnp.sum(jax.lax.cond(x[0, 0] > -9, step, lambda h, w: h, x, w)),
         1,
     ),
+    "in a rule of the program": (lambda w, x: jnp.sum(jnp.sin(ruled(x, w))), 1),
     "a convolution of one pixel": (lambda w, x: jnp.sum(one_pixel(x, w) ** 2), 1),
 }
 
@@ -166,6 +178,27 @@ def test_tune_finds_the_module_that_loses_digits_on_a_cpu():
     # The plan for a GPU is another one, and rounds the sums too.
     gpu = amp.tune(loss, POLICY, max_grad_error=0.01)(params)
     assert gpu.error_before > 1.2 * found.error_before
+
+
+@pytest.mark.parametrize("policy", [POLICY, "mixed_float16"])
+def test_what_cast_inputs_marks_is_measured_as_any_other_function(policy):
+    w, x = integers((8, 8)), integers((16, 8), 1)
+
+    def loss(mark):
+        return lambda w, x: jnp.mean(jnp.tanh(mark(jnp.matmul)(x, w) / 8) ** 2)
+
+    marked, plain = loss(amp.cast_inputs), loss(lambda fn: fn)
+    diagnosed, expected = (
+        amp.diagnose(each, policy, target="cpu")(w, x) for each in (marked, plain)
+    )
+    assert told(diagnosed.sites) == told(expected.sites)
+    assert diagnosed.gradients == expected.gradients
+    tuned, expected = (
+        amp.tune(each, policy, max_grad_error=0.1, target="cpu")(w, x)
+        for each in (marked, plain)
+    )
+    assert (tuned.policy, tuned.error) == (expected.policy, expected.error)
+    assert (tuned.error == 0.0) == (policy == "mixed_float16")
 
 
 @pytest.mark.parametrize("measure", [amp.diagnose, amp.tune])

@@ -138,6 +138,123 @@ def test_all_products_of_an_attention_are_multiplied_as_bf16():
     assert multiplied(compiled) == ["bf16"] * 6
 
 
+@jax.custom_jvp
+def ruled(x, w):
+    return x @ w
+
+
+@ruled.defjvp
+def ruled_derivative(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    return ruled(x, w), dx @ w + x @ dw
+
+
+@jax.custom_jvp
+def nested(x, w):
+    return ruled(x, w)
+
+
+@nested.defjvp
+def nested_derivative(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    return nested(x, w), ruled(dx, w) + ruled(x, dw)
+
+
+def one_pixel(x, w):
+    made = jax.lax.conv(x[..., None, None], w.T[..., None, None], (1, 1), "VALID")
+    return made[..., 0, 0]
+
+
+@jax.custom_jvp
+def pointwise(x, w):
+    return one_pixel(x, w)
+
+
+@pointwise.defjvp
+def pointwise_derivative(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    return one_pixel(x, w), one_pixel(dx, w) + one_pixel(x, dw)
+
+
+@jax.custom_jvp
+def moved(x, w):
+    return x @ w
+
+
+@moved.defjvp
+def moved_derivative(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    _, terms = jax.lax.scan(lambda t, _: (t, (w.T @ t.T).T), dx, None, 2)
+    one = jax.lax.cond(jnp.asarray(True), lambda t: t, lambda t: -t, dw)
+    return moved(x, w), terms.sum(0) / 2 + jax.jit(jnp.matmul)(x, one)
+
+
+RULES = {"two products": ruled, "another rule": nested, "moved tangents": moved}
+RULES["a convolution"] = pointwise
+GRADIENTS = [mode for mode in MODES if "gradient" in mode and "jvp" not in mode]
+GRADIENTS += ["scan", "checkpoint", "cond", "shard_map"]
+
+
+def bf16_products(lowered):
+    """For each product that XLA gets, whether its operands are of bf16."""
+    lines = re.findall(r"dot_general .* : \((.*)\) ->", lowered.as_text())
+    return [line.count("xbf16>") == 2 for line in lines]
+
+
+@pytest.mark.parametrize("mode", GRADIENTS)
+@pytest.mark.parametrize("name", RULES)
+def test_the_backward_products_of_a_rule_of_the_program_are_of_bf16(name, mode):
+    x, y = integers((16, 8)), integers((8, 32), 1)
+    ours, args = transformed(on_cpu(RULES[name]), x, y, mode)
+    plain, _ = transformed(jnp.matmul, x, y, mode)
+    lowered = jax.jit(ours).lower(*args)
+    assert all(bf16_products(lowered)) and len(bf16_products(lowered)) >= 3
+    compiled = lowered.compile()
+    if this_cpu().native:
+        assert set(multiplied(compiled)) == {"bf16"}
+    found, exact = jax.tree.leaves(compiled(*args)), jax.tree.leaves(plain(*args))
+    for each, expected in zip(found, exact, strict=True):
+        # Tangents and cotangents are rounded to bf16.
+        limit = 0.01 * float(jnp.abs(expected).max())
+        np.testing.assert_allclose(each, expected, rtol=0, atol=limit)
+
+
+def derivative_of_gradient(loss):
+    def squares(x, y):
+        return sum(jnp.sum(g**2) for g in jax.grad(loss, (0, 1))(x, y))
+
+    return jax.grad(squares, (0, 1))
+
+
+def jvp_of_gradient(loss):
+    return lambda x, y: jax.jvp(jax.grad(loss, (0, 1)), (x, y), (x, y))
+
+
+SECOND = {
+    "a gradient of a gradient": derivative_of_gradient,
+    "a jvp of one": jvp_of_gradient,
+    "a hessian": lambda loss: jax.hessian(loss, (0, 1)),
+}
+
+
+@pytest.mark.parametrize("second", SECOND)
+@pytest.mark.parametrize("name", ["two products", "another rule", "a convolution"])
+def test_second_derivatives_of_a_rule_are_those_of_the_product(name, second):
+    x, y = integers((6, 4)), integers((4, 5), 1)
+
+    def run(fn):
+        lowered = jax.jit(SECOND[second](lambda x, y: jnp.sum(jnp.sin(fn(x, y) / 8))))
+        lowered = lowered.lower(x, y)
+        return bf16_products(lowered), jax.tree.leaves(lowered.compile()(x, y))
+
+    products, found = run(on_cpu(RULES[name]))
+    as_written, _ = run(on_cpu(jnp.matmul))
+    assert products.count(False) == as_written.count(False) < products.count(True)
+    for each, expected in zip(found, run(jnp.matmul)[1], strict=True):
+        limit = 0.02 * float(jnp.abs(expected).max())
+        np.testing.assert_allclose(each, expected, rtol=0, atol=limit)
+
+
 DIMENSIONS = {
     "matrices": ((5, 7), (7, 3), (((1,), (0,)), ((), ()))),
     "both transposed": ((7, 5), (3, 7), (((0,), (1,)), ((), ()))),

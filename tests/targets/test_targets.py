@@ -227,7 +227,8 @@ def test_nothing_is_computed_twice_on_a_cpu(native):
     assert checkpoints("cpu") == 0
 
 
-def test_a_marked_function_gets_the_half_dtype_of_the_policy(native):
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_cast_inputs_without_a_dtype_changes_nothing_on_a_cpu(native, policy):
     # In the derivative rule of a user, which is traced later, too.
     seen = []
 
@@ -245,10 +246,128 @@ def test_a_marked_function_gets_the_half_dtype_of_the_policy(native):
         return fn(*primals), kernel(*tangents)
 
     x = jnp.ones(8)
-    gradient = jax.grad(amp.autocast(lambda x: jnp.sum(fn(x)), target="cpu"))(x)
-    assert {each.name for each in seen} == {"bfloat16"}
+    loss = amp.autocast(lambda x: jnp.sum(fn(x)), policy, target="cpu")
+    gradient = jax.grad(loss)(x)
+    assert {each.name for each in seen} == {"float32"}
     assert len(seen) > 1
     np.testing.assert_array_equal(gradient, 2 * x)
+
+
+def test_a_marked_function_of_half_arrays_is_the_function_on_a_cpu(native):
+    kernel = amp.cast_inputs(lambda h: 2 * h)
+
+    def fn(x):
+        # In strict code both terms have to be f16.
+        h = x.astype(F16)
+        return kernel(h) + h
+
+    found = amp.autocast(fn, target="cpu")(jnp.ones(8))
+    assert found.dtype == F16
+    np.testing.assert_array_equal(found, 3)
+
+
+def layer(x, w):
+    return jnp.tanh(x @ w / 64)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "fp8"])
+@pytest.mark.parametrize("place", ["alone", "in a region", "around a region"])
+def test_a_marked_function_is_planned_as_any_other_on_a_cpu(native, policy, place):
+    def loss(mark):
+        def inside(x, w):
+            return amp.with_policy("mixed_bfloat16")(layer)(layer(x, w), w)
+
+        kernel = inside if place == "around a region" else layer
+        marked = mark(kernel)
+        if place == "in a region":
+            marked = amp.with_policy("mixed_float16")(marked)
+        return lambda w, x: jnp.sum(layer(marked(x, w), w) ** 2)
+
+    w, x = arrays(SHAPE, SHAPE)
+    ours = loss(amp.cast_inputs)
+    plain = amp.autocast(loss(lambda fn: fn), policy, target="cpu")
+    step = jax.grad(amp.autocast(ours, policy, target="cpu"), (0, 1))
+    assert jaxpr_of(step, w, x) == jaxpr_of(jax.grad(plain, (0, 1)), w, x)
+    report = amp.explain(ours, policy, target="cpu")(w, x)
+    made = [e.dtype for e in report.equations if e.operation == "tanh"]
+    assert set(made) == {"f32"}
+    assert "half precision where" not in str(report.on_cpu)
+    with jax.enable_x64(True):
+        wide = [each.astype(jnp.float64) for each in (w, x)]
+        expected = jax.device_get(jax.grad(loss(lambda fn: fn), (0, 1))(*wide))
+    for found, exact in zip(jax.device_get(step(w, x)), expected, strict=True):
+        error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+        assert error < 4 * float(jnp.finfo(BF16).eps)
+
+
+def test_a_marked_function_under_f16_does_not_overflow_on_a_cpu(native):
+    # 128 * 30 * 30 = 115200 has no place in f16.
+    x = jnp.full(SHAPE, 30.0)
+    fn = amp.autocast(amp.cast_inputs(jnp.matmul), "mixed_float16", target="cpu")
+    np.testing.assert_array_equal(fn(x, x), 115200.0)
+
+
+def test_a_jitted_helper_is_traced_anew_for_another_target(native):
+    seen = []
+
+    @jax.jit
+    @amp.cast_inputs
+    def kernel(x):
+        seen.append(x.dtype.name)
+        return 2 * x
+
+    for target in ("gpu", "cpu", "gpu"):
+        amp.autocast(lambda x: kernel(x) + 1, target=target)(jnp.ones(8))
+    assert seen == ["bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("dtype, short", [(F16, "f16"), (BF16, "bf16")])
+def test_a_dtype_that_cast_inputs_names_is_no_gain_of_the_cpu(native, dtype, short):
+    kernel = amp.cast_inputs(layer, dtype)
+    args = arrays(SHAPE, SHAPE)
+    for policy in ("mixed_float16", "mixed_bfloat16"):
+        report = amp.explain(kernel, policy, target="cpu")(*args)
+        made = {e.operation: e.dtype for e in report.equations}
+        assert (made["dot_general"], made["tanh"]) == (short, short)
+        assert report.on_cpu == "f32, and half precision where the program asks for it"
+
+    def both(x, w):
+        return kernel(x @ w, w)
+
+    report = amp.explain(both, target="cpu")(*args)
+    assert report.on_cpu == (
+        "bf16 products with f32 results, f32 between them, and half precision where "
+        "the program asks for it"
+    )
+
+
+def test_a_custom_vjp_on_a_cpu_is_not_advised_to_be_half(native):
+    @jax.custom_vjp
+    def kernel(x, w):
+        return x @ w
+
+    kernel.defvjp(lambda x, w: (kernel(x, w), w), lambda w, g: (g @ w.T, None))
+    args = arrays(SHAPE, SHAPE)
+    for fn in (kernel, amp.cast_inputs(kernel)):
+        report = amp.explain(fn, target="cpu")(*args)
+        (call,) = report.opaque
+        assert call.reason == "a custom_vjp: as traced, with 1 product in f32"
+        assert "cast_inputs" not in str(report)
+
+
+def test_an_entry_that_switches_fp8_off_is_no_reason_on_a_cpu(native):
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(128, name="head")(nn.gelu(nn.Dense(128, name="body")(x)))
+
+    model, x = Two(), jnp.ones(SHAPE)
+    variables = model.init(jax.random.key(0), x)
+    policies = amp.PolicyMap("fp8", {"head": "mixed_bfloat16"})
+    report = amp.explain(model.apply, policies, target="cpu")(variables, x)
+    reason = "on this CPU: bf16 x bf16 -> f32"
+    assert [each.reason for each in report.products] == [reason]
+    assert report.on_cpu == "bf16 products with f32 results, f32 between them"
 
 
 @pytest.mark.parametrize("output", ["float32", "bfloat16"])
