@@ -227,6 +227,7 @@ class _Body:
             tuple(members),
             tuple((v, entering(v)) for v in inputs),
             tuple((v, leaving(v)) for e in eqns for v in e.outvars if outside(v)),
+            _is_softmax_of_function(eqns),
         )
 
     def saved(self, members: Sequence[int]) -> int:
@@ -274,3 +275,23 @@ def _is_cheap_call(eqn: Eqn, planned: EquationPlan) -> bool:
         else p.dtype in (F32, None) and is_cheap(inner.primitive.name)
         for inner, p in zip(plan.body.jaxpr.eqns, plan.equations, strict=True)
     )
+
+
+# XLA computes them once, whatever reads them.
+_EXPENSIVE = frozenset("tanh logistic erf erfc sin cos tan exp exp2 log log1p".split())
+
+
+def _is_softmax_of_function(eqns: Sequence[Eqn]) -> bool:
+    """Whether an island takes the largest of values of a dear function.
+
+    A softmax of `30 * tanh(scores / 30)` reads the `tanh` in several kernels. If the
+    backward pass reads it as well, XLA writes it to memory in f32.
+    """
+    functions: set[Var] = set()
+    for eqn in eqns:
+        is_made = not functions.isdisjoint(variables(eqn.invars))
+        if is_made and eqn.primitive.name == "reduce_max":
+            return True
+        if is_made or eqn.primitive.name in _EXPENSIVE:
+            functions.update(eqn.outvars)
+    return False

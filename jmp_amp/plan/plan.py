@@ -84,11 +84,13 @@ class Island(NamedTuple):
       equations: their indices, in the order of the body.
       inputs: the variables that they read from outside, with the dtype to read them in.
       outputs: the variables that are read outside, with the dtype of the readers.
+      apart: whether the backward pass computes again what XLA would keep in f32.
     """
 
     equations: tuple[int, ...]
     inputs: tuple[Border, ...]
     outputs: tuple[Border, ...]
+    apart: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

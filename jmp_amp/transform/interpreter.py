@@ -363,7 +363,8 @@ class Replay(Walk[Value]):
             compute = self._computed(plan, island, like)
             if not self.recomputes:
                 return compute(*inputs)
-            return jax.checkpoint(compute, prevent_cse=False)(*inputs)
+            apart = island.apart and not marked
+            return jax.checkpoint(compute, prevent_cse=apart)(*inputs)
 
     def _computed(
         self, plan: Plan, island: Island, like: Likeness
