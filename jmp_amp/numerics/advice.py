@@ -14,6 +14,9 @@ from jmp_amp.policies.dtypes import PyTree, is_half, parse_dtype
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.reports import plain_data
 
+# How sentences begin that tell what the suggested policy does.
+ABOUT_POLICY = "amp.autocast(fn, d.policy) "
+
 # A site of the policy's run -> the same equation of the reference, if it has it.
 _Same = Callable[[Site], Site | None]
 
@@ -313,7 +316,7 @@ def _remedy(
     halves = [is_half(each.default.compute_dtype) for each in (given, policy)]
     if halves == [True, False]:
         yield (
-            "amp.autocast(fn, d.policy) computes in f32 by default: with f32 for "
+            f"{ABOUT_POLICY}computes in f32 by default: with f32 for "
             "single modules something still was not finite."
         )
         return
@@ -330,7 +333,7 @@ def _remedy(
             most = max(needs, key=lambda need: _reach(need, same))
             largest = number(_reach(most, same))
             reason = f": {place(most.site)} reaches {largest} in f32"
-        yield f"amp.autocast(fn, d.policy) has {' and '.join(whole)} in f32{reason}."
+        yield f"{ABOUT_POLICY}has {' and '.join(whole)} in f32{reason}."
 
 
 def _reach(need: Need, same: _Same) -> float:
