@@ -203,7 +203,7 @@ def cast_inputs(fn: Callable[P, R], dtype: DTypeLike | None = None) -> Callable[
 
     @wraps(fn)
     def cast_fn(*args: P.args, **kwargs: P.kwargs) -> PyTree:
-        policy = scopes.active_policy()
+        policy = scopes.casting_policy()
         if policy is None:
             return fn(*args, **kwargs)
         target = policy.compute_dtype if chosen is None else chosen
