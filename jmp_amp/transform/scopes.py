@@ -63,8 +63,8 @@ class Active(NamedTuple):
 _active = jax.make_user_context(None)
 
 
-# The depth of the autocast in which `cast_inputs` casts nothing, if there is one. Part of
-# the key of every cache too.
+# The depth of the autocast in which `cast_inputs` casts nothing, if there is one. It is
+# part of the key of every cache too.
 _uncast = jax.make_user_context(None)
 
 
