@@ -230,7 +230,10 @@ def _errors(
     compile_: Compile, call: LossCall, traced: Sequence[Value]
 ) -> Callable[[], Errors | None]:
     """Begins to compile what tells errors, none if an effect had to be repeated."""
-    if jaxprs.returns_from_effects(jaxprs.body_of(call.call.jaxpr)):
+    body = jaxprs.body_of(call.call.jaxpr)
+    # Both runs would write to one mutable array of the caller.
+    shared = map(jaxprs.is_mutable, (*body.jaxpr.constvars, *body.jaxpr.invars))
+    if jaxprs.returns_from_effects(body) or any(shared):
         return lambda: None
     return errors(compile_, call.plan, call.arrays, traced)
 
