@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 
 from jmp_amp.numerics import programs
-from jmp_amp.numerics.advice import ABOUT_POLICY
+from jmp_amp.numerics.advice import ABOUT_POLICY, ITSELF, largest_of
 from jmp_amp.numerics.diagnosis import Diagnosis
 from jmp_amp.numerics.executables import Compile
 from jmp_amp.numerics.losses import LossCall
@@ -24,6 +24,7 @@ from jmp_amp.reports.reading import read_plan
 from jmp_amp.reports.rows import Equation
 from jmp_amp.training.finite import all_finite
 from jmp_amp.training.loss_scale import static_loss_scale
+from jmp_amp.transform import scopes
 from jmp_amp.transform.interpreter import run
 
 # So large a share of values that underflow may be what is divided by.
@@ -130,8 +131,48 @@ def _marked(found: Diagnosis, kept: Sequence[Equation]) -> str:
     )
 
 
+def uncasted(
+    called: Called, found: Diagnosis, compile_: Compile
+) -> tuple[Diagnosis, bool]:
+    """Returns a diagnosis whose reference is not finite; whether the function is.
+
+    `cast_inputs` has a function in half in the reference too, and alone it is f32. What
+    advice says of the function itself is left out if that is finite.
+
+    Args:
+      called: of the function.
+      found: the diagnosis.
+      compile_: begins to compile a program.
+    """
+    made = (site for site in found.reference if site.makes_nonfinite)
+    first = next(made, None)
+    if first is None or not first.is_in_half:
+        return found, False
+    stored = found.policy.default.param_dtype
+    itself = dataclasses.replace(get_policy("float32"), param_dtype=stored)
+    with contextlib.ExitStack() as stack:
+        with scopes.casting_no_inputs():
+            call = stack.enter_context(called(PolicyMap(itself)))
+
+        def finite(arrays: Sequence[Value]) -> Value:
+            return ends_well(call, *call.with_gradients(call.as_it_is)(*arrays))
+
+        options = programs.options_for(0)
+        compiling = compile_(finite, call.arrays, options=lambda: options)
+        if not bool(compiling.result()(call.arrays)):
+            return found, False
+    advice = [each for each in found.advice if not each.startswith(ITSELF)]
+    told = (
+        f"Without autocast the function is finite: cast_inputs has {place(first)} in "
+        f"{first.dtype}, which ends at {largest_of(first.dtype)}."
+    )
+    return dataclasses.replace(found, advice=(told, *advice)), True
+
+
 def _cause(found: Diagnosis) -> str:
     """Returns in words why the suggested policy did not help."""
+    if any(site.makes_nonfinite and site.is_in_half for site in found.reference):
+        return "What cast_inputs marks without a dtype is f32 then."
     first = found.first_nonfinite
     if first is not None and first.is_in_half and not first.is_forward:
         wider = ", which mixed_bfloat16 has the range for" * (first.dtype == "f16")

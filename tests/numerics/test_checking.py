@@ -171,3 +171,39 @@ def test_an_entry_mends_a_module_inside_of_one_that_the_code_marks():
 
     d = amp.diagnose(loss, "mixed_bfloat16")(model, x)
     assert jnp.isfinite(amp.autocast(loss, d.policy)(model, x))
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32"])
+def test_what_cast_inputs_has_in_half_is_not_the_function_itself(policy):
+    product = amp.cast_inputs(lambda x, w: x @ w, jnp.float16)
+
+    def loss(w, x):
+        return small(product(x, w))
+
+    w, x = jnp.full((8, 8), 300.0), jnp.full((4, 8), 40.0)
+    assert float(loss(w, x)) == pytest.approx(4 * 8 * 96000e-6)
+    d = amp.diagnose(loss, policy)(w, x)
+    assert d.policy == amp.PolicyMap("float32")
+    assert not any("no policy helps" in each for each in d.advice)
+    assert "the function is finite: cast_inputs has dot_general (" in d.advice[0]
+    assert "is in f16 under every PolicyMap" in d.advice[-1]
+
+
+def test_what_cast_inputs_has_in_the_dtype_of_the_policy_is_mended_by_the_policy():
+    product = amp.cast_inputs(lambda x, w: x @ w)
+
+    def loss(w, x):
+        return small(product(x, w))
+
+    w, x = jnp.full((8, 8), 300.0), jnp.full((4, 8), 40.0)
+    d = amp.diagnose(loss, "mixed_float16")(w, x)
+    assert d.policy == amp.PolicyMap("float32")
+    assert_finite(loss, d.policy, w, x)
+    assert not any("no policy helps" in each for each in d.advice)
+
+    def asks_for_it(w, x):
+        return loss(w, x) + small((x.astype("f2") @ w.astype("f2")).astype("f4"))
+
+    assert not jnp.isfinite(asks_for_it(w, x))
+    found = amp.diagnose(asks_for_it, "mixed_float16")(w, x)
+    assert any("no policy helps" in each for each in found.advice)
