@@ -14,6 +14,15 @@ from jmp_amp.policies.dtypes import PyTree, is_half, parse_dtype
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.reports import plain_data
 
+# How sentences begin that tell what the suggested policy does.
+ABOUT_POLICY = "amp.autocast(fn, d.policy) "
+# And those about what is not finite without the policy.
+ITSELF = (
+    "The function itself is",
+    "The derivative itself is",
+    "Without the policy the",
+)
+
 # A site of the policy's run -> the same equation of the reference, if it has it.
 _Same = Callable[[Site], Site | None]
 
@@ -193,7 +202,7 @@ def _remedy_itself(first: Site, is_value_finite: bool) -> str:
     """Returns what to change in a function that is not finite without a policy."""
     dtype = first.dtype
     if first.operation in _GROWS:
-        large = f"A value is too large: {dtype} ends at {_largest(dtype)}. Make its "
+        large = f"A value is too large: {dtype} ends at {largest_of(dtype)}. Make its "
         wider = "" if dtype == "f32" else ", or keep it in f32"
         return f"{large}operands smaller{wider}."
     if first.operation == "custom_vjp_call":
@@ -287,7 +296,7 @@ def _reason(first: Site, same: Site | None) -> str:
         return (
             "in f32 without the policy it is finite: half precision spoilt an operand"
         )
-    largest = f"{first.dtype} ends at {_largest(first.dtype)}"
+    largest = f"{first.dtype} ends at {largest_of(first.dtype)}"
     if same is None:
         return f"a value is too large for the cast, {largest}"
     if same.overflow(first.dtype):
@@ -295,9 +304,10 @@ def _reason(first: Site, same: Site | None) -> str:
     return f"in f32 it is finite and reaches {number(same.amax)}; {largest}"
 
 
-def _largest(dtype: str) -> str:
-    largest = float(jnp.finfo(parse_dtype(dtype) or dtype).max)
-    return f"{largest:.0f}" if largest < 1e6 else number(largest)
+def largest_of(dtype: str) -> str:
+    """Returns the largest finite value of a dtype in digits."""
+    value = float(jnp.finfo(parse_dtype(dtype) or dtype).max)
+    return f"{value:.0f}" if value < 1e6 else number(value)
 
 
 def _remedy(
@@ -313,7 +323,7 @@ def _remedy(
     halves = [is_half(each.default.compute_dtype) for each in (given, policy)]
     if halves == [True, False]:
         yield (
-            "amp.autocast(fn, d.policy) computes in f32 by default: with f32 for "
+            f"{ABOUT_POLICY}computes in f32 by default: with f32 for "
             "single modules something still was not finite."
         )
         return
@@ -330,7 +340,7 @@ def _remedy(
             most = max(needs, key=lambda need: _reach(need, same))
             largest = number(_reach(most, same))
             reason = f": {place(most.site)} reaches {largest} in f32"
-        yield f"amp.autocast(fn, d.policy) has {' and '.join(whole)} in f32{reason}."
+        yield f"{ABOUT_POLICY}has {' and '.join(whole)} in f32{reason}."
 
 
 def _reach(need: Need, same: _Same) -> float:

@@ -9,17 +9,22 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 
 from jmp_amp.numerics import programs
+from jmp_amp.numerics.advice import ABOUT_POLICY, ITSELF, largest_of
 from jmp_amp.numerics.diagnosis import Diagnosis
 from jmp_amp.numerics.executables import Compile
 from jmp_amp.numerics.losses import LossCall
+from jmp_amp.numerics.sites import Site
 from jmp_amp.numerics.suggestions import counterparts
-from jmp_amp.numerics.wording import place, share
+from jmp_amp.numerics.wording import located, place, share
 from jmp_amp.plan.jaxprs import Value
-from jmp_amp.policies.dtypes import is_half
+from jmp_amp.policies.dtypes import is_half, parse_dtype
 from jmp_amp.policies.policy import get_policy
 from jmp_amp.policies.policy_map import PolicyMap
+from jmp_amp.reports.reading import read_plan
+from jmp_amp.reports.rows import Equation
 from jmp_amp.training.finite import all_finite
 from jmp_amp.training.loss_scale import static_loss_scale
+from jmp_amp.transform import scopes
 from jmp_amp.transform.interpreter import run
 
 # So large a share of values that underflow may be what is divided by.
@@ -40,6 +45,8 @@ def checked(
 ) -> Diagnosis:
     """Returns a diagnosis whose policy was tried; its default is f32 if that failed.
 
+    What a marking in the code keeps in half, no map mends: advice says so.
+
     Args:
       called: of the function, whose value and gradients are finite without a policy.
       found: the diagnosis.
@@ -48,20 +55,124 @@ def checked(
     """
     if _is_finite(called, found.policy, scale, compile_):
         return found
-    entries = found.policy.entries
-    policy = PolicyMap(get_policy("float32"), entries)
-    if any(is_half(each.compute_dtype) for _, each in entries):
-        if not _is_finite(called, policy, scale, compile_):
-            policy = PolicyMap("float32")
-    told = (
-        f"With {str(found.policy)!r} the run is not finite, so the default of d.policy "
-        f"is f32. {_cause(found)}"
+    policy, kept = _in_f32(called, found.policy, scale, compile_)
+    tried = f"With {str(found.policy)!r} the run is not finite, "
+    advice = found.advice
+    if kept:
+        # What it says of `found.policy` does not hold for what is marked.
+        advice = [each for each in advice if not each.startswith(ABOUT_POLICY)]
+        tried += f"and it is not with an f32 default either. {_marked(found, kept)}"
+    else:
+        tried += f"so the default of d.policy is f32. {_cause(found)}"
+    return dataclasses.replace(found, policy=policy, advice=(*advice, tried))
+
+
+def _in_f32(
+    called: Called, failed: PolicyMap, scale: float, compile_: Compile
+) -> tuple[PolicyMap, list[Equation]]:
+    """Returns a map whose default is f32, in place of one that did not help.
+
+    Also returns what it leaves in half and so not finite; nothing if it is finite. What
+    is f32 throughout is what the function is itself, and is not run again.
+    """
+    full = get_policy("float32")
+    maps = [PolicyMap(full)]
+    if failed.entries:
+        maps.insert(0, PolicyMap(full, failed.entries))
+    kept: list[Equation] = []
+    for policy in maps:
+        with called(policy) as call:
+            kept = [row for row in read_plan(call.call) if _is_in_half(row)]
+        if not kept:
+            return policy, []
+        if policy != failed and _is_finite(called, policy, scale, compile_):
+            return policy, []
+    return maps[-1], kept
+
+
+def _is_in_half(row: Equation) -> bool:
+    casts = [parse_dtype(cast.target) for cast in row.casts]
+    return row.is_in_half or any(map(is_half, casts))
+
+
+def _marked(found: Diagnosis, kept: Sequence[Equation]) -> str:
+    """Returns in words what a marking in the code keeps in half under every map.
+
+    Args:
+      found: the diagnosis.
+      kept: what is half although the map says f32.
+    """
+    places = {(row.module, row.source) for row in kept}
+    sites = [s for s in found.sites if s.is_in_half and (s.module, s.source) in places]
+    same = counterparts(found.sites, found.reference)
+
+    def overflows(site: Site) -> bool:
+        known = same(site)
+        return known is not None and known.overflow(site.dtype) > 0
+
+    def underflows(site: Site) -> bool:
+        known = same(site)
+        return known is not None and known.underflow(site.dtype) > _MANY
+
+    reasons: list[Callable[[Site], bool]] = [
+        lambda site: site.makes_nonfinite,
+        overflows,
+        underflows,
+    ]
+    bad = [site for is_bad in reasons for site in sites if is_bad(site)]
+    if bad:
+        where, dtype = place(bad[0]), bad[0].dtype
+    else:
+        row = next((each for each in kept if each.is_in_half), kept[0])
+        where, dtype = located(row.operation, row.module, row.source), "half precision"
+    return (
+        f"{where} is in {dtype} under every PolicyMap: a marking in the code, "
+        "with_policy or cast_inputs(fn, dtype), wins over a map. Change it there."
     )
-    return dataclasses.replace(found, policy=policy, advice=(*found.advice, told))
+
+
+def uncasted(
+    called: Called, found: Diagnosis, compile_: Compile
+) -> tuple[Diagnosis, bool]:
+    """Returns a diagnosis whose reference is not finite; whether the function is.
+
+    `cast_inputs` has a function in half in the reference too, and alone it is f32. What
+    advice says of the function itself is left out if that is finite.
+
+    Args:
+      called: of the function.
+      found: the diagnosis.
+      compile_: begins to compile a program.
+    """
+    made = (site for site in found.reference if site.makes_nonfinite)
+    first = next(made, None)
+    if first is None or not first.is_in_half:
+        return found, False
+    stored = found.policy.default.param_dtype
+    itself = dataclasses.replace(get_policy("float32"), param_dtype=stored)
+    with contextlib.ExitStack() as stack:
+        with scopes.casting_no_inputs():
+            call = stack.enter_context(called(PolicyMap(itself)))
+
+        def finite(arrays: Sequence[Value]) -> Value:
+            return ends_well(call, *call.with_gradients(call.as_it_is)(*arrays))
+
+        options = programs.options_for(0)
+        compiling = compile_(finite, call.arrays, options=lambda: options)
+        if not bool(compiling.result()(call.arrays)):
+            return found, False
+    advice = [each for each in found.advice if not each.startswith(ITSELF)]
+    told = (
+        f"Without autocast the function is finite: cast_inputs has {place(first)} in "
+        f"{first.dtype}, which ends at {largest_of(first.dtype)}."
+    )
+    return dataclasses.replace(found, advice=(told, *advice)), True
 
 
 def _cause(found: Diagnosis) -> str:
     """Returns in words why the suggested policy did not help."""
+    if any(site.makes_nonfinite and site.is_in_half for site in found.reference):
+        return "What cast_inputs marks without a dtype is f32 then."
     first = found.first_nonfinite
     if first is not None and first.is_in_half and not first.is_forward:
         wider = ", which mixed_bfloat16 has the range for" * (first.dtype == "f16")

@@ -12,7 +12,7 @@ import numpy as np
 
 from jmp_amp.numerics import distances, programs
 from jmp_amp.numerics.advice import advise
-from jmp_amp.numerics.checking import checked, ends_well
+from jmp_amp.numerics.checking import checked, ends_well, uncasted
 from jmp_amp.numerics.decoding import Places, scaled_casts, sites_of
 from jmp_amp.numerics.diagnosis import Diagnosis
 from jmp_amp.numerics.executables import Compile, Executables
@@ -84,7 +84,9 @@ def diagnose(
     smaller one of the loss scales. If they are not, the default becomes f32, and advice
     says so.
 
-    A function that `cast_inputs` marks runs in half in the reference too.
+    A function that `cast_inputs` marks runs in half in the reference too. If that is
+    why the reference is not finite, advice says so, and `Diagnosis.policy` is checked
+    as if it were.
 
     Args:
       fn: a function of pytrees, as `autocast` takes it.
@@ -147,6 +149,8 @@ def diagnose(
                     name,
                     lambda: nonfinite_inputs(fn, args, kwargs),
                 )
+            if not is_finite_itself:
+                found, is_finite_itself = uncasted(called, found, compile_)
             if not is_finite_itself or (is_finite and found.policy == policies):
                 return found
             # No policy mends a loss scale that is too large.
@@ -231,7 +235,10 @@ def _errors(
     compile_: Compile, call: LossCall, traced: Sequence[Value]
 ) -> Callable[[], Errors | None]:
     """Begins to compile what tells errors, none if an effect had to be repeated."""
-    if jaxprs.returns_from_effects(jaxprs.body_of(call.call.jaxpr)):
+    body = jaxprs.body_of(call.call.jaxpr)
+    # Both runs would write to one mutable array of the caller.
+    shared = map(jaxprs.is_mutable, (*body.jaxpr.constvars, *body.jaxpr.invars))
+    if jaxprs.returns_from_effects(body) or any(shared):
         return lambda: None
     return errors(compile_, call.plan, call.arrays, traced)
 

@@ -220,7 +220,7 @@ class _Lockstep(Walk[Pair]):
     ) -> list[Pair]:
         with jaxprs.source_of(eqn), self._at(planned, "own") as identity:
             operands = read()
-            if eqn.effects and not jaxprs.is_read(eqn):
+            if jaxprs.happens(eqn) and not jaxprs.is_read(eqn):
                 # It was seen when the policy and the reference ran.
                 return [Pair(None, None)] * len(eqn.outvars)
             if planned.bodies:
@@ -231,15 +231,28 @@ class _Lockstep(Walk[Pair]):
                 # It reads what a rewrite computed of its operands, not them.
                 operands = operands[len(eqn.invars) :]
             made = tuple(k for x in operands for k in x.made)
+            self._written_to(eqn, made, operands)
             results = []
             for var, low, other in zip(eqn.outvars, bound, full, strict=True):
                 pair = Pair(low, other, made)
-                if eqn.primitive.name in MOVES:
+                if jaxprs.is_mutable(var):
+                    # It has a key of its own, as if it were a site.
+                    key = identity, "mutable"
+                    self.operands[key] = made
+                    pair = dataclasses.replace(pair, made=(key,))
+                elif eqn.primitive.name in MOVES:
                     self.operands[identity, None] = made
-                elif jaxprs.is_floating(var):
+                elif jaxprs.is_floating(var) and jaxprs.is_read(eqn):
                     pair = self._compare((identity, None), pair, operands)
                 results.append(pair)
             return self._written(planned, results)
+
+    def _written_to(self, eqn: Eqn, made: Keys, operands: Sequence[Pair]) -> None:
+        """Notes that what a mutable array holds may come from the other operands."""
+        for atom, pair in zip(eqn.invars, operands, strict=False):
+            if jaxprs.is_mutable(atom):
+                for key in pair.made:
+                    self.operands[key] = united([self.operands.get(key, ()), made])
 
     def _written(self, planned: EquationPlan, results: Sequence[Pair]) -> list[Pair]:
         """Returns results in the dtypes that they are kept in."""

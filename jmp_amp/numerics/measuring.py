@@ -41,6 +41,10 @@ MOVES = frozenset(
 )
 
 
+# Operations whose results a mutable array held before: others made them.
+_HELD = frozenset("get swap freeze".split())
+
+
 class Count(NamedTuple):
     """An integer of 64 bits in two of 32, which jax has without x64."""
 
@@ -292,6 +296,8 @@ def _table(frames: Mapping[Path, Frame]) -> _Table:
     # Those that do more than move what another one made, with their operands.
     makers: dict[int, list[tuple[Path, Atom]]] = {}
     for number, ((path, entry), found) in enumerate(zip(entries, sources, strict=True)):
+        if entry.operation in _HELD:
+            continue
         if set(map(id, entry.results)) & {id(source.atom) for source in found}:
             operands = [_source(v, makers_of[path]).atom for v in entry.operands]
             makers[number] = [(path, a) for a in operands if not _is_finite(a)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn
@@ -43,6 +44,7 @@ from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.reports.reading import read_plan
 from jmp_amp.reports.rows import Equation
 from jmp_amp.training.gradients import Argnums
+from jmp_amp.transform import scopes
 from jmp_amp.transform.interpreter import run
 
 
@@ -156,8 +158,10 @@ class _Tuner:
         self.say("compiling the function as it is")
         stored = self.start.default.param_dtype
         itself = dataclasses.replace(get_policy("float32"), param_dtype=stored)
-        # Functions that `cast_inputs` marks see f32 then, as without autocast.
-        with bench.loss(PolicyMap(itself), notes_modules=False) as loss:
+        with contextlib.ExitStack() as stack:
+            with scopes.casting_no_inputs():
+                traced = bench.loss(PolicyMap(itself), notes_modules=False)
+                loss = stack.enter_context(traced)
             check_loss(loss, bench.call)
             bench.refer(loss)
         self.say("tracing")

@@ -107,19 +107,29 @@ def is_read(eqn: Eqn) -> bool:
 
 
 def returns_from_effects(body: Body) -> bool:
-    """Whether a callback with an effect returns a value, in a body or inside of it."""
+    """Whether a callback with an effect returns a value, in a body or inside of it.
+
+    Reading a mutable array is none.
+    """
     return any(
         any(returns_from_effects(each.body) for each in inner)
         if (inner := inner_bodies(eqn))
-        else _happens(eqn) and is_read(eqn)
+        else happens(eqn) and is_read(eqn)
         for eqn in body.jaxpr.eqns
     )
 
 
-def _happens(eqn: Eqn) -> bool:
+# The effect of a collective says which axis of a mesh it names, and no more. What is
+# written to a mutable array is read from it.
+_SILENT = frozenset(
+    f"{name}Effect"
+    for name in ("NamedAxis", "Read", "Write", "Accum", "InternalMutableArray")
+)
+
+
+def happens(eqn: Eqn) -> bool:
     """Whether it can be told how often `eqn` runs."""
-    # The effect of a collective says which axis of a mesh it names, and no more.
-    return any(type(each).__name__ != "NamedAxisEffect" for each in eqn.effects)
+    return any(type(each).__name__ not in _SILENT for each in eqn.effects)
 
 
 def variables(atoms: Sequence[Atom]) -> list[Var]:
@@ -226,9 +236,19 @@ def is_custom_vjp(eqn: Eqn) -> bool:
 
 
 def is_floating(atom: Atom) -> bool:
-    """Whether an operand or a result is an array of real or complex numbers."""
-    dtype = getattr(atom.aval, "dtype", None)
-    return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
+    """Whether an operand or a result is an array of real or complex numbers.
+
+    A mutable array is none: it has a dtype and is no value.
+    """
+    aval = atom.aval
+    return isinstance(aval, ShapedArray) and jax.numpy.issubdtype(
+        aval.dtype, np.inexact
+    )
+
+
+def is_mutable(atom: Atom) -> bool:
+    """Whether an operand or a result is a mutable array: a place, not a value."""
+    return not isinstance(atom.aval, ShapedArray) and hasattr(atom.aval, "dtype")
 
 
 def is_checkpoint(eqn: Eqn) -> bool:

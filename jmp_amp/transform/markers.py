@@ -205,11 +205,11 @@ def cast_inputs(fn: Callable[P, R], dtype: DTypeLike | None = None) -> Callable[
 
     @wraps(fn)
     def cast_fn(*args: P.args, **kwargs: P.kwargs) -> PyTree:
-        active = scopes.active()
-        if active is None:
+        active, policy = scopes.active(), scopes.casting_policy()
+        if active is None or policy is None:
             return fn(*args, **kwargs)
-        policy = active.policy
-        if chosen is None and active.cpu is not None and policy.compute_dtype != F32:
+        is_half = policy.compute_dtype != F32
+        if chosen is None and active.cpu is not None and is_half:
             # A CPU computes in f32 all but the products that the plan finds.
             return fn(*args, **kwargs)
         target = policy.compute_dtype if chosen is None else chosen

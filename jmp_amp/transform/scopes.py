@@ -67,6 +67,11 @@ class Active(NamedTuple):
 _active = jax.make_user_context(None)
 
 
+# The depth of the autocast in which `cast_inputs` casts nothing, if there is one. It is
+# part of the key of every cache too.
+_uncast = jax.make_user_context(None)
+
+
 # The path of the module that is running.
 _running: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar(
     "running", default=None
@@ -87,6 +92,21 @@ def active_policy() -> Policy | None:
     """Returns the policy in force while autocast traces, or None outside."""
     found = active()
     return None if found is None else found.policy
+
+
+def casting_policy() -> Policy | None:
+    """Returns the policy in force where `cast_inputs` casts, else None."""
+    found = active()
+    return None if found is None or found.depth == _uncast.value else found.policy
+
+
+def casting_no_inputs() -> contextlib.AbstractContextManager[None]:
+    """Returns a context: the next autocast traces its function as it is without one.
+
+    An autocast inside of the function is one all the same.
+    """
+    found = active()
+    return _uncast(0 if found is None else found.depth + 1)
 
 
 def activate(state: Active) -> contextlib.AbstractContextManager[None]:

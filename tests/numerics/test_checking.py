@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen as nn
+from flax import nnx
 
 import jmp_amp as amp
 
@@ -93,3 +94,116 @@ def test_what_the_plan_casts_fits_f16_with_the_loss_scale():
     scale = amp.static_loss_scale(2.0**20)
     d = amp.diagnose(loss, "mixed_float16", loss_scale=scale)(ONES, SMALL)
     assert d.gradients[""].nonfinite and d.loss_scale == 2.0**15
+
+
+@amp.with_policy("mixed_float16")
+def marked_product(x, w):
+    return x @ w
+
+
+@amp.with_policy("mixed_float16")
+class MarkedDense(nnx.Module):
+    def __init__(self, kernel):
+        self.kernel = nnx.Param(kernel)
+
+    def __call__(self, x):
+        return x @ self.kernel[...]
+
+
+class Outer(nnx.Module):
+    def __init__(self, part):
+        self.part = part
+
+    def __call__(self, x):
+        return self.part(x)
+
+
+def small(h):
+    # 8 * 300 * 40 is 96000, and f16 ends at 65504; this is one small number.
+    return jnp.sum(h) * 1e-6
+
+
+MARKED = {
+    "function": (
+        lambda w, x: small(marked_product(x, w)),
+        jnp.full((8, 8), 300.0),
+        "dot_general (test_checking.py:",
+    ),
+    "module": (
+        lambda module, x: small(module(x)),
+        Outer(MarkedDense(jnp.full((8, 8), 300.0))),
+        "dot_general in Outer/part (test_checking.py:",
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32"])
+@pytest.mark.parametrize("name", MARKED)
+def test_advice_names_the_marking_that_no_map_mends(name, policy):
+    fn, weights, where = MARKED[name]
+    x = jnp.full((4, 8), 40.0)
+    assert float(fn(weights, x)) == pytest.approx(4 * 8 * 96000e-6)
+    d = amp.diagnose(fn, policy)(weights, x)
+    assert d.policy == amp.PolicyMap("float32")
+    assert not jnp.isfinite(amp.autocast(fn, d.policy)(weights, x))
+    *others, last = d.advice
+    assert f"{where}" in last and "is in f16 under every PolicyMap" in last
+    assert "with_policy or cast_inputs(fn, dtype), wins over a map" in last
+    assert "where it is used" not in last
+    # What is not so.
+    assert not any("autocast(fn, d.policy)" in each for each in others)
+
+
+def test_an_entry_mends_a_module_inside_of_one_that_the_code_marks():
+    marked = amp.with_policy("mixed_float16")(Outer)
+
+    class Dense(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.full((8, 8), 300.0))
+
+        def __call__(self, x):
+            return x @ self.kernel[...]
+
+    model, x = marked(Dense()), jnp.full((4, 8), 40.0)
+
+    def loss(model, x):
+        return small(model(x))
+
+    d = amp.diagnose(loss, "mixed_bfloat16")(model, x)
+    assert jnp.isfinite(amp.autocast(loss, d.policy)(model, x))
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32"])
+def test_what_cast_inputs_has_in_half_is_not_the_function_itself(policy):
+    product = amp.cast_inputs(lambda x, w: x @ w, jnp.float16)
+
+    def loss(w, x):
+        return small(product(x, w))
+
+    w, x = jnp.full((8, 8), 300.0), jnp.full((4, 8), 40.0)
+    assert float(loss(w, x)) == pytest.approx(4 * 8 * 96000e-6)
+    d = amp.diagnose(loss, policy)(w, x)
+    assert d.policy == amp.PolicyMap("float32")
+    assert not any("no policy helps" in each for each in d.advice)
+    assert "the function is finite: cast_inputs has dot_general (" in d.advice[0]
+    assert "is in f16 under every PolicyMap" in d.advice[-1]
+
+
+def test_what_cast_inputs_has_in_the_dtype_of_the_policy_is_mended_by_the_policy():
+    product = amp.cast_inputs(lambda x, w: x @ w)
+
+    def loss(w, x):
+        return small(product(x, w))
+
+    w, x = jnp.full((8, 8), 300.0), jnp.full((4, 8), 40.0)
+    d = amp.diagnose(loss, "mixed_float16")(w, x)
+    assert d.policy == amp.PolicyMap("float32")
+    assert_finite(loss, d.policy, w, x)
+    assert not any("no policy helps" in each for each in d.advice)
+
+    def asks_for_it(w, x):
+        return loss(w, x) + small((x.astype("f2") @ w.astype("f2")).astype("f4"))
+
+    assert not jnp.isfinite(asks_for_it(w, x))
+    found = amp.diagnose(asks_for_it, "mixed_float16")(w, x)
+    assert any("no policy helps" in each for each in found.advice)

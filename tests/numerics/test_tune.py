@@ -515,6 +515,42 @@ def test_the_reference_of_what_cast_inputs_marks_is_f32():
     assert tuning.error_before == pytest.approx(error("mixed_float16"), rel=0.1)
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+def test_the_reference_is_f32_where_cast_inputs_names_a_dtype(jitted):
+    half = amp.cast_inputs(lambda h: jnp.tanh(h @ h), jnp.bfloat16)
+    half = jax.jit(half) if jitted else half
+
+    def loss(w, x):
+        return jnp.mean(half(x @ w) ** 2)
+
+    w, x = (jax.random.normal(jax.random.key(i), (16, 16)) / 4 for i in (0, 2))
+    # Outside of autocast cast_inputs does nothing, and under every policy it is bf16.
+    best = error_of(loss, "float32", w, x)
+    assert best > 1e-3
+    with pytest.raises(ValueError, match="cast_inputs"):
+        amp.tune(loss, max_grad_error=1e-4)(w, x)
+    tuning = amp.tune(loss, max_grad_error=2 * best)(w, x)
+    assert tuning.error == pytest.approx(error_of(loss, tuning.policy, w, x), rel=1e-3)
+
+
+def test_an_autocast_inside_of_the_function_casts_in_the_reference_too():
+    half = amp.cast_inputs(lambda x: jnp.tanh(x @ x), jnp.bfloat16)
+    inner = amp.autocast(half, "float32")
+
+    def loss(w, x):
+        return jnp.mean(half(inner(x @ w)) ** 2)
+
+    w, x = (jax.random.normal(jax.random.key(i), (16, 16)) / 4 for i in (0, 2))
+
+    def twice(x):
+        return jnp.tanh(x @ x)
+
+    exact = gradient(lambda w, x: jnp.mean(twice(twice(x @ w)) ** 2), w, x)
+    assert np.linalg.norm(gradient(loss, w, x) - exact) > 1e-3 * np.linalg.norm(exact)
+    tuning = amp.tune(loss, max_grad_error=0.1)(w, x)
+    assert tuning.error == pytest.approx(error_of(loss, tuning.policy, w, x), rel=1e-3)
+
+
 def test_the_reference_of_half_parameters_computes_in_f32():
     rng = np.random.default_rng(0)
     w, x = (jnp.asarray(rng.standard_normal((n, 8)), jnp.bfloat16) for n in (8, 16))
