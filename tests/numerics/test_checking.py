@@ -137,7 +137,20 @@ MARKED = {
 }
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32"])
+# Whatever the policy, the marking is the same.
+each_policy = pytest.mark.parametrize(
+    "policy",
+    [
+        "mixed_bfloat16",
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("mixed_float16", "float32")
+        ),
+    ],
+)
+
+
+@each_policy
 @pytest.mark.parametrize("name", MARKED)
 def test_advice_names_the_marking_that_no_map_mends(name, policy):
     fn, weights, where = MARKED[name]
@@ -173,7 +186,7 @@ def test_an_entry_mends_a_module_inside_of_one_that_the_code_marks():
     assert jnp.isfinite(amp.autocast(loss, d.policy)(model, x))
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32"])
+@each_policy
 def test_what_cast_inputs_has_in_half_is_not_the_function_itself(policy):
     product = amp.cast_inputs(lambda x, w: x @ w, jnp.float16)
 

@@ -4,6 +4,7 @@ Arrays of small integers are exact in bf16, and so are their products in f32.
 """
 
 import functools
+import itertools
 import random
 import re
 
@@ -201,8 +202,17 @@ def bf16_products(lowered):
     return [line.count("xbf16>") == 2 for line in lines]
 
 
-@pytest.mark.parametrize("mode", GRADIENTS)
-@pytest.mark.parametrize("name", RULES)
+# On several devices one rule stands for the others.
+ON_DEVICES = [(name, "shard_map") for name in RULES][1:]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(*each, marks=[pytest.mark.slow] * (each in ON_DEVICES))
+        for each in itertools.product(RULES, GRADIENTS)
+    ],
+)
 def test_the_backward_products_of_a_rule_of_the_program_are_of_bf16(name, mode):
     x, y = integers((16, 8)), integers((8, 32), 1)
     ours, args = transformed(on_cpu(RULES[name]), x, y, mode)
