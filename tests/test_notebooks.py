@@ -241,7 +241,16 @@ def test_notebook_runs_in_a_fresh_kernel_and_shows_what_it_showed(name):
         for now, before in zip(
             code_cells(notebook), code_cells(committed(name)), strict=True
         ):
-            assert "".join(printed_by(now)) == "".join(printed_by(before))
+            assert shown_by(now) == shown_by(before)
+
+
+def shown_by(cell):
+    """What a cell prints, but for the digits of shares below one percent.
+
+    They count a handful of values near a bound, which not all CPUs round alike: a Xeon
+    has 0.027% where an EPYC has 0.037%.
+    """
+    return re.sub(r"\b0\.\d+%", "0.x%", "".join(printed_by(cell)))
 
 
 def matmuls_by_dtype(report):
