@@ -9,6 +9,21 @@ from jax.extend import core
 import jmp_amp as amp
 
 
+def with_rule(product: Callable[..., Any]) -> Any:
+    """A product with a derivative rule of its own, which is two such products."""
+
+    @jax.custom_jvp
+    def ruled(x, w):
+        return product(x, w)
+
+    @ruled.defjvp
+    def derivative(primals, tangents):
+        (x, w), (dx, dw) = primals, tangents
+        return ruled(x, w), product(dx, w) + product(x, dw)
+
+    return ruled
+
+
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Every equation of a jaxpr and of the jaxprs inside it, calls before bodies."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -12,7 +11,7 @@ from jmp_amp.numerics import programs
 from jmp_amp.numerics.advice import ABOUT_POLICY, ITSELF, largest_of
 from jmp_amp.numerics.diagnosis import Diagnosis
 from jmp_amp.numerics.executables import Compile
-from jmp_amp.numerics.losses import LossCall
+from jmp_amp.numerics.losses import Called, LossCall, called_as_it_is
 from jmp_amp.numerics.sites import Site
 from jmp_amp.numerics.suggestions import counterparts
 from jmp_amp.numerics.wording import located, place, share
@@ -24,13 +23,10 @@ from jmp_amp.reports.reading import read_plan
 from jmp_amp.reports.rows import Equation
 from jmp_amp.training.finite import all_finite
 from jmp_amp.training.loss_scale import static_loss_scale
-from jmp_amp.transform import scopes
 from jmp_amp.transform.interpreter import run
 
 # So large a share of values that underflow may be what is divided by.
 _MANY = 0.1
-# Traces and plans the call under a map of policies.
-Called = Callable[[PolicyMap], contextlib.AbstractContextManager[LossCall]]
 
 
 def ends_well(
@@ -45,7 +41,7 @@ def checked(
 ) -> Diagnosis:
     """Returns a diagnosis whose policy was tried; its default is f32 if that failed.
 
-    What a marking in the code keeps in half, no map mends: advice says so.
+    No map changes what a marking in the code keeps in half: advice says so.
 
     Args:
       called: of the function, whose value and gradients are finite without a policy.
@@ -72,8 +68,9 @@ def _in_f32(
 ) -> tuple[PolicyMap, list[Equation]]:
     """Returns a map whose default is f32, in place of one that did not help.
 
-    Also returns what it leaves in half and so not finite; nothing if it is finite. What
-    is f32 throughout is what the function is itself, and is not run again.
+    If the run is not finite with that map either, also returns the equations that it
+    leaves in half. A plan that is f32 throughout is the function itself: it is finite,
+    and is not run.
     """
     full = get_policy("float32")
     maps = [PolicyMap(full)]
@@ -100,7 +97,7 @@ def _marked(found: Diagnosis, kept: Sequence[Equation]) -> str:
 
     Args:
       found: the diagnosis.
-      kept: what is half although the map says f32.
+      kept: the equations that are in half although the map says f32.
     """
     places = {(row.module, row.source) for row in kept}
     sites = [s for s in found.sites if s.is_in_half and (s.module, s.source) in places]
@@ -131,13 +128,13 @@ def _marked(found: Diagnosis, kept: Sequence[Equation]) -> str:
     )
 
 
-def uncasted(
+def with_function_tried(
     called: Called, found: Diagnosis, compile_: Compile
 ) -> tuple[Diagnosis, bool]:
-    """Returns a diagnosis whose reference is not finite; whether the function is.
+    """Returns a diagnosis whose reference is not finite, and whether its function is.
 
-    `cast_inputs` has a function in half in the reference too, and alone it is f32. What
-    advice says of the function itself is left out if that is finite.
+    What `cast_inputs` marks is half in the reference. Without autocast it is f32, and
+    the function may be finite. Then what advice says of the function is left out.
 
     Args:
       called: of the function.
@@ -148,11 +145,7 @@ def uncasted(
     first = next(made, None)
     if first is None or not first.is_in_half:
         return found, False
-    stored = found.policy.default.param_dtype
-    itself = dataclasses.replace(get_policy("float32"), param_dtype=stored)
-    with contextlib.ExitStack() as stack:
-        with scopes.casting_no_inputs():
-            call = stack.enter_context(called(PolicyMap(itself)))
+    with called_as_it_is(called, found.policy) as call:
 
         def finite(arrays: Sequence[Value]) -> Value:
             return ends_well(call, *call.with_gradients(call.as_it_is)(*arrays))

@@ -12,7 +12,7 @@ import numpy as np
 
 from jmp_amp.numerics import distances, programs
 from jmp_amp.numerics.advice import advise
-from jmp_amp.numerics.checking import checked, ends_well, uncasted
+from jmp_amp.numerics.checking import checked, ends_well, with_function_tried
 from jmp_amp.numerics.decoding import Places, scaled_casts, sites_of
 from jmp_amp.numerics.diagnosis import Diagnosis
 from jmp_amp.numerics.executables import Compile, Executables
@@ -84,9 +84,9 @@ def diagnose(
     smaller one of the loss scales. If they are not, the default becomes f32, and advice
     says so.
 
-    A function that `cast_inputs` marks runs in half in the reference too. If that is
-    why the reference is not finite, advice says so, and `Diagnosis.policy` is checked
-    as if it were.
+    A function that `cast_inputs` marks runs in half in the reference too. If the
+    reference is not finite for that reason alone, advice says so, and
+    `Diagnosis.policy` is checked all the same.
 
     Args:
       fn: a function of pytrees, as `autocast` takes it.
@@ -150,7 +150,7 @@ def diagnose(
                     lambda: nonfinite_inputs(fn, args, kwargs),
                 )
             if not is_finite_itself:
-                found, is_finite_itself = uncasted(called, found, compile_)
+                found, is_finite_itself = with_function_tried(called, found, compile_)
             if not is_finite_itself or (is_finite and found.policy == policies):
                 return found
             # No policy mends a loss scale that is too large.

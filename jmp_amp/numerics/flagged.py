@@ -25,7 +25,7 @@ from jmp_amp.plan.rewriting import Rewrite, Shared
 from jmp_amp.plan.values import is_inexact, traced_dtype
 from jmp_amp.plan.walk import Walk
 from jmp_amp.policies.dtypes import BF16, F32, is_half
-from jmp_amp.transform.interpreter import planned_rule
+from jmp_amp.transform.derivatives import planned_rule
 
 # The flag of a group that rounds as the plan says.
 BASE = 0

@@ -1,7 +1,7 @@
 """What the matrix products of a gradient cost, by the module that they belong to.
 
-The first layer of a network has two of three products: nobody asks for the gradient of
-an input. So what a module costs is told by the program of the gradient alone.
+A layer has three products: one forward, and one for each gradient. The first layer has
+two: nobody asks for the gradient of the input. So the program of the gradient is read.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jmp_amp.plan import jaxprs
-from jmp_amp.plan.jaxprs import Body, ClosedJaxpr
-from jmp_amp.reports.costs import matmul_of
+from jmp_amp.plan.jaxprs import ClosedJaxpr
+from jmp_amp.reports.costs import products_as_traced
 from jmp_amp.reports.reading import module_scopes
 from jmp_amp.reports.rows import Equation
 
@@ -29,23 +29,12 @@ def gradient_flops(rows: Iterable[Equation], gradient: ClosedJaxpr) -> dict[str,
     for row in rows:
         forward[row.module] = forward.get(row.module, 0) + row.flops
     both: dict[str, int] = {}
-    _add(both, jaxprs.body_of(gradient), "", 1)
+    for around, cost in products_as_traced(jaxprs.body_of(gradient), 1):
+        path = "/".join(name for eqn in around for name in module_scopes(eqn))
+        both[path] = both.get(path, 0) + cost.flops
     return {
         row.identity: row.flops
         * both.get(row.module, forward[row.module])
         // forward[row.module]
         for row in rows
     }
-
-
-def _add(found: dict[str, int], body: Body, path: str, times: int) -> None:
-    """Adds the products of a body that runs `times` times in the module `path`."""
-    for eqn in body.jaxpr.eqns:
-        here = "/".join(filter(None, (path, *module_scopes(eqn))))
-        dtypes = [getattr(v.aval, "dtype", None) for v in eqn.invars]
-        flops = matmul_of(eqn, dtypes, times).flops
-        found[here] = found.get(here, 0) + flops
-        if eqn.primitive.name == "pallas_call":
-            continue  # written for one block of a grid
-        for inner in jaxprs.running_bodies(eqn):
-            _add(found, inner, here, times * jaxprs.repetitions(eqn))

@@ -24,11 +24,15 @@ from jmp_amp.plan.plan import Plan
 from jmp_amp.plan.targets import Cpu
 from jmp_amp.plan.values import traced_dtype
 from jmp_amp.policies.dtypes import AnyFn, PyTree
+from jmp_amp.policies.policy import get_policy
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.training.gradients import Argnums, check_argnums
+from jmp_amp.transform import scopes
 from jmp_amp.transform.interpreter import PlannedCall, planned_call
 from jmp_amp.transform.nnx_modules import is_node
 
+# Traces and plans a call under a map of policies.
+Called = Callable[[PolicyMap], contextlib.AbstractContextManager["LossCall"]]
 # Runs the program of a call: its inputs in, its outputs out.
 RunProgram = Callable[[Sequence[Value]], Sequence[Value]]
 
@@ -242,6 +246,20 @@ def loss_call(
                 )
         moving, keys = tuple(found), tuple(found.values())
         yield LossCall(planned, loss, moving, keys, has_aux, call)
+
+
+@contextlib.contextmanager
+def called_as_it_is(called: Called, policies: PolicyMap) -> Iterator[LossCall]:
+    """Traces a call as it is without autocast: `cast_inputs` casts nothing in it.
+
+    Parameters that `policies` store in half are computed with in f32.
+    """
+    stored = policies.default.param_dtype
+    itself = dataclasses.replace(get_policy("float32"), param_dtype=stored)
+    with contextlib.ExitStack() as stack:
+        with scopes.casting_no_inputs():
+            call = stack.enter_context(called(PolicyMap(itself)))
+        yield call
 
 
 @dataclasses.dataclass(frozen=True)

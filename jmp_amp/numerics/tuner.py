@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn
 
@@ -28,7 +27,7 @@ from jmp_amp.numerics.groups import (
     module_paths,
     policies_in_force,
 )
-from jmp_amp.numerics.losses import LossCall, check_measured
+from jmp_amp.numerics.losses import LossCall, called_as_it_is, check_measured
 from jmp_amp.numerics.moves import Menu, menu_of
 from jmp_amp.numerics.options import undisturbed
 from jmp_amp.numerics.searching import Search
@@ -39,12 +38,11 @@ from jmp_amp.plan.targets import checked_target, cpu_of
 from jmp_amp.plan.values import traced_dtype
 from jmp_amp.policies.dtypes import F32, AnyFn, is_half
 from jmp_amp.policies.flags import checked_flag
-from jmp_amp.policies.policy import Policy, get_policy
+from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.reports.reading import read_plan
 from jmp_amp.reports.rows import Equation
 from jmp_amp.training.gradients import Argnums
-from jmp_amp.transform import scopes
 from jmp_amp.transform.interpreter import run
 
 
@@ -100,9 +98,9 @@ def tune(
       TypeError: if an argument is of the wrong kind; from the function returned, if
         `fn` returns no real scalar or nothing can be differentiated.
       ValueError: if the bound is not positive, `argnums` name an argument twice, or a
-        policy or `target` is unknown;
-        from the function returned, if JAX cannot differentiate `fn`, if its gradient
-        itself is not finite, or if no map of the candidates meets the bound.
+        policy or `target` is unknown; from the function returned, if JAX cannot
+        differentiate `fn`, if its gradient itself is not finite, or if no map of the
+        candidates meets the bound.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -156,12 +154,8 @@ class _Tuner:
     def tuning(self, name: str) -> Tuning:
         bench = self.bench
         self.say("compiling the function as it is")
-        stored = self.start.default.param_dtype
-        itself = dataclasses.replace(get_policy("float32"), param_dtype=stored)
-        with contextlib.ExitStack() as stack:
-            with scopes.casting_no_inputs():
-                traced = bench.loss(PolicyMap(itself), notes_modules=False)
-                loss = stack.enter_context(traced)
+        traced = functools.partial(bench.loss, notes_modules=False)
+        with called_as_it_is(traced, self.start) as loss:
             check_loss(loss, bench.call)
             bench.refer(loss)
         self.say("tracing")

@@ -180,7 +180,7 @@ def _follow(at: Standing) -> Decision:
         return at.decision(Mode.AS_HELD, None, reason, origin)
     if origin == Origin.FULL and at.region.cpu is not None:
         return _in_f32(at)
-    if origin == Origin.FULL and low == BF16 and _spreads_function(at):
+    if origin == Origin.FULL and _spreads_function(at):
         reason = "looked up more than once: a function of half-precision values"
         return at.decision(Mode.IN_DTYPE, low, reason, Origin.LOW)
     if origin == Origin.FULL:
@@ -205,10 +205,11 @@ def _follow(at: Standing) -> Decision:
 def _spreads_function(at: Standing) -> bool:
     """Whether the edges of a graph look up f32 values of its nodes that may round.
 
-    They are written to memory once for each edge.
+    They are written to memory once for each edge. In f16 they may be out of range.
     """
     return (
-        role_of(at.name) is Role.LOOKS_UP
+        at.low == BF16
+        and role_of(at.name) is Role.LOOKS_UP
         and _grows(at.eqn)
         and keeps_digits(at) is None
         and unfit(at.operands, at.low) is None
@@ -294,6 +295,9 @@ def _traits(at: Standing, made: Decision, saved: bool) -> Iterator[Trait]:
         yield Trait.SAVED_IN_F32
 
 
+_ELEMENTWISE = (Kind.FUNCTION, Kind.ARITHMETIC, Kind.SELECTION, Kind.MOVE)
+
+
 def _is_function_of_half(at: Standing, made: Decision) -> bool:
     """Whether an f32 result is computed elementwise, of half values and constants."""
     return (
@@ -308,9 +312,6 @@ def _is_function_of_half(at: Standing, made: Decision) -> bool:
             for v in at.operands
         )
     )
-
-
-_ELEMENTWISE = (Kind.FUNCTION, Kind.ARITHMETIC, Kind.SELECTION, Kind.MOVE)
 
 
 def _is_worth_f32(at: Standing, made: Decision) -> bool:

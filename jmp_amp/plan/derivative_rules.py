@@ -1,9 +1,12 @@
-"""Derivative rules of JAX's own functions, spelled so that half precision saves half.
+"""The derivative rules of `custom_jvp` functions, as jaxprs.
 
-The rule of `logaddexp`, which is `softplus` and `log_sigmoid` too, reads its result:
-`exp(x - logaddexp(x, y))`. It takes the f32 result: rounded to bf16, a result of 20 is
-off by .06, and the derivative by 6 %. So XLA keeps f32 activations for the backward
-pass. `logistic(x - y)` is the same number, of the operands alone.
+A rule is that of the function. A few functions of JAX have another one here, which lets
+a call in half precision save half-precision values.
+
+JAX's rule of `logaddexp`, which is `softplus` and `log_sigmoid` too, reads the result:
+`exp(x - logaddexp(x, y))`. It needs the result in f32: rounded to bf16, a result of 20
+is off by .06, and the derivative by 6 %. So XLA keeps f32 activations for the backward
+pass. `logistic(x - y)` is the same number, made of the operands alone.
 """
 
 from __future__ import annotations
@@ -19,44 +22,58 @@ from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import ClosedJaxpr, Eqn, Value, aval_of
 from jmp_amp.policies.dtypes import F32
 
-# The factors of the tangents of all operands.
-_Factors = Callable[..., Sequence[jax.Array]]
 
+def trace_derivative_rule(eqn: Eqn, differentiated: Sequence[int]) -> ClosedJaxpr:
+    """Returns the jaxpr of the user's rule of a `custom_jvp` equation, as traced.
 
-def traced_rule(eqn: Eqn, differentiated: Sequence[int]) -> ClosedJaxpr:
-    """Returns the derivative rule of a `custom_jvp` equation that runs in half.
-
-    See `jaxprs.trace_derivative_rule`: the rule of the user, but for these functions.
+    Its inputs are the operands of `eqn` and then the tangents of the operands at the
+    positions `differentiated`; its outputs are the results and then the tangents of
+    the floating results.
     """
-    factors = _FACTORS.get(jaxprs.function_name(eqn) or "")
-    floats = [aval_of(v).dtype for v in (*eqn.invars, *eqn.outvars)]
-    if factors is None or not jaxprs.is_of_library(eqn) or {*floats} != {F32}:
-        return jaxprs.trace_derivative_rule(eqn, differentiated)
 
-    def rule(
-        operands: Sequence[Value], tangents: Sequence[Value]
-    ) -> tuple[Sequence[Value], Sequence[Value]]:
-        results = jaxprs.bind(eqn, operands)
-        found = factors(*operands)
-        terms = [
-            found[i] * tangent
-            for i, tangent in zip(differentiated, tangents, strict=True)
-        ]
-        return results, [functools.reduce(jnp.add, terms)]
+    def rule(operands: Sequence[Value], tangents: Sequence[Value]) -> object:
+        def call(*moving: Value) -> list[Value]:
+            given = dict(zip(differentiated, moving, strict=True))
+            return jaxprs.bind(eqn, [given.get(i, x) for i, x in enumerate(operands)])
+
+        moving = tuple(operands[i] for i in differentiated)
+        results, result_tangents = jax.jvp(call, moving, tangents)
+        return results, [t for t in result_tangents if t.dtype != jax.dtypes.float0]
 
     avals = tuple(v.aval for v in eqn.invars)
     return jax.make_jaxpr(rule)(avals, tuple(avals[i] for i in differentiated))
 
 
-def _of_logaddexp(x: jax.Array, y: jax.Array) -> Sequence[jax.Array]:
-    return jax.lax.logistic(x - y), jax.lax.logistic(y - x)
+def trace_rule_for_half(eqn: Eqn, differentiated: Sequence[int]) -> ClosedJaxpr:
+    """Returns the rule for a call in half precision, see `trace_derivative_rule`."""
+    factor = _FACTORS.get(jaxprs.function_name(eqn) or "")
+    dtypes = {aval_of(v).dtype for v in (*eqn.invars, *eqn.outvars)}
+    if factor is None or not jaxprs.is_of_library(eqn) or dtypes != {F32}:
+        return trace_derivative_rule(eqn, differentiated)
+
+    def rule(
+        operands: Sequence[Value], tangents: Sequence[Value]
+    ) -> tuple[Sequence[Value], Sequence[Value]]:
+        terms = [
+            factor(operands[i], operands[1 - i]) * tangent
+            for i, tangent in zip(differentiated, tangents, strict=True)
+        ]
+        return jaxprs.bind(eqn, operands), [functools.reduce(jnp.add, terms)]
+
+    avals = tuple(v.aval for v in eqn.invars)
+    return jax.make_jaxpr(rule)(avals, tuple(avals[i] for i in differentiated))
 
 
-def _of_logaddexp2(x: jax.Array, y: jax.Array) -> Sequence[jax.Array]:
-    return _of_logaddexp(x * F32.type(math.log(2)), y * F32.type(math.log(2)))
+def _of_logaddexp(own: jax.Array, other: jax.Array) -> jax.Array:
+    return jax.lax.logistic(own - other)
 
 
-_FACTORS: dict[str, _Factors] = {
+def _of_logaddexp2(own: jax.Array, other: jax.Array) -> jax.Array:
+    return jax.lax.logistic((own - other) * F32.type(math.log(2)))
+
+
+# For functions of two operands, what the tangent of one is multiplied by.
+_FACTORS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "logaddexp": _of_logaddexp,
     "logaddexp2": _of_logaddexp2,
 }

@@ -21,7 +21,15 @@ from jmp_amp.plan import jaxprs
 from jmp_amp.plan.flows import Flow
 from jmp_amp.plan.jaxprs import Eqn, Jaxpr, Var, aval_of, variables
 from jmp_amp.plan.modes import Dtypes
-from jmp_amp.plan.operations import OPERATIONS, Kind, Saves, is_cheap, kind_of
+from jmp_amp.plan.operations import (
+    OPERATIONS,
+    Kind,
+    Role,
+    Saves,
+    is_cheap,
+    kind_of,
+    role_of,
+)
 from jmp_amp.plan.plan import EquationPlan, Island
 from jmp_amp.plan.values import Origin, may_round
 from jmp_amp.policies.dtypes import F32, is_half
@@ -277,12 +285,8 @@ def _is_cheap_call(eqn: Eqn, planned: EquationPlan) -> bool:
     )
 
 
-# XLA computes them once, whatever reads them.
-_EXPENSIVE = frozenset("tanh logistic erf erfc sin cos tan exp exp2 log log1p".split())
-
-
 def _is_softmax_of_function(eqns: Sequence[Eqn]) -> bool:
-    """Whether an island takes the largest of values of a dear function.
+    """Whether an island takes the largest value of what a dear function made.
 
     A softmax of `30 * tanh(scores / 30)` reads the `tanh` in several kernels. If the
     backward pass reads it as well, XLA writes it to memory in f32.
@@ -292,6 +296,6 @@ def _is_softmax_of_function(eqns: Sequence[Eqn]) -> bool:
         is_made = not functions.isdisjoint(variables(eqn.invars))
         if is_made and eqn.primitive.name == "reduce_max":
             return True
-        if is_made or eqn.primitive.name in _EXPENSIVE:
+        if is_made or role_of(eqn.primitive.name) is Role.CURVES:
             functions.update(eqn.outvars)
     return False

@@ -278,27 +278,6 @@ def trace(fn: AnyFn, args: Sequence[Value]) -> ClosedJaxpr:
     return jax.make_jaxpr(fn)(*args)
 
 
-def trace_derivative_rule(eqn: Eqn, differentiated: Sequence[int]) -> ClosedJaxpr:
-    """Returns the jaxpr of the user's rule of a `custom_jvp` equation, as traced.
-
-    Its inputs are the operands of `eqn` and then the tangents of the operands at the
-    positions `differentiated`; its outputs are the results and then the tangents of
-    the floating results.
-    """
-
-    def rule(operands: Sequence[Value], tangents: Sequence[Value]) -> object:
-        def call(*moving: Value) -> list[Value]:
-            given = dict(zip(differentiated, moving, strict=True))
-            return bind(eqn, [given.get(i, x) for i, x in enumerate(operands)])
-
-        moving = tuple(operands[i] for i in differentiated)
-        results, result_tangents = jax.jvp(call, moving, tangents)
-        return results, [t for t in result_tangents if t.dtype != jax.dtypes.float0]
-
-    avals = tuple(v.aval for v in eqn.invars)
-    return jax.make_jaxpr(rule)(avals, tuple(avals[i] for i in differentiated))
-
-
 def bind(eqn: Eqn, operands: Sequence[Value], **changed: object) -> list[Value]:
     """Runs `eqn` on `operands`, as traced or with `changed` parameters."""
     params = eqn.primitive.get_bind_params({**eqn.params, **changed})

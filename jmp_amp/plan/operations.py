@@ -69,6 +69,7 @@ class Role(enum.Enum):
     CHOOSES = "chooses between values, such as a mask's"
     LOOKS_UP = "writes what it looks up to memory"
     COUNTS = "makes a whole number, such as an index"
+    CURVES = "a dear function of each element: XLA computes it once for all readers"
     HANDS_ON = "each result is one operand: nothing joins their dtypes"
 
 
@@ -146,14 +147,14 @@ GROUPS = (
         "grows or shrinks faster than its argument: f16 has no range for it",
         "[torch] fp32: exp, expm1, pow, reciprocal, sinh, cosh, tan; [apex] FP32_FUNCS",
         (
-            Row("exp", CHEAP, RESULT, np.exp),
-            Row("exp2", CHEAP, RESULT, np.exp2),
+            Row("exp", CHEAP, RESULT, np.exp, Role.CURVES),
+            Row("exp2", CHEAP, RESULT, np.exp2, Role.CURVES),
             Row("expm1", CHEAP, RESULT, np.expm1),
             Row("pow", CHEAP, OPERANDS, np.power),
             Row("rsqrt", CHEAP, RESULT, lambda x: 1 / np.sqrt(x), Role.NORMALIZES),
             Row("sinh", CHEAP, OPERANDS),
             Row("cosh", CHEAP, OPERANDS),
-            Row("tan", CHEAP, RESULT),
+            Row("tan", CHEAP, RESULT, role=Role.CURVES),
         ),
     ),
     Group(
@@ -162,9 +163,9 @@ GROUPS = (
         "ill-conditioned near the ends of its domain: half has no digits for it",
         "[torch] fp32: log*, acos, asin, erfinv; [paddle] black list: atanh",
         (
-            Row("log", CHEAP, OPERANDS, np.log),
+            Row("log", CHEAP, OPERANDS, np.log, Role.CURVES),
             Row("log2", CHEAP, OPERANDS),
-            Row("log1p", CHEAP, OPERANDS, np.log1p),
+            Row("log1p", CHEAP, OPERANDS, np.log1p, Role.CURVES),
             *_named(CHEAP, OPERANDS, "acos asin acosh atanh"),
             Row("erf_inv", CHEAP, RESULT),
         ),
@@ -291,12 +292,13 @@ GROUPS = (
             Row("square", CHEAP, OPERANDS, np.square),
             Row("sqrt", CHEAP, RESULT, np.sqrt),
             Row("cbrt", CHEAP, RESULT),
-            Row("tanh", CHEAP, RESULT, (-1.0, 1.0)),
-            Row("logistic", CHEAP, RESULT, (-1.0, 1.0)),
-            Row("sin", CHEAP, OPERANDS, (-1.0, 1.0)),
-            Row("cos", CHEAP, OPERANDS, (-1.0, 1.0)),
-            Row("erf", CHEAP, OPERANDS, (-1.0, 1.0)),
-            *_named(CHEAP, OPERANDS, "atan erfc"),
+            Row("tanh", CHEAP, RESULT, (-1.0, 1.0), Role.CURVES),
+            Row("logistic", CHEAP, RESULT, (-1.0, 1.0), Role.CURVES),
+            Row("sin", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES),
+            Row("cos", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES),
+            Row("erf", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES),
+            Row("erfc", CHEAP, OPERANDS, role=Role.CURVES),
+            *_named(CHEAP, OPERANDS, "atan"),
             Row("sign", CHEAP, NOTHING, (-1.0, 1.0)),
             Row("floor", CHEAP, NOTHING, role=Role.COUNTS),
             Row("ceil", CHEAP, NOTHING, role=Role.COUNTS),

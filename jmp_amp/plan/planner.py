@@ -88,7 +88,7 @@ def plan_derivative_rule(
     """Returns the plan of the derivative rule of a planned `custom_jvp` equation.
 
     Args:
-      closed_jaxpr: the result of `jaxprs.trace_derivative_rule`. Its inputs are the
+      closed_jaxpr: the result of `trace_derivative_rule`. Its inputs are the
         operands of `eqn` and the tangents of those at the positions `differentiated`,
         its outputs are the results and their tangents.
       eqn: the `custom_jvp` equation.

@@ -7,7 +7,7 @@ keeps for the backward pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import jax
@@ -35,15 +35,28 @@ class Matmuls(NamedTuple):
 def matmuls_as_traced(body: Body, times: int) -> Matmuls:
     """Returns the matrix products of a body that runs `times` times as traced."""
     found = Matmuls()
+    for _, cost in products_as_traced(body, times):
+        found = found.plus(cost)
+    return found
+
+
+def products_as_traced(
+    body: Body, times: int, around: tuple[Eqn, ...] = ()
+) -> Iterator[tuple[tuple[Eqn, ...], Matmuls]]:
+    """Yields the matrix products of a body that runs `times` times as traced.
+
+    Each is an equation behind those of `around` that it is inside of, with its cost.
+    """
     for eqn in body.jaxpr.eqns:
+        here = (*around, eqn)
         dtypes = [getattr(v.aval, "dtype", None) for v in eqn.invars]
-        found = found.plus(matmul_of(eqn, dtypes, times))
+        cost = matmul_of(eqn, dtypes, times)
+        if cost.total:
+            yield here, cost
         if eqn.primitive.name == "pallas_call":
             continue  # written for one block of a grid
         for inner in jaxprs.running_bodies(eqn):
-            again = times * jaxprs.repetitions(eqn)
-            found = found.plus(matmuls_as_traced(inner, again))
-    return found
+            yield from products_as_traced(inner, times * jaxprs.repetitions(eqn), here)
 
 
 def matmul_of(eqn: Eqn, dtypes: Sequence[np.dtype | None], times: int) -> Matmuls:

@@ -14,21 +14,21 @@ from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.plan import constructs, jaxprs, meshes
 from jmp_amp.plan.alike import NO_LIKENESS, Likeness, likeness
-from jmp_amp.plan.derivative_rules import traced_rule
 from jmp_amp.plan.jaxprs import ClosedJaxpr, Eqn, Literal, Value, Var, aval_of
-from jmp_amp.plan.plan import EquationPlan, Island, Plan, plan_as_traced
-from jmp_amp.plan.planner import plan_derivative_rule, plan_program
+from jmp_amp.plan.plan import EquationPlan, Island, Plan
+from jmp_amp.plan.planner import plan_program
 from jmp_amp.plan.regions import scope
 from jmp_amp.plan.rewriting import Shared
 from jmp_amp.plan.targets import Cpu, checked_target, cpu_of
 from jmp_amp.plan.values import is_inexact
 from jmp_amp.plan.walk import Walk
-from jmp_amp.policies.dtypes import AnyFn, PyTree, is_half
+from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.transform import linen_modules, scopes
 from jmp_amp.transform.calls import traced_call
+from jmp_amp.transform.derivatives import planned_rule
 from jmp_amp.transform.functions import check_function, wraps
 from jmp_amp.transform.marking import Marks
 
@@ -491,22 +491,3 @@ class Replay(Walk[Value]):
 
         rewritten.defjvp(derivative, symbolic_zeros=True)
         return list(rewritten(*operands))
-
-
-def planned_rule(
-    eqn: Eqn, planned: EquationPlan, differentiated: Sequence[int]
-) -> Plan:
-    """Traces and plans the derivative rule of a `custom_jvp` equation.
-
-    JAX asks for the rule when it differentiates, maybe long after it traced the
-    function around the rule, and only then knows which tangents are zero.
-    """
-    if planned.rule_context is None:
-        return plan_as_traced(jaxprs.trace_derivative_rule(eqn, differentiated))
-    region = planned.rule_context.region
-    active = scopes.Active(region.asked, PolicyMap(region.asked), cpu=region.cpu)
-    runs_half = is_half(region.policy.compute_dtype)
-    trace_rule = traced_rule if runs_half else jaxprs.trace_derivative_rule
-    with scopes.activate(active), linen_modules.intercepted():
-        traced = trace_rule(eqn, differentiated)
-    return plan_derivative_rule(traced, eqn, planned, differentiated)

@@ -10,7 +10,7 @@ from jax import lax
 import jmp_amp as amp
 from tests.fp8.programs import E4M3, formats, numbers, quantisations, reasons
 from tests.fp8.reference import relative_error
-from tests.programs import results_of
+from tests.programs import results_of, with_rule
 
 M, K, N = 32, 64, 48
 
@@ -227,15 +227,7 @@ def test_outputs_have_the_output_dtype(output):
 # Derivative rules of the program
 
 
-@jax.custom_jvp
-def rule(x, w):
-    return x @ w
-
-
-@rule.defjvp
-def rule_derivative(primals, tangents):
-    (x, w), (dx, dw) = primals, tangents
-    return rule(x, w), dx @ w + x @ dw
+rule = with_rule(jnp.matmul)
 
 
 @jax.custom_vjp

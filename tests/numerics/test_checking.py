@@ -142,10 +142,8 @@ each_policy = pytest.mark.parametrize(
     "policy",
     [
         "mixed_bfloat16",
-        *(
-            pytest.param(x, marks=pytest.mark.slow)
-            for x in ("mixed_float16", "float32")
-        ),
+        pytest.param("mixed_float16", marks=pytest.mark.slow),
+        pytest.param("float32", marks=pytest.mark.slow),
     ],
 )
 

@@ -14,6 +14,7 @@ import pytest
 
 import jmp_amp as amp
 from jmp_amp.__main__ import main
+from tests.programs import with_rule
 from tests.targets.product_programs import multiply_all
 
 POLICY = "mixed_bfloat16"
@@ -78,17 +79,6 @@ def one_pixel(h, w):
     return made.reshape(h.shape)
 
 
-@jax.custom_jvp
-def ruled(h, w):
-    return h @ w
-
-
-@ruled.defjvp
-def ruled_derivative(primals, tangents):
-    (h, w), (dh, dw) = primals, tangents
-    return ruled(h, w), dh @ w + h @ dw
-
-
 def step(h, w):
     return jnp.sin(h @ w)
 
@@ -106,7 +96,10 @@ LOSSES = {
         lambda w, x: jnp.sum(jax.lax.cond(x[0, 0] > -9, step, lambda h, w: h, x, w)),
         1,
     ),
-    "in a rule of the program": (lambda w, x: jnp.sum(jnp.sin(ruled(x, w))), 1),
+    "in a rule of the program": (
+        lambda w, x: jnp.sum(jnp.sin(with_rule(jnp.matmul)(x, w))),
+        1,
+    ),
     "a convolution of one pixel": (lambda w, x: jnp.sum(one_pixel(x, w) ** 2), 1),
 }
 

@@ -17,7 +17,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jmp_amp as amp
-from jmp_amp.numerics.gradient_costs import gradient_flops
 from tests.zoo.language import gpt
 
 F32 = amp.get_policy("float32")
@@ -371,9 +370,6 @@ def test_bf16_cures_an_overflow_and_only_f32_a_cancellation():
     assert_meets_its_bound_and_needs_every_entry(tuning, loss, params, X, offset)
 
 
-# A large model, and what cannot be
-
-
 class Cancels(nn.Module):
     """A linear layer, spelled as the difference of two products that nearly cancel."""
 
@@ -411,27 +407,7 @@ def test_of_two_modules_that_would_do_the_cheaper_one_gets_f32():
     np.testing.assert_allclose(tuning.cost, 6 / 10)
 
 
-@pytest.mark.parametrize("in_scan", [False, True])
-def test_products_cost_what_their_gradients_cost(in_scan):
-    """Three products for each, in a loop as often as it turns; two for the first."""
-    weights = jax.random.normal(jax.random.key(2), (4, 16, 16)) / 4
-    x = jnp.ones((8, 16))
-
-    def layer(x, w):
-        return jnp.tanh(x @ w), None
-
-    def loss(weights, x):
-        if in_scan:
-            return jnp.mean(jax.lax.scan(layer, x, weights)[0])
-        for w in weights:
-            x, _ = layer(x, w)
-        return jnp.mean(x)
-
-    rows = amp.explain(loss, "float32")(weights, x).equations
-    gradient = jax.make_jaxpr(jax.grad(loss))(weights, x)
-    found = sum(gradient_flops(rows, gradient).values())
-    products = 3 * 4 if in_scan else 3 * 4 - 1
-    assert found == products * 2 * 8 * 16 * 16
+# A large model, and what cannot be
 
 
 @pytest.mark.slow

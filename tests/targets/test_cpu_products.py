@@ -18,6 +18,7 @@ from jax.experimental import jet
 
 import jmp_amp as amp
 from jmp_amp.plan.targets import this_cpu
+from tests.programs import with_rule
 from tests.targets.product_programs import (
     MODES,
     multiply_all,
@@ -139,42 +140,9 @@ def test_all_products_of_an_attention_are_multiplied_as_bf16():
     assert multiplied(compiled) == ["bf16"] * 6
 
 
-@jax.custom_jvp
-def ruled(x, w):
-    return x @ w
-
-
-@ruled.defjvp
-def ruled_derivative(primals, tangents):
-    (x, w), (dx, dw) = primals, tangents
-    return ruled(x, w), dx @ w + x @ dw
-
-
-@jax.custom_jvp
-def nested(x, w):
-    return ruled(x, w)
-
-
-@nested.defjvp
-def nested_derivative(primals, tangents):
-    (x, w), (dx, dw) = primals, tangents
-    return nested(x, w), ruled(dx, w) + ruled(x, dw)
-
-
 def one_pixel(x, w):
     made = jax.lax.conv(x[..., None, None], w.T[..., None, None], (1, 1), "VALID")
     return made[..., 0, 0]
-
-
-@jax.custom_jvp
-def pointwise(x, w):
-    return one_pixel(x, w)
-
-
-@pointwise.defjvp
-def pointwise_derivative(primals, tangents):
-    (x, w), (dx, dw) = primals, tangents
-    return one_pixel(x, w), one_pixel(dx, w) + one_pixel(x, dw)
 
 
 @jax.custom_jvp
@@ -190,8 +158,12 @@ def moved_derivative(primals, tangents):
     return moved(x, w), terms.sum(0) / 2 + jax.jit(jnp.matmul)(x, one)
 
 
-RULES = {"two products": ruled, "another rule": nested, "moved tangents": moved}
-RULES["a convolution"] = pointwise
+RULES = {
+    "two products": with_rule(jnp.matmul),
+    "another rule": with_rule(with_rule(jnp.matmul)),
+    "moved tangents": moved,
+    "a convolution": with_rule(one_pixel),
+}
 GRADIENTS = [mode for mode in MODES if "gradient" in mode and "jvp" not in mode]
 GRADIENTS += ["scan", "checkpoint", "cond", "shard_map"]
 
