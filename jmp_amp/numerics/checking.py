@@ -82,7 +82,7 @@ def _in_f32(
             kept = [row for row in read_plan(call.call) if _is_in_half(row)]
         if not kept:
             return policy, []
-        if policy != failed and _is_finite(called, policy, scale, compile_):
+        if _is_finite(called, policy, scale, compile_):
             return policy, []
     return maps[-1], kept
 

@@ -242,7 +242,7 @@ class _Lockstep(Walk[Pair]):
                     pair = dataclasses.replace(pair, made=(key,))
                 elif eqn.primitive.name in MOVES:
                     self.operands[identity, None] = made
-                elif jaxprs.is_floating(var) and jaxprs.is_read(eqn):
+                elif jaxprs.is_floating(var):
                     pair = self._compare((identity, None), pair, operands)
                 results.append(pair)
             return self._written(planned, results)

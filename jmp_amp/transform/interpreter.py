@@ -363,6 +363,7 @@ class Replay(Walk[Value]):
             compute = self._computed(plan, island, like)
             if not self.recomputes:
                 return compute(*inputs)
+            # With marks it is measured, and as a call of its own it compiles longer.
             apart = island.apart and not marked
             return jax.checkpoint(compute, prevent_cse=apart)(*inputs)
 

@@ -1,5 +1,7 @@
 """What `diagnose` and `tune` differentiate: arguments of nnx, and positions."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,10 +59,11 @@ ONLINE, PAIR = linear(), Pair()
         (between, (ONLINE, nnx.clone(ONLINE), X), (1, 0)),
         (lambda pair, x: jnp.sum(pair(x)), (PAIR, X), 0),
         (between, (PAIR.a, PAIR.b, X), (0, 1)),
+        (between, (PAIR.a, PAIR.b, X), (1, 0)),
         # What the function closes over is a constant, also if it is given too.
         (lambda model, x: jnp.sum(model(x) * ONLINE(x)), (ONLINE, X), 0),
     ],
-    ids=["target", "both", "tied", "tied arguments", "closed over"],
+    ids=["target", "both", "tied", "tied arguments", "tied, backward", "closed over"],
 )
 def test_a_variable_has_one_gradient_and_an_array_that_two_share_has_two(
     loss, args, argnums
@@ -222,3 +225,17 @@ def test_a_scalar_without_a_gradient_is_told_what_diagnoses_it(loss):
         assert str(of_jax.value).rstrip(".") in text and "diagnoses the forw" in text
     d = amp.diagnose(lambda *args: [loss(*args)], "float32")(X[0])
     np.testing.assert_allclose(d.value[0], loss(X[0]), rtol=1e-6)
+
+
+def test_an_error_of_a_rule_of_the_program_is_its_own():
+    @jax.custom_jvp
+    def fn(x):
+        return x
+
+    @fn.defjvp
+    def derivative(primals, tangents):
+        raise ValueError("of the user")
+
+    for measured in (amp.diagnose, functools.partial(amp.tune, max_grad_error=0.1)):
+        with pytest.raises(ValueError, match=r"^of the user"):
+            measured(lambda x: jnp.sum(fn(x)))(X)

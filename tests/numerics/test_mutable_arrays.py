@@ -106,7 +106,22 @@ def distance(a, b):
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
-def test_the_error_of_what_is_read_is_that_of_what_was_written():
+def write(ref, value):
+    ref[...] = value
+
+
+def write_in_a_turn(ref, value):
+    jax.lax.fori_loop(0, 1, lambda _, carry: (write(ref, value), carry)[1], 0)
+
+
+def write_in_a_branch(ref, value):
+    jax.lax.cond(jnp.asarray(True), lambda: write(ref, value), lambda: None)
+
+
+@pytest.mark.parametrize(
+    "write", [write, jax.jit(write), write_in_a_turn, write_in_a_branch]
+)
+def test_the_error_of_what_is_read_is_that_of_what_was_written(write):
     rng = np.random.default_rng(0)
     w, x = (rng.standard_normal((n, 16)).astype(np.float32) for n in (16, 8))
     # So much cancels that the error is larger than that of a rounding.
@@ -114,7 +129,7 @@ def test_the_error_of_what_is_read_is_that_of_what_was_written():
 
     def fn(w, x):
         ref = jax.new_ref(jnp.zeros((8, 16)))
-        ref[...] = x @ w
+        write(ref, x @ w)
         return ref[...]
 
     d = amp.diagnose(fn, "mixed_float16")(w, x)

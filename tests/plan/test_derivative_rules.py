@@ -120,6 +120,22 @@ def test_a_function_of_the_same_name_keeps_its_rule():
     fn = autocast(between_products(lambda x: logaddexp(x, 0.0)), "bfloat16")
     found = jax.grad(lambda x: jnp.sum(fn(x)))(POINTS)
     np.testing.assert_array_equal(found, jnp.full_like(POINTS, 5.0))
+    # Nor is it f32 for its name.
+    moved = equations(jax.make_jaxpr(lambda x: jax.jvp(fn, (x,), (x,)))(POINTS).jaxpr)
+    (product,) = (eqn for eqn in moved if eqn.primitive.name == "mul")
+    assert product.outvars[0].aval.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("fn", [jnp.logaddexp, jnp.logaddexp2])
+def test_of_f64_the_rule_is_that_of_jax(fn):
+    with jax.enable_x64(True):
+        x = np.linspace(-3.0, 3.0, 8)
+        gradient, expected = (
+            jax.grad(lambda x, fn=each: jnp.sum(fn(x, jnp.ones_like(x))))(x)
+            for each in (amp.autocast(fn), fn)
+        )
+        assert gradient.dtype == jnp.float64
+        np.testing.assert_array_equal(gradient, expected)
 
 
 # A graph whose nodes are such functions

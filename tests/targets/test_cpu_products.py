@@ -237,6 +237,23 @@ def test_second_derivatives_of_a_rule_are_those_of_the_product(name, second):
         np.testing.assert_allclose(each, expected, rtol=0, atol=limit)
 
 
+@pytest.mark.parametrize("name", ["two products", "another rule", "a convolution"])
+def test_a_gradient_of_a_jvp_of_a_rule_is_that_of_the_product(name):
+    """A rule that calls another one multiplies two tangents there."""
+    x, y = integers((6, 4)), integers((4, 5), 1)
+
+    def run(fn):
+        def moved(x, y):
+            loss = lambda x, y: jnp.sum(jnp.sin(fn(x, y) / 8))  # noqa: E731
+            return jax.jvp(loss, (x, y), (x, y))[1]
+
+        return jax.tree.leaves(jax.jit(jax.grad(moved, (0, 1)))(x, y))
+
+    for each, expected in zip(run(on_cpu(RULES[name])), run(jnp.matmul), strict=True):
+        limit = 0.02 * float(jnp.abs(expected).max())
+        np.testing.assert_allclose(each, expected, rtol=0, atol=limit)
+
+
 DIMENSIONS = {
     "matrices": ((5, 7), (7, 3), (((1,), (0,)), ((), ()))),
     "both transposed": ((7, 5), (3, 7), (((0,), (1,)), ((), ()))),

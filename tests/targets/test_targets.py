@@ -253,6 +253,18 @@ def test_cast_inputs_without_a_dtype_changes_nothing_on_a_cpu(native, policy):
     np.testing.assert_array_equal(gradient, 2 * x)
 
 
+def test_cast_inputs_under_a_policy_of_f32_casts_half_arrays_up_on_a_cpu(native):
+    seen = []
+
+    @amp.cast_inputs
+    def kernel(h):
+        seen.append(h.dtype.name)
+        return h
+
+    amp.autocast(kernel, "float32", target="cpu")(jnp.ones(8, F16))
+    assert seen == ["float32"]
+
+
 def test_a_marked_function_of_half_arrays_is_the_function_on_a_cpu(native):
     kernel = amp.cast_inputs(lambda h: 2 * h)
 
