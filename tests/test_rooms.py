@@ -66,7 +66,7 @@ WINGS = {
         ("report",),
     ),
     "numerics": (
-        ("differentiated", "gradient_costs"),
+        ("differentiated", "gradient_costs", "blocks"),
         ("losses", "marks", "options", "statistics", "sites", "groups", "tuning"),
         ("liveness",),
         ("frames", "distances", "flagged", "trials", "moves", "asked"),

@@ -13,7 +13,7 @@ from jmp_amp.numerics.lockstep import Errors
 from jmp_amp.numerics.measuring import NEVER, Count, Measured, is_scaled_cast
 from jmp_amp.numerics.programs import Program
 from jmp_amp.numerics.sites import Site
-from jmp_amp.numerics.statistics import Layout
+from jmp_amp.numerics.statistics import Figures, Layout
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Body, ClosedJaxpr, aval_of
 from jmp_amp.plan.plan import Identity
@@ -146,31 +146,21 @@ def scaled_casts(program: Program, places: Places) -> tuple[Site, ...]:
     return tuple(found)
 
 
-class _Row:
-    """The figures of one value."""
+class _Row(Figures):
+    """The figures of one value; those of what repeats it so many `times`.
+
+    Attributes:
+      bad: the first run in which not all of it was finite, or `NEVER`.
+    """
 
     def __init__(
         self, measured: Measured, group: int, row: int, layout: Layout, times: int
     ):
         rows = measured.rows[group]
-        bins = Count(rows.bins.low[row], rows.bins.high[row])
-        counts = (np.asarray(bins.low, np.int64)) + (
-            np.asarray(bins.high, np.int64) << 32
-        )
-        self.counts = counts * times
-        self.layout = layout
-        kind = np.dtype(f"f{layout.dtype.itemsize}")
-        self.amax = float(np.asarray(rows.amax[row]).view(kind))
-        amin = np.asarray(rows.amin[row])
-        self.amin = 0.0 if amin == layout.padding else float(amin.view(kind))
+        low, high = (np.asarray(x[row], np.int64) for x in rows.counts)
+        counts = (low + (high << 32)) * times
+        super().__init__(counts, rows.extremes[row], layout)
         self.bad = int(rows.bad[row])
-
-    @property
-    def exponents(self) -> dict[int, int]:
-        counts = self.counts[: self.layout.bins]
-        return {
-            int(i) + self.layout.lowest: int(counts[i]) for i in np.flatnonzero(counts)
-        }
 
 
 def _site(
@@ -205,14 +195,14 @@ def _site(
         times=runs,
         amax=max(row.amax for row in rows),
         amin=min((row.amin for row in rows if row.amin), default=0.0),
-        zeros=sum(int(row.counts[row.layout.zeros]) for row in rows),
-        nonfinite=sum(int(row.counts[row.layout.nonfinite]) for row in rows),
+        zeros=sum(row.zeros for row in rows),
+        nonfinite=sum(row.nonfinite for row in rows),
         turn=bad if in_loop and bad != never else None,
         exponents=dict(sorted(exponents.items())),
         error=None if error is None else error[0],
         amplification=None if error is None else error[1],
         makes_nonfinite=made != never,
-        nans=sum(int(row.counts[row.layout.nans]) for row in rows),
+        nans=sum(row.nans for row in rows),
         makes_nan=nan != never,
         path=places.path_of(entry),
         identity=str(entry.identity),

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jmp_amp.numerics import distances, programs
 from jmp_amp.numerics.advice import advise
@@ -22,7 +21,7 @@ from jmp_amp.numerics.losses import LossCall, check_measured, loss_call
 from jmp_amp.numerics.marks import PlanMarks
 from jmp_amp.numerics.options import undisturbed
 from jmp_amp.numerics.sites import Gradient
-from jmp_amp.numerics.statistics import Counted, Layout, counted, layout_of
+from jmp_amp.numerics.statistics import Figures, Layout, counted, layout_of
 from jmp_amp.numerics.suggestions import suggested_loss_scale, suggested_policy
 from jmp_amp.numerics.turns import ran_otherwise
 from jmp_amp.plan import jaxprs, meshes
@@ -276,8 +275,9 @@ def _compared(
     gradients = {}
     for (layout, here), counts in zip(places, found, strict=True):
         for row, (key, array) in enumerate(here):
-            one = Counted(*(x[row] for x in counts))
-            gradients[key] = _gradient(one, layout, array.size, errors_of[key])
+            one = Figures(*(x[row] for x in counts), layout)
+            numbers = one.amax, one.amin, one.zeros, one.nonfinite
+            gradients[key] = Gradient(*numbers, array.size, errors_of[key])
     return {key: gradients[key] for key in keys}, bool(finite[0]), bool(finite[1])
 
 
@@ -289,16 +289,3 @@ def _by_layout(
     for array, value in zip(arrays, values or arrays, strict=True):
         groups.setdefault(layout_of(array.dtype), []).append(value)
     return list(groups.items())
-
-
-def _gradient(found: Counted, layout: Layout, size: int, error: float) -> Gradient:
-    kind = np.dtype(f"f{layout.dtype.itemsize}")
-    amin = np.asarray(found.amin)
-    return Gradient(
-        amax=float(np.asarray(found.amax).view(kind)),
-        amin=0.0 if amin == layout.padding else float(amin.view(kind)),
-        zeros=int(found.bins[layout.zeros]),
-        nonfinite=int(found.bins[layout.nonfinite]),
-        size=size,
-        error=error,
-    )

@@ -5,7 +5,8 @@ Squares of f32 values may overflow, so a sum of squares has a power of two besid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,16 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jmp_amp.numerics.statistics import (
-    F32_LAYOUT,
+from jmp_amp.numerics import blocks
+from jmp_amp.numerics.blocks import (
     Pieces,
+    filled_up,
     groups_of,
+    in_blocks,
+    in_order,
     in_pieces,
     is_new,
     piece_at,
     real_parts,
+    scattered,
     side_by_side,
+    taken,
 )
+from jmp_amp.numerics.statistics import F32_LAYOUT
 from jmp_amp.plan import meshes
 from jmp_amp.policies.dtypes import F32
 
@@ -30,17 +37,16 @@ _MANTISSA = F32_LAYOUT.mantissa
 
 
 class Distance(NamedTuple):
-    """Sums of squares; each of shape [n], one for each pair of arrays.
+    """Sums of squares, a row for each pair of arrays.
 
     Attributes:
-      exponent: int32: the sums are in units of `4 ** (exponent - 127)`.
-      apart: f32: of the differences; infinite if one value alone is not finite.
-      size: f32: of the reference, where it is finite.
+      exponent: int32[n]: the sums are in units of `4 ** (exponent - 127)`.
+      sums: f32[n, 2]: of the squares of the differences, infinite if one value alone
+        is not finite; and of the reference, where it is finite.
     """
 
     exponent: jax.Array
-    apart: jax.Array
-    size: jax.Array
+    sums: jax.Array
 
 
 def distances(
@@ -55,66 +61,70 @@ def distances(
         return real_parts(meshes.replicated(x, mesh))
 
     pairs = [(whole(a), whole(b)) for a, b in pairs]
-    zero = jnp.zeros(len(pairs), jnp.float32)
-    result = Distance(jnp.zeros(len(pairs), jnp.int32), zero, zero)
-    kinds: dict[tuple[np.dtype, np.dtype], dict[int, int]] = {}
-    for i, (a, b) in enumerate(pairs):
-        if a.size:
-            kinds.setdefault((np.dtype(a.dtype), np.dtype(b.dtype)), {})[i] = a.size
-    total = sum(a.size for a, _ in pairs)
-    for sizes in kinds.values():
-        for is_small, group in groups_of(sizes, total):
-            flat = jax.lax.optimization_barrier([pairs[i] for i in group])
-            measure = _together if is_small else _piecewise
-            found = measure([a for a, _ in flat], [b for _, b in flat])
-            where = np.asarray(group, np.int32)
-            result = Distance(
-                *(a.at[where].set(b) for a, b in zip(result, found, strict=True))
-            )
-    return result
+    kinds, sizes = _kinds_and_sizes(pairs)
+    order, parts = blocks.order_of(kinds, sizes), []
+    for is_small, members in groups_of(kinds, sizes):
+        flat = jax.lax.optimization_barrier([pairs[i] for i in members])
+        measure = _in_blocks if is_small else _piecewise
+        parts.append(measure([a for a, _ in flat], [b for _, b in flat]))
+    empty = sizes.count(0)
+    if empty or not pairs:
+        parts.append(_nothing(empty))
+    return Distance(*(in_order(each, order) for each in zip(*parts, strict=True)))
 
 
-def added(distance: Distance, rows: jax.Array, count: int) -> Distance:
+def order_of(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[int]:
+    """Returns the order of pairs in which `distances` finds each at its place."""
+    return blocks.order_of(*_kinds_and_sizes(pairs))
+
+
+def _kinds_and_sizes(
+    pairs: Sequence[tuple[jax.Array, jax.Array]],
+) -> tuple[list[Hashable], list[int]]:
+    kinds = [(np.dtype(a.dtype), np.dtype(b.dtype)) for a, b in pairs]
+    return [*kinds], [a.size for a, _ in pairs]
+
+
+def _nothing(count: int) -> Distance:
+    return Distance(jnp.zeros(count, jnp.int32), jnp.zeros((count, 2), jnp.float32))
+
+
+def added(distance: Distance, rows: np.ndarray | jax.Array, count: int) -> Distance:
     """Returns the distances of parts [m], added up for the `rows` they belong to."""
-    highest = jnp.zeros(count, jnp.int32).at[rows].max(distance.exponent)
-    unit = _power(2 * (distance.exponent - highest[rows]))
+    none, zero = _nothing(count)
+    highest = scattered(jax.lax.scatter_max, none, rows, distance.exponent)
     # A part that is all zeros has no exponent; its sums are zero.
-    return Distance(
-        highest,
-        jnp.zeros(count, jnp.float32).at[rows].add(_times(distance.apart, unit)),
-        jnp.zeros(count, jnp.float32).at[rows].add(_times(distance.size, unit)),
-    )
+    scaled = _times(distance.sums, _unit(distance, taken(highest, rows)))
+    at = 2 * rows[:, None] + np.arange(2, dtype=np.int32)[None]
+    sums = scattered(jax.lax.scatter_add, zero.reshape(-1), at, scaled)
+    return Distance(highest, sums.reshape(zero.shape))
 
 
 def merged(a: Distance, b: Distance) -> Distance:
     """Returns the distances of the parts of both; of the same shapes."""
     highest = jnp.maximum(a.exponent, b.exponent)
-    of_a, of_b = (_power(2 * (each.exponent - highest)) for each in (a, b))
-    return Distance(
-        highest,
-        _times(a.apart, of_a) + _times(b.apart, of_b),
-        _times(a.size, of_a) + _times(b.size, of_b),
-    )
+    of_a, of_b = (_times(each.sums, _unit(each, highest)) for each in (a, b))
+    return Distance(highest, of_a + of_b)
 
 
 def across(distance: Distance, axes: Sequence[str]) -> Distance:
     """Returns the distances of all shards over mesh axes, the same on each."""
     highest = jax.lax.pmax(distance.exponent, axes)
-    unit = _power(2 * (distance.exponent - highest))
-    return Distance(
-        highest,
-        jax.lax.psum(_times(distance.apart, unit), axes),
-        jax.lax.psum(_times(distance.size, unit), axes),
-    )
+    scaled = _times(distance.sums, _unit(distance, highest))
+    return Distance(highest, jax.lax.psum(scaled, axes))
 
 
 def relative(distance: Distance) -> np.ndarray:
     """Returns the relative distances: 0 for two zeros, infinity from zero alone."""
-    apart = np.asarray(distance.apart, np.float64)
-    size = np.asarray(distance.size, np.float64)
+    apart, size = np.moveaxis(np.asarray(distance.sums, np.float64), -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         found = np.sqrt(apart / size)
     return np.where(apart == 0, 0.0, np.where(size == 0, np.inf, found))
+
+
+def _unit(distance: Distance, highest: jax.Array) -> jax.Array:
+    """Returns what the sums of a distance are in units of higher exponents: [n, 1]."""
+    return _power(2 * (distance.exponent - highest))[:, None]
 
 
 def _times(sums: jax.Array, unit: jax.Array) -> jax.Array:
@@ -154,20 +164,12 @@ def _exponents(apart: jax.Array, full: jax.Array) -> jax.Array:
     return (bits >> jnp.uint32(_MANTISSA)).astype(jnp.int32)
 
 
-def _together(low: Sequence[jax.Array], full: Sequence[jax.Array]) -> Distance:
+def _in_blocks(low: Sequence[jax.Array], full: Sequence[jax.Array]) -> Distance:
     """Returns the distances of small arrays, in one pass over all of them."""
-    rows = jnp.concatenate(
-        [jnp.full(each.size, i, jnp.int32) for i, each in enumerate(low)]
-    )
-    apart, values = _differences(jnp.concatenate(low), jnp.concatenate(full))
-    highest = jnp.zeros(len(low), jnp.int32).at[rows].max(_exponents(apart, values))
-    unit = _power(127 - highest)[rows]
-    nothing = jnp.zeros(len(low), jnp.float32)
-    return Distance(
-        highest,
-        nothing.at[rows].add(jnp.square(_times(apart, unit))),
-        nothing.at[rows].add(jnp.square(values * unit)),
-    )
+    # What fills the blocks up is alike in both.
+    apart, values = _differences(filled_up(low), filled_up(full))
+    rows = in_blocks([each.size for each in low]).rows
+    return added(_summed(apart, values, axes=(1,)), rows, len(low))
 
 
 def _piecewise(low: Sequence[jax.Array], full: Sequence[jax.Array]) -> Distance:
@@ -180,10 +182,21 @@ def _piecewise(low: Sequence[jax.Array], full: Sequence[jax.Array]) -> Distance:
         )
         new = is_new(piece.known)
         apart, values = (jnp.where(new, x, jnp.float32(0)) for x in (apart, values))
-        highest = jnp.max(jnp.max(_exponents(apart, values), axis=0))
-        unit = _power(127 - highest)
-        squares = (jnp.square(_times(apart, unit)), jnp.square(values * unit))
-        return Distance(highest, *(jnp.sum(jnp.sum(x, axis=0)) for x in squares))
+        return _summed(apart, values, axes=(0, 1))
 
     pieces = in_pieces([each.size for each in low])
     return added(jax.lax.map(part, pieces), pieces.rows, len(low))
+
+
+def _summed(apart: jax.Array, values: jax.Array, axes: tuple[int, ...]) -> Distance:
+    """Returns the distances of values along axes, from their differences."""
+
+    # XLA vectorises what goes along one axis at a time.
+    def along(reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+        return functools.reduce(lambda x, axis: reduce(x, axis, keepdims=True), axes, x)
+
+    highest = along(jnp.max, _exponents(apart, values))
+    unit = _power(127 - highest)
+    squares = jnp.square(_times(apart, unit)), jnp.square(values * unit)
+    sums = [along(jnp.sum, each).squeeze(axes) for each in squares]
+    return Distance(highest.squeeze(axes), jnp.stack(sums, axis=-1))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jmp_amp.numerics.blocks import order_of
 from jmp_amp.numerics.frames import Entry, Frame, Path
 from jmp_amp.numerics.statistics import (
     Layout,
@@ -77,14 +78,13 @@ class Rows(NamedTuple):
     """What was measured of values of one layout.
 
     Attributes:
-      bins: the counts of `statistics.Counted`, of all runs.
-      amax, amin: as there.
+      counts: those of `statistics.Counted`, of all runs.
+      extremes: as there.
       bad: uint32[n]: the first run in which not all values were finite, or `NEVER`.
     """
 
-    bins: Count
-    amax: jax.Array
-    amin: jax.Array
+    counts: Count
+    extremes: jax.Array
     bad: jax.Array
 
 
@@ -190,8 +190,7 @@ class Measure:
             rows.append(
                 Rows(
                     Count.of(jnp.zeros((count, layout.width), jnp.uint32)),
-                    jnp.zeros(count, layout.dtype),
-                    jnp.full(count, layout.padding, layout.dtype),
+                    jnp.zeros((count, 2), layout.dtype),
                     jnp.full(count, NEVER, jnp.uint32),
                 )
             )
@@ -211,10 +210,10 @@ class Measure:
         rows, worst = [], []
         for layout, atoms in table.groups:
             found = counted(list(map(read, atoms)), layout, self.mesh)
-            here = worst_counted(found.bins, layout)
+            here = worst_counted(found.counts, layout)
             worst.append(here)
             first = jnp.where(here > Worst.FINITE, jnp.uint32(0), NEVER)
-            rows.append(Rows(Count.of(found.bins), found.amax, found.amin, first))
+            rows.append(Rows(Count.of(found.counts), found.extremes, first))
         others = worst_of(list(map(read, table.others)), self.mesh)
         worst = jnp.concatenate([*worst, others, jnp.zeros(1, jnp.int32)])
         made = nans = jnp.zeros(0, jnp.uint32)
@@ -240,9 +239,8 @@ class Measure:
 
         rows = tuple(
             Rows(
-                a.bins.plus(b.bins),
-                jnp.maximum(a.amax, b.amax),
-                jnp.minimum(a.amin, b.amin),
+                a.counts.plus(b.counts),
+                jnp.maximum(a.extremes, b.extremes),
                 first(a.bad, b.bad),
             )
             for a, b in zip(before.rows, after.rows, strict=True)
@@ -262,9 +260,8 @@ class Measure:
             return None
         rows = tuple(
             Rows(
-                each.bins.across(axes),
-                jax.lax.pmax(each.amax, axes),
-                jax.lax.pmin(each.amin, axes),
+                each.counts.across(axes),
+                jax.lax.pmax(each.extremes, axes),
                 jax.lax.pmin(each.bad, axes),
             )
             for each in statistic.rows
@@ -316,6 +313,7 @@ def _table(frames: Mapping[Path, Frame]) -> _Table:
     for path, atom in wanted:
         atoms = groups.setdefault(layout_of(aval_of(atom).dtype), {})
         atoms.setdefault((path, id(atom)), (path, atom))
+    groups = {layout: _in_order(atoms) for layout, atoms in groups.items()}
     row = {
         key: (number, index)
         for number, atoms in enumerate(groups.values())
@@ -345,6 +343,13 @@ def _table(frames: Mapping[Path, Frame]) -> _Table:
             for n in makers
         ),
     )
+
+
+def _in_order(atoms: Mapping[_Key, tuple[Path, Atom]]) -> dict[_Key, tuple[Path, Atom]]:
+    """Returns values in the order in which they are counted."""
+    items, avals = list(atoms.items()), [aval_of(atom) for _, atom in atoms.values()]
+    sizes = [math.prod(each.shape) for each in avals]
+    return dict(items[i] for i in order_of([each.dtype for each in avals], sizes))
 
 
 def is_scaled_cast(entry: Entry) -> bool:

@@ -338,5 +338,5 @@ def _over_turns(found: Distance) -> Distance:
     """Returns distances [turns, n], merged over the turns."""
     turns, count = found.exponent.shape
     rows = jnp.tile(jnp.arange(count, dtype=jnp.int32), turns)
-    flat = jax.tree.map(lambda x: x.reshape(-1), found)
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
     return distances.added(flat, rows, count)

@@ -9,7 +9,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jmp_amp as amp
 from jmp_amp.numerics.inputs import nonfinite_inputs
-from jmp_amp.numerics.statistics import F32_LAYOUT, counted
 from tests.numerics.counting import of
 from tests.numerics.made import gradient, site
 from tests.numerics.test_advice import INF, MADE, NAN, advice, backward
@@ -168,17 +167,3 @@ def test_an_overflow_beside_a_mask_of_infinities_is_told():
     assert "made 6 of 8 values infinite or NaN (forward, f16), beside" in d.advice[0]
     assert "in f32 it reaches 1.2e+05, and f16 ends at 65504" in d.advice[0]
     assert not any("an argument" in each for each in d.advice)
-
-
-@pytest.mark.parametrize("size", [7, 20_000])
-def test_infinities_and_nan_are_counted_apart_and_padding_is_neither(size):
-    # 20 000 is no whole number of the pieces that large arrays are counted in.
-    arrays = [np.full(size, value, np.float32) for value in (1.0, 2.0)]
-    arrays[0][:3], arrays[0][3:5], arrays[1][0] = np.nan, [np.inf, -np.inf], 0.0
-    bins = np.asarray(counted(list(map(jnp.asarray, arrays)), F32_LAYOUT).bins)
-    places = [F32_LAYOUT.zeros, F32_LAYOUT.nonfinite, F32_LAYOUT.nans]
-    expected = [
-        [np.sum(x == 0), np.sum(~np.isfinite(x)), np.sum(np.isnan(x))] for x in arrays
-    ]
-    np.testing.assert_array_equal(bins[:, places], expected)
-    assert bins[:, : F32_LAYOUT.bins].sum() == 2 * size - 6
