@@ -159,7 +159,7 @@ class _Row(Figures):
         rows = measured.rows[group]
         low, high = (np.asarray(x[row], np.int64) for x in rows.counts)
         counts = (low + (high << 32)) * times
-        super().__init__(counts, rows.extremes[row], layout)
+        super().__init__(counts, np.asarray(rows.extremes[row]), layout)
         self.bad = int(rows.bad[row])
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmp_amp.numerics import distances, programs
 from jmp_amp.numerics.advice import advise
-from jmp_amp.numerics.checking import checked, ends_well, with_function_tried
+from jmp_amp.numerics.checking import checked, with_function_tried
 from jmp_amp.numerics.decoding import Places, scaled_casts, sites_of
 from jmp_amp.numerics.diagnosis import Diagnosis
 from jmp_amp.numerics.executables import Compile, Executables
@@ -21,7 +22,14 @@ from jmp_amp.numerics.losses import LossCall, check_measured, loss_call
 from jmp_amp.numerics.marks import PlanMarks
 from jmp_amp.numerics.options import undisturbed
 from jmp_amp.numerics.sites import Gradient
-from jmp_amp.numerics.statistics import Figures, Layout, counted, layout_of
+from jmp_amp.numerics.statistics import (
+    Figures,
+    Layout,
+    Worst,
+    counted,
+    layout_of,
+    worst_of,
+)
 from jmp_amp.numerics.suggestions import suggested_loss_scale, suggested_policy
 from jmp_amp.numerics.turns import ran_otherwise
 from jmp_amp.plan import jaxprs, meshes
@@ -258,27 +266,36 @@ def _compared(
     mesh = meshes.mesh_of(low.gradients)
 
     def measured(low: _Returned, full: _Returned) -> Any:
-        finite = [ends_well(call, *each) for each in (low, full)]
+        worst = [
+            worst_of(_floating((call.value(outputs), gradients)), mesh)
+            for outputs, gradients in (low, full)
+        ]
         (_, gradients), (_, others) = low, full
         gradients = gradients if scaler is None else scaler.unscale(list(gradients))
         apart = distances.distances(list(zip(gradients, others, strict=True)), mesh)
         counts = [counted(each, layout, mesh) for layout, each in _by_layout(gradients)]
-        return counts, apart, finite
+        return counts, apart, worst
 
     both = tuple((each.outputs, list(each.gradients)) for each in (low, full))
     size = sum(each.size for each in low.gradients)
     compiling = compile_(measured, *both, options=lambda: programs.options_for(size))
-    found, apart, finite = jax.device_get(compiling.result()(*both))
+    found, apart, worst = jax.device_get(compiling.result()(*both))
+    is_finite, is_finite_itself = (bool(np.all(x == Worst.FINITE)) for x in worst)
     keys = call.keys if low.gradients else ()
     errors_of = dict(zip(keys, distances.relative(apart).tolist(), strict=True))
     places = _by_layout(low.gradients, list(zip(keys, low.gradients, strict=True)))
     gradients = {}
     for (layout, here), counts in zip(places, found, strict=True):
         for row, (key, array) in enumerate(here):
-            one = Figures(*(x[row] for x in counts), layout)
+            one = Figures(counts.counts[row], counts.extremes[row], layout)
             numbers = one.amax, one.amin, one.zeros, one.nonfinite
             gradients[key] = Gradient(*numbers, array.size, errors_of[key])
-    return {key: gradients[key] for key in keys}, bool(finite[0]), bool(finite[1])
+    return {key: gradients[key] for key in keys}, is_finite, is_finite_itself
+
+
+def _floating(tree: PyTree) -> list[Value]:
+    """Returns the floating and complex arrays of a pytree."""
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 def _by_layout(

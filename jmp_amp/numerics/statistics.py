@@ -28,6 +28,7 @@ from jmp_amp.numerics.blocks import (
     real_parts,
     scattered,
     side_by_side,
+    taken,
 )
 from jmp_amp.plan import meshes
 
@@ -173,15 +174,22 @@ def worst_of(arrays: Sequence[jax.Array], mesh: Mesh | None = None) -> jax.Array
     kinds, sizes = [x.dtype for x in arrays], [x.size for x in arrays]
     result = jnp.zeros(len(arrays), jnp.int32)
     for is_small, members in groups_of(kinds, sizes):
+        flat, sizes_here = [arrays[i] for i in members], [sizes[i] for i in members]
         if is_small:
-            rows, _ = in_blocks([sizes[i] for i in members])
-            worst = _badness(filled_up([arrays[i] for i in members])).max(axis=1)
-            at = np.asarray(members, np.int32)[rows]
-            result = scattered(jax.lax.scatter_max, result, at, worst)
+            rows, worst = in_blocks(sizes_here).rows, _badness(filled_up(flat)).max(1)
         else:
-            for i in members:
-                result = result.at[i].set(jnp.max(_badness(arrays[i])))
+            pieces = in_pieces(sizes_here)
+            rows, worst = pieces.rows, _worst_in_pieces(side_by_side(flat), pieces)
+        at = taken(jnp.asarray(members, jnp.int32), rows)
+        result = scattered(jax.lax.scatter_max, result, at, worst)
     return result
+
+
+def _worst_in_pieces(whole: jax.Array, pieces: Pieces) -> jax.Array:
+    def worst(start: jax.Array) -> jax.Array:
+        return _badness(piece_at(whole, start)).max(0).max()
+
+    return jax.lax.map(worst, pieces.starts)
 
 
 def worst_counted(counts: jax.Array, layout: Layout) -> jax.Array:
