@@ -231,13 +231,11 @@ def _chosen(own: jax.Array, bits: jax.Array, layout: Layout) -> jax.Array:
     return jax.lax.select(own, bits, jnp.full_like(bits, layout.padding))
 
 
-def _extremes(bits: jax.Array, layout: Layout, axis: int) -> jax.Array:
-    """Returns the extremes of magnitudes along an axis, as the last one."""
-    none = jnp.zeros_like(bits)
-    amax = jax.lax.select(bits < layout.infinity, bits, none).max(axis)
+def _extremes(bits: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
+    """Returns what the extremes of magnitudes are the largest of, see `Counted`."""
+    finite = jax.lax.select(bits < layout.infinity, bits, jnp.zeros_like(bits))
     # The number before a zero is the largest of all, and inverted the smallest.
-    before = (~(bits - layout.dtype.type(1))).max(axis)
-    return jnp.stack([amax, before], axis=-1)
+    return finite, ~(bits - layout.dtype.type(1))
 
 
 def _nothing(count: int, layout: Layout, like: jax.Array | None = None) -> Counted:
@@ -252,30 +250,25 @@ def _nothing(count: int, layout: Layout, like: jax.Array | None = None) -> Count
     return Counted(*(x + zero.astype(x.dtype) for x in found))
 
 
-def _with(
-    found: Counted, rows: Any, bits: jax.Array, extremes: jax.Array, layout: Layout
-) -> Counted:
-    """Returns a statistic with that of other values of its arrays.
+def _places(rows: Any, bits: jax.Array, layout: Layout) -> jax.Array:
+    """Returns where magnitudes of the arrays `rows` are counted, in all counts."""
+    first = jnp.broadcast_to(rows * np.int32(layout.width), bits.shape)
+    return first + _place(bits, layout)
 
-    Args:
-      found: the statistic of some values.
-      rows: int32 of the shape of `bits` or with dimensions of size 1: whose they are.
-      bits: their magnitudes.
-      extremes: [m, 2] of them; of the arrays `rows`, [m].
-    """
-    width = np.int32(layout.width)
-    at = jnp.broadcast_to(rows * width, bits.shape) + _place(bits, layout)
-    counts = scattered(
-        jax.lax.scatter_add,
-        found.counts.reshape(-1),
-        at,
-        jnp.ones(bits.shape, jnp.int32),
-    )
-    at = rows.reshape(-1, 1) * np.int32(2) + np.arange(2, dtype=np.int32)[None]
-    largest = scattered(jax.lax.scatter_max, found.extremes.reshape(-1), at, extremes)
-    return Counted(
-        counts.reshape(found.counts.shape), largest.reshape(found.extremes.shape)
-    )
+
+def _added(counts: jax.Array, places: jax.Array) -> jax.Array:
+    """Returns counts [n, width] with one more at each of the places."""
+    ones = jnp.ones(places.shape, jnp.int32)
+    flat = scattered(jax.lax.scatter_add, counts.reshape(-1), places, ones)
+    return flat.reshape(counts.shape)
+
+
+def _largest(extremes: jax.Array, rows: Any, found: Sequence[jax.Array]) -> jax.Array:
+    """Returns extremes [n, 2] with those of parts [m] of the arrays `rows`, [m]."""
+    at = 2 * rows[:, None] + np.arange(2, dtype=np.int32)[None]
+    largest = jnp.stack(found, axis=-1)
+    flat = scattered(jax.lax.scatter_max, extremes.reshape(-1), at, largest)
+    return flat.reshape(extremes.shape)
 
 
 def _count_in_blocks(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
@@ -284,22 +277,25 @@ def _count_in_blocks(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
     bits = _bits(filled_up(arrays), layout)
     nothing = _nothing(len(arrays), layout, bits)
     bits = _chosen(blocks.own(), bits, layout)
-    extremes = _extremes(bits, layout, axis=1)
-    return _with(nothing, blocks.rows[:, None], bits, extremes, layout)
+    found = [each.max(1) for each in _extremes(bits, layout)]
+    return Counted(
+        _added(nothing.counts, _places(blocks.rows[:, None], bits, layout)),
+        _largest(nothing.extremes, blocks.rows, found),
+    )
 
 
 def _count_in_pieces(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
     """Counts large arrays piece by piece, so that nothing grows with their size."""
     whole = side_by_side(arrays)
 
-    def add(found: Counted, piece: Pieces) -> tuple[Counted, None]:
+    def add(counts: jax.Array, piece: Pieces) -> tuple[jax.Array, list[jax.Array]]:
         bits = _bits(piece_at(whole, piece.starts), layout)
         bits = _chosen(is_new(piece.known), bits, layout)
+        counts = _added(counts, _places(piece.rows.reshape(1, 1), bits, layout))
         # XLA vectorises the first of the two.
-        extremes = _extremes(bits, layout, axis=0).max(0, keepdims=True)
-        rows = piece.rows.reshape(1, 1)
-        return _with(found, rows, bits, extremes, layout), None
+        return counts, [each.max(0).max() for each in _extremes(bits, layout)]
 
-    start = _nothing(len(arrays), layout, _bits(whole[:1], layout))
+    nothing = _nothing(len(arrays), layout, _bits(whole[:1], layout))
     pieces = in_pieces([each.size for each in arrays])
-    return jax.lax.scan(add, start, pieces)[0]
+    counts, found = jax.lax.scan(add, nothing.counts, pieces)
+    return Counted(counts, _largest(nothing.extremes, pieces.rows, found))
