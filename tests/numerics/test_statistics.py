@@ -132,3 +132,6 @@ def test_large_programs_are_read_in_several_groups():
     many = [1 << 19] * 4 + [7]
     groups = blocks.groups_of(["f32"] * 5, many)
     assert groups == [(True, [4]), (False, [0, 1]), (False, [2, 3])]
+    # One that does not fit beside the other.
+    groups = blocks.groups_of(["f32"] * 2, [3 << 18] * 2)
+    assert groups == [(False, [0]), (False, [1])]
