@@ -1,8 +1,10 @@
 """Arrays of any shape next to each other, so that one pass reads all of them.
 
 A kernel for each array would take longer to compile than the program that makes them.
-Small arrays are filled up to whole blocks, and a block belongs to one array. Large ones
-are read in pieces of one size, so that nothing else grows with their size.
+Arrays are filled up to whole blocks, and a block belongs to one array. A CPU reads
+large arrays in pieces, one after the other, so that nothing else grows with their size.
+On a GPU nothing does: XLA fuses what it computes of the values into what reads it, and
+a piece would take longer to begin with than to read.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Arrays of fewer elements are read together. Larger ones are read in pieces of so many.
+# Large arrays have so many elements at least, as many as a piece.
 _PIECE = 1 << 14
 _LANES = 1 << 9
-# How many elements a block has.
+# How many elements a block has, of small arrays and of large ones.
 _BLOCK = 1 << 5
+_LARGE_BLOCK = 1 << 12
 # So many elements at least are copied to be read together. Of small programs copies
 # are to be few, for the compiler; of large ones small, for they live together.
 _TOGETHER = 1 << 20
@@ -37,11 +40,11 @@ class Group(NamedTuple):
     """Arrays of one kind that are read together.
 
     Attributes:
-      is_small: whether they are read in blocks, and not in pieces.
+      block: how many elements a block of them has; 0 if they are read in pieces.
       members: their numbers.
     """
 
-    is_small: bool
+    block: int
     members: list[int]
 
 
@@ -52,23 +55,23 @@ def groups_of(kinds: Sequence[Hashable], sizes: Sequence[int]) -> list[Group]:
       kinds: of each array, what all of a group have alike.
       sizes: how many elements each has.
     """
-    by_kind: dict[Hashable, list[int]] = {}
+    large = 0 if jax.default_backend() == "cpu" else _LARGE_BLOCK
+    by_kind: dict[tuple[Hashable, int], list[int]] = {}
     for number, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
         if size:
-            by_kind.setdefault(kind, []).append(number)
+            block = _BLOCK if size < _PIECE else large
+            by_kind.setdefault((kind, block), []).append(number)
     total = sum(sizes)
     most = max(_TOGETHER, min(total // 8, _MANY), total // 32)
     groups = []
-    for numbers in by_kind.values():
-        for is_small in (True, False):
-            left = 0
-            for number in numbers:
-                if (sizes[number] < _PIECE) == is_small:
-                    if not left or sizes[number] > left:
-                        groups.append(Group(is_small, []))
-                        left = most
-                    groups[-1].members.append(number)
-                    left = max(left - sizes[number], 0)
+    for (_, block), numbers in by_kind.items():
+        left = 0
+        for number in numbers:
+            if not left or sizes[number] > left:
+                groups.append(Group(block, []))
+                left = most
+            groups[-1].members.append(number)
+            left = max(left - sizes[number], 0)
     return groups
 
 
@@ -122,41 +125,43 @@ def taken(array: jax.Array, at: Any) -> jax.Array:
 
 
 class Blocks(NamedTuple):
-    """Small arrays next to each other, each filled up to whole blocks.
+    """Arrays next to each other, each filled up to whole blocks.
 
     Attributes:
+      size: how many elements a block has.
       rows: int32[blocks]: the array that each block is of.
       used: int32[blocks]: how many values of it are of the array.
     """
 
+    size: int
     rows: np.ndarray
     used: np.ndarray
 
     def own(self) -> jax.Array:
-        """Returns which values are of the arrays: bool[blocks, _BLOCK]."""
-        shape = (len(self.used), _BLOCK)
+        """Returns which values are of the arrays: bool[blocks, size]."""
+        shape = (len(self.used), self.size)
         used = jax.lax.broadcast_in_dim(self.used, shape, (0,))
         return jax.lax.broadcasted_iota(jnp.int32, shape, 1) < used
 
 
-def in_blocks(sizes: Sequence[int]) -> Blocks:
+def in_blocks(sizes: Sequence[int], block: int) -> Blocks:
     """Returns the blocks of arrays of these sizes."""
-    counts = [-(-size // _BLOCK) for size in sizes]
+    counts = [-(-size // block) for size in sizes]
     rows = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
-    used = np.full(len(rows), _BLOCK, np.int32)
+    used = np.full(len(rows), block, np.int32)
     for last, size, count in zip(np.cumsum(counts), sizes, counts, strict=True):
-        used[last - 1] = size - (count - 1) * _BLOCK
-    return Blocks(rows, used)
+        used[last - 1] = size - (count - 1) * block
+    return Blocks(block, rows, used)
 
 
-def filled_up(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns flat arrays as the blocks of `in_blocks`: [blocks, _BLOCK]."""
+def filled_up(arrays: Sequence[jax.Array], block: int) -> jax.Array:
+    """Returns flat arrays as the blocks of `in_blocks`: [blocks, block]."""
     parts: list[Any] = []
     for each in arrays:
         parts.append(each)
-        if rest := -each.size % _BLOCK:
+        if rest := -each.size % block:
             parts.append(np.zeros(rest, each.dtype))
-    return side_by_side(parts).reshape(-1, _BLOCK)
+    return side_by_side(parts).reshape(-1, block)
 
 
 class Pieces(NamedTuple):

@@ -63,10 +63,13 @@ def distances(
     pairs = [(whole(a), whole(b)) for a, b in pairs]
     kinds, sizes = _kinds_and_sizes(pairs)
     order, parts = blocks.order_of(kinds, sizes), []
-    for is_small, members in groups_of(kinds, sizes):
+    for block, members in groups_of(kinds, sizes):
         flat = jax.lax.optimization_barrier([pairs[i] for i in members])
-        measure = _in_blocks if is_small else _piecewise
-        parts.append(measure([a for a, _ in flat], [b for _, b in flat]))
+        low, full = zip(*flat, strict=True)
+        if block:
+            parts.append(_in_blocks(low, full, block))
+        else:
+            parts.append(_piecewise(low, full))
     empty = sizes.count(0)
     if empty or not pairs:
         parts.append(_nothing(empty))
@@ -164,11 +167,13 @@ def _exponents(apart: jax.Array, full: jax.Array) -> jax.Array:
     return (bits >> jnp.uint32(_MANTISSA)).astype(jnp.int32)
 
 
-def _in_blocks(low: Sequence[jax.Array], full: Sequence[jax.Array]) -> Distance:
-    """Returns the distances of small arrays, in one pass over all of them."""
+def _in_blocks(
+    low: Sequence[jax.Array], full: Sequence[jax.Array], block: int
+) -> Distance:
+    """Returns the distances of arrays, in one pass over all of them."""
     # What fills the blocks up is alike in both.
-    apart, values = _differences(filled_up(low), filled_up(full))
-    rows = in_blocks([each.size for each in low]).rows
+    apart, values = _differences(filled_up(low, block), filled_up(full, block))
+    rows = in_blocks([each.size for each in low], block).rows
     return added(_summed(apart, values, axes=(1,)), rows, len(low))
 
 

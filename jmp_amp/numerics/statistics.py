@@ -151,9 +151,12 @@ def counted(
     arrays = [real_parts(meshes.replicated(each, mesh)) for each in arrays]
     kinds, sizes = [x.dtype for x in arrays], [x.size for x in arrays]
     order, parts = order_of(kinds, sizes), []
-    for is_small, members in groups_of(kinds, sizes):
-        count = _count_in_blocks if is_small else _count_in_pieces
-        parts.append(count([arrays[i] for i in members], layout))
+    for block, members in groups_of(kinds, sizes):
+        flat = [arrays[i] for i in members]
+        if block:
+            parts.append(_count_in_blocks(flat, layout, block))
+        else:
+            parts.append(_count_in_pieces(flat, layout))
     empty = [each for each in arrays if not each.size]
     if empty or not arrays:
         parts.append(_nothing(len(empty), layout))
@@ -173,10 +176,11 @@ def worst_of(arrays: Sequence[jax.Array], mesh: Mesh | None = None) -> jax.Array
     arrays = [real_parts(meshes.replicated(each, mesh)) for each in arrays]
     kinds, sizes = [x.dtype for x in arrays], [x.size for x in arrays]
     result = jnp.zeros(len(arrays), jnp.int32)
-    for is_small, members in groups_of(kinds, sizes):
+    for block, members in groups_of(kinds, sizes):
         flat, sizes_here = [arrays[i] for i in members], [sizes[i] for i in members]
-        if is_small:
-            rows, worst = in_blocks(sizes_here).rows, _badness(filled_up(flat)).max(1)
+        if block:
+            rows = in_blocks(sizes_here, block).rows
+            worst = _badness(filled_up(flat, block)).max(1)
         else:
             pieces = in_pieces(sizes_here)
             rows, worst = pieces.rows, _worst_in_pieces(side_by_side(flat), pieces)
@@ -271,10 +275,12 @@ def _largest(extremes: jax.Array, rows: Any, found: Sequence[jax.Array]) -> jax.
     return flat.reshape(extremes.shape)
 
 
-def _count_in_blocks(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
-    """Counts small arrays in one pass over all of them."""
-    blocks = in_blocks([each.size for each in arrays])
-    bits = _bits(filled_up(arrays), layout)
+def _count_in_blocks(
+    arrays: Sequence[jax.Array], layout: Layout, block: int
+) -> Counted:
+    """Counts arrays in one pass over all of them."""
+    blocks = in_blocks([each.size for each in arrays], block)
+    bits = _bits(filled_up(arrays, block), layout)
     nothing = _nothing(len(arrays), layout, bits)
     bits = _chosen(blocks.own(), bits, layout)
     found = [each.max(1) for each in _extremes(bits, layout)]
