@@ -1,10 +1,10 @@
 """Arrays of any shape next to each other, so that one pass reads all of them.
 
 A kernel for each array would take longer to compile than the program that makes them.
-Arrays are filled up to whole blocks, and a block belongs to one array. A CPU reads
-large arrays in pieces, one after the other, so that nothing else grows with their size.
-On a GPU nothing does: XLA fuses what it computes of the values into what reads it, and
-a piece would take longer to begin with than to read.
+Arrays are filled up to whole blocks, and a block belongs to one array. Large arrays are
+read in pieces, one after the other, so that little else grows with their size. On a GPU
+little does in blocks too: XLA fuses what it computes of the values into what reads it,
+and a piece would take longer to begin with than to read.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Large arrays have so many elements at least, as many as a piece.
+# Large arrays have so many elements at least, as many as a piece, or a block of them.
 _PIECE = 1 << 14
 _LANES = 1 << 9
-# How many elements a block has, of small arrays and of large ones.
+# How many elements a block of small arrays has.
 _BLOCK = 1 << 5
-_LARGE_BLOCK = 1 << 12
 # So many elements at least are copied to be read together. Of small programs copies
 # are to be few, for the compiler; of large ones small, for they live together.
 _TOGETHER = 1 << 20
@@ -55,7 +54,7 @@ def groups_of(kinds: Sequence[Hashable], sizes: Sequence[int]) -> list[Group]:
       kinds: of each array, what all of a group have alike.
       sizes: how many elements each has.
     """
-    large = 0 if jax.default_backend() == "cpu" else _LARGE_BLOCK
+    large = _PIECE if jax.default_backend() in ("gpu", "cuda", "rocm") else 0
     by_kind: dict[tuple[Hashable, int], list[int]] = {}
     for number, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
         if size:
