@@ -10,11 +10,13 @@ and a piece would take longer to begin with than to read.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+T = TypeVar("T")  # A pytree of arrays.
 
 # Large arrays have so many elements at least, as many as a piece, or a block of them.
 _PIECE = 1 << 14
@@ -77,18 +79,37 @@ def groups_of(kinds: Sequence[Hashable], sizes: Sequence[int]) -> list[Group]:
 def order_of(kinds: Sequence[Hashable], sizes: Sequence[int]) -> list[int]:
     """Returns the numbers of arrays in the order in which groups read them.
 
-    What is found of arrays in this order needs no other one.
+    Rows of arrays that are given in this order are moved nowhere by `read_in_groups`.
     """
     grouped = [n for group in groups_of(kinds, sizes) for n in group.members]
     return grouped + [number for number, size in enumerate(sizes) if not size]
 
 
-def in_order(parts: Sequence[jax.Array], order: Sequence[int]) -> jax.Array:
-    """Returns rows next to each other, each at the place that `order` has for it."""
-    whole = side_by_side(parts)
-    if list(order) == sorted(order):
-        return whole
-    return jnp.take(whole, np.argsort(order), axis=0, mode="clip")
+def read_in_groups(
+    kinds: Sequence[Hashable],
+    sizes: Sequence[int],
+    read: Callable[[Group], T],
+    nothing: Callable[[int], T],
+) -> T:
+    """Returns what is read of arrays, a row for each of them.
+
+    Args:
+      kinds, sizes: of the arrays, see `groups_of`.
+      read: group -> pytree of arrays with a row for each member.
+      nothing: count -> the same of so many arrays without elements.
+    """
+    parts = [read(group) for group in groups_of(kinds, sizes)]
+    if 0 in sizes or not parts:
+        parts.append(nothing(list(sizes).count(0)))
+    order = order_of(kinds, sizes)
+
+    def in_order(*rows: jax.Array) -> jax.Array:
+        whole = side_by_side(rows)
+        if order == sorted(order):
+            return whole
+        return jnp.take(whole, np.argsort(order), axis=0, mode="clip")
+
+    return jax.tree.map(in_order, *parts)
 
 
 def side_by_side(arrays: Sequence[jax.Array]) -> jax.Array:

@@ -15,20 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jmp_amp.numerics import blocks
-from jmp_amp.numerics.blocks import (
-    Pieces,
-    filled_up,
-    groups_of,
-    in_blocks,
-    in_order,
-    in_pieces,
-    is_new,
-    piece_at,
-    real_parts,
-    scattered,
-    side_by_side,
-    taken,
-)
+from jmp_amp.numerics.blocks import Group, Pieces, scattered
 from jmp_amp.numerics.statistics import F32_LAYOUT
 from jmp_amp.plan import meshes
 from jmp_amp.policies.dtypes import F32
@@ -58,22 +45,18 @@ def distances(
     """
 
     def whole(x: jax.Array) -> jax.Array:
-        return real_parts(meshes.replicated(x, mesh))
+        return blocks.real_parts(meshes.replicated(x, mesh))
 
     pairs = [(whole(a), whole(b)) for a, b in pairs]
-    kinds, sizes = _kinds_and_sizes(pairs)
-    order, parts = blocks.order_of(kinds, sizes), []
-    for block, members in groups_of(kinds, sizes):
-        flat = jax.lax.optimization_barrier([pairs[i] for i in members])
+
+    def measure(group: Group) -> Distance:
+        flat = jax.lax.optimization_barrier([pairs[i] for i in group.members])
         low, full = zip(*flat, strict=True)
-        if block:
-            parts.append(_in_blocks(low, full, block))
-        else:
-            parts.append(_piecewise(low, full))
-    empty = sizes.count(0)
-    if empty or not pairs:
-        parts.append(_nothing(empty))
-    return Distance(*(in_order(each, order) for each in zip(*parts, strict=True)))
+        if group.block:
+            return _in_blocks(low, full, group.block)
+        return _piecewise(low, full)
+
+    return blocks.read_in_groups(*_kinds_and_sizes(pairs), measure, _nothing)
 
 
 def order_of(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[int]:
@@ -97,7 +80,7 @@ def added(distance: Distance, rows: np.ndarray | jax.Array, count: int) -> Dista
     none, zero = _nothing(count)
     highest = scattered(jax.lax.scatter_max, none, rows, distance.exponent)
     # A part that is all zeros has no exponent; its sums are zero.
-    scaled = _times(distance.sums, _unit(distance, taken(highest, rows)))
+    scaled = _times(distance.sums, _unit(distance, blocks.taken(highest, rows)))
     at = 2 * rows[:, None] + np.arange(2, dtype=np.int32)[None]
     sums = scattered(jax.lax.scatter_add, zero.reshape(-1), at, scaled)
     return Distance(highest, sums.reshape(zero.shape))
@@ -172,24 +155,26 @@ def _in_blocks(
 ) -> Distance:
     """Returns the distances of arrays, in one pass over all of them."""
     # What fills the blocks up is alike in both.
-    apart, values = _differences(filled_up(low, block), filled_up(full, block))
-    rows = in_blocks([each.size for each in low], block).rows
+    apart, values = _differences(
+        blocks.filled_up(low, block), blocks.filled_up(full, block)
+    )
+    rows = blocks.in_blocks([each.size for each in low], block).rows
     return added(_summed(apart, values, axes=(1,)), rows, len(low))
 
 
 def _piecewise(low: Sequence[jax.Array], full: Sequence[jax.Array]) -> Distance:
     """Returns the distances of large arrays, piece by piece."""
-    whole, others = side_by_side(low), side_by_side(full)
+    whole, others = blocks.side_by_side(low), blocks.side_by_side(full)
 
     def part(piece: Pieces) -> Distance:
         apart, values = _differences(
-            piece_at(whole, piece.starts), piece_at(others, piece.starts)
+            blocks.piece_at(whole, piece.starts), blocks.piece_at(others, piece.starts)
         )
-        new = is_new(piece.known)
+        new = blocks.is_new(piece.known)
         apart, values = (jnp.where(new, x, jnp.float32(0)) for x in (apart, values))
         return _summed(apart, values, axes=(0, 1))
 
-    pieces = in_pieces([each.size for each in low])
+    pieces = blocks.in_pieces([each.size for each in low])
     return added(jax.lax.map(part, pieces), pieces.rows, len(low))
 
 

@@ -7,6 +7,7 @@ in arithmetic and in comparisons; integers have no subnormals.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,21 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jmp_amp.numerics.blocks import (
-    Pieces,
-    filled_up,
-    groups_of,
-    in_blocks,
-    in_order,
-    in_pieces,
-    is_new,
-    order_of,
-    piece_at,
-    real_parts,
-    scattered,
-    side_by_side,
-    taken,
-)
+from jmp_amp.numerics import blocks
+from jmp_amp.numerics.blocks import Group, Pieces, scattered
 from jmp_amp.plan import meshes
 
 
@@ -101,10 +89,12 @@ class Counted(NamedTuple):
 
     Of several runs, counts are added and extremes are the largest.
 
+    `Figures` reads a row.
+
     Attributes:
       counts: int32[n, width]: how many values are at each place of the `Layout`.
-      extremes: [n, 2]: the bits of the largest finite magnitude, and the inverted ones
-        of the number before the smallest that is not zero; 0 if there is none.
+      extremes: [n, 2]: the bits of the largest finite magnitude, and the inverted bits
+        of the number below the smallest magnitude that is not zero. 0 if there is none.
     """
 
     counts: jax.Array
@@ -117,14 +107,14 @@ class Figures:
     Attributes:
       amax: the largest finite magnitude; 0.0 if there is none.
       amin: the smallest magnitude that is not zero; 0.0 if there is none.
-      zeros, nonfinite, nans: how many values are so; NaN are not finite.
+      zeros, nonfinite, nans: how many values are zero, not finite, NaN.
       exponents: how many finite values have each exponent.
     """
 
     def __init__(self, counts: np.ndarray, extremes: np.ndarray, layout: Layout):
-        amax, before = np.asarray(extremes)
-        amin = ~before + layout.dtype.type(1) if before else before
-        amin = amin if amin < layout.infinity else before & 0
+        amax, below = extremes
+        amin = ~below + layout.dtype.type(1) if below else below
+        amin = amin if amin < layout.infinity else below & 0
         self.amax, self.amin = (
             float(np.asarray(bits).view(layout.floating)) for bits in (amax, amin)
         )
@@ -143,24 +133,29 @@ def counted(
     """Returns the statistic of floating or complex arrays of any shape.
 
     Args:
-      arrays: of dtypes of the same `layout`; in the order of `blocks.order_of`, what is
-        counted need not be put into order.
+      arrays: of dtypes of the same `layout`. In the order of `blocks.order_of` they are
+        counted with fewer kernels.
       layout: that of their values.
       mesh: of the devices that they are on, see `meshes.replicated`.
     """
-    arrays = [real_parts(meshes.replicated(each, mesh)) for each in arrays]
-    kinds, sizes = [x.dtype for x in arrays], [x.size for x in arrays]
-    order, parts = order_of(kinds, sizes), []
-    for block, members in groups_of(kinds, sizes):
-        flat = [arrays[i] for i in members]
-        if block:
-            parts.append(_count_in_blocks(flat, layout, block))
-        else:
-            parts.append(_count_in_pieces(flat, layout))
-    empty = [each for each in arrays if not each.size]
-    if empty or not arrays:
-        parts.append(_nothing(len(empty), layout))
-    return Counted(*(in_order(each, order) for each in zip(*parts, strict=True)))
+    flat, kinds, sizes = _flat(arrays, mesh)
+
+    def count(group: Group) -> Counted:
+        members = [flat[i] for i in group.members]
+        if group.block:
+            return _count_in_blocks(members, layout, group.block)
+        return _count_in_pieces(members, layout)
+
+    nothing = functools.partial(_nothing, layout=layout)
+    return blocks.read_in_groups(kinds, sizes, count, nothing)
+
+
+def _flat(
+    arrays: Sequence[jax.Array], mesh: Mesh | None
+) -> tuple[list[jax.Array], list[np.dtype], list[int]]:
+    """Returns flat arrays that each device has whole, their dtypes and their sizes."""
+    flat = [blocks.real_parts(meshes.replicated(each, mesh)) for each in arrays]
+    return flat, [np.dtype(x.dtype) for x in flat], [x.size for x in flat]
 
 
 class Worst(enum.IntEnum):
@@ -173,25 +168,29 @@ class Worst(enum.IntEnum):
 
 def worst_of(arrays: Sequence[jax.Array], mesh: Mesh | None = None) -> jax.Array:
     """Returns the `Worst` of each array: int32[n]. See `counted`."""
-    arrays = [real_parts(meshes.replicated(each, mesh)) for each in arrays]
-    kinds, sizes = [x.dtype for x in arrays], [x.size for x in arrays]
-    result = jnp.zeros(len(arrays), jnp.int32)
-    for block, members in groups_of(kinds, sizes):
-        flat, sizes_here = [arrays[i] for i in members], [sizes[i] for i in members]
-        if block:
-            rows = in_blocks(sizes_here, block).rows
-            worst = _badness(filled_up(flat, block)).max(1)
+    flat, kinds, sizes = _flat(arrays, mesh)
+
+    def nothing(count: int) -> jax.Array:
+        return jnp.full(count, Worst.FINITE, jnp.int32)
+
+    def worst(group: Group) -> jax.Array:
+        members = [flat[i] for i in group.members]
+        lengths = [each.size for each in members]
+        if group.block:
+            rows = blocks.in_blocks(lengths, group.block).rows
+            found = _badness(blocks.filled_up(members, group.block)).max(1)
         else:
-            pieces = in_pieces(sizes_here)
-            rows, worst = pieces.rows, _worst_in_pieces(side_by_side(flat), pieces)
-        at = taken(jnp.asarray(members, jnp.int32), rows)
-        result = scattered(jax.lax.scatter_max, result, at, worst)
-    return result
+            pieces = blocks.in_pieces(lengths)
+            rows = pieces.rows
+            found = _worst_in_pieces(blocks.side_by_side(members), pieces)
+        return scattered(jax.lax.scatter_max, nothing(len(members)), rows, found)
+
+    return blocks.read_in_groups(kinds, sizes, worst, nothing)
 
 
 def _worst_in_pieces(whole: jax.Array, pieces: Pieces) -> jax.Array:
     def worst(start: jax.Array) -> jax.Array:
-        return _badness(piece_at(whole, start)).max(0).max()
+        return _badness(blocks.piece_at(whole, start)).max(0).max()
 
     return jax.lax.map(worst, pieces.starts)
 
@@ -236,9 +235,9 @@ def _chosen(own: jax.Array, bits: jax.Array, layout: Layout) -> jax.Array:
 
 
 def _extremes(bits: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
-    """Returns what the extremes of magnitudes are the largest of, see `Counted`."""
+    """Returns two numbers for each magnitude; the largest ones are the extremes."""
     finite = jax.lax.select(bits < layout.infinity, bits, jnp.zeros_like(bits))
-    # The number before a zero is the largest of all, and inverted the smallest.
+    # The number below zero is the largest of all, and inverted the smallest.
     return finite, ~(bits - layout.dtype.type(1))
 
 
@@ -255,7 +254,7 @@ def _nothing(count: int, layout: Layout, like: jax.Array | None = None) -> Count
 
 
 def _places(rows: Any, bits: jax.Array, layout: Layout) -> jax.Array:
-    """Returns where magnitudes of the arrays `rows` are counted, in all counts."""
+    """Returns where magnitudes of the arrays `rows` are, in counts that are flat."""
     first = jnp.broadcast_to(rows * np.int32(layout.width), bits.shape)
     return first + _place(bits, layout)
 
@@ -268,7 +267,10 @@ def _added(counts: jax.Array, places: jax.Array) -> jax.Array:
 
 
 def _largest(extremes: jax.Array, rows: Any, found: Sequence[jax.Array]) -> jax.Array:
-    """Returns extremes [n, 2] with those of parts [m] of the arrays `rows`, [m]."""
+    """Returns the larger of extremes [n, 2] and of those that were found.
+
+    They were found in m parts, each of the array that `rows` [m] tells.
+    """
     at = 2 * rows[:, None] + np.arange(2, dtype=np.int32)[None]
     largest = jnp.stack(found, axis=-1)
     flat = scattered(jax.lax.scatter_max, extremes.reshape(-1), at, largest)
@@ -279,29 +281,29 @@ def _count_in_blocks(
     arrays: Sequence[jax.Array], layout: Layout, block: int
 ) -> Counted:
     """Counts arrays in one pass over all of them."""
-    blocks = in_blocks([each.size for each in arrays], block)
-    bits = _bits(filled_up(arrays, block), layout)
+    parts = blocks.in_blocks([each.size for each in arrays], block)
+    bits = _bits(blocks.filled_up(arrays, block), layout)
     nothing = _nothing(len(arrays), layout, bits)
-    bits = _chosen(blocks.own(), bits, layout)
+    bits = _chosen(parts.own(), bits, layout)
     found = [each.max(1) for each in _extremes(bits, layout)]
     return Counted(
-        _added(nothing.counts, _places(blocks.rows[:, None], bits, layout)),
-        _largest(nothing.extremes, blocks.rows, found),
+        _added(nothing.counts, _places(parts.rows[:, None], bits, layout)),
+        _largest(nothing.extremes, parts.rows, found),
     )
 
 
 def _count_in_pieces(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
     """Counts large arrays piece by piece, so that nothing grows with their size."""
-    whole = side_by_side(arrays)
+    whole = blocks.side_by_side(arrays)
 
     def add(counts: jax.Array, piece: Pieces) -> tuple[jax.Array, list[jax.Array]]:
-        bits = _bits(piece_at(whole, piece.starts), layout)
-        bits = _chosen(is_new(piece.known), bits, layout)
+        bits = _bits(blocks.piece_at(whole, piece.starts), layout)
+        bits = _chosen(blocks.is_new(piece.known), bits, layout)
         counts = _added(counts, _places(piece.rows.reshape(1, 1), bits, layout))
         # XLA vectorises the first of the two.
         return counts, [each.max(0).max() for each in _extremes(bits, layout)]
 
     nothing = _nothing(len(arrays), layout, _bits(whole[:1], layout))
-    pieces = in_pieces([each.size for each in arrays])
+    pieces = blocks.in_pieces([each.size for each in arrays])
     counts, found = jax.lax.scan(add, nothing.counts, pieces)
     return Counted(counts, _largest(nothing.extremes, pieces.rows, found))
