@@ -218,3 +218,12 @@ def test_what_cast_inputs_has_in_the_dtype_of_the_policy_is_mended_by_the_policy
     assert not jnp.isfinite(asks_for_it(w, x))
     found = amp.diagnose(asks_for_it, "mixed_float16")(w, x)
     assert any("no policy helps" in each for each in found.advice)
+
+
+def test_a_function_may_return_keys_and_numbers_that_are_not_floats():
+    def fn(x):
+        return x @ x, jax.random.key(0), jnp.arange(3)
+
+    d = amp.diagnose(fn, "mixed_float16")(LARGE)
+    assert str(d.policy) == "p=f32,c=f16,o=f32,full=dot_general"
+    assert jnp.isinf(d.value[0]).all() and (d.value[2] == jnp.arange(3)).all()

@@ -17,6 +17,7 @@ from jmp_amp.numerics.statistics import (
     worst_of,
 )
 
+PIECE = 16_384
 # A block has 32 values and a piece 16384: none, a part, whole ones, and one more.
 SIZES = (33, 0, 1, 20_000, 31, 16_384, 32, 0, 16_385, 16_383)
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16, np.complex64)
@@ -141,3 +142,9 @@ def test_large_programs_are_read_in_several_groups():
     # One that does not fit beside the other.
     groups = blocks.groups_of(["f32"] * 2, [3 << 18] * 2)
     assert groups == [(0, [0]), (0, [1])]
+
+
+@pytest.mark.parametrize(("backend", "block"), [("cpu", 0), ("gpu", PIECE), ("tpu", 0)])
+def test_a_gpu_reads_large_arrays_in_blocks(backend, block, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert blocks.groups_of(["f32"], [3 * PIECE]) == [(block, [0])]
