@@ -22,8 +22,8 @@ WINGS = {
     "plan": (
         ("stack_room",),
         ("jaxprs", "operations", "targets", "quantising"),
-        ("regions", "dimensions", "derivative_rules"),
-        ("constants", "constructs", "meshes", "rules", "rewriting"),
+        ("regions", "dimensions", "dead_code"),
+        ("constants", "constructs", "meshes", "rules", "rewriting", "derivative_rules"),
         ("values",),
         ("modes", "sources", "destinations"),
         ("decisions",),

@@ -17,7 +17,7 @@ from jmp_amp.plan import constants, jaxprs, rules
 from jmp_amp.plan.decided import Decided
 from jmp_amp.plan.destinations import Destinations, End, Ends, settled
 from jmp_amp.plan.flows import Flow, Step
-from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Inner, Literal, Var, aval_of
+from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Inner, Jaxpr, Literal, Var, aval_of
 from jmp_amp.plan.modes import Mode
 from jmp_amp.plan.regions import Region, region_of
 from jmp_amp.plan.rules import OpClass, Rule
@@ -37,6 +37,26 @@ class Flows:
         self._flows: dict[object, Flow] = {}
         self._destinations = Destinations()
         self._decided = Decided()
+        self._used: dict[int, collections.Counter[Var]] = {}
+
+    def _uses(self, jaxpr: Jaxpr) -> collections.Counter[Var]:
+        """Returns how often each variable of a body is read.
+
+        A call does not read an operand that its body does not read.
+        """
+        if id(jaxpr) not in self._used:
+            read = list(jaxpr.outvars)
+            for eqn in jaxpr.eqns:
+                inner = jaxprs.inner_bodies(eqn)
+                inside = {
+                    i
+                    for (body, operands) in inner
+                    for i, var in zip(operands, body.jaxpr.invars, strict=True)
+                    if self._uses(body.jaxpr)[var]
+                }
+                read += [eqn.invars[i] for i in inside] if inner else eqn.invars
+            self._used[id(jaxpr)] = collections.Counter(jaxprs.variables(read))
+        return self._used[id(jaxpr)]
 
     def through(
         self,
@@ -71,8 +91,7 @@ class Flows:
         ends: tuple[End, ...],
     ) -> Flow:
         jaxpr = body.jaxpr
-        read = [atom for eqn in jaxpr.eqns for atom in eqn.invars]
-        uses = collections.Counter(jaxprs.variables([*read, *jaxpr.outvars]))
+        uses = self._uses(jaxpr)
         known = {
             var: each.shared(each.is_shared or uses[var] > 1)
             for var, each in zip(jaxpr.invars, inputs, strict=True)

@@ -125,7 +125,7 @@ SOLVED = {
     ),
     "filter": (filtered, [F32] * 10),
     "riccati": (riccati, [F32] * 7),
-    "riccati_of_a_network": (regulator, [HALF] * 4 + [F32] * 9),
+    "riccati_of_a_network": (regulator, [HALF] * 3 + [F32] * 9),
     "a_covariance_that_is_mapped": (
         lambda x, w: jnp.linalg.slogdet(w @ jnp.diag(x[0]) @ w.T + jnp.eye(16))[1],
         [F32, F32],
