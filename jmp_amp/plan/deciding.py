@@ -331,9 +331,9 @@ def _is_worth_f32(at: Standing, made: Decision) -> bool:
     if role_of(at.name) is Role.ADDS and all(
         v.origin != Origin.FREE or Trait.LOOKED_UP in v.traits for v in at.operands
     ):
-        # The derivative of an f32 reader saves the sum, or both terms. A parameter is
-        # there anyway.
-        return False
+        # The derivative of an f32 reader saves the sum of a stream, or both terms. A
+        # parameter is there anyway, and what is worth f32 is made again.
+        return all(Trait.WORTH_F32 in v.traits for v in at.operands)
     if is_exact(at.eqn):
         # An exact operation may be cast after as well as before, unless the maker of
         # its operand is worth f32, or another consumer needs the cast.

@@ -166,10 +166,14 @@ def _is_long(value: Known, half: np.dtype) -> bool:
 
 
 def _is_argument(value: Known, atom: Atom) -> bool:
-    """Whether a value is an f32 argument, or computed from arguments alone."""
+    """Whether a value is an f32 argument, or computed from arguments alone.
+
+    An array that the function closes over is an argument too; numbers are not.
+    """
+    is_closed_over = value.is_parameter and aval_of(atom).ndim > 0
     return (
         value.origin == Origin.FREE
-        and not value.is_constant
+        and (is_closed_over or not value.is_constant)
         and castable(atom)
         and aval_of(atom).dtype == F32
     )
