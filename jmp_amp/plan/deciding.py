@@ -275,6 +275,8 @@ def _traits(at: Standing, made: Decision, saved: bool) -> Iterator[Trait]:
         yield Trait.PARAMETER
     inherited = frozenset().union(*(v.traits for v in at.operands))
     yield from inherited & {Trait.TANGENT}
+    if _is_slice(at, inherited):
+        yield Trait.SLICE
     if is_solution(at, made):
         yield Trait.SOLUTION
     follows = made.rule.op_class is OpClass.FOLLOW
@@ -293,6 +295,23 @@ def _traits(at: Standing, made: Decision, saved: bool) -> Iterator[Trait]:
         yield Trait.WORTH_F32
     if saved:
         yield Trait.SAVED_IN_F32
+
+
+def _is_slice(at: Standing, inherited: frozenset[Trait]) -> bool:
+    """Whether a value is made of parts of arrays that are others in each turn.
+
+    `weights[i]` is one if `i` is no number.
+    """
+    if Trait.SLICE in inherited:
+        return all(
+            v.origin == Origin.FREE or Trait.SLICE in v.traits for v in at.operands
+        )
+    is_lookup = at.name == "dynamic_slice" or role_of(at.name) is Role.LOOKS_UP
+    return (
+        is_lookup
+        and at.origin == Origin.FREE
+        and not all(v.bounds and v.bounds[0] == v.bounds[1] for v in at.views[1:])
+    )
 
 
 _ELEMENTWISE = (Kind.FUNCTION, Kind.ARITHMETIC, Kind.SELECTION, Kind.MOVE)
