@@ -1,9 +1,10 @@
 """What becomes of values: an index, linear algebra, a distance, nothing derived.
 
 `floor`, `ceil`, `round` and a cast to an integer turn a float into a place: a pixel, a
-cell, a bin. Half precision has 8 or 11 digits, so it misses pixel 257 or 2049. All
-elementwise operations that lead to such a place are therefore computed in f32, back to
-the product, sum or argument that they begin with.
+cell, a bin. Half precision has 8 or 11 digits, so it misses pixel 257 or 2049. A choice
+by rank, as of the largest scores, is a place too. All elementwise operations that lead
+to such a place are therefore computed in f32, back to the product, sum or argument that
+they begin with.
 
 A decomposition of a matrix, or a linear system, makes an error larger by the condition
 number. What leads to one is f32 as well, with the product that it begins with, and with
@@ -30,6 +31,7 @@ from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Jaxpr, Literal, Var, aval_of
 from jmp_amp.plan.operations import (
     OPERATIONS,
     PRODUCTS,
+    RANKS,
     Kind,
     OpClass,
     Role,
@@ -190,6 +192,8 @@ class Destinations:
                     if _reads(eqn, made.sums):
                         end |= Ends.DISTANCE
                 _add(found, _selected(eqn), end)
+                if eqn.primitive.name in RANKS:
+                    _add(found, _ranked(eqn, jaxpr), Ends.INDEX)
                 if end & Ends.FACTOR and eqn.primitive.name in PRODUCTS:
                     makers = makers or _makers(jaxpr)
                     _add(found, _between(eqn, makers), Ends.FORM)
@@ -294,6 +298,22 @@ def _sums_squares(eqn: Eqn) -> bool:
         and eqn.invars[0] is eqn.invars[1]
         and is_sum_of_products(eqn)
     )
+
+
+def _ranked(eqn: Eqn, jaxpr: Jaxpr) -> Sequence[Atom]:
+    """Returns the operands of `eqn` whose order says where something is.
+
+    Whoever reads the largest values alone asks for no place.
+    """
+    count = len(eqn.invars)
+    places = [v for v in eqn.outvars if not castable(v)]
+    if eqn.primitive.name == "sort":
+        # The keys move the other operands.
+        count = eqn.params["num_keys"]
+        places = eqn.outvars[count:]
+    read = [*jaxpr.outvars, *(atom for each in jaxpr.eqns for atom in each.invars)]
+    unread = set(jaxprs.variables(read)).isdisjoint(places)
+    return () if unread else eqn.invars[:count]
 
 
 def _selected(eqn: Eqn) -> Sequence[Atom]:
