@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from jmp_amp.plan import constants, jaxprs
 from jmp_amp.plan.cpu_products import why_f32
 from jmp_amp.plan.decisions import Decision, Option, Standing, Surroundings
@@ -36,7 +38,15 @@ from jmp_amp.plan.regions import Region
 from jmp_amp.plan.rewrites import rewrite_of
 from jmp_amp.plan.rewriting import Rewrite
 from jmp_amp.plan.rules import ELEMENTWISE_PRODUCT, Rule
-from jmp_amp.plan.values import Known, Origin, Trait, castable, is_inexact, unfit
+from jmp_amp.plan.values import (
+    Known,
+    Origin,
+    Trait,
+    castable,
+    is_inexact,
+    unfit,
+    unfit_bound,
+)
 from jmp_amp.policies.dtypes import BF16, F16, F32, is_castable, is_half
 
 
@@ -172,7 +182,7 @@ def _follow(at: Standing) -> Decision:
     if origin == Origin.FREE:
         reason = "only parameters, inputs and constants"
         return at.decision(Mode.AS_TRACED, None, reason, origin)
-    misfit = unfit(at.operands, low)
+    misfit = _misfit(at, low)
     if kind_of(at.name) is Kind.COMPARISON:
         if origin == Origin.LOW and misfit is not None:
             return at.decision(Mode.IN_DTYPE, F32, misfit, origin)
@@ -193,6 +203,7 @@ def _follow(at: Standing) -> Decision:
         # Beside half readers alone it saturates, see `_options`.
         saturate = (
             role_of(at.name) is Role.CHOOSES
+            and unfit_bound(at.operands, low) is None
             and unfit(at.operands, low, "vanishes") is None
         )
         return at.decision(Mode.IN_DTYPE, F32, misfit, Origin.FULL, saturate)
@@ -200,6 +211,14 @@ def _follow(at: Standing) -> Decision:
     if kept is not None:
         return at.decision(Mode.IN_DTYPE, F32, kept, Origin.FULL)
     return at.decision(Mode.IN_DTYPE, low, "follows its operands", Origin.LOW)
+
+
+def _misfit(at: Standing, dtype: np.dtype) -> str | None:
+    """Returns why a constant that an operation reads has no place in `dtype`."""
+    misfit = unfit(at.operands, dtype)
+    if misfit is None and kind_of(at.name) in (Kind.COMPARISON, Kind.SELECTION):
+        return unfit_bound(at.operands, dtype)
+    return misfit
 
 
 def _spreads_function(at: Standing) -> bool:
@@ -395,7 +414,7 @@ def _may_fall(at: Standing, made: Decision) -> bool:
         and not jaxprs.is_conversion(at.eqn)
         and made.dtype == F32
         and made.result.origin == Origin.FULL
-        and unfit(at.operands, low) is None
+        and _misfit(at, low) is None
     ):
         return False
     role = role_of(at.name)
@@ -414,8 +433,8 @@ def _may_fall(at: Standing, made: Decision) -> bool:
 
 # Options of whatever follows half operands.
 _RISES = (
-    Option(Demands.RETURNED, "returned in f32", F32),
-    Option(Demands.CARRIED, "kept over the turns of a loop", F32),
+    Option(Demands.RETURNED, "returned in f32", F32, some=True),
+    Option(Demands.CARRIED, "kept over the turns of a loop", F32, some=True),
     Option(Demands.AS_IS, "only comparisons read it", F32),
 )
 
@@ -438,6 +457,7 @@ def _options(
         yield from _RISES
     if Trait.WORTH_F32 in result.traits:
         yield Option(Demands.F32, "only f32 operations read it", F32)
+        yield Option(Demands.F32, "an f32 operation reads it", F32, some=True)
     if not is_half(low):
         return
     half = demand_of(low)

@@ -169,3 +169,20 @@ def unfit(
                 worst = max(value.bounds, key=abs)
                 return f"the constant {worst:g} {how} in {dtype.name}"
     return None
+
+
+def unfit_bound(operands: Sequence[Known], dtype: np.dtype) -> str | None:
+    """Returns in words why `dtype` has no place for a bound beside a number, or None.
+
+    Args:
+      operands: the values that meet in a comparison or a selection.
+      dtype: the dtype that it would run in.
+    """
+    if not is_half(dtype):
+        return None
+    for value in operands:
+        for bound in (value.bounds or ()) if value.origin == Origin.FREE else ():
+            number = constants.met(bound, dtype)
+            if number is not None:
+                return f"the bound {bound:g} is {number:g} in {dtype.name}"
+    return None
