@@ -1,0 +1,32 @@
+"""Programs that look like those that need f32, and whose products stay half.
+
+Each is a row of the table as well: it is right with its products in half. A policy
+that computes everything in f32 would be right everywhere.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp_amp as amp
+from tests.idioms.table import IDIOMS
+from tests.measures import matmuls
+
+NEAR_MISSES = (
+    "residual_stream_that_a_norm_reads",
+    "gated_sum_that_a_product_reads",
+)
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_miss_has_every_product_in_half(name):
+    idiom, rng = IDIOMS[name], np.random.default_rng(0)
+    args = jax.tree.map(jnp.asarray, (idiom.params(rng), idiom.inputs(rng)))
+
+    def loss(p, inputs):
+        return sum(jnp.sum(x) for x in jax.tree.leaves(idiom.fn(p, inputs)))
+
+    found = matmuls(jax.value_and_grad(amp.autocast(loss)), *args)
+    assert found
+    assert {m.operands for m in found} == {("bfloat16", "bfloat16")}
