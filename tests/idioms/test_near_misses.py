@@ -16,6 +16,8 @@ from tests.measures import matmuls
 NEAR_MISSES = (
     "residual_stream_that_a_norm_reads",
     "gated_sum_that_a_product_reads",
+    "result_that_a_product_and_a_return_read",
+    "layers_with_a_dead_norm",
 )
 
 
