@@ -18,6 +18,8 @@ NEAR_MISSES = (
     "gated_sum_that_a_product_reads",
     "result_that_a_product_and_a_return_read",
     "layers_with_a_dead_norm",
+    "lookup_by_a_product",
+    "bias_of_many_rows",
 )
 
 
