@@ -20,6 +20,9 @@ NEAR_MISSES = (
     "layers_with_a_dead_norm",
     "lookup_by_a_product",
     "bias_of_many_rows",
+    "layers_of_stacked_weights",
+    "layers_of_weights_by_index",
+    "layers_from_a_product_in_a_row",
 )
 
 
