@@ -23,6 +23,8 @@ NEAR_MISSES = (
     "layers_of_stacked_weights",
     "layers_of_weights_by_index",
     "layers_from_a_product_in_a_row",
+    "clip_far_from_one",
+    "tanh_between_products",
 )
 
 
