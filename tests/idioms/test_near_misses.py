@@ -25,6 +25,8 @@ NEAR_MISSES = (
     "layers_from_a_product_in_a_row",
     "clip_far_from_one",
     "tanh_between_products",
+    "best_values_for_a_product",
+    "pool_of_the_largest",
 )
 
 
