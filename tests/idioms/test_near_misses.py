@@ -27,6 +27,10 @@ NEAR_MISSES = (
     "tanh_between_products",
     "best_values_for_a_product",
     "pool_of_the_largest",
+    "residual_of_an_argument_for_a_product",
+    "rotary_halves_of_a_product",
+    "second_moment_of_centred_samples",
+    "product_less_the_square_of_another",
 )
 
 
