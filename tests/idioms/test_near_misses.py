@@ -31,6 +31,8 @@ NEAR_MISSES = (
     "rotary_halves_of_a_product",
     "second_moment_of_centred_samples",
     "product_less_the_square_of_another",
+    "bias_and_gain_between_products",
+    "mask_between_products",
 )
 
 
