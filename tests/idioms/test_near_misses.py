@@ -12,6 +12,7 @@ import pytest
 import jmp_amp as amp
 from tests.idioms.table import IDIOMS
 from tests.measures import matmuls
+from tests.programs import results_of
 
 NEAR_MISSES = (
     "residual_stream_that_a_norm_reads",
@@ -36,10 +37,14 @@ NEAR_MISSES = (
 )
 
 
+def drawn(name):
+    idiom, rng = IDIOMS[name], np.random.default_rng(0)
+    return idiom, jax.tree.map(jnp.asarray, (idiom.params(rng), idiom.inputs(rng)))
+
+
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_near_miss_has_every_product_in_half(name):
-    idiom, rng = IDIOMS[name], np.random.default_rng(0)
-    args = jax.tree.map(jnp.asarray, (idiom.params(rng), idiom.inputs(rng)))
+    idiom, args = drawn(name)
 
     def loss(p, inputs):
         return sum(jnp.sum(x) for x in jax.tree.leaves(idiom.fn(p, inputs)))
@@ -47,3 +52,11 @@ def test_near_miss_has_every_product_in_half(name):
     found = matmuls(jax.value_and_grad(amp.autocast(loss)), *args)
     assert found
     assert {m.operands for m in found} == {("bfloat16", "bfloat16")}
+
+
+@pytest.mark.parametrize(
+    "name", ["layers_of_stacked_weights", "layers_of_weights_by_index"]
+)
+def test_stream_between_layers_is_carried_in_half(name):
+    idiom, args = drawn(name)
+    assert results_of(amp.autocast(idiom.fn), *args, primitive="scan") == ["bfloat16"]
