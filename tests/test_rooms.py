@@ -28,7 +28,7 @@ WINGS = {
         ("modes", "sources", "destinations"),
         ("decisions",),
         (
-            *("f32_results", "picks", "quotients"),
+            *("f32_results", "lookups", "picks", "quotients"),
             *("fp8_choice", "fp8_barriers", "cpu_products"),
         ),
         ("fp8_products",),

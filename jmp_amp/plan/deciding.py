@@ -325,9 +325,8 @@ def _is_slice(at: Standing, inherited: frozenset[Trait]) -> bool:
         return all(
             v.origin == Origin.FREE or Trait.SLICE in v.traits for v in at.operands
         )
-    is_lookup = at.name == "dynamic_slice" or role_of(at.name) is Role.LOOKS_UP
     return (
-        is_lookup
+        role_of(at.name) in (Role.LOOKS_UP, Role.TAKES)
         and at.origin == Origin.FREE
         and not all(v.bounds and v.bounds[0] == v.bounds[1] for v in at.views[1:])
     )
@@ -466,7 +465,10 @@ def _options(
     if falls:
         yield Option(half, "only half precision reads it", low)
     free = result.origin == Origin.FREE and bool(at.operands)
-    if free and is_move(at.eqn) and made.mode is Mode.AS_TRACED:
+    # A table is cast after the lookup: the gradients of a row that is looked up often are
+    # summed in f32, and XLA casts where it looks up.
+    looks_up = role_of(at.name) in (Role.LOOKS_UP, Role.TAKES)
+    if free and is_move(at.eqn) and made.mode is Mode.AS_TRACED and not looks_up:
         if unfit([*at.operands, result], low) is None:
             reason = "moves parameters that only half precision reads"
             yield Option(half, reason, low, once=True)

@@ -68,6 +68,7 @@ class Role(enum.Enum):
     SUMS = "makes one number of many, which may overflow"
     CHOOSES = "chooses between values, such as a mask's"
     LOOKS_UP = "writes what it looks up to memory"
+    TAKES = "takes the part of an array that begins at a number"
     COUNTS = "makes a whole number, such as an index"
     CURVES = "a dear function of each element: XLA computes it once for all readers"
     HANDS_ON = "each result is one operand: nothing joins their dtypes"
@@ -229,7 +230,8 @@ GROUPS = (
         "[exact]",
         (
             *_named(CHEAP, NOTHING, "broadcast_in_dim broadcast_to reshape transpose"),
-            *_named(CHEAP, NOTHING, "squeeze slice dynamic_slice rev pad concatenate"),
+            *_named(CHEAP, NOTHING, "squeeze slice rev pad concatenate"),
+            Row("dynamic_slice", CHEAP, NOTHING, role=Role.TAKES),
             *_named(CHEAP, NOTHING, "split stack unstack tile copy stop_gradient"),
             Row("gather", CHEAP, NOTHING, role=Role.LOOKS_UP),
             # They write a whole array for the part of it that changes.
