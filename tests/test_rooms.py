@@ -25,7 +25,8 @@ WINGS = {
         ("regions", "dimensions", "dead_code"),
         ("constants", "constructs", "meshes", "rules", "rewriting", "derivative_rules"),
         ("values",),
-        ("modes", "sources", "destinations"),
+        ("modes", "sources", "facts"),
+        ("destinations",),
         ("decisions",),
         (
             *("f32_results", "lookups", "picks", "quotients"),

@@ -434,7 +434,7 @@ def _may_fall(at: Standing, made: Decision) -> bool:
 _RISES = (
     Option(Demands.RETURNED, "returned in f32", F32, some=True),
     Option(Demands.CARRIED, "kept over the turns of a loop", F32, some=True),
-    Option(Demands.AS_IS, "only comparisons read it", F32),
+    Option(Demands.AS_IS, "only comparisons and prints read it", F32),
 )
 
 
@@ -465,8 +465,8 @@ def _options(
     if falls:
         yield Option(half, "only half precision reads it", low)
     free = result.origin == Origin.FREE and bool(at.operands)
-    # A table is cast after the lookup: the gradients of a row that is looked up often are
-    # summed in f32, and XLA casts where it looks up.
+    # A table is cast after the lookup: the gradients of a row that is looked up often
+    # are summed in f32, and XLA casts where it looks up.
     looks_up = role_of(at.name) in (Role.LOOKS_UP, Role.TAKES)
     if free and is_move(at.eqn) and made.mode is Mode.AS_TRACED and not looks_up:
         if unfit([*at.operands, result], low) is None:

@@ -16,11 +16,13 @@ from typing import NamedTuple
 from jmp_amp.plan import constants, jaxprs, rules
 from jmp_amp.plan.decided import Decided
 from jmp_amp.plan.destinations import Destinations, End, Ends, settled
+from jmp_amp.plan.facts import Facts, of_arguments
 from jmp_amp.plan.flows import Flow, Step
 from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Inner, Jaxpr, Literal, Var, aval_of
 from jmp_amp.plan.modes import Mode
+from jmp_amp.plan.operations import PRODUCTS
 from jmp_amp.plan.regions import Region, region_of
-from jmp_amp.plan.rules import OpClass, Rule
+from jmp_amp.plan.rules import Rule
 from jmp_amp.plan.solvers import SOLVER, is_solver
 from jmp_amp.plan.sources import Sources, over_turns, translated, union
 from jmp_amp.plan.values import CONTAGIOUS, Known, Origin, Trait, castable, unfit
@@ -65,6 +67,7 @@ class Flows:
         region: Region,
         inherited: Rule | None,
         ends: tuple[End, ...] | None = None,
+        facts: Facts | None = None,
     ) -> Flow:
         """Returns the flow through `body`, given what is known of its inputs.
 
@@ -74,12 +77,17 @@ class Flows:
           region: the policy scope that it is called in.
           inherited: the rule that the name of its caller gives to all of it.
           ends: what becomes of each of its outputs; None if the program returns them.
+          facts: what its inputs are made of; None if it is the program.
         """
         if ends is None:
             ends = (Ends.OTHERWISE,) * len(body.jaxpr.outvars)
-        key = id(body.jaxpr), inputs, region, inherited, ends
+        if facts is None:
+            facts = of_arguments(body)
+        key = id(body.jaxpr), inputs, region, inherited, ends, facts
         if key not in self._flows:
-            self._flows[key] = self._through(body, inputs, region, inherited, ends)
+            self._flows[key] = self._through(
+                body, inputs, region, inherited, ends, facts
+            )
         return self._flows[key]
 
     def _through(
@@ -89,6 +97,7 @@ class Flows:
         region: Region,
         inherited: Rule | None,
         ends: tuple[End, ...],
+        facts: Facts,
     ) -> Flow:
         jaxpr = body.jaxpr
         uses = self._uses(jaxpr)
@@ -100,18 +109,19 @@ class Flows:
             limits = constants.bounds_of_constant(const)
             traits = frozenset((Trait.PARAMETER,))
             known[var] = Known(Origin.FREE, limits, region, traits)
-        found = self._destinations.of(body, ends)
-        around = _Around(inherited, {}, Sources(jaxpr), found)
+        found = self._destinations.of(body, ends, facts)
+        inner = self._destinations.facts.of(body, facts).inner
+        around = _Around(inherited, {}, Sources(jaxpr), found, inner)
         steps = []
         # By the identity of name stacks: equations of one scope have the same one.
         regions: dict[int, Region] = {}
-        for eqn in jaxpr.eqns:
+        for index, eqn in enumerate(jaxpr.eqns):
             here = regions.get(id(eqn.source_info.name_stack))
             if here is None:
                 here = region_of(jaxprs.scope_text(eqn), region)
                 regions[id(eqn.source_info.name_stack)] = here
             views = tuple([_view(atom, known, here) for atom in eqn.invars])
-            step = self._step(eqn, views, here, around)
+            step = self._step(index, eqn, views, here, around)
             steps.append(step)
             for var, result in zip(eqn.outvars, step.results, strict=True):
                 known[var] = result.shared(uses[var] > 1)
@@ -120,12 +130,18 @@ class Flows:
         return Flow(body, region, known, tuple(steps), outputs, around.sources)
 
     def _step(
-        self, eqn: Eqn, views: tuple[Known, ...], region: Region, around: _Around
+        self,
+        index: int,
+        eqn: Eqn,
+        views: tuple[Known, ...],
+        region: Region,
+        around: _Around,
     ) -> Step:
         rule = rules.rule_for(eqn, region.policy, around.inherited)
-        inner = jaxprs.inner_bodies(eqn)
-        if inner:
-            return self._call(eqn, views, region, rule, inner, around)
+        if index in around.inner:
+            inner = jaxprs.inner_bodies(eqn)
+            facts = around.inner[index]
+            return self._call(eqn, views, region, rule, inner, facts, around)
         assert rule is not None
         sources = around.sources
         read = list(map(sources.of, eqn.invars))
@@ -142,7 +158,7 @@ class Flows:
             results = _in_region((decision.result,) * len(eqn.outvars), region)
             made_of = union([s for s, on in zip(read, decision.of, strict=True) if on])
             sources.write(eqn.outvars, [made_of] * len(eqn.outvars))
-            if decision.rule.op_class is OpClass.LOW:
+            if eqn.primitive.name in PRODUCTS:
                 sources.layers |= _multiplied_by_slices(views, read)
         return Step(region, views, results, decision)
 
@@ -153,6 +169,7 @@ class Flows:
         region: Region,
         rule: Rule | None,
         inner: tuple[Inner, ...],
+        facts: Sequence[Facts],
         around: _Around,
     ) -> Step:
         """Follows values through the bodies of a call, a loop or a branch.
@@ -165,13 +182,15 @@ class Flows:
         read = list(map(sources.of, eqn.invars))
         starts = views = _states(_in_region(views, region), read)
         carried = jaxprs.carried(eqn)
-        outputs = self._destinations.outputs(eqn, around.ends)
+        outputs = self._destinations.outputs(eqn, around.ends, facts)
         while True:
             flows = tuple(
                 self.through(
-                    body, _entering(eqn, views, operands), region, rule, ends
+                    body, _entering(eqn, views, operands), region, rule, ends, given
                 )
-                for (body, operands), ends in zip(inner, outputs, strict=True)
+                for (body, operands), ends, given in zip(
+                    inner, outputs, facts, strict=True
+                )
             )
             made_of, layers = _made_of(eqn, inner, flows)
             settled = list(views)
@@ -193,7 +212,7 @@ class Flows:
             region, views, _results(eqn, views, flows, region), None, inner, flows, rule
         )
         if jaxprs.is_while(eqn) and rule is None and is_solver(step):
-            return self._call(eqn, starts, region, SOLVER, inner, around)
+            return self._call(eqn, starts, region, SOLVER, inner, facts, around)
         return step
 
 
@@ -205,12 +224,14 @@ class _Around(NamedTuple):
       makers: the equation that made each variable so far.
       sources: the inputs that each variable so far is computed from.
       ends: what becomes of each variable.
+      inner: what the inputs of the bodies of each call are made of, by its place.
     """
 
     inherited: Rule | None
     makers: dict[Var, Eqn]
     sources: Sources
     ends: dict[Var, End]
+    inner: dict[int, list[Facts]]
 
 
 def _entering(

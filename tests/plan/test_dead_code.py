@@ -78,7 +78,9 @@ def in_a_carry(h):
 def in_the_start_of_a_carry(h):
     v = near_one(h)
     (out, _), _ = lax.scan(
-        lambda c, _: ((c[0] * 2, c[1] + c[0]), None), (told(v), half_reader(v)), length=3
+        lambda c, _: ((c[0] * 2, c[1] + c[0]), None),
+        (told(v), half_reader(v)),
+        length=3,
     )
     return out
 
