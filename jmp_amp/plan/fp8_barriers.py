@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jmp_amp.plan import jaxprs
+from jmp_amp.plan.dimensions import is_larger
 from jmp_amp.plan.jaxprs import Atom, Eqn, aval_of
 from jmp_amp.plan.operations import Role, is_cheap, role_of
 from jmp_amp.plan.rewriting import Readers
@@ -55,7 +56,8 @@ def _may_be_merged(eqn: Eqn, eqns: Sequence[Eqn]) -> bool:
     """Whether XLA may make one product of this one and another of the same operand."""
     read = set(jaxprs.variables(eqn.invars))
     arrays = map(aval_of, (*eqn.invars, *eqn.outvars))
-    return sum(x.size for x in arrays) * BF16.itemsize <= _MERGED_BYTES and any(
+    size = sum(x.size for x in arrays) * BF16.itemsize
+    return not is_larger(size, _MERGED_BYTES, unless_known=False) and any(
         each is not eqn
         and each.primitive is eqn.primitive
         and not read.isdisjoint(jaxprs.variables(each.invars))

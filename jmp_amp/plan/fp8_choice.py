@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.decisions import Standing
-from jmp_amp.plan.dimensions import Sides, sides_of
+from jmp_amp.plan.dimensions import Sides, is_larger, sides_of
 from jmp_amp.plan.jaxprs import Eqn, aval_of
 from jmp_amp.plan.rules import asks_for_digits
 from jmp_amp.plan.values import Trait, unfit
@@ -44,6 +44,6 @@ def _misfit(sides: Sides, eqn: Eqn, fp8: Fp8) -> str | None:
     for name, size in sides._asdict().items():
         if size % BLOCK or not size:
             return f"{name} = {size} is no multiple of {BLOCK}"
-        if size < fp8.min_size:
+        if is_larger(fp8.min_size, size, unless_known=False):
             return f"{name} = {size} is below min_size = {fp8.min_size}"
     return None

@@ -22,6 +22,7 @@ import numpy as np
 
 from jmp_amp.plan import jaxprs, modes
 from jmp_amp.plan.consumers import BodyOutcome, Consumers, Outcome, Use, Uses
+from jmp_amp.plan.dimensions import as_number
 from jmp_amp.plan.flows import Flow, Step, carry_dtype
 from jmp_amp.plan.islands import find_islands, in_order
 from jmp_amp.plan.jaxprs import (
@@ -354,7 +355,7 @@ class _Held:
             return dtype
         low = view.region.policy.compute_dtype
         if position in jaxprs.read_every_turn(eqn) and aval_of(atom).dtype == F32:
-            if jaxprs.repetitions(eqn) * float(jnp.finfo(low).eps) > 1 / 8:
+            if as_number(jaxprs.repetitions(eqn)) * float(jnp.finfo(low).eps) > 1 / 8:
                 return F32
         wanted = demand & Demands.DTYPES
         keeps = jaxprs.is_checkpoint(eqn) or jaxprs.is_custom_jvp(eqn)
