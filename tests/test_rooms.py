@@ -22,7 +22,7 @@ WINGS = {
     "plan": (
         ("stack_room",),
         ("jaxprs", "operations", "targets", "quantising"),
-        ("regions", "dimensions", "derivative_rules"),
+        ("regions", "dimensions", "derivative_rules", "gelus"),
         ("constants", "constructs", "meshes", "rules", "rewriting"),
         ("values",),
         ("modes", "sources", "destinations"),

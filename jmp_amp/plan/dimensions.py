@@ -18,7 +18,6 @@ from jax.export import is_symbolic_dim
 from jmp_amp.plan.jaxprs import Eqn, aval_of
 from jmp_amp.policies.dtypes import F32
 
-
 # Larger than what any plan looks for, and no half dtype counts as far.
 _LARGE = 2**30
 
@@ -26,6 +25,11 @@ _LARGE = 2**30
 def as_number(size: int) -> int:
     """Returns a size; a symbolic one, a batch as a rule, counts as a large number."""
     return _LARGE if is_symbolic_dim(size) else size
+
+
+def as_counted(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns a shape to count elements of; a symbolic size is that of one example."""
+    return tuple(1 if is_symbolic_dim(n) else n for n in shape)
 
 
 def is_larger(size: int, other: int, *, unless_known: bool) -> bool:
