@@ -22,7 +22,7 @@ WINGS = {
     "plan": (
         ("stack_room",),
         ("jaxprs", "operations", "targets", "quantising"),
-        ("regions", "dimensions", "dead_code"),
+        ("regions", "dimensions", "dead_code", "gelus"),
         ("constants", "constructs", "meshes", "rules", "rewriting", "derivative_rules"),
         ("values",),
         ("modes", "sources", "facts"),

@@ -17,7 +17,7 @@ import jax
 import jax.core
 import numpy as np
 
-from jmp_amp.plan.dimensions import is_elementwise_product
+from jmp_amp.plan.dimensions import as_number, is_elementwise_product
 from jmp_amp.plan.jaxprs import Atom, Eqn, Value, aval_of
 from jmp_amp.plan.operations import OPERATIONS, Fold, Kind, kind_of
 
@@ -69,7 +69,8 @@ def bounds_of_result(eqn: Eqn, operands: Sequence[Bounds]) -> Bounds:
     if name == "bitcast_convert_type":
         return None  # the random bits of a number are none of its size
     if name == "iota":
-        return 0.0, float(max(eqn.params["shape"][eqn.params["dimension"]] - 1, 0))
+        size = as_number(eqn.params["shape"][eqn.params["dimension"]])
+        return 0.0, float(max(size - 1, 0))
     operands = [
         b for b, v in zip(operands, eqn.invars, strict=True) if not _is_position(eqn, v)
     ]

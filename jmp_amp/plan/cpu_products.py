@@ -26,11 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.export import is_symbolic_dim
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp_amp.plan.decisions import Standing
-from jmp_amp.plan.dimensions import Dimensions, Sides, sides_of
+from jmp_amp.plan.dimensions import Dimensions, Sides, as_number, sides_of
 from jmp_amp.plan.jaxprs import Eqn, Value, aval_of
 from jmp_amp.plan.meshes import explicit_sharding
 from jmp_amp.plan.operations import OpClass
@@ -41,7 +40,6 @@ from jmp_amp.policies.dtypes import BF16, F32, short_name
 # Smaller products are faster in f32, measured on Xeons with AVX512-BF16 and with AMX:
 # `examples/benchmarks/train_on_cpu.py --products`.
 _SMALLEST_SIDE, _SMALLEST_FACE, _FEWEST_TERMS = 32, 2**12, 2**19
-_LARGE = 2**30
 
 
 def cpu_product(at: Standing) -> Rewrite | None:
@@ -86,8 +84,7 @@ def why_f32(at: Standing) -> str | None:
 
 def _too_small(eqn: Eqn) -> str | None:
     sides = sides_of(eqn) if eqn.primitive.name == "dot_general" else _pointwise(eqn)
-    # A symbolic one is a batch, as a rule, whose size is told when the program runs.
-    sides = [_LARGE if is_symbolic_dim(n) else n for n in sides]
+    sides = [*map(as_number, sides)]
     if min(sides) < _SMALLEST_SIDE:
         return f"on this CPU: a side of {min(sides)} is too small to gain from bf16"
     if not gains(sides):

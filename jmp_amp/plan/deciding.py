@@ -14,7 +14,7 @@ from jmp_amp.plan import constants, jaxprs
 from jmp_amp.plan.cpu_products import why_f32
 from jmp_amp.plan.decisions import Decision, Option, Standing, Surroundings
 from jmp_amp.plan.destinations import End
-from jmp_amp.plan.dimensions import is_elementwise_product, sums
+from jmp_amp.plan.dimensions import is_elementwise_product, is_larger, sums
 from jmp_amp.plan.fp8_choice import why_not
 from jmp_amp.plan.jaxprs import Eqn, aval_of
 from jmp_amp.plan.kept import (
@@ -379,8 +379,9 @@ def _is_worth_f32(at: Standing, made: Decision) -> bool:
 
 
 def _grows(eqn: Eqn) -> bool:
-    """Whether the results are larger than the first operand."""
-    return sum(aval_of(v).size for v in eqn.outvars) > aval_of(eqn.invars[0]).size
+    """Whether the results are larger than the first operand; unless known, no: f32."""
+    results = sum(aval_of(v).size for v in eqn.outvars)
+    return is_larger(results, aval_of(eqn.invars[0]).size, unless_known=False)
 
 
 def _is_saved_in_f32(at: Standing, made: Decision, rewrite: Rewrite | None) -> bool:

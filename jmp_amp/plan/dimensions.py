@@ -1,6 +1,8 @@
-"""The dimensions of a product: which are summed over, and how large its sides are.
+"""How large arrays are, and the dimensions of a product.
 
-Some products sum over nothing, and of some nothing is left but the sum.
+Some products sum over nothing, and of some nothing is left but the sum. `jax.export`
+traces sizes that are told when the program runs: symbols, which Python cannot compare.
+All comparisons of sizes are here.
 """
 
 from __future__ import annotations
@@ -11,9 +13,39 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.export import is_symbolic_dim
 
 from jmp_amp.plan.jaxprs import Eqn, aval_of
 from jmp_amp.policies.dtypes import F32
+
+# Larger than what any plan looks for, and no half dtype counts as far.
+_LARGE = 2**30
+
+
+def as_number(size: int) -> int:
+    """Returns a size; a symbolic one, a batch as a rule, counts as a large number."""
+    return _LARGE if is_symbolic_dim(size) else size
+
+
+def as_counted(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns a shape to count elements of; a symbolic size is that of one example."""
+    return tuple(1 if is_symbolic_dim(n) else n for n in shape)
+
+
+def is_larger(size: int, other: int, *, unless_known: bool) -> bool:
+    """Whether a size is larger than another one.
+
+    `8 * b` is larger than 8: only `b = 1`, the least that a symbol may be, makes both
+    equal.
+
+    Args:
+      size, other: numbers, or made of symbols.
+      unless_known: what to return where it depends on the values of the symbols.
+    """
+    try:
+        return bool(size >= other) and bool(size != other)
+    except jax.errors.InconclusiveDimensionOperation:
+        return unless_known
 
 
 def is_sum_of_products(eqn: Eqn) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from jmp_amp.plan import jaxprs
-from jmp_amp.plan.jaxprs import Atom, Eqn, aval_of
-from jmp_amp.plan.operations import Role, is_cheap, role_of
+from jmp_amp.plan.dimensions import is_larger
+from jmp_amp.plan.jaxprs import Eqn, aval_of
+from jmp_amp.plan.operations import Role, role_of
 from jmp_amp.plan.rewriting import Readers
 from jmp_amp.policies.dtypes import BF16, F32
 
@@ -22,8 +22,8 @@ class Barriers(NamedTuple):
     A barrier costs the fusion: they stand only where it does harm.
 
     Attributes:
-      result: a gelu reads it. XLA makes a product with gelu and then fails to compile
-        if the product itself is kept too, as for a backward pass in a loop.
+      result: a gelu reads it, see `gelus`. XLA makes a product with gelu and then fails
+        to compile if the product itself is kept too, as for a backward pass in a loop.
       cotangent: a bias is added to the product in f32. XLA would keep the f32 cotangent
         for the bias and quantise the same one: twice the bytes.
       operands: another product reads one of them, as the queries, keys and values of an
@@ -40,46 +40,20 @@ def barriers_of(eqn: Eqn, readers: Readers) -> Barriers:
     """Returns the barriers of a product, by what reads its result and its operands."""
     (result,) = eqn.outvars
     biased = any(
-        result in jaxprs.variables(reader.invars)
-        and role_of(reader.primitive.name) is Role.ADDS
+        role_of(reader.primitive.name) is Role.ADDS
         and len(jaxprs.variables(reader.invars)) > 1
         and F32 in reads
-        for reader, reads in zip(readers.eqns, readers.reads, strict=True)
+        for reader, reads in readers.of(result)
     )
-    return Barriers(
-        _is_in_a_gelu(result, readers.eqns), biased, _may_be_merged(eqn, readers.eqns)
-    )
+    return Barriers(result in readers.before_tanh, biased, _may_be_merged(eqn, readers))
 
 
-def _may_be_merged(eqn: Eqn, eqns: Sequence[Eqn]) -> bool:
+def _may_be_merged(eqn: Eqn, readers: Readers) -> bool:
     """Whether XLA may make one product of this one and another of the same operand."""
-    read = set(jaxprs.variables(eqn.invars))
     arrays = map(aval_of, (*eqn.invars, *eqn.outvars))
-    return sum(x.size for x in arrays) * BF16.itemsize <= _MERGED_BYTES and any(
-        each is not eqn
-        and each.primitive is eqn.primitive
-        and not read.isdisjoint(jaxprs.variables(each.invars))
-        for each in eqns
-    )
-
-
-def _is_in_a_gelu(result: Atom, eqns: Sequence[Eqn]) -> bool:
-    """Whether elementwise operations lead from a value to a tanh of it."""
-    reached = {result}
-    for eqn in eqns:
-        if reached.isdisjoint(jaxprs.variables(eqn.invars)):
-            continue
-        if _has_tanh(eqn):
-            return True
-        if is_cheap(eqn.primitive.name):
-            reached.update(eqn.outvars)
-    return False
-
-
-def _has_tanh(eqn: Eqn) -> bool:
-    return eqn.primitive.name == "tanh" or any(
-        _has_tanh(inner)
-        for each in jaxprs.inner_bodies(eqn)
-        if jaxprs.is_helper(eqn)
-        for inner in each.body.jaxpr.eqns
+    size = sum(x.size for x in arrays) * BF16.itemsize
+    return not is_larger(size, _MERGED_BYTES, unless_known=False) and any(
+        other is not eqn and other.primitive is eqn.primitive
+        for atom in eqn.invars
+        for other, _ in readers.of(atom)
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from jax.export import is_symbolic_dim
+
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.decisions import Standing
-from jmp_amp.plan.dimensions import Sides, sides_of
+from jmp_amp.plan.dimensions import Sides, is_larger, sides_of
 from jmp_amp.plan.jaxprs import Eqn, aval_of
 from jmp_amp.plan.rules import asks_for_digits
 from jmp_amp.plan.values import Trait, unfit
@@ -43,7 +45,9 @@ def _misfit(sides: Sides, eqn: Eqn, fp8: Fp8) -> str | None:
         return "batched: attention=True of Fp8 takes it"
     for name, size in sides._asdict().items():
         if size % BLOCK or not size:
-            return f"{name} = {size} is no multiple of {BLOCK}"
-        if size < fp8.min_size:
+            # Write `16 * b` for a batch: `jax.export` knows of that what it needs.
+            how = "may be" if is_symbolic_dim(size) else "is"
+            return f"{name} = {size} {how} no multiple of {BLOCK}"
+        if is_larger(fp8.min_size, size, unless_known=False):
             return f"{name} = {size} is below min_size = {fp8.min_size}"
     return None

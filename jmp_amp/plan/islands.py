@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from jmp_amp.plan import jaxprs
+from jmp_amp.plan.dimensions import is_larger
 from jmp_amp.plan.flows import Flow
 from jmp_amp.plan.jaxprs import Eqn, Jaxpr, Var, aval_of, variables
 from jmp_amp.plan.modes import Dtypes
@@ -57,7 +58,8 @@ def find_islands(
         # Between f32 values, as under a policy of f32, the program is left as it is.
         if not any(is_half(dtype) for dtype in borders if dtype is not None):
             continue
-        if body.saved(members) > body.kept(island):
+        saved, kept = body.saved(members), body.kept(island)
+        if is_larger(saved, kept, unless_known=True):
             found.append(island)
     return tuple(found)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jmp_amp.plan.decisions import Decision, Standing
 from jmp_amp.plan.destinations import Ends
-from jmp_amp.plan.dimensions import Dimensions, is_in_f32
+from jmp_amp.plan.dimensions import Dimensions, is_in_f32, is_larger
 from jmp_amp.plan.facts import is_linear, makes_solutions
 from jmp_amp.plan.jaxprs import Atom, Literal, aval_of
 from jmp_amp.plan.makers import is_move
@@ -190,7 +190,7 @@ def _is_broadcast(atom: Atom, at: Standing) -> bool:
         if eqn is None or not is_move(eqn):
             return False
         atom = eqn.invars[0]
-    return aval_of(atom).size < size
+    return is_larger(size, aval_of(atom).size, unless_known=True)
 
 
 def made_of(at: Standing, made: Decision) -> tuple[bool, ...]:

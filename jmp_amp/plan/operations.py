@@ -312,6 +312,8 @@ GROUPS = (
             *_named(CHEAP, NOTHING, "add_any convert_element_type"),
             # It reads nothing: there is nothing to keep in its place.
             Row("iota", BOUND, NOTHING),
+            # A size that `jax.export` is told when the program runs.
+            Row("dim_as_value", CHEAP, NOTHING),
         ),
     ),
 )

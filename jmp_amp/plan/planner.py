@@ -14,7 +14,7 @@ executes anything:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -22,7 +22,9 @@ import numpy as np
 
 from jmp_amp.plan import jaxprs, modes
 from jmp_amp.plan.consumers import BodyOutcome, Consumers, Outcome, Use, Uses
+from jmp_amp.plan.dimensions import as_number
 from jmp_amp.plan.flows import Flow, Step, carry_dtype
+from jmp_amp.plan.gelus import Gelus
 from jmp_amp.plan.islands import find_islands, in_order
 from jmp_amp.plan.jaxprs import (
     Atom,
@@ -156,6 +158,8 @@ class _Planner:
         self._plans: dict[object, Plan] = {}
         # By the outcome, which alike equations share, and the dtypes of the operands.
         self._by_outcome: dict[tuple[Outcome, Dtypes], _Dtypes] = {}
+        self._gelus = Gelus()
+        self._asking: dict[Flow, bool] = {}
 
     def settle(
         self,
@@ -164,6 +168,7 @@ class _Planner:
         inputs: Dtypes,
         outputs: Dtypes | None,
         saves: bool,
+        curved: frozenset[int] = frozenset(),
     ) -> Plan:
         """Returns the plan of a body, given the dtypes in which its inputs come.
 
@@ -173,26 +178,29 @@ class _Planner:
           inputs: the dtypes of its inputs.
           outputs: those of its outputs; None leaves them to `_Held.handed_out`.
           saves: whether differentiation saves what it computes, which islands reduce.
+          curved: the outputs that lead to a `tanh`, see `Gelus`.
         """
-        key = outcome, inputs, outputs, saves
+        key = outcome, inputs, outputs, saves, curved
         if key in self._plans:
             return self._plans[key]
         jaxpr = flow.body.jaxpr
         values = _Held(flow, inputs)
+        asks = self._asks(flow)
+        before_tanh = self._gelus.before(jaxpr, curved) if asks else frozenset()
         equations = []
         for index, (eqn, step, each) in enumerate(
             zip(jaxpr.eqns, flow.steps, outcome.equations, strict=True)
         ):
             if step.flows:
-                planned = self._call(index, eqn, step, each, values, saves)
+                planned = self._call(index, eqn, step, each, values, saves, before_tanh)
             else:
                 planned = self._equation(index, eqn, step, each, values)
             values.dtypes.update(zip(eqn.outvars, planned.writes, strict=True))
             equations.append(planned)
         if outputs is None:
             outputs = tuple(map(values.handed_out, jaxpr.outvars, outcome.outputs))
-        if any(e.rewrite is not None and e.rewrite.beside for e in equations):
-            equations = _beside_readers(jaxpr, equations)
+        if asks:
+            equations = _beside_readers(jaxpr, equations, before_tanh)
         islands = ()
         # A CPU would rather read than compute again.
         if saves and flow.region.cpu is None:
@@ -216,6 +224,7 @@ class _Planner:
         outcome: Outcome,
         values: _Held,
         saves: bool,
+        before_tanh: Set[Var],
     ) -> EquationPlan:
         carried = jaxprs.carried(eqn)
         reads = tuple(
@@ -231,7 +240,10 @@ class _Planner:
 
         def settled(body: int, outputs: Dtypes | None) -> Plan:
             flow, inner = step.flows[body], outcome.bodies[body]
-            return self.settle(flow, inner, inputs[body], outputs, saves)
+            curved: frozenset[int] = frozenset()
+            if self._asks(flow):
+                curved = self._gelus.returned(eqn, flow.body.jaxpr, before_tanh)
+            return self.settle(flow, inner, inputs[body], outputs, saves, curved)
 
         bodies = [settled(body, None) for body in range(len(step.flows))]
         writes = bodies[-1].outputs
@@ -267,6 +279,20 @@ class _Planner:
             bodies=tuple(bodies),
             rule_context=context if jaxprs.is_custom_jvp(eqn) else None,
         )
+
+    def _asks(self, flow: Flow) -> bool:
+        """Whether a rewrite in a body, or inside of it, asks what reads its results."""
+        if flow not in self._asking:
+            self._asking[flow] = any(
+                any(map(self._asks, step.flows))
+                or (
+                    step.decision is not None
+                    and step.decision.rewrite is not None
+                    and step.decision.rewrite.beside is not None
+                )
+                for step in flow.steps
+            )
+        return self._asking[flow]
 
     def _equation(
         self, index: int, eqn: Eqn, step: Step, outcome: Outcome, values: _Held
@@ -354,7 +380,7 @@ class _Held:
             return dtype
         low = view.region.policy.compute_dtype
         if position in jaxprs.read_every_turn(eqn) and aval_of(atom).dtype == F32:
-            if jaxprs.repetitions(eqn) * float(jnp.finfo(low).eps) > 1 / 8:
+            if as_number(jaxprs.repetitions(eqn)) * float(jnp.finfo(low).eps) > 1 / 8:
                 return F32
         wanted = demand & Demands.DTYPES
         keeps = jaxprs.is_checkpoint(eqn) or jaxprs.is_custom_jvp(eqn)
@@ -377,10 +403,10 @@ class _Held:
 
 
 def _beside_readers(
-    jaxpr: Jaxpr, equations: Sequence[EquationPlan]
+    jaxpr: Jaxpr, equations: Sequence[EquationPlan], before_tanh: Set[Var]
 ) -> list[EquationPlan]:
     """Returns equations with the rewrites that suit what reads their results."""
-    readers = Readers(jaxpr.eqns, [each.reads for each in equations])
+    readers = Readers(jaxpr, [each.reads for each in equations], before_tanh)
     return [
         dataclasses.replace(each, rewrite=each.rewrite.beside(eqn, readers))
         if each.rewrite is not None and each.rewrite.beside is not None

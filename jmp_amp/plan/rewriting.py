@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jmp_amp.plan.jaxprs import Eqn, Value
+from jmp_amp.plan.jaxprs import (
+    Atom,
+    Eqn,
+    Jaxpr,
+    Literal,
+    Value,
+    Var,
+    variables,
+)
 from jmp_amp.plan.quantising import Quantiser
 from jmp_amp.policies.fp8 import Fp8
 
@@ -21,16 +29,33 @@ Bind = Callable[[Eqn, np.dtype | None, Sequence[Value]], Sequence[jax.Array]]
 Dtypes = tuple[np.dtype | None, ...]
 
 
-class Readers(NamedTuple):
-    """What reads the values of a body.
+class Reader(NamedTuple):
+    """An equation that reads a value, and the dtype in which it reads each operand."""
+
+    eqn: Eqn
+    reads: Dtypes
+
+
+class Readers:
+    """What reads the values of a body; made once for all of its equations.
 
     Attributes:
-      eqns: its equations.
-      reads: the dtype in which each of them reads each operand.
+      before_tanh: the variables from which elementwise operations lead to a `tanh`.
     """
 
-    eqns: Sequence[Eqn]
-    reads: Sequence[Dtypes]
+    def __init__(
+        self, jaxpr: Jaxpr, reads: Sequence[Dtypes], before_tanh: Set[Var]
+    ) -> None:
+        """Collects the readers; `reads` are the dtypes that each equation reads in."""
+        self.before_tanh = before_tanh
+        self._of: dict[Var, list[Reader]] = {}
+        for eqn, dtypes in zip(jaxpr.eqns, reads, strict=True):
+            for var in dict.fromkeys(variables(eqn.invars)):
+                self._of.setdefault(var, []).append(Reader(eqn, dtypes))
+
+    def of(self, atom: Atom) -> Sequence[Reader]:
+        """Returns the equations that read a value, in their order."""
+        return () if isinstance(atom, Literal) else self._of.get(atom, ())
 
 
 class Shared(NamedTuple):

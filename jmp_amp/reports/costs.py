@@ -16,6 +16,7 @@ import numpy as np
 from jax.core import ShapedArray
 
 from jmp_amp.plan import jaxprs
+from jmp_amp.plan.dimensions import as_counted
 from jmp_amp.plan.fp8_products import NAMES
 from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Var
 
@@ -56,7 +57,7 @@ def products_as_traced(
         if eqn.primitive.name == "pallas_call":
             continue  # written for one block of a grid
         for inner in jaxprs.running_bodies(eqn):
-            yield from products_as_traced(inner, times * jaxprs.repetitions(eqn), here)
+            yield from products_as_traced(inner, times * turns_of(eqn), here)
 
 
 def matmul_of(eqn: Eqn, dtypes: Sequence[np.dtype | None], times: int) -> Matmuls:
@@ -89,7 +90,7 @@ def _flops(eqn: Eqn) -> int | None:
         flops = _dot_flops(eqn, contracted)
         if set(numbers.lhs_ragged_dimensions) & set(contracted):
             # The groups share the contracted dimension: each sums over its part.
-            flops //= max(_aval(eqn.invars[2]).shape[-1], 1)
+            flops //= max(_shape(eqn.invars[2])[-1], 1)
         return flops
     if eqn.primitive.name == "conv_general_dilated":
         return _convolution_flops(eqn)
@@ -97,8 +98,8 @@ def _flops(eqn: Eqn) -> int | None:
 
 
 def _dot_flops(eqn: Eqn, contracted: Sequence[int]) -> int:
-    terms = math.prod(_aval(eqn.invars[0]).shape[d] for d in contracted)
-    return 2 * _aval(eqn.outvars[0]).size * terms
+    terms = math.prod(_shape(eqn.invars[0])[d] for d in contracted)
+    return 2 * math.prod(_shape(eqn.outvars[0])) * terms
 
 
 def _convolution_flops(eqn: Eqn) -> int:
@@ -106,7 +107,7 @@ def _convolution_flops(eqn: Eqn) -> int:
     if eqn.params["batch_group_count"] > 1:
         # The groups lie along the batch of the image, which the result has not.
         assert eqn.params["feature_group_count"] == 1
-    kernel, result = _aval(eqn.invars[1]).shape, _aval(eqn.outvars[0]).shape
+    kernel, result = _shape(eqn.invars[1]), _shape(eqn.outvars[0])
     batch, features, *_ = (result[d] for d in numbers.out_spec)
     flops = 2 * batch * features * kernel[numbers.rhs_spec[1]]
     return flops * math.prod(_pairs(eqn, d) for d in range(len(result) - 2))
@@ -119,9 +120,9 @@ def _pairs(eqn: Eqn, d: int) -> int:
     the image, not padding and not a zero of its dilation.
     """
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
-    image, kernel = (_aval(v).shape for v in eqn.invars)
+    image, kernel = map(_shape, eqn.invars)
     last = (image[numbers.lhs_spec[d + 2]] - 1) * params["lhs_dilation"][d]
-    results = np.arange(_aval(eqn.outvars[0]).shape[numbers.out_spec[d + 2]])
+    results = np.arange(_shape(eqn.outvars[0])[numbers.out_spec[d + 2]])
     begins = results * params["window_strides"][d] - params["padding"][d][0]
     pairs = 0
     for element in range(kernel[numbers.rhs_spec[d + 2]]):
@@ -129,6 +130,15 @@ def _pairs(eqn: Eqn, d: int) -> int:
         is_element = place % params["lhs_dilation"][d] == 0
         pairs += int(np.count_nonzero(is_element & (place >= 0) & (place <= last)))
     return pairs
+
+
+def turns_of(eqn: Eqn) -> int:
+    """Returns how often the bodies of `eqn` run; a symbolic number counts as one."""
+    return as_counted([jaxprs.repetitions(eqn)])[0]
+
+
+def _shape(atom: Atom) -> tuple[int, ...]:
+    return as_counted(_aval(atom).shape)
 
 
 def _aval(atom: Atom) -> ShapedArray:
@@ -186,7 +196,7 @@ def saved_for_backward(
     return [
         Residual(
             _makers(made, var) if var in made else (),
-            aval.size * aval.dtype.itemsize,
+            math.prod(as_counted(aval.shape)) * aval.dtype.itemsize,
             _origin(made, var) in arguments,
         )
         for var, aval in zip(kept, avals, strict=True)

@@ -8,6 +8,7 @@ that it is in and the casts that it costs.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan import jaxprs, regions
-from jmp_amp.plan.dimensions import sides_of
+from jmp_amp.plan.dimensions import as_counted, as_number, sides_of
 from jmp_amp.plan.jaxprs import Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.operations import OPERATIONS
 from jmp_amp.plan.plan import EquationPlan, Identity, Island, Plan
@@ -33,6 +34,7 @@ from jmp_amp.reports.costs import (
     matmul_of,
     matmuls_as_traced,
     saved_for_backward,
+    turns_of,
 )
 from jmp_amp.reports.opaque import reason_of
 from jmp_amp.reports.rows import Cast, Equation, Saved
@@ -318,7 +320,7 @@ class _Reader(Walk[_Slot]):
         ]
         place = _Place(
             _joined(here.module, jaxprs.jitted_name(eqn) or ""),
-            here.times * jaxprs.repetitions(eqn),
+            here.times * turns_of(eqn),
             here.depth + 1,
             (*here.identity, number),
             here.entry,
@@ -377,7 +379,7 @@ def _row(
         flops_in_half=matmuls.flops_in_half,
         fp8_matmuls=int(is_fp8),
         fp8_flops=matmuls.flops * is_fp8,
-        smallest_side=min(sides_of(eqn)) if is_fp8 else 0,
+        smallest_side=min(map(as_number, sides_of(eqn))) if is_fp8 else 0,
         elements=sum(map(_size, eqn.outvars)) * place.times,
         times=place.times,
         depth=place.depth,
@@ -410,7 +412,7 @@ def _is_opaque(eqn: Eqn, planned: EquationPlan) -> bool:
 
 def _matmuls(eqn: Eqn, planned: EquationPlan, opaque: bool, times: int) -> Matmuls:
     if opaque:
-        total, again = Matmuls(), times * jaxprs.repetitions(eqn)
+        total, again = Matmuls(), times * turns_of(eqn)
         if eqn.primitive.name == "pallas_call":
             return total
         for body in jaxprs.running_bodies(eqn):
@@ -451,4 +453,5 @@ def _shape(var: Var) -> str:
 
 
 def _size(var: Var) -> int:
-    return int(getattr(var.aval, "size", 0))
+    shape = getattr(var.aval, "shape", None)
+    return 0 if shape is None else math.prod(as_counted(shape))

@@ -31,7 +31,8 @@ class Report:
     the function that computes the gradient.
 
     The body of a `scan` counts as often as it runs, that of a `while_loop` once, and
-    every branch of a `cond` once.
+    every branch of a `cond` once. A symbolic size, as `jax.export` has for a batch,
+    counts as 1: operations and bytes are those of one example.
 
     Attributes:
       function: the name of the function.

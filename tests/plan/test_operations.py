@@ -32,7 +32,9 @@ SPELLED = {
     "select_n": lambda x: lax.select(x > 0.5, x, x),
 }
 # JAX makes them itself, or differentiates nothing.
-NOT_WRITTEN = {"add_any", "one_minus_square", "convert_element_type", "iota"}
+NOT_WRITTEN = set(
+    "add_any one_minus_square convert_element_type iota dim_as_value".split()
+)
 COMPUTED = [
     name
     for name, operation in OPERATIONS.items()
