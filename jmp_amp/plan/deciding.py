@@ -13,7 +13,7 @@ import numpy as np
 from jmp_amp.plan import constants, jaxprs
 from jmp_amp.plan.cpu_products import why_f32
 from jmp_amp.plan.decisions import Decision, Option, Standing, Surroundings
-from jmp_amp.plan.destinations import End
+from jmp_amp.plan.destinations import End, Ends
 from jmp_amp.plan.dimensions import is_elementwise_product, is_larger, sums
 from jmp_amp.plan.fp8_choice import why_not
 from jmp_amp.plan.jaxprs import Eqn, aval_of
@@ -384,7 +384,8 @@ def _is_worth_f32(at: Standing, made: Decision) -> bool:
         return False
     moving = at.activations
     shared = any(v.is_shared for v in moving)
-    if role_of(at.name) is Role.LOOKS_UP and (not shared or _grows(at.eqn)):
+    looks_up = role_of(at.name) is Role.LOOKS_UP and not at.end & Ends.COORDINATE
+    if looks_up and (not shared or _grows(at.eqn)):
         # In f32 only to sum gradients in f32: the lookup is written to memory. The
         # nodes of a graph that its edges look up are written once for each edge.
         return False
@@ -394,7 +395,7 @@ def _is_worth_f32(at: Standing, made: Decision) -> bool:
         # The derivative of an f32 reader saves the sum of a stream, or both terms. A
         # parameter is there anyway, and what is worth f32 is made again.
         return all(Trait.WORTH_F32 in v.traits for v in at.operands)
-    if is_exact(at.eqn) and made.dtype != F32:
+    if is_exact(at.eqn) and made.dtype != F32 and not at.end & Ends.COORDINATE:
         # An exact operation may be cast after as well as before, unless the maker of
         # its operand is worth f32, or another consumer needs the cast.
         return shared or any(Trait.WORTH_F32 in v.traits for v in moving)

@@ -35,6 +35,7 @@ from jmp_amp.plan.facts import (
     is_linear,
     scales,
     subtracts_means,
+    subtracts_parts,
     weighs,
 )
 from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Jaxpr, Literal, Var, aval_of
@@ -70,6 +71,8 @@ class Ends:
     DISTANCE: Final = 32
     # A term beside squared means, or their factor: a variance.
     MOMENT: Final = 512
+    # Parts of it are subtracted from each other.
+    COORDINATE: Final = 1024
     # `stop_gradient` reads it.
     STOPPED: Final = 64
     # The `F @ P` of `F @ P @ F.T` that leads there.
@@ -78,7 +81,7 @@ class Ends:
     OTHERWISE: Final = 256
 
 
-_LINEAR_ENDS = Ends.FACTOR | Ends.DISTANCE | Ends.MOMENT
+_LINEAR_ENDS = Ends.FACTOR | Ends.DISTANCE | Ends.MOMENT | Ends.COORDINATE
 _ELEMENTWISE = Ends.SOLVED | Ends.EXACT | Ends.STREAM | Ends.STOPPED | Ends.OTHERWISE
 _NOTHING_PASSES = (Kind.PRODUCT, Kind.ALGEBRA, Kind.COMPARISON)
 # Linear algebra that divides by numbers that may be small.
@@ -245,6 +248,8 @@ def _end_beside(eqn: Eqn, facts: BodyFacts, found: dict[Var, End]) -> End:
                 end |= Ends.DISTANCE
         if subtracts_means(eqn, facts):
             end |= Ends.MOMENT
+        if subtracts_parts(eqn, facts):
+            end |= Ends.COORDINATE
     for var in eqn.outvars:
         if facts.is_made(var, Made.MEANS):
             end |= found.get(var, Ends.NONE) & Ends.MOMENT

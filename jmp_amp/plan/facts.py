@@ -11,7 +11,11 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from jmp_amp.plan import jaxprs
-from jmp_amp.plan.dimensions import is_elementwise_product, is_sum_of_products
+from jmp_amp.plan.dimensions import (
+    is_elementwise_product,
+    is_larger,
+    is_sum_of_products,
+)
 from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Literal, aval_of
 from jmp_amp.plan.operations import (
     OPERATIONS,
@@ -77,10 +81,12 @@ class Fact(NamedTuple):
     Attributes:
       made: what it is made of, a set of the bits of `Made`.
       value: a number that values of a body share if one is the other moved.
+      whole: a number that they share if they are parts of one value, or of each other.
     """
 
     made: int
     value: int
+    whole: int
 
 
 # One for each input, or for each output, of a body.
@@ -89,7 +95,7 @@ Facts = tuple[Fact, ...]
 
 def of_arguments(body: Body) -> Facts:
     """Returns what is known of the arguments of a program: they are all different."""
-    return tuple(Fact(Made.NOTHING, i) for i in range(len(body.jaxpr.invars)))
+    return tuple(Fact(Made.NOTHING, i, i) for i in range(len(body.jaxpr.invars)))
 
 
 class BodyFacts:
@@ -110,8 +116,10 @@ class BodyFacts:
             return self.new(Made.NOTHING)
         return self.known[atom]
 
-    def new(self, made: int) -> Fact:
-        return Fact(made, next(self._numbers))
+    def new(self, made: int, whole: int | None = None) -> Fact:
+        """Returns a fact of a value that is no other one, but may be a part of one."""
+        value = next(self._numbers)
+        return Fact(made, value, value if whole is None else whole)
 
     def is_made(self, atom: Atom, made: int) -> bool:
         """Whether a value is one of several kinds."""
@@ -143,7 +151,8 @@ class FactFinder:
             if _is_moved(eqn):
                 return operands[:1]
             made = _made(eqn, operands)
-            return [found.new(made) for _ in eqn.outvars]
+            whole = operands[0].whole if _is_part(eqn) else None
+            return [found.new(made, whole) for _ in eqn.outvars]
         carried, start = jaxprs.carried(eqn), jaxprs.first_carried(eqn)
         if start is not None:
             # The carry of one turn is that of no other.
@@ -162,7 +171,8 @@ class FactFinder:
             ]
             before = list(operands)
             for i, output in zip(carried, outputs[-1], strict=False):
-                operands[i] = Fact(before[i].made | output.made, before[i].value)
+                made = before[i].made | output.made
+                operands[i] = before[i]._replace(made=made)
             if operands == before:
                 break
         found.inner[index] = inputs
@@ -178,20 +188,29 @@ class FactFinder:
     def _returned(
         self, outputs: Sequence[Fact], operands: Sequence[Fact], found: BodyFacts
     ) -> Fact:
-        """Returns what is known of a result of a call, which may be an operand."""
-        ((made, value),) = outputs
-        numbered = _numbered(operands)
-        for operand, inside in zip(operands, numbered, strict=True):
-            if inside.value == value:
-                return Fact(made, operand.value)
-        return found.new(made)
+        """Returns what is known of a result of a call: an operand, or a part of one."""
+        (output,) = outputs
+        inputs = _numbered(operands)
+        for operand, inside in zip(operands, inputs, strict=True):
+            if inside.value == output.value:
+                return operand._replace(made=output.made)
+        for operand, inside in zip(operands, inputs, strict=True):
+            if inside.whole == output.whole:
+                return found.new(output.made, operand.whole)
+        return found.new(output.made)
 
 
 def _numbered(facts: Sequence[Fact]) -> Facts:
     """Returns the facts of the inputs of a body: the numbers say who is who."""
-    numbers: dict[int, int] = {}
+    values: dict[int, int] = {}
+    wholes: dict[int, int] = {}
     return tuple(
-        Fact(made, numbers.setdefault(value, len(numbers))) for made, value in facts
+        Fact(
+            made,
+            values.setdefault(value, len(values)),
+            wholes.setdefault(whole, len(wholes)),
+        )
+        for made, value, whole in facts
     )
 
 
@@ -202,12 +221,21 @@ def _any(facts: Sequence[Fact]) -> int:
     return made
 
 
+def _is_part(eqn: Eqn) -> bool:
+    """Whether the elements of the results are among those of the first operand.
+
+    A join of parts is one if they are all of one value, which is not asked.
+    """
+    return kind_of(eqn.primitive.name) is Kind.MOVE
+
+
 def _is_moved(eqn: Eqn) -> bool:
     """Whether the result is the first operand, in another order or repeated."""
     if jaxprs.is_conversion(eqn):
         return aval_of(eqn.invars[0]).dtype == eqn.params["new_dtype"]
-    moves = kind_of(eqn.primitive.name) is Kind.MOVE
-    return moves and len(eqn.invars) == 1 == len(eqn.outvars)
+    moves = _is_part(eqn) and len(eqn.invars) == 1 == len(eqn.outvars)
+    sizes = [aval_of(v).size for v in (*eqn.invars, *eqn.outvars)]
+    return moves and not is_larger(sizes[0], sizes[-1], unless_known=True)
 
 
 def _made(eqn: Eqn, facts: Sequence[Fact]) -> int:
@@ -282,6 +310,14 @@ def scales(eqn: Eqn) -> bool:
     return role_of(eqn.primitive.name) in (Role.MULTIPLIES, Role.DIVIDES) and any(
         isinstance(v, Literal) or not aval_of(v).ndim for v in eqn.invars
     )
+
+
+def subtracts_parts(eqn: Eqn, facts: BodyFacts) -> bool:
+    """Whether two parts of one value are subtracted: it is a coordinate, perhaps."""
+    if role_of(eqn.primitive.name) is not Role.SUBTRACTS:
+        return False
+    a, b = map(facts.of, eqn.invars)
+    return a.whole == b.whole
 
 
 def subtracts_means(eqn: Eqn, facts: BodyFacts) -> bool:

@@ -4,9 +4,8 @@ A row that meets the bound in all respects must leave this list: its test fails.
 """
 
 EXPECTED = {
-    "euler_from_a_product": (
-        "a carry that a product began and that adds up is a stream between layers: "
-        "nothing tells steps of one layer from a stack of layers"
+    "unrolled_from_rows_of_a_closed_over_array": (
+        "a lookup begins a stream between layers where no loop tells steps from layers"
     ),
 }
 
