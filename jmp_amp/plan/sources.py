@@ -7,7 +7,7 @@ difference is what is added: `h + b` adds a value that is not made of `b`, but
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jmp_amp.plan.jaxprs import Atom, Jaxpr, Literal, Var, aval_of
 from jmp_amp.plan.values import castable
@@ -44,6 +44,14 @@ def union(sets: Sequence[int]) -> int:
     return found
 
 
+def positions(inputs: int) -> Iterator[int]:
+    """Yields the inputs that are in a set, and takes no time for the others."""
+    while inputs:
+        lowest = inputs & -inputs
+        yield lowest.bit_length() - 1
+        inputs ^= lowest
+
+
 def translated(inputs: int, operands: Sequence[int]) -> int:
     """Returns the sources outside of a call of a value inside.
 
@@ -51,11 +59,7 @@ def translated(inputs: int, operands: Sequence[int]) -> int:
       inputs: the inputs of the body that it is computed from.
       operands: the sources of the operand that each input comes from.
     """
-    found = 0
-    for i, sources in enumerate(operands):
-        if inputs >> i & 1:
-            found |= sources
-    return found
+    return union([operands[i] for i in positions(inputs)])
 
 
 def over_turns(
@@ -68,15 +72,14 @@ def over_turns(
       products: the operands that its products read in one turn.
       carried: which operands it carries, to its first outputs.
     """
-    found = list(outputs)
-    before: object = None
-    while before != (found, products):
-        before = found, products
-        found = [
-            each | union([found[j] for j, i in enumerate(carried) if each >> i & 1])
-            for each in found
-        ]
-        for j, i in enumerate(carried):
-            if products >> i & 1:
-                products |= found[j]
-    return found, products
+    carry = union([1 << i for i in carried])
+
+    def before(operands: int, found: Sequence[int]) -> int:
+        """Returns what is added by a look at the turn before, or at as many as known."""
+        updates = [found[i - carried.start] for i in positions(operands & carry)]
+        return operands | union(updates)
+
+    found, earlier = list(outputs), []
+    while found != earlier:
+        found, earlier = [before(each, found) for each in found], found
+    return found, before(products, found)
