@@ -22,13 +22,14 @@ WINGS = {
     "plan": (
         ("stack_room",),
         ("jaxprs", "operations", "targets", "quantising"),
-        ("regions", "dimensions", "derivative_rules", "gelus"),
-        ("constants", "constructs", "meshes", "rules", "rewriting"),
+        ("regions", "dimensions", "dead_code", "gelus"),
+        ("constants", "constructs", "meshes", "rules", "rewriting", "derivative_rules"),
         ("values",),
-        ("modes", "sources", "destinations"),
+        ("modes", "sources", "facts"),
+        ("destinations",),
         ("decisions",),
         (
-            *("f32_results", "picks", "quotients"),
+            *("f32_results", "lookups", "picks", "quotients"),
             *("fp8_choice", "fp8_barriers", "cpu_products"),
         ),
         ("fp8_products",),

@@ -119,6 +119,22 @@ def misfit(bounds: Bounds, dtype: np.dtype) -> str | None:
     return "vanishes" if magnitude > 0 and rounded == 0 else None
 
 
+@functools.lru_cache(maxsize=4096)
+def met(bound: float, dtype: np.dtype) -> float | None:
+    """Returns the number that a bound was to keep away from and meets in `dtype`.
+
+    `1 - 1e-4` is 1.0 in half precision, and `log(1 - p)` is infinite. Such a number has
+    at most three significant bits; `0.1` and `0.9` meet none.
+    """
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        rounded = float(np.asarray(bound, np.float64).astype(dtype))
+    if rounded == bound or not rounded or not math.isfinite(rounded):
+        return None
+    mantissa, _ = math.frexp(rounded)
+    return rounded if (mantissa * 8).is_integer() else None
+
+
 @functools.cache
 def _is_real(dtype: np.dtype) -> bool:
     return jax.numpy.issubdtype(dtype, np.number) and not jax.numpy.issubdtype(

@@ -39,6 +39,7 @@ class Use(NamedTuple):
     repeatedly: bool = False
 
 
+# Of what nobody reads. A reader may demand nothing, and is another object.
 UNUSED = Use(Demands.NONE)
 # One for each output of a body, or for each result of an equation.
 Uses = tuple[Use, ...]
@@ -95,7 +96,7 @@ class Consumers:
         used: dict[Var, Use] = {}
 
         def use(atom: Atom, wanted: Use, region: Region) -> None:
-            if isinstance(atom, Literal):
+            if isinstance(atom, Literal) or wanted is UNUSED:
                 return
             demand = wanted.demand
             is_f32 = (demand & Demands.DTYPES) == Demands.F32
@@ -147,9 +148,13 @@ class Consumers:
         operands = [UNUSED] * len(eqn.invars)
         for (_, positions), body in zip(step.inner, bodies, strict=True):
             for i, inside in zip(positions, body.inputs, strict=True):
+                if inside is UNUSED:
+                    continue
                 demand = operands[i].demand | inside.demand
                 operands[i] = Use(demand, operands[i].repeatedly or inside.repeatedly)
         for i in _read_every_turn(eqn, flow):
+            if operands[i] is UNUSED:
+                continue
             operands[i] = operands[i]._replace(repeatedly=True)
         for i, demand in carry.items():
             # It is cast before the loop, however often the turns read it.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from jmp_amp.plan import constants, jaxprs
 from jmp_amp.plan.cpu_products import why_f32
 from jmp_amp.plan.decisions import Decision, Option, Standing, Surroundings
@@ -36,7 +38,15 @@ from jmp_amp.plan.regions import Region
 from jmp_amp.plan.rewrites import rewrite_of
 from jmp_amp.plan.rewriting import Rewrite
 from jmp_amp.plan.rules import ELEMENTWISE_PRODUCT, Rule
-from jmp_amp.plan.values import Known, Origin, Trait, castable, is_inexact, unfit
+from jmp_amp.plan.values import (
+    Known,
+    Origin,
+    Trait,
+    castable,
+    is_inexact,
+    unfit,
+    unfit_bound,
+)
 from jmp_amp.policies.dtypes import BF16, F16, F32, is_castable, is_half
 
 
@@ -172,7 +182,7 @@ def _follow(at: Standing) -> Decision:
     if origin == Origin.FREE:
         reason = "only parameters, inputs and constants"
         return at.decision(Mode.AS_TRACED, None, reason, origin)
-    misfit = unfit(at.operands, low)
+    misfit = _misfit(at, low)
     if kind_of(at.name) is Kind.COMPARISON:
         if origin == Origin.LOW and misfit is not None:
             return at.decision(Mode.IN_DTYPE, F32, misfit, origin)
@@ -193,6 +203,7 @@ def _follow(at: Standing) -> Decision:
         # Beside half readers alone it saturates, see `_options`.
         saturate = (
             role_of(at.name) is Role.CHOOSES
+            and unfit_bound(at.operands, low) is None
             and unfit(at.operands, low, "vanishes") is None
         )
         return at.decision(Mode.IN_DTYPE, F32, misfit, Origin.FULL, saturate)
@@ -200,6 +211,14 @@ def _follow(at: Standing) -> Decision:
     if kept is not None:
         return at.decision(Mode.IN_DTYPE, F32, kept, Origin.FULL)
     return at.decision(Mode.IN_DTYPE, low, "follows its operands", Origin.LOW)
+
+
+def _misfit(at: Standing, dtype: np.dtype) -> str | None:
+    """Returns why a constant that an operation reads has no place in `dtype`."""
+    misfit = unfit(at.operands, dtype)
+    if misfit is None and kind_of(at.name) in (Kind.COMPARISON, Kind.SELECTION):
+        return unfit_bound(at.operands, dtype)
+    return misfit
 
 
 def _spreads_function(at: Standing) -> bool:
@@ -275,6 +294,8 @@ def _traits(at: Standing, made: Decision, saved: bool) -> Iterator[Trait]:
         yield Trait.PARAMETER
     inherited = frozenset().union(*(v.traits for v in at.operands))
     yield from inherited & {Trait.TANGENT}
+    if _is_slice(at, inherited):
+        yield Trait.SLICE
     if is_solution(at, made):
         yield Trait.SOLUTION
     follows = made.rule.op_class is OpClass.FOLLOW
@@ -293,6 +314,22 @@ def _traits(at: Standing, made: Decision, saved: bool) -> Iterator[Trait]:
         yield Trait.WORTH_F32
     if saved:
         yield Trait.SAVED_IN_F32
+
+
+def _is_slice(at: Standing, inherited: frozenset[Trait]) -> bool:
+    """Whether a value is made of parts of arrays that are others in each turn.
+
+    `weights[i]` is one if `i` is no number.
+    """
+    if Trait.SLICE in inherited:
+        return all(
+            v.origin == Origin.FREE or Trait.SLICE in v.traits for v in at.operands
+        )
+    return (
+        role_of(at.name) in (Role.LOOKS_UP, Role.TAKES)
+        and at.origin == Origin.FREE
+        and not all(v.bounds and v.bounds[0] == v.bounds[1] for v in at.views[1:])
+    )
 
 
 _ELEMENTWISE = (Kind.FUNCTION, Kind.ARITHMETIC, Kind.SELECTION, Kind.MOVE)
@@ -331,9 +368,9 @@ def _is_worth_f32(at: Standing, made: Decision) -> bool:
     if role_of(at.name) is Role.ADDS and all(
         v.origin != Origin.FREE or Trait.LOOKED_UP in v.traits for v in at.operands
     ):
-        # The derivative of an f32 reader saves the sum, or both terms. A parameter is
-        # there anyway.
-        return False
+        # The derivative of an f32 reader saves the sum of a stream, or both terms. A
+        # parameter is there anyway, and what is worth f32 is made again.
+        return all(Trait.WORTH_F32 in v.traits for v in at.operands)
     if is_exact(at.eqn):
         # An exact operation may be cast after as well as before, unless the maker of
         # its operand is worth f32, or another consumer needs the cast.
@@ -377,7 +414,7 @@ def _may_fall(at: Standing, made: Decision) -> bool:
         and not jaxprs.is_conversion(at.eqn)
         and made.dtype == F32
         and made.result.origin == Origin.FULL
-        and unfit(at.operands, low) is None
+        and _misfit(at, low) is None
     ):
         return False
     role = role_of(at.name)
@@ -396,9 +433,9 @@ def _may_fall(at: Standing, made: Decision) -> bool:
 
 # Options of whatever follows half operands.
 _RISES = (
-    Option(Demands.RETURNED, "returned in f32", F32),
-    Option(Demands.CARRIED, "kept over the turns of a loop", F32),
-    Option(Demands.AS_IS, "only comparisons read it", F32),
+    Option(Demands.RETURNED, "returned in f32", F32, some=True),
+    Option(Demands.CARRIED, "kept over the turns of a loop", F32, some=True),
+    Option(Demands.AS_IS, "only comparisons and prints read it", F32),
 )
 
 
@@ -420,6 +457,7 @@ def _options(
         yield from _RISES
     if Trait.WORTH_F32 in result.traits:
         yield Option(Demands.F32, "only f32 operations read it", F32)
+        yield Option(Demands.F32, "an f32 operation reads it", F32, some=True)
     if not is_half(low):
         return
     half = demand_of(low)
@@ -428,7 +466,10 @@ def _options(
     if falls:
         yield Option(half, "only half precision reads it", low)
     free = result.origin == Origin.FREE and bool(at.operands)
-    if free and is_move(at.eqn) and made.mode is Mode.AS_TRACED:
+    # A table is cast after the lookup: the gradients of a row that is looked up often
+    # are summed in f32, and XLA casts where it looks up.
+    looks_up = role_of(at.name) in (Role.LOOKS_UP, Role.TAKES)
+    if free and is_move(at.eqn) and made.mode is Mode.AS_TRACED and not looks_up:
         if unfit([*at.operands, result], low) is None:
             reason = "moves parameters that only half precision reads"
             yield Option(half, reason, low, once=True)

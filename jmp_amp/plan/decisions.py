@@ -27,12 +27,12 @@ class Option:
 
     Attributes:
       readers: the condition: consumers read the results in exactly these dtypes. With
-        `Demands.KEPT`: one of them keeps the results in this way; with `Demands.AS_IS`:
-        only comparisons read them.
+        `Demands.AS_IS`: only comparisons read them.
       reason: why, in words.
       dtype: the dtype to compute in; None leaves the computation as decided.
       store: the dtype to keep the results in; None keeps that of the computation.
       once: the condition as well: the results are read at most once.
+      some: the condition is that one of the consumers reads, or keeps, them so.
     """
 
     readers: Demand
@@ -40,10 +40,11 @@ class Option:
     dtype: np.dtype | None = None
     store: np.dtype | None = None
     once: bool = False
+    some: bool = False
 
     def holds(self, readers: Demand, once: bool) -> bool:
         """Whether the condition holds, see `Decision.option`."""
-        if self.readers & Demands.KEPT:
+        if self.some:
             return bool(self.readers & readers)
         if self.readers != Demands.AS_IS:
             readers &= Demands.DTYPES

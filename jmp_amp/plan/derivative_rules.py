@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_amp.plan import jaxprs
+from jmp_amp.plan.dead_code import without_dead_code
 from jmp_amp.plan.jaxprs import ClosedJaxpr, Eqn, Value, aval_of
 from jmp_amp.policies.dtypes import F32
 
@@ -41,7 +42,8 @@ def trace_derivative_rule(eqn: Eqn, differentiated: Sequence[int]) -> ClosedJaxp
         return results, [t for t in result_tangents if t.dtype != jax.dtypes.float0]
 
     avals = tuple(v.aval for v in eqn.invars)
-    return jax.make_jaxpr(rule)(avals, tuple(avals[i] for i in differentiated))
+    traced = jax.make_jaxpr(rule)(avals, tuple(avals[i] for i in differentiated))
+    return without_dead_code(traced)
 
 
 def trace_rule_for_half(eqn: Eqn, differentiated: Sequence[int]) -> ClosedJaxpr:
@@ -61,7 +63,8 @@ def trace_rule_for_half(eqn: Eqn, differentiated: Sequence[int]) -> ClosedJaxpr:
         return jaxprs.bind(eqn, operands), [functools.reduce(jnp.add, terms)]
 
     avals = tuple(v.aval for v in eqn.invars)
-    return jax.make_jaxpr(rule)(avals, tuple(avals[i] for i in differentiated))
+    traced = jax.make_jaxpr(rule)(avals, tuple(avals[i] for i in differentiated))
+    return without_dead_code(traced)
 
 
 def _of_logaddexp(own: jax.Array, other: jax.Array) -> jax.Array:

@@ -1,16 +1,18 @@
 """What becomes of values: an index, linear algebra, a distance, nothing derived.
 
 `floor`, `ceil`, `round` and a cast to an integer turn a float into a place: a pixel, a
-cell, a bin. Half precision has 8 or 11 digits, so it misses pixel 257 or 2049. All
-elementwise operations that lead to such a place are therefore computed in f32, back to
-the product, sum or argument that they begin with.
+cell, a bin. Half precision has 8 or 11 digits, so it misses pixel 257 or 2049. A choice
+by rank, as of the largest scores, is a place too. All elementwise operations that lead
+to such a place are therefore computed in f32, back to the product, sum or argument that
+they begin with.
 
 A decomposition of a matrix, or a linear system, makes an error larger by the condition
 number. What leads to one is f32 as well, with the product that it begins with, and with
 the products whose sums and differences that product reads: `F @ P @ F.T + Q`. A layer
 of a network is half, and so is a stream that layers read too.
 
-The product in `|a|^2 - 2 a b + |b|^2` is f32 too: its digits cancel.
+The product in `|a|^2 - 2 a b + |b|^2` is f32 too: its digits cancel. So do those of a
+second moment from which squared means are subtracted: `w @ (x * x) - (w @ x) ** 2`.
 
 `stop_gradient` ends the derivative: what it alone reads is saved by nobody, so f32
 costs no memory, back to the product.
@@ -18,23 +20,31 @@ costs no memory, back to the product.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from typing import Final, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Final, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan import jaxprs
-from jmp_amp.plan.dimensions import is_sum_of_products
+from jmp_amp.plan.facts import (
+    BodyFacts,
+    FactFinder,
+    Facts,
+    Made,
+    is_linear,
+    scales,
+    subtracts_means,
+    weighs,
+)
 from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Jaxpr, Literal, Var, aval_of
 from jmp_amp.plan.operations import (
     OPERATIONS,
     PRODUCTS,
+    RANKS,
     Kind,
     OpClass,
     Role,
-    kind_of,
-    role_of,
 )
 from jmp_amp.plan.values import castable
 
@@ -58,6 +68,8 @@ class Ends:
     STREAM: Final = 16
     # A term beside a sum of squares, as in `|a|^2 - 2 a b + |b|^2`: a distance.
     DISTANCE: Final = 32
+    # A term beside squared means, or their factor: a variance.
+    MOMENT: Final = 512
     # `stop_gradient` reads it.
     STOPPED: Final = 64
     # The `F @ P` of `F @ P @ F.T` that leads there.
@@ -66,11 +78,9 @@ class Ends:
     OTHERWISE: Final = 256
 
 
-_LINEAR_ENDS = Ends.FACTOR | Ends.DISTANCE
+_LINEAR_ENDS = Ends.FACTOR | Ends.DISTANCE | Ends.MOMENT
 _ELEMENTWISE = Ends.SOLVED | Ends.EXACT | Ends.STREAM | Ends.STOPPED | Ends.OTHERWISE
 _NOTHING_PASSES = (Kind.PRODUCT, Kind.ALGEBRA, Kind.COMPARISON)
-# What returns the solution of a linear system.
-_SOLUTIONS = frozenset("custom_linear_solve triangular_solve tridiagonal_solve".split())
 # Linear algebra that divides by numbers that may be small.
 _SOLVES = frozenset(
     "cholesky cholesky_update custom_linear_solve eig eigh geqrf hessenberg lu qr "
@@ -81,25 +91,11 @@ _TERMS = frozenset(
     for name, each in OPERATIONS.items()
     if each.row.role in (Role.ADDS, Role.SUBTRACTS)
 )
-_LINEAR = _TERMS.union(
-    ("neg", "add_any"),
-    (name for name, each in OPERATIONS.items() if each.kind is Kind.MOVE),
-)
 
 
 def solves(name: str) -> bool:
     """Whether a primitive decomposes a matrix or solves a linear system."""
     return name in _SOLVES
-
-
-def makes_solutions(name: str) -> bool:
-    """Whether a primitive returns the solution of a linear system."""
-    return name in _SOLUTIONS
-
-
-def is_linear(name: str) -> bool:
-    """Whether a primitive moves its operands, adds or subtracts them."""
-    return name in _LINEAR
 
 
 def settled(end: End) -> End:
@@ -137,114 +133,72 @@ _BEGUN = {name: _begun(name) for name in _NAMES}
 _PASSED = {name: _passed(name) for name in _NAMES}
 
 
-class _Made(NamedTuple):
-    """Variables of a body, by what makes them, moves aside.
-
-    Attributes:
-      solutions: those of linear systems, and what they are multiplied with.
-      squares: what is multiplied by itself.
-      sums: sums of squares.
-    """
-
-    solutions: set[Var]
-    squares: set[Var]
-    sums: set[Var]
-
-
 class Destinations:
     """Finds them, in each body once for what becomes of its outputs."""
 
     def __init__(self) -> None:
         self._found: dict[object, dict[Var, End]] = {}
-        self._made: dict[int, _Made] = {}
+        self.facts = FactFinder()
 
-    def of(self, body: Body, outputs: tuple[End, ...]) -> dict[Var, End]:
+    def of(self, body: Body, outputs: tuple[End, ...], inputs: Facts) -> dict[Var, End]:
         """Returns what becomes of the variables of `body`.
 
         Args:
           body: the body.
           outputs: what becomes of each of its outputs outside of it.
+          inputs: what is known of its inputs.
         """
-        key = id(body.jaxpr), outputs
+        key = id(body.jaxpr), outputs, inputs
         if key not in self._found:
             jaxpr = body.jaxpr
             found: dict[Var, End] = {}
             for atom, end in zip(jaxpr.outvars, outputs, strict=True):
                 _add(found, [atom], end)
-            made = self._made_in(body)
+            facts = self.facts.of(body, inputs)
             makers: dict[Var, Eqn] = {}
-            for eqn in reversed(jaxpr.eqns):
-                if eqn.primitive.name not in _PASSED and jaxprs.inner_bodies(eqn):
-                    self._inside(eqn, found)
+            for index, eqn in reversed(list(enumerate(jaxpr.eqns))):
+                if index in facts.inner:
+                    self._inside(eqn, found, facts.inner[index])
                     continue
                 end = _end_of_operands(eqn, found)
                 if eqn.primitive.name in PRODUCTS:
-                    if _weighs(eqn, made.solutions):
+                    lhs, rhs = (facts.of(v).made for v in eqn.invars[:2])
+                    if weighs(eqn, lhs, rhs):
                         # Its terms cancel: the other factor has to be as exact.
                         end |= Ends.SOLVED | Ends.EXACT
                     elif not end & Ends.FACTOR:
                         end |= Ends.STREAM
-                elif eqn.primitive.name in _TERMS:
-                    if _reads(eqn, made.solutions):
-                        end |= Ends.SOLVED
-                    if _reads(eqn, made.sums):
-                        end |= Ends.DISTANCE
+                else:
+                    end |= _end_beside(eqn, facts, found)
                 _add(found, _selected(eqn), end)
+                if eqn.primitive.name in RANKS:
+                    _add(found, _ranked(eqn, jaxpr), Ends.INDEX)
                 if end & Ends.FACTOR and eqn.primitive.name in PRODUCTS:
                     makers = makers or _makers(jaxpr)
                     _add(found, _between(eqn, makers), Ends.FORM)
             self._found[key] = found
         return self._found[key]
 
-    def _made_in(self, body: Body) -> _Made:
-        """Returns the variables of `body` that are solutions or sums."""
-        key = id(body.jaxpr)
-        if key not in self._made:
-            made = _Made(set(), set(), set())
-            for eqn in body.jaxpr.eqns:
-                name = eqn.primitive.name
-                inner = () if name in _PASSED else jaxprs.inner_bodies(eqn)
-                if inner:
-                    last = inner[-1].body
-                    inside = self._made_in(last)
-                    for v, result in zip(eqn.outvars, last.jaxpr.outvars, strict=True):
-                        for here, there in zip(made, inside, strict=True):
-                            if not isinstance(result, Literal) and result in there:
-                                here.add(v)
-                    continue
-                linear = is_linear(name)
-                moves = kind_of(name) is Kind.MOVE
-                if (
-                    makes_solutions(name)
-                    or (moves and _reads(eqn, made.solutions))
-                    or (name in PRODUCTS and _weighs(eqn, made.solutions))
-                ):
-                    made.solutions.update(eqn.outvars)
-                if _squares(eqn) or (moves and _reads(eqn, made.squares)):
-                    made.squares.update(eqn.outvars)
-                summed = name == "reduce_sum" and _reads(eqn, made.squares)
-                if summed or _sums_squares(eqn) or (linear and _reads(eqn, made.sums)):
-                    made.sums.update(eqn.outvars)
-            self._made[key] = made
-        return self._made[key]
-
-    def outputs(self, eqn: Eqn, found: dict[Var, End]) -> list[tuple[End, ...]]:
+    def outputs(
+        self, eqn: Eqn, found: dict[Var, End], inputs: Sequence[Facts]
+    ) -> list[tuple[End, ...]]:
         """Returns what becomes of the outputs of each body of `eqn`.
 
         Args:
           eqn: a call, a loop or a branch.
           found: what becomes of the variables around it.
+          inputs: what is known of the inputs of each body.
         """
         results = tuple(found.get(v, Ends.NONE) for v in eqn.outvars)
         inner = jaxprs.inner_bodies(eqn)
         if jaxprs.is_while(eqn):
-            return [(Ends.NONE,), self._settled(eqn, inner[1].body, results)]
+            return [(Ends.NONE,), self._settled(eqn, inner[1].body, results, inputs[1])]
         if jaxprs.carried(eqn):
-            return [self._settled(eqn, inner[0].body, results)]
+            return [self._settled(eqn, inner[0].body, results, inputs[0])]
         return [results] * len(inner)
 
     def _settled(
-        self, eqn: Eqn, body: Body, outputs: tuple[End, ...]
+        self, eqn: Eqn, body: Body, outputs: tuple[End, ...], inputs: Facts
     ) -> tuple[End, ...]:
         """Returns the ends of the outputs of a loop's body, as the next turns read."""
         count = len(jaxprs.carried(eqn))
@@ -255,17 +209,17 @@ class Destinations:
         for told in (~Ends.STREAM, ~Ends.NONE):
             before = None
             while outputs != before:
-                before, found = outputs, self.of(body, outputs)
+                before, found = outputs, self.of(body, outputs, inputs)
                 read = [found.get(v, Ends.NONE) & told for v in carry]
                 read += [Ends.NONE] * (len(outputs) - count)
                 outputs = tuple(a | b for a, b in zip(outputs, read, strict=True))
         return outputs
 
-    def _inside(self, eqn: Eqn, found: dict[Var, End]) -> None:
+    def _inside(self, eqn: Eqn, found: dict[Var, End], inputs: Sequence[Facts]) -> None:
         inner = jaxprs.inner_bodies(eqn)
-        outputs = self.outputs(eqn, found)
-        for (body, operands), ends in zip(inner, outputs, strict=True):
-            inside = self.of(body, ends)
+        outputs = self.outputs(eqn, found, inputs)
+        for (body, operands), ends, given in zip(inner, outputs, inputs, strict=True):
+            inside = self.of(body, ends, given)
             for i, var in zip(operands, body.jaxpr.invars, strict=True):
                 _add(found, [eqn.invars[i]], inside.get(var, Ends.NONE))
 
@@ -280,20 +234,37 @@ def _add(found: dict[Var, End], atoms: Sequence[Atom], end: End) -> None:
                 found[atom] = before | end
 
 
-def _squares(eqn: Eqn) -> bool:
-    name = eqn.primitive.name
-    if name == "mul":
-        return eqn.invars[0] is eqn.invars[1]
-    return name == "square" or (name == "integer_pow" and eqn.params["y"] == 2)
+def _end_beside(eqn: Eqn, facts: BodyFacts, found: dict[Var, End]) -> End:
+    """Returns what becomes of a term beside the others, or of a factor of means."""
+    end = Ends.NONE
+    if eqn.primitive.name in _TERMS:
+        for atom in jaxprs.variables(eqn.invars):
+            if facts.is_made(atom, Made.SOLUTION):
+                end |= Ends.SOLVED
+            if facts.is_made(atom, Made.SQUARES):
+                end |= Ends.DISTANCE
+        if subtracts_means(eqn, facts):
+            end |= Ends.MOMENT
+    for var in eqn.outvars:
+        if facts.is_made(var, Made.MEANS):
+            end |= found.get(var, Ends.NONE) & Ends.MOMENT
+    return end
 
 
-def _sums_squares(eqn: Eqn) -> bool:
-    """Whether `eqn` is a product such as `einsum("nd,nd->n", x, x)`."""
-    return (
-        eqn.primitive.name == "dot_general"
-        and eqn.invars[0] is eqn.invars[1]
-        and is_sum_of_products(eqn)
-    )
+def _ranked(eqn: Eqn, jaxpr: Jaxpr) -> Sequence[Atom]:
+    """Returns the operands of `eqn` whose order says where something is.
+
+    Whoever reads the largest values alone asks for no place.
+    """
+    count = len(eqn.invars)
+    places = [v for v in eqn.outvars if not castable(v)]
+    if eqn.primitive.name == "sort":
+        # The keys move the other operands.
+        count = eqn.params["num_keys"]
+        places = eqn.outvars[count:]
+    read = [*jaxpr.outvars, *(atom for each in jaxpr.eqns for atom in each.invars)]
+    unread = set(jaxprs.variables(read)).isdisjoint(places)
+    return () if unread else eqn.invars[:count]
 
 
 def _selected(eqn: Eqn) -> Sequence[Atom]:
@@ -302,23 +273,6 @@ def _selected(eqn: Eqn) -> Sequence[Atom]:
         case = np.asarray(eqn.invars[0].val)
         return eqn.invars[1 + int(case) :][:1] if case.ndim == 0 else eqn.invars
     return eqn.invars
-
-
-def _weighs(eqn: Eqn, solutions: Set[Var]) -> bool:
-    """Whether a product adds up a solution: `gain @ x`, or `x @ weights` of a vector.
-
-    Not that of `x @ w`, where a weight of a network may be an inverse.
-    """
-    if not solutions:
-        return False
-    lhs, rhs = (jaxprs.variables((atom,)) for atom in eqn.invars[:2])
-    is_vector = aval_of(eqn.invars[1]).ndim < 2
-    return not solutions.isdisjoint(lhs + rhs if is_vector else lhs)
-
-
-def _reads(eqn: Eqn, variables: Set[Var]) -> bool:
-    """Whether an operand of `eqn` is one of `variables`."""
-    return bool(variables) and not variables.isdisjoint(jaxprs.variables(eqn.invars))
 
 
 def _makers(jaxpr: Jaxpr) -> dict[Var, Eqn]:
@@ -364,7 +318,7 @@ def _end_of_operands(eqn: Eqn, found: dict[Var, End]) -> End:
     leads = results & (Ends.SOLVED | Ends.FACTOR)
     if leads and name in PRODUCTS:
         end |= Ends.FACTOR
-    if results & _LINEAR_ENDS and _scales(eqn):
+    if results & _LINEAR_ENDS and scales(eqn):
         end |= results & _LINEAR_ENDS
     return end
 
@@ -374,10 +328,3 @@ def _end_of_converted(eqn: Eqn, results: End) -> End:
     if jnp.issubdtype(target, jnp.integer):
         return Ends.INDEX
     return results if source == target else Ends.OTHERWISE
-
-
-def _scales(eqn: Eqn) -> bool:
-    """Whether an operation multiplies by a number."""
-    return role_of(eqn.primitive.name) in (Role.MULTIPLIES, Role.DIVIDES) and any(
-        isinstance(v, Literal) for v in eqn.invars
-    )

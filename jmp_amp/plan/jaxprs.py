@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import flax
 import jax
@@ -37,6 +38,7 @@ ClosedJaxpr = core.ClosedJaxpr
 NameStack = source_info_util.NameStack
 # Hashable, and equal if made by the same calls of the same lines. Public in no module.
 Traceback = Any
+T = TypeVar("T")
 # An array, a tracer or a numpy array: whatever `primitive.bind` takes.
 Value = Any
 
@@ -137,6 +139,53 @@ def variables(atoms: Sequence[Atom]) -> list[Var]:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
+def taken(values: Iterable[T], which: Iterable[bool]) -> list[T]:
+    """Returns those of some values that `which` says."""
+    return list(itertools.compress(values, which))
+
+
+def has_effect(eqn: Eqn) -> bool:
+    """Whether `eqn` does more than return results.
+
+    The effect of a collective says which axis of a mesh it names, and no more.
+    """
+    return any(type(each).__name__ != "NamedAxisEffect" for each in eqn.effects)
+
+
+def inner_programs(eqn: Eqn) -> list[Jaxpr | ClosedJaxpr]:
+    """Returns the bodies of `eqn` as it holds them, see `inner_bodies`."""
+    params = eqn.params
+    if eqn.primitive is primitives.cond_p:
+        return list(params["branches"])
+    if eqn.primitive is primitives.while_p:
+        return [params["cond_jaxpr"], params["body_jaxpr"]]
+    return [params[_BODY_PARAMETER.get(eqn.primitive, "jaxpr")]]
+
+
+def with_programs(eqn: Eqn, programs: Sequence[Jaxpr | ClosedJaxpr]) -> Eqn:
+    """Returns `eqn` with other bodies, which have the same inputs and outputs."""
+    if eqn.primitive is primitives.cond_p:
+        changed: dict[str, object] = {"branches": tuple(programs)}
+    elif eqn.primitive is primitives.while_p:
+        changed = dict(zip(("cond_jaxpr", "body_jaxpr"), programs, strict=True))
+    else:
+        (program,) = programs
+        changed = {_BODY_PARAMETER.get(eqn.primitive, "jaxpr"): program}
+    return eqn.replace(params={**eqn.params, **changed})
+
+
+def with_equations(
+    program: Jaxpr | ClosedJaxpr, eqns: Sequence[Eqn], outvars: Sequence[Atom]
+) -> Any:
+    """Returns an open or closed jaxpr with other equations and outputs."""
+    opened = getattr(program, "jaxpr", program)
+    if not isinstance(program, Jaxpr):
+        # JAX < 0.11: a ClosedJaxpr wraps a Jaxpr.
+        changed = opened.replace(eqns=list(eqns), outvars=list(outvars))
+        return program.replace(jaxpr=changed)
+    return program.replace(eqns=list(eqns), outvars=list(outvars))
+
+
 def inner_bodies(eqn: Eqn) -> tuple[Inner, ...]:
     """Returns the bodies of `eqn` that can be staged again with other dtypes.
 
@@ -184,6 +233,13 @@ def carried(eqn: Eqn) -> range:
             start, count = eqn.params["num_consts"], eqn.params["num_carry"]
         return range(start, start + count)
     return range(0)
+
+
+def first_carried(eqn: Eqn) -> int | None:
+    """Returns which input of the body of a loop is the first that it carries."""
+    if not is_loop(eqn):
+        return None
+    return carried(eqn).start - (eqn.params.get("cond_nconsts", 0))
 
 
 def read_every_turn(eqn: Eqn) -> range:

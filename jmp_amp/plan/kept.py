@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan.decisions import Decision, Standing
-from jmp_amp.plan.destinations import Ends, is_linear, makes_solutions
+from jmp_amp.plan.destinations import Ends
 from jmp_amp.plan.dimensions import Dimensions, is_in_f32, is_larger
+from jmp_amp.plan.facts import is_linear, makes_solutions
 from jmp_amp.plan.jaxprs import Atom, Literal, aval_of
 from jmp_amp.plan.makers import is_move
 from jmp_amp.plan.operations import Kind, OpClass, Role, kind_of, role_of
@@ -81,6 +82,8 @@ def counts(at: Standing) -> str | None:
         return _SOLVED
     if at.end & Ends.DISTANCE and not _is_rows_by_columns(at):
         return "a distance: the digits of its terms cancel"
+    if at.end & Ends.MOMENT:
+        return "a second moment less squared means: their digits cancel"
     if Origin.LOW not in (v.origin for v, _ in factors) and _weighs_solution(at):
         return "a factor is a solution of linear algebra: its terms cancel"
     return None
@@ -166,10 +169,14 @@ def _is_long(value: Known, half: np.dtype) -> bool:
 
 
 def _is_argument(value: Known, atom: Atom) -> bool:
-    """Whether a value is an f32 argument, or computed from arguments alone."""
+    """Whether a value is an f32 argument, or computed from arguments alone.
+
+    An array that the function closes over is an argument too; numbers are not.
+    """
+    is_closed_over = value.is_parameter and aval_of(atom).ndim > 0
     return (
         value.origin == Origin.FREE
-        and not value.is_constant
+        and (is_closed_over or not value.is_constant)
         and castable(atom)
         and aval_of(atom).dtype == F32
     )

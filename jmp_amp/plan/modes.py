@@ -63,7 +63,8 @@ def asked(mode: Mode, dtype: np.dtype | None, eqn: Eqn) -> tuple[Demand, ...]:
     assert mode is not Mode.PASSED_ON
     if mode is Mode.CONVERSION:
         return (Demands.NONE,) * len(eqn.invars)
-    if mode is Mode.AS_HELD:
+    if mode is Mode.AS_HELD or not eqn.outvars:
+        # A print is a reader that computes nothing, and changes nothing that it reads.
         floats = map(castable, eqn.invars)
         return tuple(Demands.AS_IS if each else Demands.NONE for each in floats)
     traced = map(traced_dtype, eqn.invars)

@@ -68,6 +68,7 @@ class Role(enum.Enum):
     SUMS = "makes one number of many, which may overflow"
     CHOOSES = "chooses between values, such as a mask's"
     LOOKS_UP = "writes what it looks up to memory"
+    TAKES = "takes the part of an array that begins at a number"
     COUNTS = "makes a whole number, such as an index"
     CURVES = "a dear function of each element: XLA computes it once for all readers"
     HANDS_ON = "each result is one operand: nothing joins their dtypes"
@@ -88,6 +89,7 @@ class Row(NamedTuple):
       limits: the range of its results: fixed, or a function that is monotone in each
         operand; None takes the range of all operands, a guess for a sum or a product.
       role: the part that it plays in a pattern, if any.
+      ranks: whether it compares elements to say where they are, or to move others.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Row(NamedTuple):
     saves: Saves
     limits: Limits = None
     role: Role | None = None
+    ranks: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +230,8 @@ GROUPS = (
         "[exact]",
         (
             *_named(CHEAP, NOTHING, "broadcast_in_dim broadcast_to reshape transpose"),
-            *_named(CHEAP, NOTHING, "squeeze slice dynamic_slice rev pad concatenate"),
+            *_named(CHEAP, NOTHING, "squeeze slice rev pad concatenate"),
+            Row("dynamic_slice", CHEAP, NOTHING, role=Role.TAKES),
             *_named(CHEAP, NOTHING, "split stack unstack tile copy stop_gradient"),
             Row("gather", CHEAP, NOTHING, role=Role.LOOKS_UP),
             # They write a whole array for the part of it that changes.
@@ -260,9 +264,11 @@ GROUPS = (
             *_named(CHEAP, OPERANDS, "reduce_max reduce_min"),
             # A scan or a sort inside, which XLA does not fuse.
             *_named(DEAR, NOTHING, "reduce_window_max reduce_window_min cummax cummin"),
-            *_named(DEAR, NOTHING, "top_k approx_top_k select_and_gather_add"),
+            Row("top_k", DEAR, NOTHING, ranks=True),
+            Row("approx_top_k", DEAR, NOTHING, ranks=True),
+            *_named(DEAR, NOTHING, "select_and_gather_add"),
             *_named(DEAR, NOTHING, "scatter-max scatter-min"),
-            Row("sort", DEAR, NOTHING, role=Role.HANDS_ON),
+            Row("sort", DEAR, NOTHING, role=Role.HANDS_ON, ranks=True),
             # They send data to other devices.
             *_named(BOUND, NOTHING, "pmax pmin"),
         ),
@@ -272,10 +278,10 @@ GROUPS = (
         Kind.COMPARISON,
         _FOLLOWS,
         "[exact]",
-        _named(
-            CHEAP,
-            NOTHING,
-            "eq ne lt le gt ge eq_to lt_to le_to is_finite argmax argmin",
+        (
+            *_named(CHEAP, NOTHING, "eq ne lt le gt ge eq_to lt_to le_to is_finite"),
+            Row("argmax", CHEAP, NOTHING, ranks=True),
+            Row("argmin", CHEAP, NOTHING, ranks=True),
         ),
     ),
     Group(
@@ -313,6 +319,7 @@ GROUPS = (
 )
 
 OPERATIONS = {row.name: Operation(row, group) for group in GROUPS for row in group.rows}
+RANKS = frozenset(name for name, each in OPERATIONS.items() if each.row.ranks)
 PRODUCTS = frozenset(n for n, op in OPERATIONS.items() if op.kind is Kind.PRODUCT)
 # Elementwise arithmetic; a recipe that has only products in half keeps it in f32.
 ARITHMETIC = frozenset(

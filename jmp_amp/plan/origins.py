@@ -16,11 +16,13 @@ from typing import NamedTuple
 from jmp_amp.plan import constants, jaxprs, rules
 from jmp_amp.plan.decided import Decided
 from jmp_amp.plan.destinations import Destinations, End, Ends, settled
+from jmp_amp.plan.facts import Facts, of_arguments
 from jmp_amp.plan.flows import Flow, Step
-from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Inner, Literal, Var, aval_of
+from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Inner, Jaxpr, Literal, Var, aval_of
 from jmp_amp.plan.modes import Mode
+from jmp_amp.plan.operations import PRODUCTS
 from jmp_amp.plan.regions import Region, region_of
-from jmp_amp.plan.rules import OpClass, Rule
+from jmp_amp.plan.rules import Rule
 from jmp_amp.plan.solvers import SOLVER, is_solver
 from jmp_amp.plan.sources import Sources, over_turns, translated, union
 from jmp_amp.plan.values import CONTAGIOUS, Known, Origin, Trait, castable, unfit
@@ -37,6 +39,26 @@ class Flows:
         self._flows: dict[object, Flow] = {}
         self._destinations = Destinations()
         self._decided = Decided()
+        self._used: dict[int, collections.Counter[Var]] = {}
+
+    def _uses(self, jaxpr: Jaxpr) -> collections.Counter[Var]:
+        """Returns how often each variable of a body is read.
+
+        A call does not read an operand that its body does not read.
+        """
+        if id(jaxpr) not in self._used:
+            read = list(jaxpr.outvars)
+            for eqn in jaxpr.eqns:
+                inner = jaxprs.inner_bodies(eqn)
+                inside = {
+                    i
+                    for (body, operands) in inner
+                    for i, var in zip(operands, body.jaxpr.invars, strict=True)
+                    if self._uses(body.jaxpr)[var]
+                }
+                read += [eqn.invars[i] for i in inside] if inner else eqn.invars
+            self._used[id(jaxpr)] = collections.Counter(jaxprs.variables(read))
+        return self._used[id(jaxpr)]
 
     def through(
         self,
@@ -45,6 +67,7 @@ class Flows:
         region: Region,
         inherited: Rule | None,
         ends: tuple[End, ...] | None = None,
+        facts: Facts | None = None,
     ) -> Flow:
         """Returns the flow through `body`, given what is known of its inputs.
 
@@ -54,12 +77,17 @@ class Flows:
           region: the policy scope that it is called in.
           inherited: the rule that the name of its caller gives to all of it.
           ends: what becomes of each of its outputs; None if the program returns them.
+          facts: what its inputs are made of; None if it is the program.
         """
         if ends is None:
             ends = (Ends.OTHERWISE,) * len(body.jaxpr.outvars)
-        key = id(body.jaxpr), inputs, region, inherited, ends
+        if facts is None:
+            facts = of_arguments(body)
+        key = id(body.jaxpr), inputs, region, inherited, ends, facts
         if key not in self._flows:
-            self._flows[key] = self._through(body, inputs, region, inherited, ends)
+            self._flows[key] = self._through(
+                body, inputs, region, inherited, ends, facts
+            )
         return self._flows[key]
 
     def _through(
@@ -69,10 +97,10 @@ class Flows:
         region: Region,
         inherited: Rule | None,
         ends: tuple[End, ...],
+        facts: Facts,
     ) -> Flow:
         jaxpr = body.jaxpr
-        read = [atom for eqn in jaxpr.eqns for atom in eqn.invars]
-        uses = collections.Counter(jaxprs.variables([*read, *jaxpr.outvars]))
+        uses = self._uses(jaxpr)
         known = {
             var: each.shared(each.is_shared or uses[var] > 1)
             for var, each in zip(jaxpr.invars, inputs, strict=True)
@@ -81,18 +109,19 @@ class Flows:
             limits = constants.bounds_of_constant(const)
             traits = frozenset((Trait.PARAMETER,))
             known[var] = Known(Origin.FREE, limits, region, traits)
-        found = self._destinations.of(body, ends)
-        around = _Around(inherited, {}, Sources(jaxpr), found)
+        found = self._destinations.of(body, ends, facts)
+        inner = self._destinations.facts.of(body, facts).inner
+        around = _Around(inherited, {}, Sources(jaxpr), found, inner)
         steps = []
         # By the identity of name stacks: equations of one scope have the same one.
         regions: dict[int, Region] = {}
-        for eqn in jaxpr.eqns:
+        for index, eqn in enumerate(jaxpr.eqns):
             here = regions.get(id(eqn.source_info.name_stack))
             if here is None:
                 here = region_of(jaxprs.scope_text(eqn), region)
                 regions[id(eqn.source_info.name_stack)] = here
             views = tuple([_view(atom, known, here) for atom in eqn.invars])
-            step = self._step(eqn, views, here, around)
+            step = self._step(index, eqn, views, here, around)
             steps.append(step)
             for var, result in zip(eqn.outvars, step.results, strict=True):
                 known[var] = result.shared(uses[var] > 1)
@@ -101,12 +130,18 @@ class Flows:
         return Flow(body, region, known, tuple(steps), outputs, around.sources)
 
     def _step(
-        self, eqn: Eqn, views: tuple[Known, ...], region: Region, around: _Around
+        self,
+        index: int,
+        eqn: Eqn,
+        views: tuple[Known, ...],
+        region: Region,
+        around: _Around,
     ) -> Step:
         rule = rules.rule_for(eqn, region.policy, around.inherited)
-        inner = jaxprs.inner_bodies(eqn)
-        if inner:
-            return self._call(eqn, views, region, rule, inner, around)
+        if index in around.inner:
+            inner = jaxprs.inner_bodies(eqn)
+            facts = around.inner[index]
+            return self._call(eqn, views, region, rule, inner, facts, around)
         assert rule is not None
         sources = around.sources
         read = list(map(sources.of, eqn.invars))
@@ -123,8 +158,8 @@ class Flows:
             results = _in_region((decision.result,) * len(eqn.outvars), region)
             made_of = union([s for s, on in zip(read, decision.of, strict=True) if on])
             sources.write(eqn.outvars, [made_of] * len(eqn.outvars))
-            if decision.rule.op_class is OpClass.LOW:
-                sources.products |= made_of
+            if eqn.primitive.name in PRODUCTS:
+                sources.layers |= _multiplied_by_slices(views, read)
         return Step(region, views, results, decision)
 
     def _call(
@@ -134,6 +169,7 @@ class Flows:
         region: Region,
         rule: Rule | None,
         inner: tuple[Inner, ...],
+        facts: Sequence[Facts],
         around: _Around,
     ) -> Step:
         """Follows values through the bodies of a call, a loop or a branch.
@@ -146,22 +182,24 @@ class Flows:
         read = list(map(sources.of, eqn.invars))
         starts = views = _states(_in_region(views, region), read)
         carried = jaxprs.carried(eqn)
-        outputs = self._destinations.outputs(eqn, around.ends)
+        outputs = self._destinations.outputs(eqn, around.ends, facts)
         while True:
             flows = tuple(
                 self.through(
-                    body, tuple(views[i] for i in operands), region, rule, ends
+                    body, _entering(eqn, views, operands), region, rule, ends, given
                 )
-                for (body, operands), ends in zip(inner, outputs, strict=True)
+                for (body, operands), ends, given in zip(
+                    inner, outputs, facts, strict=True
+                )
             )
-            made_of, products = _made_of(eqn, inner, flows)
+            made_of, layers = _made_of(eqn, inner, flows)
             settled = list(views)
             for turn, i in enumerate(carried):
                 update = flows[-1].outputs[turn]
                 if jaxprs.is_while(eqn):
                     settled[i] = _carried_by_while(eqn.invars[i], views[i], update)
                 else:
-                    is_stream = bool(products >> i & 1)
+                    is_stream = bool(layers >> i & 1)
                     settled[i] = _carried_by_scan(
                         eqn.invars[i], starts[i], views[i], update, is_stream
                     )
@@ -169,12 +207,12 @@ class Flows:
                 break
             views = tuple(settled)
         sources.write(eqn.outvars, [translated(each, read) for each in made_of])
-        sources.products |= translated(products, read)
+        sources.layers |= translated(layers, read)
         step = Step(
             region, views, _results(eqn, views, flows, region), None, inner, flows, rule
         )
         if jaxprs.is_while(eqn) and rule is None and is_solver(step):
-            return self._call(eqn, starts, region, SOLVER, inner, around)
+            return self._call(eqn, starts, region, SOLVER, inner, facts, around)
         return step
 
 
@@ -186,12 +224,41 @@ class _Around(NamedTuple):
       makers: the equation that made each variable so far.
       sources: the inputs that each variable so far is computed from.
       ends: what becomes of each variable.
+      inner: what the inputs of the bodies of each call are made of, by its place.
     """
 
     inherited: Rule | None
     makers: dict[Var, Eqn]
     sources: Sources
     ends: dict[Var, End]
+    inner: dict[int, list[Facts]]
+
+
+def _entering(
+    eqn: Eqn, views: tuple[Known, ...], operands: Sequence[int]
+) -> tuple[Known, ...]:
+    """Returns what is known of the inputs of a body; a turn reads slices."""
+    stop = jaxprs.carried(eqn).stop
+    is_scan = jaxprs.is_loop(eqn) and not jaxprs.is_while(eqn)
+    return tuple(
+        views[i].having(Trait.SLICE)
+        if is_scan and i >= stop and views[i].origin == Origin.FREE
+        else views[i]
+        for i in operands
+    )
+
+
+def _multiplied_by_slices(views: Sequence[Known], sources: Sequence[int]) -> int:
+    """Returns the inputs that a factor of a product is made of, if it is a layer.
+
+    Layers read slices of stacked arrays, or their part of an array by number; steps of
+    a method multiply by the same matrix in each turn.
+    """
+    found = 0
+    for i, j in ((0, 1), (1, 0)):
+        if Trait.SLICE in views[i].traits:
+            found |= sources[j]
+    return found
 
 
 def _states(views: tuple[Known, ...], sources: Sequence[int]) -> tuple[Known, ...]:
@@ -210,20 +277,20 @@ def _states(views: tuple[Known, ...], sources: Sequence[int]) -> tuple[Known, ..
 def _made_of(
     eqn: Eqn, inner: tuple[Inner, ...], flows: tuple[Flow, ...]
 ) -> tuple[list[int], int]:
-    """Returns the operands that each result of a call is made of, and its products'."""
+    """Returns the operands that each result of a call is made of, and its layers'."""
     results: list[int] = []
-    products = 0
+    layers = 0
     is_loop = jaxprs.is_loop(eqn)
     for (_, operands), flow in zip(inner, flows, strict=True):
         bits = [1 << i for i in operands]
         inside = flow.sources
         outputs = [translated(inside.of(v), bits) for v in flow.body.jaxpr.outvars]
-        products |= translated(inside.products, bits)
+        layers |= translated(inside.layers, bits)
         if not results or is_loop:
             results = outputs  # of the body of a `while`, not of its condition
         else:
             results = [a | b for a, b in zip(results, outputs, strict=True)]
-    return over_turns(results, products, jaxprs.carried(eqn))
+    return over_turns(results, layers, jaxprs.carried(eqn))
 
 
 def _results(
@@ -281,17 +348,17 @@ def _carried_by_scan(
     """Returns what is known of a carry after one more turn.
 
     What is kept over turns keeps its digits: an argument, such as the state of an ODE
-    or of an optimizer; the state of a recurrence, which starts from constants (in half
-    an LSTM's costs 1.3 times the gradient error, a GRU's 2.1 times); a sum that no
-    product reads. A stream between layers, which products read and an embedding, a
-    product or a norm began, is half.
+    or of an optimizer; the state of a recurrence (in half an LSTM's costs 1.3 times the
+    gradient error, a GRU's 2.1 times), or of a method that takes the same step in each
+    turn; a sum that no product reads. A stream between layers, which products multiply
+    by other weights in each turn and an embedding, a product or a norm began, is half.
 
     Args:
       atom: the operand that it starts from.
       start: what is known of it before the loop.
       now: what is known of it before this turn.
       update: what is known of it after this turn.
-      is_stream: whether products read it, in this turn or a later one.
+      is_stream: whether layers read it, in this turn or a later one.
     """
     origin = max(now.origin, update.origin)
     is_kept = start.is_constant

@@ -12,12 +12,20 @@ from jmp_amp.plan.cpu_products import cpu_product
 from jmp_amp.plan.decisions import Standing
 from jmp_amp.plan.f32_results import f32_result
 from jmp_amp.plan.fp8_products import fp8_product
+from jmp_amp.plan.lookups import summed_lookup
 from jmp_amp.plan.picks import pick_from_rows
 from jmp_amp.plan.quotients import quotient
 from jmp_amp.plan.rewriting import Rewrite
 
 # The first one that applies to an equation is taken.
-_REWRITES = (cpu_product, f32_result, fp8_product, pick_from_rows, quotient)
+_REWRITES = (
+    cpu_product,
+    f32_result,
+    fp8_product,
+    pick_from_rows,
+    summed_lookup,
+    quotient,
+)
 
 
 def rewrite_of(at: Standing) -> Rewrite | None:

@@ -17,7 +17,7 @@ class Sources:
     """The inputs that the values of a body are computed from.
 
     Attributes:
-      products: the inputs that products read.
+      layers: the inputs that products multiply by another matrix in each turn.
     """
 
     def __init__(self, jaxpr: Jaxpr) -> None:
@@ -27,7 +27,7 @@ class Sources:
             v: 1 << i if castable(v) and aval_of(v).ndim else 0
             for i, v in enumerate(inputs)
         }
-        self.products = 0
+        self.layers = 0
 
     def of(self, atom: Atom) -> int:
         return 0 if isinstance(atom, Literal) else self._of[atom]
@@ -63,13 +63,13 @@ def translated(inputs: int, operands: Sequence[int]) -> int:
 
 
 def over_turns(
-    outputs: Sequence[int], products: int, carried: range
+    outputs: Sequence[int], layers: int, carried: range
 ) -> tuple[list[int], int]:
-    """Returns the operands that a loop's results are made of, and its products'.
+    """Returns the operands that a loop's results are made of, and its layers'.
 
     Args:
       outputs: the operands that the outputs of its body are made of in one turn.
-      products: the operands that its products read in one turn.
+      layers: the operands that its layers read in one turn.
       carried: which operands it carries, to its first outputs.
     """
     carry = union([1 << i for i in carried])
@@ -82,4 +82,4 @@ def over_turns(
     found, earlier = list(outputs), []
     while found != earlier:
         found, earlier = [before(each, found) for each in found], found
-    return found, before(products, found)
+    return found, before(layers, found)

@@ -41,6 +41,8 @@ class Trait(enum.Enum):
     # Rows of a table, such as an embedding, or made of them: a stream begins here. What
     # saves them for the backward pass pays for it, unlike for a parameter.
     LOOKED_UP = "looked up"
+    # Made in each turn of another part of an array, as the weights of stacked layers.
+    SLICE = "another part in each turn"
     # An argument that another operand of the call is computed from.
     STATE = "state"
     # An argument and what was added to it.
@@ -67,6 +69,7 @@ class Trait(enum.Enum):
 CONTAGIOUS = frozenset(
     (
         Trait.LOOKED_UP,
+        Trait.SLICE,
         Trait.STATE,
         Trait.SUMS_ARGUMENT,
         Trait.OVERSIZED,
@@ -102,6 +105,10 @@ class Known(NamedTuple):
     @property
     def is_constant(self) -> bool:
         return self.origin == Origin.FREE and self.bounds is not None
+
+    def having(self, trait: Trait) -> Known:
+        """Returns the same value, with one more trait."""
+        return self._replace(traits=self.traits | {trait})
 
     def shared(self, is_shared: bool) -> Known:
         """Returns the same value, with one consumer or with several."""
@@ -161,4 +168,21 @@ def unfit(
             if how is not None and kind in (None, how):
                 worst = max(value.bounds, key=abs)
                 return f"the constant {worst:g} {how} in {dtype.name}"
+    return None
+
+
+def unfit_bound(operands: Sequence[Known], dtype: np.dtype) -> str | None:
+    """Returns in words why `dtype` has no place for a bound beside a number, or None.
+
+    Args:
+      operands: the values that meet in a comparison or a selection.
+      dtype: the dtype that it would run in.
+    """
+    if not is_half(dtype):
+        return None
+    for value in operands:
+        for bound in (value.bounds or ()) if value.origin == Origin.FREE else ():
+            number = constants.met(bound, dtype)
+            if number is not None:
+                return f"the bound {bound:g} is {number:g} in {dtype.name}"
     return None

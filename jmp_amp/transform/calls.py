@@ -17,6 +17,7 @@ import numpy as np
 from flax import errors, nnx
 
 from jmp_amp.plan import jaxprs
+from jmp_amp.plan.dead_code import without_dead_code
 from jmp_amp.plan.jaxprs import ClosedJaxpr
 from jmp_amp.plan.targets import Cpu
 from jmp_amp.policies.dtypes import F32, AnyFn, PyTree, is_half
@@ -152,14 +153,17 @@ def traced_call(
 
 
 def _traced(call: _Call) -> ClosedJaxpr:
-    """Returns the jaxpr of a call, with as few of its arguments widened as it takes."""
+    """Returns the jaxpr of a call, with as few of its arguments widened as it takes.
+
+    What computes nothing that the call returns is left out.
+    """
     try:
-        return jaxprs.trace(call.run, call.inputs)
+        return without_dead_code(jaxprs.trace(call.run, call.inputs))
     except Exception as error:
         for which in (call.is_cache, call.may_widen):
             if is_about_half(error) and call.widen(which):
                 with contextlib.suppress(TypeError, jax.dtypes.TypePromotionError):
-                    return jaxprs.trace(call.run, call.inputs)
+                    return without_dead_code(jaxprs.trace(call.run, call.inputs))
         raise
 
 

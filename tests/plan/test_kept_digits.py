@@ -209,7 +209,7 @@ def test_what_only_comparisons_read_is_f32_and_asks_for_nothing():
 
 
 @each_policy
-def test_a_carry_that_no_product_reads_is_f32(policy):
+def test_a_carry_that_no_layer_reads_is_f32(policy):
     def total(x, w):
         h = x @ w
         return lax.scan(lambda t, _: (t + jnp.tanh(h), None), h, length=3)[0] @ w
@@ -222,15 +222,19 @@ def test_a_carry_that_no_product_reads_is_f32(policy):
 
         return lax.scan(turn, scores[0], scores[1:])[0]
 
-    def stream(x, w):
+    def steps(x, w):
         return lax.scan(lambda h, _: (h + jnp.tanh(h @ w), None), x @ w, length=3)[0]
+
+    def stream(x, w):
+        layers = jnp.stack([w] * 3)
+        return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x @ w, layers)[0]
 
     def carried(fn):
         jaxpr = jax.make_jaxpr(amp.autocast(fn, policy))(X, W)
         (loop,) = [e for e in equations(jaxpr) if e.primitive.name == "scan"]
         return loop.outvars[0].aval.dtype.name
 
-    assert carried(total) == carried(best_path) == "float32"
+    assert carried(total) == carried(best_path) == carried(steps) == "float32"
     assert carried(stream) == half_of(policy)
     body = reason_of(total, X, W, operation="add")
     assert body == "kept over the turns of a loop"
@@ -239,11 +243,12 @@ def test_a_carry_that_no_product_reads_is_f32(policy):
 def test_two_carries_that_feed_each_other_are_a_stream():
     # The velocity reaches a product in the next turn, through the position.
     def fn(x, w):
-        def turn(carry, _):
+        def turn(carry, w):
             h, v = carry
             return (h + v, v + jnp.tanh(h @ w)), None
 
-        return lax.scan(turn, (x @ w, jnp.tanh(x @ w)), length=3)[0][0] @ w
+        layers = jnp.stack([w] * 3)
+        return lax.scan(turn, (x @ w, jnp.tanh(x @ w)), layers)[0][0] @ w
 
     assert set(planned(fn, X, W, primitive="add")) == {"bfloat16"}
 
@@ -353,9 +358,57 @@ def test_a_stream_that_a_lookup_in_a_branch_began_is_half():
     def fn(flag, table, other, w):
         rows = jnp.arange(8)
         h = lax.cond(flag, lambda: table[rows], lambda: other[rows])
-        return lax.scan(lambda h, _: (h + jnp.tanh(h @ w), None), h, length=3)[0] @ w
+        layers = jnp.stack([w] * 3)
+        return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), h, layers)[0] @ w
 
     assert planned(fn, True, W, W, W, primitive="add") == ["bfloat16"]
+
+
+@each_policy
+def test_layers_are_told_from_steps_however_their_weights_are_taken(policy):
+    layers = jnp.stack([W] * 3)
+
+    def block(h, w):
+        return h + jnp.tanh(h @ w)
+
+    def in_slices(x, layers):
+        return lax.scan(lambda h, w: (block(h, w), None), x @ W, layers)[0]
+
+    def by_number(x, layers):
+        return lax.fori_loop(0, 3, lambda i, h: block(h, layers[i]), x @ W)
+
+    def in_checkpoints(x, layers):
+        step = jax.checkpoint(lambda h, w: (jax.jit(block)(h, w), None))
+        return lax.scan(step, x @ W, layers)[0]
+
+    def adapted(x, layers):
+        def turn(h, w):
+            return block(h, w + w[:, :1] @ w[:1]), None
+
+        return lax.scan(turn, x @ W, layers)[0]
+
+    def always_the_first(x, layers):
+        return lax.fori_loop(0, 3, lambda i, h: block(h, layers[0]), x @ W)
+
+    def at_a_time(x, layers):
+        times = jnp.linspace(0.0, 1.0, 3)
+        step = lambda h, t: (h + t * jnp.tanh(h @ layers[0]), None)  # noqa: E731
+        return lax.scan(step, x @ W, times)[0]
+
+    def sums(fn):
+        shape = (X @ W).shape
+        jaxpr = jax.make_jaxpr(amp.autocast(fn, policy))(X, layers)
+        adds = [e for e in equations(jaxpr) if e.primitive.name == "add"]
+        return {
+            e.outvars[0].aval.dtype.name
+            for e in adds
+            if e.outvars[0].aval.shape == shape
+        }
+
+    for fn in (in_slices, by_number, in_checkpoints, adapted):
+        assert sums(fn) == {half_of(policy)}, fn
+    for fn in (always_the_first, at_a_time):
+        assert sums(fn) == {"float32"}, fn
 
 
 @each_policy

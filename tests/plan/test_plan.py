@@ -140,12 +140,13 @@ def test_an_output_in_f32_is_an_f32_consumer(half):
     assert dtypes_of(fn, X, W, primitive="add") == [("float32",) * 3]
 
 
-def test_a_value_that_a_product_reads_too_stays_low(half):
+def test_a_second_reader_does_not_change_what_a_value_is_computed_in(half):
     def fn(x, w):
         h = jnp.tanh(x @ w)
         return jnp.sum(h), h @ w
 
-    assert results_of(autocast(fn, half), X, W, primitive="tanh") == [half]
+    assert results_of(autocast(fn, half), X, W, primitive="tanh") == ["float32"]
+    assert reason_of(fn, X, W, operation="tanh") == "an f32 operation reads it"
 
 
 def test_the_early_up_cast_passes_through_an_inner_jit(half):
@@ -502,13 +503,15 @@ def test_a_checkpoint_keeps_its_input_in_half(half):
     assert [v.dtype.name for v in saved] == [half] * 2
 
 
-def test_an_embedding_is_looked_up_in_half(half):
+def test_the_rows_of_an_embedding_are_cast_and_not_the_table(half):
     ids = jnp.arange(8)
 
     def fn(table, w):
         return jnp.tanh(table[ids] @ w) @ w
 
-    assert results_of(autocast(fn, half), W, W, primitive="gather") == [half]
+    table = jnp.ones((64, 16))
+    assert results_of(autocast(fn, half), table, W, primitive="gather") == ["float32"]
+    assert "(64, 16)" not in {c[0] for c in casts_of(autocast(fn, half), table, W)}
 
 
 def test_the_gradients_of_f32_consumers_are_summed_in_f32(half):
@@ -538,6 +541,7 @@ def test_a_norm_takes_half_and_keeps_its_own_parameters_in_f32(half):
     casts = casts_of(autocast(lambda v: net.apply(v, tokens), half), variables)
     stream = [c for c in casts if c[0] == "(2, 4, 16)"]
     assert stream == [
+        ("(2, 4, 16)", "float32", half),  # out of the table
         ("(2, 4, 16)", half, "float32"),  # into the norm
         ("(2, 4, 16)", "float32", half),  # out of the norm
     ]

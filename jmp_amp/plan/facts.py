@@ -1,0 +1,297 @@
+"""What values are made of, moves aside: solutions, squares, sums, second moments.
+
+A fact is known of a value wherever its program is cut: it goes into the bodies of calls
+and comes out of them. Two operands of a call may be one value; inside they are one too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from jmp_amp.plan import jaxprs
+from jmp_amp.plan.dimensions import is_elementwise_product, is_sum_of_products
+from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Literal, aval_of
+from jmp_amp.plan.operations import (
+    OPERATIONS,
+    PRODUCTS,
+    Kind,
+    Role,
+    kind_of,
+    role_of,
+)
+
+
+class Made:
+    """The bits of a fact: what a value is."""
+
+    NOTHING: Final = 0
+    # That of a linear system, or a product with one.
+    SOLUTION: Final = 1
+    # A value times itself, and times another one.
+    SQUARE: Final = 2
+    TIMES: Final = 4
+    # A sum of squares.
+    SQUARES: Final = 8
+    # A sum of elements, and a sum of products.
+    SUM: Final = 16
+    PRODUCT: Final = 32
+    # A product of squares, or of a value with itself: a second moment; and one of two
+    # values that were multiplied before.
+    MOMENT: Final = 64
+    MIXED_MOMENT: Final = 128
+    # A square of a sum, or of a product; two of these multiplied; two sums multiplied.
+    SQUARED_MEAN: Final = 256
+    TWO_TOTALS: Final = 512
+    TWO_SUMS: Final = 1024
+    # What is subtracted from a moment.
+    MEANS: Final = SQUARED_MEAN | TWO_TOTALS | TWO_SUMS
+    TOTAL: Final = SUM | PRODUCT
+
+
+_SCALED = ~(Made.SOLUTION | Made.TIMES)
+_SUMMED = Made.SQUARES | Made.TOTAL | Made.MOMENT | Made.MIXED_MOMENT
+# What returns the solution of a linear system.
+_SOLUTIONS = frozenset("custom_linear_solve triangular_solve tridiagonal_solve".split())
+_LINEAR = frozenset(
+    name
+    for name, each in OPERATIONS.items()
+    if each.kind is Kind.MOVE or each.row.role in (Role.ADDS, Role.SUBTRACTS)
+).union(("neg", "add_any"))
+
+
+def makes_solutions(name: str) -> bool:
+    """Whether a primitive returns the solution of a linear system."""
+    return name in _SOLUTIONS
+
+
+def is_linear(name: str) -> bool:
+    """Whether a primitive moves its operands, adds or subtracts them."""
+    return name in _LINEAR
+
+
+class Fact(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+      made: what it is made of, a set of the bits of `Made`.
+      value: a number that values of a body share if one is the other moved.
+    """
+
+    made: int
+    value: int
+
+
+# One for each input, or for each output, of a body.
+Facts = tuple[Fact, ...]
+
+
+def of_arguments(body: Body) -> Facts:
+    """Returns what is known of the arguments of a program: they are all different."""
+    return tuple(Fact(Made.NOTHING, i) for i in range(len(body.jaxpr.invars)))
+
+
+class BodyFacts:
+    """What is known of the variables of a body.
+
+    Attributes:
+      known: by variable.
+      inner: what is known of the inputs of the bodies of each call in it.
+    """
+
+    def __init__(self, body: Body, inputs: Facts) -> None:
+        self._numbers = itertools.count(len(inputs))
+        self.known = dict(zip(body.jaxpr.invars, inputs, strict=True))
+        self.inner: dict[int, list[Facts]] = {}
+
+    def of(self, atom: Atom) -> Fact:
+        if isinstance(atom, Literal) or atom not in self.known:
+            return self.new(Made.NOTHING)
+        return self.known[atom]
+
+    def new(self, made: int) -> Fact:
+        return Fact(made, next(self._numbers))
+
+    def is_made(self, atom: Atom, made: int) -> bool:
+        """Whether a value is one of several kinds."""
+        return not isinstance(atom, Literal) and bool(self.known[atom].made & made)
+
+
+class FactFinder:
+    """Finds the facts of a program, in each body once for those of its inputs."""
+
+    def __init__(self) -> None:
+        self._found: dict[object, BodyFacts] = {}
+
+    def of(self, body: Body, inputs: Facts) -> BodyFacts:
+        """Returns the facts of the variables of a body, given those of its inputs."""
+        key = id(body.jaxpr), inputs
+        if key not in self._found:
+            found = self._found[key] = BodyFacts(body, inputs)
+            for var in body.jaxpr.constvars:
+                found.known[var] = found.new(Made.NOTHING)
+            for index, eqn in enumerate(body.jaxpr.eqns):
+                results = self._results(index, eqn, found)
+                found.known.update(zip(eqn.outvars, results, strict=True))
+        return self._found[key]
+
+    def _results(self, index: int, eqn: Eqn, found: BodyFacts) -> Sequence[Fact]:
+        operands = [found.of(atom) for atom in eqn.invars]
+        inner = () if eqn.primitive.name in OPERATIONS else jaxprs.inner_bodies(eqn)
+        if not inner:
+            if _is_moved(eqn):
+                return operands[:1]
+            made = _made(eqn, operands)
+            return [found.new(made) for _ in eqn.outvars]
+        carried, start = jaxprs.carried(eqn), jaxprs.first_carried(eqn)
+        if start is not None:
+            # The carry of one turn is that of no other.
+            for i in carried:
+                operands[i] = found.new(operands[i].made)
+        while True:
+            inputs = [
+                _numbered([operands[i] for i in positions]) for _, positions in inner
+            ]
+            outputs = [
+                [facts.of(v) for v in body.jaxpr.outvars]
+                for (body, _), facts in (
+                    (each, self.of(each.body, given))
+                    for each, given in zip(inner, inputs, strict=True)
+                )
+            ]
+            before = list(operands)
+            for i, output in zip(carried, outputs[-1], strict=False):
+                operands[i] = Fact(before[i].made | output.made, before[i].value)
+            if operands == before:
+                break
+        found.inner[index] = inputs
+        if jaxprs.is_while(eqn):
+            outputs = outputs[1:]
+        return [
+            self._returned(each, [operands[i] for i in inner[-1].operands], found)
+            if len(each) == 1 and start is None
+            else found.new(_any(each))
+            for each in zip(*outputs, strict=True)
+        ]
+
+    def _returned(
+        self, outputs: Sequence[Fact], operands: Sequence[Fact], found: BodyFacts
+    ) -> Fact:
+        """Returns what is known of a result of a call, which may be an operand."""
+        ((made, value),) = outputs
+        numbered = _numbered(operands)
+        for operand, inside in zip(operands, numbered, strict=True):
+            if inside.value == value:
+                return Fact(made, operand.value)
+        return found.new(made)
+
+
+def _numbered(facts: Sequence[Fact]) -> Facts:
+    """Returns the facts of the inputs of a body: the numbers say who is who."""
+    numbers: dict[int, int] = {}
+    return tuple(
+        Fact(made, numbers.setdefault(value, len(numbers))) for made, value in facts
+    )
+
+
+def _any(facts: Sequence[Fact]) -> int:
+    made = Made.NOTHING
+    for each in facts:
+        made |= each.made
+    return made
+
+
+def _is_moved(eqn: Eqn) -> bool:
+    """Whether the result is the first operand, in another order or repeated."""
+    if jaxprs.is_conversion(eqn):
+        return aval_of(eqn.invars[0]).dtype == eqn.params["new_dtype"]
+    moves = kind_of(eqn.primitive.name) is Kind.MOVE
+    return moves and len(eqn.invars) == 1 == len(eqn.outvars)
+
+
+def _made(eqn: Eqn, facts: Sequence[Fact]) -> int:
+    """Returns what the results of an equation are that calls nothing."""
+    name, either = eqn.primitive.name, _any(facts)
+    if name in PRODUCTS:
+        return _made_by_product(eqn, facts)
+    if makes_solutions(name):
+        return Made.SOLUTION
+    if kind_of(name) is Kind.MOVE:
+        return either
+    if is_linear(name):
+        return either & _SUMMED
+    if name == "reduce_sum":
+        return Made.SUM | (Made.SQUARES if either & Made.SQUARE else Made.NOTHING)
+    if scales(eqn):
+        return either & _SCALED
+    if _squares(eqn, facts):
+        if not either & Made.TOTAL:
+            return Made.SQUARE
+        # `m[:, None] * m`: of one value, moved in two ways.
+        is_outer = eqn.invars[0] is not eqn.invars[-1]
+        return Made.SQUARE | Made.SQUARED_MEAN | is_outer * Made.TWO_TOTALS
+    if role_of(name) is Role.MULTIPLIES:
+        return Made.TIMES | _of_two(facts)
+    return Made.NOTHING
+
+
+def _of_two(facts: Sequence[Fact]) -> int:
+    """Returns what two sums are that are multiplied by each other."""
+    both = facts[0].made & facts[1].made
+    if both & Made.SUM:
+        return Made.TWO_SUMS
+    return Made.TWO_TOTALS if all(f.made & Made.TOTAL for f in facts) else Made.NOTHING
+
+
+def _made_by_product(eqn: Eqn, facts: Sequence[Fact]) -> int:
+    lhs, rhs = facts[:2]
+    if is_elementwise_product(eqn):
+        is_square = lhs.value == rhs.value and lhs.made & Made.TOTAL
+        return Made.SQUARED_MEAN if is_square else _of_two(facts)
+    made = Made.PRODUCT
+    if lhs.value == rhs.value or (lhs.made | rhs.made) & Made.SQUARE:
+        made |= Made.MOMENT
+    if (lhs.made | rhs.made) & Made.TIMES:
+        made |= Made.MIXED_MOMENT
+    if weighs(eqn, lhs.made, rhs.made):
+        made |= Made.SOLUTION
+    if lhs.value == rhs.value and is_sum_of_products(eqn):
+        made |= Made.SQUARES
+    return made
+
+
+def weighs(eqn: Eqn, lhs: int, rhs: int) -> bool:
+    """Whether a product adds up a solution: `gain @ x`, or `x @ weights` of a vector.
+
+    Not that of `x @ w`, where a weight of a network may be an inverse.
+    """
+    is_vector = aval_of(eqn.invars[1]).ndim < 2
+    return bool((lhs | rhs if is_vector else lhs) & Made.SOLUTION)
+
+
+def _squares(eqn: Eqn, facts: Sequence[Fact]) -> bool:
+    name = eqn.primitive.name
+    if role_of(name) is Role.MULTIPLIES:
+        return facts[0].value == facts[1].value
+    return name == "square" or (name == "integer_pow" and eqn.params["y"] == 2)
+
+
+def scales(eqn: Eqn) -> bool:
+    """Whether an operation multiplies by a number."""
+    return role_of(eqn.primitive.name) in (Role.MULTIPLIES, Role.DIVIDES) and any(
+        isinstance(v, Literal) or not aval_of(v).ndim for v in eqn.invars
+    )
+
+
+def subtracts_means(eqn: Eqn, facts: BodyFacts) -> bool:
+    """Whether squared means are subtracted from a second moment, or the other way."""
+    if role_of(eqn.primitive.name) is not Role.SUBTRACTS:
+        return False
+    a, b = (facts.of(v).made for v in eqn.invars)
+    return any(
+        (moment & Made.MOMENT and means & Made.MEANS)
+        or (moment & Made.MIXED_MOMENT and means & (Made.TWO_TOTALS | Made.TWO_SUMS))
+        or (moment & Made.PRODUCT and means & Made.TWO_SUMS)
+        for moment, means in ((a, b), (b, a))
+    )

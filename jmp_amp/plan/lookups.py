@@ -1,0 +1,78 @@
+"""A lookup of half-precision rows, whose gradient is summed in f32.
+
+JAX differentiates a lookup to a scatter that adds up the cotangents of a row in the
+dtype of the rows. A row that is looked up a thousand times loses all but the first few
+hundred of them in half precision. The sum in f32 takes little memory beside what is
+looked up if there are many lookups for each row. If there are few, as of the nodes of a
+graph, XLA writes all sums of a program at once, which would cost up to 1.8 times the
+memory of a step: they stay half, and `explain` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jmp_amp.plan import jaxprs
+from jmp_amp.plan.decisions import Standing
+from jmp_amp.plan.dimensions import is_larger
+from jmp_amp.plan.jaxprs import Eqn, Value, aval_of
+from jmp_amp.plan.operations import Role, role_of
+from jmp_amp.plan.rewriting import Rewrite
+from jmp_amp.plan.values import castable
+from jmp_amp.policies.dtypes import F32, is_half
+
+
+# The lookups of a row in the mean, from which on its gradient is summed in f32.
+_MANY = 16
+
+
+def summed_lookup(at: Standing) -> Rewrite | None:
+    """Returns the rewrite of a lookup that may read a row more than once."""
+    applies = (
+        role_of(at.name) is Role.LOOKS_UP
+        and is_half(at.half)
+        and castable(at.eqn.invars[0])
+        and _repeats(at.eqn, _MANY)
+    )
+    return _SUMMED if applies else None
+
+
+def _repeats(eqn: Eqn, times: int) -> bool:
+    """Whether a lookup reads each element so many times in the mean."""
+    read, rows = aval_of(eqn.outvars[0]).size, aval_of(eqn.invars[0]).size
+    return is_larger(read, rows * times - 1, unless_known=False)
+
+
+def _bind(
+    eqn: Eqn, dtype: np.dtype | None, operands: Sequence[Value]
+) -> Sequence[jax.Array]:
+    rows, indices = operands
+    if not is_half(rows.dtype):
+        return jaxprs.bind(eqn, operands)
+
+    @jax.custom_jvp
+    def lookup(rows: jax.Array, indices: jax.Array) -> jax.Array:
+        (result,) = jaxprs.bind(eqn, (rows, indices))
+        return result
+
+    @lookup.defjvp
+    def derivative(
+        primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, object]
+    ) -> tuple[jax.Array, jax.Array]:
+        (rows, indices), (tangent, _) = primals, tangents
+
+        def in_f32(rows: jax.Array) -> jax.Array:
+            (result,) = jaxprs.bind(eqn, (rows, indices))
+            return result
+
+        wide = (rows.astype(F32),), (tangent.astype(F32),)
+        _, moved = jax.jvp(in_f32, *wide)
+        return lookup(rows, indices), moved.astype(rows.dtype)
+
+    return [lookup(rows, indices)]
+
+
+_SUMMED = Rewrite(_bind, derivative_only=True)

@@ -1,0 +1,208 @@
+"""Lines whose results nobody reads: the plan of all else is as if they were not there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jmp_amp as amp
+from jmp_amp.plan import dead_code, jaxprs
+
+W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32) / 3
+X = jnp.asarray(np.random.default_rng(1).normal(size=(16, 8)), jnp.float32)
+
+
+def near_one(h):
+    return 1 + 0.001 * jax.nn.sigmoid(h)
+
+
+def told(v):
+    return (v - 1) * 1000
+
+
+def half_reader(v):
+    return jnp.tanh(v) @ W
+
+
+def in_a_line(h):
+    v = near_one(h)
+    half_reader(v)
+    return told(v)
+
+
+def in_a_dropped_value(h):
+    v = near_one(h)
+    loss, gradient = jax.value_and_grad(lambda v: jnp.sum(half_reader(v) * 1e-3))(v)
+    del loss
+    return told(v) + gradient
+
+
+def in_a_helper(wrap):
+    def program(h):
+        def both(v):
+            return half_reader(v), told(v)
+
+        return wrap(both)(near_one(h))[1]
+
+    return program
+
+
+def in_a_helper_of_a_helper(h):
+    inner = jax.jit(lambda v: (half_reader(v), told(v)))
+    return jax.jit(lambda v: inner(v))(near_one(h))[1]
+
+
+def in_an_argument_that_is_not_read(h):
+    v = near_one(h)
+    return jax.jit(lambda v, unread: told(v))(v, half_reader(v))
+
+
+def in_a_stack(h):
+    def turn(c, _):
+        v = near_one(c)
+        return told(v), half_reader(v)
+
+    return lax.scan(turn, h, None, length=3)[0]
+
+
+def in_a_carry(h):
+    def turn(carry, _):
+        c, unread = carry
+        v = near_one(c)
+        return (told(v), unread + half_reader(v)), None
+
+    return lax.scan(turn, (h, h), None, length=3)[0][0]
+
+
+def in_the_start_of_a_carry(h):
+    v = near_one(h)
+    (out, _), _ = lax.scan(
+        lambda c, _: ((c[0] * 2, c[1] + c[0]), None),
+        (told(v), half_reader(v)),
+        length=3,
+    )
+    return out
+
+
+def in_a_while(h):
+    def turn(carry):
+        i, c, unread = carry
+        v = near_one(c)
+        return i + 1, told(v), unread + half_reader(v)
+
+    return lax.while_loop(lambda c: c[0] < 3, turn, (0, h, h))[1]
+
+
+def in_a_branch(h):
+    v = near_one(h)
+
+    def one(v):
+        return half_reader(v), told(v)
+
+    def other(v):
+        return half_reader(2 * v), told(v) + 1
+
+    return lax.cond(jnp.sum(v) > 0, one, other, v)[1]
+
+
+DEAD = {
+    "line": in_a_line,
+    "value": in_a_dropped_value,
+    "jit": in_a_helper(jax.jit),
+    "checkpoint": in_a_helper(jax.checkpoint),
+    "vmap": in_a_helper(jax.vmap),
+    "helper of a helper": in_a_helper_of_a_helper,
+    "argument": in_an_argument_that_is_not_read,
+    "stack": in_a_stack,
+    "carry": in_a_carry,
+    "start": in_the_start_of_a_carry,
+    "while": in_a_while,
+    "branch": in_a_branch,
+}
+
+
+@pytest.mark.parametrize("dead", DEAD.values(), ids=DEAD)
+def test_a_reader_that_nobody_reads_takes_no_digits(dead):
+    # A product of powers of two: only what follows it could round.
+    def fn(x):
+        return dead(x @ jnp.eye(8))
+
+    x = jnp.round(X * 4) / 4
+    exact = jax.jit(fn)(x)
+    got = jax.jit(amp.autocast(fn))(x)
+    np.testing.assert_allclose(got, exact, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("dead", DEAD.values(), ids=DEAD)
+def test_the_program_without_dead_lines_computes_the_same(dead):
+    program = jax.make_jaxpr(jax.value_and_grad(lambda x: jnp.sum(dead(x @ W))))
+    if dead is in_a_while:  # JAX does not differentiate it
+        program = jax.make_jaxpr(lambda x: dead(x @ W))
+    traced = program(X)
+    living = dead_code.without_dead_code(traced)
+
+    def run(program):
+        body = jaxprs.body_of(program)
+        return jaxprs.run_as_traced(body, [X])
+
+    for got, exact in zip(run(living), run(traced), strict=True):
+        np.testing.assert_array_equal(got, exact)
+
+
+def primitives(jaxpr):
+    found = []
+    for eqn in jaxpr.eqns:
+        found.append(eqn.primitive.name)
+        for body, _ in jaxprs.inner_bodies(eqn):
+            found += primitives(body.jaxpr)
+    return found
+
+
+@pytest.mark.parametrize("dead", DEAD.values(), ids=DEAD)
+def test_no_product_is_left_whose_result_nobody_reads(dead):
+    if dead is in_a_dropped_value:
+        return  # its gradient multiplies
+    living = dead_code.without_dead_code(jax.make_jaxpr(dead)(X))
+    assert "dot_general" not in primitives(jaxprs.body_of(living).jaxpr)
+
+
+def test_effects_stay():
+    def fn(x):
+        jax.debug.print("{}", jnp.sum(x))
+        jnp.sin(x)
+        return jax.jit(lambda x: (jax.debug.print("{}", x[0]), x * 2)[1])(x)
+
+    living = dead_code.without_dead_code(jax.make_jaxpr(fn)(jnp.ones(3)))
+    found = primitives(jaxprs.body_of(living).jaxpr)
+    assert found.count("debug_callback") + found.count("debug_print") == 2
+    assert "sin" not in found and "reduce_sum" in found
+
+
+def test_a_body_in_which_nothing_is_dead_is_the_same_object():
+    layer = jax.jit(lambda x: jnp.tanh(x @ W))
+    traced = jax.make_jaxpr(lambda x: (jnp.sin(x), layer(layer(x)))[1])(X)
+    living = jaxprs.body_of(dead_code.without_dead_code(traced)).jaxpr
+    before = [e for e in jaxprs.body_of(traced).jaxpr.eqns if e.primitive.name != "sin"]
+    assert [a is b for a, b in zip(living.eqns, before, strict=True)] == [True, True]
+
+
+def test_bodies_that_lose_the_same_lines_are_one_object():
+    layer = jax.jit(lambda x: (jnp.tanh(x @ W), jnp.sin(x)))
+    traced = jax.make_jaxpr(lambda x: layer(layer(x)[0])[0])(X)
+    eqns = jaxprs.body_of(dead_code.without_dead_code(traced)).jaxpr.eqns
+    calls = [e for e in eqns if jaxprs.inner_bodies(e)]
+    first, second = (jaxprs.inner_bodies(e)[0].body.jaxpr for e in calls)
+    assert first is second and "sin" not in primitives(first)
+
+
+def test_keys_and_arrays_of_many_dtypes_may_be_dead():
+    def fn(x, key):
+        def helper(x, key):
+            noise = jax.random.normal(key, x.shape)
+            return x * 2, noise, jax.random.split(key), x > 0, (x * 3).astype(jnp.int8)
+
+        return jax.jit(helper)(x, key)[0]
+
+    got = amp.autocast(fn)(X, jax.random.key(0))
+    np.testing.assert_array_equal(got, 2 * X)
