@@ -168,23 +168,15 @@ class FactFinder:
         found.inner[index] = inputs
         if jaxprs.is_while(eqn):
             outputs = outputs[1:]
+        if len(outputs) > 1 or start is not None:
+            return [found.new(_any(each)) for each in zip(*outputs, strict=True)]
+        # A result of a call may be an operand.
+        given = [operands[i].value for i in inner[0].operands]
+        outside = dict(zip([fact.value for fact in inputs[0]], given, strict=True))
         return [
-            self._returned(each, [operands[i] for i in inner[-1].operands], found)
-            if len(each) == 1 and start is None
-            else found.new(_any(each))
-            for each in zip(*outputs, strict=True)
+            Fact(made, outside[value]) if value in outside else found.new(made)
+            for made, value in outputs[0]
         ]
-
-    def _returned(
-        self, outputs: Sequence[Fact], operands: Sequence[Fact], found: BodyFacts
-    ) -> Fact:
-        """Returns what is known of a result of a call, which may be an operand."""
-        ((made, value),) = outputs
-        numbered = _numbered(operands)
-        for operand, inside in zip(operands, numbered, strict=True):
-            if inside.value == value:
-                return Fact(made, operand.value)
-        return found.new(made)
 
 
 def _numbered(facts: Sequence[Fact]) -> Facts:

@@ -7,6 +7,7 @@ difference is what is added: `h + b` adds a value that is not made of `b`, but
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 from jmp_amp.plan.jaxprs import Atom, Jaxpr, Literal, Var, aval_of
@@ -62,9 +63,11 @@ def translated(inputs: int, operands: Sequence[int]) -> int:
     return union([operands[i] for i in positions(inputs)])
 
 
+# Asked again in each round of a fixpoint, as a rule of the same sets.
+@functools.lru_cache(maxsize=256)
 def over_turns(
-    outputs: Sequence[int], layers: int, carried: range
-) -> tuple[list[int], int]:
+    outputs: tuple[int, ...], layers: int, carried: range
+) -> tuple[Sequence[int], int]:
     """Returns the operands that a loop's results are made of, and its layers'.
 
     Args:
@@ -79,7 +82,7 @@ def over_turns(
         updates = [found[i - carried.start] for i in positions(operands & carry)]
         return operands | union(updates)
 
-    found, earlier = list(outputs), []
+    found, earlier = outputs, ()
     while found != earlier:
-        found, earlier = [before(each, found) for each in found], found
+        found, earlier = tuple([before(each, found) for each in found]), found
     return found, before(layers, found)
