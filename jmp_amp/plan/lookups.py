@@ -24,7 +24,6 @@ from jmp_amp.plan.rewriting import Rewrite
 from jmp_amp.plan.values import castable
 from jmp_amp.policies.dtypes import F32, is_half
 
-
 # The lookups of a row in the mean, from which on its gradient is summed in f32.
 _MANY = 16
 

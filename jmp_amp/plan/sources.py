@@ -60,6 +60,8 @@ def translated(inputs: int, operands: Sequence[int]) -> int:
       inputs: the inputs of the body that it is computed from.
       operands: the sources of the operand that each input comes from.
     """
+    # The constants of the body come behind its operands, and are nothing outside.
+    inputs &= (1 << len(operands)) - 1
     return union([operands[i] for i in positions(inputs)])
 
 
@@ -78,7 +80,7 @@ def over_turns(
     carry = union([1 << i for i in carried])
 
     def before(operands: int, found: Sequence[int]) -> int:
-        """Returns what is added by a look at the turn before, or at as many as known."""
+        """Returns what the turn before adds, or as many turns as are known."""
         updates = [found[i - carried.start] for i in positions(operands & carry)]
         return operands | union(updates)
 
