@@ -19,6 +19,7 @@ from jmp_amp.plan.fp8_choice import why_not
 from jmp_amp.plan.jaxprs import Eqn, aval_of
 from jmp_amp.plan.kept import (
     counts,
+    is_argument,
     is_solution,
     is_weight,
     keeps_digits,
@@ -210,7 +211,27 @@ def _follow(at: Standing) -> Decision:
     kept = keeps_digits(at)
     if kept is not None:
         return at.decision(Mode.IN_DTYPE, F32, kept, Origin.FULL)
+    if _is_scaled(at):
+        reason = f"scaled by an argument, which {low.name} may have no place for"
+        return at.decision(Mode.IN_DTYPE, F32, reason, Origin.LOW)
     return at.decision(Mode.IN_DTYPE, low, "follows its operands", Origin.LOW)
+
+
+def _is_scaled(at: Standing) -> bool:
+    """Whether an activation is in units that are an argument's, and f16 is too small.
+
+    An elementwise chain between two products costs no memory in f32. A stream between
+    layers does: it takes what is added to it in half precision.
+    """
+    if at.low != F16 or not is_cheap(at.name) or role_of(at.name) is Role.LOOKS_UP:
+        return False
+    scaled = [Trait.SCALED in v.traits for v in at.activations]
+    if role_of(at.name) in (Role.ADDS, Role.SUBTRACTS):
+        return bool(scaled) and all(scaled)
+    return any(scaled) or (
+        role_of(at.name) in (Role.MULTIPLIES, Role.DIVIDES)
+        and any(map(is_argument, at.views, at.eqn.invars))
+    )
 
 
 def _misfit(at: Standing, dtype: np.dtype) -> str | None:
@@ -294,6 +315,8 @@ def _traits(at: Standing, made: Decision, saved: bool) -> Iterator[Trait]:
         yield Trait.PARAMETER
     inherited = frozenset().union(*(v.traits for v in at.operands))
     yield from inherited & {Trait.TANGENT}
+    if made.dtype == F32 and made.result.origin == Origin.LOW:
+        yield Trait.SCALED
     if _is_slice(at, inherited):
         yield Trait.SLICE
     if is_solution(at, made):
@@ -371,7 +394,7 @@ def _is_worth_f32(at: Standing, made: Decision) -> bool:
         # The derivative of an f32 reader saves the sum of a stream, or both terms. A
         # parameter is there anyway, and what is worth f32 is made again.
         return all(Trait.WORTH_F32 in v.traits for v in at.operands)
-    if is_exact(at.eqn):
+    if is_exact(at.eqn) and made.dtype != F32:
         # An exact operation may be cast after as well as before, unless the maker of
         # its operand is worth f32, or another consumer needs the cast.
         return shared or any(Trait.WORTH_F32 in v.traits for v in moving)

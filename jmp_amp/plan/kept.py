@@ -44,7 +44,7 @@ def keeps_digits(at: Standing) -> str | None:
         value, other = at.views[i], at.views[j]
         if other.origin != Origin.FREE and _is_long(value, at.half):
             return f"{at.half.name} does not hold every number that the grid counts"
-        if not _is_argument(value, at.eqn.invars[i]) or other.origin == Origin.FREE:
+        if not is_argument(value, at.eqn.invars[i]) or other.origin == Origin.FREE:
             continue
         looked_up = Trait.LOOKED_UP in value.traits
         if not looked_up and (
@@ -168,7 +168,7 @@ def _is_long(value: Known, half: np.dtype) -> bool:
     return low < high and max(-low, high) > 2 / float(jnp.finfo(half).eps)
 
 
-def _is_argument(value: Known, atom: Atom) -> bool:
+def is_argument(value: Known, atom: Atom) -> bool:
     """Whether a value is an f32 argument, or computed from arguments alone.
 
     An array that the function closes over is an argument too; numbers are not.
@@ -212,7 +212,7 @@ def sums_argument(at: Standing) -> bool:
     if any(Trait.SUMS_ARGUMENT in v.traits for v in at.views):
         return True
     return role_of(at.name) in (Role.ADDS, Role.SUBTRACTS) and any(
-        _is_argument(value, atom)
+        is_argument(value, atom)
         and Trait.LOOKED_UP not in value.traits
         and not _is_broadcast(atom, at)
         for value, atom in zip(at.views, at.eqn.invars, strict=True)

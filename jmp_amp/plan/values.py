@@ -43,6 +43,8 @@ class Trait(enum.Enum):
     LOOKED_UP = "looked up"
     # Made in each turn of another part of an array, as the weights of stacked layers.
     SLICE = "another part in each turn"
+    # In f32 between two products, because an argument scales it out of range, perhaps.
+    SCALED = "scaled by an argument"
     # An argument that another operand of the call is computed from.
     STATE = "state"
     # An argument and what was added to it.
