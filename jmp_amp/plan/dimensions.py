@@ -42,10 +42,17 @@ def is_larger(size: int, other: int, *, unless_known: bool) -> bool:
       size, other: numbers, or made of symbols.
       unless_known: what to return where it depends on the values of the symbols.
     """
+    if _is_at_least(size, other):
+        return bool(size != other)
+    return unless_known and not _is_at_least(other, size)
+
+
+def _is_at_least(size: int, other: int) -> bool:
+    """Whether a size is known to be as large as another one, or larger."""
     try:
-        return bool(size >= other) and bool(size != other)
+        return bool(size >= other)
     except jax.errors.InconclusiveDimensionOperation:
-        return unless_known
+        return False
 
 
 def is_sum_of_products(eqn: Eqn) -> bool:

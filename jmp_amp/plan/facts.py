@@ -178,26 +178,20 @@ class FactFinder:
         found.inner[index] = inputs
         if jaxprs.is_while(eqn):
             outputs = outputs[1:]
+        if len(outputs) > 1 or start is not None:
+            return [found.new(_any(each)) for each in zip(*outputs, strict=True)]
+        # A result of a call may be an operand, or a part of one.
+        given = [operands[i] for i in inner[0].operands]
+        values, wholes = (
+            dict(zip([f[i] for f in inputs[0]], [f[i] for f in given], strict=True))
+            for i in (1, 2)
+        )
         return [
-            self._returned(each, [operands[i] for i in inner[-1].operands], found)
-            if len(each) == 1 and start is None
-            else found.new(_any(each))
-            for each in zip(*outputs, strict=True)
+            Fact(made, values[value], wholes[whole])
+            if value in values
+            else found.new(made, wholes.get(whole))
+            for made, value, whole in outputs[0]
         ]
-
-    def _returned(
-        self, outputs: Sequence[Fact], operands: Sequence[Fact], found: BodyFacts
-    ) -> Fact:
-        """Returns what is known of a result of a call: an operand, or a part of one."""
-        (output,) = outputs
-        inputs = _numbered(operands)
-        for operand, inside in zip(operands, inputs, strict=True):
-            if inside.value == output.value:
-                return operand._replace(made=output.made)
-        for operand, inside in zip(operands, inputs, strict=True):
-            if inside.whole == output.whole:
-                return found.new(output.made, operand.whole)
-        return found.new(output.made)
 
 
 def _numbered(facts: Sequence[Fact]) -> Facts:

@@ -24,7 +24,6 @@ from jmp_amp.plan.rewriting import Rewrite
 from jmp_amp.plan.values import castable
 from jmp_amp.policies.dtypes import F32, is_half
 
-
 # The lookups of a row in the mean, from which on its gradient is summed in f32.
 _MANY = 16
 
@@ -43,7 +42,7 @@ def summed_lookup(at: Standing) -> Rewrite | None:
 def _repeats(eqn: Eqn, times: int) -> bool:
     """Whether a lookup reads each element so many times in the mean."""
     read, rows = aval_of(eqn.outvars[0]).size, aval_of(eqn.invars[0]).size
-    return is_larger(read, rows * times - 1, unless_known=False)
+    return is_larger(read, rows * times - 1, unless_known=True)
 
 
 def _bind(

@@ -276,7 +276,7 @@ def _states(views: tuple[Known, ...], sources: Sequence[int]) -> tuple[Known, ..
 
 def _made_of(
     eqn: Eqn, inner: tuple[Inner, ...], flows: tuple[Flow, ...]
-) -> tuple[list[int], int]:
+) -> tuple[Sequence[int], int]:
     """Returns the operands that each result of a call is made of, and its layers'."""
     results: list[int] = []
     layers = 0
@@ -290,7 +290,7 @@ def _made_of(
             results = outputs  # of the body of a `while`, not of its condition
         else:
             results = [a | b for a, b in zip(results, outputs, strict=True)]
-    return over_turns(results, layers, jaxprs.carried(eqn))
+    return over_turns(tuple(results), layers, jaxprs.carried(eqn))
 
 
 def _results(

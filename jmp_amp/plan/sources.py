@@ -7,7 +7,8 @@ difference is what is added: `h + b` adds a value that is not made of `b`, but
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 
 from jmp_amp.plan.jaxprs import Atom, Jaxpr, Literal, Var, aval_of
 from jmp_amp.plan.values import castable
@@ -44,6 +45,14 @@ def union(sets: Sequence[int]) -> int:
     return found
 
 
+def positions(inputs: int) -> Iterator[int]:
+    """Yields the inputs that are in a set, and takes no time for the others."""
+    while inputs:
+        lowest = inputs & -inputs
+        yield lowest.bit_length() - 1
+        inputs ^= lowest
+
+
 def translated(inputs: int, operands: Sequence[int]) -> int:
     """Returns the sources outside of a call of a value inside.
 
@@ -51,16 +60,16 @@ def translated(inputs: int, operands: Sequence[int]) -> int:
       inputs: the inputs of the body that it is computed from.
       operands: the sources of the operand that each input comes from.
     """
-    found = 0
-    for i, sources in enumerate(operands):
-        if inputs >> i & 1:
-            found |= sources
-    return found
+    # The constants of the body come behind its operands, and are nothing outside.
+    inputs &= (1 << len(operands)) - 1
+    return union([operands[i] for i in positions(inputs)])
 
 
+# Asked again in each round of a fixpoint, as a rule of the same sets.
+@functools.lru_cache(maxsize=256)
 def over_turns(
-    outputs: Sequence[int], layers: int, carried: range
-) -> tuple[list[int], int]:
+    outputs: tuple[int, ...], layers: int, carried: range
+) -> tuple[Sequence[int], int]:
     """Returns the operands that a loop's results are made of, and its layers'.
 
     Args:
@@ -68,15 +77,14 @@ def over_turns(
       layers: the operands that its layers read in one turn.
       carried: which operands it carries, to its first outputs.
     """
-    found = list(outputs)
-    before: object = None
-    while before != (found, layers):
-        before = found, layers
-        found = [
-            each | union([found[j] for j, i in enumerate(carried) if each >> i & 1])
-            for each in found
-        ]
-        for j, i in enumerate(carried):
-            if layers >> i & 1:
-                layers |= found[j]
-    return found, layers
+    carry = union([1 << i for i in carried])
+
+    def before(operands: int, found: Sequence[int]) -> int:
+        """Returns what the turn before adds, or as many turns as are known."""
+        updates = [found[i - carried.start] for i in positions(operands & carry)]
+        return operands | union(updates)
+
+    found, earlier = outputs, ()
+    while found != earlier:
+        found, earlier = tuple([before(each, found) for each in found]), found
+    return found, before(layers, found)

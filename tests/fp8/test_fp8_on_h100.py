@@ -80,6 +80,80 @@ def test_products_of_one_operand_are_not_merged_into_one_of_bf16():
     assert (found["f8"], found["others"]) == (6, 0)
 
 
+# What stands in a call: the gelu, the product, or both.
+GELU = jax.nn.gelu
+SCANNED = jax.checkpoint(lambda h, _: (jax.checkpoint(GELU)(h), None))
+RULED = jax.custom_jvp(lambda x: GELU(x))
+RULED.defjvps(lambda tangent, result, x: tangent * jnp.tanh(x))
+
+
+def product(x, w):
+    return x @ w
+
+
+CALLED = {
+    "checkpoint": lambda x, w: jax.checkpoint(GELU)(x @ w),
+    "checkpoint with a policy": lambda x, w: jax.checkpoint(
+        GELU, policy=jax.checkpoint_policies.dots_saveable
+    )(x @ w),
+    "checkpoint of jit": lambda x, w: jax.checkpoint(jax.jit(lambda x: GELU(x) * 1.0))(
+        x @ w
+    ),
+    "rule": lambda x, w: RULED(x @ w),
+    "branch": lambda x, w: jax.lax.cond(True, jax.checkpoint(GELU), jnp.sin, x @ w),
+    "turn": lambda x, w: jax.lax.scan(SCANNED, x @ w, None, length=1)[0],
+    "vmap": lambda x, w: jax.vmap(jax.checkpoint(GELU))(x @ w),
+    "product in jit": lambda x, w: jax.checkpoint(GELU)(jax.jit(product)(x, w)),
+    "product in checkpoint": lambda x, w: RULED(jax.checkpoint(product)(x, w)),
+}
+
+
+def of_a_gelu(through):
+    def loss(weights, x):
+        return jnp.mean(jnp.square(through(x, weights[0]) @ weights[1]))
+
+    return jax.grad(amp.autocast(loss, FP8))
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_product_is_kept_apart_from_a_gelu_in_any_call(name):
+    args = [aval(512, 512)] * 2, aval(512, 512)
+    barriers = [
+        eqn
+        for eqn in equations(jax.make_jaxpr(of_a_gelu(CALLED[name]))(*args))
+        if eqn.primitive.name == "optimization_barrier"
+    ]
+    # That of the second product is squared.
+    assert len(barriers) == 1
+
+
+@pytest.mark.parametrize("fn", [jax.nn.silu, jax.nn.relu, jnp.sin])
+def test_a_product_that_leads_to_no_gelu_is_fused_with_what_reads_it(fn):
+    program = of_a_gelu(lambda x, w: jax.checkpoint(fn)(jax.jit(product)(x, w)))
+    names = [
+        eqn.primitive.name
+        for eqn in equations(
+            jax.make_jaxpr(program)([aval(512, 512)] * 2, aval(512, 512))
+        )
+    ]
+    assert "optimization_barrier" not in names
+
+
+# XLA fails to compile these without the barrier.
+@pytest.mark.parametrize(
+    "name", ["checkpoint", "rule", "product in jit", "product in checkpoint"]
+)
+def test_a_gelu_in_a_call_compiles(name):
+    found = kept.figures(
+        f"fp8 gelu in {name}",
+        of_a_gelu(CALLED[name]),
+        [aval(512, 512)] * 2,
+        aval(512, 512),
+        read=read,
+    )
+    assert (found["f8"], found["others"]) == (5, 0)
+
+
 def described(text: str) -> jax.sharding.Sharding:
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=text, topology="1x1x1"

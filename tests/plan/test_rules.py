@@ -224,5 +224,6 @@ def test_every_primitive_of_the_table_exists():
         *("optimization_barrier", "pbroadcast", "pvary", "ragged_dot_general"),
         *("reduce_scatter", "reshard", "scatter-sub", "split", "stack", "unstack"),
         *("mesh_cast", "symmetric_product", "tile", "with_memory_space_constraint"),
+        "dim_as_value",
     }
     assert set(operations.OPERATIONS) - known - also == set()
