@@ -36,7 +36,7 @@ class Site:
       source: `file:line` of the user's code; None if there is none.
       direction: "forward", or "backward" for what exists only for the derivative.
       dtype: the short name of the dtype of the first floating result, "f16".
-      shape: of that result, "[8,16]".
+      shape: of that result, `(8, 16)`.
       size: the elements of the results, in all runs; a complex number is two.
       times: how often it ran. What every turn of a `scan` computes alike runs once in
         the program of the gradient.
@@ -80,7 +80,7 @@ class Site:
     source: str | None
     direction: str
     dtype: str
-    shape: str
+    shape: tuple[int, ...]
     size: int
     times: int
     amax: float

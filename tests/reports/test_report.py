@@ -678,6 +678,35 @@ def test_a_report_is_plain_data_that_reads_back():
         report.policy = "float32"
 
 
+def test_shapes_are_tuples_of_ints_and_lists_in_json():
+    def fn(x):
+        rows, columns = lax.split(x, (1, 3))
+        return jnp.sum(rows) + jnp.sum(columns)
+
+    report = explained(fn, X)
+    split, *_ = report.equations
+    assert split.shapes == ((1, 16), (3, 16))
+    data = json.loads(report.to_json())
+    assert [row["shapes"] for row in data["equations"][:2]] == [
+        [[1, 16], [3, 16]],
+        [[]],
+    ]
+    assert amp.Report.from_dict(data).equations == report.equations
+    assert "[1,16] [3,16]" in report.drill_down()
+
+
+def test_a_report_with_shapes_as_text_still_reads_back():
+    report = explained(lambda x: jnp.sum(x @ x.T), X)
+    data = report.to_dict()
+    for row in data["equations"]:
+        row["shapes"] = [str(shape).replace(" ", "") for shape in row["shapes"]]
+    assert data["equations"][1]["shapes"] == ["[4,4]"]
+    assert amp.Report.from_dict(data) == report
+    data["equations"][1]["shapes"] = ["[four]"]
+    with pytest.raises(ValueError, match="make the report again"):
+        amp.Report.from_dict(data)
+
+
 def test_the_same_call_gives_the_same_report():
     first, second = (explained(MODEL.apply, VARIABLES, X) for _ in range(2))
     assert first == second and str(first) == str(second)
