@@ -256,8 +256,8 @@ def cond(construct: Construct) -> list[Pair]:
 
     branches = [functools.partial(branch, number) for number in range(len(plans))]
     (low, full), found = jax.lax.switch(index.low, branches, values)
-    for each, distances_of in zip(traced, found, strict=True):
-        walk.note(each.origins.keys, distances_of)
+    for each, of_branch in zip(traced, found, strict=True):
+        walk.note(each.origins.keys, of_branch)
     as_it_is = [functools.partial(jaxprs.run_as_traced, plan.body) for plan in plans]
     full = jax.lax.cond(
         index.low == index.full,

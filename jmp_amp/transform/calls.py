@@ -248,7 +248,7 @@ class _Call:
     """
 
     outputs: Outputs
-    refused_half: bool
+    refused_half: bool = False
 
     def __init__(
         self,
