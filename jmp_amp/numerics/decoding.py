@@ -190,7 +190,7 @@ def _site(
         source=places.source_of(entry),
         direction=entry.direction,
         dtype=entry.format or short_name(first.dtype),
-        shape=f"[{','.join(map(str, first.shape))}]",
+        shape=tuple(first.shape),
         size=size * runs,
         times=runs,
         amax=max(row.amax for row in rows),

@@ -276,7 +276,8 @@ def _site(row: Mapping[str, Any]) -> Site:
     numbers = ("amax", "amin", "error", "amplification")
     exponents = {int(e): count for e, count in row["exponents"].items()}
     read = {name: plain_data.read(row[name]) for name in numbers}
-    return Site(**{**row, **read, "exponents": exponents})
+    shape = plain_data.read_shape(row["shape"])
+    return Site(**{**row, **read, "shape": shape, "exponents": exponents})
 
 
 def _policy_written(policy: PolicyMap) -> dict[str, Any] | str:

@@ -15,7 +15,7 @@ from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.policies.fp8 import FORMATS
 from jmp_amp.reports import plain_data
 from jmp_amp.reports.report_tables import TOP_LEVEL
-from jmp_amp.reports.tables import Table
+from jmp_amp.reports.tables import Table, shape_text
 
 _MOST_MODULES = 24
 _MOST_BLAMED = 8
@@ -247,7 +247,7 @@ def of_sites(sites: Iterable[Site], reference: Sequence[Site]) -> list[Table]:
                 site.operation + times,
                 site.direction,
                 site.dtype,
-                site.shape,
+                shape_text(site.shape),
                 wording.number(site.amax),
                 wording.number(site.amin),
                 wording.share(site.zeros / site.size if site.size else 0.0),

@@ -233,7 +233,7 @@ class _Lockstep(Walk[Pair]):
             if len(operands) > len(eqn.invars):
                 # It reads what a rewrite computed of its operands, not them.
                 operands = operands[len(eqn.invars) :]
-            made = tuple(k for x in operands for k in x.made)
+            made = united([x.made for x in operands])
             self._written_to(eqn, made, operands)
             results = []
             for var, low, other in zip(eqn.outvars, bound, full, strict=True):

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,20 @@ class Bodies(Protocol):
         ...
 
 
+class _Traced(NamedTuple):
+    """A run of a body that is traced once, however often it is called.
+
+    Attributes:
+      run: returns the values of its results, and the distances in it.
+      nothing: the distances of a run that has compared nothing.
+      origins: where its results come from.
+    """
+
+    run: Callable[..., tuple[Values, list[Distance]]]
+    nothing: list[Distance]
+    origins: Origins
+
+
 @dataclasses.dataclass(frozen=True)
 class Construct:
     """A loop, a branch or a sharded map, and what it is given.
@@ -84,22 +98,19 @@ class Construct:
         path, times = (*self.identity, number), jaxprs.repetitions(self.eqn)
         return self.walk.run(self.planned.bodies[number], pairs, path, times)
 
-    def nothing(
-        self, run: Callable[..., Frame], *args: object
-    ) -> tuple[list[Distance], Origins]:
-        """Returns the distances of a run that has compared nothing; computes nothing.
-
-        Also returns the origins of what it would compute.
-        """
+    def traced(self, run: Callable[..., Frame], *args: object) -> _Traced:
+        """Returns a run that may be called with such arguments; computes nothing."""
         seen: list[Origins] = []
 
-        def distances_of(*args: object) -> list[Distance]:
+        # It keeps its trace: the bodies inside would be traced again for each call.
+        @functools.partial(jax.jit, inline=True)
+        def once(*args: object) -> tuple[Values, list[Distance]]:
             frame = run(*args)
             seen.append(frame.origins)
-            return frame.distances
+            return apart(frame.results), frame.distances
 
-        shapes = jax.eval_shape(distances_of, *args)
-        return jax.tree.map(self._nothing, shapes), seen[-1]
+        _, shapes = jax.eval_shape(once, *args)
+        return _Traced(once, jax.tree.map(self._nothing, shapes), seen[-1])
 
     def _nothing(self, like: jax.ShapeDtypeStruct) -> jax.Array:
         return self.varying(jnp.zeros(like.shape, like.dtype))
@@ -140,7 +151,7 @@ class Construct:
             carried = before[i] if i < len(before) else ()
             for key in carried:
                 operands = self.walk.operands
-                operands[key] = (*operands[key], *last[i])
+                operands[key] = united([operands[key], last[i]])
             keys = united([last[i], carried])
             made.append(dataclasses.replace(pair, made=keys))
         return made
@@ -184,28 +195,24 @@ def while_loop(construct: Construct) -> list[Pair]:
         for inner in jaxprs.inner_bodies(eqn)
     )
 
-    def test(carry: Values) -> Frame:
-        return construct.run(0, [*of_condition, *paired(carry, made)])
-
-    def step(carry: Values) -> Frame:
-        return construct.run(1, [*of_body, *paired(carry, made)])
-
     start = apart([operands[i] for i in carried])
-    none_of_test, tested = construct.nothing(test, start)
-    none_of_step, stepped = construct.nothing(step, start)
+    test = construct.traced(
+        lambda carry: construct.run(0, [*of_condition, *paired(carry, made)]), start
+    )
+    step = construct.traced(
+        lambda carry: construct.run(1, [*of_body, *paired(carry, made)]), start
+    )
 
     def once_more(carry: Values) -> tuple[tuple[Value, Value], list[Distance]]:
-        frame = test(carry)
-        (goes_on,) = frame.results
-        return (goes_on.low, goes_on.full), frame.distances
+        ((goes,), (went,)), found = test.run(carry)
+        return (goes, went), found
 
     def turn(state: _State) -> _State:
         (goes, went), carry, of_test, of_step = state
-        frame = step(carry)
-        low, full = apart(frame.results)
+        (low, full), found = step.run(carry)
         # Under `vmap`, each example has a condition.
         both = (goes & went).any()
-        of_step = _add_if(both, of_step, frame.distances)
+        of_step = _add_if(both, of_step, found)
         after = (
             list(map(functools.partial(_chosen, goes), low, carry[0])),
             list(map(functools.partial(_chosen, went), full, carry[1])),
@@ -215,15 +222,15 @@ def while_loop(construct: Construct) -> list[Pair]:
         return (goes & goes_on[0], went & goes_on[1]), after, of_test, of_step
 
     goes_on, found = once_more(start)
-    first = jax.tree.map(jnp.add, none_of_test, found)
+    first = jax.tree.map(jnp.add, test.nothing, found)
     _, carry, of_test, of_step = jax.lax.while_loop(
         lambda state: (state[0][0] | state[0][1]).any(),
         turn,
-        (goes_on, start, first, none_of_step),
+        (goes_on, start, first, step.nothing),
     )
-    construct.walk.note(tested.keys, of_test)
-    construct.walk.note(stepped.keys, of_step)
-    return construct.leaving(paired(carry), stepped.made, made)
+    construct.walk.note(test.origins.keys, of_test)
+    construct.walk.note(step.origins.keys, of_step)
+    return construct.leaving(paired(carry), step.origins.made, made)
 
 
 def cond(construct: Construct) -> list[Pair]:
@@ -236,19 +243,21 @@ def cond(construct: Construct) -> list[Pair]:
     def run(number: int, values: Values) -> Frame:
         return construct.run(number, paired(values, made))
 
-    runners = [functools.partial(run, number) for number in range(len(plans))]
-    nothing = [construct.nothing(each, values) for each in runners]
+    traced = [
+        construct.traced(functools.partial(run, number), values)
+        for number in range(len(plans))
+    ]
 
     def branch(number: int, values: Values) -> tuple[Values, Any]:
-        frame = run(number, values)
-        found = [none for none, _ in nothing]
-        found[number] = jax.tree.map(jnp.add, found[number], frame.distances)
-        return apart(frame.results), found
+        results, compared = traced[number].run(values)
+        found = [each.nothing for each in traced]
+        found[number] = jax.tree.map(jnp.add, found[number], compared)
+        return results, found
 
     branches = [functools.partial(branch, number) for number in range(len(plans))]
     (low, full), found = jax.lax.switch(index.low, branches, values)
-    for (_, seen), each in zip(nothing, found, strict=True):
-        walk.note(seen.keys, each)
+    for each, of_branch in zip(traced, found, strict=True):
+        walk.note(each.origins.keys, of_branch)
     as_it_is = [functools.partial(jaxprs.run_as_traced, plan.body) for plan in plans]
     full = jax.lax.cond(
         index.low == index.full,
@@ -257,7 +266,7 @@ def cond(construct: Construct) -> list[Pair]:
         full,
         values,
     )
-    of_results = zip(*(seen.made for _, seen in nothing), strict=True)
+    of_results = zip(*(each.origins.made for each in traced), strict=True)
     results = paired((low, full), list(map(united, of_results)))
     # Where the other branch was taken, they are further apart than what made them.
     return [

@@ -36,7 +36,7 @@ class Site:
       source: `file:line` of the user's code; None if there is none.
       direction: "forward", or "backward" for what exists only for the derivative.
       dtype: the short name of the dtype of the first floating result, "f16".
-      shape: of that result, "[8,16]".
+      shape: of that result, `(8, 16)`.
       size: the elements of the results, in all runs; a complex number is two.
       times: how often it ran. What every turn of a `scan` computes alike runs once in
         the program of the gradient.
@@ -80,7 +80,7 @@ class Site:
     source: str | None
     direction: str
     dtype: str
-    shape: str
+    shape: tuple[int, ...]
     size: int
     times: int
     amax: float
@@ -121,7 +121,7 @@ class Site:
         """Returns the share of the finite values that `format` turns into infinity.
 
         The values with the power of two of the format's largest value fit, unless
-        `amax` is too large: then none of them is taken to fit.
+        `amax` is one of them and too large: then none of them is taken to fit.
 
         Args:
           format: "f16", "bf16", "e4m3", "e5m2", "f32", or the dtype; "e4m3" is
@@ -139,7 +139,8 @@ class Site:
           (0.25, 0.0, 0.25)
         """
         held = _range(format, "overflow")
-        lost = held.cast(self.amax) == math.inf
+        is_at_the_top = math.frexp(self.amax)[1] - 1 == held.top
+        lost = is_at_the_top and held.cast(self.amax) == math.inf
         return self._share(e for e in self.exponents if e > held.top - lost)
 
     def underflow(self, format: DTypeLike) -> float:

@@ -37,7 +37,7 @@ def counterparts(
     An equation may have several derivatives of one operation, as a product has: they
     are told apart by their shape and their order, which the runs share.
     """
-    known: defaultdict[tuple[Any, str], list[Site]] = defaultdict(list)
+    known: defaultdict[tuple[Any, ...], list[Site]] = defaultdict(list)
     for site in reversed(reference):
         known[site.key, site.shape].append(site)
     found: dict[int, Site | None] = {}

@@ -49,6 +49,7 @@ _BODY_PARAMETER = {
     primitives.remat_p: "jaxpr",
     primitives.custom_jvp_call_p: "call_jaxpr",
 }
+CHECKPOINT = primitives.remat_p
 # Not in `jax.extend`. The body of each is its parameter `jaxpr`.
 _SHARD_MAP = "shard_map"
 _METADATA_CALL = "xla_metadata_call"
@@ -308,7 +309,7 @@ def is_mutable(atom: Atom) -> bool:
 
 
 def is_checkpoint(eqn: Eqn) -> bool:
-    return eqn.primitive is primitives.remat_p
+    return eqn.primitive is CHECKPOINT
 
 
 def is_branch(eqn: Eqn) -> bool:

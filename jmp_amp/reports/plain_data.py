@@ -48,6 +48,11 @@ def read(data: Any) -> Any:
     return [read(each) for each in data] if isinstance(data, list) else data
 
 
+def read_shape(data: Any) -> tuple[int, ...]:
+    """Returns a shape from a list of ints, or from the text "[8,16]" of old reports."""
+    return tuple(map(int, json.loads(data) if isinstance(data, str) else data))
+
+
 def _number(number: float) -> float | str:
     # `str` says inf, -inf and nan.
     return number if math.isfinite(number) else str(float(number))

@@ -448,8 +448,8 @@ def _joined(path: str, *names: str) -> str:
     return "/".join(name for name in (path, *names) if name)
 
 
-def _shape(var: Var) -> str:
-    return f"[{','.join(map(str, getattr(var.aval, 'shape', ())))}]"
+def _shape(var: Var) -> tuple[int, ...]:
+    return tuple(getattr(var.aval, "shape", ()))
 
 
 def _size(var: Var) -> int:

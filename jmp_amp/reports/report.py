@@ -281,7 +281,7 @@ class Report:
             if data["saved"] is not None:
                 read["saved"] = tuple(Saved(**row) for row in data["saved"])
             read["unused_rules"] = tuple(data["unused_rules"])
-        except (TypeError, KeyError) as error:
+        except (TypeError, KeyError, ValueError) as error:
             raise ValueError(
                 f"Report.from_dict: a row is not one of a report: {error}. It may be "
                 "of another version: make the report again."
@@ -341,7 +341,8 @@ def _saved_text(report: Report) -> str:
 
 def _equation(row: Mapping[str, Any]) -> Equation:
     casts = tuple(Cast(**cast) for cast in row["casts"])
-    return Equation(**{**row, "shapes": tuple(row["shapes"]), "casts": casts})
+    shapes = tuple(map(plain_data.read_shape, row["shapes"]))
+    return Equation(**{**row, "shapes": shapes, "casts": casts})
 
 
 def explain(

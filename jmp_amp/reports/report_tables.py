@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from jmp_amp.plan.operations import OPERATIONS
 from jmp_amp.plan.rules import FUNCTION_RULES
 from jmp_amp.reports.rows import Cast, Costs, Equation, Reason
-from jmp_amp.reports.tables import Table, quantity
+from jmp_amp.reports.tables import Table, quantity, shape_text
 
 TOP_LEVEL = "(top level)"
 
@@ -150,7 +150,7 @@ def of_equations(equations: Iterable[Equation]) -> list[Table]:
                 equation.identity,
                 _file_name(equation.source),
                 _operation(equation) + times,
-                " ".join(equation.shapes),
+                " ".join(map(shape_text, equation.shapes)),
                 equation.dtype,
                 equation.op_class,
                 equation.reason,

@@ -35,7 +35,7 @@ class Equation:
       operation: the name of the primitive.
       calls: the name of the function that it calls; "" if it calls none.
       source: `file:line` of the user's code; None if there is none.
-      shapes: of the results, as in `[8,16]`.
+      shapes: of the results, as in `((8, 16),)`.
       dtype: the short name of the dtype that it computes in; "" for a planned call.
       is_floating: it has operands or results that a plan may cast.
       op_class: "low", "full", "follow" or "keep".
@@ -65,7 +65,7 @@ class Equation:
     operation: str
     calls: str
     source: str | None
-    shapes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
     dtype: str
     is_floating: bool
     op_class: str

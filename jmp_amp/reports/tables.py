@@ -88,6 +88,11 @@ def _html_row(tag: str, cells: Sequence[str], table: Table) -> str:
     return f"<tr>{''.join(written)}</tr>"
 
 
+def shape_text(shape: Sequence[int]) -> str:
+    """Returns a shape as programs of JAX show it: "[8,16]"."""
+    return f"[{','.join(map(str, shape))}]"
+
+
 def quantity(number: float) -> str:
     """Returns a number with three digits and a prefix for a unit: "1.23 M", "512 "."""
     prefixes = ["", "k", "M", "G", "T", "P"]

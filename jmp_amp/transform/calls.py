@@ -159,9 +159,10 @@ def _traced(call: _Call) -> ClosedJaxpr:
     """
     try:
         return without_dead_code(jaxprs.trace(call.run, call.inputs))
-    except Exception as error:
+    except Exception:
+        refused_half = call.refused_half
         for which in (call.is_cache, call.may_widen):
-            if is_about_half(error) and call.widen(which):
+            if refused_half and call.widen(which):
                 with contextlib.suppress(TypeError, jax.dtypes.TypePromotionError):
                     return without_dead_code(jaxprs.trace(call.run, call.inputs))
         raise
@@ -247,9 +248,11 @@ class _Call:
         of nnx that are no parameters.
       outputs: what the last trace found.
       leaked: the collections of linen that the function wrote to outside of itself.
+      refused_half: whether JAX refused a half dtype in the last trace.
     """
 
     outputs: Outputs
+    refused_half: bool = False
 
     def __init__(
         self,
@@ -324,6 +327,7 @@ class _Call:
 
     def run(self, *arrays: jax.Array) -> list[jax.Array]:
         """The program: the call, from arrays to arrays."""
+        self.refused_half = False
         remaining = iter(arrays)
         filled = [next(remaining) if is_array(x) else x for x in self.values]
         leaves, states = filled[: self.count], filled[self.count :]
@@ -345,6 +349,9 @@ class _Call:
                 "argument, or let it close over the module; what other Python objects "
                 "hold is not searched."
             )
+            raise
+        except Exception as error:
+            self.refused_half = is_about_half(error)
             raise
         finally:
             # Caches are known by their path, or once a module has got them.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import traceback
 import types
 from collections.abc import Iterator, Sequence
 
@@ -18,9 +19,11 @@ import jax
 import jax.core
 from jax.tree_util import KeyPath, SequenceKey, keystr
 
+from jmp_amp.plan import jaxprs
 from jmp_amp.policies.dtypes import AnyFn
 
-_HALF = re.compile(r"\b(bfloat16|float16|bf16|f16)\b")
+# JAX names a dtype, or the type of an array: `bf16[8,16]`.
+_HALF = re.compile(r"\b(bfloat16|float16|(bf16|f16)\[)")
 # What JAX says of a tracer: "The error occurred while tracing the function run at
 # .../calls.py:216 for jit. This concrete value was not available in Python because it
 # depends on the value of the argument arrays[2]."
@@ -31,14 +34,18 @@ _INPUT = re.compile(r"\barrays\[(\d+)\]")
 def is_about_half(error: Exception) -> bool:
     """Whether JAX may have refused a dtype because it is a half one.
 
-    Two dtypes do not meet in a loop, or under strict promotion. JAX names them; the
-    errors of the function itself do not.
+    Two dtypes do not meet in a loop, or under strict promotion. JAX raises the error,
+    and names them; those of the function itself may be about anything.
+
+    Args:
+      error: caught inside of the trace, where JAX has not cut its traceback yet.
     """
     kinds = (TypeError, jax.dtypes.TypePromotionError)
-    needs_values = isinstance(error, jax.errors.JAXTypeError)
-    return (
-        isinstance(error, kinds) and not needs_values and bool(_HALF.search(str(error)))
-    )
+    if not isinstance(error, kinds) or isinstance(error, jax.errors.JAXTypeError):
+        return False  # The latter needs the values of an array.
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    raised_by_jax = jaxprs.in_library(frame.f_code.co_filename)
+    return raised_by_jax and bool(_HALF.search(str(error)))
 
 
 def explain_traced_values(

@@ -22,7 +22,7 @@ def site(values=(1.0,), **fields):
         "source": "/home/me/model.py:7",
         "direction": "forward",
         "dtype": "f32",
-        "shape": f"[{values.size}]",
+        "shape": (values.size,),
         "size": int(values.size),
         "times": 1,
         "amax": float(finite.max(initial=0.0)),

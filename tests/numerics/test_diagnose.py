@@ -75,7 +75,7 @@ def test_the_error_of_a_loop_is_that_of_all_turns(fn):
     x *= np.float32([[1.0], [3.0], [0.01], [2.0], [0.5]])
     d = amp.diagnose(fn, "p=f32,c=f16,o=f32,low=mul")(jnp.asarray(x))
     products = of(d.sites, "mul")
-    (product,) = [s for s in products if s.shape == "[64]"]
+    (product,) = [s for s in products if s.shape == (64,)]
     assert (product.times, product.dtype) == (5, "f16")
     exact = x.astype(np.float64) ** 2
     rounded = np.square(x.astype(np.float16))
@@ -173,7 +173,7 @@ def test_the_two_runs_may_go_different_ways():
     assert of(d.reference, "sin") and not of(d.reference, "cos")
     # What comes after is compared with what comes after the other branch.
     other = np.sin(2049.0) + 1.0
-    (after,) = [s for s in of(d.sites, "add") if s.shape == "[1,1]"]
+    (after,) = [s for s in of(d.sites, "add") if s.shape == (1, 1)]
     assert after.error == pytest.approx(
         abs(np.cos(2048.0) + 1.0 - other) / other, rel=1e-3
     )
@@ -449,7 +449,7 @@ def test_a_value_that_two_operations_read_is_the_same_in_both():
         error = np.linalg.norm(ours - exact) / np.linalg.norm(exact)
         assert found.error == pytest.approx(error, rel=0.05)
     # Nothing of what is drawn inside its bounds is clipped.
-    clipped = [s for s in of(d.sites, "mul", "backward") if s.shape == "[8,16]"]
+    clipped = [s for s in of(d.sites, "mul", "backward") if s.shape == (8, 16)]
     assert sum(s.zeros for s in clipped) == 128
 
 
@@ -475,7 +475,7 @@ def test_a_cast_that_leaves_an_island_is_in_the_module_that_reads_it():
     d = amp.diagnose(model.apply, "mixed_bfloat16")(params, x)
     made = [s for s in of(d.sites, "convert_element_type") if s.dtype == "bf16"]
     # Of the softmax, its two results are cast: each is the operand of a product.
-    whole = [s.module for s in made if s.shape == "[16,16]"]
+    whole = [s.module for s in made if s.shape == (16, 16)]
     assert sorted(whole) == [
         *["Readers/shares"] * 2,
         *["Readers/up"] * 2,

@@ -136,6 +136,21 @@ def test_a_diagnosis_is_plain_data_that_reads_back(value):
         made.loss_scale = 2.0
 
 
+def test_the_shape_of_a_site_is_a_tuple_of_ints_and_a_list_in_json():
+    d = amp.diagnose(lambda x: jnp.sum(x * x), "float32")(jnp.ones((8, 16)))
+    assert [site.shape for site in d.sites[:2]] == [(8, 16), ()]
+    data = json.loads(d.to_json())
+    assert [row["shape"] for row in data["sites"][:2]] == [[8, 16], []]
+    assert Diagnosis.from_dict(data).sites == d.sites
+    assert "[8,16]" in d.drill_down()
+    # As earlier versions wrote it.
+    data["sites"][0]["shape"] = "[8,16]"
+    assert Diagnosis.from_dict(data) == d
+    data["sites"][0]["shape"] = "[8,x]"
+    with pytest.raises(ValueError, match="make the diagnosis again"):
+        Diagnosis.from_dict(data)
+
+
 def test_values_read_back_as_numbers():
     value = {"loss": jnp.float32(0.5), "x": (jnp.array([1.0, -INF]), jnp.int8(3))}
     made = diagnosis(value=value)

@@ -5,6 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import jmp_amp as amp
 from tests.numerics.made import site
 
 DTYPES = {
@@ -96,6 +97,21 @@ def test_the_power_of_two_of_the_largest_number_fits_unless_amax_does_not():
     assert site([40000.0, 65504.0, 1.0]).overflow("f16") == 0.0
     # From exponents alone nothing tells 40000 from 65535.
     assert site([40000.0, 65535.0, 1.0, 0.0]).overflow("f16") == 0.5
+
+
+@pytest.mark.parametrize("name", ["f16", "e4m3", "e5m2"])  # f32 goes no further
+@pytest.mark.parametrize("factor", [2.0, 64.0, 2.0**40])
+def test_what_is_far_too_large_takes_none_of_a_lower_power_of_two_along(name, factor):
+    largest = float(ml_dtypes.finfo(DTYPES[name]).max)
+    top = 2.0 ** np.floor(np.log2(largest))
+    values = [0.0, 1.0, top, largest, largest * factor]
+    assert site(values).overflow(name) == shares(name, values)[0] == 0.2
+
+
+def test_a_diagnosis_counts_what_fits_beside_what_is_far_too_large():
+    x = jnp.array([40000.0, 1e6])
+    (doubled,) = amp.diagnose(lambda x: x + 0.0, "float32")(x).sites
+    assert doubled.overflow("f16") == 0.5
 
 
 def test_values_that_are_not_finite_do_not_count_and_zeros_do():

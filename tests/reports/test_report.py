@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax import lax
+from jax.custom_derivatives import linear_call
 from jax.extend import core
 
 import jmp_amp as amp
@@ -488,6 +490,58 @@ def solve(field, y):
     assert (call.matmuls, call.matmuls_in_half) == (2, 2)
 
 
+def twice_multiplied(a, b):
+    """A solution that takes two products, of a system that is another one."""
+
+    def solve(matvec, b):
+        return a @ (a @ b)
+
+    return lax.custom_linear_solve(lambda x: a @ x, b, solve, solve)
+
+
+def linear(a, b):
+    return linear_call(lambda a, x: a @ x, lambda a, c: a.T @ (a @ c), a, b)
+
+
+def written_to(a, b):
+    place = jax.new_ref(b)
+
+    @jax.jit
+    def step(place):
+        place[...] = a @ place[...]
+
+    lax.cond(b[0, 0] > 0, lambda: step(place), lambda: None)
+    return place[...] @ b.T
+
+
+def gradients(fn):
+    return jax.grad(lambda a, b: jnp.sum(jnp.sin(fn(a, b))), argnums=(0, 1))
+
+
+AS_TRACED = {
+    "solve": jnp.linalg.solve,
+    "gradients of solve": gradients(jnp.linalg.solve),
+    "solve a batch": jax.vmap(jnp.linalg.solve, (None, 0)),
+    "inverse": lambda a, b: jnp.linalg.inv(a) @ b,
+    "products that solve": twice_multiplied,
+    "linear_call": linear,
+    "kernel": lambda a, b: kernel(a, b),
+    "branch that writes": written_to,
+}
+
+
+@pytest.mark.parametrize("fn", AS_TRACED.values(), ids=AS_TRACED)
+def test_the_products_that_run_as_traced_are_those_of_the_compiled_program(fn):
+    # A system tells products to its derivative alone; LU factors take none.
+    args = f32(16, 16), f32(16, 8)
+    if fn is AS_TRACED["solve a batch"]:
+        args = f32(16, 16), f32(3, 16, 8)
+    compiled = jax.jit(fn).lower(*args).compile().as_text()
+    report = explained(fn, *args, policy="float32")
+    assert report.total.matmuls == len(re.findall(r"= \S+ dot\(", compiled))
+    assert report.total.matmuls_in_half == 0
+
+
 def test_cast_inputs_lowers_what_an_opaque_call_multiplies():
     report = explained(lambda x, w: amp.cast_inputs(kernel)(x, w) @ w, X, f32(16, 16))
     assert report.total.matmuls == report.total.matmuls_in_half == 2
@@ -676,6 +730,35 @@ def test_a_report_is_plain_data_that_reads_back():
     assert data["policy"] == "p=f32,c=f16,o=f32"
     with pytest.raises(dataclasses.FrozenInstanceError):
         report.policy = "float32"
+
+
+def test_shapes_are_tuples_of_ints_and_lists_in_json():
+    def fn(x):
+        rows, columns = lax.split(x, (1, 3))
+        return jnp.sum(rows) + jnp.sum(columns)
+
+    report = explained(fn, X)
+    split, *_ = report.equations
+    assert split.shapes == ((1, 16), (3, 16))
+    data = json.loads(report.to_json())
+    assert [row["shapes"] for row in data["equations"][:2]] == [
+        [[1, 16], [3, 16]],
+        [[]],
+    ]
+    assert amp.Report.from_dict(data).equations == report.equations
+    assert "[1,16] [3,16]" in report.drill_down()
+
+
+def test_a_report_with_shapes_as_text_still_reads_back():
+    report = explained(lambda x: jnp.sum(x @ x.T), X)
+    data = report.to_dict()
+    for row in data["equations"]:
+        row["shapes"] = [str(shape).replace(" ", "") for shape in row["shapes"]]
+    assert data["equations"][1]["shapes"] == ["[4,4]"]
+    assert amp.Report.from_dict(data) == report
+    data["equations"][1]["shapes"] = ["[four]"]
+    with pytest.raises(ValueError, match="make the report again"):
+        amp.Report.from_dict(data)
 
 
 def test_the_same_call_gives_the_same_report():

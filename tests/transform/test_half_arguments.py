@@ -172,8 +172,24 @@ def raises_its_own(w: jax.Array) -> jax.Array:
     raise TypeError("mine")
 
 
+def raises(message: str) -> Any:
+    def fn(*_: Any) -> Any:
+        raise TypeError(message)
+
+    return fn
+
+
 MISTAKES = {
     "mine": raises_its_own,
+    "no layer bf16": raises("no layer bf16"),
+    "got bfloat16 weights": lambda w: jax.tree.map(raises("got bfloat16 weights"), w),
+    "f16 of a turn": lambda w: jax.lax.map(raises("f16 of a turn: f16[2]"), w),
+    "float16 of a branch": lambda w: jax.lax.cond(
+        w[0] > 0, raises("float16 of a branch"), jnp.sin, w
+    ),
+    "bfloat16 of a helper": lambda w: jax.jit(raises("bfloat16 of a helper"))(w),
+    "data type 'bf16' not understood": lambda w: w.astype("bf16"),
+    "got ''bfloat16''": lambda w: np.dtype(["bfloat16"]),
     "unsupported operand": lambda w: w + "a",
     "missing 1 required positional argument": lambda w: raises_its_own(),  # pyright: ignore
     "concrete value": lambda w: jnp.zeros(w[0].astype(int)),

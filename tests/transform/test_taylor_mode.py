@@ -1,5 +1,9 @@
 """`jax.experimental.jet` of a function in mixed precision."""
 
+import dataclasses
+import enum
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,14 +52,38 @@ def test_derivatives_of_higher_order_are_those_of_f32(fn, policy):
         assert np.abs(found - expected).max() < 8 * eps(policy) * np.abs(expected).max()
 
 
-def test_another_key_error_is_told_as_it_is():
+class Kind(enum.Enum):
+    checkpoint = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    name: str
+
+
+KEYS = [
+    "mine",
+    "remat",
+    Kind.checkpoint,
+    pathlib.Path("checkpoint_3"),
+    Layer("remat_block"),
+    Layer("remat2"),
+]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_a_key_error_of_the_function_is_told_and_runs_nothing_again(key):
+    runs = []
+
     @jax.custom_jvp
     def square(x):
         return x**2
 
     @square.defjvp
     def _(primals, tangents):
-        raise KeyError("mine")
+        runs.append(key)
+        return {}[key]
 
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(KeyError) as error:
         jax.grad(amp.autocast(lambda w: square(jnp.sum(w @ w))))(W)
+    assert error.value.args == (key,) and len(runs) == 1
