@@ -61,7 +61,7 @@ WINGS = {
     ),
     "reports": (
         ("costs", "rows", "tables", "plain_data"),
-        ("opaque",),
+        ("opaque", "askers"),
         ("reading", "report_tables"),
         ("report",),
     ),
@@ -71,6 +71,7 @@ WINGS = {
         ("liveness",),
         ("frames", "distances", "flagged", "trials", "moves", "asked"),
         ("measuring", "searching", "pairs"),
+        ("own_dtypes",),
         ("executables", "tuner", "pair_constructs"),
         ("programs",),
         ("lockstep",),

@@ -160,6 +160,10 @@ def _traced(call: _Call) -> ClosedJaxpr:
             if is_about_half(error) and call.widen(which):
                 with contextlib.suppress(TypeError, jax.dtypes.TypePromotionError):
                     return jaxprs.trace(call.run, call.inputs)
+        how = scopes.measured()
+        if is_about_half(error) and how is not None and how.hands_on_f32:
+            with scopes.measuring(how._replace(hands_on_f32=False)):
+                return jaxprs.trace(call.run, call.inputs)
         raise
 
 

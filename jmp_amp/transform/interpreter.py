@@ -17,10 +17,9 @@ from jmp_amp.plan.alike import NO_LIKENESS, Likeness, likeness
 from jmp_amp.plan.jaxprs import ClosedJaxpr, Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.plan import EquationPlan, Island, Plan
 from jmp_amp.plan.planner import plan_program
-from jmp_amp.plan.regions import scope
 from jmp_amp.plan.rewriting import Shared
 from jmp_amp.plan.targets import Cpu, checked_target, cpu_of
-from jmp_amp.plan.values import is_inexact
+from jmp_amp.plan.values import is_inexact, traced_dtype
 from jmp_amp.plan.walk import Walk
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.flags import checked_flag
@@ -191,13 +190,25 @@ def autocast(
                     "jax.eval_shape(autocast(fn), *args) for the shapes."
                 )
             # Inside another autocast the scope tells the outer one whose policy it is.
-            nested = nullcontext() if outer is None else scope(policies.default)
+            nested = nullcontext() if outer is None else scopes.inside(policies.default)
             with nested:
-                results = run(call.plan, call.arrays)
+                results = _results(call)
             avals = call.jaxpr.out_avals
             return call.returned(list(map(jaxprs.as_output, results, avals)))
 
     return autocast_fn
+
+
+def _results(call: PlannedCall) -> list[Value]:
+    """Returns the results of the program of an autocast, in the dtypes of its plan."""
+    how = scopes.measured()
+    if how is None:
+        return run(call.plan, call.arrays)
+    kept = call.policies.default.output_dtype if how.hands_on_f32 else None
+    return [
+        x if dtype in (None, kept) else jaxprs.converted(x, dtype)
+        for x, dtype in zip(call.as_it_is(call.arrays), call.plan.outputs, strict=True)
+    ]
 
 
 class _Decorator(functools.partial[Any]):
@@ -235,6 +246,20 @@ class PlannedCall(NamedTuple):
     numbered: Callable[[], tuple[tuple[PyTree, ...], dict[str, PyTree]]]
     policies: PolicyMap
     cpu: Cpu | None = None
+
+    def as_it_is(self, arrays: Sequence[Value]) -> list[Value]:
+        """Runs the function without the plan."""
+        return jaxprs.run_as_traced(jaxprs.body_of(self.jaxpr), self.as_traced(arrays))
+
+    def as_traced(self, arrays: Sequence[Value]) -> list[Value]:
+        """Returns inputs in the dtypes that the program was traced with."""
+        # Parameters may be stored in half precision, and caches.
+        return [
+            jax.lax.convert_element_type(x, aval_of(v).dtype)
+            if traced_dtype(v) is not None
+            else x
+            for x, v in zip(arrays, self.jaxpr.jaxpr.invars, strict=True)
+        ]
 
 
 @contextmanager
