@@ -48,6 +48,7 @@ WINGS = {
         ("nnx_modules",),
         ("linen_modules",),
         ("markers", "calls", "derivatives"),
+        ("planned",),
         ("interpreter",),
     ),
     "training": (

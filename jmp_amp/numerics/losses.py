@@ -26,8 +26,8 @@ from jmp_amp.policies.policy import get_policy
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.training.gradients import Argnums, check_argnums
 from jmp_amp.transform import scopes
-from jmp_amp.transform.interpreter import PlannedCall, planned_call
 from jmp_amp.transform.nnx_modules import is_node
+from jmp_amp.transform.planned import PlannedCall, planned_call
 
 # Traces and plans a call under a map of policies.
 Called = Callable[[PolicyMap], contextlib.AbstractContextManager["LossCall"]]

@@ -11,7 +11,7 @@ from jmp_amp.policies.dtypes import is_half
 from jmp_amp.reports.rows import Asked, Equation
 
 PROGRAM = "the program itself"
-# What the policy follows begins so.
+# Before the policy of that autocast, `"an autocast inside, p=f32,c=f16,o=f32"`.
 AUTOCAST = "an autocast inside"
 
 

@@ -37,7 +37,8 @@ from jmp_amp.reports.costs import (
 )
 from jmp_amp.reports.opaque import reason_of
 from jmp_amp.reports.rows import Cast, Equation, Saved
-from jmp_amp.transform.interpreter import PlannedCall, run
+from jmp_amp.transform.interpreter import run
+from jmp_amp.transform.planned import PlannedCall
 from jmp_amp.transform.scopes import decided_inside, entry_of
 
 # What JAX adds to the name stack of a checkpoint.

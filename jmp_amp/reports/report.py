@@ -20,7 +20,7 @@ from jmp_amp.reports.reading import read_plan, read_saved
 from jmp_amp.reports.rows import Asked, Cast, Costs, Equation, Reason, Saved
 from jmp_amp.reports.tables import quantity
 from jmp_amp.transform.functions import check_function
-from jmp_amp.transform.interpreter import planned_call
+from jmp_amp.transform.planned import planned_call
 
 
 @dataclasses.dataclass(frozen=True)
