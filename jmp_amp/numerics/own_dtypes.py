@@ -28,7 +28,7 @@ def own_dtypes(rows: Sequence[Equation], call: str) -> Iterator[str]:
         if is_inside(each.by):
             policy = each.by.partition(", ")[2]
             yield (
-                f"An autocast inside of the function has {_many(each)} in half, by its "
+                f"An autocast inside of the function has in half {_many(each)}, by its "
                 f"own policy {policy}. No policy that is given here reaches that. "
                 f"Pass the function without that autocast: {call.format(repr(policy))}."
             )
