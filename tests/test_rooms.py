@@ -49,6 +49,7 @@ WINGS = {
         ("nnx_modules",),
         ("linen_modules",),
         ("markers", "calls", "derivatives"),
+        ("planned",),
         ("interpreter",),
     ),
     "training": (
@@ -62,7 +63,7 @@ WINGS = {
     ),
     "reports": (
         ("costs", "rows", "tables", "plain_data"),
-        ("opaque",),
+        ("opaque", "askers"),
         ("reading", "report_tables"),
         ("report",),
     ),
@@ -72,6 +73,7 @@ WINGS = {
         ("liveness",),
         ("frames", "distances", "flagged", "trials", "moves", "asked"),
         ("measuring", "searching", "pairs"),
+        ("own_dtypes",),
         ("executables", "tuner", "pair_constructs"),
         ("programs",),
         ("lockstep",),

@@ -62,6 +62,8 @@ def advise(
     otherwise: Collection[str] = (),
     is_finite_itself: bool | None = None,
     arguments: Sequence[str] | None = None,
+    inside: Collection[str] = (),
+    own: Collection[str] = (),
 ) -> tuple[str, ...]:
     """Returns sentences, the most important first; none if nothing is wrong.
 
@@ -84,6 +86,8 @@ def advise(
       is_finite_itself: whether the value and the gradients of the reference are; by
         default as under the policy.
       arguments: those that are not finite, in words; None if that is not known.
+      inside: the identities of what an autocast inside of the function decides.
+      own: what is in half whatever the policy says, in words.
     """
     scale = 1.0 if loss_scale is None else float(loss_scale)
     ended_well = plain_data.is_finite(value) and not any(
@@ -91,7 +95,8 @@ def advise(
     )
     if is_finite_itself is None:
         is_finite_itself = ended_well
-    needs = needs_of(sites, reference, functions)
+    mended = [site for site in sites if site.identity not in inside]
+    needs = needs_of(mended, reference, functions)
     same = counterparts(sites, reference)
     first = next((site for site in sites if site.makes_nonfinite), None)
     found = [
@@ -121,7 +126,7 @@ def advise(
             "The function returns a tuple, so the backward pass did not run. If its "
             "first element is the loss, give has_aux=True."
         )
-    return tuple(found)
+    return (*found, *own)
 
 
 def _begins_with_a_number(value: PyTree) -> bool:

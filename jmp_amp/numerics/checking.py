@@ -12,6 +12,7 @@ from jmp_amp.numerics.advice import ABOUT_POLICY, ITSELF, largest_of
 from jmp_amp.numerics.diagnosis import Diagnosis
 from jmp_amp.numerics.executables import Compile
 from jmp_amp.numerics.losses import Called, LossCall, called_as_it_is
+from jmp_amp.numerics.own_dtypes import is_inside
 from jmp_amp.numerics.sites import Site
 from jmp_amp.numerics.suggestions import counterparts
 from jmp_amp.numerics.wording import located, place, share
@@ -119,13 +120,18 @@ def _marked(found: Diagnosis, kept: Sequence[Equation]) -> str:
     bad = [site for is_bad in reasons for site in sites if is_bad(site)]
     if bad:
         where, dtype = place(bad[0]), bad[0].dtype
+        here = {(bad[0].module, bad[0].source)}
     else:
         row = next((each for each in kept if each.is_in_half), kept[0])
         where, dtype = located(row.operation, row.module, row.source), "half precision"
-    return (
-        f"{where} is in {dtype} under every PolicyMap: a marking in the code, "
-        "with_policy or cast_inputs(fn, dtype), wins over a map. Change it there."
+        here = {(row.module, row.source)}
+    by = {row.asked_by for row in kept if (row.module, row.source) in here}
+    why = (
+        "a marking in the code, with_policy or cast_inputs(fn, dtype), wins over a map"
     )
+    if any(map(is_inside, by)):
+        why = "the policy of an autocast inside of the function wins there"
+    return f"{where} is in {dtype} under every PolicyMap: {why}. Change it there."
 
 
 def with_function_tried(

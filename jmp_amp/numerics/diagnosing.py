@@ -18,9 +18,15 @@ from jmp_amp.numerics.diagnosis import Diagnosis
 from jmp_amp.numerics.executables import Compile, Executables
 from jmp_amp.numerics.inputs import nonfinite_inputs
 from jmp_amp.numerics.lockstep import Errors, errors
-from jmp_amp.numerics.losses import LossCall, check_measured, loss_call
+from jmp_amp.numerics.losses import (
+    LossCall,
+    called_beside_f32,
+    check_measured,
+    loss_call,
+)
 from jmp_amp.numerics.marks import PlanMarks
 from jmp_amp.numerics.options import undisturbed
+from jmp_amp.numerics.own_dtypes import is_inside, own_dtypes
 from jmp_amp.numerics.sites import Gradient
 from jmp_amp.numerics.statistics import (
     Figures,
@@ -58,7 +64,7 @@ def diagnose(
 ) -> Callable[..., Diagnosis]:
     """Returns a function that runs `fn` and reports what its numbers do.
 
-    It takes the arguments of `fn`. It runs `fn` as it is, the *reference*, and under
+    It takes the arguments of `fn`. It runs `fn` in f32, the *reference*, and under
     the policy; the gradient too, if `fn` returns one real scalar. A step that was
     skipped changed nothing, so its parameters and its batch tell afterwards where it
     overflowed: `diagnose(loss_fn, policy)(params, batch)`.
@@ -90,6 +96,12 @@ def diagnose(
     the reference are finite, so are those with it: one more run checks that, with the
     smaller one of the loss scales. If they are not, the default becomes f32, and advice
     says so.
+
+    An autocast inside of `fn`, or one that `fn` is, is left out of the reference. Under
+    the policy it has its own one, which no policy given here reaches: advice says so.
+    A derivative that `fn` takes of it is planned, where training differentiates a plan.
+    What `fn` asks for itself (`dtype=`, `astype`, half arrays) is half in the reference
+    too, and advice says where.
 
     A function that `cast_inputs` marks runs in half in the reference too. If the
     reference is not finite for that reason alone, advice says so, and
@@ -147,7 +159,7 @@ def diagnose(
             )
 
         with executables.compiling(call_text) as compile_:
-            with called(policies) as call:
+            with called_beside_f32(called, policies) as call:
                 found, is_finite, is_finite_itself = _diagnosed(
                     compile_,
                     call,
@@ -202,7 +214,9 @@ def _diagnosed(
     casts = scaled_casts(low, places)
     largest = max((each.amax for each in casts), default=0.0)
     suggested = suggested_loss_scale(sites, reference, largest / (used or 1.0))
-    policy = suggested_policy(sites, reference, given, functions)
+    inside = {row.identity for row in rows if is_inside(row.asked_by)}
+    mended = [site for site in sites if site.identity not in inside]
+    policy = suggested_policy(mended, reference, given, functions)
     value = call.value(low.outputs)
     otherwise = ran_otherwise(sites, reference, places.rows)
     advice = advise(
@@ -217,6 +231,8 @@ def _diagnosed(
         value=value,
         functions=functions,
         otherwise=[*otherwise],
+        inside=inside,
+        own=[*own_dtypes(rows, "diagnose(fn, {})(...)")],
         is_finite_itself=is_finite_itself,
         arguments=None if is_finite else nonfinite_arguments(),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import html
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +32,7 @@ class Diagnosis:
         JSON, arrays are lists.
       sites: the floating-point equations that ran under the policy, forward and then
         backward, in the order of execution.
-      reference: those of the function as it is: the ranges that the numbers need.
+      reference: those of the function in f32: the ranges that the numbers need.
       gradients: by the key path of the parameter, unscaled.
       loss_scale: a suggestion, a power of two.
       policy: a suggestion: the policy, and f32 for what needs it.
@@ -124,10 +123,7 @@ class Diagnosis:
         printer.text("..." if cycle else str(self))
 
     def _repr_html_(self) -> str:
-        summary, *rest = tables.as_html(self.summary, self._tables()).splitlines()
-        items = [f"<li>{html.escape(each)}</li>" for each in self.advice]
-        advice = ["<ul>", *items, "</ul>"] if items else []
-        return "\n".join([summary, *advice, *rest])
+        return tables.as_html(self.summary, self._tables(), self.advice)
 
     def drill_down(self, module: str = "**", *, width: int = 140) -> str:
         """Returns a table of the sites of some modules.

@@ -84,7 +84,8 @@ class Flagged(Walk[Held]):
     def _number(self, eqn: Eqn) -> int | None:
         """Returns the number of the group of an equation."""
         group = self.place.group(eqn)
-        return self.numbers.get(group, self.numbers.get(Group(group.path)))
+        of_module = None if group.is_fixed else self.numbers.get(Group(group.path))
+        return self.numbers.get(group, of_module)
 
     def run(self, plan: Plan, inputs: Sequence[Held]) -> list[Value]:
         """Returns the outputs of a planned body, rounded as it returns them."""

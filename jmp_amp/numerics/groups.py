@@ -27,6 +27,10 @@ from jmp_amp.transform import scopes
 _EXACT = (Mode.PASSED_ON, Mode.AS_HELD, Mode.CONVERSION)
 
 
+# Stands for all operations that an autocast inside of the function decides.
+_INSIDE = "autocast()"
+
+
 class Group(NamedTuple):
     """A part of a program.
 
@@ -40,6 +44,11 @@ class Group(NamedTuple):
     path: str
     name: str = ""
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether an autocast inside of the function decides for it."""
+        return self.name == _INSIDE
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:
@@ -50,16 +59,20 @@ class Place:
       function: the name of the function that it belongs to, if one counts.
       identity: the way to the body.
       runs: whether every equation around it runs.
+      decided: as `scopes.decided_inside` tells of the equation that calls.
     """
 
     path: str = ""
     function: str = ""
     identity: tuple[int, ...] = ()
     runs: bool = True
+    decided: str | None = None
 
     def group(self, eqn: Eqn) -> Group:
         """Returns the group of an equation of the body, that of its operation."""
         path = self._path(eqn)
+        if self._decided(eqn):
+            return Group(path, _INSIDE)
         function = "" if path else self._function(eqn)
         return Group(path, function or eqn.primitive.name)
 
@@ -67,7 +80,11 @@ class Place:
         """Returns the place of body `number` of the equation `index` of this one."""
         identity = (*self.identity, index, number)
         runs = self.runs and jaxprs.runs(eqn)
-        return Place(self._path(eqn), self._function(eqn), identity, runs)
+        path, function = self._path(eqn), self._function(eqn)
+        return Place(path, function, identity, runs, self._decided(eqn))
+
+    def _decided(self, eqn: Eqn) -> str | None:
+        return scopes.decided_inside(jaxprs.scope_text(eqn), self.decided)
 
     def _path(self, eqn: Eqn) -> str:
         # Inside a body the name stack begins afresh.

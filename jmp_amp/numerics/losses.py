@@ -18,18 +18,16 @@ from jmp_amp.numerics.differentiated import (
     check_distinct,
     differentiated,
 )
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.jaxprs import Value, aval_of
+from jmp_amp.plan.jaxprs import Value
 from jmp_amp.plan.plan import Plan
 from jmp_amp.plan.targets import Cpu
-from jmp_amp.plan.values import traced_dtype
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.policy import get_policy
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.training.gradients import Argnums, check_argnums
 from jmp_amp.transform import scopes
-from jmp_amp.transform.interpreter import PlannedCall, planned_call
 from jmp_amp.transform.nnx_modules import is_node
+from jmp_amp.transform.planned import PlannedCall, planned_call
 
 # Traces and plans a call under a map of policies.
 Called = Callable[[PolicyMap], contextlib.AbstractContextManager["LossCall"]]
@@ -80,19 +78,11 @@ class LossCall:
 
     def as_it_is(self, arrays: Sequence[Value]) -> list[Value]:
         """Runs the function without a policy: the reference."""
-        return jaxprs.run_as_traced(
-            jaxprs.body_of(self.call.jaxpr), self.as_traced(arrays)
-        )
+        return self.call.as_it_is(arrays)
 
     def as_traced(self, arrays: Sequence[Value]) -> list[Value]:
         """Returns inputs in the dtypes that the program was traced with."""
-        # Parameters may be stored in half precision, and caches.
-        return [
-            jax.lax.convert_element_type(x, aval_of(v).dtype)
-            if traced_dtype(v) is not None
-            else x
-            for x, v in zip(arrays, self.call.jaxpr.jaxpr.invars, strict=True)
-        ]
+        return self.call.as_traced(arrays)
 
     def with_gradients(
         self, run: RunProgram, scaled: Callable[[Value], Value] = lambda loss: loss
@@ -250,15 +240,27 @@ def loss_call(
 
 @contextlib.contextmanager
 def called_as_it_is(called: Called, policies: PolicyMap) -> Iterator[LossCall]:
-    """Traces a call as it is without autocast: `cast_inputs` casts nothing in it.
+    """Traces a call without autocast: none inside of it either, nor `cast_inputs`.
 
     Parameters that `policies` store in half are computed with in f32.
     """
     stored = policies.default.param_dtype
     itself = dataclasses.replace(get_policy("float32"), param_dtype=stored)
+    # Derivative rules are traced later, when the call is differentiated.
+    with scopes.measuring(scopes.Measured(is_planned=False)):
+        with called(PolicyMap(itself)) as call:
+            yield call
+
+
+@contextlib.contextmanager
+def called_beside_f32(called: Called, policies: PolicyMap) -> Iterator[LossCall]:
+    """Traces and plans a call whose program is f32, but for what it asks for itself.
+
+    Autocasts inside of it are no part of the program: the plan has what they decide.
+    """
     with contextlib.ExitStack() as stack:
-        with scopes.casting_no_inputs():
-            call = stack.enter_context(called(PolicyMap(itself)))
+        with scopes.measuring(scopes.Measured(is_planned=True)):
+            call = stack.enter_context(called(policies))
         yield call
 
 

@@ -27,9 +27,15 @@ from jmp_amp.numerics.groups import (
     module_paths,
     policies_in_force,
 )
-from jmp_amp.numerics.losses import LossCall, called_as_it_is, check_measured
+from jmp_amp.numerics.losses import (
+    LossCall,
+    called_as_it_is,
+    called_beside_f32,
+    check_measured,
+)
 from jmp_amp.numerics.moves import Menu, menu_of
 from jmp_amp.numerics.options import undisturbed
+from jmp_amp.numerics.own_dtypes import own_dtypes
 from jmp_amp.numerics.searching import Search
 from jmp_amp.numerics.trials import Bench, Measured, gradients_of
 from jmp_amp.numerics.tuning import Step, Tuned, Tuning
@@ -62,8 +68,8 @@ def tune(
     It takes the arguments of `fn` and returns a `Tuning`. Its `policy` is a `PolicyMap`
     for `autocast`: `policy`, and another one for as few modules as it takes. The error
     of the gradient `g` is `|g - g32| / |g32|`, L2 over the whole gradient tree, where
-    `g32` is the gradient of `fn` as it is. There is no loss scale: scale the loss in
-    `fn` if f16 gradients underflow.
+    `g32` is the gradient of `fn` without any autocast. There is no loss scale: scale
+    the loss in `fn` if f16 gradients underflow.
 
     * The bound holds for the compiled program of `autocast(fn, tuning.policy)`, which
       ran on these arguments, compiled with `xla_allow_excess_precision` off.
@@ -78,6 +84,10 @@ def tune(
 
     One program is compiled that rounds each module's values if a flag of it says so; it
     tells how much of the error each module makes, and which maps are worth compiling.
+    An autocast inside of `fn` has its own policy, which no map reaches: its error is
+    measured, and `Tuning.notes` say so. They also say what `fn` asks for itself in half
+    precision (`dtype=`, `astype`, half arrays), which is so in `g32` too.
+
     `fn` runs some hundred times, its callbacks too. nnx objects are left as they were.
 
     Args:
@@ -150,6 +160,7 @@ class _Tuner:
         self.candidates = candidates
         self.bound = bound
         self.say = say
+        self.notes: tuple[str, ...] = ()
 
     def tuning(self, name: str) -> Tuning:
         bench = self.bench
@@ -159,19 +170,26 @@ class _Tuner:
             check_loss(loss, bench.call)
             bench.refer(loss)
         self.say("tracing")
-        with bench.loss(self.start, notes_modules=True) as loss:
+        noted = functools.partial(bench.loss, notes_modules=True)
+        with called_beside_f32(noted, self.start) as loss:
             found = list(members(loss.plan, Place()))
             rows = read_plan(loss.call)
-            menu = self._menu(loss, found, rows)
+            menu = self._menu(loss, [m for m in found if not m.group.is_fixed], rows)
+            fixed = dict.fromkeys(m.group for m in found if m.group.is_fixed)
+            groups = (*menu.groups, *fixed)
             self.say("compiling the program with flags")
-            expected = self._expected(loss, menu)
+            levels_tell = self._expected(loss, groups)
+        self.notes = tuple(own_dtypes(rows, "tune(fn, {}, max_grad_error=...)(...)"))
         self.say("measuring modules")
 
-        def alone(groups: Collection[Group]) -> float:
+        def alone(those: Collection[Group]) -> float:
             exact = _levels_of(self.candidates).index(None) + 1
-            return expected(
-                tuple(BASE if group in groups else exact for group in menu.groups)
+            return levels_tell(
+                tuple(BASE if group in those else exact for group in groups)
             )
+
+        def expected(levels: tuple[int, ...]) -> float:
+            return levels_tell((*levels, *(BASE for _ in fixed)))
 
         sensitivity = {group: alone({group}) for group in menu.groups}
         search = Search(
@@ -190,7 +208,7 @@ class _Tuner:
         together: dict[str, set[Group]] = {}
         for each in found:
             group = each.group
-            if group not in menu.groups:
+            if group not in groups:
                 group = Group(group.path)  # one group for all of its operations
             together.setdefault(paths[each.identity], set()).add(group)
         return Tuning(
@@ -207,6 +225,7 @@ class _Tuner:
             steps=tuple(Step(str(p), *each) for p, each in search.steps.items()),
             compilations=bench.compilations,
             is_minimal=search.is_minimal,
+            notes=self.notes,
         )
 
     def _menu(
@@ -218,7 +237,7 @@ class _Tuner:
         return menu_of(self.start, self.candidates, found, modules, flops)
 
     def _expected(
-        self, loss: LossCall, menu: Menu
+        self, loss: LossCall, groups: Sequence[Group]
     ) -> Callable[[tuple[int, ...]], float]:
         """Returns the error of the flagged program, given the level of each group."""
         plan = loss.plan
@@ -226,7 +245,7 @@ class _Tuner:
             np.dtype(x.dtype) if traced_dtype(v) is not None else None
             for x, v in zip(loss.arrays, loss.call.jaxpr.jaxpr.invars, strict=True)
         ]
-        numbers = {group: i for i, group in enumerate(menu.groups)}
+        numbers = {group: i for i, group in enumerate(groups)}
         others = _levels_of(self.candidates)
 
         def flagged(flags: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -255,7 +274,8 @@ class _Tuner:
         self, policies: PolicyMap, sensitivity: dict[str, float]
     ) -> dict[str, Tuned]:
         """Returns what each module of the program got under a map of policies."""
-        with self.bench.loss(policies, notes_modules=True) as loss:
+        noted = functools.partial(self.bench.loss, notes_modules=True)
+        with called_beside_f32(noted, policies) as loss:
             got = policies_in_force(loss.plan, policies.default)
             rows = read_plan(loss.call)
         found: dict[str, Tuned] = {}
@@ -279,12 +299,13 @@ class _Tuner:
             # Nothing else is half then.
             remedy = (
                 "Raise the bound: with_policy and cast_inputs(fn, dtype) keep in half "
-                "what they mark."
+                "what they mark, and an autocast inside what its policy says."
             )
+        told = " ".join([remedy, *self.notes])
         raise ValueError(
             f"{self.bench.call}: no policies were found that meet "
             f"max_grad_error={self.bound!r}. The smallest error is "
-            f"{measured.error:.3g}, with {str(best)!r}. {remedy}"
+            f"{measured.error:.3g}, with {str(best)!r}. {told}"
         )
 
 

@@ -76,6 +76,7 @@ class Tuning:
       compilations: how many programs were compiled.
       is_minimal: whether it was measured of each entry that it is needed. False if that
         would have taken too many compilations.
+      notes: what is in half whatever the policy says, and what to do about it.
 
     Example:
       >>> import jax.numpy as jnp
@@ -100,6 +101,7 @@ class Tuning:
     steps: tuple[Step, ...]
     compilations: int
     is_minimal: bool = True
+    notes: tuple[str, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -117,13 +119,14 @@ class Tuning:
         )
 
     def __str__(self) -> str:
-        return tables.as_text(self.summary, self._tables(), 100)
+        heading = "\n".join([self.summary, *(f"* {each}" for each in self.notes)])
+        return tables.as_text(heading, self._tables(), 100)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text("..." if cycle else str(self))
 
     def _repr_html_(self) -> str:
-        return tables.as_html(self.summary, self._tables())
+        return tables.as_html(self.summary, self._tables(), self.notes)
 
     def _tables(self) -> list[Table]:
         rows = [("(default)", str(self.policy.default))]
@@ -208,6 +211,7 @@ class Tuning:
                 Step(row["policy"], float(row["error"]), float(row["cost"]))
                 for row in data["steps"]
             )
+            read["notes"] = tuple(data["notes"])
             for name in ("max_grad_error", "error", "error_before"):
                 read[name] = float(data[name])
         except (TypeError, KeyError, AttributeError, ValueError) as error:

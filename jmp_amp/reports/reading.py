@@ -28,6 +28,7 @@ from jmp_amp.plan.walk import Walk
 from jmp_amp.policies.dtypes import short_name
 from jmp_amp.policies.patterns import describe, text_of
 from jmp_amp.policies.policy_map import PolicyMap
+from jmp_amp.reports.askers import asked_for
 from jmp_amp.reports.costs import (
     Matmuls,
     Residual,
@@ -38,8 +39,9 @@ from jmp_amp.reports.costs import (
 )
 from jmp_amp.reports.opaque import reason_of
 from jmp_amp.reports.rows import Cast, Equation, Saved
-from jmp_amp.transform.interpreter import PlannedCall, run
-from jmp_amp.transform.scopes import entry_of
+from jmp_amp.transform.interpreter import run
+from jmp_amp.transform.planned import PlannedCall
+from jmp_amp.transform.scopes import decided_inside, entry_of
 
 # What JAX adds to the name stack of a checkpoint.
 _NO_MODULES = ("", "checkpoint", "rematted_computation")
@@ -199,6 +201,7 @@ class _Place:
       identity: the identity of the equation that calls, and the number of its body.
       entry: the number of the entry of the map that gave the module its policy.
       on_cpu: whether the plan is for a CPU.
+      inside: what `scopes.decided_inside` tells of the equation that calls.
     """
 
     module: str = ""
@@ -207,6 +210,7 @@ class _Place:
     identity: tuple[int, ...] = ()
     entry: int | None = None
     on_cpu: bool = False
+    inside: str | None = None
 
 
 class _Reader(Walk[_Slot]):
@@ -283,13 +287,14 @@ class _Reader(Walk[_Slot]):
             module=_joined(self.place.module, *module_scopes(eqn)),
             identity=(*self.place.identity, planned.index),
             entry=self._entry(eqn),
+            inside=decided_inside(jaxprs.scope_text(eqn), self.place.inside),
         )
         rows: list[Equation] = []
         for number, plan in enumerate(planned.bodies):
             equations, returned = self._inside(eqn, planned, plan, number, here)
             rows += equations
             casts += returned
-        row = _row(eqn, planned, here, casts)
+        row = asked_for(_row(eqn, planned, here, casts), eqn, here.inside)
         if quantisations:
             row = dataclasses.replace(row, quantisations=quantisations)
         self.found[planned.index] = [self._by_map(row, here), *rows]
@@ -325,6 +330,7 @@ class _Reader(Walk[_Slot]):
             (*here.identity, number),
             here.entry,
             here.on_cpu,
+            here.inside,
         )
         return _Reader(place, self.switched_off).read(plan, inputs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jmp_amp.plan import cpu_products
@@ -15,11 +15,12 @@ from jmp_amp.policies.patterns import matches_path
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.reports import plain_data, report_tables, rows, tables
+from jmp_amp.reports.askers import by_asker
 from jmp_amp.reports.reading import read_plan, read_saved
-from jmp_amp.reports.rows import Cast, Costs, Equation, Reason, Saved
+from jmp_amp.reports.rows import Asked, Cast, Costs, Equation, Reason, Saved
 from jmp_amp.reports.tables import quantity
 from jmp_amp.transform.functions import check_function
-from jmp_amp.transform.interpreter import planned_call
+from jmp_amp.transform.planned import planned_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +87,24 @@ class Report:
         reasons = rows.by_reason(full, lambda e: e.flops - e.flops_in_half)
         return tuple(sorted(reasons, key=lambda reason: -reason.elements))
 
+    @functools.cached_property
+    def asked(self) -> tuple[Asked, ...]:
+        """What is in half whatever the policy says, by who asks for it.
+
+        That is the program, by half arrays, `dtype=` and `astype`, or an autocast
+        inside of the function, which has a policy of its own.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> import jmp_amp as amp
+          >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+          >>> apply = amp.autocast(jnp.dot, "mixed_float16")
+          >>> (asked,) = amp.explain(lambda x: jnp.tanh(apply(x, x)))(x).asked
+          >>> asked.by, asked.matmuls
+          ('an autocast inside, p=f32,c=f16,o=f32', 1)
+        """
+        return by_asker(self.equations)
+
     @property
     def asks_for_fp8(self) -> bool:
         """Whether the policy, or one of the map's, asks for products in 8 bits."""
@@ -147,13 +166,19 @@ class Report:
     @property
     def summary(self) -> str:
         """The operations in half, the casts and the saved bytes, in one sentence."""
-        total = self.total
-        parts = [f"{total.in_half} of {total.equations} equations in half"]
+        total, asked = self.total, self.asked
+        others = sum(each.equations for each in asked)
+        parts = [
+            f"{total.in_half - others} of {total.equations} equations in half"
+            + (f" by the policy, {others} by {_askers(asked)}" if asked else "")
+        ]
         if total.matmuls:
             share = 100 * total.flops_in_half / total.flops if total.flops else 0.0
+            others = sum(each.matmuls for each in asked)
             parts.append(
-                f"{total.matmuls_in_half} of {total.matmuls} matmuls in half "
-                f"({share:.0f}% of {quantity(total.flops)}FLOP)"
+                f"{total.matmuls_in_half - others} of {total.matmuls} matmuls in half"
+                + (f" by the policy, {others} otherwise" if others else "")
+                + f" ({share:.0f}% of {quantity(total.flops)}FLOP)"
             )
         if self.asks_for_fp8:
             parts.append(_fp8_text(total))
@@ -304,12 +329,18 @@ class Report:
             report_tables.of_products(
                 self.products if self.asks_for_fp8 else (), self.hardly_pays
             ),
+            report_tables.of_asked(self.asked),
             report_tables.of_reasons(self.stays_full),
             report_tables.of_casts(self.casts),
             report_tables.of_opaque(self.opaque, self.on_cpu is not None),
             report_tables.of_unused(self.unused_rules),
         ]
         return [table for table in shown if table.rows]
+
+
+def _askers(asked: Sequence[Asked]) -> str:
+    kinds = dict.fromkeys(each.by.partition(",")[0] for each in asked)
+    return " and ".join(kinds)
 
 
 def _fp8_text(total: Costs) -> str:
@@ -356,7 +387,8 @@ def explain(
     It takes the arguments of `fn`, executes nothing, and returns a `Report`: the dtype
     of every operation and why, with its source line; the casts; the operations of
     matrix products in half precision; and the bytes kept for the backward pass. What
-    the numbers do under this plan, `diagnose` measures.
+    the numbers do under this plan, `diagnose` measures. `Report.asked` is what is in
+    half whatever the policy says: for an autocast inside of `fn`, or for `fn` itself.
 
     Args:
       fn: a function of pytrees, as `autocast` takes it.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from jmp_amp.plan.operations import OPERATIONS
 from jmp_amp.plan.rules import FUNCTION_RULES
-from jmp_amp.reports.rows import Cast, Costs, Equation, Reason
+from jmp_amp.reports.rows import Asked, Cast, Costs, Equation, Reason
 from jmp_amp.reports.tables import Table, quantity, shape_text
 
 TOP_LEVEL = "(top level)"
@@ -79,6 +79,35 @@ def of_reasons(reasons: Iterable[Reason]) -> Table:
         for r in reasons
     ]
     return Table("What stays in f32", ("why", *numbers, "operations"), rows, numbers)
+
+
+def of_asked(askers: Iterable[Asked]) -> Table:
+    """Returns what is in half whatever the policy says, one row for each asker."""
+    numbers = ("equations", "matmuls", "FLOP")
+    rows = [
+        (
+            each.by,
+            str(each.equations),
+            str(each.matmuls or ""),
+            quantity(each.flops) if each.flops else "",
+            listed(path or TOP_LEVEL for path in each.modules),
+            listed(map(_file_name, each.sources)),
+        )
+        for each in askers
+    ]
+    note = (
+        "The policy does not decide these. To see what it would do, explain the "
+        "function without the\nautocast inside, and without dtype=, astype and arrays "
+        "in half precision."
+    )
+    columns = ("asked for by", *numbers, "modules", "source")
+    return Table("In half whatever the policy", columns, rows, numbers, note)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Returns the first three names."""
+    first, more = [*names][:3], len([*names][3:])
+    return ", ".join(first) + f" and {more} more" * bool(more)
 
 
 def of_products(reasons: Iterable[Reason], note: str | None) -> Table:

@@ -59,6 +59,8 @@ class Equation:
       is_opaque: a call that the plan does not look into: it runs as traced.
       identity: the way to it through the bodies of the program: `4.0.2` is equation 2
         in body 0 of equation 4. Two traces of a program agree on it.
+      asked_by: who asks for half precision, if it is in half whatever the policy says:
+        the program, or an autocast inside of it; else "".
     """
 
     module: str
@@ -86,6 +88,7 @@ class Equation:
     depth: int = 0
     is_opaque: bool = False
     identity: str = ""
+    asked_by: str = ""
 
     @property
     def is_in_half(self) -> bool:
@@ -171,6 +174,26 @@ class Reason(NamedTuple):
     elements: int
     operations: tuple[str, ...]
     flops: int = 0
+
+
+class Asked(NamedTuple):
+    """The equations that are in half whatever the policy says, by who asks for it.
+
+    Attributes:
+      by: "the program itself", or "an autocast inside" and its policy.
+      equations: how many.
+      matmuls: of them, matrix products and convolutions.
+      flops: of these, over all runs.
+      modules: their paths; "" is outside of all modules.
+      sources: their lines in the user's code.
+    """
+
+    by: str
+    equations: int
+    matmuls: int
+    flops: int
+    modules: tuple[str, ...]
+    sources: tuple[str, ...]
 
 
 def added_up(equations: Sequence[Equation], saved: Sequence[Saved]) -> Costs:

@@ -64,9 +64,14 @@ def as_text(heading: str, tables: Sequence[Table], width: int) -> str:
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
 
-def as_html(heading: str, tables: Sequence[Table]) -> str:
-    """Returns tables as HTML; all text is escaped."""
+def as_html(
+    heading: str, tables: Sequence[Table], sentences: Sequence[str] = ()
+) -> str:
+    """Returns tables below a heading and a list, as HTML; all text is escaped."""
     parts = [f"<p>{html.escape(heading)}</p>"]
+    if sentences:
+        items = [f"<li>{html.escape(each)}</li>" for each in sentences]
+        parts += ["<ul>", *items, "</ul>"]
     for table in tables:
         parts.append("<table>")
         if table.title:

@@ -165,6 +165,10 @@ def _traced(call: _Call) -> ClosedJaxpr:
             if refused_half and call.widen(which):
                 with contextlib.suppress(TypeError, jax.dtypes.TypePromotionError):
                     return without_dead_code(jaxprs.trace(call.run, call.inputs))
+        how = scopes.measured()
+        if refused_half and how is not None and how.hands_on_f32:
+            with scopes.measuring(how._replace(hands_on_f32=False)):
+                return without_dead_code(jaxprs.trace(call.run, call.inputs))
         raise
 
 

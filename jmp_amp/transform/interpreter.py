@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar, overload
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, NoReturn, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,8 @@ from jmp_amp.plan import constructs, jaxprs, meshes
 from jmp_amp.plan.alike import NO_LIKENESS, Likeness, likeness
 from jmp_amp.plan.jaxprs import ClosedJaxpr, Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.plan import EquationPlan, Island, Plan
-from jmp_amp.plan.planner import plan_program
-from jmp_amp.plan.regions import scope
 from jmp_amp.plan.rewriting import Shared
-from jmp_amp.plan.targets import Cpu, checked_target, cpu_of
+from jmp_amp.plan.targets import checked_target, cpu_of
 from jmp_amp.plan.values import is_inexact
 from jmp_amp.plan.walk import Walk
 from jmp_amp.policies.dtypes import AnyFn, PyTree
@@ -27,10 +25,10 @@ from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.transform import linen_modules, scopes
-from jmp_amp.transform.calls import traced_call
 from jmp_amp.transform.derivatives import planned_rule
 from jmp_amp.transform.functions import check_function, wraps
 from jmp_amp.transform.marking import Marks
+from jmp_amp.transform.planned import PlannedCall, planned_call
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -191,13 +189,25 @@ def autocast(
                     "jax.eval_shape(autocast(fn), *args) for the shapes."
                 )
             # Inside another autocast the scope tells the outer one whose policy it is.
-            nested = nullcontext() if outer is None else scope(policies.default)
+            nested = nullcontext() if outer is None else scopes.inside(policies.default)
             with nested:
-                results = run(call.plan, call.arrays)
+                results = _results(call)
             avals = call.jaxpr.out_avals
             return call.returned(list(map(jaxprs.as_output, results, avals)))
 
     return autocast_fn
+
+
+def _results(call: PlannedCall) -> list[Value]:
+    """Returns the results of the program of an autocast, in the dtypes of its plan."""
+    how = scopes.measured()
+    if how is None:
+        return run(call.plan, call.arrays)
+    kept = call.policies.default.output_dtype if how.hands_on_f32 else None
+    return [
+        x if dtype in (None, kept) else jaxprs.converted(x, dtype)
+        for x, dtype in zip(call.as_it_is(call.arrays), call.plan.outputs, strict=True)
+    ]
 
 
 class _Decorator(functools.partial[Any]):
@@ -210,61 +220,6 @@ class _Decorator(functools.partial[Any]):
         )
 
     def __exit__(self, *error: object) -> None: ...
-
-
-class PlannedCall(NamedTuple):
-    """A call of a function, traced and planned.
-
-    Attributes:
-      plan: its plan.
-      jaxpr: the closed jaxpr of the function as it is, from arrays to arrays.
-      arrays: the inputs of the plan.
-      returned: returns what the call does, given the outputs of the plan, and writes to
-        nnx objects.
-      seen: the same, and writes nothing: objects come back as None.
-      numbered: as in `TracedCall`.
-      policies: the map that it was planned with.
-      cpu: the CPU that the plan is for; None for a GPU or a TPU.
-    """
-
-    plan: Plan
-    jaxpr: ClosedJaxpr
-    arrays: list[Value]
-    returned: Callable[[Sequence[Value]], PyTree]
-    seen: Callable[[Sequence[Value]], PyTree]
-    numbered: Callable[[], tuple[tuple[PyTree, ...], dict[str, PyTree]]]
-    policies: PolicyMap
-    cpu: Cpu | None = None
-
-
-@contextmanager
-def planned_call(
-    fn: AnyFn,
-    policies: PolicyMap,
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-    call: str,
-    cpu: Cpu | None = None,
-    notes_modules: bool = False,
-) -> Iterator[PlannedCall]:
-    """Traces and plans `fn(*args, **kwargs)`, see `calls.traced_call`.
-
-    `cpu` is the CPU that the plan is for; None for a GPU or a TPU.
-    """
-    with traced_call(fn, policies, args, kwargs, call, notes_modules, cpu) as traced:
-        plan = plan_program(
-            traced.jaxpr, policies.default, traced.stored, traced.states, cpu
-        )
-        yield PlannedCall(
-            plan,
-            traced.jaxpr,
-            traced.arrays,
-            traced.returned,
-            traced.seen,
-            traced.numbered,
-            policies,
-            cpu,
-        )
 
 
 # The marks of a plain replay.

@@ -230,7 +230,8 @@ def cast_inputs(fn: Callable[P, R], dtype: DTypeLike | None = None) -> Callable[
             output_dtype=target,
             matmul=policy.matmul if target == policy.compute_dtype else None,
         )
-        with scopes.active_scope(inside):
+        noted = contextlib.nullcontext() if chosen else jax.named_scope(scopes.INPUTS)
+        with noted, scopes.active_scope(inside):
             args, kwargs = jax.tree.map(lowered, (args, kwargs))
             return jax.tree.map(raised, fn(*args, **kwargs))
 

@@ -67,9 +67,21 @@ class Active(NamedTuple):
 _active = jax.make_user_context(None)
 
 
-# The depth of the autocast in which `cast_inputs` casts nothing, if there is one. It is
-# part of the key of every cache too.
-_uncast = jax.make_user_context(None)
+class Measured(NamedTuple):
+    """How a function is traced that is measured beside f32.
+
+    Attributes:
+      is_planned: autocasts inside of it leave their plans to the one around them. Else
+        they are left out, and so are the casts of `cast_inputs`.
+      hands_on_f32: autocasts inside of it return f32 also where they return half.
+    """
+
+    is_planned: bool
+    hands_on_f32: bool = True
+
+
+# Part of the key of every cache too.
+_measured = jax.make_user_context(None)
 
 
 # The path of the module that is running.
@@ -96,17 +108,53 @@ def active_policy() -> Policy | None:
 
 def casting_policy() -> Policy | None:
     """Returns the policy in force where `cast_inputs` casts, else None."""
-    found = active()
-    return None if found is None or found.depth == _uncast.value else found.policy
+    found, how = active(), measured()
+    left_out = how is not None and not how.is_planned
+    return None if found is None or left_out else found.policy
 
 
-def casting_no_inputs() -> contextlib.AbstractContextManager[None]:
-    """Returns a context: the next autocast traces its function as it is without one.
+def measured() -> Measured | None:
+    """Returns how the function is traced if it is measured beside f32, else None."""
+    return _measured.value
 
-    An autocast inside of the function is one all the same.
+
+def measuring(how: Measured) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which functions are traced to be measured.
+
+    The program is f32 where autocasts of this package alone make it half.
     """
-    found = active()
-    return _uncast(0 if found is None else found.depth + 1)
+    return _measured(how)
+
+
+@contextlib.contextmanager
+def inside(policy: Policy) -> Iterator[None]:
+    """Opens the scopes of an autocast inside of another one, which reads them.
+
+    It reads whose policy is in force, and `decided_inside` that it was not its own.
+    """
+    text = str(policy).encode().hex()
+    with scope(policy), jax.named_scope(f"amp_autocast_{text}()"):
+        yield
+
+
+# The scope of what `cast_inputs` has in the dtype of the policy.
+INPUTS = "amp_inputs()"
+
+
+def decided_inside(scopes: str, outer: str | None) -> str | None:
+    """Returns the policy of the autocast that decides for an equation, by its scopes.
+
+    That is the innermost one inside of the one that reads the scopes; "" if that one
+    decides itself what `cast_inputs` casts; None if no scope says either.
+
+    Args:
+      scopes: the name scopes of the equation.
+      outer: the same of the equation that calls its body.
+    """
+    found = re.findall(r"amp_autocast_([0-9a-f]+)\(\)", scopes)
+    if found:
+        return bytes.fromhex(found[-1]).decode()
+    return outer or ("" if INPUTS in scopes else outer)
 
 
 def activate(state: Active) -> contextlib.AbstractContextManager[None]:

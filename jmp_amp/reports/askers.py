@@ -1,0 +1,68 @@
+"""Who asks for half precision: the policy, the program, or an autocast inside of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jmp_amp.plan.jaxprs import Atom, Eqn
+from jmp_amp.plan.values import traced_dtype
+from jmp_amp.policies.dtypes import is_half
+from jmp_amp.reports.rows import Asked, Equation
+
+PROGRAM = "the program itself"
+# Before the policy of that autocast, `"an autocast inside, p=f32,c=f16,o=f32"`.
+AUTOCAST = "an autocast inside"
+
+
+def asked_for(row: Equation, eqn: Eqn, inside: str | None) -> Equation:
+    """Returns the row of an equation, and who asks for half precision there.
+
+    Args:
+      row: the row.
+      eqn: its equation.
+      inside: as `scopes.decided_inside` tells.
+    """
+    if not _is_half(row):
+        return row
+    if inside:
+        by = f"{AUTOCAST}, {inside}"
+    elif inside is None and _is_traced_in_half(eqn):
+        by = PROGRAM
+    else:
+        return row
+    # Of a call that runs as traced, the reason is what it is.
+    reason = row.reason if row.is_opaque else f"asked for by {by}"
+    return dataclasses.replace(row, asked_by=by, reason=reason)
+
+
+def _is_half(row: Equation) -> bool:
+    return row.is_in_half or row.matmuls_in_half > 0
+
+
+def _is_traced_in_half(eqn: Eqn) -> bool:
+    def is_so(atoms: Sequence[Atom]) -> bool:
+        dtypes = [dtype for dtype in map(traced_dtype, atoms) if dtype is not None]
+        return bool(dtypes) and all(map(is_half, dtypes))
+
+    # A product of half operands may have an f32 result.
+    return is_so(eqn.outvars) or is_so(eqn.invars)
+
+
+def by_asker(equations: Sequence[Equation]) -> tuple[Asked, ...]:
+    """Returns what is in half without the policy, in the order of the program."""
+    groups: dict[str, list[Equation]] = {}
+    for each in equations:
+        if each.asked_by:
+            groups.setdefault(each.asked_by, []).append(each)
+    return tuple(
+        Asked(
+            by,
+            sum(each.is_in_half for each in group),
+            sum(each.matmuls_in_half for each in group),
+            sum(each.flops_in_half for each in group),
+            tuple(dict.fromkeys(each.module for each in group)),
+            tuple(dict.fromkeys(each.source for each in group if each.source)),
+        )
+        for by, group in groups.items()
+    )

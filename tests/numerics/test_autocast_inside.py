@@ -1,0 +1,379 @@
+"""A function that is half by itself: an autocast inside of it, dtype=, astype."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jmp_amp as amp
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+X, Y, W = normal(0, 8, 16), normal(1, 8, 16), normal(2, 16, 16) / 4
+F16, BF16 = "mixed_float16", "mixed_bfloat16"
+LABELS = jnp.arange(8) % 4
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.LayerNorm()(x + nn.Dense(16)(nn.gelu(nn.Dense(32)(x))))
+        return nn.Dense(4, name="head")(x)
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(normal(3, 16, 32) / 4)
+        self.norm = nnx.BatchNorm(32, rngs=nnx.Rngs(0))
+        self.head = nnx.Param(normal(4, 32, 4) / 4)
+
+    def __call__(self, x):
+        return jnp.tanh(self.norm(x @ self.kernel[...])) @ self.head[...]
+
+
+PARAMS = Block().init(jax.random.key(5), X)
+
+
+def cross_entropy(logits):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean()
+
+
+def square(h):
+    return jnp.mean((h - Y) ** 2)
+
+
+def layer(w, x):
+    return jnp.tanh(x @ w)
+
+
+def repeated(body):
+    def turn(carry, _):
+        return carry + body(carry), None
+
+    return jax.lax.scan(turn, X, None, length=3)[0]
+
+
+# Each of an autocast: with one that does nothing, the program is f32 throughout.
+PROGRAMS = {
+    "is one": lambda amped: amped(lambda w: square(layer(w, layer(w, X)))),
+    "is one, jitted": lambda amped: jax.jit(amped(lambda w: square(layer(w, X) @ w))),
+    "closed over": lambda amped: lambda w: square(amped(layer)(w, X)),
+    "chained": lambda amped: lambda w: square(amped(layer)(w, amped(layer)(w, X))),
+    "nested": lambda amped: (
+        lambda w: square(amped(lambda w: amped(layer)(w, X) @ w + 1.0)(w))
+    ),
+    "jitted": lambda amped: lambda w: square(jax.jit(amped(layer))(w, X) @ w),
+    "scan": lambda amped: lambda w: square(repeated(lambda h: amped(layer)(w, h))),
+    "checkpoint": lambda amped: lambda w: square(jax.checkpoint(amped(layer))(w, X)),
+    "vmap": lambda amped: lambda w: square(jax.vmap(lambda x: amped(layer)(w, x))(X)),
+    "cond": lambda amped: (
+        lambda w: square(jax.lax.cond(w[0, 0] < 9, amped(layer), lambda w, x: x, w, X))
+    ),
+    "kernel": lambda amped: (
+        lambda w: square(amped(lambda w: amp.full_precision(layer)(w, X) @ w)(w))
+    ),
+    "linen": lambda amped: lambda p: cross_entropy(amped(Block().apply)(p, X)),
+    "linen, is one": lambda amped: amped(lambda p: cross_entropy(Block().apply(p, X))),
+    "nnx": lambda amped: lambda net: cross_entropy(amped(lambda net: net(X))(net)),
+    "nnx, is one": lambda amped: amped(lambda net: cross_entropy(net(X))),
+    "nnx, a method": lambda amped: lambda net: cross_entropy(amped(net.__call__)(X)),
+}
+
+
+def argument(name):
+    return PARAMS if "linen" in name else Net() if "nnx" in name else W
+
+
+def plain(fn):
+    return fn
+
+
+def as_f16(fn):
+    return amp.autocast(fn, F16)
+
+
+def gradient(fn, *args):
+    """The gradient, measured without `diagnose` and `tune`: one array in f64."""
+    step = jax.jit(lambda *args: jax.tree.leaves(amp.grad(fn)(*args)))
+    options = {"xla_allow_excess_precision": False}
+    leaves = step.lower(*args).compile(compiler_options=options)(*args)
+    return np.concatenate([np.asarray(x, np.float64).ravel() for x in leaves])
+
+
+def distance(found, exact):
+    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
+
+
+SLOW = ("is one, jitted", "chained", "checkpoint", "kernel", "linen, is one", "nnx")
+programs = pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in PROGRAMS],
+)
+
+
+@programs
+def test_diagnose_measures_what_the_autocast_inside_does_beside_f32(name):
+    make, arg = PROGRAMS[name], argument(name)
+    d = amp.diagnose(make(as_f16), BF16)(arg)
+    assert not any(site.is_in_half for site in d.reference)
+    assert {site.dtype for site in d.sites if site.is_in_half} <= {"f16", "bf16"}
+    assert any(site.dtype == "f16" for site in d.sites)
+    of_f32 = gradient(make(plain), arg)
+    apart = distance(gradient(amp.autocast(make(as_f16), BF16), arg), of_f32)
+    sizes = {key: each.amax for key, each in d.gradients.items()}
+    # A bias in front of a BatchNorm has no gradient, and all of it is error.
+    errors = [d.gradients[key].error for key in sizes if sizes[key] > 1e-4]
+    assert min(errors) / 3 < apart < 3 * max(errors)
+    (told,) = (each for each in d.advice if "autocast inside" in each)
+    assert "p=f32,c=f16,o=f32" in told and "diagnose(fn, 'p=f32,c=f16,o=f32')" in told
+
+
+@pytest.mark.parametrize("name", ["is one", "scan", "linen", "nnx, a method"])
+def test_tune_measures_the_error_beside_f32_and_says_what_no_map_reaches(name):
+    make, arg = PROGRAMS[name], argument(name)
+    exact = gradient(make(plain), arg)
+    expected = distance(gradient(amp.autocast(make(as_f16), F16), arg), exact)
+    t = amp.tune(make(as_f16), F16, max_grad_error=0.5)(arg)
+    assert t.error == pytest.approx(expected, rel=0.05) and t.error > 1e-4
+    (note,) = t.notes
+    assert "autocast inside" in note and "tune(fn, 'p=f32,c=f16,o=f32'" in note
+    assert note in str(t).replace("\n", " ") and note.split("'")[0] in t._repr_html_()
+    assert amp.Tuning.from_json(t.to_json()) == t
+
+
+def test_tune_reports_no_bound_as_met_that_an_autocast_inside_breaks():
+    loss = PROGRAMS["is one"](as_f16)
+    with pytest.raises(
+        ValueError, match=r"smallest error is 0\.000\d+.*autocast insid"
+    ):
+        amp.tune(loss, F16, max_grad_error=1e-6)(W)
+    # The same as the message says: without the autocast inside.
+    t = amp.tune(PROGRAMS["is one"](plain), F16, max_grad_error=1e-6)(W)
+    assert t.error <= 1e-6 and t.notes == ()
+
+
+def test_tune_gives_f32_to_what_is_outside_of_the_autocast_inside():
+    @jax.jit
+    def cancel(h, offset):
+        return (h + offset) - offset
+
+    def loss_of(amped):
+        def loss(w, offset):
+            return jnp.mean(jnp.tanh(cancel(amped(layer)(w, X) @ w, offset) @ w))
+
+        return loss
+
+    offset = jnp.full((1, 16), 900.0)
+    t = amp.tune(loss_of(as_f16), F16, max_grad_error=0.02)(W, offset)
+    assert t.policy.default.full == {"cancel"} and t.is_minimal
+    exact = gradient(loss_of(plain), W, offset)
+    found = gradient(amp.autocast(loss_of(as_f16), t.policy), W, offset)
+    assert distance(found, exact) <= 0.02 < t.error_before
+
+
+class Large(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", lambda _: jnp.full((8, 8), 300.0))
+        return x @ kernel
+
+
+class LargeNnx(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.full((8, 8), 300.0))
+
+    def __call__(self, x):
+        return x @ self.kernel[...]
+
+
+TALL = jnp.full((4, 8), 40.0)
+LARGE = {"params": {"kernel": jnp.full((8, 8), 300.0)}}
+
+
+def small(h):
+    # 8 * 300 * 40 is 96000, and f16 ends at 65504; this is 3.072.
+    return jnp.sum(h) * 1e-6
+
+
+recipe = amp.recipe("O1", half_dtype="float16")
+OVERFLOWS = {
+    "is one": (as_f16(lambda w, x: small(x @ w)), jnp.full((8, 8), 300.0)),
+    "decorated": (
+        amp.autocast(policy=F16)(lambda w, x: small(x @ w)),
+        jnp.full((8, 8), 300.0),
+    ),
+    "recipe": (lambda p, x: small(recipe.autocast(Large().apply)(p, x)), LARGE),
+    "nnx": (lambda net, x: small(as_f16(lambda net: net(x))(net)), LargeNnx()),
+    "jitted": (
+        lambda w, x: small(jax.jit(as_f16(lambda w, x: x @ w))(w, x)),
+        jnp.full((8, 8), 300.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_an_overflow_of_an_autocast_inside_is_not_blamed_on_the_function(name):
+    fn, weights = OVERFLOWS[name]
+    d = amp.diagnose(fn, BF16)(weights, TALL)
+    assert not jnp.isfinite(d.value)
+    first = d.first_nonfinite
+    assert (first.operation, first.dtype) == ("dot_general", "f16")
+    assert all(site.nonfinite == 0 for site in d.reference)
+    text = " ".join(d.advice)
+    assert "itself is not finite" not in text and "no policy helps" not in text
+    assert "in f32 it reaches 96000, and f16 ends at 65504" in d.advice[0]
+    assert "Pass the function without that autocast" in text
+    assert "the policy of an autocast inside of the function wins" in d.advice[-1]
+    # No entry and no name of d.policy reaches it, so none is promised to help.
+    assert "autocast(fn, d.policy)" not in text and not d.policy.entries
+
+
+def test_a_helper_that_was_traced_before_is_measured_beside_f32():
+    helper = jax.jit(as_f16(layer))
+    before = helper(W, X)
+    d = amp.diagnose(lambda w: square(helper(w, X)), F16)(W)
+    assert not any(site.is_in_half for site in d.reference)
+    assert d.gradients[""].error > 1e-4
+    # And nothing of it stays in JAX's caches.
+    assert (helper(W, X) == before).all()
+    assert (before != layer(W, X)).any()
+
+
+def test_what_an_autocast_inside_hands_on_in_half_is_f32_in_the_reference():
+    apply = amp.autocast(layer, "bf16")
+    assert apply(W, X).dtype == jnp.bfloat16
+    exact = gradient(lambda w: jnp.mean(layer(w, X) ** 2), W)
+
+    def loss(w):
+        return jnp.mean(apply(w, X).astype(jnp.float32) ** 2)
+
+    d = amp.diagnose(loss, BF16)(W)
+    assert not any(site.is_in_half for site in d.reference)
+    expected = distance(gradient(amp.autocast(loss, BF16), W), exact)
+    assert expected / 3 < d.gradients[""].error < 3 * expected
+    assert amp.tune(loss, BF16, max_grad_error=0.5)(W).error == pytest.approx(
+        expected, rel=1e-3
+    )
+
+
+def test_a_loop_may_carry_what_an_autocast_inside_hands_on_in_half():
+    step = amp.autocast(layer, "bf16")
+
+    def loss(w):
+        start = X.astype(jnp.bfloat16)
+        last, _ = jax.lax.scan(lambda h, _: (step(w, h), None), start, None, length=3)
+        return jnp.mean(last.astype(jnp.float32) ** 2)
+
+    d = amp.diagnose(loss, BF16)(W)
+    products = [s.dtype for s in d.reference if s.operation == "dot_general"]
+    assert set(products) == {"f32"} and d.gradients[""].error > 1e-3
+
+
+# What a program asks for itself
+
+
+class Half(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.tanh(nn.Dense(16, dtype=jnp.bfloat16, name="low")(x))
+        return nn.Dense(16, name="high")(x.astype(jnp.float32))
+
+
+HALF = Half().init(jax.random.key(0), X)
+
+
+def half_by_module(params):
+    return square(Half().apply(params, X))
+
+
+def half_by_cast(w):
+    return square((X.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32))
+
+
+def half_by_argument(w):
+    return jnp.mean((w @ w).astype(jnp.float32) ** 2)
+
+
+OWN = {
+    "dtype": (half_by_module, HALF, "Half/low"),
+    "cast": (half_by_cast, W, "test_autocast_inside.py:"),
+    "argument": (half_by_argument, W.astype(jnp.bfloat16), "test_autocast_inside.py:"),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_a_program_asks_for_itself_is_told_with_the_place_and_the_remedy(name):
+    fn, arg, where = OWN[name]
+    advice = amp.diagnose(fn, F16)(arg).advice
+    notes = amp.tune(fn, F16, max_grad_error=0.5)(arg).notes
+    for told in (advice, notes):
+        (told,) = (each for each in told if "The program itself asks" in each)
+        assert where in told and "Remove dtype=, astype and half arrays" in told
+        assert "1 matrix product" in told or "1 of them a matrix product" in told
+    (asked,) = amp.explain(fn, F16)(arg).asked
+    assert (asked.by, asked.matmuls) == ("the program itself", 1)
+    assert any(where in each for each in (*asked.modules, *asked.sources))
+
+
+def test_a_cache_in_half_is_no_matter_of_advice():
+    def loss(w, cache):
+        cache = jax.lax.dynamic_update_slice(cache, X.astype(cache.dtype), (8, 0))
+        return jnp.mean((cache.astype(jnp.float32) @ w) ** 2)
+
+    cache = jnp.zeros((16, 16), jnp.bfloat16)
+    assert amp.diagnose(loss, BF16)(W, cache).advice == ()
+
+
+# What explain credits the policy with
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_explain_credits_the_policy_with_nothing_that_an_autocast_inside_decides(name):
+    report = amp.explain(PROGRAMS[name](as_f16), BF16)(argument(name))
+    inside = [e for e in report.equations if e.dtype == "f16"]
+    assert inside and all("an autocast inside, p=f32,c=f16" in e.reason for e in inside)
+    asked = [each for each in report.asked if each.by.startswith("an autocast inside")]
+    products = [e for e in report.equations if e.matmuls and e.dtype == "f16"]
+    assert sum(each.matmuls for each in asked) == len(products)
+    if "is one" in name:
+        # Nothing is left for the policy of the report.
+        assert "half by the policy, " in report.summary
+        assert f"; 0 of {report.total.matmuls} matmuls in half by" in report.summary
+        assert "an autocast inside" in str(report)
+    assert amp.Report.from_json(report.to_json()) == report
+
+
+def test_explain_tells_the_programs_own_half_apart_from_the_policys():
+    def fn(w):
+        return half_by_cast(w) + square(jnp.tanh(X @ w))
+
+    report = amp.explain(fn, F16)(W)
+    assert report.total.matmuls_in_half == 2
+    assert "1 of 2 matmuls in half by the policy, 1 otherwise" in report.summary
+    assert "asked for by the program itself" in report.drill_down()
+    without = amp.explain(lambda w: square(jnp.tanh(X @ w)), F16)(W)
+    assert without.asked == () and "by the policy" not in without.summary
+
+
+def test_explain_credits_the_policy_with_what_it_makes_cast_inputs_cast():
+    kernel = amp.cast_inputs(layer)
+    assert amp.explain(lambda w: square(kernel(w, X)), F16)(W).asked == ()
+    named = amp.cast_inputs(layer, jnp.float16)
+    (asked,) = amp.explain(lambda w: square(named(w, X)), F16)(W).asked
+    assert asked.by == "the program itself"
+    inside = as_f16(lambda w: square(kernel(w, X)))
+    (asked,) = amp.explain(inside, F16)(W).asked
+    assert asked.by.startswith("an autocast inside")
+
+
+def test_marks_and_a_plain_policy_are_no_autocast_inside():
+    marked = amp.with_policy(F16)(layer)
+    assert amp.explain(lambda w: square(marked(w, X)), BF16)(W).asked == ()
+    d = amp.diagnose(lambda w: square(marked(w, X)), BF16)(W)
+    assert not any("inside" in each or "itself" in each for each in d.advice)
