@@ -1,5 +1,6 @@
 """`value_and_grad` and `grad` of a scaled loss: true losses in, true gradients out."""
 
+import contextlib
 import functools
 import inspect
 import numbers
@@ -50,9 +51,15 @@ def value_and_grad(
     at a scale of 2**16 starts from inf, so that steps are skipped until the scale has
     backed off into the range of f16.
 
-    Gradients of f16 and bf16 convolution kernels are given the memory layout of their
-    kernels (`jax.experimental.layout`), unless they are sharded automatically.
-    `jax.export` of such a step needs
+    The gradients of all uses of an f16 or bf16 argument are summed in float32: uses in
+    turns of a loop, in microbatches, rows of a table that are looked up again. For this
+    the function is traced, once, and sees half arrays; the loss is the same, bit for
+    bit. A function that reads the values of its half arguments, as Python's `if` does,
+    is called again without, and its sums are half.
+
+    Kernels of f16 and bf16 convolutions are given a memory layout
+    (`jax.experimental.layout`), unless they are sharded automatically. `jax.export` of
+    such a step needs
     `disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]`.
 
     With an `nnx.Module` among the differentiated arguments it is `nnx.value_and_grad`:
@@ -175,7 +182,8 @@ def _value_and_grad(
     wide, dtypes = _widened(trees, chosen)
     if not dtypes or options["holomorphic"] or (kwargs and positions is not None):
         return differentiated(fn)(*args, **kwargs)
-    try:
+    # Not in an `except`: what comes out of the second call has no other error to tell.
+    with contextlib.suppress(*_ASKS_FOR_VALUES):
         if positions is None:
             return differentiated(held_in_f32(fn, dtypes))(*wide, **kwargs)
         held = functools.partial(
@@ -186,8 +194,7 @@ def _value_and_grad(
             args,
             run=lambda pure, trees: pure(*_widened(trees, chosen)[0]),
         )
-    except _ASKS_FOR_VALUES:
-        return differentiated(fn)(*args, **kwargs)
+    return differentiated(fn)(*args, **kwargs)
 
 
 # What JAX raises if a function asks for values of arrays that are traced.

@@ -10,27 +10,39 @@ bodies.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.core import ShapedArray, Tracer
 
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.constructs import bind_shard_map
-from jmp_amp.plan.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Literal, Value, aval_of
-from jmp_amp.plan.meshes import in_mesh_of, in_row_major
+from jmp_amp.plan.jaxprs import (
+    Atom,
+    Body,
+    ClosedJaxpr,
+    Eqn,
+    Literal,
+    Value,
+    Var,
+    aval_of,
+)
+from jmp_amp.plan.meshes import explicit_sharding, in_mesh_of, in_row_major
 from jmp_amp.plan.operations import Kind, is_cheap, kind_of
 from jmp_amp.policies.dtypes import F32, F64, AnyFn, PyTree
 
-Dtypes = Sequence[np.dtype | None]
+Dtypes = tuple[np.dtype | None, ...]
 
 # In the slot of a result: the next output of the program.
 _OUTPUT = object()
 
 
-def held_in_f32(fn: AnyFn, dtypes: Mapping[int, Dtypes]) -> AnyFn:
+def held_in_f32(fn: AnyFn, dtypes: Mapping[int, Sequence[np.dtype | None]]) -> AnyFn:
     """Returns `fn`, to be given float32 in place of some half leaves of its arguments.
 
     Its results are those of the half values, bit for bit. `fn` is called once and sees
@@ -105,14 +117,21 @@ def through_trees(
 
 
 class _Wide(NamedTuple):
-    """A half value of a program that is held in f32, and rounded by each use."""
+    """A half value of a program that is held in f32, and rounded by each use.
+
+    What comes in half into a body stays half where it has one use: that is no sum.
+
+    Attributes:
+      value: it, in f32, or in half so far.
+      dtype: that which it has in the program.
+    """
 
     value: Value
     dtype: np.dtype
 
 
 class _Staged(NamedTuple):
-    """A staged body, and the dtypes of those results that it returns in f32 instead."""
+    """A staged body; `wide` are the dtypes of those of its results that are `_Wide`."""
 
     closed: ClosedJaxpr
     wide: Dtypes
@@ -131,28 +150,39 @@ class _Replay:
     def results(self, body: Body, args: Sequence[Value]) -> list[Value]:
         """Returns the outputs of a body, some of them `_Wide`."""
         jaxpr = body.jaxpr
-        values = dict(zip(jaxpr.constvars, map(_constant, body.consts), strict=True))
-        values.update(zip(jaxpr.invars, args, strict=True))
+        eqns = list(filter(jaxprs.runs, jaxpr.eqns))
+        uses = Counter(jaxprs.variables(jaxpr.outvars))
+        for eqn in eqns:
+            uses.update(jaxprs.variables(eqn.invars))
+        values: dict[Atom, Value] = {}
+
+        def write(variables: Sequence[Var], found: Iterable[Value]) -> None:
+            for var, x in zip(variables, found, strict=True):
+                values[var] = _widened(x) if uses[var] > 1 else x
 
         def read(atom: Atom) -> Value:
             return _constant(atom.val) if isinstance(atom, Literal) else values[atom]
 
-        for eqn in filter(jaxprs.runs, jaxpr.eqns):
+        write(jaxpr.constvars, map(_constant, body.consts))
+        write(jaxpr.invars, args)
+        for eqn in eqns:
             with jaxprs.source_of(eqn):
-                found = self._equation(eqn, list(map(read, eqn.invars)))
-            values.update(zip(eqn.outvars, found, strict=True))
+                write(eqn.outvars, self._equation(eqn, list(map(read, eqn.invars))))
         return list(map(read, jaxpr.outvars))
 
-    def _equation(self, eqn: Eqn, operands: list[Value]) -> Sequence[Value]:
+    def _equation(self, eqn: Eqn, operands: list[Value]) -> Iterable[Value]:
         wide = next((x for x in operands if isinstance(x, _Wide)), None)
         if wide is None:
             return jaxprs.bind(eqn, operands)
         if jaxprs.is_conversion(eqn) and aval_of(eqn.outvars[0]).dtype in (F32, F64):
             return jaxprs.bind(eqn, [wide.value])
         if _moves(eqn, operands):
-            moved = jaxprs.bind(eqn, list(map(_in_f32, eqn.invars, operands)))
-            return [_Wide(x, wide.dtype) for x in moved]
+            if wide.value.dtype == F32 or eqn.primitive.name in _REPEATS:
+                operands = list(map(_in_f32, eqn.invars, operands))
+            return (_Wide(x, wide.dtype) for x in jaxprs.bind(eqn, _held(operands)))
         if not _is_entered(eqn):
+            if eqn.primitive.name in _SPREADS:
+                operands = [_spread(x, aval_of(eqn.outvars[0])) for x in operands]
             rounded = list(map(_rounded, operands))
             if eqn.primitive.name == "conv_general_dilated" and wide is operands[1]:
                 rounded[1] = in_row_major(rounded[1])
@@ -161,74 +191,60 @@ class _Replay:
             return self._shard_map(eqn, operands)
         return self._call(eqn, operands)
 
-    def _call(self, eqn: Eqn, operands: list[Value]) -> list[Value]:
-        carry = jaxprs.carried(eqn)
-        operands = [_rounded(x) if i in carry else x for i, x in enumerate(operands)]
-        # A turn reads one slice of what comes after the carry. Its gradient is no sum
-        # over turns, and an f32 copy of stacked layers would cost memory.
-        sliced = range(carry.stop, len(operands)) if jaxprs.is_loop(eqn) else range(0)
-        wide = [x.dtype if isinstance(x, _Wide) else None for x in operands]
-        reads = [F32 if x and i not in sliced else None for i, x in enumerate(wide)]
-        is_plain = not (jaxprs.is_loop(eqn) or jaxprs.is_branch(eqn))
+    def _call(self, eqn: Eqn, operands: Sequence[Value]) -> Iterable[Value]:
+        every_turn, carry = jaxprs.read_every_turn(eqn), jaxprs.carried(eqn)
+        is_call = not (
+            jaxprs.is_loop(eqn) or jaxprs.is_branch(eqn) or jaxprs.is_checkpoint(eqn)
+        )
+
+        def given(position: int, x: Value) -> Value:
+            if position in every_turn:
+                return _widened(x)
+            if not isinstance(x, _Wide) or position in carry:
+                return _rounded(x)
+            # What a loop goes through, and what a branch or a checkpoint reads, would
+            # be f32 copies in memory. Each turn, or call, is one use of them.
+            return x if is_call else _Wide(_rounded(x), x.dtype)
+
+        operands = list(itertools.starmap(given, enumerate(operands)))
         staged = [
-            self._staged(
-                inner.body,
-                tuple(wide[i] for i in inner.operands),
-                tuple(reads[i] for i in inner.operands),
-                is_plain,
-            )
+            self._staged(inner.body, [operands[i] for i in inner.operands], is_call)
             for inner in jaxprs.inner_bodies(eqn)
         ]
-        given = [
-            x.value if dtype else _rounded(x)
-            for x, dtype in zip(operands, reads, strict=True)
-        ]
-        results = jaxprs.bind_staged(eqn, [each.closed for each in staged], given)
-        return list(map(_wide_if, results, staged[0].wide))
+        closed = [each.closed for each in staged]
+        results = jaxprs.bind_staged(eqn, closed, _held(operands))
+        return map(_wide_if, results, staged[0].wide)
 
-    def _staged(
-        self, body: Body, wide: Dtypes, reads: Dtypes, returns_wide: bool
-    ) -> _Staged:
-        """Returns a staged body.
-
-        Args:
-          body: the body.
-          wide: for every input that is `_Wide` inside, its dtype.
-          reads: F32 for those of them that are given in f32.
-          returns_wide: whether results may be f32 instead.
-        """
-        key = id(body.jaxpr), wide, reads, returns_wide
+    def _staged(self, body: Body, args: Sequence[Value], is_call: bool) -> _Staged:
+        """Returns a body, staged for such arguments; only a call returns `_Wide`."""
+        wide = _dtypes(args)
+        reads = tuple(x.value.dtype if isinstance(x, _Wide) else None for x in args)
+        key = id(body.jaxpr), wide, reads, is_call
         if key not in self.staged:
-            returned: list[np.dtype | None] = []
+            returned: list[Dtypes] = []
 
-            def run_body(*args: Value) -> list[jax.Array]:
-                given = map(_wide_if, args, wide)
-                results = self.results(body, list(given))
-                if not returns_wide:
+            def run_body(*arrays: Value) -> list[jax.Array]:
+                results = self.results(body, list(map(_wide_if, arrays, wide)))
+                if not is_call:
                     results = list(map(_rounded, results))
-                returned[:] = [
-                    x.dtype if isinstance(x, _Wide) else None for x in results
-                ]
-                return _as_outputs(
-                    body, (x.value if isinstance(x, _Wide) else x for x in results)
-                )
+                returned.append(_dtypes(results))
+                return _as_outputs(body, _held(results))
 
             closed = jaxprs.trace(run_body, jaxprs.retyped_avals(body, reads))
-            self.staged[key] = _Staged(closed, returned)
+            self.staged[key] = _Staged(closed, returned[0])
         return self.staged[key]
 
-    def _shard_map(self, eqn: Eqn, operands: list[Value]) -> list[Value]:
-        (inner,) = jaxprs.inner_bodies(eqn)
-        wide = [x.dtype if isinstance(x, _Wide) else None for x in operands]
+    def _shard_map(self, eqn: Eqn, operands: Sequence[Value]) -> list[Value]:
+        (inner,), wide = jaxprs.inner_bodies(eqn), _dtypes(operands)
         return bind_shard_map(
             eqn,
             lambda *shards: self.outputs(inner.body, list(map(_wide_if, shards, wide))),
-            [x.value if isinstance(x, _Wide) else x for x in operands],
+            _held(operands),
         )
 
 
 def _is_traced(value: object) -> bool:
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(value, Tracer)
 
 
 def _constant(value: Value) -> Value:
@@ -237,11 +253,33 @@ def _constant(value: Value) -> Value:
 
 
 def _wide_if(value: Value, dtype: np.dtype | None) -> Value:
-    return value if dtype is None else _Wide(_cast(value, F32), dtype)
+    return value if dtype is None else _Wide(value, dtype)
+
+
+def _dtypes(values: Sequence[Value]) -> Dtypes:
+    return tuple(x.dtype if isinstance(x, _Wide) else None for x in values)
+
+
+def _held(values: Sequence[Value]) -> list[Value]:
+    """Returns arrays; those of `_Wide` values in the dtype in which they are held."""
+    return [x.value if isinstance(x, _Wide) else x for x in values]
 
 
 def _rounded(value: Value) -> Value:
     return _cast(value.value, value.dtype) if isinstance(value, _Wide) else value
+
+
+def _widened(value: Value) -> Value:
+    if isinstance(value, _Wide):
+        return _Wide(_cast(value.value, F32), value.dtype)
+    return value
+
+
+def _in_f32(atom: Atom, value: Value) -> Value:
+    """Returns an operand of a move of `_Wide` values."""
+    if isinstance(value, _Wide) or not jaxprs.is_floating(atom):
+        return _widened(value)
+    return np.asarray(value).astype(F32)
 
 
 def _cast(value: Value, dtype: np.dtype) -> Value:
@@ -249,19 +287,30 @@ def _cast(value: Value, dtype: np.dtype) -> Value:
         return jaxprs.converted(value, dtype)
 
 
-def _in_f32(atom: Atom, value: Value) -> Value:
-    """Returns an operand of a move of a `_Wide` value."""
-    if isinstance(value, _Wide):
-        return value.value
-    return np.asarray(value).astype(F32) if jaxprs.is_floating(atom) else value
-
-
 def _as_outputs(body: Body, values: Iterable[Value]) -> list[jax.Array]:
     return list(map(jaxprs.as_output, values, map(aval_of, body.jaxpr.outvars)))
 
 
-# They mark an array as one that differs between shards: their gradient is a sum.
-_MARKS = ("pvary", "pbroadcast")
+# Moves that read an element many times, or on many devices: their gradients are sums.
+_REPEATS = frozenset(
+    ("broadcast_in_dim", "broadcast_to", "gather", "tile", "pvary", "pbroadcast")
+)
+
+
+# They broadcast dimensions of size 1 too. Others save their operands for a gradient:
+# they would save them as large as the result.
+_SPREADS = frozenset(("add", "sub"))
+
+
+def _spread(value: Value, like: ShapedArray) -> Value:
+    """Returns an operand in the shape of the result, if it is `_Wide`."""
+    is_smaller = isinstance(value, _Wide) and value.value.shape != like.shape
+    # Of explicit axes the result would have to be told how it is sharded.
+    if not is_smaller or explicit_sharding(value.value) is not None:
+        return value
+    wide = _cast(value.value, F32)
+    axes = range(wide.ndim)
+    return _Wide(jax.lax.broadcast_in_dim(wide, like.shape, axes), value.dtype)
 
 
 def _moves(eqn: Eqn, operands: Sequence[Value]) -> bool:
@@ -269,7 +318,7 @@ def _moves(eqn: Eqn, operands: Sequence[Value]) -> bool:
     name = eqn.primitive.name
     return (
         kind_of(name) is Kind.MOVE
-        and (is_cheap(name) or name in _MARKS)
+        and (is_cheap(name) or name in _REPEATS)
         and all(
             isinstance(x, _Wide) or isinstance(atom, Literal)
             for atom, x in zip(eqn.invars, operands, strict=True)
@@ -279,7 +328,7 @@ def _moves(eqn: Eqn, operands: Sequence[Value]) -> bool:
 
 
 def _is_entered(eqn: Eqn) -> bool:
-    """Whether the bodies of `eqn` are given f32 values.
+    """Whether the bodies of `eqn` are given `_Wide` values.
 
     A `while` has no gradient, a `custom_jvp` one of its own. An argument that is given
     away must not be read again.
