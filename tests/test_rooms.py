@@ -48,7 +48,7 @@ WINGS = {
         ("scopes", "closures", "refusals", "successors", "marking", "functions"),
         ("nnx_modules",),
         ("linen_modules",),
-        ("markers", "calls", "derivatives"),
+        ("markers", "calls", "derivatives", "widened"),
         ("planned",),
         ("interpreter",),
     ),

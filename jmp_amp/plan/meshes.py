@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 from jmp_amp.plan.jaxprs import Value
@@ -88,3 +89,32 @@ def here(x: jax.Array) -> jax.Array:
     if mesh.empty or others.empty or mesh == others or AxisType.Manual in types:
         return x
     return reshard(x, PartitionSpec())
+
+
+def in_row_major(x: jax.Array) -> jax.Array:
+    """Returns a traced array, pinned to row-major layout if it may be a kernel's.
+
+    GPU convolutions permute the dimensions of their kernels. XLA lets that layout
+    spread: with half parameters it transposes moments and masters before the model
+    runs, computes the update in the permuted layout, and transposes the results back.
+    A half gradient in row-major layout stops the spread at the gradient. (f32 kernels
+    are transposed too, but inside the GPU kernel that updates them.)
+    """
+    # 1-D convolutions have kernels of rank 3, position embeddings are (1, n, d).
+    is_kernel = x.ndim > 3 or (x.ndim == 3 and x.shape[0] != 1)
+    if not is_kernel or not _is_whole(x):
+        return x
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+def _is_whole(x: jax.Array) -> bool:
+    """Returns whether every device holds the whole array.
+
+    XLA gathers an array whose layout is constrained. While a program is traced, the
+    layout over the devices of an automatically sharded array is unknown.
+    """
+    sharding = jax.typeof(x).sharding
+    mesh = sharding.mesh
+    axes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    unknown = any(kind == AxisType.Auto and size > 1 for kind, size in axes)
+    return not unknown and not any(sharding.spec)

@@ -1,5 +1,6 @@
 """`value_and_grad` and `grad` of a scaled loss: true losses in, true gradients out."""
 
+import contextlib
 import functools
 import inspect
 import numbers
@@ -17,8 +18,9 @@ from jmp_amp.policies.flags import checked_flag
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.overwritten import map_not_overwritten
 from jmp_amp.training.states import find_loss_scale
-from jmp_amp.training.structures import nodes_of
-from jmp_amp.training.trainable import promote_gradient
+from jmp_amp.training.structures import is_half_parameter, nodes_of
+from jmp_amp.training.trainable import promote_gradient, promote_half
+from jmp_amp.transform.widened import held_in_f32, through_trees
 
 # The positions to differentiate: one or several, as in jax and in nnx.
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
@@ -49,9 +51,15 @@ def value_and_grad(
     at a scale of 2**16 starts from inf, so that steps are skipped until the scale has
     backed off into the range of f16.
 
-    Gradients of f16 and bf16 convolution kernels are given the memory layout of their
-    kernels (`jax.experimental.layout`), unless they are sharded automatically.
-    `jax.export` of such a step needs
+    The gradients of all uses of an f16 or bf16 argument are summed in float32: uses in
+    turns of a loop, in microbatches, rows of a table that are looked up again. For this
+    the function is traced, once, and sees half arrays; the loss is the same, bit for
+    bit. A function that reads the values of its half arguments, as Python's `if` does,
+    is called again without, and its sums are half.
+
+    Kernels of f16 and bf16 convolutions are given a memory layout
+    (`jax.experimental.layout`), unless they are sharded automatically. `jax.export` of
+    such a step needs
     `disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]`.
 
     With an `nnx.Module` among the differentiated arguments it is `nnx.value_and_grad`:
@@ -126,8 +134,8 @@ def _differentiated(
         )
     call = f"{name}({_name(fn)})"
     check_argnums(argnums, f"{name}({_name(fn)}, argnums={argnums!r})")
-    flags = dict(has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int)
-    for key, flag in flags.items():
+    options = dict(holomorphic=holomorphic, allow_int=allow_int)
+    for key, flag in {"has_aux": has_aux, **options}.items():
         checked_flag(flag, f"{name}({_name(fn)}, {key}={{}})")
     signature = _signature_with_loss_scale(fn, call)
 
@@ -141,15 +149,9 @@ def _differentiated(
             loss, aux = _checked(fn(*args, **kwargs), call, has_aux, holomorphic)
             return (loss if scaler is None else scaler.scale(loss)), (loss, aux)
 
-        positions = module_positions(argnums, args)
-        transform = jax.value_and_grad if positions is None else nnx.value_and_grad
-        (_, (loss, aux)), gradients = transform(
-            scaled,
-            argnums=argnums if positions is None else positions,
-            has_aux=True,
-            holomorphic=holomorphic,
-            allow_int=allow_int,
-        )(*args, **kwargs)
+        (_, (loss, aux)), gradients = _value_and_grad(
+            scaled, argnums, args, kwargs, has_aux=True, **options
+        )
         if scaler is None:
             gradients = map_not_overwritten(promote_gradient, gradients)
         else:
@@ -159,6 +161,82 @@ def _differentiated(
     if signature is not None:
         differentiated.__signature__ = signature  # pyright: ignore
     return differentiated
+
+
+def _value_and_grad(
+    fn: AnyFn,
+    argnums: Argnums,
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    **options: bool,
+) -> PyTree:
+    """Calls `jax.value_and_grad(fn)`, or nnx's; half leaves are differentiated as f32.
+
+    If `fn` asks for the values of half leaves, as Python's `if` does, they stay half.
+    """
+    positions = module_positions(argnums, args)
+    differentiate = jax.value_and_grad if positions is None else nnx.value_and_grad
+    chosen = argnums if positions is None else positions
+    differentiated = functools.partial(differentiate, argnums=chosen, **options)
+    trees = args if positions is None else nnx.to_tree(args)
+    wide, dtypes = _widened(trees, chosen)
+    if not dtypes or options["holomorphic"] or (kwargs and positions is not None):
+        return differentiated(fn)(*args, **kwargs)
+    # Not in an `except`: what comes out of the second call has no other error to tell.
+    with contextlib.suppress(*_ASKS_FOR_VALUES):
+        if positions is None:
+            return differentiated(held_in_f32(fn, dtypes))(*wide, **kwargs)
+        held = functools.partial(
+            through_trees, fn, run=lambda pure, trees: held_in_f32(pure, dtypes)(*trees)
+        )
+        return through_trees(
+            differentiated(lambda *args: held(args=args)),
+            args,
+            run=lambda pure, trees: pure(*_widened(trees, chosen)[0]),
+        )
+    return differentiated(fn)(*args, **kwargs)
+
+
+# What JAX raises if a function asks for values of arrays that are traced.
+_ASKS_FOR_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+
+
+def _widened(
+    args: Sequence[PyTree], argnums: Argnums
+) -> tuple[list[PyTree], dict[int, list[np.dtype | None]]]:
+    """Returns the arguments with f32 in place of half leaves to differentiate.
+
+    And for each argument with such leaves, by its position, the dtypes that these had;
+    None for its other leaves. What is overwritten with its gradient stays as it is.
+    """
+    wide, found = list(args), {}
+    for each in argnums if isinstance(argnums, Sequence) else (argnums,):
+        number = each.argnum if isinstance(each, nnx.DiffState) else int(each)
+        position = number + len(args) if number < 0 else number
+        if not 0 <= position < len(args):
+            continue
+        paths, structure = jax.tree_util.tree_flatten_with_path(args[position])
+        dtypes = [
+            leaf.dtype if _is_array(leaf) and is_half_parameter(path, leaf) else None
+            for path, leaf in paths
+        ]
+        if any(dtypes):
+            leaves = (
+                promote_half(x) if dtype else x
+                for (_, x), dtype in zip(paths, dtypes, strict=True)
+            )
+            wide[position] = jax.tree.unflatten(structure, leaves)
+            found[position] = dtypes
+    return wide, found
+
+
+def _is_array(leaf: PyTree) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def check_argnums(argnums: object, call: str) -> None:

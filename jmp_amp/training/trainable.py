@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import AxisType
 from jax.tree_util import KeyPath
 
+from jmp_amp.plan.meshes import in_row_major
 from jmp_amp.policies.dtypes import PyTree, is_fp8, is_half
 from jmp_amp.training.finite import is_inexact
 from jmp_amp.training.overwritten import is_overwritten
@@ -39,18 +38,9 @@ def promote_half(leaf: PyTree) -> PyTree:
 
 
 def promote_gradient(leaf: PyTree) -> PyTree:
-    """Casts a half gradient to f32 and pins it to row-major layout.
-
-    GPU convolutions permute the dimensions of their kernels. XLA lets that layout
-    spread: with half parameters it transposes moments and masters before the model
-    runs, computes the update in the permuted layout, and transposes the results back.
-    A half gradient in row-major layout stops the spread at the gradient. (f32 kernels
-    are transposed too, but inside the GPU kernel that updates them.)
-    """
-    if isinstance(leaf, Tracer) and is_half(leaf.dtype) and leaf.ndim > 2:
-        # 1-D convolutions have kernels of rank 3, position embeddings are (1, n, d).
-        if (leaf.ndim > 3 or leaf.shape[0] != 1) and _is_whole(leaf):
-            leaf = with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim))))
+    """Casts a half gradient to f32; one that is traced is in row-major layout."""
+    if isinstance(leaf, Tracer) and is_half(leaf.dtype):
+        leaf = in_row_major(leaf)
     return promote_half(leaf)
 
 
@@ -145,16 +135,3 @@ def with_extra_args(
             "optimizer to wrap, such as optax.adamw(3e-4)."
         )
     return optax.with_extra_args_support(inner)
-
-
-def _is_whole(leaf: Tracer) -> bool:
-    """Returns whether every device holds the whole array.
-
-    XLA gathers an array whose layout is constrained. While a program is traced, the
-    layout over the devices of an automatically sharded array is unknown.
-    """
-    sharding = jax.typeof(leaf).sharding
-    mesh = sharding.mesh
-    axes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
-    unknown = any(kind == AxisType.Auto and size > 1 for kind, size in axes)
-    return not unknown and not any(sharding.spec)

@@ -1,0 +1,417 @@
+"""Gradients of half parameters are the f32 sums of the gradients of all their uses."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.extend import core
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jmp_amp as amp
+
+HALF = ("float16", "bfloat16")
+F32 = jnp.float32
+TURNS, ROWS = 4096, 8192
+# A half sum of ones ends at 256 in bf16, and at 2048 in f16.
+ONES = jnp.ones((TURNS, 1, 8))
+
+
+def near(found, expected, dtype):
+    found = np.asarray(found)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, rtol=2 * float(jnp.finfo(dtype).eps))
+
+
+def full(dtype, *shape):
+    return jnp.full(shape, 0.5, dtype)
+
+
+def mean_of(terms):
+    return sum(terms) / len(terms)
+
+
+def total(x):
+    return jnp.sum(x.astype(F32))
+
+
+# Many uses of one parameter. The gradient of every element is 1.
+
+
+def unrolled(w, uses=4):
+    return mean_of([total(-w) for _ in range(uses)]) * -1.0
+
+
+def in_turns(w, turn=lambda w, x: total(x @ w)):
+    xs = ONES.astype(w.dtype)
+    return jax.lax.scan(lambda c, x: (c + turn(w, x), None), 0.0, xs)[0] / TURNS
+
+
+def in_turns_of_a_checkpoint(w):
+    return jax.checkpoint(in_turns)(w)
+
+
+def in_turns_of_calls(w):
+    return in_turns(w, jax.jit(lambda w, x: total(x @ jax.jit(jnp.transpose)(w).T)))
+
+
+def in_turns_with_branches(w):
+    add, other = lambda w, x: total(x @ w), lambda w, x: -total(x @ w)
+    return in_turns(w, lambda w, x: jax.lax.cond(x[0, 0] > 0, add, other, w, x))
+
+
+def through_a_reshape(w):
+    return unrolled(w.reshape(4, 16))
+
+
+def layers_of(uses, w):
+    # A layer is a slice of a stack.
+    return jax.lax.scan(lambda c, w: (c + uses(w), None), 0.0, w[None])[0]
+
+
+def of_layers_that_are_steps(w):
+    return layers_of(in_turns, w)
+
+
+def unrolled_in_a_layer(w):
+    return layers_of(unrolled, w)
+
+
+def looked_up(w):
+    return total(w[jnp.arange(ROWS) % 8]) / (ROWS // 8)
+
+
+def looked_up_in_turns(w):
+    return in_turns(w, lambda w, x: total(w[x.astype(jnp.int32)[0]]) / 8)
+
+
+def broadcast(w):
+    return total(jnp.zeros((1024, 8, 8), w.dtype) + w[None]) / 1024
+
+
+def broadcast_in_a_layer(w):
+    return layers_of(broadcast, w)
+
+
+USES = {
+    each.__name__: each
+    for each in (
+        *(unrolled, in_turns, in_turns_of_a_checkpoint, in_turns_of_calls),
+        *(
+            in_turns_with_branches,
+            through_a_reshape,
+            of_layers_that_are_steps,
+            unrolled_in_a_layer,
+        ),
+        *(looked_up, broadcast, broadcast_in_a_layer),
+    )
+}
+
+
+def sums(jaxpr):
+    """Yields the results of the sums of a program and of its bodies."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("add_any", "reduce_sum", "scatter-add"):
+            yield eqn.outvars[0].aval
+        for body in core.jaxprs_in_params(eqn.params):
+            yield from sums(body)
+
+
+@pytest.mark.parametrize("uses", USES)
+def test_no_sum_of_gradients_of_a_half_parameter_is_half(uses):
+    w = full("bfloat16", 8, 8)
+    found = list(sums(jax.make_jaxpr(amp.grad(USES[uses]))(w).jaxpr))
+    assert found
+    assert all(aval.dtype == F32 for aval in found)
+    assert any(
+        aval.dtype == w.dtype
+        for aval in sums(jax.make_jaxpr(jax.grad(USES[uses]))(w).jaxpr)
+    )
+
+
+@pytest.mark.parametrize(
+    ("uses", "dtype"),
+    [
+        *((uses, "bfloat16") for uses in ("in_turns", "of_layers_that_are_steps")),
+        *(("in_turns", "float16"), ("looked_up", "float16"), ("looked_up", "bfloat16")),
+    ],
+)
+def test_a_gradient_is_the_sum_of_thousands_of_uses(uses, dtype):
+    w = full(dtype, 8, 8)
+    loss, gradient = jax.jit(amp.value_and_grad(USES[uses]))(w)
+    near(gradient, np.ones((8, 8)), dtype)
+    assert loss == jax.jit(USES[uses])(w)
+
+
+def test_a_gradient_is_the_sum_of_uses_that_are_written_out():
+    near(
+        amp.grad(lambda w: unrolled(w, 512))(full("bfloat16", 3)),
+        np.ones(3),
+        "bfloat16",
+    )
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_rows_that_are_looked_up_in_every_turn_sum_their_gradients_in_f32(dtype):
+    expected = np.zeros((8, 8))
+    expected[1] = 1.0
+    near(jax.jit(amp.grad(looked_up_in_turns))(full(dtype, 8, 8)), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_tied_embedding_sums_the_gradients_of_its_lookup_and_its_head(dtype):
+    table = (jnp.arange(8.0).reshape(4, 2) / 8).astype(dtype)
+    ids = jnp.where(jnp.arange(ROWS) < 6, jnp.arange(ROWS) % 4, 3)
+
+    def loss(table):
+        return jnp.mean((table[ids] @ table.T).astype(F32))
+
+    t = np.asarray(table, np.float64)
+    counts = np.bincount(ids, minlength=4) / ROWS
+    expected = (counts[:, None] * t.sum(0) + counts @ t) / 4
+    near(jax.jit(amp.grad(loss))(table), expected, dtype)
+
+
+def unrolled_calls(apply, w):
+    return mean_of([total(apply(w, x)) for x in ONES[:8]])
+
+
+def scanned_calls(apply, w):
+    return in_turns(w, lambda w, x: total(apply(w, x)))
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "microbatches"),
+    [
+        ("O2", {}, unrolled_calls),
+        ("O2", {}, scanned_calls),
+        ("O2", {}, None),
+        ("O2", {"master_grad": True}, None),
+        ("O3", {}, None),
+        ("fp16_naive", {}, None),
+    ],
+)
+def test_recipes_that_store_half_sum_gradients_in_f32(name, overrides, microbatches):
+    dtype = "float16" if name == "fp16_naive" else "bfloat16"
+    recipe = amp.recipe(name, half_dtype=dtype, **overrides)
+    params = recipe.cast_params({"kernel": full("float32", 8, 8)})
+    assert params["kernel"].dtype == dtype
+    if microbatches is None:
+        loss = recipe.autocast(lambda params: in_turns(params["kernel"]))
+    else:
+        apply = recipe.autocast(lambda w, x: x @ w)
+        loss = lambda params: microbatches(apply, params["kernel"])  # noqa: E731
+    gradient = jax.jit(amp.grad(loss))(params)["kernel"]
+    near(gradient, np.ones((8, 8)), dtype)
+
+
+def test_gradients_that_vanish_in_f16_survive():
+    # The smallest f16 is 6e-8.
+    loss = lambda w: total(w) * 1e-9  # noqa: E731
+    w, scale = full("float16", 3), amp.static_loss_scale(2.0**4)
+    for gradient in (amp.grad(loss)(w), amp.grad(loss)(w, loss_scale=scale)):
+        np.testing.assert_allclose(gradient, 1e-9 * np.ones(3), rtol=1e-6)
+
+
+# What the function sees
+
+
+def test_the_function_is_called_once_and_sees_half_arrays_and_all_else_as_given():
+    seen = []
+    marker = object()
+
+    def loss(params, x, n, name):
+        seen.append((params["w"].dtype, type(x), int(n), name))
+        ys = [params["w"] * jnp.asarray(x, params["w"].dtype) for _ in range(int(n))]
+        return total(sum(ys)), (marker, ys[0])
+
+    params = {"w": full("bfloat16", 3), "text": None}
+    x, n = np.ones(3, np.float32), jnp.int32(2)
+    (_, aux), gradients = amp.value_and_grad(loss, has_aux=True)(params, x, n, "name")
+    assert seen == [(jnp.bfloat16, np.ndarray, 2, "name")]
+    assert aux[0] is marker
+    assert aux[1].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(gradients["w"], 2 * np.ones(3))
+
+
+def test_a_function_that_reads_values_of_half_parameters_runs_as_before():
+    loss = lambda w: total(w) if w[0] > 0 else total(-w)  # noqa: E731
+    np.testing.assert_array_equal(amp.grad(loss)(full("float16", 3)), np.ones(3))
+    with pytest.raises(jax.errors.TracerBoolConversionError, match="argument w"):
+        jax.jit(lambda w: amp.grad(loss)(w))(full("float16", 3))
+
+
+def test_an_error_of_the_function_comes_out_of_its_only_call():
+    calls = []
+
+    def loss(w):
+        calls.append(None)
+        return total(w @ jnp.ones(4, w.dtype))
+
+    with pytest.raises(TypeError) as expected:
+        jax.grad(loss)(full("bfloat16", 3))
+    with pytest.raises(TypeError) as found:
+        amp.grad(loss)(full("bfloat16", 3))
+    assert str(found.value) == str(expected.value)
+    assert len(calls) == 2
+
+
+def test_a_callback_runs_once():
+    seen = []
+
+    def loss(w):
+        jax.debug.callback(lambda x: seen.append(x.dtype), w)
+        return total(w)
+
+    amp.grad(loss)(full("bfloat16", 3))
+    jax.effects_barrier()
+    assert seen == [jnp.bfloat16]
+
+
+def test_a_function_of_parameters_that_are_not_half_is_differentiated_as_before():
+    loss = lambda w, x: jnp.sum(jnp.tanh(w * x.astype(F32)))  # noqa: E731
+    args = jnp.ones(3), full("bfloat16", 3)
+    found = jax.make_jaxpr(amp.grad(loss))(*args)
+    assert str(found) == str(jax.make_jaxpr(jax.grad(loss))(*args))
+
+
+def test_what_is_overwritten_with_its_gradient_stays_half():
+    params = {"w": full("float16", 3), "_overwrite_with_gradient": full("float16", 3)}
+    loss = lambda p: sum(map(total, p.values()))  # noqa: E731
+    gradients = amp.grad(loss)(params)
+    assert gradients["w"].dtype == F32
+    assert gradients["_overwrite_with_gradient"].dtype == jnp.float16
+
+
+# What it costs
+
+
+def scans(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+
+
+def test_stacked_layers_and_what_their_gradients_save_stay_half():
+    def loss(stack, x):
+        layer = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
+        return total(jax.lax.scan(layer, x, stack)[0])
+
+    stack, x = full("bfloat16", 5, 4, 4), full("bfloat16", 3, 4)
+    jaxpr = jax.make_jaxpr(amp.grad(loss))(stack, x)
+    forward, backward = scans(jaxpr)
+    for v in (*forward.invars, *forward.outvars, *backward.invars, *backward.outvars):
+        assert v.aval.dtype == jnp.bfloat16
+
+
+def test_a_block_that_is_called_often_is_staged_once():
+    block = jax.jit(lambda x, w: jnp.tanh(x @ w))
+
+    def loss(w):
+        x = full("bfloat16", 1, 4)
+        for _ in range(12):
+            x = block(x, w)
+        return total(x)
+
+    eqns = jax.make_jaxpr(amp.grad(loss))(full("bfloat16", 4, 4)).eqns
+    called = [eqn.params["jaxpr"] for eqn in eqns if "jaxpr" in eqn.params]
+    assert len(called) == 24
+    # The first block has no gradient of its input.
+    assert len(set(map(id, called))) <= 4
+
+
+# Equations that are not entered, and maps
+
+
+def test_opaque_equations_read_half_and_their_gradients_are_summed_in_f32():
+    @jax.custom_vjp
+    def twice(w):
+        assert w.dtype == jnp.bfloat16
+        return w + w
+
+    twice.defvjp(lambda w: (twice(w), None), lambda _, g: (g + g,))
+
+    def loss(w):
+        doubled = jax.lax.while_loop(
+            lambda s: s[0] < 1, lambda s: (s[0] + 1, s[1] * w), (0, jnp.ones_like(w))
+        )[1]
+        terms = [total(twice(w)) for _ in range(4)]
+        return mean_of(terms) + total(jax.lax.stop_gradient(doubled))
+
+    w = full("bfloat16", 3)
+    near(amp.grad(loss)(w), 2 * np.ones(3), "bfloat16")
+    halves = [x for x in sums(jax.make_jaxpr(amp.grad(loss))(w)) if x.dtype == w.dtype]
+    assert not halves
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_sharded_map_sums_the_gradients_of_its_shards_in_f32(inside):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    mapped = functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P("d")), out_specs=P()
+    )
+
+    def loss(w, x):
+        turn = lambda c, x: (c + total(w * x), None)  # noqa: E731
+        return jax.lax.psum(jax.lax.scan(turn, 0.0 * total(x[0]), x)[0], "d") / TURNS
+
+    gradient = mapped(amp.grad(loss)) if inside else amp.grad(mapped(loss))
+    x = jnp.ones((TURNS, 3), jnp.bfloat16)
+    near(jax.jit(gradient)(full("bfloat16", 3), x), np.ones(3), "bfloat16")
+
+
+# nnx
+
+
+class Net(nnx.Module):
+    def __init__(self, dtype):
+        options = dict(dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
+        self.linear = nnx.Linear(8, 8, **options)
+        self.tied = self.linear
+        self.calls = nnx.Variable(jnp.zeros((), dtype))
+
+    def __call__(self, x):
+        assert self.linear.kernel[...].dtype == self.linear.param_dtype
+        self.calls[...] += 1
+        self.seen = nnx.Variable(self.tied(x))
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("jit", [False, True])
+def test_an_nnx_module_sums_in_f32_and_keeps_what_it_wrote(dtype, jit):
+    def loss(net, xs):
+        y = net(xs[0])
+        w = net.linear.kernel[...]
+        return total(y) * 0 + in_turns(w), net
+
+    wrap = nnx.jit if jit else lambda fn: fn
+    found, plain = Net(dtype), Net(dtype)
+    xs = ONES.astype(dtype)
+    both = wrap(lambda net, xs: amp.value_and_grad(loss, has_aux=True)(net, xs))
+    (value, aux), gradients = both(found, xs)
+    both = wrap(lambda net, xs: nnx.value_and_grad(loss, has_aux=True)(net, xs))
+    (expected, _), structure = both(plain, xs)
+    assert value == expected
+    assert aux is found
+    assert found.tied is found.linear
+    near(gradients["linear"]["kernel"][...], np.ones((8, 8)), dtype)
+    assert jax.tree.structure(gradients) == jax.tree.structure(structure)
+    states = nnx.state(found), nnx.state(plain)
+    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+    for a, b in zip(*map(jax.tree.leaves, states), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def test_linen_variables_are_differentiated_in_f32():
+    model = nn.Dense(8, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
+    variables = model.init(jax.random.key(0), ONES[0])
+    loss = lambda v, x: total(model.apply(v, x.reshape(-1, 8))) / ROWS  # noqa: E731
+    x = jnp.ones((ROWS, 8), jnp.bfloat16)
+    gradients = amp.grad(loss)(variables, x)["params"]
+    near(gradients["bias"], np.ones(8), "bfloat16")
