@@ -118,6 +118,7 @@ def advise(
         # Else the reference does not tell what a loss scale has to hold.
         found += _underflow(sites, reference, casts, scale, suggested_scale)
     found += _lost(gradients)
+    found += _summed(sites, gradients)
     found += otherwise
     if _ends_with_error(sites, gradients):
         found += _error(sites, same)
@@ -127,6 +128,26 @@ def advise(
             "first element is the loss, give has_aux=True."
         )
     return (*found, *own)
+
+
+# An error of a gradient from which on a sum in half precision may be to blame: some
+# hundred terms.
+_OFF = 1 / 16
+
+
+def _summed(
+    sites: Sequence[Site], gradients: Mapping[str, Gradient]
+) -> Iterator[str]:
+    """Yields the lookup whose gradient is summed in half, if gradients are far off."""
+    sums = [s for s in sites if s.operation == "scatter-add" and not s.is_forward]
+    sums = [site for site in sums if site.dtype in ("bf16", "f16")]
+    worst = max((g.error for g in gradients.values() if g.error), default=0.0)
+    if sums and worst > _OFF:
+        yield (
+            f"{place(sums[0])} sums the gradient of a lookup in {sums[0].dtype}, and a "
+            f"gradient is {worst:.0%} off: a row that is looked up hundreds of times "
+            'loses digits. with_full("gather") of the policy sums it in f32.'
+        )
 
 
 def _begins_with_a_number(value: PyTree) -> bool:

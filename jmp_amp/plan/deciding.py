@@ -140,7 +140,7 @@ def _by_class(at: Standing, rewrite: Rewrite | None, counted: str | None) -> Dec
         made = Origin.FREE if at.origin == Origin.FREE else Origin.FULL
         mode = Mode.CONVERSION if jaxprs.is_conversion(at.eqn) else Mode.IN_DTYPE
         return at.decision(mode, F32, at.rule.reason, made)
-    return _follow(at)
+    return _follow(at, rewrite)
 
 
 def _keep(at: Standing) -> Decision:
@@ -178,7 +178,7 @@ def _low(at: Standing, rewrite: Rewrite | None) -> Decision:
     return at.decision(Mode.IN_DTYPE, low, reason, Origin.LOW, saturate)
 
 
-def _follow(at: Standing) -> Decision:
+def _follow(at: Standing, rewrite: Rewrite | None) -> Decision:
     origin, low = at.origin, at.low
     if origin == Origin.FREE:
         reason = "only parameters, inputs and constants"
@@ -214,7 +214,10 @@ def _follow(at: Standing) -> Decision:
     if _is_scaled(at):
         reason = f"scaled by an argument, which {low.name} may have no place for"
         return at.decision(Mode.IN_DTYPE, F32, reason, Origin.LOW)
-    return at.decision(Mode.IN_DTYPE, low, "follows its operands", Origin.LOW)
+    reason = "follows its operands"
+    if role_of(at.name) is Role.LOOKS_UP and rewrite is None:
+        reason += f"; its gradient is summed in {low.name}"
+    return at.decision(Mode.IN_DTYPE, low, reason, Origin.LOW)
 
 
 def _is_scaled(at: Standing) -> bool:

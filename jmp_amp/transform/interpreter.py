@@ -64,8 +64,7 @@ def autocast(
     dtype, and the program with these dtypes runs in its place. Matrix products and
     convolutions run in the policy's `compute_dtype`; exponentials, logarithms, sums,
     norms, softmaxes and losses in float32; everything else follows its operands, and
-    runs in float32 where only float32 operations read it. The table of
-    operations is in `jmp_amp/plan/operations.py`, that of functions beside it in
+    runs in float32 where a float32 operation reads it. The table of operations is in `jmp_amp/plan/operations.py`, that of functions beside it in
     `rules.py`.
 
     Every call traces `fn` anew, so call the result under `jax.jit`. Differentiate it,
@@ -84,17 +83,23 @@ def autocast(
     * what the function returns in float32, made so by the operation that makes it,
       whatever else reads it: elements that nobody wrote keep their bits;
     * what a loop keeps over its turns: the carry of a `scan` that starts as an argument
-      or a constant, or that no product reads. A stream between layers, which a product
-      or an embedding lookup began and products read, is half;
+      or a constant, or that no layer reads. A layer multiplies by another matrix in
+      each turn, a slice of what the loop goes through. A stream between layers, which a
+      product or an embedding lookup began, is half. (So the stream of layers that share
+      their weights, a universal transformer, is float32 in a loop.)
     * an argument plus what is made of it (`y + dt * f(y)`: a state), and the difference
-      of an argument and an activation. What is only added, such as a bias, follows;
-    * what becomes an index: all that leads to `floor`, `ceil`, `round` or a cast to an
-      integer; a grid that counts further than half precision does, and the product of
-      one-hot rows with it;
+      of an argument and an activation. What is only added, such as a bias, follows. An
+      array that the function closes over is an argument;
+    * what becomes an index: all that leads to `floor`, `ceil`, `round`, a cast to an
+      integer, or a choice by rank (`argmax`, `top_k`, `argsort`); a grid that counts
+      further than half precision does, and the product of one-hot rows with it;
+    * a bound that half precision rounds onto a round number: `clip(p, 1e-4, 1 - 1e-4)`;
+    * in float16, what an argument scales, from one product to the next;
     * what linear algebra reads, back to the product: the Gram matrix and the right side
       of a linear system, the covariance of a filter, a kernel. A layer whose result is
       solved stays half, and so does a layer in front of a Gram matrix;
-    * distances by a product, `|a|**2 - 2 * a @ b.T + |b|**2`: their digits cancel;
+    * distances by a product, `|a|**2 - 2 * a @ b.T + |b|**2`, and second moments less
+      squared means, `y.T @ y / n - outer(m, m)`: their digits cancel;
     * what `stop_gradient` alone reads, back to the product: no derivative saves it;
     * the body of a `while_loop` that runs until a float of its body is small enough;
     * a product with `precision=` HIGH or HIGHEST, one without a free dimension (`vdot`,
@@ -104,6 +109,10 @@ def autocast(
     A product that adds nothing up is a multiplication, however it is spelled:
     `einsum("i,j->ij", positions, frequencies)` is float32 as `positions[:, None] *
     frequencies` is.
+
+    The gradients of a table are summed in float32 over all lookups of a row. Those of a
+    lookup of activations are, if it reads each row 16 times in the mean; else the sum
+    is half, which costs digits where one row is looked up hundreds of times.
 
     What is left alone: integers, booleans, complex, float64, fp8 and PRNG keys; dtypes
     that the program asks for, such as `x.astype(jnp.bfloat16)`; and, computed as they

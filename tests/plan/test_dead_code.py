@@ -1,4 +1,4 @@
-"""Lines whose results nobody reads: the plan of all else is as if they were not there."""
+"""Lines whose results nobody reads: all else is planned as if they were not there."""
 
 import jax
 import jax.numpy as jnp
