@@ -482,7 +482,7 @@ def _options(
     follows = made.rule.op_class is OpClass.FOLLOW and made.mode is Mode.IN_DTYPE
     if follows and made.result.origin == Origin.LOW:
         yield from _RISES
-    if Trait.WORTH_F32 in result.traits:
+    if Trait.WORTH_F32 in result.traits and made.dtype != F32:
         yield Option(Demands.F32, "only f32 operations read it", F32)
         yield Option(Demands.F32, "an f32 operation reads it", F32, some=True)
     if not is_half(low):
