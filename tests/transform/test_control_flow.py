@@ -502,7 +502,8 @@ def results(eqn):
 )
 def test_a_carry_is_half_if_a_product_or_a_lookup_began_it(start, carried, policy):
     def fn(w, x):
-        return scan(lambda h, _: (residual(h, w), None), start(w, x), length=3)[0] @ w
+        layers = jnp.stack([w] * 3)
+        return scan(lambda h, w: (residual(h, w), None), start(w, x), layers)[0] @ w
 
     (loop,) = loops(amp.autocast(fn, policy), W, X)
     assert results(loop) == [carried.replace("half", half_of(policy))]
@@ -519,12 +520,13 @@ def test_a_carry_that_meets_a_full_value_is_f32(policy):
 
 @one_policy
 def test_carries_that_feed_each_other_are_settled_together(policy):
-    def turn(carry, _):
+    def turn(carry, w):
         a, b, c, d = carry
-        return (b @ W, jnp.tanh(a), d + 1.0, c * 2.0), None
+        return (b @ w, jnp.tanh(a), d + 1.0, c * 2.0), None
 
     def fn(w, start):
-        return scan(turn, (X @ w, start, jnp.zeros(()), X[0, 0]), length=4)[0]
+        layers = jnp.stack([w] * 4)
+        return scan(turn, (X @ w, start, jnp.zeros(()), X[0, 0]), layers)[0]
 
     (loop,) = loops(amp.autocast(lambda w: fn(w, X @ w)[0] @ w, policy), W)
     assert results(loop)[:2] == [half_of(policy)] * 2
@@ -553,13 +555,14 @@ def test_what_a_loop_or_branch_hands_on_is_weakly_typed_if_it_was():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_accumulator_of_a_carry_that_turns_half_is_f32(policy):
     def fn(w, x):
-        def turn(carry, _):
+        def turn(carry, i):
             # What is added up is f32 before the first turn, and half after it.
             h, total = carry
-            return (jnp.tanh(h @ w), total + h), None
+            return (jnp.tanh(h @ layers[i]), total + h), None
 
+        layers = jnp.stack([w] * 3)
         start = x[jnp.arange(8)], jnp.zeros((8, 16))
-        h, total = scan(turn, start, length=3000)[0]
+        h, total = scan(turn, start, jnp.arange(3000) % 3)[0]
         return h @ w, total
 
     mixed = amp.autocast(fn, policy)
@@ -711,7 +714,7 @@ def test_a_constant_that_grows_from_turn_to_turn_is_taken_to_grow_beyond_f16():
     assert relative_error(mixed(W), fn(W)) < ROUNDINGS * eps(F16)
     # One that does not grow stays what it is.
     same = lambda w: scan(  # noqa: E731
-        lambda c, _: ((c[0], (c[1] @ W) * c[0]), None), (2.0, X @ w), length=3
+        lambda c, w: ((c[0], (c[1] @ w) * c[0]), None), (2.0, X @ w), jnp.stack([W] * 3)
     )[0][1]
     rows = dtypes_of(amp.autocast(lambda w: same(w) @ w, F16), W, primitive="mul")
     assert rows == [("float16",) * 3]
@@ -720,7 +723,8 @@ def test_a_constant_that_grows_from_turn_to_turn_is_taken_to_grow_beyond_f16():
 @one_policy
 def test_the_stacked_results_of_a_loop_between_products_are_half(policy):
     def fn(w):
-        return scan(lambda h, _: (residual(h, w),) * 2, X @ w, length=3)[1] @ w
+        layers = jnp.stack([w] * 3)
+        return scan(lambda h, w: (residual(h, w),) * 2, X @ w, layers)[1] @ w
 
     (loop,) = loops(amp.autocast(fn, policy), W)
     assert results(loop) == [half_of(policy)] * 2
