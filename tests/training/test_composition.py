@@ -476,10 +476,11 @@ def test_two_losses_with_a_scale_each_reach_one_optimizer():
     params = jnp.zeros((), jnp.float16)
     state = tx.init(params)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
     def step(params, scales, state):
         def gradient(name):
-            loss_fn = lambda p: p.astype(jnp.float32) * slopes[name]  # noqa: E731
+            # The product's gradient is half, as in a layer.
+            loss_fn = lambda p: jnp.float32(p * jnp.ones_like(p)) * slopes[name]  # noqa: E731
             return amp.grad(loss_fn)(params, loss_scale=scales[name])
 
         gradients = {name: gradient(name) for name in slopes}
@@ -501,7 +502,7 @@ def test_two_losses_with_a_scale_each_reach_one_optimizer():
         assert scales["large"].value == 2.0 ** (14 - min(count + 1, 2))
     assert params == -8.0
     # Alone, the small gradient is that of an underflow without its scale.
-    tiny = lambda p: p.astype(jnp.float32) * 2.0**-30  # noqa: E731
+    tiny = lambda p: jnp.float32(p * jnp.ones_like(p)) * 2.0**-30  # noqa: E731
     assert amp.grad(tiny)(params, loss_scale=scales["small"]) == 2.0**-30
     assert amp.grad(tiny)(params) == 0.0
 
@@ -601,7 +602,7 @@ def test_a_loss_scaled_by_hand_gives_the_same_numbers(dtype):
     # The first slope is below the subnormals of f16, the second among them.
     slopes = np.array([3 * 2.0**-28, 5 * 2.0**-22, 0.75, -(2.0**-10)])
     loss_fn = lambda p: jnp.sum(  # noqa: E731
-        p.astype(jnp.float32) * jnp.asarray(slopes, jnp.float32)
+        (p * jnp.ones_like(p)).astype(jnp.float32) * jnp.asarray(slopes, jnp.float32)
     )
     loss_scale = dynamic(2.0**15, growth_interval=1)
     by_hand = amp.with_loss_scale(optax.sgd(2.0**10), loss_scale, unscale=True)
