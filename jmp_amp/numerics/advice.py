@@ -135,9 +135,7 @@ def advise(
 _OFF = 1 / 16
 
 
-def _summed(
-    sites: Sequence[Site], gradients: Mapping[str, Gradient]
-) -> Iterator[str]:
+def _summed(sites: Sequence[Site], gradients: Mapping[str, Gradient]) -> Iterator[str]:
     """Yields the lookup whose gradient is summed in half, if gradients are far off."""
     sums = [s for s in sites if s.operation == "scatter-add" and not s.is_forward]
     sums = [site for site in sums if site.dtype in ("bf16", "f16")]

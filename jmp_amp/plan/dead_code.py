@@ -11,7 +11,7 @@ is handed on as it came, and zeros stand in the place of another dead result.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.core import ShapedArray
@@ -41,7 +41,7 @@ class _Body(NamedTuple):
       inputs: which of its inputs are read.
     """
 
-    program: Jaxpr | ClosedJaxpr
+    program: Any  # a `Jaxpr` or a `ClosedJaxpr`, as it was
     inputs: Alive
 
 
@@ -74,8 +74,8 @@ class _Living:
         outvars = list(jaxpr.outvars)
         for i, (atom, is_read) in enumerate(zip(outvars, outputs, strict=True)):
             if not is_read and _has_zeros(atom):
-                is_carried = carry is not None and carry + i < len(jaxpr.invars)
-                outvars[i] = jaxpr.invars[carry + i] if is_carried else zeros.of(atom)
+                handed_on = [] if carry is None else jaxpr.invars[carry + i :][:1]
+                outvars[i] = handed_on[0] if handed_on else zeros.of(atom)
         kept = [o for o, old in zip(outvars, jaxpr.outvars, strict=True) if o is old]
         alive = set(jaxprs.variables(kept))
         eqns: list[Eqn] = []

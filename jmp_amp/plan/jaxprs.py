@@ -179,12 +179,11 @@ def with_equations(
     program: Jaxpr | ClosedJaxpr, eqns: Sequence[Eqn], outvars: Sequence[Atom]
 ) -> Any:
     """Returns an open or closed jaxpr with other equations and outputs."""
-    opened = getattr(program, "jaxpr", program)
+    changed: dict[str, Any] = {"eqns": list(eqns), "outvars": list(outvars)}
     if not isinstance(program, Jaxpr):
         # JAX < 0.11: a ClosedJaxpr wraps a Jaxpr.
-        changed = opened.replace(eqns=list(eqns), outvars=list(outvars))
-        return program.replace(jaxpr=changed)
-    return program.replace(eqns=list(eqns), outvars=list(outvars))
+        changed = {"jaxpr": body_of(program).jaxpr.replace(**changed)}
+    return program.replace(**changed)
 
 
 def inner_bodies(eqn: Eqn) -> tuple[Inner, ...]:

@@ -64,8 +64,8 @@ def autocast(
     dtype, and the program with these dtypes runs in its place. Matrix products and
     convolutions run in the policy's `compute_dtype`; exponentials, logarithms, sums,
     norms, softmaxes and losses in float32; everything else follows its operands, and
-    runs in float32 where a float32 operation reads it. The table of operations is in `jmp_amp/plan/operations.py`, that of functions beside it in
-    `rules.py`.
+    runs in float32 where a float32 operation reads it. The table of operations is in
+    `jmp_amp/plan/operations.py`, that of functions beside it in `rules.py`.
 
     Every call traces `fn` anew, so call the result under `jax.jit`. Differentiate it,
     `jax.grad(amp.autocast(loss))`: the backward matrix products run in half too and the
