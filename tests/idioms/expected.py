@@ -20,4 +20,5 @@ NOTHING_IN_HALF = {
     "implicit_gradient_of_a_solve": _OPAQUE,
     "kalman_filter": _FILTER,
     "kalman_filter_from_an_argument": _FILTER,
+    "top_k_of_biased_experts": "an index, and a constant is a factor of the scores",
 }

