@@ -96,7 +96,7 @@ def dtypes(plan, path=()):
     found = {}
     for planned, eqn in zip(plan.equations, plan.body.jaxpr.eqns, strict=True):
         for number, var in enumerate(eqn.outvars):
-            # Zeros in the place of a dead result read nothing, and are others each time.
+            # Zeros in the place of a dead result are others each time.
             is_zeros = not jaxprs.variables(eqn.invars)
             if isinstance(var, core.DropVar) or is_zeros:
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import jax
 from benchmarks import compare_precision
 
 from tests import kept
@@ -34,3 +35,15 @@ def kept_figures(name: str, case: Case, dtype: str, program: str) -> dict[str, A
         for _ in range(count)
     ]
     return found | {"products": products}
+
+
+def bytes_of_digits(case: Case) -> int:
+    """Returns what an embedding and its rows need in f32 beyond half."""
+    params, batch = case.abstract()
+    (table,) = (
+        leaf
+        for path, leaf in jax.tree.leaves_with_path(params)
+        if "embedding" in str(path[-1])
+    )
+    tokens = jax.tree.leaves(batch)[-1]
+    return 2 * (table.size + tokens.size * table.shape[1])

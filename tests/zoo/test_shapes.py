@@ -15,7 +15,7 @@ import pytest
 from benchmarks import compare_precision
 
 from tests import measures, zoo
-from tests.zoo.on_h100 import kept_figures
+from tests.zoo.on_h100 import bytes_of_digits, kept_figures
 from tests.zoo.shapes import unbatched
 
 # Autocast around the whole loss, and inside of the map that adds the axis of examples:
@@ -35,7 +35,7 @@ TRACED_BY_DEFAULT = {
 
 # Layers begin with rows of a table, which an argument holds: they are looked up in f32,
 # and their gradients are added up in f32.
-EMBEDDED_IN_F32 = {("llama", "unbatched"), ("mamba", "long")}
+EMBEDDED_IN_F32 = {("llama", "unbatched"), ("transformer", "unbatched")}
 
 each_program = pytest.mark.parametrize(
     ("model", "shape", "program"),
@@ -58,18 +58,6 @@ def traced(
     loss = compare_precision.program_loss(case, "bfloat16", program)
     found = compare_precision.traced(loss, case)
     return compare_precision.traced_products(found.jaxpr), found.saved_bytes
-
-
-def bytes_of_digits(case: zoo.Case) -> int:
-    """Returns what an embedding and its rows need in f32 beyond half."""
-    params, batch = case.abstract()
-    (table,) = (
-        leaf
-        for path, leaf in jax.tree.leaves_with_path(params)
-        if "embedding" in str(path[-1])
-    )
-    (tokens,) = jax.tree.leaves(batch)
-    return 2 * (table.size + tokens.size * table.shape[1])
 
 
 def test_every_model_has_three_shapes():

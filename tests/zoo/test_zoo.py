@@ -29,7 +29,7 @@ from benchmarks import compare_precision
 from tests import h100, measures, zoo
 from tests.zoo import language
 from tests.zoo.hand_written import BRANCHING
-from tests.zoo.on_h100 import kept_figures
+from tests.zoo.on_h100 import bytes_of_digits, kept_figures
 
 SIGNIFICANCE = 0.01
 SMOOTH_MARGIN = 1.03
@@ -39,6 +39,9 @@ DELIBERATELY_FLOAT32 = {"moe": 6}
 
 # A rounding that sends a token to another expert moves the gradient at once.
 DISCRETE = ("moe",)
+
+# The sum of the gradients of a table is f32: XLA writes its zeros before all else.
+SUMMED_IN_F32 = {("transformer", "forward")}
 
 each_model = pytest.mark.parametrize(
     "model", [pytest.param(m, marks=pytest.mark.xdist_group(m)) for m in zoo.MODELS]
@@ -223,7 +226,11 @@ class TestOnH100:
         self, model, program, dtype
     ):
         ours = on_h100(model, dtype, program)["temp"]
-        assert round(ours / on_h100(model, dtype, "twin")["temp"], 2) <= 1.00
+        limit = on_h100(model, dtype, "twin")["temp"]
+        if (model, program) in SUMMED_IN_F32:
+            assert round(ours / limit, 2) > 1.00, "it need not be in the list"
+            limit += bytes_of_digits(zoo.CASES[model, "large"])
+        assert round(ours / limit, 2) <= 1.00
         assert ours < on_h100(model, "float32", "f32")["temp"]
 
     def test_kernels_that_only_cast_are_as_few_as_by_hand(self, model, program, dtype):
