@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jmp_amp.plan.jaxprs import Atom, Eqn
+from jmp_amp.plan.operations import OPERATIONS
 from jmp_amp.plan.values import traced_dtype
 from jmp_amp.policies.dtypes import is_half
 from jmp_amp.reports.rows import Asked, Equation
@@ -31,9 +32,12 @@ def asked_for(row: Equation, eqn: Eqn, inside: str | None) -> Equation:
         by = PROGRAM
     else:
         return row
-    # Of a call that runs as traced, the reason is what it is.
-    reason = row.reason if row.is_opaque else f"asked for by {by}"
-    return dataclasses.replace(row, asked_by=by, reason=reason)
+    # What a call is that runs as traced, or why a product is not fp8, says more.
+    operation = OPERATIONS.get(row.operation)
+    is_told = operation is not None and row.reason != operation.group.reason
+    if not (row.is_opaque or (row.matmuls and is_told)):
+        row = dataclasses.replace(row, reason=f"asked for by {by}")
+    return dataclasses.replace(row, asked_by=by)
 
 
 def _is_half(row: Equation) -> bool:

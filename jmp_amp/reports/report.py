@@ -271,7 +271,9 @@ class Report:
             "stays_full": [reason._asdict() for reason in self.stays_full],
         }
         # Through JSON, which makes lists of all tuples.
-        return json.loads(json.dumps({**dataclasses.asdict(self), **derived}))
+        found = {**dataclasses.asdict(self), **derived}
+        # A size that `jax.export` leaves open is a symbol, and its text here.
+        return json.loads(json.dumps(found, default=str))
 
     def to_json(self, indent: int | None = None) -> str:
         """Returns the report as JSON text; `from_json` reads it back.

@@ -126,8 +126,8 @@ def plain_run(inner, extra, dtype):
     for x in batches():
         if not jnp.all(jnp.isfinite(x)):
             continue
-        loss, gradients = jax.value_and_grad(loss_fn)(params, x)
-        gradients = full(gradients)
+        # Without a scale. Of half parameters gradients are summed in float32.
+        loss, gradients = amp.value_and_grad(loss_fn)(params, x)
         arguments = extra(loss, gradients, x)
         updates, state = inner.update(gradients, state, full(params), **arguments)
         params = jax.tree.map(lambda p, u: p + u.astype(dtype), params, updates)

@@ -359,7 +359,7 @@ PROGRAMS = {
         lax.scan(lambda h, _: (jax.jit(tripled)(h, w), None), X @ w, length=2)[0]
     ),
     "custom_jvp_in_scan": lambda w: mean_square(
-        lax.scan(lambda h, _: (quintupled(h, w), None), X @ w, length=3)[0]
+        lax.scan(lambda h, w: (quintupled(h, w), None), X @ w, jnp.stack([w] * 3))[0]
     ),
     "custom_jvp_in_cond": lambda w: mean_square(
         lax.cond(w[0, 0] < 9, lambda h: quintupled(h, w), lambda h: h, X @ w) @ w
@@ -607,12 +607,12 @@ def test_named_values_are_saved_in_half_inside_a_scan(policy):
     rule = jax.checkpoint_policies.save_only_these_names("kept")
 
     def fn(w):
-        def body(h, _):
+        def body(h, w):
             kept = checkpoint_name(jnp.tanh(h @ w), "kept")
             return h + jnp.tanh(jnp.tanh(kept @ w) @ w), None
 
         body = jax.checkpoint(body, policy=rule, prevent_cse=False)
-        return mean_square(lax.scan(body, X @ w, None, length=3)[0])
+        return mean_square(lax.scan(body, X @ w, jnp.stack([w] * 3))[0])
 
     _, backward = jax.vjp(amp.autocast(fn, policy), W)
     saved = [x for x in jax.tree.leaves(backward) if x.shape == (3, 8, 16)]
