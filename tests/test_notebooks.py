@@ -614,8 +614,9 @@ def test_how_it_works_plans_by_makers_and_readers():
         title: dict((name, dtype) for name, dtype, _ in rows)["add"]
         for title, rows in values["options"].items()
     }
-    half = dict.fromkeys(["half reads it", "both read it"], "f16")
-    assert added == half | dict.fromkeys(["f32 reads it", "no activation"], "f32")
+    half = {"half reads it": "f16"}
+    full = dict.fromkeys(["f32 reads it", "both read it", "no activation"], "f32")
+    assert added == half | full
 
 
 def test_how_it_works_shows_the_rules_of_the_plan():
