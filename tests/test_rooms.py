@@ -29,10 +29,10 @@ WINGS = {
         ("destinations",),
         ("decisions",),
         (
-            *("f32_results", "lookups", "picks", "quotients"),
+            *("f32_results", "picks", "quotients"),
             *("fp8_choice", "fp8_barriers", "cpu_products"),
         ),
-        ("fp8_products",),
+        ("fp8_products", "lookups"),
         ("rewrites",),
         ("makers", "flows"),
         ("kept",),

@@ -31,16 +31,19 @@ class Use(NamedTuple):
     """How consumers use a value.
 
     Attributes:
-      demand: the dtypes in which they read it.
-      repeatedly: whether they read it more than once.
+      demand: the dtypes in which they read it; a reader may demand none.
+      times: how often they read it: not, once, or, for more, twice.
     """
 
     demand: Demand
-    repeatedly: bool = False
+    times: int = 1
+
+    @property
+    def repeatedly(self) -> bool:
+        return self.times > 1
 
 
-# Of what nobody reads. A reader may demand nothing, and is another object.
-UNUSED = Use(Demands.NONE)
+UNUSED = Use(Demands.NONE, 0)
 # One for each output of a body, or for each result of an equation.
 Uses = tuple[Use, ...]
 
@@ -96,7 +99,7 @@ class Consumers:
         used: dict[Var, Use] = {}
 
         def use(atom: Atom, wanted: Use, region: Region) -> None:
-            if isinstance(atom, Literal) or wanted is UNUSED:
+            if isinstance(atom, Literal) or not wanted.times:
                 return
             demand = wanted.demand
             is_f32 = (demand & Demands.DTYPES) == Demands.F32
@@ -104,9 +107,9 @@ class Consumers:
                 demand = demand_of(region.policy.output_dtype)
             before = used.get(atom)
             if before is None:
-                used[atom] = Use(demand, wanted.repeatedly)
+                used[atom] = Use(demand, wanted.times)
             else:
-                used[atom] = Use(before.demand | demand, True)
+                used[atom] = Use(before.demand | demand, 2)
 
         for atom, wanted in zip(jaxpr.outvars, outputs, strict=True):
             use(atom, wanted, flow.region)
@@ -135,8 +138,9 @@ class Consumers:
     def _bodies(self, eqn: Eqn, step: Step, flow: Flow, results: Uses) -> Outcome:
         carried = jaxprs.carried(eqn)
         carry = {i: _carry_demand(step.views[i], eqn.invars[i]) for i in carried}
+        # The next turn reads them.
         outputs = tuple(
-            result._replace(demand=demand)
+            Use(demand, max(result.times, 1))
             for result, demand in zip(results, carry.values(), strict=False)
         )
         outputs += results[len(carried) :]
@@ -148,14 +152,11 @@ class Consumers:
         operands = [UNUSED] * len(eqn.invars)
         for (_, positions), body in zip(step.inner, bodies, strict=True):
             for i, inside in zip(positions, body.inputs, strict=True):
-                if inside is UNUSED:
-                    continue
                 demand = operands[i].demand | inside.demand
-                operands[i] = Use(demand, operands[i].repeatedly or inside.repeatedly)
+                operands[i] = Use(demand, max(operands[i].times, inside.times))
         for i in _read_every_turn(eqn, flow):
-            if operands[i] is UNUSED:
-                continue
-            operands[i] = operands[i]._replace(repeatedly=True)
+            if operands[i].times:
+                operands[i] = operands[i]._replace(times=2)
         for i, demand in carry.items():
             # It is cast before the loop, however often the turns read it.
             operands[i] = Use(demand & Demands.DTYPES)
@@ -170,7 +171,7 @@ def _taken(eqn: Eqn, step: Step, results: Uses) -> Outcome:
     repeatedly = any(use.repeatedly for use in results)
     if decision.mode is Mode.PASSED_ON:
         # A result that is an operand is read as often as the operand.
-        operands = tuple(Use(use.demand, repeatedly) for use in results)
+        operands = tuple(Use(use.demand, 1 + repeatedly) for use in results)
         return Outcome(decision.mode, decision.dtype, decision.reason, operands)
     readers = Demands.NONE
     for use in results:

@@ -11,6 +11,7 @@ is handed on as it came, and zeros stand in the place of another dead result.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -83,7 +84,7 @@ class _Living:
             results = tuple(v in alive for v in eqn.outvars)
             if any(results) or jaxprs.has_effect(eqn):
                 eqn, read = self._inside(eqn, results)
-                alive.update(jaxprs.variables(jaxprs.taken(eqn.invars, read)))
+                alive.update(jaxprs.variables([*compress(eqn.invars, read)]))
                 eqns.append(eqn)
         made = alive.union(jaxpr.invars, jaxpr.constvars)
         eqns = [_with_zeros(eqn, made, zeros) for eqn in reversed(eqns)]
@@ -110,7 +111,7 @@ class _Living:
         read = set(range(len(eqn.invars))) - operands
         read.update(i for i, v in enumerate(eqn.invars) if not _has_zeros(v))
         for (_, positions), body in zip(inner, bodies, strict=True):
-            read.update(jaxprs.taken(positions, body.inputs))
+            read.update(compress(positions, body.inputs))
         found = [body.program for body in bodies]
         living = eqn if _same(found, programs) else jaxprs.with_programs(eqn, found)
         return living, tuple(i in read for i in range(len(eqn.invars)))

@@ -20,7 +20,7 @@ costs no memory, back to the product.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Final, TypeAlias
 
 import jax.numpy as jnp
@@ -69,16 +69,16 @@ class Ends:
     STREAM: Final = 16
     # A term beside a sum of squares, as in `|a|^2 - 2 a b + |b|^2`: a distance.
     DISTANCE: Final = 32
-    # A term beside squared means, or their factor: a variance.
-    MOMENT: Final = 512
-    # Parts of it are subtracted from each other.
-    COORDINATE: Final = 1024
     # `stop_gradient` reads it.
     STOPPED: Final = 64
     # The `F @ P` of `F @ P @ F.T` that leads there.
     FORM: Final = 128
     # A product reads it, a caller, or a derivative.
     OTHERWISE: Final = 256
+    # A term beside squared means, or their factor: a variance.
+    MOMENT: Final = 512
+    # Parts of it are subtracted from each other.
+    COORDINATE: Final = 1024
 
 
 _LINEAR_ENDS = Ends.FACTOR | Ends.DISTANCE | Ends.MOMENT | Ends.COORDINATE
@@ -159,11 +159,15 @@ class Destinations:
                 _add(found, [atom], end)
             facts = self.facts.of(body, inputs)
             makers: dict[Var, Eqn] = {}
+            # What later equations read, and callers.
+            read = set(jaxprs.variables(jaxpr.outvars))
             for index, eqn in reversed(list(enumerate(jaxpr.eqns))):
+                ranked = _ranked(eqn, read) if eqn.primitive.name in RANKS else ()
+                read.update(jaxprs.variables(eqn.invars))
                 if index in facts.inner:
                     self._inside(eqn, found, facts.inner[index])
                     continue
-                end = _end_of_operands(eqn, found)
+                end = _end_of_operands(eqn, found) | _end_beside(eqn, facts, found)
                 if eqn.primitive.name in PRODUCTS:
                     lhs, rhs = (facts.of(v).made for v in eqn.invars[:2])
                     if weighs(eqn, lhs, rhs):
@@ -171,11 +175,8 @@ class Destinations:
                         end |= Ends.SOLVED | Ends.EXACT
                     elif not end & Ends.FACTOR:
                         end |= Ends.STREAM
-                else:
-                    end |= _end_beside(eqn, facts, found)
                 _add(found, _selected(eqn), end)
-                if eqn.primitive.name in RANKS:
-                    _add(found, _ranked(eqn, jaxpr), Ends.INDEX)
+                _add(found, ranked, Ends.INDEX)
                 if end & Ends.FACTOR and eqn.primitive.name in PRODUCTS:
                     makers = makers or _makers(jaxpr)
                     _add(found, _between(eqn, makers), Ends.FORM)
@@ -256,10 +257,11 @@ def _end_beside(eqn: Eqn, facts: BodyFacts, found: dict[Var, End]) -> End:
     return end
 
 
-def _ranked(eqn: Eqn, jaxpr: Jaxpr) -> Sequence[Atom]:
+def _ranked(eqn: Eqn, read: Set[Var]) -> Sequence[Atom]:
     """Returns the operands of `eqn` whose order says where something is.
 
-    Whoever reads the largest values alone asks for no place.
+    Whoever reads the largest values alone asks for no place. `read` is what is read
+    after it.
     """
     count = len(eqn.invars)
     places = [v for v in eqn.outvars if not castable(v)]
@@ -267,9 +269,7 @@ def _ranked(eqn: Eqn, jaxpr: Jaxpr) -> Sequence[Atom]:
         # The keys move the other operands.
         count = eqn.params["num_keys"]
         places = eqn.outvars[count:]
-    read = [*jaxpr.outvars, *(atom for each in jaxpr.eqns for atom in each.invars)]
-    unread = set(jaxprs.variables(read)).isdisjoint(places)
-    return () if unread else eqn.invars[:count]
+    return () if read.isdisjoint(places) else eqn.invars[:count]
 
 
 def _selected(eqn: Eqn) -> Sequence[Atom]:

@@ -25,10 +25,11 @@ from jmp_amp.plan.operations import (
     kind_of,
     role_of,
 )
+from jmp_amp.plan.values import castable
 
 
 class Made:
-    """The bits of a fact: what a value is."""
+    """The bits of a fact: what a value is made of."""
 
     NOTHING: Final = 0
     # That of a linear system, or a product with one.
@@ -54,7 +55,7 @@ class Made:
     TOTAL: Final = SUM | PRODUCT
 
 
-_SCALED = ~(Made.SOLUTION | Made.TIMES)
+_SCALED = ~Made.SOLUTION
 _SUMMED = Made.SQUARES | Made.TOTAL | Made.MOMENT | Made.MIXED_MOMENT
 # What returns the solution of a linear system.
 _SOLUTIONS = frozenset("custom_linear_solve triangular_solve tridiagonal_solve".split())
@@ -151,7 +152,7 @@ class FactFinder:
             if _is_moved(eqn):
                 return operands[:1]
             made = _made(eqn, operands)
-            whole = operands[0].whole if _is_part(eqn) else None
+            whole = _whole(eqn, operands)
             return [found.new(made, whole) for _ in eqn.outvars]
         carried, start = jaxprs.carried(eqn), jaxprs.first_carried(eqn)
         if start is not None:
@@ -215,19 +216,25 @@ def _any(facts: Sequence[Fact]) -> int:
     return made
 
 
-def _is_part(eqn: Eqn) -> bool:
-    """Whether the elements of the results are among those of the first operand.
+def _whole(eqn: Eqn, facts: Sequence[Fact]) -> int | None:
+    """Returns the number of the value that all elements of the results come from.
 
-    A join of parts is one if they are all of one value, which is not asked.
+    That of a lookup, a slice, or a join of slices; None if they come from several.
     """
-    return kind_of(eqn.primitive.name) is Kind.MOVE
+    if kind_of(eqn.primitive.name) is not Kind.MOVE:
+        return None
+    wholes = {
+        fact.whole for fact, v in zip(facts, eqn.invars, strict=True) if castable(v)
+    }
+    return wholes.pop() if len(wholes) == 1 else None
 
 
 def _is_moved(eqn: Eqn) -> bool:
     """Whether the result is the first operand, in another order or repeated."""
     if jaxprs.is_conversion(eqn):
         return aval_of(eqn.invars[0]).dtype == eqn.params["new_dtype"]
-    moves = _is_part(eqn) and len(eqn.invars) == 1 == len(eqn.outvars)
+    moves = kind_of(eqn.primitive.name) is Kind.MOVE
+    moves = moves and len(eqn.invars) == 1 == len(eqn.outvars)
     sizes = [aval_of(v).size for v in (*eqn.invars, *eqn.outvars)]
     return moves and not is_larger(sizes[0], sizes[-1], unless_known=True)
 
@@ -245,14 +252,14 @@ def _made(eqn: Eqn, facts: Sequence[Fact]) -> int:
         return either & _SUMMED
     if name == "reduce_sum":
         return Made.SUM | (Made.SQUARES if either & Made.SQUARE else Made.NOTHING)
-    if scales(eqn):
-        return either & _SCALED
     if _squares(eqn, facts):
         if not either & Made.TOTAL:
             return Made.SQUARE
         # `m[:, None] * m`: of one value, moved in two ways.
         is_outer = eqn.invars[0] is not eqn.invars[-1]
         return Made.SQUARE | Made.SQUARED_MEAN | is_outer * Made.TWO_TOTALS
+    if scales(eqn):
+        return either & _SCALED
     if role_of(name) is Role.MULTIPLIES:
         return Made.TIMES | _of_two(facts)
     return Made.NOTHING

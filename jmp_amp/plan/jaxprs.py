@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import flax
 import jax
@@ -38,7 +37,6 @@ ClosedJaxpr = core.ClosedJaxpr
 NameStack = source_info_util.NameStack
 # Hashable, and equal if made by the same calls of the same lines. Public in no module.
 Traceback = Any
-T = TypeVar("T")
 # An array, a tracer or a numpy array: whatever `primitive.bind` takes.
 Value = Any
 
@@ -140,17 +138,25 @@ def variables(atoms: Sequence[Atom]) -> list[Var]:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
-def taken(values: Iterable[T], which: Iterable[bool]) -> list[T]:
-    """Returns those of some values that `which` says."""
-    return list(itertools.compress(values, which))
-
-
 def has_effect(eqn: Eqn) -> bool:
     """Whether `eqn` does more than return results.
 
     The effect of a collective says which axis of a mesh it names, and no more.
     """
     return any(type(each).__name__ != "NamedAxisEffect" for each in eqn.effects)
+
+
+# The effects of `jax.debug.print` and `jax.debug.callback`.
+_SHOWS = frozenset(("DebugEffect", "OrderedDebugEffect"))
+
+
+def is_print(eqn: Eqn) -> bool:
+    """Whether `eqn` shows values, and neither returns nor keeps any.
+
+    What is written to a mutable array is kept, and so is what `io_callback` is given.
+    """
+    effects = {type(each).__name__ for each in eqn.effects}
+    return not eqn.outvars and bool(effects) and effects <= _SHOWS
 
 
 def inner_programs(eqn: Eqn) -> list[Jaxpr | ClosedJaxpr]:

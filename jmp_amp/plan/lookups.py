@@ -20,6 +20,7 @@ from jmp_amp.plan.decisions import Standing
 from jmp_amp.plan.dimensions import is_larger
 from jmp_amp.plan.jaxprs import Eqn, Value, aval_of
 from jmp_amp.plan.operations import Role, role_of
+from jmp_amp.plan.picks import looked_up
 from jmp_amp.plan.rewriting import Rewrite
 from jmp_amp.plan.values import castable
 from jmp_amp.policies.dtypes import F32, is_half
@@ -52,26 +53,16 @@ def _bind(
     if not is_half(rows.dtype):
         return jaxprs.bind(eqn, operands)
 
-    @jax.custom_jvp
-    def lookup(rows: jax.Array, indices: jax.Array) -> jax.Array:
-        (result,) = jaxprs.bind(eqn, (rows, indices))
-        return result
-
-    @lookup.defjvp
-    def derivative(
-        primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, object]
-    ) -> tuple[jax.Array, jax.Array]:
-        (rows, indices), (tangent, _) = primals, tangents
-
-        def in_f32(rows: jax.Array) -> jax.Array:
+    def in_f32(tangent: jax.Array, indices: jax.Array) -> jax.Array:
+        def lookup(rows: jax.Array) -> jax.Array:
             (result,) = jaxprs.bind(eqn, (rows, indices))
             return result
 
-        wide = (rows.astype(F32),), (tangent.astype(F32),)
-        _, moved = jax.jvp(in_f32, *wide)
-        return lookup(rows, indices), moved.astype(rows.dtype)
+        wide = tangent.astype(F32)
+        _, moved = jax.jvp(lookup, (wide,), (wide,))
+        return moved.astype(tangent.dtype)
 
-    return [lookup(rows, indices)]
+    return [looked_up(eqn, rows, indices, in_f32)]
 
 
 _SUMMED = Rewrite(_bind, derivative_only=True)

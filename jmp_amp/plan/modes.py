@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from jmp_amp.plan.jaxprs import Eqn, aval_of
+from jmp_amp.plan.jaxprs import Eqn, aval_of, is_print
 from jmp_amp.plan.rewriting import Dtypes as Dtypes
 from jmp_amp.plan.values import castable, traced_dtype
 from jmp_amp.policies.dtypes import BF16, F16, F32
@@ -63,8 +63,8 @@ def asked(mode: Mode, dtype: np.dtype | None, eqn: Eqn) -> tuple[Demand, ...]:
     assert mode is not Mode.PASSED_ON
     if mode is Mode.CONVERSION:
         return (Demands.NONE,) * len(eqn.invars)
-    if mode is Mode.AS_HELD or not eqn.outvars:
-        # A print is a reader that computes nothing, and changes nothing that it reads.
+    if mode is Mode.AS_HELD or is_print(eqn):
+        # A print does not change what it shows.
         floats = map(castable, eqn.invars)
         return tuple(Demands.AS_IS if each else Demands.NONE for each in floats)
     traced = map(traced_dtype, eqn.invars)

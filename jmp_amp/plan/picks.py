@@ -8,7 +8,7 @@ indices is fused with its reader.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -52,28 +52,48 @@ def pick(eqn: Eqn, operand: jax.Array, indices: jax.Array) -> jax.Array:
       An array of the dtype of `operand` and of shape (..., 1).
     """
 
-    @jax.custom_jvp
-    def picked(operand: jax.Array, indices: jax.Array) -> jax.Array:
-        (result,) = jaxprs.bind(eqn, (operand, indices))
-        return result
-
-    @picked.defjvp
-    def derivative(
-        primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, object]
-    ) -> tuple[jax.Array, jax.Array]:
-        (operand, indices), (tangent, _) = primals, tangents
-        axis = operand.ndim - 1
+    def picked(tangent: jax.Array, indices: jax.Array) -> jax.Array:
+        axis = tangent.ndim - 1
         index = indices[..., 0]
         if index.dtype.itemsize < 4:
             # Labels may be of a dtype that cannot count to the end of a row.
             index = index.astype(jnp.int32)
         if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
-            index = jnp.clip(index, 0, operand.shape[axis] - 1)
-        here = jax.lax.broadcasted_iota(index.dtype, operand.shape, axis) == index
+            index = jnp.clip(index, 0, tangent.shape[axis] - 1)
+        here = jax.lax.broadcasted_iota(index.dtype, tangent.shape, axis) == index
         rows = jnp.where(here, tangent, jnp.zeros((), tangent.dtype))
-        return picked(operand, indices), jnp.sum(rows, axis=axis, keepdims=True)
+        return jnp.sum(rows, axis=axis, keepdims=True)
 
-    return picked(operand, indices)
+    return looked_up(eqn, operand, indices, picked)
+
+
+def looked_up(
+    eqn: Eqn,
+    operand: jax.Array,
+    indices: jax.Array,
+    tangent_of: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """Runs the `gather` equation `eqn` with another derivative than JAX's.
+
+    Args:
+      eqn: the equation.
+      operand, indices: its operands.
+      tangent_of: returns the tangent of the result; it is given that of `operand`, and
+        `indices`, and is linear in the former.
+    """
+
+    @jax.custom_jvp
+    def lookup(operand: jax.Array, indices: jax.Array) -> jax.Array:
+        (result,) = jaxprs.bind(eqn, (operand, indices))
+        return result
+
+    @lookup.defjvp
+    def derivative(
+        primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, object]
+    ) -> tuple[jax.Array, jax.Array]:
+        return lookup(*primals), tangent_of(tangents[0], primals[1])
+
+    return lookup(operand, indices)
 
 
 def _bind(
