@@ -320,3 +320,26 @@ def test_a_branch_or_a_loop_that_the_policy_changes_is_told(name):
     for each in found:
         assert each.startswith(f"{operation} in head (test_advice.py:")
         assert f"{told} without it: its condition came out otherwise" in each
+
+
+def summed(dtype, error):
+    sites = [site([1.0], dtype="bf16", operation="gather")]
+    sites.append(
+        site([1.0], direction="backward", dtype=dtype, operation="scatter-add")
+    )
+    reference = [dataclasses.replace(each, dtype="f32") for each in sites]
+    found = advice(sites, reference, gradients={"['table']": gradient([1.0], error)})
+    return [each for each in found if "sums the gradient of a lookup" in each]
+
+
+def test_a_lookup_whose_gradient_is_summed_in_half_is_named_if_gradients_are_far_off():
+    (told,) = summed("bf16", 0.97)
+    assert "in bf16, and a gradient is 97% off" in told
+    assert 'with_full("gather")' in told
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("bf16", 0.004), ("f32", 0.97)])
+def test_no_lookup_is_blamed_that_is_summed_in_f32_or_for_gradients_that_are_close(
+    dtype, error
+):
+    assert summed(dtype, error) == []

@@ -103,3 +103,40 @@ def test_an_effect_does_not_run_early_because_an_island_reads_its_result():
     expected = 64 * (3 * np.exp(0.5) + 2 * np.exp(1.0))
     assert run(fn) == pytest.approx(expected, rel=float(jnp.finfo("bfloat16").eps))
     assert notes.names == ["first", "second"]
+
+
+def near_one(x: jax.Array) -> jax.Array:
+    # The product is exact in half precision: only what follows it could round.
+    return 1 + 0.001 * jax.nn.sigmoid(x @ jnp.eye(8))
+
+
+SIXTEENTHS = np.float32(np.arange(128).reshape(16, 8) - 64) / 16
+EXACT = 1 + 0.001 / (1 + np.exp(-np.float64(SIXTEENTHS)))
+
+
+@pytest.mark.parametrize("writes", ["set", "added up"])
+def test_state_in_a_mutable_array_keeps_its_digits_beside_a_half_reader(writes):
+    def fn(x):
+        value, state = near_one(x), jax.new_ref(jnp.zeros((16, 8)))
+        if writes == "set":
+            state[...] = value
+        else:
+            jax.ref.addupdate(state, ..., value)
+        return state[...], jnp.tanh(value) @ jnp.eye(8)
+
+    state, _ = amp.autocast(fn)(SIXTEENTHS)
+    np.testing.assert_allclose(state, EXACT, rtol=2e-7)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_what_a_callback_keeps_has_its_digits_beside_a_half_reader(ordered):
+    kept = []
+
+    def fn(x):
+        value = near_one(x)
+        io_callback(lambda array: kept.append(array), None, value, ordered=ordered)
+        return jnp.tanh(value) @ jnp.eye(8)
+
+    amp.autocast(fn)(SIXTEENTHS)
+    jax.effects_barrier()
+    np.testing.assert_allclose(kept[0], EXACT, rtol=2e-7)

@@ -148,6 +148,10 @@ def covariance(y, n=16):
             - jnp.outer(x[0] * 0 + x.mean(0), x.mean(0))
         ),
         lambda x, w: (lambda m: m[:, None] * m[None] - x.T @ x / 16)(x.mean(0)),
+        # The means are products, and are multiplied by `einsum`.
+        lambda x, w: (x.T @ x) - jnp.einsum("i,j->ij", x[0] @ w, x[0] @ w),
+        # Of weighted rows, and of half of one value.
+        lambda x, w: ((0.5 * x * x[:, :1]).T @ x) - jnp.outer(x[0] @ w, x[0] @ w),
         lambda x, w: lax.cond(x[0, 0] > 0, covariance, lambda y: 2 * covariance(y), x),
     ],
 )
@@ -166,6 +170,24 @@ def test_a_second_moment_less_squared_means_is_f32(fn):
 )
 def test_a_layer_from_which_a_square_is_subtracted_is_half(fn):
     assert set(products(amp.autocast(fn), X, W)) == {BF16}
+
+
+# Coordinates
+
+
+@pytest.mark.parametrize(
+    ("other", "dtype"), [(lambda h, b: h, F32), (lambda h, b: b, BF16)]
+)
+def test_rows_of_one_value_that_are_subtracted_are_looked_up_in_f32(other, dtype):
+    ids = jnp.arange(32) % 16
+
+    def fn(x, w, b):
+        h = jnp.tanh(x @ w)
+        d = h[ids] - jnp.concatenate([other(h, b)[:8], h[8:]])[ids]
+        return jnp.sum(d * d), h @ w
+
+    found = planned(fn, X, W, jnp.ones((16, 8)), primitive="gather")
+    assert found == [dtype] * 2
 
 
 # Units
