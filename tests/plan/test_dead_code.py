@@ -8,6 +8,7 @@ from jax import lax
 
 import jmp_amp as amp
 from jmp_amp.plan import dead_code, jaxprs
+from tests.programs import planned
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32) / 3
 X = jnp.asarray(np.random.default_rng(1).normal(size=(16, 8)), jnp.float32)
@@ -165,6 +166,82 @@ def test_no_product_is_left_whose_result_nobody_reads(dead):
         return  # its gradient multiplies
     living = dead_code.without_dead_code(jax.make_jaxpr(dead)(X))
     assert "dot_general" not in primitives(jaxprs.body_of(living).jaxpr)
+
+
+def in_a_helper_that_does_not_read_it(h):
+    v = jnp.tanh(h)
+    return jax.jit(lambda out, unread: 2 * out)(v @ W, v)
+
+
+def f32_reader(v):
+    return jnp.sum(v) + jnp.log(v + 2)
+
+
+def beside(wrap):
+    def program(h):
+        def both(v):
+            return f32_reader(v), v @ W
+
+        return wrap(both)(jnp.tanh(h))[1]
+
+    return program
+
+
+def in_an_unread_stack(h):
+    def turn(c, w):
+        v = jnp.tanh(c)
+        return v @ w, f32_reader(v)
+
+    return lax.scan(turn, h, jnp.stack([W] * 3))[0]
+
+
+def in_an_unread_carry(h):
+    def turn(carry, w):
+        c, unread = carry
+        v = jnp.tanh(c)
+        return (v @ w, unread + f32_reader(v)), None
+
+    return lax.scan(turn, (h, h), jnp.stack([W] * 3))[0][0]
+
+
+@pytest.mark.parametrize(
+    "dead",
+    [
+        beside(lambda f: f),
+        beside(jax.jit),
+        beside(jax.checkpoint),
+        in_a_helper_that_does_not_read_it,
+        in_an_unread_stack,
+        in_an_unread_carry,
+    ],
+)
+def test_what_half_precision_alone_reads_is_half_beside_a_dead_line(dead):
+    # Else it would be f32, as for a line that somebody reads.
+    fn = lambda x: dead(x @ W)  # noqa: E731
+    assert planned(fn, X, primitive="tanh") == ["bfloat16"]
+    live = lambda x: f32_reader(jnp.tanh(x @ W)) + jnp.tanh(x @ W) @ W  # noqa: E731
+    assert "float32" in planned(live, X, primitive="tanh")
+
+
+def test_a_parameter_is_moved_in_half_beside_a_helper_that_does_not_read_it():
+    def fn(x, b):
+        rows = jnp.broadcast_to(b[None], x.shape)
+        return jax.jit(lambda out, unread: out * 2)(x @ W + rows, rows) @ W
+
+    found = planned(fn, X, jnp.ones(8), primitive="broadcast_in_dim")
+    assert set(found) == {"bfloat16"}
+
+
+def test_a_carry_that_is_read_turns_later_is_alive():
+    def fn(x):
+        def turn(carry, _):
+            first, second, third, unread = carry
+            return (second, third, 2 * third, unread + first), None
+
+        return lax.scan(turn, (x, 3 * x, 5 * x, x), None, length=4)[0][0]
+
+    # x, 3 x, 5 x, 10 x, 20 x.
+    np.testing.assert_array_equal(amp.autocast(fn)(X), 20 * X)
 
 
 def test_effects_stay():
