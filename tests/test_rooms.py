@@ -36,6 +36,7 @@ WINGS = {
         ("rewrites",),
         ("makers", "flows"),
         ("kept",),
+        ("trade_offs",),
         ("deciding",),
         ("decided",),
         ("solvers",),

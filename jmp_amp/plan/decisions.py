@@ -1,7 +1,7 @@
 """The records of a decision for one equation: what is known, and what is decided.
 
 A decision lists its `options`; the first one whose condition holds on the consumers is
-taken. `deciding` makes decisions, `consumers` takes options.
+taken. `deciding` makes decisions, `trade_offs` their options; `consumers` takes one.
 """
 
 from __future__ import annotations

@@ -25,7 +25,15 @@ from jmp_amp.plan.regions import Region, region_of
 from jmp_amp.plan.rules import Rule
 from jmp_amp.plan.solvers import SOLVER, is_solver
 from jmp_amp.plan.sources import Sources, over_turns, translated, union
-from jmp_amp.plan.values import CONTAGIOUS, Known, Origin, Trait, castable, unfit
+from jmp_amp.plan.values import (
+    CONTAGIOUS,
+    Known,
+    Origin,
+    Trait,
+    castable,
+    is_inexact,
+    unfit,
+)
 from jmp_amp.policies.dtypes import F32, is_half
 
 # Of a constant that no dtype is sure to hold.
@@ -237,12 +245,19 @@ class _Around(NamedTuple):
 def _entering(
     eqn: Eqn, views: tuple[Known, ...], operands: Sequence[int]
 ) -> tuple[Known, ...]:
-    """Returns what is known of the inputs of a body; a turn reads slices."""
-    stop = jaxprs.carried(eqn).stop
-    is_scan = jaxprs.is_loop(eqn) and not jaxprs.is_while(eqn)
+    """Returns what is known of the inputs of a body.
+
+    A turn reads its slices of what a `scan` goes through, and has a number.
+    """
+    carried = jaxprs.carried(eqn)
+
+    def differs(i: int) -> bool:
+        is_number = i in carried and not is_inexact(eqn.invars[i])
+        return is_number or (jaxprs.is_loop(eqn) and i >= carried.stop)
+
     return tuple(
         views[i].having(Trait.SLICE)
-        if is_scan and i >= stop and views[i].origin == Origin.FREE
+        if views[i].origin == Origin.FREE and differs(i)
         else views[i]
         for i in operands
     )

@@ -41,8 +41,8 @@ class Trait(enum.Enum):
     # Rows of a table, such as an embedding, or made of them: a stream begins here. What
     # saves them for the backward pass pays for it, unlike for a parameter.
     LOOKED_UP = "looked up"
-    # Made in each turn of another part of an array, as the weights of stacked layers.
-    SLICE = "another part in each turn"
+    # Another value in each turn of a loop, as the weights of stacked layers are.
+    SLICE = "another one in each turn"
     # In f32 between two products, because an argument scales it out of range, perhaps.
     SCALED = "scaled by an argument"
     # An argument that another operand of the call is computed from.

@@ -364,6 +364,22 @@ def test_a_stream_that_a_lookup_in_a_branch_began_is_half():
     assert planned(fn, True, W, W, W, primitive="add") == ["bfloat16"]
 
 
+def test_a_small_array_that_is_closed_over_is_a_state_as_an_argument_is():
+    start = np.asarray(X)
+
+    def steps(y, w):
+        for _ in range(3):
+            y = y + 0.01 * jnp.tanh(y @ w)
+        return y @ w
+
+    closed = planned(lambda w: steps(jnp.asarray(start), w), W, primitive="add")
+    given = planned(steps, X, W, primitive="add")
+    assert closed == given == ["float32"] * 3
+    # A bias is none, closed over or not.
+    bias = planned(lambda x: (x @ W + start) @ W, X, primitive="add")
+    assert bias == ["bfloat16"]
+
+
 @each_policy
 def test_layers_are_told_from_steps_however_their_weights_are_taken(policy):
     layers = jnp.stack([W] * 3)
@@ -387,8 +403,24 @@ def test_layers_are_told_from_steps_however_their_weights_are_taken(policy):
 
         return lax.scan(turn, x @ W, layers)[0]
 
+    def chosen(x, layers):
+        def turn(i, h):
+            return block(h, layers[(h[0, 0] > 0).astype(int)])
+
+        return lax.fori_loop(0, 3, turn, x @ W)
+
+    def one_or_the_other(x, layers):
+        def turn(i, h):
+            return block(h, jnp.where(i % 2 == 0, layers[0], layers[1]))
+
+        return lax.fori_loop(0, 3, turn, x @ W)
+
     def always_the_first(x, layers):
         return lax.fori_loop(0, 3, lambda i, h: block(h, layers[0]), x @ W)
+
+    def always_number_one(x, layers):
+        take = lambda: lax.dynamic_index_in_dim(layers, 1, keepdims=False)  # noqa: E731
+        return lax.fori_loop(0, 3, lambda i, h: block(h, take()), x @ W)
 
     def at_a_time(x, layers):
         times = jnp.linspace(0.0, 1.0, 3)
@@ -405,9 +437,9 @@ def test_layers_are_told_from_steps_however_their_weights_are_taken(policy):
             if e.outvars[0].aval.shape == shape
         }
 
-    for fn in (in_slices, by_number, in_checkpoints, adapted):
+    for fn in (in_slices, by_number, in_checkpoints, adapted, chosen, one_or_the_other):
         assert sums(fn) == {half_of(policy)}, fn
-    for fn in (always_the_first, at_a_time):
+    for fn in (always_the_first, always_number_one, at_a_time):
         assert sums(fn) == {"float32"}, fn
 
 

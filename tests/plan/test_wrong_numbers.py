@@ -148,6 +148,13 @@ def covariance(y, n=16):
             - jnp.outer(x[0] * 0 + x.mean(0), x.mean(0))
         ),
         lambda x, w: (lambda m: m[:, None] * m[None] - x.T @ x / 16)(x.mean(0)),
+        # The difference is made in a helper, and so are the means.
+        lambda x, w: jax.jit(lambda s, m: s - m)(
+            x.T @ x / 16, jax.jit(lambda m: jnp.outer(m, m))(x.mean(0))
+        ),
+        lambda x, w: jax.checkpoint(lambda s, m: s - m[:, None] * m[None])(
+            x.T @ x / 16, x.mean(0)
+        ),
         # The means are products, and are multiplied by `einsum`.
         lambda x, w: (x.T @ x) - jnp.einsum("i,j->ij", x[0] @ w, x[0] @ w),
         # Of weighted rows, and of half of one value.
