@@ -144,22 +144,11 @@ MODELS = ("mlp", "gpt_scan", "lstm")
 
 def own_equations(fn: Callable[..., Any], policy: str, *args: Any) -> list[tuple]:
     """What explain tells of a program: identity and operation of what has numbers."""
-    runs = alive(jax.make_jaxpr(fn)(*args).jaxpr)
     return sorted(
         (e.identity, e.operation, e.times)
         for e in amp.explain(fn, policy)(*args).equations
-        if e.is_floating and int(e.identity.split(".")[0]) in runs
+        if e.is_floating
     )
-
-
-def alive(jaxpr: Any) -> set[int]:
-    """The equations that lead to a result: others, such as averages, never run."""
-    wanted, found = set(map(id, jaxpr.outvars)), set()
-    for index, eqn in reversed(list(enumerate(jaxpr.eqns))):
-        if eqn.effects or wanted & set(map(id, eqn.outvars)):
-            found.add(index)
-            wanted |= set(map(id, eqn.invars))
-    return found
 
 
 @pytest.mark.slow
