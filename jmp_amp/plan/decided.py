@@ -6,12 +6,13 @@ dtypes. They stand alike if their rules, policies and properties of operands are
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 
 from jmp_amp.plan.deciding import decide
-from jmp_amp.plan.decisions import Decision, Surroundings
+from jmp_amp.plan.decisions import Decision
 from jmp_amp.plan.destinations import End
-from jmp_amp.plan.jaxprs import Eqn, Var
+from jmp_amp.plan.facts import Fact
+from jmp_amp.plan.jaxprs import Eqn
 from jmp_amp.plan.regions import Region
 from jmp_amp.plan.rules import Rule
 from jmp_amp.plan.values import Known
@@ -29,8 +30,8 @@ class Decided:
         rule: Rule,
         region: Region,
         views: Sequence[Known],
-        makers: Mapping[Var, Eqn],
-        sources: Sequence[int],
+        facts: Sequence[Fact],
+        is_related: bool,
         end: End,
     ) -> Decision:
         """Returns the decision for `eqn`, which calls nothing.
@@ -40,11 +41,10 @@ class Decided:
           rule: its rule from the table.
           region: the policy scope that it is in.
           views: what it sees of each of its operands.
-          makers: the equation that made each variable of the body so far.
-          sources: the inputs of the body that each of its operands is made of.
+          facts: what each of its operands is made of.
+          is_related: whether its first two operands are made of one input.
           end: what becomes of its results.
         """
-        around = Surroundings(makers, sources)
         key = (
             eqn.primitive,
             tuple(eqn.params.values()),
@@ -52,14 +52,15 @@ class Decided:
             tuple([(type(v), v.aval) for v in eqn.invars]),
             tuple([v.aval for v in eqn.outvars]),
             tuple([(view.origin, view.bounds, view.traits) for view in views]),
-            (rule, region.asked, end),
+            # Which value it is, no decision asks.
+            tuple([(fact.made, fact.last) for fact in facts]),
+            (rule, region.asked, is_related, end),
         )
         try:
             found = self._decisions.get(key)
         except TypeError:  # a parameter that is an array
-            return decide(eqn, rule, region, views, around, end)
+            return decide(eqn, rule, region, views, facts, is_related, end)
         if found is None:
-            found = decide(eqn, rule, region, views, around, end)
-            if not around.asked:
-                self._decisions[key] = found
+            found = decide(eqn, rule, region, views, facts, is_related, end)
+            self._decisions[key] = found
         return found

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 
 from jmp_amp.plan import constants, jaxprs
 from jmp_amp.plan.cpu_products import why_f32
-from jmp_amp.plan.decisions import Decision, Standing, Surroundings
+from jmp_amp.plan.decisions import Decision, Standing
 from jmp_amp.plan.destinations import End
 from jmp_amp.plan.dimensions import is_elementwise_product, sums
+from jmp_amp.plan.facts import Fact, Made
 from jmp_amp.plan.fp8_choice import why_not
 from jmp_amp.plan.jaxprs import Eqn, aval_of
 from jmp_amp.plan.kept import (
@@ -24,11 +25,7 @@ from jmp_amp.plan.kept import (
     made_of,
     sums_argument,
 )
-from jmp_amp.plan.makers import (
-    is_exact,
-    is_move,
-    maker_role,
-)
+from jmp_amp.plan.makers import is_exact, is_move
 from jmp_amp.plan.modes import Mode
 from jmp_amp.plan.operations import Kind, OpClass, Role, is_cheap, kind_of, role_of
 from jmp_amp.plan.regions import Region
@@ -60,7 +57,8 @@ def decide(
     rule: Rule,
     region: Region,
     views: Sequence[Known],
-    around: Surroundings,
+    facts: Sequence[Fact],
+    is_related: bool,
     end: End,
 ) -> Decision:
     """Returns the decision for `eqn`, which calls nothing.
@@ -72,7 +70,8 @@ def decide(
       rule: its rule from the table.
       region: the policy scope that it is in.
       views: what it sees of each of its operands.
-      around: what is around it.
+      facts: what each of its operands is made of.
+      is_related: whether its first two operands are made of one input.
       end: what becomes of its results.
     """
     operands = [v for v, a in zip(views, eqn.invars, strict=True) if is_inexact(a)]
@@ -81,7 +80,7 @@ def decide(
         operands.append(Known(Origin.FREE, fill, region))
     if _multiplies(eqn, rule, views):
         rule = ELEMENTWISE_PRODUCT
-    at = Standing(eqn, rule, region, tuple(operands), views, around, end)
+    at = Standing(eqn, rule, region, tuple(operands), views, facts, is_related, end)
     if rule.op_class is OpClass.FOLLOW and role_of(at.name) is Role.HANDS_ON:
         return at.decision(Mode.PASSED_ON, None, "hands on what it gets", Origin.FREE)
     counted = counts(at)
@@ -281,7 +280,7 @@ def _convert(at: Standing) -> Decision:
     if not (castable(source) and is_castable(target)):
         return at.decision(Mode.AS_TRACED, None, "a conversion, as traced", made)
     if made == Origin.LOW and (
-        at.rule.op_class is OpClass.FULL or maker_role(source, at) is Role.SUMS
+        at.rule.op_class is OpClass.FULL or at.facts[0].made & Made.REDUCED
     ):
         # jnp sums f16 in f32 and casts the sum back to f16, where it overflows.
         reason = "the cast back after an f32 reduction waits"
@@ -324,7 +323,7 @@ def _traits(at: Standing, made: Decision, saved: bool) -> Iterator[Trait]:
     if made.result.origin == Origin.FREE:
         if role_of(at.name) is Role.LOOKS_UP:
             yield Trait.LOOKED_UP
-        yield from inherited & {Trait.LOOKED_UP, Trait.STATE}
+        yield from inherited & {Trait.LOOKED_UP}
     elif follows and sums_argument(at):
         yield Trait.SUMS_ARGUMENT
     is_kept = is_exact(at.eqn) and Trait.OVERSIZED in inherited

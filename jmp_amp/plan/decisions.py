@@ -7,12 +7,13 @@ taken. `deciding` makes decisions, `trade_offs` their options; `consumers` takes
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from jmp_amp.plan.destinations import End, Ends
-from jmp_amp.plan.jaxprs import Eqn, Var, aval_of
+from jmp_amp.plan.facts import Fact
+from jmp_amp.plan.jaxprs import Eqn, aval_of
 from jmp_amp.plan.modes import Demand, Demands, Mode
 from jmp_amp.plan.regions import Region
 from jmp_amp.plan.rewriting import Rewrite
@@ -95,30 +96,6 @@ class Decision:
         return None
 
 
-class Surroundings:
-    """What is around an equation, for the decisions that ask for it.
-
-    Attributes:
-      asked: whether the decision did.
-    """
-
-    def __init__(self, makers: Mapping[Var, Eqn], sources: Sequence[int]):
-        self._makers, self._sources = makers, sources
-        self.asked = False
-
-    @property
-    def makers(self) -> Mapping[Var, Eqn]:
-        """The equation that made each variable of the body so far."""
-        self.asked = True
-        return self._makers
-
-    @property
-    def sources(self) -> Sequence[int]:
-        """The inputs of the body that each operand is made of, see `sources`."""
-        self.asked = True
-        return self._sources
-
-
 @dataclasses.dataclass(eq=False)
 class Standing:
     """An equation, and what is known where it stands.
@@ -129,7 +106,8 @@ class Standing:
       region: the policy scope that it is in.
       operands: what is known of its floating operands, and of a fill value.
       views: what is known of all its operands.
-      around: what is around it.
+      facts: what its operands are made of.
+      is_related: whether its first two operands are made of one input.
       end: what becomes of the results, far on.
       name: that of the operation.
       origin: the greatest one of the operands'.
@@ -140,7 +118,8 @@ class Standing:
     region: Region
     operands: tuple[Known, ...]
     views: Sequence[Known]
-    around: Surroundings
+    facts: Sequence[Fact]
+    is_related: bool
     end: End
     name: str = dataclasses.field(init=False)
     origin: Origin = dataclasses.field(init=False)
@@ -149,14 +128,6 @@ class Standing:
         # Both are asked for many times.
         self.name = self.eqn.primitive.name
         self.origin = max((v.origin for v in self.operands), default=Origin.FREE)
-
-    @property
-    def makers(self) -> Mapping[Var, Eqn]:
-        return self.around.makers
-
-    @property
-    def sources(self) -> Sequence[int]:
-        return self.around.sources
 
     @property
     def is_index(self) -> bool:

@@ -38,7 +38,7 @@ from jmp_amp.plan.facts import (
     subtracts_parts,
     weighs,
 )
-from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Jaxpr, Literal, Var, aval_of
+from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Literal, Var, aval_of
 from jmp_amp.plan.operations import (
     OPERATIONS,
     PRODUCTS,
@@ -158,7 +158,6 @@ class Destinations:
             for atom, end in zip(jaxpr.outvars, outputs, strict=True):
                 _add(found, [atom], end)
             facts = self.facts.of(body, inputs)
-            makers: dict[Var, Eqn] = {}
             # What later equations read, and callers.
             read = set(jaxprs.variables(jaxpr.outvars))
             for index, eqn in reversed(list(enumerate(jaxpr.eqns))):
@@ -178,8 +177,7 @@ class Destinations:
                 _add(found, _selected(eqn), end)
                 _add(found, ranked, Ends.INDEX)
                 if end & Ends.FACTOR and eqn.primitive.name in PRODUCTS:
-                    makers = makers or _makers(jaxpr)
-                    _add(found, _between(eqn, makers), Ends.FORM)
+                    _add(found, _between(eqn, facts), Ends.FORM)
             self._found[key] = found
         return self._found[key]
 
@@ -280,34 +278,20 @@ def _selected(eqn: Eqn) -> Sequence[Atom]:
     return eqn.invars
 
 
-def _makers(jaxpr: Jaxpr) -> dict[Var, Eqn]:
-    return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-
-
-def _untransposed(atom: Atom, makers: dict[Var, Eqn]) -> Atom:
-    while not isinstance(atom, Literal) and atom in makers:
-        if makers[atom].primitive.name != "transpose":
-            break
-        atom = makers[atom].invars[0]
-    return atom
-
-
-def _between(eqn: Eqn, makers: dict[Var, Eqn]) -> list[Atom]:
+def _between(eqn: Eqn, facts: BodyFacts) -> list[Atom]:
     """Returns the factors of a product that it multiplies by one of theirs again.
 
     `F @ P` in `(F @ P) @ F.T`, which maps a covariance: a square matrix.
     """
-    found: list[Atom] = []
     rows, columns = (0, 0, *aval_of(eqn.outvars[0]).shape)[-2:]
     if rows != columns:
-        return found
-    inner = [_untransposed(atom, makers) for atom in eqn.invars[:2]]
-    for atom, other in zip(inner, reversed(inner), strict=True):
-        made = None if isinstance(atom, Literal) else makers.get(atom)
-        if made is not None and made.primitive.name in PRODUCTS:
-            if any(_untransposed(v, makers) is other for v in made.invars[:2]):
-                found.append(atom)
-    return found
+        return []
+    lhs, rhs = eqn.invars[:2]
+    return [
+        atom
+        for atom, other in ((lhs, rhs), (rhs, lhs))
+        if facts.of(other).value in facts.of(atom).factors
+    ]
 
 
 def _end_of_operands(eqn: Eqn, found: dict[Var, End]) -> End:

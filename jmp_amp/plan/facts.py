@@ -6,8 +6,9 @@ and comes out of them. Two operands of a call may be one value; inside they are 
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from jmp_amp.plan import jaxprs
@@ -50,12 +51,22 @@ class Made:
     SQUARED_MEAN: Final = 256
     TWO_TOTALS: Final = 512
     TWO_SUMS: Final = 1024
+    # A reduction; and one, or a sum with one, element for element.
+    REDUCED: Final = 2048
+    SUM_OR_TERM: Final = 4096
+    # The factor of a norm, and what it scales.
+    NORMALIZER: Final = 8192
+    NORMALIZED: Final = 16384
+    # A smaller value, broadcast.
+    BROADCAST: Final = 32768
     # What is subtracted from a moment.
     MEANS: Final = SQUARED_MEAN | TWO_TOTALS | TWO_SUMS
     TOTAL: Final = SUM | PRODUCT
+    # Of what made a value at last. The other bits are of all that it is made of.
+    LAST: Final = REDUCED | SUM_OR_TERM | NORMALIZER | NORMALIZED | BROADCAST
 
 
-_SCALED = ~Made.SOLUTION
+_SCALED = ~(Made.SOLUTION | Made.LAST)
 _SUMMED = Made.SQUARES | Made.TOTAL | Made.MOMENT | Made.MIXED_MOMENT
 # What returns the solution of a linear system.
 _SOLUTIONS = frozenset("custom_linear_solve triangular_solve tridiagonal_solve".split())
@@ -83,11 +94,15 @@ class Fact(NamedTuple):
       made: what it is made of, a set of the bits of `Made`.
       value: a number that values of a body share if one is the other moved.
       whole: a number that they share if they are parts of one value, or of each other.
+      factors: the values that a product multiplied.
+      last: where a transpose has put the last axis, from the end.
     """
 
     made: int
     value: int
     whole: int
+    factors: tuple[int, ...] = ()
+    last: int = -1
 
 
 # One for each input, or for each output, of a body.
@@ -108,7 +123,8 @@ class BodyFacts:
     """
 
     def __init__(self, body: Body, inputs: Facts) -> None:
-        self._numbers = itertools.count(len(inputs))
+        given = [n for each in inputs for n in (each.value, each.whole, *each.factors)]
+        self._numbers = itertools.count(1 + max(given, default=-1))
         self.known = dict(zip(body.jaxpr.invars, inputs, strict=True))
         self.inner: dict[int, list[Facts]] = {}
 
@@ -117,10 +133,16 @@ class BodyFacts:
             return self.new(Made.NOTHING)
         return self.known[atom]
 
-    def new(self, made: int, whole: int | None = None) -> Fact:
+    def new(
+        self, made: int, whole: int | None = None, factors: tuple[int, ...] = ()
+    ) -> Fact:
         """Returns a fact of a value that is no other one, but may be a part of one."""
         value = next(self._numbers)
-        return Fact(made, value, value if whole is None else whole)
+        return Fact(made, value, value if whole is None else whole, factors)
+
+    def number(self) -> int:
+        """Returns a number that no value has."""
+        return next(self._numbers)
 
     def is_made(self, atom: Atom, made: int) -> bool:
         """Whether a value is one of several kinds."""
@@ -150,15 +172,24 @@ class FactFinder:
         inner = () if eqn.primitive.name in OPERATIONS else jaxprs.inner_bodies(eqn)
         if not inner:
             if _is_moved(eqn):
-                return operands[:1]
+                return [_moved(eqn, operands[0])]
             made = _made(eqn, operands)
             whole = _whole(eqn, operands)
-            return [found.new(made, whole) for _ in eqn.outvars]
+            factors = ()
+            if eqn.primitive.name in PRODUCTS:
+                factors = tuple(each.value for each in operands[:2])
+            return [found.new(made, whole, factors) for _ in eqn.outvars]
         carried, start = jaxprs.carried(eqn), jaxprs.first_carried(eqn)
         if start is not None:
             # The carry of one turn is that of no other.
             for i in carried:
                 operands[i] = found.new(operands[i].made)
+            slices = _Numbers(found.number)
+            for i in (
+                range(carried.stop, len(operands)) if not jaxprs.is_while(eqn) else ()
+            ):
+                value = slices[operands[i].value]
+                operands[i] = operands[i]._replace(value=value, factors=(), last=-1)
         while True:
             inputs = [
                 _numbered([operands[i] for i in positions]) for _, positions in inner
@@ -172,7 +203,7 @@ class FactFinder:
             ]
             before = list(operands)
             for i, output in zip(carried, outputs[-1], strict=False):
-                made = before[i].made | output.made
+                made = _either(before[i].made, output.made)
                 operands[i] = before[i]._replace(made=made)
             if operands == before:
                 break
@@ -180,32 +211,43 @@ class FactFinder:
         if jaxprs.is_while(eqn):
             outputs = outputs[1:]
         if len(outputs) > 1 or start is not None:
-            return [found.new(_any(each)) for each in zip(*outputs, strict=True)]
+            return [
+                found.new(functools.reduce(_either, [each.made for each in results]))
+                for results in zip(*outputs, strict=True)
+            ]
         # A result of a call may be an operand, or a part of one.
-        given = [operands[i] for i in inner[0].operands]
-        values, wholes = (
-            dict(zip([f[i] for f in inputs[0]], [f[i] for f in given], strict=True))
-            for i in (1, 2)
-        )
-        return [
-            Fact(made, values[value], wholes[whole])
-            if value in values
-            else found.new(made, wholes.get(whole))
-            for made, value, whole in outputs[0]
-        ]
+        values, wholes = _Numbers(found.number), _Numbers(found.number)
+        for inside, i in zip(inputs[0], inner[0].operands, strict=True):
+            outside = operands[i]
+            wholes[inside.whole] = outside.whole
+            values[inside.value] = outside.value
+            values.update(zip(inside.factors, outside.factors, strict=True))
+        return [_renumbered(each, values, wholes) for each in outputs[0]]
+
+
+class _Numbers(dict[int, int]):
+    """Numbers of values by other numbers; those that have none get new ones."""
+
+    def __init__(self, new: Callable[[], int]) -> None:
+        self._new = new
+
+    def __missing__(self, key: int) -> int:
+        self[key] = self._new()
+        return self[key]
 
 
 def _numbered(facts: Sequence[Fact]) -> Facts:
     """Returns the facts of the inputs of a body: the numbers say who is who."""
-    values: dict[int, int] = {}
-    wholes: dict[int, int] = {}
-    return tuple(
-        Fact(
-            made,
-            values.setdefault(value, len(values)),
-            wholes.setdefault(whole, len(wholes)),
-        )
-        for made, value, whole in facts
+    values = _Numbers(itertools.count().__next__)
+    wholes = _Numbers(itertools.count().__next__)
+    return tuple([_renumbered(each, values, wholes) for each in facts])
+
+
+def _renumbered(fact: Fact, values: _Numbers, wholes: _Numbers) -> Fact:
+    return fact._replace(
+        value=values[fact.value],
+        whole=wholes[fact.whole],
+        factors=tuple([values[each] for each in fact.factors]),
     )
 
 
@@ -214,6 +256,24 @@ def _any(facts: Sequence[Fact]) -> int:
     for each in facts:
         made |= each.made
     return made
+
+
+def _either(a: int, b: int) -> int:
+    """Returns what a value is made of that is one of two."""
+    return (a | b) & ~Made.LAST | (a & b)
+
+
+def _moved(eqn: Eqn, fact: Fact) -> Fact:
+    """Returns the fact of a value that is another one, moved or repeated."""
+    (source,), (result,) = eqn.invars, eqn.outvars
+    if eqn.primitive.name == "transpose":
+        rank = aval_of(result).ndim
+        order = tuple(eqn.params["permutation"])
+        return fact._replace(last=order.index(rank + fact.last) - rank)
+    if is_larger(aval_of(result).size, aval_of(source).size, unless_known=True):
+        made = fact.made & ~Made.SUM_OR_TERM | Made.BROADCAST
+        return fact._replace(made=made, last=-1)
+    return fact if fact.last == -1 else fact._replace(last=-1)
 
 
 def _whole(eqn: Eqn, facts: Sequence[Fact]) -> int | None:
@@ -247,21 +307,31 @@ def _made(eqn: Eqn, facts: Sequence[Fact]) -> int:
     if makes_solutions(name):
         return Made.SOLUTION
     if kind_of(name) is Kind.MOVE:
-        return either
+        return either & ~Made.SUM_OR_TERM
     if is_linear(name):
-        return either & _SUMMED
-    if name == "reduce_sum":
-        return Made.SUM | (Made.SQUARES if either & Made.SQUARE else Made.NOTHING)
+        is_term = role_of(name) is Role.ADDS and either & Made.REDUCED
+        return either & _SUMMED | (Made.SUM_OR_TERM if is_term else Made.NOTHING)
+    if role_of(name) is Role.SUMS:
+        made = Made.REDUCED | Made.SUM_OR_TERM
+        if name == "reduce_sum":
+            made |= Made.SUM | (Made.SQUARES if either & Made.SQUARE else Made.NOTHING)
+        return made
+    if role_of(name) is Role.NORMALIZES:
+        return Made.NORMALIZER
+    normalized = Made.NOTHING
+    if role_of(name) is Role.MULTIPLIES and either & Made.NORMALIZER:
+        normalized = Made.NORMALIZED
     if _squares(eqn, facts):
         if not either & Made.TOTAL:
-            return Made.SQUARE
+            return Made.SQUARE | normalized
         # `m[:, None] * m`: of one value, moved in two ways.
         is_outer = eqn.invars[0] is not eqn.invars[-1]
-        return Made.SQUARE | Made.SQUARED_MEAN | is_outer * Made.TWO_TOTALS
+        means = Made.SQUARED_MEAN | is_outer * Made.TWO_TOTALS
+        return Made.SQUARE | means | normalized
     if scales(eqn):
-        return either & _SCALED
+        return either & _SCALED | normalized
     if role_of(name) is Role.MULTIPLIES:
-        return Made.TIMES | _of_two(facts)
+        return Made.TIMES | _of_two(facts) | normalized
     return Made.NOTHING
 
 

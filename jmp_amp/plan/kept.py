@@ -15,9 +15,8 @@ import numpy as np
 from jmp_amp.plan.decisions import Decision, Standing
 from jmp_amp.plan.destinations import Ends
 from jmp_amp.plan.dimensions import Dimensions, is_in_f32, is_larger
-from jmp_amp.plan.facts import is_linear, makes_solutions
-from jmp_amp.plan.jaxprs import Atom, Literal, aval_of
-from jmp_amp.plan.makers import is_move
+from jmp_amp.plan.facts import Made, is_linear, makes_solutions
+from jmp_amp.plan.jaxprs import Atom, aval_of
 from jmp_amp.plan.operations import Kind, OpClass, Role, kind_of, role_of
 from jmp_amp.plan.values import Known, Origin, Trait, castable, is_inexact
 from jmp_amp.policies.dtypes import F32, is_half
@@ -47,12 +46,10 @@ def keeps_digits(at: Standing) -> str | None:
         if not is_argument(value, at.eqn.invars[i]) or other.origin == Origin.FREE:
             continue
         looked_up = Trait.LOOKED_UP in value.traits
-        if not looked_up and (
-            Trait.STATE in value.traits or at.sources[i] & at.sources[j]
-        ):
+        if not looked_up and at.is_related:
             return "a state: what is added to it is made of it"
         subtracts = role_of(at.name) is Role.SUBTRACTS
-        if subtracts and not _is_broadcast(at.eqn.invars[i], at):
+        if subtracts and not _is_broadcast(at, i):
             return "an argument keeps its digits in a difference"
     return None
 
@@ -113,7 +110,7 @@ def _is_solved(at: Standing, factors: Sequence[tuple[Known, Atom]]) -> bool:
 
 def _is_layer(at: Standing) -> bool:
     """Whether a product of inputs may be the first layer of a network."""
-    return not at.sources[0] & at.sources[1] and _is_rows_by_columns(at)
+    return not at.is_related and _is_rows_by_columns(at)
 
 
 def _is_rows_by_columns(at: Standing) -> bool:
@@ -125,13 +122,10 @@ def _sums_last(at: Standing, i: int) -> bool | None:
     """Whether a product sums over the last axis of an operand; None of a vector."""
     if at.name != "dot_general":
         return None
-    atom, terms = at.eqn.invars[i], Dimensions.of(at.eqn).terms[i]
-    if not terms or aval_of(atom).ndim < 2:
+    rank, terms = aval_of(at.eqn.invars[i]).ndim, Dimensions.of(at.eqn).terms[i]
+    if not terms or rank < 2:
         return None
-    made = None if isinstance(atom, Literal) else at.makers.get(atom)
-    if made is not None and made.primitive.name == "transpose":
-        terms = [made.params["permutation"][term] for term in terms]
-    return aval_of(atom).ndim - 1 in terms
+    return rank + at.facts[i].last in terms
 
 
 def _weighs_solution(at: Standing) -> bool:
@@ -182,15 +176,11 @@ def is_argument(value: Known, atom: Atom) -> bool:
     )
 
 
-def _is_broadcast(atom: Atom, at: Standing) -> bool:
-    """Whether a value is smaller than the result, or a smaller one broadcast."""
-    size = aval_of(at.eqn.outvars[0]).size
-    while aval_of(atom).size == size:
-        eqn = None if isinstance(atom, Literal) else at.makers.get(atom)
-        if eqn is None or not is_move(eqn):
-            return False
-        atom = eqn.invars[0]
-    return is_larger(size, aval_of(atom).size, unless_known=True)
+def _is_broadcast(at: Standing, i: int) -> bool:
+    """Whether an operand is smaller than the result, or a smaller one broadcast."""
+    sizes = aval_of(at.eqn.outvars[0]).size, aval_of(at.eqn.invars[i]).size
+    is_smaller = is_larger(*sizes, unless_known=True)
+    return is_smaller or bool(at.facts[i].made & Made.BROADCAST)
 
 
 def made_of(at: Standing, made: Decision) -> tuple[bool, ...]:
@@ -214,6 +204,6 @@ def sums_argument(at: Standing) -> bool:
     return role_of(at.name) in (Role.ADDS, Role.SUBTRACTS) and any(
         is_argument(value, atom)
         and Trait.LOOKED_UP not in value.traits
-        and not _is_broadcast(atom, at)
-        for value, atom in zip(at.views, at.eqn.invars, strict=True)
+        and not _is_broadcast(at, i)
+        for i, (value, atom) in enumerate(zip(at.views, at.eqn.invars, strict=True))
     )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from jmp_amp.plan import constants, jaxprs, rules
 from jmp_amp.plan.decided import Decided
 from jmp_amp.plan.destinations import Destinations, End, Ends, settled
-from jmp_amp.plan.facts import Facts, of_arguments
+from jmp_amp.plan.facts import BodyFacts, Facts, of_arguments
 from jmp_amp.plan.flows import Flow, Step
 from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Inner, Jaxpr, Literal, Var, aval_of
 from jmp_amp.plan.modes import Mode
@@ -24,7 +24,7 @@ from jmp_amp.plan.operations import PRODUCTS
 from jmp_amp.plan.regions import Region, region_of
 from jmp_amp.plan.rules import Rule
 from jmp_amp.plan.solvers import SOLVER, is_solver
-from jmp_amp.plan.sources import Sources, over_turns, translated, union
+from jmp_amp.plan.sources import Sources, groups_of, over_turns, translated, union
 from jmp_amp.plan.values import (
     CONTAGIOUS,
     Known,
@@ -76,6 +76,7 @@ class Flows:
         inherited: Rule | None,
         ends: tuple[End, ...] | None = None,
         facts: Facts | None = None,
+        groups: tuple[int, ...] | None = None,
     ) -> Flow:
         """Returns the flow through `body`, given what is known of its inputs.
 
@@ -86,15 +87,18 @@ class Flows:
           inherited: the rule that the name of its caller gives to all of it.
           ends: what becomes of each of its outputs; None if the program returns them.
           facts: what its inputs are made of; None if it is the program.
+          groups: the groups that its inputs are in, see `groups_of`.
         """
         if ends is None:
             ends = (Ends.OTHERWISE,) * len(body.jaxpr.outvars)
         if facts is None:
             facts = of_arguments(body)
-        key = id(body.jaxpr), inputs, region, inherited, ends, facts
+        if groups is None:
+            groups = (0,) * len(inputs)
+        key = id(body.jaxpr), inputs, region, inherited, ends, facts, groups
         if key not in self._flows:
             self._flows[key] = self._through(
-                body, inputs, region, inherited, ends, facts
+                body, inputs, region, inherited, ends, facts, groups
             )
         return self._flows[key]
 
@@ -106,6 +110,7 @@ class Flows:
         inherited: Rule | None,
         ends: tuple[End, ...],
         facts: Facts,
+        groups: tuple[int, ...],
     ) -> Flow:
         jaxpr = body.jaxpr
         uses = self._uses(jaxpr)
@@ -118,8 +123,8 @@ class Flows:
             traits = frozenset((Trait.PARAMETER,))
             known[var] = Known(Origin.FREE, limits, region, traits)
         found = self._destinations.of(body, ends, facts)
-        inner = self._destinations.facts.of(body, facts).inner
-        around = _Around(inherited, {}, Sources(jaxpr), found, inner)
+        made = self._destinations.facts.of(body, facts)
+        around = _Around(inherited, made, Sources(jaxpr, groups), found)
         steps = []
         # By the identity of name stacks: equations of one scope have the same one.
         regions: dict[int, Region] = {}
@@ -133,7 +138,6 @@ class Flows:
             steps.append(step)
             for var, result in zip(eqn.outvars, step.results, strict=True):
                 known[var] = result.shared(uses[var] > 1)
-                around.makers[var] = eqn
         outputs = tuple([_view(atom, known, region) for atom in jaxpr.outvars])
         return Flow(body, region, known, tuple(steps), outputs, around.sources)
 
@@ -146,9 +150,9 @@ class Flows:
         around: _Around,
     ) -> Step:
         rule = rules.rule_for(eqn, region.policy, around.inherited)
-        if index in around.inner:
+        if index in around.facts.inner:
             inner = jaxprs.inner_bodies(eqn)
-            facts = around.inner[index]
+            facts = around.facts.inner[index]
             return self._call(eqn, views, region, rule, inner, facts, around)
         assert rule is not None
         sources = around.sources
@@ -157,7 +161,13 @@ class Flows:
         for var in eqn.outvars:
             end |= around.ends.get(var, Ends.NONE)
         decision = self._decided.of(
-            eqn, rule, region, views, around.makers, read, settled(end)
+            eqn,
+            rule,
+            region,
+            views,
+            list(map(around.facts.of, eqn.invars)),
+            bool(len(read) > 1 and read[0] & read[1]),
+            settled(end),
         )
         if decision.mode is Mode.PASSED_ON:
             results = _in_region(views, region)
@@ -188,21 +198,30 @@ class Flows:
         """
         sources = around.sources
         read = list(map(sources.of, eqn.invars))
-        starts = views = _states(_in_region(views, region), read)
+        starts = views = _in_region(views, region)
         carried = jaxprs.carried(eqn)
+        # In later turns a carry is made of what its updates are made of.
+        related = list(read)
         outputs = self._destinations.outputs(eqn, around.ends, facts)
         while True:
             flows = tuple(
                 self.through(
-                    body, _entering(eqn, views, operands), region, rule, ends, given
+                    body,
+                    _entering(eqn, views, operands),
+                    region,
+                    rule,
+                    ends,
+                    given,
+                    groups_of([related[i] for i in operands]),
                 )
                 for (body, operands), ends, given in zip(
                     inner, outputs, facts, strict=True
                 )
             )
             made_of, layers = _made_of(eqn, inner, flows)
-            settled = list(views)
+            settled, before = list(views), list(related)
             for turn, i in enumerate(carried):
+                related[i] |= translated(made_of[turn], read)
                 update = flows[-1].outputs[turn]
                 if jaxprs.is_while(eqn):
                     settled[i] = _carried_by_while(eqn.invars[i], views[i], update)
@@ -211,7 +230,7 @@ class Flows:
                     settled[i] = _carried_by_scan(
                         eqn.invars[i], starts[i], views[i], update, is_stream
                     )
-            if tuple(settled) == views:
+            if tuple(settled) == views and related == before:
                 break
             views = tuple(settled)
         sources.write(eqn.outvars, [translated(each, read) for each in made_of])
@@ -229,17 +248,15 @@ class _Around(NamedTuple):
 
     Attributes:
       inherited: the rule that the name of the body's caller gives to all of it.
-      makers: the equation that made each variable so far.
+      facts: what each variable is made of.
       sources: the inputs that each variable so far is computed from.
       ends: what becomes of each variable.
-      inner: what the inputs of the bodies of each call are made of, by its place.
     """
 
     inherited: Rule | None
-    makers: dict[Var, Eqn]
+    facts: BodyFacts
     sources: Sources
     ends: dict[Var, End]
-    inner: dict[int, list[Facts]]
 
 
 def _entering(
@@ -274,19 +291,6 @@ def _multiplied_by_slices(views: Sequence[Known], sources: Sequence[int]) -> int
         if Trait.SLICE in views[i].traits:
             found |= sources[j]
     return found
-
-
-def _states(views: tuple[Known, ...], sources: Sequence[int]) -> tuple[Known, ...]:
-    """Returns the operands of a call; arguments that others are made of are states."""
-    moving = union(
-        [s for s, v in zip(sources, views, strict=True) if v.origin != Origin.FREE]
-    )
-    return tuple(
-        v._replace(traits=v.traits | {Trait.STATE})
-        if v.origin == Origin.FREE and s & moving
-        else v
-        for v, s in zip(views, sources, strict=True)
-    )
 
 
 def _made_of(

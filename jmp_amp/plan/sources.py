@@ -21,13 +21,16 @@ class Sources:
       layers: the inputs that products multiply by another matrix in each turn.
     """
 
-    def __init__(self, jaxpr: Jaxpr) -> None:
+    def __init__(self, jaxpr: Jaxpr, groups: Sequence[int]) -> None:
+        """`groups` are those of its inputs, see `groups_of`."""
         inputs = [*jaxpr.invars, *jaxpr.constvars]
         # A number, such as a step size, is no state.
         self._of: dict[Var, int] = {
             v: 1 << i if castable(v) and aval_of(v).ndim else 0
             for i, v in enumerate(inputs)
         }
+        for var, group in zip(jaxpr.invars, groups, strict=True):
+            self._of[var] |= group << len(inputs)
         self.layers = 0
 
     def of(self, atom: Atom) -> int:
@@ -35,6 +38,28 @@ class Sources:
 
     def write(self, variables: Sequence[Var], sources: Sequence[int]) -> None:
         self._of.update(zip(variables, sources, strict=True))
+
+
+def groups_of(sources: Sequence[int]) -> tuple[int, ...]:
+    """Returns, for each operand of a call, the groups that it is in.
+
+    Operands are in one group if they are made of the same input, as `y` and `f(y)` are:
+    inside of the call too, though each is an input of its own. A group is a bit.
+    """
+    once = shared = 0
+    for each in sources:
+        shared |= once & each
+        once |= each
+    # Inputs that the same operands are made of are one group.
+    parts = [shared] if shared else []
+    for each in sources:
+        parts = [p for part in parts for p in (part & each, part & ~each) if p]
+    members = [[bool(part & each) for each in sources] for part in parts]
+    members.sort(reverse=True)
+    return tuple(
+        union([1 << number for number, each in enumerate(members) if each[i]])
+        for i in range(len(sources))
+    )
 
 
 def union(sets: Sequence[int]) -> int:

@@ -14,9 +14,10 @@ from jmp_amp.plan import jaxprs
 from jmp_amp.plan.decisions import Decision, Option, Standing
 from jmp_amp.plan.destinations import Ends
 from jmp_amp.plan.dimensions import is_larger
+from jmp_amp.plan.facts import Made
 from jmp_amp.plan.jaxprs import Eqn, aval_of
 from jmp_amp.plan.kept import keeps_digits
-from jmp_amp.plan.makers import gates_a_sum, is_exact, is_move, is_normalized
+from jmp_amp.plan.makers import is_exact, is_move
 from jmp_amp.plan.modes import Demands, Mode, demand_of
 from jmp_amp.plan.operations import Kind, OpClass, Role, is_cheap, kind_of, role_of
 from jmp_amp.plan.rewriting import Rewrite
@@ -104,13 +105,20 @@ def may_fall(at: Standing, made: Decision) -> bool:
     if all(Trait.SAVED_IN_F32 in v.traits for v in full):
         scales = role in (Role.MULTIPLIES, Role.DIVIDES)
         return low != F16 or not (scales and len(at.activations) < len(at.operands))
-    if role is Role.MULTIPLIES and low != F16 and gates_a_sum(at):
+    if role is Role.MULTIPLIES and low != F16 and _gates_a_sum(at):
         return True
     return (
         role is Role.MULTIPLIES
         and any(v.is_parameter for v in at.operands)
-        and (low != F16 or any(is_normalized(atom, at) for atom in at.eqn.invars))
+        and (low != F16 or any(each.made & Made.NORMALIZED for each in at.facts))
     )
+
+
+def _gates_a_sum(at: Standing) -> bool:
+    """Whether half-precision values gate sums: one for each, none is broadcast."""
+    gated = {v.origin: f.made for v, f in zip(at.views, at.facts, strict=True)}
+    is_pair = gated.keys() == {Origin.LOW, Origin.FULL}
+    return is_pair and bool(gated[Origin.FULL] & Made.SUM_OR_TERM)
 
 
 # Options of whatever follows half operands.

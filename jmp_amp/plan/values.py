@@ -45,8 +45,6 @@ class Trait(enum.Enum):
     SLICE = "another one in each turn"
     # In f32 between two products, because an argument scales it out of range, perhaps.
     SCALED = "scaled by an argument"
-    # An argument that another operand of the call is computed from.
-    STATE = "state"
     # An argument and what was added to it.
     SUMS_ARGUMENT = "sums an argument"
     # A loop carries it in f32, because it is kept over the turns.
@@ -72,7 +70,6 @@ CONTAGIOUS = frozenset(
     (
         Trait.LOOKED_UP,
         Trait.SLICE,
-        Trait.STATE,
         Trait.SUMS_ARGUMENT,
         Trait.OVERSIZED,
         Trait.SOLUTION,
