@@ -16,18 +16,18 @@ from jmp_amp.plan.dimensions import is_elementwise_product, sums
 from jmp_amp.plan.facts import Fact, Made
 from jmp_amp.plan.fp8_choice import why_not
 from jmp_amp.plan.jaxprs import Eqn, aval_of
-from jmp_amp.plan.kept import (
-    counts,
-    is_argument,
-    is_solution,
-    is_weight,
-    keeps_digits,
-    made_of,
-    sums_argument,
-)
 from jmp_amp.plan.makers import is_exact, is_move
 from jmp_amp.plan.modes import Mode
-from jmp_amp.plan.operations import Kind, OpClass, Role, is_cheap, kind_of, role_of
+from jmp_amp.plan.operations import Kind, OpClass, Role, kind_of, role_of
+from jmp_amp.plan.pins import (
+    Pin,
+    is_pinned,
+    is_solution,
+    is_weight,
+    made_of,
+    pin_of,
+    sums_argument,
+)
 from jmp_amp.plan.regions import Region
 from jmp_amp.plan.rewrites import rewrite_of
 from jmp_amp.plan.rewriting import Rewrite
@@ -49,7 +49,7 @@ from jmp_amp.plan.values import (
     unfit,
     unfit_bound,
 )
-from jmp_amp.policies.dtypes import BF16, F16, F32, is_castable, is_half
+from jmp_amp.policies.dtypes import BF16, F32, is_castable, is_half
 
 
 def decide(
@@ -83,9 +83,10 @@ def decide(
     at = Standing(eqn, rule, region, tuple(operands), views, facts, is_related, end)
     if rule.op_class is OpClass.FOLLOW and role_of(at.name) is Role.HANDS_ON:
         return at.decision(Mode.PASSED_ON, None, "hands on what it gets", Origin.FREE)
-    counted = counts(at)
-    rewrite = rewrite_of(at) if counted is None else None
-    made = _by_class(at, rewrite, counted)
+    at.pin = pin_of(at)
+    is_product = rule.op_class is OpClass.LOW
+    rewrite = None if is_product and at.pin is not None else rewrite_of(at)
+    made = _by_class(at, rewrite)
     if made.result.origin == Origin.FREE:
         rewrite = None
     saved, falls = is_saved_in_f32(at, made, rewrite), may_fall(at, made)
@@ -126,19 +127,14 @@ def _multiplies(eqn: Eqn, rule: Rule, views: Sequence[Known]) -> bool:
     )
 
 
-def _by_class(at: Standing, rewrite: Rewrite | None, counted: str | None) -> Decision:
-    """Returns the decision that the class of the operation makes.
-
-    `counted` is why it computes numbers of places, see `counts`.
-    """
+def _by_class(at: Standing, rewrite: Rewrite | None) -> Decision:
+    """Returns the decision that the class of the operation makes."""
     if jaxprs.is_conversion(at.eqn) and not is_move(at.eqn):
         return _convert(at)
     if at.rule.op_class is OpClass.KEEP or not _may_cast(at.eqn, at.rule):
         return _keep(at)
     if at.rule.op_class is OpClass.LOW:
-        if counted is not None:
-            return at.decision(Mode.IN_DTYPE, F32, counted, Origin.FULL)
-        return _low(at, rewrite)
+        return _low(at, rewrite) if at.pin is None else _pinned(at, at.pin)
     if at.rule.op_class is OpClass.FULL:
         made = Origin.FREE if at.origin == Origin.FREE else Origin.FULL
         mode = Mode.CONVERSION if jaxprs.is_conversion(at.eqn) else Mode.IN_DTYPE
@@ -181,6 +177,11 @@ def _low(at: Standing, rewrite: Rewrite | None) -> Decision:
     return at.decision(Mode.IN_DTYPE, low, reason, Origin.LOW, saturate)
 
 
+def _pinned(at: Standing, pin: Pin) -> Decision:
+    half = at.region.asked.compute_dtype
+    return at.decision(Mode.IN_DTYPE, F32, pin.words.format(half=half.name), pin.makes)
+
+
 def _follow(at: Standing, rewrite: Rewrite | None) -> Decision:
     origin, low = at.origin, at.low
     if origin == Origin.FREE:
@@ -211,33 +212,12 @@ def _follow(at: Standing, rewrite: Rewrite | None) -> Decision:
             and unfit(at.operands, low, "vanishes") is None
         )
         return at.decision(Mode.IN_DTYPE, F32, misfit, Origin.FULL, saturate)
-    kept = keeps_digits(at)
-    if kept is not None:
-        return at.decision(Mode.IN_DTYPE, F32, kept, Origin.FULL)
-    if _is_scaled(at):
-        reason = f"scaled by an argument, which {low.name} may have no place for"
-        return at.decision(Mode.IN_DTYPE, F32, reason, Origin.LOW)
+    if at.pin is not None:
+        return _pinned(at, at.pin)
     reason = "follows its operands"
     if role_of(at.name) is Role.LOOKS_UP and rewrite is None:
         reason += f"; its gradient is summed in {low.name}"
     return at.decision(Mode.IN_DTYPE, low, reason, Origin.LOW)
-
-
-def _is_scaled(at: Standing) -> bool:
-    """Whether an activation is in units that are an argument's, and f16 is too small.
-
-    An elementwise chain between two products costs no memory in f32. A stream between
-    layers does: it takes what is added to it in half precision.
-    """
-    if at.low != F16 or not is_cheap(at.name) or role_of(at.name) is Role.LOOKS_UP:
-        return False
-    scaled = [Trait.SCALED in v.traits for v in at.activations]
-    if role_of(at.name) in (Role.ADDS, Role.SUBTRACTS):
-        return bool(scaled) and all(scaled)
-    return any(scaled) or (
-        role_of(at.name) in (Role.MULTIPLIES, Role.DIVIDES)
-        and any(map(is_argument, at.views, at.eqn.invars))
-    )
 
 
 def _spreads_function(at: Standing) -> bool:
@@ -249,7 +229,7 @@ def _spreads_function(at: Standing) -> bool:
         at.low == BF16
         and role_of(at.name) is Role.LOOKS_UP
         and grows(at.eqn)
-        and keeps_digits(at) is None
+        and not is_pinned(at)
         and unfit(at.operands, at.low) is None
         and all(
             v.origin != Origin.FULL or Trait.FUNCTION_OF_HALF in v.traits
@@ -313,7 +293,7 @@ def _traits(at: Standing, made: Decision, saved: bool) -> Iterator[Trait]:
         yield Trait.PARAMETER
     inherited = frozenset().union(*(v.traits for v in at.operands))
     yield from inherited & {Trait.TANGENT}
-    if made.dtype == F32 and made.result.origin == Origin.LOW:
+    if at.pin is not None and at.pin.id == "scaled" and made.dtype == F32:
         yield Trait.SCALED
     if _is_slice(at):
         yield Trait.SLICE

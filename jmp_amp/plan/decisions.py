@@ -7,11 +7,12 @@ taken. `deciding` makes decisions, `trade_offs` their options; `consumers` takes
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from jmp_amp.plan.destinations import End, Ends
+from jmp_amp.plan.destinations import End
 from jmp_amp.plan.facts import Fact
 from jmp_amp.plan.jaxprs import Eqn, aval_of
 from jmp_amp.plan.modes import Demand, Demands, Mode
@@ -96,6 +97,24 @@ class Decision:
         return None
 
 
+class Pin(NamedTuple):
+    """A reason to compute in f32 what would be half.
+
+    Attributes:
+      id: its name, which does not change when the words do.
+      words: the reason; `{half}` is the half dtype.
+      holds: whether it holds for a product.
+      holds_beside: whether it holds for an operation that follows half operands.
+      makes: the origin of the result. A low one is half where it is stored.
+    """
+
+    id: str
+    words: str
+    holds: Callable[[Standing], bool]
+    holds_beside: Callable[[Standing], bool]
+    makes: Origin = Origin.FULL
+
+
 @dataclasses.dataclass(eq=False)
 class Standing:
     """An equation, and what is known where it stands.
@@ -111,6 +130,7 @@ class Standing:
       end: what becomes of the results, far on.
       name: that of the operation.
       origin: the greatest one of the operands'.
+      pin: what pins it to f32, if anything does.
     """
 
     eqn: Eqn
@@ -123,20 +143,12 @@ class Standing:
     end: End
     name: str = dataclasses.field(init=False)
     origin: Origin = dataclasses.field(init=False)
+    pin: Pin | None = None
 
     def __post_init__(self) -> None:
         # Both are asked for many times.
         self.name = self.eqn.primitive.name
         self.origin = max((v.origin for v in self.operands), default=Origin.FREE)
-
-    @property
-    def is_index(self) -> bool:
-        return bool(self.end & Ends.INDEX)
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether `stop_gradient` alone reads the results, if not at once."""
-        return self.end & (Ends.STOPPED | Ends.OTHERWISE) == Ends.STOPPED
 
     @property
     def activations(self) -> list[Known]:

@@ -16,10 +16,10 @@ from jmp_amp.plan.destinations import Ends
 from jmp_amp.plan.dimensions import is_larger
 from jmp_amp.plan.facts import Made
 from jmp_amp.plan.jaxprs import Eqn, aval_of
-from jmp_amp.plan.kept import keeps_digits
 from jmp_amp.plan.makers import is_exact, is_move
 from jmp_amp.plan.modes import Demands, Mode, demand_of
 from jmp_amp.plan.operations import Kind, OpClass, Role, is_cheap, kind_of, role_of
+from jmp_amp.plan.pins import is_pinned
 from jmp_amp.plan.rewriting import Rewrite
 from jmp_amp.plan.values import Known, Origin, Trait, is_inexact, unfit, unfit_bound
 from jmp_amp.policies.dtypes import F16, F32, is_half
@@ -92,7 +92,7 @@ def may_fall(at: Standing, made: Decision) -> bool:
     low = at.half
     if not (
         is_half(low)
-        and keeps_digits(at) is None
+        and not is_pinned(at)
         and at.rule.op_class is OpClass.FOLLOW
         and not jaxprs.is_conversion(at.eqn)
         and made.dtype == F32

@@ -1,92 +1,139 @@
-"""Which sums and products keep the digits of what they read.
+"""Pins: what keeps a value in f32, whatever else could be.
 
-A parameter such as a bias follows the activations that it is added to. A state does
-not: `y + 1e-3 * f(y)` in half precision would be `y`. Nor does a place: one-hot rows
-times `arange(2048.)` are the numbers of the rows.
+A pin is a row of `PINS`. A parameter such as a bias follows the activations that it is
+added to. A state does not: `y + 1e-3 * f(y)` in half precision would be `y`. Nor does a
+place: one-hot rows times `arange(2048.)` are the numbers of the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp.plan.decisions import Decision, Standing
+from jmp_amp.plan.decisions import Decision, Pin, Standing
 from jmp_amp.plan.destinations import Ends
 from jmp_amp.plan.dimensions import Dimensions, is_in_f32, is_larger
 from jmp_amp.plan.facts import Made, is_linear, makes_solutions
 from jmp_amp.plan.jaxprs import Atom, aval_of
-from jmp_amp.plan.operations import Kind, OpClass, Role, kind_of, role_of
+from jmp_amp.plan.operations import Kind, OpClass, Role, is_cheap, kind_of, role_of
 from jmp_amp.plan.values import Known, Origin, Trait, castable, is_inexact
-from jmp_amp.policies.dtypes import F32, is_half
+from jmp_amp.policies.dtypes import F16, F32, is_half
 
-_SOLVED = "linear algebra reads it: an error grows by the condition number"
 _SCALES = (Role.MULTIPLIES, Role.DIVIDES)
 
 
-def keeps_digits(at: Standing) -> str | None:
-    """Returns why an operation on half values computes in f32 all the same, or None.
-
-    An argument is a state if what is added to it is made of it, and a parameter such as
-    a bias if it is not. A parameter is never subtracted from an activation of its size.
-    """
-    if at.is_index:
-        return "becomes an index"
-    if at.end & Ends.SOLVED:
-        return _SOLVED
-    if at.is_stopped:
-        return "stop_gradient alone reads it: no derivative saves it"
-    if role_of(at.name) not in (Role.ADDS, Role.SUBTRACTS):
+def pin_of(at: Standing) -> Pin | None:
+    """Returns the first pin that holds for an equation that calls nothing."""
+    if at.rule.op_class is not OpClass.LOW:
+        return next((pin for pin in PINS if pin.holds_beside(at)), None)
+    asked = at.region.asked.compute_dtype
+    if at.rule.from_user or not is_half(asked) or not is_in_f32(at.eqn):
         return None
-    for i, j in ((0, 1), (1, 0)):
-        value, other = at.views[i], at.views[j]
-        if other.origin != Origin.FREE and _is_long(value, at.half):
-            return f"{at.half.name} does not hold every number that the grid counts"
-        if not is_argument(value, at.eqn.invars[i]) or other.origin == Origin.FREE:
-            continue
-        looked_up = Trait.LOOKED_UP in value.traits
-        if not looked_up and at.is_related:
-            return "a state: what is added to it is made of it"
-        subtracts = role_of(at.name) is Role.SUBTRACTS
-        if subtracts and not _is_broadcast(at, i):
-            return "an argument keeps its digits in a difference"
-    return None
+    return next((pin for pin in PINS if pin.holds(at)), None)
 
 
-def counts(at: Standing) -> str | None:
-    """Returns why a matrix product keeps the digits of its factors, in f32, or None.
+def is_pinned(at: Standing) -> bool:
+    """Whether an operation on half operands computes in f32, and so do its readers."""
+    return at.pin is not None and at.pin.makes is Origin.FULL
 
-    One factor is a grid that counts further than half precision does. Or the result
-    becomes an index, and a factor is a constant, or both are made of integers. Or
-    linear algebra reads it, or it is a term of a distance.
-    """
-    half = at.region.asked.compute_dtype
-    if at.rule.op_class is not OpClass.LOW or at.rule.from_user or not is_half(half):
-        return None
-    if not is_in_f32(at.eqn):
-        return None
+
+def _never(at: Standing) -> bool:
+    return False
+
+
+def _factors(at: Standing) -> list[tuple[Known, Atom]]:
     # The sizes of the groups of a ragged product are no factor.
-    factors = list(zip(at.views[:2], at.eqn.invars[:2], strict=True))
-    if at.is_index and (
+    return list(zip(at.views[:2], at.eqn.invars[:2], strict=True))
+
+
+def _is_index(at: Standing) -> bool:
+    return bool(at.end & Ends.INDEX)
+
+
+def _places(at: Standing) -> bool:
+    """Whether a product makes a place: of a constant, or of integers alone."""
+    factors = _factors(at)
+    return _is_index(at) and (
         any(value.is_constant for value, _ in factors)
         or not any(v.origin != Origin.FREE or is_weight(v, atom) for v, atom in factors)
-    ):
-        return "becomes an index"
-    if any(_is_long(value, half) for value, _ in factors):
-        return f"{half.name} does not hold every number that the grid counts"
-    if _is_solved(at, factors):
-        return _SOLVED
-    if at.end & Ends.DISTANCE and not _is_rows_by_columns(at):
-        return "a distance: the digits of its terms cancel"
-    if at.end & Ends.MOMENT:
-        return "a second moment less squared means: their digits cancel"
-    if Origin.LOW not in (v.origin for v, _ in factors) and _weighs_solution(at):
-        return "a factor is a solution of linear algebra: its terms cancel"
-    return None
+    )
 
 
-def _is_solved(at: Standing, factors: Sequence[tuple[Known, Atom]]) -> bool:
+def _is_solved_beside(at: Standing) -> bool:
+    return bool(at.end & Ends.SOLVED)
+
+
+def _is_stopped(at: Standing) -> bool:
+    """Whether `stop_gradient` alone reads the results, if not at once."""
+    return at.end & (Ends.STOPPED | Ends.OTHERWISE) == Ends.STOPPED
+
+
+def _multiplies_grid(at: Standing) -> bool:
+    half = at.region.asked.compute_dtype
+    return any(_is_long(value, half) for value, _ in _factors(at))
+
+
+def _terms(at: Standing) -> Iterator[tuple[int, Known]]:
+    """Yields the terms of a sum that an activation is added to, with their places."""
+    if role_of(at.name) in (Role.ADDS, Role.SUBTRACTS):
+        for i, j in ((0, 1), (1, 0)):
+            if at.views[j].origin != Origin.FREE:
+                yield i, at.views[i]
+
+
+def _adds_grid(at: Standing) -> bool:
+    return any(_is_long(value, at.half) for _, value in _terms(at))
+
+
+def _is_state(at: Standing) -> bool:
+    """Whether what is added to an argument is made of it; a parameter such as a bias
+    is an argument of which nothing else is made."""
+    return at.is_related and any(
+        is_argument(value, at.eqn.invars[i]) and Trait.LOOKED_UP not in value.traits
+        for i, value in _terms(at)
+    )
+
+
+def _is_difference(at: Standing) -> bool:
+    """Whether an argument is subtracted; no parameter is, but one that is broadcast."""
+    return role_of(at.name) is Role.SUBTRACTS and any(
+        is_argument(value, at.eqn.invars[i]) and not _is_broadcast(at, i)
+        for i, value in _terms(at)
+    )
+
+
+def _is_distance(at: Standing) -> bool:
+    return bool(at.end & Ends.DISTANCE) and not _is_rows_by_columns(at)
+
+
+def _is_moment(at: Standing) -> bool:
+    return bool(at.end & Ends.MOMENT)
+
+
+def _weighs_free_solution(at: Standing) -> bool:
+    is_low = any(value.origin is Origin.LOW for value, _ in _factors(at))
+    return not is_low and _weighs_solution(at)
+
+
+def _is_scaled(at: Standing) -> bool:
+    """Whether an activation is in units that are an argument's, and f16 is too small.
+
+    An elementwise chain between two products costs no memory in f32. A stream between
+    layers does: it takes what is added to it in half precision.
+    """
+    if at.low != F16 or not is_cheap(at.name) or role_of(at.name) is Role.LOOKS_UP:
+        return False
+    scaled = [Trait.SCALED in v.traits for v in at.activations]
+    if role_of(at.name) in (Role.ADDS, Role.SUBTRACTS):
+        return bool(scaled) and all(scaled)
+    return any(scaled) or (
+        role_of(at.name) in _SCALES and any(map(is_argument, at.views, at.eqn.invars))
+    )
+
+
+def _is_solved(at: Standing) -> bool:
     """Whether linear algebra reads a product that is no layer of a network.
 
     A layer multiplies rows of activations, or of an input, by columns of a parameter.
@@ -97,6 +144,7 @@ def _is_solved(at: Standing, factors: Sequence[tuple[Known, Atom]]) -> bool:
         return False
     if at.end & Ends.FORM:
         return True
+    factors = _factors(at)
     if any(Trait.SOLUTION in value.traits for value, _ in factors):
         is_state = bool(at.end & Ends.FACTOR) and not at.end & Ends.STREAM
         if is_state or all(value.origin != Origin.LOW for value, _ in factors):
@@ -142,7 +190,7 @@ def is_solution(at: Standing, made: Decision) -> bool:
     if makes_solutions(at.name):
         return True
     if kind_of(at.name) is Kind.PRODUCT:
-        if made.reason == _SOLVED:
+        if at.pin is not None and at.pin.id == "solved":
             return True
         return made.dtype == F32 and _weighs_solution(at)
     follows = is_linear(at.name) or role_of(at.name) in _SCALES
@@ -192,7 +240,7 @@ def made_of(at: Standing, made: Decision) -> tuple[bool, ...]:
         # A position that is added to an embedding.
         looked_up = tuple(Trait.LOOKED_UP in v.traits for v in at.views)
         return looked_up if any(looked_up) else everything
-    if keeps_digits(at) is not None:
+    if is_pinned(at):
         return everything
     return tuple(v.origin != Origin.FREE for v in at.views)
 
@@ -207,3 +255,54 @@ def sums_argument(at: Standing) -> bool:
         and not _is_broadcast(at, i)
         for i, (value, atom) in enumerate(zip(at.views, at.eqn.invars, strict=True))
     )
+
+
+# The first that holds wins.
+PINS = (
+    Pin("index", "becomes an index", _places, _is_index),
+    Pin(
+        "solved",
+        "linear algebra reads it: an error grows by the condition number",
+        _is_solved,
+        _is_solved_beside,
+    ),
+    Pin(
+        "stopped",
+        "stop_gradient alone reads it: no derivative saves it",
+        _never,
+        _is_stopped,
+    ),
+    Pin(
+        "grid",
+        "{half} does not hold every number that the grid counts",
+        _multiplies_grid,
+        _adds_grid,
+    ),
+    Pin("state", "a state: what is added to it is made of it", _never, _is_state),
+    Pin(
+        "difference",
+        "an argument keeps its digits in a difference",
+        _never,
+        _is_difference,
+    ),
+    Pin("distance", "a distance: the digits of its terms cancel", _is_distance, _never),
+    Pin(
+        "moment",
+        "a second moment less squared means: their digits cancel",
+        _is_moment,
+        _never,
+    ),
+    Pin(
+        "solution",
+        "a factor is a solution of linear algebra: its terms cancel",
+        _weighs_free_solution,
+        _never,
+    ),
+    Pin(
+        "scaled",
+        "scaled by an argument, which {half} may have no place for",
+        _never,
+        _is_scaled,
+        makes=Origin.LOW,
+    ),
+)
