@@ -16,14 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from jmp_amp.plan import jaxprs, modes
+from jmp_amp.plan.dataflow import backward
 from jmp_amp.plan.decisions import Decision
 from jmp_amp.plan.flows import Flow, Step, carry_dtype
 from jmp_amp.plan.jaxprs import Atom, Eqn, Literal, Var
-from jmp_amp.plan.makers import is_exact, is_move
 from jmp_amp.plan.modes import Demand, Demands, Mode, demand_of
 from jmp_amp.plan.operations import OpClass
 from jmp_amp.plan.regions import Region
-from jmp_amp.plan.values import Known, Origin, Trait
+from jmp_amp.plan.values import Known, Origin, Trait, is_exact, is_move
 from jmp_amp.policies.dtypes import F16, F32, is_half
 
 
@@ -138,17 +138,9 @@ class Consumers:
     def _bodies(self, eqn: Eqn, step: Step, flow: Flow, results: Uses) -> Outcome:
         carried = jaxprs.carried(eqn)
         carry = {i: _carry_demand(step.views[i], eqn.invars[i]) for i in carried}
-        # The next turn reads them.
-        outputs = tuple(
-            Use(demand, max(result.times, 1))
-            for result, demand in zip(results, carry.values(), strict=False)
-        )
-        outputs += results[len(carried) :]
-        wanted = [outputs] * len(step.flows)
-        if jaxprs.is_while(eqn):
-            # Its condition returns a boolean.
-            wanted[0] = (UNUSED,)
-        bodies = tuple(map(self.of, step.flows, wanted))
+        inside = _Inside(self, step.flows, list(carry.values()))
+        backward(eqn, results, inside)
+        bodies = tuple(inside.bodies[k] for k in range(len(step.flows)))
         operands = [UNUSED] * len(eqn.invars)
         for (_, positions), body in zip(step.inner, bodies, strict=True):
             for i, inside in zip(positions, body.inputs, strict=True):
@@ -162,6 +154,31 @@ class Consumers:
             operands[i] = Use(demand & Demands.DTYPES)
         reason = "a loop" if carried else "a call: its body is planned"
         return Outcome(Mode.CALL, None, reason, tuple(operands), bodies=bodies)
+
+
+class _Inside:
+    """Goes back through the bodies of one equation, see `backward`.
+
+    Attributes:
+      bodies: the outcomes of its bodies.
+    """
+
+    def __init__(
+        self, consumers: Consumers, flows: Sequence[Flow], carry: Sequence[Demand]
+    ) -> None:
+        """`carry` is how the next turn reads each carry: in the dtype that it has."""
+        self._consumers, self._flows, self._carry = consumers, flows, carry
+        self.bodies: dict[int, BodyOutcome] = {}
+
+    def inputs(self, number: int, outputs: Uses) -> Uses:
+        self.bodies[number] = self._consumers.of(self._flows[number], outputs)
+        return self.bodies[number].inputs
+
+    def turned(self, carry: int, result: Use, now: Use, read: Use | None) -> Use:
+        return Use(self._carry[carry], max(result.times, 1))
+
+    def decided(self) -> Use:
+        return UNUSED
 
 
 def _taken(eqn: Eqn, step: Step, results: Uses) -> Outcome:

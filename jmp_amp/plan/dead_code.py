@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from jmp_amp.plan import jaxprs
+from jmp_amp.plan.dataflow import backward
 from jmp_amp.plan.jaxprs import Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, aval_of
 
 # For each operand, result or output, whether somebody reads it.
@@ -101,11 +102,11 @@ class _Living:
             return eqn, (True,) * len(eqn.invars)
         programs = jaxprs.inner_programs(eqn)
         carry = jaxprs.first_carried(eqn)
-        outputs = self._outputs(eqn, results)
-        bodies = [
-            self.of(program, alive, carry if program is programs[-1] else None)
-            for program, alive in zip(programs, outputs, strict=True)
-        ]
+        if jaxprs.is_shard_map(eqn) or jaxprs.is_custom_jvp(eqn):
+            results = (True,) * len(results)
+        inside = _Inside(self, programs, carry)
+        backward(eqn, results, inside)
+        bodies = [inside.bodies[number] for number in range(len(programs))]
         operands = {i for _, positions in inner for i in positions}
         # What no body gets is the number of a branch.
         read = set(range(len(eqn.invars))) - operands
@@ -116,27 +117,34 @@ class _Living:
         living = eqn if _same(found, programs) else jaxprs.with_programs(eqn, found)
         return living, tuple(i in read for i in range(len(eqn.invars)))
 
-    def _outputs(self, eqn: Eqn, results: Alive) -> list[Alive]:
-        """Returns which outputs of each body of `eqn` are read, in any turn."""
-        programs, carry = jaxprs.inner_programs(eqn), jaxprs.first_carried(eqn)
-        if jaxprs.is_shard_map(eqn) or jaxprs.is_custom_jvp(eqn):
-            return [(True,) * len(results)]
-        if carry is None:
-            return [results] * len(programs)
-        count = len(jaxprs.carried(eqn))
 
-        def read_too(alive: Alive, inputs: Alive) -> Alive:
-            carried = (*inputs[:count], *(False,) * (len(alive) - count))
-            return tuple(a or b for a, b in zip(alive, carried, strict=True))
+class _Inside:
+    """Finds what is alive in the bodies of one equation, see `backward`.
 
-        alive, before = results, None
-        if jaxprs.is_while(eqn):
-            alive = read_too(alive, self.of(programs[0], (True,)).inputs[-count:])
-        while alive != before:
-            before = alive
-            inputs = self.of(programs[-1], alive, carry).inputs
-            alive = read_too(alive, inputs[carry:])
-        return [*[(True,)] * (len(programs) - 1), alive]
+    Attributes:
+      bodies: what is alive in each of them.
+    """
+
+    def __init__(
+        self,
+        living: _Living,
+        programs: Sequence[Jaxpr | ClosedJaxpr],
+        carry: int | None,
+    ) -> None:
+        self._living, self._programs, self._carry = living, programs, carry
+        self.bodies: dict[int, _Body] = {}
+
+    def inputs(self, number: int, outputs: Alive) -> Alive:
+        program = self._programs[number]
+        carry = self._carry if number == len(self._programs) - 1 else None
+        self.bodies[number] = self._living.of(program, outputs, carry)
+        return self.bodies[number].inputs
+
+    def turned(self, carry: int, result: bool, now: bool, read: bool | None) -> bool:
+        return now or bool(read)
+
+    def decided(self) -> bool:
+        return True
 
 
 def _same(some: Sequence[object], others: Sequence[object]) -> bool:

@@ -16,7 +16,6 @@ from jmp_amp.plan.dimensions import is_elementwise_product, sums
 from jmp_amp.plan.facts import Fact, Made
 from jmp_amp.plan.fp8_choice import why_not
 from jmp_amp.plan.jaxprs import Eqn, aval_of
-from jmp_amp.plan.makers import is_exact, is_move
 from jmp_amp.plan.modes import Mode
 from jmp_amp.plan.operations import Kind, OpClass, Role, kind_of, role_of
 from jmp_amp.plan.pins import (
@@ -45,7 +44,9 @@ from jmp_amp.plan.values import (
     Origin,
     Trait,
     castable,
+    is_exact,
     is_inexact,
+    is_move,
     unfit,
     unfit_bound,
 )

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan import jaxprs
+from jmp_amp.plan.dataflow import Back, backward
 from jmp_amp.plan.facts import (
     BodyFacts,
     FactFinder,
@@ -191,39 +192,45 @@ class Destinations:
           found: what becomes of the variables around it.
           inputs: what is known of the inputs of each body.
         """
-        results = tuple(found.get(v, Ends.NONE) for v in eqn.outvars)
-        inner = jaxprs.inner_bodies(eqn)
-        if jaxprs.is_while(eqn):
-            return [(Ends.NONE,), self._settled(eqn, inner[1].body, results, inputs[1])]
-        if jaxprs.carried(eqn):
-            return [self._settled(eqn, inner[0].body, results, inputs[0])]
-        return [results] * len(inner)
+        return [each.outputs for each in self._back(eqn, found, inputs)]
 
-    def _settled(
-        self, eqn: Eqn, body: Body, outputs: tuple[End, ...], inputs: Facts
-    ) -> tuple[End, ...]:
-        """Returns the ends of the outputs of a loop's body, as the next turns read."""
-        count = len(jaxprs.carried(eqn))
-        # A scan carries after its constants and before what it goes through.
-        first = jaxprs.carried(eqn).start if not jaxprs.is_while(eqn) else -count
-        carry = body.jaxpr.invars[first:][:count]
+    def _back(
+        self, eqn: Eqn, found: dict[Var, End], inputs: Sequence[Facts]
+    ) -> list[Back[End]]:
+        results = [found.get(v, Ends.NONE) for v in eqn.outvars]
         # What leads to no linear algebra in this turn may do so in the next one.
-        for told in (~Ends.STREAM, ~Ends.NONE):
-            before = None
-            while outputs != before:
-                before, found = outputs, self.of(body, outputs, inputs)
-                read = [found.get(v, Ends.NONE) & told for v in carry]
-                read += [Ends.NONE] * (len(outputs) - count)
-                outputs = tuple(a | b for a, b in zip(outputs, read, strict=True))
-        return outputs
+        bodies = backward(eqn, results, _Inside(self, eqn, inputs, ~Ends.STREAM))
+        if not jaxprs.carried(eqn):
+            return bodies
+        return backward(eqn, bodies[-1].outputs, _Inside(self, eqn, inputs, ~Ends.NONE))
 
     def _inside(self, eqn: Eqn, found: dict[Var, End], inputs: Sequence[Facts]) -> None:
-        inner = jaxprs.inner_bodies(eqn)
-        outputs = self.outputs(eqn, found, inputs)
-        for (body, operands), ends, given in zip(inner, outputs, inputs, strict=True):
-            inside = self.of(body, ends, given)
-            for i, var in zip(operands, body.jaxpr.invars, strict=True):
-                _add(found, [eqn.invars[i]], inside.get(var, Ends.NONE))
+        bodies = self._back(eqn, found, inputs)
+        for (_, operands), body in zip(jaxprs.inner_bodies(eqn), bodies, strict=True):
+            for i, end in zip(operands, body.inputs, strict=True):
+                _add(found, [eqn.invars[i]], end)
+
+
+class _Inside:
+    """Finds what becomes of values in the bodies of one equation, see `backward`."""
+
+    def __init__(
+        self, ends: Destinations, eqn: Eqn, inputs: Sequence[Facts], told: End
+    ) -> None:
+        """`told` are the ends of a carry that the turn before is told."""
+        self._ends, self._inner = ends, jaxprs.inner_bodies(eqn)
+        self._inputs, self._told = inputs, told
+
+    def inputs(self, number: int, outputs: tuple[End, ...]) -> list[End]:
+        body = self._inner[number].body
+        inside = self._ends.of(body, outputs, self._inputs[number])
+        return [inside.get(v, Ends.NONE) for v in body.jaxpr.invars]
+
+    def turned(self, carry: int, result: End, now: End, read: End | None) -> End:
+        return now if read is None else now | read & self._told
+
+    def decided(self) -> End:
+        return Ends.NONE
 
 
 def _add(found: dict[Var, End], atoms: Sequence[Atom], end: End) -> None:

@@ -6,18 +6,18 @@ and comes out of them. Two operands of a call may be one value; inside they are 
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from jmp_amp.plan import jaxprs
+from jmp_amp.plan.dataflow import forward
 from jmp_amp.plan.dimensions import (
     is_elementwise_product,
     is_larger,
     is_sum_of_products,
 )
-from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Literal, aval_of
+from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Inner, Literal, aval_of
 from jmp_amp.plan.operations import (
     OPERATIONS,
     PRODUCTS,
@@ -179,50 +179,61 @@ class FactFinder:
             if eqn.primitive.name in PRODUCTS:
                 factors = tuple(each.value for each in operands[:2])
             return [found.new(made, whole, factors) for _ in eqn.outvars]
-        carried, start = jaxprs.carried(eqn), jaxprs.first_carried(eqn)
-        if start is not None:
-            # The carry of one turn is that of no other.
-            for i in carried:
-                operands[i] = found.new(operands[i].made)
-            slices = _Numbers(found.number)
-            for i in (
-                range(carried.stop, len(operands)) if not jaxprs.is_while(eqn) else ()
-            ):
-                value = slices[operands[i].value]
-                operands[i] = operands[i]._replace(value=value, factors=(), last=-1)
-        while True:
-            inputs = [
-                _numbered([operands[i] for i in positions]) for _, positions in inner
-            ]
-            outputs = [
-                [facts.of(v) for v in body.jaxpr.outvars]
-                for (body, _), facts in (
-                    (each, self.of(each.body, given))
-                    for each, given in zip(inner, inputs, strict=True)
-                )
-            ]
-            before = list(operands)
-            for i, output in zip(carried, outputs[-1], strict=False):
-                made = _either(before[i].made, output.made)
-                operands[i] = before[i]._replace(made=made)
-            if operands == before:
-                break
-        found.inner[index] = inputs
-        if jaxprs.is_while(eqn):
-            outputs = outputs[1:]
-        if len(outputs) > 1 or start is not None:
-            return [
-                found.new(functools.reduce(_either, [each.made for each in results]))
-                for results in zip(*outputs, strict=True)
-            ]
-        # A result of a call may be an operand, or a part of one.
-        values, wholes = _Numbers(found.number), _Numbers(found.number)
-        for inside, i in zip(inputs[0], inner[0].operands, strict=True):
-            outside = operands[i]
+        if jaxprs.is_loop(eqn):
+            operands = _of_turns(eqn, operands, found)
+        inside = _Inside(self, eqn, inner, found)
+        results = forward(eqn, operands, inside).results
+        found.inner[index] = inside.inputs
+        return results
+
+
+class _Inside:
+    """Finds the facts of the bodies of one equation, see `forward`.
+
+    Attributes:
+      inputs: the facts of the inputs of each body.
+    """
+
+    def __init__(
+        self, finder: FactFinder, eqn: Eqn, inner: tuple[Inner, ...], found: BodyFacts
+    ) -> None:
+        self._finder, self._inner, self._found = finder, inner, found
+        # What a call hands back may be an operand, or a part of one.
+        self._is_call = not jaxprs.is_loop(eqn) and len(inner) == 1
+        self.inputs: list[Facts] = [()] * len(inner)
+
+    def outputs(self, number: int, inputs: Sequence[Fact]) -> list[Fact]:
+        given = self.inputs[number] = _numbered(inputs)
+        body = self._inner[number].body
+        facts = self._finder.of(body, given)
+        outputs = [facts.of(v) for v in body.jaxpr.outvars]
+        if not self._is_call:
+            return [self._found.new(each.made) for each in outputs]
+        values, wholes = _Numbers(self._found.number), _Numbers(self._found.number)
+        for inside, outside in zip(given, inputs, strict=True):
             wholes[inside.whole] = outside.whole
             values[inside.value] = outside.value
             values.update(zip(inside.factors, outside.factors, strict=True))
-        return [_renumbered(each, values, wholes) for each in outputs[0]]
+        return [_renumbered(each, values, wholes) for each in outputs]
+
+    def turned(self, operand: int, now: Fact, update: Fact) -> Fact:
+        return now._replace(made=_either(now.made, update.made))
+
+    def joined(self, one: Fact, other: Fact) -> Fact:
+        return one._replace(made=_either(one.made, other.made))
+
+
+def _of_turns(eqn: Eqn, operands: Sequence[Fact], found: BodyFacts) -> list[Fact]:
+    """Returns the facts of what one turn of a loop reads, which is that of no other."""
+    carried, operands = jaxprs.carried(eqn), list(operands)
+    for i in carried:
+        operands[i] = found.new(operands[i].made)
+    if not jaxprs.is_while(eqn):
+        slices = _Numbers(found.number)
+        for i in range(carried.stop, len(operands)):
+            value = slices[operands[i].value]
+            operands[i] = operands[i]._replace(value=value, factors=(), last=-1)
+    return operands
 
 
 class _Numbers(dict[int, int]):

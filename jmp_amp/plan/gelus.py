@@ -8,8 +8,10 @@ loop.
 from __future__ import annotations
 
 from collections.abc import Set
+from itertools import compress
 
-from jmp_amp.plan.jaxprs import Eqn, Jaxpr, Var, carried, inner_bodies, variables
+from jmp_amp.plan.dataflow import Back, backward
+from jmp_amp.plan.jaxprs import Eqn, Jaxpr, Var, inner_bodies, variables
 from jmp_amp.plan.operations import is_cheap
 
 
@@ -19,46 +21,56 @@ class Gelus:
     def __init__(self) -> None:
         self._found: dict[object, Set[Var]] = {}
 
-    def before(self, jaxpr: Jaxpr, returned: frozenset[int]) -> Set[Var]:
+    def before(self, jaxpr: Jaxpr, returned: tuple[bool, ...]) -> Set[Var]:
         """Returns the variables from which elementwise operations lead to a `tanh`.
 
         Args:
           jaxpr: the body.
-          returned: its outputs that lead to one outside.
+          returned: whether each of its outputs leads to one outside.
         """
         key = id(jaxpr), returned
         if key not in self._found:
             self._found[key] = self._before(jaxpr, returned)
         return self._found[key]
 
-    def _before(self, jaxpr: Jaxpr, returned: frozenset[int]) -> Set[Var]:
-        found = set(variables([jaxpr.outvars[i] for i in returned]))
+    def _before(self, jaxpr: Jaxpr, returned: tuple[bool, ...]) -> Set[Var]:
+        found = set(variables([*compress(jaxpr.outvars, returned)]))
         for eqn in reversed(jaxpr.eqns):
             name = eqn.primitive.name
             leads = is_cheap(name) and not found.isdisjoint(eqn.outvars)
             if leads or name == "tanh":
                 found.update(variables(eqn.invars))
-            for body, operands in inner_bodies(eqn):
-                inside = self.before(body.jaxpr, self.returned(eqn, body.jaxpr, found))
-                for i, var in zip(operands, body.jaxpr.invars, strict=True):
-                    if var in inside:
-                        found.update(variables((eqn.invars[i],)))
+            inner = inner_bodies(eqn)
+            for (_, operands), body in zip(inner, self.inside(eqn, found), strict=True):
+                leading = [eqn.invars[i] for i in compress(operands, body.inputs)]
+                found.update(variables(leading))
         return found
 
-    def returned(self, eqn: Eqn, jaxpr: Jaxpr, found: Set[Var]) -> frozenset[int]:
-        """Returns the outputs of a body of `eqn` that lead to a `tanh`.
+    def inside(self, eqn: Eqn, found: Set[Var]) -> list[Back[bool]]:
+        """Returns which inputs and outputs of each body of `eqn` lead to a `tanh`.
 
         Args:
           eqn: the call.
-          jaxpr: one of its bodies.
           found: the variables around it that do.
         """
-        if len(jaxpr.outvars) != len(eqn.outvars):
-            return frozenset()  # the condition of a `while`
-        results = frozenset(i for i, v in enumerate(eqn.outvars) if v in found)
-        carry = len(carried(eqn))
-        inside = self.before(jaxpr, results) if carry else ()
-        if any(var in inside for var in jaxpr.invars):
-            # What a turn returns, the next one reads: whichever of the carries it is.
-            return results | frozenset(range(carry))
-        return results
+        if not inner_bodies(eqn):
+            return []
+        return backward(eqn, [v in found for v in eqn.outvars], _Inside(self, eqn))
+
+
+class _Inside:
+    """Goes back through the bodies of one equation, see `backward`."""
+
+    def __init__(self, gelus: Gelus, eqn: Eqn) -> None:
+        self._gelus, self._inner = gelus, inner_bodies(eqn)
+
+    def inputs(self, number: int, outputs: tuple[bool, ...]) -> list[bool]:
+        jaxpr = self._inner[number].body.jaxpr
+        leads = self._gelus.before(jaxpr, outputs)
+        return [v in leads for v in jaxpr.invars]
+
+    def turned(self, carry: int, result: bool, now: bool, read: bool | None) -> bool:
+        return now or bool(read)
+
+    def decided(self) -> bool:
+        return False

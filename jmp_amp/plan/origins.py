@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jmp_amp.plan import constants, jaxprs, rules
+from jmp_amp.plan.dataflow import forward
 from jmp_amp.plan.decided import Decided
 from jmp_amp.plan.destinations import Destinations, End, Ends, settled
 from jmp_amp.plan.facts import BodyFacts, Facts, of_arguments
@@ -197,50 +198,92 @@ class Flows:
         get the traits of an oversized constant, of a tangent and of a solution.
         """
         sources = around.sources
-        read = list(map(sources.of, eqn.invars))
-        starts = views = _in_region(views, region)
-        carried = jaxprs.carried(eqn)
-        # In later turns a carry is made of what its updates are made of.
-        related = list(read)
-        outputs = self._destinations.outputs(eqn, around.ends, facts)
-        while True:
-            flows = tuple(
-                self.through(
-                    body,
-                    _entering(eqn, views, operands),
-                    region,
-                    rule,
-                    ends,
-                    given,
-                    groups_of([related[i] for i in operands]),
-                )
-                for (body, operands), ends, given in zip(
-                    inner, outputs, facts, strict=True
-                )
-            )
-            made_of, layers = _made_of(eqn, inner, flows)
-            settled, before = list(views), list(related)
-            for turn, i in enumerate(carried):
-                related[i] |= translated(made_of[turn], read)
-                update = flows[-1].outputs[turn]
-                if jaxprs.is_while(eqn):
-                    settled[i] = _carried_by_while(eqn.invars[i], views[i], update)
-                else:
-                    is_stream = bool(layers >> i & 1)
-                    settled[i] = _carried_by_scan(
-                        eqn.invars[i], starts[i], views[i], update, is_stream
-                    )
-            if tuple(settled) == views and related == before:
-                break
-            views = tuple(settled)
-        sources.write(eqn.outvars, [translated(each, read) for each in made_of])
-        sources.layers |= translated(layers, read)
-        step = Step(
-            region, views, _results(eqn, views, flows, region), None, inner, flows, rule
-        )
+        read = [sources.of(atom) for atom in eqn.invars]
+        starts = _in_region(views, region)
+        ends = self._destinations.outputs(eqn, around.ends, facts)
+        inside = _Inside(self, eqn, inner, region, rule, ends, facts, starts, read)
+        operands, made = forward(eqn, list(map(_Part, starts, read)), inside)
+        views = tuple([each.known for each in operands])
+        sources.write(eqn.outvars, [each.sources for each in made])
+        sources.layers |= translated(inside.layers, read)
+        results = tuple([each.known for each in made])
+        if jaxprs.is_loop(eqn) or jaxprs.is_custom_jvp(eqn):
+            results = _saved(results, is_half(region.policy.compute_dtype))
+        flows = tuple(inside.flows)
+        results = _in_region(results, region)
+        step = Step(region, views, results, None, inner, flows, rule)
         if jaxprs.is_while(eqn) and rule is None and is_solver(step):
             return self._call(eqn, starts, region, SOLVER, inner, facts, around)
         return step
+
+
+class _Part(NamedTuple):
+    """What is known of an operand or a result of a call.
+
+    Attributes:
+      known: what is known of it.
+      sources: the inputs of the body around that it is computed from, in any turn.
+    """
+
+    known: Known
+    sources: int
+
+
+class _Inside:
+    """Follows values through the bodies of one equation, see `forward`."""
+
+    def __init__(
+        self,
+        flows: Flows,
+        eqn: Eqn,
+        inner: tuple[Inner, ...],
+        region: Region,
+        rule: Rule | None,
+        ends: Sequence[tuple[End, ...]],
+        facts: Sequence[Facts],
+        starts: Sequence[Known],
+        read: Sequence[int],
+    ) -> None:
+        self._flows, self._eqn, self._inner = flows, eqn, inner
+        self._region, self._rule = region, rule
+        self._ends, self._facts = ends, facts
+        self._starts, self._read = starts, read
+        self.flows: list[Flow] = [None] * len(inner)  # type: ignore
+        # The operands that layers read, in any turn.
+        self.layers = 0
+
+    def outputs(self, number: int, inputs: Sequence[_Part]) -> list[_Part]:
+        body, positions = self._inner[number]
+        flow = self.flows[number] = self._flows.through(
+            body,
+            _entering(self._eqn, [each.known for each in inputs], positions),
+            self._region,
+            self._rule,
+            self._ends[number],
+            self._facts[number],
+            groups_of([each.sources for each in inputs]),
+        )
+        bits = [1 << i for i in positions]
+        made = [translated(flow.sources.of(v), bits) for v in body.jaxpr.outvars]
+        layers = translated(flow.sources.layers, bits)
+        if jaxprs.is_loop(self._eqn) and number == len(self._inner) - 1:
+            made, layers = over_turns(tuple(made), layers, jaxprs.carried(self._eqn))
+        self.layers |= layers
+        outside = [translated(each, self._read) for each in made]
+        return list(map(_Part, flow.outputs, outside))
+
+    def turned(self, operand: int, now: _Part, update: _Part) -> _Part:
+        atom, sources = self._eqn.invars[operand], now.sources | update.sources
+        if jaxprs.is_while(self._eqn):
+            known = _carried_by_while(atom, now.known, update.known)
+        else:
+            is_stream = bool(self.layers >> operand & 1)
+            start = self._starts[operand]
+            known = _carried_by_scan(atom, start, now.known, update.known, is_stream)
+        return _Part(known, sources)
+
+    def joined(self, one: _Part, other: _Part) -> _Part:
+        return _Part(_either(one.known, other.known), one.sources | other.sources)
 
 
 class _Around(NamedTuple):
@@ -260,7 +303,7 @@ class _Around(NamedTuple):
 
 
 def _entering(
-    eqn: Eqn, views: tuple[Known, ...], operands: Sequence[int]
+    eqn: Eqn, inputs: Sequence[Known], operands: Sequence[int]
 ) -> tuple[Known, ...]:
     """Returns what is known of the inputs of a body.
 
@@ -273,10 +316,8 @@ def _entering(
         return is_number or (jaxprs.is_loop(eqn) and i >= carried.stop)
 
     return tuple(
-        views[i].having(Trait.SLICE)
-        if views[i].origin == Origin.FREE and differs(i)
-        else views[i]
-        for i in operands
+        each.having(Trait.SLICE) if each.origin == Origin.FREE and differs(i) else each
+        for i, each in zip(operands, inputs, strict=True)
     )
 
 
@@ -293,47 +334,17 @@ def _multiplied_by_slices(views: Sequence[Known], sources: Sequence[int]) -> int
     return found
 
 
-def _made_of(
-    eqn: Eqn, inner: tuple[Inner, ...], flows: tuple[Flow, ...]
-) -> tuple[Sequence[int], int]:
-    """Returns the operands that each result of a call is made of, and its layers'."""
-    results: list[int] = []
-    layers = 0
-    is_loop = jaxprs.is_loop(eqn)
-    for (_, operands), flow in zip(inner, flows, strict=True):
-        bits = [1 << i for i in operands]
-        inside = flow.sources
-        outputs = [translated(inside.of(v), bits) for v in flow.body.jaxpr.outvars]
-        layers |= translated(inside.layers, bits)
-        if not results or is_loop:
-            results = outputs  # of the body of a `while`, not of its condition
-        else:
-            results = [a | b for a, b in zip(results, outputs, strict=True)]
-    return over_turns(tuple(results), layers, jaxprs.carried(eqn))
+def _saved(results: tuple[Known, ...], half: bool) -> tuple[Known, ...]:
+    """Returns the results of a loop, or of a user's rule, in a region that is half.
 
-
-def _results(
-    eqn: Eqn, views: tuple[Known, ...], flows: tuple[Flow, ...], region: Region
-) -> tuple[Known, ...]:
-    """Returns what is known of the results of a call, a loop or a branch."""
-    carried = jaxprs.carried(eqn)
-    if carried:
-        carry = tuple(views[i] for i in carried)
-        results = carry + flows[-1].outputs[len(carried) :]
-    else:
-        results = flows[0].outputs
-        for other in flows[1:]:
-            results = tuple(map(_either, results, other.outputs))
-    if carried or jaxprs.is_custom_jvp(eqn):
-        # A loop is not run again for the readers of its results, and the user's
-        # rule says what it saves.
-        half = is_half(region.policy.compute_dtype)
-        saved = frozenset((Trait.SAVED_IN_F32,))
-        results = tuple(
-            k._replace(traits=k.traits | saved if half else k.traits - saved)
-            for k in results
-        )
-    return _in_region(results, region)
+    A loop is not run again for the readers of its results, and the user's rule says
+    what it saves.
+    """
+    saved = frozenset((Trait.SAVED_IN_F32,))
+    return tuple(
+        k._replace(traits=k.traits | saved if half else k.traits - saved)
+        for k in results
+    )
 
 
 def seen(known: Known, region: Region) -> Known:

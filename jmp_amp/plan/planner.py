@@ -168,7 +168,7 @@ class _Planner:
         inputs: Dtypes,
         outputs: Dtypes | None,
         saves: bool,
-        curved: frozenset[int] = frozenset(),
+        curved: tuple[bool, ...] | None = None,
     ) -> Plan:
         """Returns the plan of a body, given the dtypes in which its inputs come.
 
@@ -178,7 +178,7 @@ class _Planner:
           inputs: the dtypes of its inputs.
           outputs: those of its outputs; None leaves them to `_Held.handed_out`.
           saves: whether differentiation saves what it computes, which islands reduce.
-          curved: the outputs that lead to a `tanh`, see `Gelus`.
+          curved: whether each output leads to a `tanh`, see `Gelus`.
         """
         key = outcome, inputs, outputs, saves, curved
         if key in self._plans:
@@ -186,7 +186,10 @@ class _Planner:
         jaxpr = flow.body.jaxpr
         values = _Held(flow, inputs)
         asks = self._asks(flow)
-        before_tanh = self._gelus.before(jaxpr, curved) if asks else frozenset()
+        before_tanh: Set[Var] = frozenset()
+        if asks:
+            returned = curved or (False,) * len(jaxpr.outvars)
+            before_tanh = self._gelus.before(jaxpr, returned)
         equations = []
         for index, (eqn, step, each) in enumerate(
             zip(jaxpr.eqns, flow.steps, outcome.equations, strict=True)
@@ -240,9 +243,9 @@ class _Planner:
 
         def settled(body: int, outputs: Dtypes | None) -> Plan:
             flow, inner = step.flows[body], outcome.bodies[body]
-            curved: frozenset[int] = frozenset()
+            curved = None
             if self._asks(flow):
-                curved = self._gelus.returned(eqn, flow.body.jaxpr, before_tanh)
+                curved = self._gelus.inside(eqn, before_tanh)[body].outputs
             return self.settle(flow, inner, inputs[body], outputs, saves, curved)
 
         bodies = [settled(body, None) for body in range(len(step.flows))]

@@ -16,12 +16,20 @@ from jmp_amp.plan.destinations import Ends
 from jmp_amp.plan.dimensions import is_larger
 from jmp_amp.plan.facts import Made
 from jmp_amp.plan.jaxprs import Eqn, aval_of
-from jmp_amp.plan.makers import is_exact, is_move
 from jmp_amp.plan.modes import Demands, Mode, demand_of
 from jmp_amp.plan.operations import Kind, OpClass, Role, is_cheap, kind_of, role_of
 from jmp_amp.plan.pins import is_pinned
 from jmp_amp.plan.rewriting import Rewrite
-from jmp_amp.plan.values import Known, Origin, Trait, is_inexact, unfit, unfit_bound
+from jmp_amp.plan.values import (
+    Known,
+    Origin,
+    Trait,
+    is_exact,
+    is_inexact,
+    is_move,
+    unfit,
+    unfit_bound,
+)
 from jmp_amp.policies.dtypes import F16, F32, is_half
 
 

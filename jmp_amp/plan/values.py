@@ -11,9 +11,10 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp.plan import constants
+from jmp_amp.plan import constants, jaxprs
 from jmp_amp.plan.constants import Bounds
-from jmp_amp.plan.jaxprs import Atom, aval_of
+from jmp_amp.plan.jaxprs import Atom, Eqn, aval_of
+from jmp_amp.plan.operations import Kind, kind_of
 from jmp_amp.plan.regions import Region
 from jmp_amp.policies.dtypes import is_castable, is_half
 
@@ -185,3 +186,16 @@ def unfit_bound(operands: Sequence[Known], dtype: np.dtype) -> str | None:
             if number is not None:
                 return f"the bound {bound:g} is {number:g} in {dtype.name}"
     return None
+
+
+def is_move(eqn: Eqn) -> bool:
+    """Whether `eqn` moves values and changes none, as a cast to their dtype does."""
+    if jaxprs.is_conversion(eqn):
+        (source,) = eqn.invars
+        return castable(source) and aval_of(source).dtype == eqn.params["new_dtype"]
+    return kind_of(eqn.primitive.name) is Kind.MOVE
+
+
+def is_exact(eqn: Eqn) -> bool:
+    """Whether the elements of the results of `eqn` are those of its operands."""
+    return is_move(eqn) or kind_of(eqn.primitive.name) is Kind.SELECTION

@@ -17,7 +17,7 @@ import numpy as np
 
 from jmp_amp.plan import constructs, jaxprs, meshes
 from jmp_amp.plan.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Literal, Value, Var
-from jmp_amp.plan.makers import is_move
+from jmp_amp.plan.values import is_move
 
 S = TypeVar("S")  # A statistic: a pytree of arrays.
 # The way to a body: of each body around it, the equation that calls, and which body.
