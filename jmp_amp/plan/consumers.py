@@ -138,9 +138,18 @@ class Consumers:
     def _bodies(self, eqn: Eqn, step: Step, flow: Flow, results: Uses) -> Outcome:
         carried = jaxprs.carried(eqn)
         carry = {i: _carry_demand(step.views[i], eqn.invars[i]) for i in carried}
-        inside = _Inside(self, step.flows, list(carry.values()))
-        backward(eqn, results, inside)
-        bodies = tuple(inside.bodies[k] for k in range(len(step.flows)))
+        found: dict[int, BodyOutcome] = {}
+
+        def inputs(number: int, outputs: Uses) -> Uses:
+            found[number] = self.of(step.flows[number], outputs)
+            return found[number].inputs
+
+        def turned(number: int, now: Use, read: Use) -> Use:
+            # The next turn reads it, in the dtype that it is carried in.
+            return Use(carry[carried[number]], max(now.times, 1))
+
+        backward(eqn, results, inputs, turned, UNUSED, UNUSED)
+        bodies = tuple(found[number] for number in range(len(step.flows)))
         operands = [UNUSED] * len(eqn.invars)
         for (_, positions), body in zip(step.inner, bodies, strict=True):
             for i, inside in zip(positions, body.inputs, strict=True):
@@ -154,31 +163,6 @@ class Consumers:
             operands[i] = Use(demand & Demands.DTYPES)
         reason = "a loop" if carried else "a call: its body is planned"
         return Outcome(Mode.CALL, None, reason, tuple(operands), bodies=bodies)
-
-
-class _Inside:
-    """Goes back through the bodies of one equation, see `backward`.
-
-    Attributes:
-      bodies: the outcomes of its bodies.
-    """
-
-    def __init__(
-        self, consumers: Consumers, flows: Sequence[Flow], carry: Sequence[Demand]
-    ) -> None:
-        """`carry` is how the next turn reads each carry: in the dtype that it has."""
-        self._consumers, self._flows, self._carry = consumers, flows, carry
-        self.bodies: dict[int, BodyOutcome] = {}
-
-    def inputs(self, number: int, outputs: Uses) -> Uses:
-        self.bodies[number] = self._consumers.of(self._flows[number], outputs)
-        return self.bodies[number].inputs
-
-    def turned(self, carry: int, result: Use, now: Use, read: Use | None) -> Use:
-        return Use(self._carry[carry], max(result.times, 1))
-
-    def decided(self) -> Use:
-        return UNUSED
 
 
 def _taken(eqn: Eqn, step: Step, results: Uses) -> Outcome:

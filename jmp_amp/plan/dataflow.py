@@ -3,16 +3,15 @@
 An analysis knows something of each value of a body. What it knows of the operands of a
 call goes into its bodies, and what it knows of their outputs comes back; of a branch it
 joins what it knows of both; of a loop's carry it knows what holds in every turn. Each
-of these is here, once for all analyses. An analysis is a `Forward` or a `Backward`: it
-says what it knows of a body, and how two values join.
+of these is here, once for all analyses.
 
-The fixpoint of a loop ends if joins only ever add to what is known.
+The fixpoint of a loop ends if a turn only ever adds to what is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 from jmp_amp.plan import jaxprs
 from jmp_amp.plan.jaxprs import Eqn
@@ -20,85 +19,48 @@ from jmp_amp.plan.jaxprs import Eqn
 V = TypeVar("V")
 
 
-class Forward(Protocol[V]):
-    """What an analysis says of one equation with bodies, for `forward`."""
-
-    def outputs(self, number: int, inputs: Sequence[V]) -> Sequence[V]:
-        """Returns what is known of the outputs of a body, given its inputs."""
-        ...
-
-    def turned(self, operand: int, now: V, update: V) -> V:
-        """Returns what is known of a carry after one more turn."""
-        ...
-
-    def joined(self, one: V, other: V) -> V:
-        """Returns what is known of a result that is that of one branch or another."""
-        ...
-
-
 class Through(NamedTuple, Generic[V]):
-    """What is known around the bodies of an equation.
-
-    Attributes:
-      operands: of its operands; of a carry, what holds in every turn.
-      results: of its results.
-    """
+    """What is known of operands, of a carry in every turn, and of the results."""
 
     operands: Sequence[V]
     results: Sequence[V]
 
 
-def forward(eqn: Eqn, operands: Sequence[V], analysis: Forward[V]) -> Through[V]:
+def forward(
+    eqn: Eqn,
+    operands: Sequence[V],
+    outputs: Callable[[int, Sequence[V]], Sequence[V]],
+    turned: Callable[[int, V, V], V],
+    joined: Callable[[V, V], V],
+) -> Through[V]:
     """Goes through the bodies of a call, a branch or a loop.
 
     Args:
       eqn: the equation.
       operands: what is known of its operands before the first turn.
-      analysis: of this equation.
+      outputs: (number of a body, what is known of its inputs) -> of its outputs.
+      turned: (number of an operand, what is known of the carry in the turns so far, of
+        its update) -> what is known of it after one more turn.
+      joined: what is known of a result that is that of one branch or another.
     """
-    inner = jaxprs.inner_bodies(eqn)
-    carried = jaxprs.carried(eqn)
+    inner, carried = jaxprs.inner_bodies(eqn), jaxprs.carried(eqn)
     while True:
         found = [
-            analysis.outputs(number, [operands[i] for i in positions])
+            outputs(number, [operands[i] for i in positions])
             for number, (_, positions) in enumerate(inner)
         ]
-        settled = list(operands)
-        for turn, i in enumerate(carried):
-            settled[i] = analysis.turned(i, operands[i], found[-1][turn])
-        if settled == list(operands):
+        before, operands = list(operands), list(operands)
+        for i, update in zip(carried, found[-1], strict=False):
+            operands[i] = turned(i, operands[i], update)
+        if operands == before:
             break
-        operands = settled
     results = list(found[-1])
     if jaxprs.is_loop(eqn):
         results[: len(carried)] = [operands[i] for i in carried]
     else:
         for other in reversed(found[:-1]):
-            results = list(map(analysis.joined, other, results))
+            results = list(map(joined, other, results))
     return Through(operands, results)
-
-
-class Backward(Protocol[V]):
-    """What an analysis says of one equation with bodies, for `backward`."""
-
-    def inputs(self, number: int, outputs: tuple[V, ...]) -> Sequence[V]:
-        """Returns what is known of the inputs of a body, given its outputs."""
-        ...
-
-    def turned(self, carry: int, result: V, now: V, read: V | None) -> V:
-        """Returns what is known of an output of a loop's body that the next turn reads.
-
-        Args:
-          carry: its number.
-          result: what is known of it after the loop.
-          now: what is known of it in this turn.
-          read: what is known of the input of the next turn; None before the first one.
-        """
-        ...
-
-    def decided(self) -> V:
-        """Returns what is known of the boolean that ends a loop."""
-        ...
 
 
 class Back(NamedTuple, Generic[V]):
@@ -108,37 +70,47 @@ class Back(NamedTuple, Generic[V]):
     inputs: Sequence[V]
 
 
-def backward(eqn: Eqn, results: Sequence[V], analysis: Backward[V]) -> list[Back[V]]:
+def backward(
+    eqn: Eqn,
+    results: Sequence[V],
+    inputs: Callable[[int, tuple[V, ...]], Sequence[V]],
+    turned: Callable[[int, V, V], V],
+    unread: V,
+    decided: V,
+) -> list[Back[V]]:
     """Goes back through the bodies of a call, a branch or a loop.
 
     Args:
       eqn: the equation.
       results: what is known of its results.
-      analysis: of this equation.
+      inputs: (number of a body, what is known of its outputs) -> of its inputs.
+      turned: (number of a carry, what is known of it behind a turn, of the input of the
+        next turn) -> what is known of it behind the turn before.
+      unread: what is known of a value that nobody reads.
+      decided: what is known of the boolean that ends a loop.
 
     Returns:
       What is known of each of its bodies.
     """
-    inner = jaxprs.inner_bodies(eqn)
-    first = jaxprs.first_carried(eqn)
+    count, bodies = len(jaxprs.inner_bodies(eqn)), list[Back[V]]()
+    first, carry = jaxprs.first_carried(eqn), len(jaxprs.carried(eqn))
+    outputs = tuple(results)
     if first is None:
-        outputs = tuple(results)
-        return [Back(outputs, analysis.inputs(k, outputs)) for k in range(len(inner))]
-    count, found = len(jaxprs.carried(eqn)), list[Back[V]]()
-    read: Sequence[V | None] = [None] * count
+        return [Back(outputs, inputs(number, outputs)) for number in range(count)]
+    read: Sequence[V] = [unread] * carry
     if jaxprs.is_while(eqn):
         # The condition reads the same carry.
-        decided = (analysis.decided(),)
-        found.append(Back(decided, analysis.inputs(0, decided)))
-        read = found[0].inputs[len(found[0].inputs) - count :]
-    outputs, before = tuple(results), None
-    inputs: Sequence[V] = ()
+        bodies.append(Back((decided,), inputs(0, (decided,))))
+        read = bodies[0].inputs[len(bodies[0].inputs) - carry :]
     while True:
-        carry = enumerate(zip(results, outputs, read, strict=False))
-        turned = [analysis.turned(i, *each) for i, each in carry]
-        outputs = (*turned, *results[count:])
-        if outputs == before:
-            break
-        inputs = analysis.inputs(len(inner) - 1, outputs)
-        before, read = outputs, inputs[first:][:count]
-    return [*found, Back(outputs, inputs)]
+        turns = [turned(i, outputs[i], read[i]) for i in range(carry)]
+        outputs = (*turns, *outputs[carry:])
+        if bodies and bodies[-1].outputs == outputs:
+            return bodies
+        bodies = [*bodies[: count - 1], Back(outputs, inputs(count - 1, outputs))]
+        read = bodies[-1].inputs[first:][:carry]
+
+
+def in_any_turn(carry: int, now: bool, read: bool) -> bool:
+    """Returns what holds of a carry if it holds in this turn or in the next one."""
+    return now or read

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from jmp_amp.plan import jaxprs
-from jmp_amp.plan.dataflow import backward
+from jmp_amp.plan.dataflow import backward, in_any_turn
 from jmp_amp.plan.jaxprs import Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, aval_of
 
 # For each operand, result or output, whether somebody reads it.
@@ -104,47 +104,25 @@ class _Living:
         carry = jaxprs.first_carried(eqn)
         if jaxprs.is_shard_map(eqn) or jaxprs.is_custom_jvp(eqn):
             results = (True,) * len(results)
-        inside = _Inside(self, programs, carry)
-        backward(eqn, results, inside)
-        bodies = [inside.bodies[number] for number in range(len(programs))]
+        found: dict[int, _Body] = {}
+
+        def inputs(number: int, outputs: Alive) -> Alive:
+            program = programs[number]
+            handed_on = carry if program is programs[-1] else None
+            found[number] = self.of(program, outputs, handed_on)
+            return found[number].inputs
+
+        backward(eqn, results, inputs, in_any_turn, False, True)
+        bodies = [found[number] for number in range(len(programs))]
         operands = {i for _, positions in inner for i in positions}
         # What no body gets is the number of a branch.
         read = set(range(len(eqn.invars))) - operands
         read.update(i for i, v in enumerate(eqn.invars) if not _has_zeros(v))
         for (_, positions), body in zip(inner, bodies, strict=True):
             read.update(compress(positions, body.inputs))
-        found = [body.program for body in bodies]
-        living = eqn if _same(found, programs) else jaxprs.with_programs(eqn, found)
+        alive = [body.program for body in bodies]
+        living = eqn if _same(alive, programs) else jaxprs.with_programs(eqn, alive)
         return living, tuple(i in read for i in range(len(eqn.invars)))
-
-
-class _Inside:
-    """Finds what is alive in the bodies of one equation, see `backward`.
-
-    Attributes:
-      bodies: what is alive in each of them.
-    """
-
-    def __init__(
-        self,
-        living: _Living,
-        programs: Sequence[Jaxpr | ClosedJaxpr],
-        carry: int | None,
-    ) -> None:
-        self._living, self._programs, self._carry = living, programs, carry
-        self.bodies: dict[int, _Body] = {}
-
-    def inputs(self, number: int, outputs: Alive) -> Alive:
-        program = self._programs[number]
-        carry = self._carry if number == len(self._programs) - 1 else None
-        self.bodies[number] = self._living.of(program, outputs, carry)
-        return self.bodies[number].inputs
-
-    def turned(self, carry: int, result: bool, now: bool, read: bool | None) -> bool:
-        return now or bool(read)
-
-    def decided(self) -> bool:
-        return True
 
 
 def _same(some: Sequence[object], others: Sequence[object]) -> bool:

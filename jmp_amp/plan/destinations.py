@@ -198,39 +198,30 @@ class Destinations:
         self, eqn: Eqn, found: dict[Var, End], inputs: Sequence[Facts]
     ) -> list[Back[End]]:
         results = [found.get(v, Ends.NONE) for v in eqn.outvars]
-        # What leads to no linear algebra in this turn may do so in the next one.
-        bodies = backward(eqn, results, _Inside(self, eqn, inputs, ~Ends.STREAM))
+        inner = jaxprs.inner_bodies(eqn)
+
+        def inside(number: int, outputs: tuple[End, ...]) -> list[End]:
+            body = inner[number].body
+            ends = self.of(body, outputs, inputs[number])
+            return [ends.get(v, Ends.NONE) for v in body.jaxpr.invars]
+
+        def back(results: Sequence[End], told: End) -> list[Back[End]]:
+            def turned(carry: int, now: End, read: End) -> End:
+                return now | read & told
+
+            return backward(eqn, results, inside, turned, Ends.NONE, Ends.NONE)
+
+        bodies = back(results, ~Ends.STREAM)
         if not jaxprs.carried(eqn):
             return bodies
-        return backward(eqn, bodies[-1].outputs, _Inside(self, eqn, inputs, ~Ends.NONE))
+        # What leads to no linear algebra in this turn may do so in the next one.
+        return back(bodies[-1].outputs, ~Ends.NONE)
 
     def _inside(self, eqn: Eqn, found: dict[Var, End], inputs: Sequence[Facts]) -> None:
         bodies = self._back(eqn, found, inputs)
         for (_, operands), body in zip(jaxprs.inner_bodies(eqn), bodies, strict=True):
             for i, end in zip(operands, body.inputs, strict=True):
                 _add(found, [eqn.invars[i]], end)
-
-
-class _Inside:
-    """Finds what becomes of values in the bodies of one equation, see `backward`."""
-
-    def __init__(
-        self, ends: Destinations, eqn: Eqn, inputs: Sequence[Facts], told: End
-    ) -> None:
-        """`told` are the ends of a carry that the turn before is told."""
-        self._ends, self._inner = ends, jaxprs.inner_bodies(eqn)
-        self._inputs, self._told = inputs, told
-
-    def inputs(self, number: int, outputs: tuple[End, ...]) -> list[End]:
-        body = self._inner[number].body
-        inside = self._ends.of(body, outputs, self._inputs[number])
-        return [inside.get(v, Ends.NONE) for v in body.jaxpr.invars]
-
-    def turned(self, carry: int, result: End, now: End, read: End | None) -> End:
-        return now if read is None else now | read & self._told
-
-    def decided(self) -> End:
-        return Ends.NONE
 
 
 def _add(found: dict[Var, End], atoms: Sequence[Atom], end: End) -> None:

@@ -17,7 +17,7 @@ from jmp_amp.plan.dimensions import (
     is_larger,
     is_sum_of_products,
 )
-from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Inner, Literal, aval_of
+from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Literal, aval_of
 from jmp_amp.plan.operations import (
     OPERATIONS,
     PRODUCTS,
@@ -181,46 +181,30 @@ class FactFinder:
             return [found.new(made, whole, factors) for _ in eqn.outvars]
         if jaxprs.is_loop(eqn):
             operands = _of_turns(eqn, operands, found)
-        inside = _Inside(self, eqn, inner, found)
-        results = forward(eqn, operands, inside).results
-        found.inner[index] = inside.inputs
-        return results
-
-
-class _Inside:
-    """Finds the facts of the bodies of one equation, see `forward`.
-
-    Attributes:
-      inputs: the facts of the inputs of each body.
-    """
-
-    def __init__(
-        self, finder: FactFinder, eqn: Eqn, inner: tuple[Inner, ...], found: BodyFacts
-    ) -> None:
-        self._finder, self._inner, self._found = finder, inner, found
+        inputs: dict[int, Facts] = {}
         # What a call hands back may be an operand, or a part of one.
-        self._is_call = not jaxprs.is_loop(eqn) and len(inner) == 1
-        self.inputs: list[Facts] = [()] * len(inner)
+        is_call = not jaxprs.is_loop(eqn) and len(inner) == 1
 
-    def outputs(self, number: int, inputs: Sequence[Fact]) -> list[Fact]:
-        given = self.inputs[number] = _numbered(inputs)
-        body = self._inner[number].body
-        facts = self._finder.of(body, given)
-        outputs = [facts.of(v) for v in body.jaxpr.outvars]
-        if not self._is_call:
-            return [self._found.new(each.made) for each in outputs]
-        values, wholes = _Numbers(self._found.number), _Numbers(self._found.number)
-        for inside, outside in zip(given, inputs, strict=True):
-            wholes[inside.whole] = outside.whole
-            values[inside.value] = outside.value
-            values.update(zip(inside.factors, outside.factors, strict=True))
-        return [_renumbered(each, values, wholes) for each in outputs]
+        def outputs(number: int, operands: Sequence[Fact]) -> list[Fact]:
+            given = inputs[number] = _numbered(operands)
+            body = inner[number].body
+            facts = self.of(body, given)
+            outputs = [facts.of(v) for v in body.jaxpr.outvars]
+            if not is_call:
+                return [found.new(each.made) for each in outputs]
+            values, wholes = _Numbers(found.number), _Numbers(found.number)
+            for inside, outside in zip(given, operands, strict=True):
+                wholes[inside.whole] = outside.whole
+                values[inside.value] = outside.value
+                values.update(zip(inside.factors, outside.factors, strict=True))
+            return [_renumbered(each, values, wholes) for each in outputs]
 
-    def turned(self, operand: int, now: Fact, update: Fact) -> Fact:
-        return now._replace(made=_either(now.made, update.made))
+        def turned(operand: int, now: Fact, update: Fact) -> Fact:
+            return _joined(now, update)
 
-    def joined(self, one: Fact, other: Fact) -> Fact:
-        return one._replace(made=_either(one.made, other.made))
+        results = forward(eqn, operands, outputs, turned, _joined).results
+        found.inner[index] = [inputs[number] for number in range(len(inner))]
+        return results
 
 
 def _of_turns(eqn: Eqn, operands: Sequence[Fact], found: BodyFacts) -> list[Fact]:
@@ -269,9 +253,10 @@ def _any(facts: Sequence[Fact]) -> int:
     return made
 
 
-def _either(a: int, b: int) -> int:
-    """Returns what a value is made of that is one of two."""
-    return (a | b) & ~Made.LAST | (a & b)
+def _joined(one: Fact, other: Fact) -> Fact:
+    """Returns the fact of a value that is one of two."""
+    a, b = one.made, other.made
+    return one._replace(made=(a | b) & ~Made.LAST | (a & b))
 
 
 def _moved(eqn: Eqn, fact: Fact) -> Fact:

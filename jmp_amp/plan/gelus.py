@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Set
 from itertools import compress
 
-from jmp_amp.plan.dataflow import Back, backward
+from jmp_amp.plan.dataflow import Back, backward, in_any_turn
 from jmp_amp.plan.jaxprs import Eqn, Jaxpr, Var, inner_bodies, variables
 from jmp_amp.plan.operations import is_cheap
 
@@ -53,24 +53,12 @@ class Gelus:
           eqn: the call.
           found: the variables around it that do.
         """
-        if not inner_bodies(eqn):
-            return []
-        return backward(eqn, [v in found for v in eqn.outvars], _Inside(self, eqn))
+        inner = inner_bodies(eqn)
 
+        def inputs(number: int, outputs: tuple[bool, ...]) -> list[bool]:
+            jaxpr = inner[number].body.jaxpr
+            leads = self.before(jaxpr, outputs)
+            return [v in leads for v in jaxpr.invars]
 
-class _Inside:
-    """Goes back through the bodies of one equation, see `backward`."""
-
-    def __init__(self, gelus: Gelus, eqn: Eqn) -> None:
-        self._gelus, self._inner = gelus, inner_bodies(eqn)
-
-    def inputs(self, number: int, outputs: tuple[bool, ...]) -> list[bool]:
-        jaxpr = self._inner[number].body.jaxpr
-        leads = self._gelus.before(jaxpr, outputs)
-        return [v in leads for v in jaxpr.invars]
-
-    def turned(self, carry: int, result: bool, now: bool, read: bool | None) -> bool:
-        return now or bool(read)
-
-    def decided(self) -> bool:
-        return False
+        results = [v in found for v in eqn.outvars]
+        return backward(eqn, results, inputs, in_any_turn, False, False)

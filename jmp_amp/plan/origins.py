@@ -201,17 +201,51 @@ class Flows:
         read = [sources.of(atom) for atom in eqn.invars]
         starts = _in_region(views, region)
         ends = self._destinations.outputs(eqn, around.ends, facts)
-        inside = _Inside(self, eqn, inner, region, rule, ends, facts, starts, read)
-        operands, made = forward(eqn, list(map(_Part, starts, read)), inside)
+        flows: dict[int, Flow] = {}
+        # The operands that layers read, in any turn.
+        layers = 0
+
+        def outputs(number: int, inputs: Sequence[_Part]) -> list[_Part]:
+            nonlocal layers
+            body, positions = inner[number]
+            flow = flows[number] = self.through(
+                body,
+                _entering(eqn, [each.known for each in inputs], positions),
+                region,
+                rule,
+                ends[number],
+                facts[number],
+                groups_of([each.sources for each in inputs]),
+            )
+            # The condition of a loop, its first body, hands nothing to the next turn.
+            carried = jaxprs.carried(eqn) if number == len(inner) - 1 else range(0)
+            made, inside = _made_of(flow, positions, carried)
+            layers |= inside
+            outside = [translated(each, read) for each in made]
+            return list(map(_Part, flow.outputs, outside))
+
+        def turned(operand: int, now: _Part, update: _Part) -> _Part:
+            atom, start = eqn.invars[operand], starts[operand]
+            if jaxprs.is_while(eqn):
+                known = _carried_by_while(atom, now.known, update.known)
+            else:
+                is_stream = bool(layers >> operand & 1)
+                known = _carried_by_scan(
+                    atom, start, now.known, update.known, is_stream
+                )
+            return _Part(known, now.sources | update.sources)
+
+        parts = list(map(_Part, starts, read))
+        operands, made = forward(eqn, parts, outputs, turned, _joined)
         views = tuple([each.known for each in operands])
         sources.write(eqn.outvars, [each.sources for each in made])
-        sources.layers |= translated(inside.layers, read)
+        sources.layers |= translated(layers, read)
         results = tuple([each.known for each in made])
         if jaxprs.is_loop(eqn) or jaxprs.is_custom_jvp(eqn):
             results = _saved(results, is_half(region.policy.compute_dtype))
-        flows = tuple(inside.flows)
         results = _in_region(results, region)
-        step = Step(region, views, results, None, inner, flows, rule)
+        inside = tuple(flows[number] for number in range(len(inner)))
+        step = Step(region, views, results, None, inner, inside, rule)
         if jaxprs.is_while(eqn) and rule is None and is_solver(step):
             return self._call(eqn, starts, region, SOLVER, inner, facts, around)
         return step
@@ -229,61 +263,18 @@ class _Part(NamedTuple):
     sources: int
 
 
-class _Inside:
-    """Follows values through the bodies of one equation, see `forward`."""
+def _joined(one: _Part, other: _Part) -> _Part:
+    return _Part(_either(one.known, other.known), one.sources | other.sources)
 
-    def __init__(
-        self,
-        flows: Flows,
-        eqn: Eqn,
-        inner: tuple[Inner, ...],
-        region: Region,
-        rule: Rule | None,
-        ends: Sequence[tuple[End, ...]],
-        facts: Sequence[Facts],
-        starts: Sequence[Known],
-        read: Sequence[int],
-    ) -> None:
-        self._flows, self._eqn, self._inner = flows, eqn, inner
-        self._region, self._rule = region, rule
-        self._ends, self._facts = ends, facts
-        self._starts, self._read = starts, read
-        self.flows: list[Flow] = [None] * len(inner)  # type: ignore
-        # The operands that layers read, in any turn.
-        self.layers = 0
 
-    def outputs(self, number: int, inputs: Sequence[_Part]) -> list[_Part]:
-        body, positions = self._inner[number]
-        flow = self.flows[number] = self._flows.through(
-            body,
-            _entering(self._eqn, [each.known for each in inputs], positions),
-            self._region,
-            self._rule,
-            self._ends[number],
-            self._facts[number],
-            groups_of([each.sources for each in inputs]),
-        )
-        bits = [1 << i for i in positions]
-        made = [translated(flow.sources.of(v), bits) for v in body.jaxpr.outvars]
-        layers = translated(flow.sources.layers, bits)
-        if jaxprs.is_loop(self._eqn) and number == len(self._inner) - 1:
-            made, layers = over_turns(tuple(made), layers, jaxprs.carried(self._eqn))
-        self.layers |= layers
-        outside = [translated(each, self._read) for each in made]
-        return list(map(_Part, flow.outputs, outside))
-
-    def turned(self, operand: int, now: _Part, update: _Part) -> _Part:
-        atom, sources = self._eqn.invars[operand], now.sources | update.sources
-        if jaxprs.is_while(self._eqn):
-            known = _carried_by_while(atom, now.known, update.known)
-        else:
-            is_stream = bool(self.layers >> operand & 1)
-            start = self._starts[operand]
-            known = _carried_by_scan(atom, start, now.known, update.known, is_stream)
-        return _Part(known, sources)
-
-    def joined(self, one: _Part, other: _Part) -> _Part:
-        return _Part(_either(one.known, other.known), one.sources | other.sources)
+def _made_of(
+    flow: Flow, operands: Sequence[int], carried: range
+) -> tuple[Sequence[int], int]:
+    """Returns the operands that each output of a body is made of, and its layers'."""
+    bits = [1 << i for i in operands]
+    inside = flow.sources
+    made = tuple(translated(inside.of(v), bits) for v in flow.body.jaxpr.outvars)
+    return over_turns(made, translated(inside.layers, bits), carried)
 
 
 class _Around(NamedTuple):
