@@ -102,6 +102,7 @@ def decide(
         made_of(at, made),
         rewrite,
         made.saturate,
+        at,
     )
 
 
