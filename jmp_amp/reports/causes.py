@@ -113,13 +113,11 @@ def causes_of(at: Place) -> list[Cause]:
 
     The last step is an equation that has a cause of its own, or the end of the chain.
     """
-    planned, standing = at.planned, at.standing
-    if standing is None:
+    planned, decision, standing = at.planned, at.planned.decision, at.standing
+    if decision is None or standing is None:
         return []
     if planned.option is not None:
-        found = [each for var in at.eqn.outvars for each in readers(at.frame, var)]
-        wanted = planned.option.readers
-        return next(filter(None, (_by_reader(each, wanted) for each in found)), [])
+        return _to_reader(at, planned.option.readers)
     if planned.mode in (Mode.CONVERSION, Mode.AS_TRACED):
         return []
     pin = pin_id(at)
@@ -129,9 +127,9 @@ def causes_of(at: Place) -> list[Cause]:
         return _to_beginning(at, *_OPERANDS_OF_PINS[pin])
     if planned.rule.op_class is not OpClass.FOLLOW:
         return []
-    if planned.dtype == F32 and standing.origin == Origin.FULL:
+    if decision.dtype == F32 and standing.origin == Origin.FULL:
         return _to_operand(at, "is f32", _is_full)
-    if is_half(planned.dtype) and standing.origin == Origin.LOW:
+    if is_half(decision.dtype) and standing.origin == Origin.LOW:
         return _to_operand(at, "is half", _is_low)
     return []
 
@@ -172,6 +170,50 @@ def _origin(at: Place) -> Origin | None:
     return None if decision is None else decision.result.origin
 
 
+def _to_reader(at: Place, wanted: Demand) -> list[Cause]:
+    """Returns the steps to the reader that an option of an equation asks for."""
+    if wanted & Demands.KEPT:
+        return _to_keeper(at, wanted)
+    found = [each for var in at.eqn.outvars for each in readers(at.frame, var)]
+    for each in found:
+        if steps := _by_reader(each, wanted):
+            return steps
+    # A norm takes half precision, though it computes in f32.
+    enters = "Its result enters, in half, the scope of a policy, with"
+    uses = [each for each in found if isinstance(each, Use)]
+    return [Cause(enters, each.place) for each in uses[:1]]
+
+
+def _to_keeper(at: Place, wanted: Demand) -> list[Cause]:
+    """Returns the shortest way to the program or the loop that keeps a value in f32."""
+    way: dict[Place, tuple[Place, ...]] = {at: ()}
+    queue = collections.deque([at])
+    while queue:
+        place = queue.popleft()
+        for var in place.eqn.outvars:
+            for each in readers(place.frame, var):
+                if not isinstance(each, Use):
+                    if kept := _by_reader(each, wanted):
+                        return [*_steps(way[place]), *kept]
+                elif each.place not in way and _hands_on(each.place):
+                    way[each.place] = (*way[place], each.place)
+                    queue.append(each.place)
+    return []
+
+
+def _hands_on(at: Place) -> bool:
+    return at.planned.dtype == F32 or at.planned.mode is Mode.PASSED_ON
+
+
+def _steps(way: tuple[Place, ...]) -> list[Cause]:
+    """Returns the steps along a way of readers, all or the first ones and the last."""
+    first = way[:-1][:_MOST_PASSED]
+    steps = [Cause("Its result goes to", place) for place in first]
+    more = len(way) - 1 - len(first)
+    told = f"{more} steps later it is read by" if more else "It is read by"
+    return [*steps, *(Cause(told, last) for last in way[-1:])]
+
+
 def _by_reader(each: Reader, wanted: Demand) -> list[Cause]:
     """Returns the step to a reader that wants a value as an option says, if it does."""
     is_f32 = bool(wanted & Demands.F32)
@@ -186,13 +228,10 @@ def _by_reader(each: Reader, wanted: Demand) -> list[Cause]:
         return [Cause(f"The loop {each.place.label} carries it")]
     planned = each.place.planned
     reads = planned.reads[each.position]
+    is_it = wanted == Demands.AS_IS
     if wanted & Demands.DTYPES:
         is_it = reads is not None and (reads == F32) == is_f32
         is_it &= planned.mode not in (Mode.AS_HELD, Mode.CONVERSION)
-    elif wanted & Demands.KEPT:
-        is_it = planned.option is not None and bool(planned.option.readers & wanted)
-    else:
-        is_it = wanted == Demands.AS_IS
     return [Cause("Its result goes to", each.place)] * is_it
 
 
@@ -207,11 +246,7 @@ def _to_end(at: Place, end: int, words: str) -> list[Cause]:
                 continue
             way[use.place] = (*way[place], use.place)
             if _begins(use, end):
-                first, last = way[use.place][:-1], use.place
-                steps = [Cause("Its result goes to", p) for p in first[:_MOST_PASSED]]
-                more = len(first) - len(steps)
-                told = f"{more} steps later it is read by" if more else "It is read by"
-                return [*steps, Cause(told, last), Cause(words)]
+                return [*_steps(way[use.place]), Cause(words)]
             if _passes(use.place, end):
                 queue.append(use.place)
     return []

@@ -163,6 +163,22 @@ def test_an_f32_reader_is_followed_forward():
     assert chain(lines)[-1] == "  The program returns it as output 0."
 
 
+def test_a_value_that_is_kept_is_followed_to_who_keeps_it():
+    lines = told(lambda x, w: jnp.sort(jnp.abs(x @ w)), X, W, operation="abs")
+    assert "Its readers decided: returned in f32." in lines
+    assert "sort" in chain(lines)[1]
+    assert chain(lines)[-1] == "  The program returns it as output 0."
+
+    def largest(x, w):
+        def turn(carry, row):
+            return jnp.maximum(carry, jnp.abs(row @ w)), None
+
+        return lax.scan(turn, jnp.zeros(16), x)[0]
+
+    lines = told(largest, X, W, operation="abs")
+    assert "the loop 1 scan turn carries it" in chain(lines)[-1].lower()
+
+
 def test_a_long_chain_ends_in_dots():
     def fn(x, w):
         h = jnp.exp(x @ w)
