@@ -64,9 +64,9 @@ WINGS = {
         ("presets", "gradients", "optimizers", "checkpoints", "weights"),
     ),
     "reports": (
-        ("costs", "rows", "tables", "plain_data"),
-        ("opaque", "askers"),
-        ("reading", "report_tables"),
+        ("costs", "rows", "tables", "plain_data", "ways", "bit_words"),
+        ("opaque", "askers", "overruling", "causes"),
+        ("reading", "report_tables", "why"),
         ("report",),
     ),
     "numerics": (

@@ -17,7 +17,7 @@ import numpy as np
 
 from jmp_amp.plan import jaxprs, modes
 from jmp_amp.plan.dataflow import backward
-from jmp_amp.plan.decisions import Decision
+from jmp_amp.plan.decisions import Decision, Option
 from jmp_amp.plan.flows import Flow, Step, carry_dtype
 from jmp_amp.plan.jaxprs import Atom, Eqn, Literal, Var
 from jmp_amp.plan.modes import Demand, Demands, Mode, demand_of
@@ -59,6 +59,7 @@ class Outcome:
       operands: how the equation uses its operands.
       store: the dtype in which the results are kept, if not the computation's.
       bodies: the outcomes of its bodies.
+      option: the option that was taken, if one was.
     """
 
     mode: Mode
@@ -67,6 +68,7 @@ class Outcome:
     operands: Uses
     store: np.dtype | None = None
     bodies: tuple[BodyOutcome, ...] = ()
+    option: Option | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -188,7 +190,7 @@ def _taken(eqn: Eqn, step: Step, results: Uses) -> Outcome:
         and is_move(eqn)
         and len(eqn.invars) == len(eqn.outvars) == 1
     ):
-        return Outcome(Mode.PASSED_ON, None, reason, (Use(readers),))
+        return Outcome(Mode.PASSED_ON, None, reason, (Use(readers),), option=option)
     asked = modes.asked(mode, dtype, eqn)
     if readers == Demands.AS_IS and dtype == F32:
         asked = tuple(each and Demands.AS_IS for each in asked)
@@ -199,7 +201,7 @@ def _taken(eqn: Eqn, step: Step, results: Uses) -> Outcome:
             for each, view in zip(asked, step.views, strict=True)
         )
     store = None if option is None else option.store
-    return Outcome(mode, dtype, reason, _uses(asked), store)
+    return Outcome(mode, dtype, reason, _uses(asked), store, option=option)
 
 
 # A program has thousands of equations, and a handful of these.

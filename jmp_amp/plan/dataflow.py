@@ -105,7 +105,7 @@ def backward(
     while True:
         turns = [turned(i, outputs[i], read[i]) for i in range(carry)]
         outputs = (*turns, *outputs[carry:])
-        if bodies and bodies[-1].outputs == outputs:
+        if len(bodies) == count and bodies[-1].outputs == outputs:
             return bodies
         bodies = [*bodies[: count - 1], Back(outputs, inputs(count - 1, outputs))]
         read = bodies[-1].inputs[first:][:carry]

@@ -103,6 +103,7 @@ def decide(
         made_of(at, made),
         rewrite,
         made.saturate,
+        at,
     )
 
 

@@ -68,6 +68,7 @@ class Decision:
         is added to an activation does not.
       rewrite: how it is bound, if not as traced.
       saturate: constants that overflow become the largest finite value.
+      standing: what it was made from.
     """
 
     rule: Rule
@@ -79,6 +80,7 @@ class Decision:
     of: tuple[bool, ...] = ()
     rewrite: Rewrite | None = None
     saturate: bool = False
+    standing: Standing | None = None
 
     def option(self, readers: Demand, once: bool) -> Option | None:
         """Returns the first option whose condition holds.
@@ -176,4 +178,6 @@ class Standing:
         saturate: bool = False,
     ) -> Decision:
         known = Known(origin, None, self.region)
-        return Decision(self.rule, mode, dtype, reason, known, saturate=saturate)
+        return Decision(
+            self.rule, mode, dtype, reason, known, saturate=saturate, standing=self
+        )

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jmp_amp.plan.decisions import Decision, Option
 from jmp_amp.plan.jaxprs import (
     Body,
     ClosedJaxpr,
@@ -56,6 +57,8 @@ class EquationPlan:
       saturate: constants that overflow `dtype` become its largest finite value.
       bodies: the plans of its bodies: of calls, loops and branches.
       rule_context: the context of a `custom_jvp`, in which its rule is planned later.
+      decision: the decision of the forward pass; None for a call.
+      option: the option of the decision that its consumers took, if they did.
     """
 
     index: int
@@ -70,6 +73,8 @@ class EquationPlan:
     saturate: bool = False
     bodies: tuple[Plan, ...] = ()
     rule_context: RuleContext | None = None
+    decision: Decision | None = None
+    option: Option | None = None
 
 
 # A variable, and the dtype in which an island reads or returns it; None is the dtype

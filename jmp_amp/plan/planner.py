@@ -315,6 +315,8 @@ class _Planner:
             *self._by_outcome[key],
             rewrite=decision.rewrite,
             saturate=decision.saturate and outcome.dtype != F32,
+            decision=decision,
+            option=outcome.option,
         )
 
 

@@ -53,11 +53,7 @@ def read_plan(call: PlannedCall) -> tuple[Equation, ...]:
     Equations whose results nobody reads are left out: they do not run.
     """
     plan = call.plan
-    # An argument may be stored in another dtype than it was traced in.
-    inputs = [
-        _Slot(v, traced_dtype(v) and np.dtype(array.dtype))
-        for v, array in zip(plan.body.jaxpr.invars, call.arrays, strict=True)
-    ]
+    inputs = list(map(_Slot, plan.body.jaxpr.invars, inputs_of(call)))
     on_cpu = call.cpu is not None
     # No entry switches off what a CPU does not have.
     switched_off = {} if on_cpu else _switched_off(call.policies)
@@ -81,6 +77,18 @@ def read_plan(call: PlannedCall) -> tuple[Equation, ...]:
             )
         )
     return tuple(found)
+
+
+def inputs_of(call: PlannedCall) -> tuple[np.dtype | None, ...]:
+    """Returns the dtype in which each input of a plan comes; None: it is never cast.
+
+    An argument may be stored in another dtype than it was traced in.
+    """
+    invars = call.plan.body.jaxpr.invars
+    return tuple(
+        traced_dtype(v) and np.dtype(array.dtype)
+        for v, array in zip(invars, call.arrays, strict=True)
+    )
 
 
 def _switched_off(policies: PolicyMap) -> dict[int, str]:

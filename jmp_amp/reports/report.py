@@ -16,9 +16,11 @@ from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.reports import plain_data, report_tables, rows, tables
 from jmp_amp.reports.askers import by_asker
-from jmp_amp.reports.reading import read_plan, read_saved
+from jmp_amp.reports.reading import inputs_of, read_plan, read_saved
 from jmp_amp.reports.rows import Asked, Cast, Costs, Equation, Reason, Saved
 from jmp_amp.reports.tables import quantity
+from jmp_amp.reports.ways import Frame
+from jmp_amp.reports.why import Why
 from jmp_amp.transform.functions import check_function
 from jmp_amp.transform.planned import planned_call
 
@@ -69,6 +71,8 @@ class Report:
     arguments: int = 0
     arguments_without: int = 0
     on_cpu: str | None = None
+    # The plan, which `why` reads: no data, and gone where the report is read from data.
+    _program: Frame | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @functools.cached_property
     def total(self) -> Costs:
@@ -248,6 +252,43 @@ class Report:
         shown = report_tables.of_equations(chosen)
         return tables.as_text(heading, shown, width)
 
+    def why(self, identity: str | tuple[int, ...] | Equation) -> str:
+        """Returns what decided the dtype of one equation, in words, line by line.
+
+        The lines say what the equation reads and keeps, its class, what makes each
+        operand, what reads the results, and whether a pin, the readers or the class
+        decided; then the chain of causes, equation by equation; and how to overrule it.
+        A pin is a reason of the plan to keep f32, whatever else could be. Of a call or
+        a loop they say in which dtypes values go in, around and out.
+
+        Args:
+          identity: of the equation, as the column `#` of `drill_down` shows it:
+            "4.0.2"; the same numbers as a tuple; or a row of `equations`.
+
+        Raises:
+          TypeError: if `identity` is none of these.
+          ValueError: if no equation of the report has it, or if the report was read
+            from data or from a pickle, which does not hold the plan.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> import jmp_amp as amp
+          >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+          >>> report = amp.explain(lambda x: jnp.linalg.cholesky(x @ x))(x)
+          >>> lines = report.why("0").splitlines()
+          >>> print(lines[1])
+          It is f32: linear algebra reads it: an error grows by the condition number.
+        """
+        call = f"Report.why({getattr(identity, 'identity', identity)!r})"
+        row = rows.row_of(self.equations, identity, call)
+        if self._program is None:
+            raise ValueError(
+                f"{call}: the report was read from data, which does not hold the plan. "
+                "Explain the function again, amp.explain(fn, policy)(*args), and ask "
+                "the new report."
+            )
+        return Why(self._program, {e.identity: e for e in self.equations}).text(row)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as dictionaries, lists, numbers and text.
 
@@ -272,6 +313,7 @@ class Report:
         }
         # Through JSON, which makes lists of all tuples.
         found = {**dataclasses.asdict(self), **derived}
+        del found["_program"]
         # A size that `jax.export` leaves open is a symbol, and its text here.
         return json.loads(json.dumps(found, default=str))
 
@@ -296,7 +338,7 @@ class Report:
           ValueError: if it is not one that `to_dict` wrote.
         """
         data = plain_data.mapping(data, "Report")
-        names = [field.name for field in dataclasses.fields(cls)]
+        names = [field.name for field in dataclasses.fields(cls) if field.compare]
         if missing := [name for name in names if name not in data]:
             raise ValueError(
                 f"Report.from_dict: the key {missing[0]!r} is missing. Give what "
@@ -430,6 +472,7 @@ def explain(
         with planned_call(fn, policies, args, kwargs, "explain(fn)", cpu) as call:
             equations = read_plan(call)
             kept = read_saved(call, equations)
+            program = Frame(call.plan, inputs_of(call))
         decided = {e.decided_by for e in equations if e.from_policy}
         chosen = [policies.default, *(each for _, each in policies.entries)]
         asked = {each.compute_dtype for each in chosen}
@@ -450,6 +493,7 @@ def explain(
             arguments=kept.arguments,
             arguments_without=kept.arguments_without,
             on_cpu=None if cpu is None else cpu.in_words(asked, gains, own),
+            _program=program,
         )
 
     return explained

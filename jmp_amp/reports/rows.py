@@ -252,3 +252,52 @@ def by_reason(
         )
         for reason, group in groups.items()
     ]
+
+
+def row_of(equations: Sequence[Equation], identity: object, call: str) -> Equation:
+    """Returns the equation that a user asks for.
+
+    Args:
+      equations: those of the report.
+      identity: as the user wrote it: text, numbers, or a row of the report.
+      call: the call, for an error.
+
+    Raises:
+      TypeError: if it is none of these.
+      ValueError: if no equation has it.
+    """
+    if isinstance(identity, Equation):
+        if identity in equations and identity.identity:
+            return identity
+        fact = "the row is no equation of this report"
+        if identity in equations:
+            fact = "the row has the casts of what the program returns, no equation"
+        raise ValueError(f"{call}: {fact}. Give one of its `equations`.")
+    text = identity
+    if isinstance(identity, tuple):
+        text = ".".join(map(str, identity))
+    if not isinstance(text, str):
+        raise TypeError(
+            f'{call}: the identity of an equation is text such as "4.0.2", a tuple of '
+            "numbers, or a row of the report. Take one from Report.drill_down()."
+        )
+    rows = {e.identity: e for e in equations if e.identity}
+    if text in rows:
+        return rows[text]
+    near = sorted(rows, key=lambda each: _distance(each, text))[:3]
+    told = f" The nearest are {', '.join(near)}." if near else ""
+    raise ValueError(
+        f"{call}: no equation that runs has this identity.{told} Report.drill_down() "
+        "shows all of them."
+    )
+
+
+def _distance(identity: str, wanted: str) -> tuple[int, int, int]:
+    """Returns how far an identity is from what was asked for, to be compared."""
+    ours, theirs = identity.split("."), wanted.split(".")
+    shared = 0
+    while shared < min(len(ours), len(theirs)) and ours[shared] == theirs[shared]:
+        shared += 1
+    a, b = (each[shared] if shared < len(each) else "0" for each in (ours, theirs))
+    gap = abs(int(a) - int(b)) if b.isdecimal() else 0
+    return -shared, abs(len(ours) - len(theirs)), gap

@@ -1,0 +1,327 @@
+"""From an equation to what decided its dtype: back to an operand, or on to a reader.
+
+A pin, an option or an operand is the cause of one equation. Its own cause is another
+one, and so on, until a class, a caller or the program decides.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from jmp_amp.plan import jaxprs
+from jmp_amp.plan.destinations import Ends, solves
+from jmp_amp.plan.facts import Made, is_linear, scales, weighs
+from jmp_amp.plan.jaxprs import Atom, aval_of
+from jmp_amp.plan.modes import Demand, Demands, Mode
+from jmp_amp.plan.operations import (
+    OPERATIONS,
+    PRODUCTS,
+    RANKS,
+    Kind,
+    OpClass,
+    Role,
+    kind_of,
+    role_of,
+)
+from jmp_amp.plan.pins import is_argument
+from jmp_amp.plan.values import Known, Origin, Trait
+from jmp_amp.policies.dtypes import F32, is_half
+from jmp_amp.reports.ways import (
+    Loop,
+    Place,
+    Reader,
+    Returned,
+    Use,
+    known_inside,
+    made_by,
+    makers,
+    readers,
+)
+
+# The ends that a pin looks for, and what begins there.
+_ENDS_OF_PINS = {
+    "index": (Ends.INDEX, "Here it becomes an index"),
+    "solved": (Ends.SOLVED | Ends.FACTOR, "Here the linear algebra begins"),
+    "stopped": (Ends.STOPPED, "Here the derivative ends"),
+    "distance": (Ends.DISTANCE, "Here it meets the sum of squares of a distance"),
+    "moment": (Ends.MOMENT, "Here squared means and a second moment are subtracted"),
+}
+# The readers on a way to an end that are told; a longer way is cut short.
+_MOST_PASSED = 4
+_LINEAR = (Ends.DISTANCE, Ends.MOMENT)
+_MEANS = ("integer_pow", "mul", "square", *PRODUCTS)
+
+_IsIt = Callable[[Known, Atom], bool]
+
+
+def _is_constant(view: Known, atom: Atom) -> bool:
+    return view.is_constant
+
+
+def _is_solution(view: Known, atom: Atom) -> bool:
+    return Trait.SOLUTION in view.traits
+
+
+def _is_scale(view: Known, atom: Atom) -> bool:
+    return Trait.SCALED in view.traits or is_argument(view, atom)
+
+
+def _is_low(view: Known, atom: Atom) -> bool:
+    return view.origin == Origin.LOW
+
+
+def _is_full(view: Known, atom: Atom) -> bool:
+    return view.origin == Origin.FULL
+
+
+# What a pin looks for among the operands, and what that is to it.
+_OPERANDS_OF_PINS: Mapping[str, tuple[str, _IsIt]] = {
+    "grid": ("is the grid", _is_constant),
+    "state": ("is the state", is_argument),
+    "difference": ("is the argument", is_argument),
+    "solution": ("is the solution", _is_solution),
+    "scaled": ("scales it, or is scaled", _is_scale),
+}
+
+
+class Cause(NamedTuple):
+    """A step of a chain.
+
+    Attributes:
+      words: how the cause is reached, or that the chain ends.
+      place: the equation that is the cause; None at the end of a chain.
+    """
+
+    words: str
+    place: Place | None = None
+
+
+def pin_id(at: Place) -> str | None:
+    """Returns the id of the pin that decided an equation, if one did."""
+    standing = at.standing
+    if standing is None or standing.pin is None or at.planned.option is not None:
+        return None
+    half = standing.region.asked.compute_dtype.name
+    is_it = standing.pin.words.format(half=half) == at.planned.reason
+    return standing.pin.id if is_it else None
+
+
+def causes_of(at: Place) -> list[Cause]:
+    """Returns the steps from an equation to its cause; none if its class decided.
+
+    The last step is an equation that has a cause of its own, or the end of the chain.
+    """
+    planned, decision, standing = at.planned, at.planned.decision, at.standing
+    if decision is None or standing is None:
+        return []
+    if planned.option is not None:
+        return _to_reader(at, planned.option.readers)
+    if planned.mode in (Mode.CONVERSION, Mode.AS_TRACED):
+        return []
+    pin = pin_id(at)
+    if pin in _ENDS_OF_PINS:
+        return _to_end(at, *_ENDS_OF_PINS[pin])
+    if pin is not None:
+        return _to_beginning(at, *_OPERANDS_OF_PINS[pin])
+    if planned.rule.op_class is not OpClass.FOLLOW:
+        return []
+    if decision.dtype == F32 and standing.origin == Origin.FULL:
+        return _to_operand(at, "is f32", _is_full)
+    if is_half(decision.dtype) and standing.origin == Origin.LOW:
+        return _to_operand(at, "is half", _is_low)
+    return []
+
+
+def _to_beginning(at: Place, what: str, is_it: _IsIt) -> list[Cause]:
+    """Returns the steps back to what made the operand that a pin looks for."""
+    steps: list[Cause] = []
+    place: Place | None = at
+    while place is not None:
+        found = _to_operand(place, what, is_it)
+        steps += found
+        place = found[0].place if found else None
+    return steps
+
+
+def _to_operand(at: Place, what: str, is_it: _IsIt) -> list[Cause]:
+    """Returns the step to the first operand that is the cause."""
+    assert at.standing is not None
+    for i, view in enumerate(at.standing.views):
+        atom = at.eqn.invars[i]
+        if not is_it(view, atom):
+            continue
+        made = list(makers(at.frame, atom))
+        places = [each for each in made if isinstance(each, Place)]
+        # Of two branches, one may have made it in half.
+        alike = [p for p in places if _origin(p) == view.origin] or places
+        if alike:
+            return [Cause(f"Its operand {i} {what}; that is", alike[0])]
+        told = made_by(made[0])
+        if isinstance(made[0], Loop):
+            told += f", since {carry_words(made[0])}"
+        return [Cause(f"Its operand {i} {what}: {told}")]
+    return []
+
+
+def _origin(at: Place) -> Origin | None:
+    decision = at.planned.decision
+    return None if decision is None else decision.result.origin
+
+
+def _to_reader(at: Place, wanted: Demand) -> list[Cause]:
+    """Returns the steps to the reader that an option of an equation asks for."""
+    if wanted & Demands.KEPT:
+        return _to_keeper(at, wanted)
+    found = [each for var in at.eqn.outvars for each in readers(at.frame, var)]
+    for each in found:
+        if steps := _by_reader(each, wanted):
+            return steps
+    # A norm takes half precision, though it computes in f32.
+    enters = "Its result enters, in half, the scope of a policy, with"
+    uses = [each for each in found if isinstance(each, Use)]
+    return [Cause(enters, each.place) for each in uses[:1]]
+
+
+def _to_keeper(at: Place, wanted: Demand) -> list[Cause]:
+    """Returns the shortest way to the program or the loop that keeps a value in f32."""
+    way: dict[Place, tuple[Place, ...]] = {at: ()}
+    queue = collections.deque([at])
+    while queue:
+        place = queue.popleft()
+        for var in place.eqn.outvars:
+            for each in readers(place.frame, var):
+                if not isinstance(each, Use):
+                    if kept := _by_reader(each, wanted):
+                        return [*_steps(way[place]), *kept]
+                elif each.place not in way and _hands_on(each.place):
+                    way[each.place] = (*way[place], each.place)
+                    queue.append(each.place)
+    return []
+
+
+def _hands_on(at: Place) -> bool:
+    return at.planned.dtype == F32 or at.planned.mode is Mode.PASSED_ON
+
+
+def _steps(way: tuple[Place, ...]) -> list[Cause]:
+    """Returns the steps along a way of readers, all or the first ones and the last."""
+    first = way[:-1][:_MOST_PASSED]
+    steps = [Cause("Its result goes to", place) for place in first]
+    more = len(way) - 1 - len(first)
+    told = f"{more} steps later it is read by" if more else "It is read by"
+    return [*steps, *(Cause(told, last) for last in way[-1:])]
+
+
+def _by_reader(each: Reader, wanted: Demand) -> list[Cause]:
+    """Returns the step to a reader that wants a value as an option says, if it does."""
+    is_f32 = bool(wanted & Demands.F32)
+    if isinstance(each, Returned):
+        returns = is_f32 or wanted & Demands.RETURNED
+        return [Cause(f"The program returns it as output {each.number}")] * bool(
+            returns
+        )
+    if isinstance(each, Loop):
+        if not (is_f32 or wanted & Demands.CARRIED):
+            return []
+        return [Cause(f"The loop {each.place.label} carries it")]
+    planned = each.place.planned
+    reads = planned.reads[each.position]
+    is_it = wanted == Demands.AS_IS
+    if wanted & Demands.DTYPES:
+        is_it = reads is not None and (reads == F32) == is_f32
+        is_it &= planned.mode not in (Mode.AS_HELD, Mode.CONVERSION)
+    return [Cause("Its result goes to", each.place)] * is_it
+
+
+def _to_end(at: Place, end: int, words: str) -> list[Cause]:
+    """Returns the shortest way to the reader at which an end begins."""
+    way: dict[Place, tuple[Place, ...]] = {at: ()}
+    queue = collections.deque([at])
+    while queue:
+        place = queue.popleft()
+        for use in _uses(place):
+            if use.place in way:
+                continue
+            way[use.place] = (*way[place], use.place)
+            if _begins(use, end):
+                return [*_steps(way[use.place]), Cause(words)]
+            if _passes(use.place, end):
+                queue.append(use.place)
+    return []
+
+
+def _uses(at: Place) -> Iterator[Use]:
+    for var in at.eqn.outvars:
+        for each in readers(at.frame, var):
+            if isinstance(each, Use):
+                yield each
+
+
+def _begins(use: Use, end: int) -> bool:
+    """Whether a value gets an end from this reader, whatever reads its result."""
+    at, eqn = use.place, use.place.eqn
+    name = eqn.primitive.name
+    role = role_of(name)
+    made = [each.made for each in at.standing.facts] if at.standing else []
+    is_term = role in (Role.ADDS, Role.SUBTRACTS)
+    if end == Ends.INDEX:
+        if jaxprs.is_conversion(eqn):
+            return aval_of(eqn.outvars[0]).dtype.kind in "iu"
+        return role is Role.COUNTS or name in RANKS
+    if end == Ends.STOPPED:
+        return name == "stop_gradient"
+    if end == Ends.DISTANCE:
+        return is_term and any(each & Made.SQUARES for each in made)
+    if end == Ends.MOMENT:
+        return role is Role.SUBTRACTS and any(each & Made.MEANS for each in made)
+    if name in PRODUCTS:
+        return bool(made) and weighs(eqn, *made[:2])
+    return solves(name) or (is_term and any(each & Made.SOLUTION for each in made))
+
+
+def _passes(at: Place, end: int) -> bool:
+    """Whether an end of the results of an equation is one of its operands too."""
+    name = at.eqn.primitive.name
+    if at.standing is None or not at.standing.end & end:
+        return False
+    if end in _LINEAR:
+        means = end == Ends.MOMENT and name in _MEANS
+        return means or is_linear(name) or scales(at.eqn)
+    if name in PRODUCTS:
+        return bool(end & Ends.FACTOR)
+    if kind_of(name) in (None, Kind.ALGEBRA, Kind.COMPARISON):
+        return False
+    follows = OPERATIONS[name].group.op_class is OpClass.FOLLOW
+    return follows or end != Ends.INDEX
+
+
+def carry_words(loop: Loop) -> str:
+    """Returns why a loop carries a value in its dtype."""
+    at, i = loop.place, loop.position
+    if at.planned.reads[i] is None:
+        return "it is never cast"
+    if jaxprs.is_while(at.eqn):
+        return "a while_loop keeps the dtype that it was traced in"
+    inner = at.inner_results[0]
+    turn = i - at.carried.start
+    known = known_inside(inner, inner.plan.body.jaxpr.invars[inner.carried[turn]])
+    if known is None:
+        return "no equation reads it"
+    if Trait.CARRIED in known.traits:
+        return "the loop keeps it over its turns"
+    if known.origin == Origin.FREE:
+        return "it is made of arguments and constants alone, and keeps its dtype"
+    dtype = "half" if known.origin == Origin.LOW else "f32"
+    for each in makers(at.frame, at.eqn.invars[i]):
+        if isinstance(each, Place) and _origin(each) == known.origin:
+            return f"its start is {dtype}: {made_by(each)}"
+    for each in makers(inner, inner.plan.body.jaxpr.outvars[turn]):
+        if isinstance(each, Place) and _origin(each) == known.origin:
+            adds = role_of(each.eqn.primitive.name) in (Role.ADDS, Role.SUBTRACTS)
+            terms = [m for v in each.eqn.invars for m in makers(each.frame, v)]
+            if adds and loop in terms:
+                return f"each turn adds to it, as to a state: {made_by(each)}"
+            return f"a turn makes it in {dtype}: {made_by(each)}"
+    return f"its start or a turn makes it in {dtype}"
