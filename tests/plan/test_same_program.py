@@ -1,0 +1,719 @@
+"""The same program has the same plan, wherever calls, branches and loops are written.
+
+Idioms and models of the zoo are cut at random into calls, branches and turns, at any
+depth, and the turns of their loops are written out, see `cutting`. Every product, and
+every equation that is f32 for its own sake, keeps its dtype. In calls and branches the
+other equations keep theirs too: there a value is handed on as it is.
+
+By default each idiom is cut in one way. The slow tests cut all in all ways; what they
+find is `EXPECTED`, no more and no less.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jmp_amp as amp
+from jmp_amp.plan.operations import PRODUCTS
+from jmp_amp.policies.dtypes import F32
+from tests import zoo
+from tests.idioms.table import IDIOMS
+from tests.measures import HALF
+from tests.plan import cutting
+from tests.plan.cutting import Program, Row
+from tests.programs import equations
+
+# What must still be mended: the reason, and the ids of the tests that show it.
+EXPECTED: dict[str, str] = {
+    "an axis of vmap hides which axes a product sums, and a branch that it selects": """
+        conjugate_gradients_of_fixed_length-vmap-float16 expm_in_a_layer-vmap-bfloat16
+    """,
+    "a norm whose mean is in another body is none: its last step is f32 in f16": """
+        encoder_decoder-branches-float16 encoder_decoder-checkpoint-float16
+        encoder_decoder-helpers-float16 encoder_decoder-jit-float16
+        encoder_decoder-long-float16 encoder_decoder-remat-float16
+        llama-branches-float16 llama-checkpoint-float16 llama-helpers-float16
+        llama-jit-float16 llama-long-float16 llama-remat-float16 norm-checkpoint-float16
+        norm-factors-float16 norm-jit-float16
+    """,
+    "a gated sum that is in another body is none: the gate is f32": """
+        gate-checkpoint-bfloat16 gate-jit-bfloat16 mamba-branches-bfloat16
+        mamba-checkpoint-bfloat16 mamba-helpers-bfloat16 mamba-jit-bfloat16
+        mamba-long-bfloat16 mamba-remat-bfloat16
+    """,
+    "a move or another product hides from linear algebra which operands are summed": """
+        covariance-product-bfloat16 covariance-product-float16
+        covariance-transpose-bfloat16 covariance-transpose-float16
+        gram-checkpoint-bfloat16 gram-checkpoint-float16 gram-products-bfloat16
+        gram-products-float16 ridge_regression-branches-float16
+        ridge_regression-checkpoint-float16 ridge_regression-helpers-bfloat16
+        ridge_regression-jit-float16
+    """,
+    "a transpose in another body hides a second moment": """
+        covariance_less_an_outer_product-branches-float16
+        covariance_less_an_outer_product-checkpoint-float16
+        covariance_less_an_outer_product-helpers-bfloat16
+        covariance_less_an_outer_product-jit-float16
+    """,
+    "a term of a distance that is made in another body is not found": """
+        conjugate_gradients_of_fixed_length-helpers-bfloat16
+        vector_quantization-branches-bfloat16 vector_quantization-carry-float16
+        vector_quantization-checkpoint-bfloat16 vector_quantization-jit-bfloat16
+        vector_quantization-slices-float16 vector_quantization-turn-float16
+    """,
+    "an exact move in another body than its maker's is not worth f32": """
+        forward_algorithm_in_logs-branches-float16
+        forward_algorithm_in_logs-checkpoint-float16
+        forward_algorithm_in_logs-helpers-bfloat16
+        forward_algorithm_in_logs-helpers-float16 forward_algorithm_in_logs-jit-float16
+        gaussian_process_by_products-helpers-bfloat16
+        mean_discrepancy_of_kernels-branches-bfloat16
+        mean_discrepancy_of_kernels-checkpoint-bfloat16
+        mean_discrepancy_of_kernels-helpers-bfloat16
+        mean_discrepancy_of_kernels-jit-bfloat16 ray_marching-helpers-bfloat16
+        ray_marching-helpers-float16 state_space_model_in_a_scan-helpers-bfloat16
+        state_space_model_in_a_scan-helpers-float16
+    """,
+    "a value that both branches make alike loses what both know: `_either`": """
+        alpha_compositing_in_a_scan-branches-bfloat16
+        alpha_compositing_in_a_scan-branches-float16
+        bank_written_by_add-branches-bfloat16
+        blend_of_two_experts_with_offsets-branches-bfloat16
+        blend_of_two_experts_with_offsets-branches-float16
+        causal_attention-branches-bfloat16 clip-branches-bfloat16 clip-branches-float16
+        cnn-branches-bfloat16 custom_rules-branches-bfloat16
+        custom_rules-branches-float16 custom_rules_unmarked-branches-bfloat16
+        custom_rules_unmarked-branches-float16
+        derivative_by_differences-branches-bfloat16
+        derivative_by_differences-branches-float16
+        energy_added_up_in_a_scan-branches-bfloat16
+        energy_added_up_in_a_scan-branches-float16
+        exponential_smoothing-branches-bfloat16
+        fourier_basis_as_a_product-branches-float16 kinematic_chain-branches-bfloat16
+        length_of_a_vector_in_parts-branches-bfloat16
+        length_of_a_vector_in_parts-branches-float16
+        log_power_of_a_spectrum-branches-bfloat16
+        mean_of_two_forecasts-branches-bfloat16 mean_of_two_forecasts-branches-float16
+        moments_added_up_in_a_scan-branches-bfloat16
+        phases_in_a_fori_loop-branches-bfloat16 phases_in_a_fori_loop-branches-float16
+        ratio_of_totals-branches-bfloat16 ratio_of_totals-branches-float16
+        ray_marching-branches-float16 returns_of_n_steps-branches-bfloat16
+        returns_with_a_bootstrap-branches-bfloat16
+        returns_with_a_bootstrap-branches-float16 ridge_regression-branches-bfloat16
+        rotation_of_a_quaternion_under_vmap-branches-bfloat16
+        rotation_of_a_quaternion_under_vmap-branches-float16
+        rows_by_at_and_get-branches-float16 side_opposite_of_an_angle-branches-bfloat16
+        spatial_transformer-branches-bfloat16 spatial_transformer-branches-float16
+        speed_beside_its_parts-branches-bfloat16
+        state_space_model_in_a_scan-branches-bfloat16
+        state_space_model_in_a_scan-branches-float16
+        temporal_difference_target-branches-bfloat16
+        tridiagonal_solve_by_thomas-branches-float16 unet-branches-bfloat16
+        unet-branches-float16 v_trace-branches-float16 vit-branches-bfloat16
+        vit-branches-float16 viterbi_scores-branches-bfloat16
+        whitening_by_eigenvectors-branches-bfloat16
+        whitening_by_eigenvectors-branches-float16
+        words_in_a_checkpoint-branches-float16
+    """,
+    "a carry that starts from zeros forgets that it was looked up, or its bounds": """
+        clip-carry-bfloat16 encoder_decoder-carry-bfloat16 encoder_decoder-carry-float16
+        gpt-carry-bfloat16 llama-carry-bfloat16 llama-carry-float16 moe-carry-bfloat16
+        physics_informed_loss-carry-bfloat16 transformer-carry-bfloat16
+        vit-carry-bfloat16
+    """,
+    "a product of the first turn is not seen to be solved in the next one": """
+        kalman_filter-peeled-bfloat16 kalman_filter-peeled-float16
+        kalman_filter-unrolled-bfloat16 kalman_filter-unrolled-float16
+        kalman_filter_from_an_argument-peeled-bfloat16
+        kalman_filter_from_an_argument-peeled-float16
+        kalman_filter_from_an_argument-unrolled-bfloat16
+        kalman_filter_from_an_argument-unrolled-float16
+    """,
+    "the first turn adds to an argument, a state; the loop keeps no digits": """
+        sphere_tracing-unrolled-bfloat16
+    """,
+    "a call does not know that `z` is made of `y`: no state": """
+        steps-checkpoint-bfloat16 steps-checkpoint-float16 steps-jit-bfloat16
+        steps-jit-float16 to_a_product-checkpoint-bfloat16 to_a_product-jit-bfloat16
+    """,
+    "a loop keeps what is a stream where its turns are written out": """
+        from_a_product-checkpoint-bfloat16 from_a_product-inline-bfloat16
+        from_a_product-jit-bfloat16
+    """,
+    "nodes that edges look up through a branch are not worth f32": """
+        edges_of_a_graph-branches-bfloat16 edges_of_a_graph-branches-float16
+    """,
+}
+
+# (primitive, reason) of equations that may have another dtype where a call begins or
+# ends.
+AT_BORDERS: frozenset[tuple[str, str]] = frozenset()
+
+# Why an equation is f32 though it could be half: for the sake of those that read it, or
+# of what it reads; or it computes with parameters, which are f32 anyway.
+FOR_OTHERS = (
+    "only parameters, inputs and constants",
+    "only f32 operations read it",
+    "an f32 operation reads it",
+    "returned in f32",
+    "kept over the turns of a loop",
+    "only comparisons and prints read it",
+    "an operand is f32",
+)
+
+Change = Callable[[Program, Any], Program]
+
+
+def cuts(way: cutting.Way, *longest: int) -> Change:
+    """Cuts into runs of at most so many equations, and these again."""
+
+    def cut(program: Program, rng: Any) -> Program:
+        for count in longest:
+            program = cutting.into(program, rng, way, count)
+        return program
+
+    return cut
+
+
+CALLS: dict[str, Change] = {
+    "jit": cuts(jax.jit, 6),
+    "checkpoint": cuts(jax.checkpoint, 6),
+    "helpers": cuts(jax.jit, 8, 3),
+    "long": cuts(jax.jit, 48),
+    "remat": cuts(jax.checkpoint, 48),
+    "branches": cuts(cutting.in_branches, 6),
+}
+TURNS: dict[str, Change] = {
+    "turn": cuts(cutting.in_a_turn, 12),
+    "slices": cuts(cutting.in_a_turn_of_slices, 12),
+    "carry": cuts(cutting.in_a_carry, 12),
+}
+LOOPS: dict[str, Change] = {
+    "peeled": lambda program, rng: cutting.peeled(program),
+    "unrolled": lambda program, rng: cutting.unrolled(program, 64),
+}
+ORDERS: dict[str, Change] = {
+    "exchanged": lambda program, rng: cutting.exchanged(program),
+}
+CUTS = CALLS | TURNS
+CHANGES = CUTS | LOOPS | ORDERS
+
+
+def is_strict(row: Row) -> bool:
+    """Whether an equation is a product, or f32 for its own sake."""
+    pinned = row.dtype == F32 and row.reason not in FOR_OTHERS
+    return row.primitive in PRODUCTS or pinned
+
+
+@functools.cache
+def traced(name: str) -> Program:
+    if name in IDIOMS:
+        idiom, rng = IDIOMS[name], np.random.default_rng(0)
+        args = jax.tree.map(jnp.asarray, (idiom.params(rng), idiom.inputs(rng)))
+        return cutting.traced(idiom.fn, *args)
+    case = zoo.CASES[name, "small"]
+    return cutting.traced(case.loss, *case.abstract())
+
+
+@functools.cache
+def before(name: str, dtype: str) -> cutting.Rows:
+    return cutting.decided(traced(name), f"mixed_{dtype}")
+
+
+def moved(name: str, way: str, dtype: str) -> list[tuple[Row, Row]]:
+    """The equations that have another dtype in the changed program."""
+    rng = np.random.default_rng(HALF.index(dtype))
+    changed = CHANGES[way](traced(name), rng)
+    if changed.closed is traced(name).closed:
+        return []
+    was, now = before(name, dtype), cutting.decided(changed, f"mixed_{dtype}")
+    # The last turn of a loop may compute what nobody reads.
+    assert was.keys() == {key for key in now if key in was}
+    found = []
+    for key, rows in was.items():
+        strict = any(map(is_strict, rows | now[key]))
+        if way not in CALLS and way not in ORDERS and not strict:
+            continue
+        first = sorted(rows, key=str)[0]
+        if not strict and (first.primitive, first.reason) in AT_BORDERS:
+            continue
+        dtypes = {row.dtype for row in rows}
+        if {row.dtype for row in now[key]} != dtypes:
+            others = [row for row in now[key] if {row.dtype} != dtypes]
+            found.append((first, min(others, key=str)))
+    return found
+
+
+def ids(reasons: dict[str, str]) -> dict[str, str]:
+    return {each: why for why, text in reasons.items() for each in text.split()}
+
+
+def case(*values: str) -> Any:
+    """A parameter set; one that is expected to fail does."""
+    name = "-".join(values)
+    why = ids(EXPECTED).get(name)
+    marks = [] if why is None else [pytest.mark.xfail(strict=True, reason=why)]
+    return pytest.param(*values, id=name, marks=marks)
+
+
+def names_with(pattern: str) -> list[str]:
+    """The idioms whose text has a pattern in it."""
+    return [n for n, i in IDIOMS.items() if re.search(pattern, inspect.getsource(i.fn))]
+
+
+WITH_LOOPS = names_with(r"(?<!associative_)scan\(|fori_loop\(|lax\.map\(")
+WITH_BRANCHES = names_with(r"lax\.(cond|switch)\(")
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "dtype"),
+    [
+        case(name, [*CUTS][number % len(CUTS)], HALF[number // len(CUTS) % 2])
+        for number, name in enumerate(IDIOMS)
+    ],
+)
+def test_idiom_in_pieces_has_the_same_plan(name, way, dtype):
+    assert not moved(name, way, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "dtype"),
+    [
+        *(case(n, "peeled", HALF[i // 3 % 2]) for i, n in enumerate(WITH_LOOPS[::3])),
+        *(case(n, "exchanged", dtype) for n in WITH_BRANCHES for dtype in HALF),
+    ],
+)
+def test_idiom_with_loops_and_branches_written_otherwise_has_the_same_plan(
+    name, way, dtype
+):
+    assert CHANGES[way](traced(name), None).closed is not traced(name).closed
+    assert not moved(name, way, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "dtype"),
+    [
+        case(name, [*CUTS][number % len(CUTS)], HALF[number % 2])
+        for number, name in enumerate(zoo.MODELS)
+    ],
+)
+def test_model_in_pieces_has_the_same_plan(name, way, dtype):
+    assert not moved(name, way, dtype)
+
+
+# The others differ from these in few plans; each is tried in one dtype.
+IN_BOTH = ("jit", "branches", *LOOPS, *ORDERS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [
+        (way, dtype)
+        for i, way in enumerate(CHANGES)
+        for dtype in (HALF if way in IN_BOTH else HALF[i % 2 :][:1])
+    ],
+)
+def test_every_program_changed_in_each_way_has_the_same_plan(way, dtype):
+    names = [*IDIOMS, *zoo.MODELS]
+    found = {f"{n}-{way}-{dtype}" for n in names if moved(n, way, dtype)}
+    assert found == {f"{n}-{way}-{dtype}" for n in names} & ids(EXPECTED).keys()
+
+
+# vmap
+
+
+def products(fn: Callable[..., Any], *args: Any) -> list[str]:
+    """The dtypes of the factors of each product of a function, in their order."""
+    return [
+        " ".join(v.aval.dtype.name for v in eqn.invars[:2])
+        for eqn in equations(jax.make_jaxpr(fn)(*args))
+        if eqn.primitive.name in PRODUCTS
+    ]
+
+
+MAPPED = {name: HALF[i // 8 % 2] for i, name in enumerate(IDIOMS)}
+
+
+def moved_by_vmap(name: str, dtype: str) -> bool:
+    """Whether a product has another dtype if `vmap` is inside."""
+    idiom, rng = IDIOMS[name], np.random.default_rng(0)
+    params, inputs = jax.tree.map(jnp.asarray, (idiom.params(rng), idiom.inputs(rng)))
+    inputs = jax.tree.map(lambda x: jnp.stack([x, x]), inputs)
+    outside = jax.vmap(amp.autocast(idiom.fn, f"mixed_{dtype}"), (None, 0))
+    inside = amp.autocast(jax.vmap(idiom.fn, (None, 0)), f"mixed_{dtype}")
+    return products(outside, params, inputs) != products(inside, params, inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "dtype"),
+    [case(name, "vmap", dtype) for name, dtype in [*MAPPED.items()][::8]],
+)
+def test_products_of_an_idiom_are_the_same_under_vmap(name, way, dtype):
+    assert not moved_by_vmap(name, dtype)
+
+
+@pytest.mark.slow
+def test_products_of_every_idiom_are_the_same_under_vmap():
+    found = {f"{n}-vmap-{d}" for n, d in MAPPED.items() if moved_by_vmap(n, d)}
+    assert found == {each for each in ids(EXPECTED) if "-vmap-" in each}
+
+
+# Programs that are written twice: in one piece, and in several
+
+
+def weighted(a, b, g):
+    return g @ jnp.linalg.solve(a, b)
+
+
+def weighted_by(call):
+    product = call(lambda g, x: g @ x)
+    return lambda a, b, g: product(g, jnp.linalg.solve(a, b))
+
+
+def weighted_in_a_scan(a, b, g):
+    x = jnp.linalg.solve(a, b)
+    return lax.scan(lambda _, row: (None, row @ x), None, g[:, None])[1][:, 0]
+
+
+def weighted_in_a_turn(a, b, g):
+    x = jnp.linalg.solve(a, b)
+    return lax.scan(lambda _, each: (None, each @ x), None, g[None])[1][0]
+
+
+def chosen(a, b, g):
+    p = b[0, 0] > 0
+    return g @ lax.cond(p, lambda: jnp.linalg.solve(a, b), lambda: jnp.tanh(b @ a))
+
+
+def chosen_otherwise(a, b, g):
+    p = b[0, 0] > 0
+    return g @ lax.cond(~p, lambda: jnp.tanh(b @ a), lambda: jnp.linalg.solve(a, b))
+
+
+def distance(a, b):
+    return jnp.sum(a**2, 1)[:, None] - 2 * (a @ b.T) + jnp.sum(b**2, 1)[None]
+
+
+def distance_by(call):
+    total = call(lambda a, ab, b: a[:, None] - 2 * ab + b[None])
+    return lambda a, b: total(jnp.sum(a**2, 1), a @ b.T, jnp.sum(b**2, 1))
+
+
+def distance_less(call):
+    less = call(lambda a, ab: a[:, None] - 2 * ab)
+    return lambda a, b: less(jnp.sum(a**2, 1), a @ b.T) + jnp.sum(b**2, 1)[None]
+
+
+def distance_of_a_product(call):
+    product = call(lambda a, b: a @ b.T)
+    norms = call(lambda a: jnp.sum(a**2, 1))
+    return lambda a, b: norms(a)[:, None] - 2 * product(a, b) + norms(b)[None]
+
+
+def step(y, z, w):
+    return y + 1e-3 * (z @ w)
+
+
+def steps(y, w, count=8, step=step):
+    for _ in range(count):
+        y = step(y, 1.0 * y, w)
+    return y
+
+
+def steps_by(call, count=8):
+    return lambda y, w: steps(y, w, count, call(step))
+
+
+def steps_in_a_scan(y, w, count=8):
+    def turn(y, _):
+        return step(y, 1.0 * y, w), None
+
+    return lax.scan(turn, y, None, length=count)[0]
+
+
+def steps_in_a_fori_loop(y, w, count=8):
+    return lax.fori_loop(0, count, lambda _, y: step(y, 1.0 * y, w), y)
+
+
+def normalized(x, w, scale):
+    h = x @ w
+    mean = jnp.mean(h**2, -1, keepdims=True)
+    return (h * lax.rsqrt(mean + 1e-6) * scale[None]) @ w
+
+
+def normalized_by(call):
+    inverse = call(lambda h: lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6))
+    scaled = call(lambda h, r, scale: h * r * scale[None])
+
+    def fn(x, w, scale):
+        h = x @ w
+        return scaled(h, inverse(h), scale) @ w
+
+    return fn
+
+
+def normalized_in_steps(call):
+    times = call(lambda a, b: a * b)
+
+    def fn(x, w, scale):
+        h = x @ w
+        r = lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
+        return times(times(h, r), scale[None]) @ w
+
+    return fn
+
+
+def gated(x, w, c):
+    h, z = x @ w, jnp.tanh(x @ c)
+    y = jnp.sum(h[:, :, None] * c[None], axis=-1)
+    return (y * z) @ w
+
+
+def gated_by(call):
+    total = call(lambda h, c: jnp.sum(h[:, :, None] * c[None], axis=-1))
+    gate = call(lambda y, z: y * z)
+
+    def fn(x, w, c):
+        h, z = x @ w, jnp.tanh(x @ c)
+        return gate(total(h, c), z) @ w
+
+    return fn
+
+
+def covariance(p, f, q, b):
+    for _ in range(2):
+        p = f @ p @ f.T + q
+        p = p - p @ jnp.linalg.solve(p + q, p)
+    return jnp.linalg.solve(p, b)
+
+
+def covariance_by(transposed=lambda f: f.T, times=lambda f, p: f @ p, plus=jnp.add):
+    def fn(p, f, q, b):
+        for _ in range(2):
+            p = plus(times(f, p) @ transposed(f), q)
+            p = p - p @ jnp.linalg.solve(p + q, p)
+        return jnp.linalg.solve(p, b)
+
+    return fn
+
+
+def covariance_in_a_scan(p, f, q, b):
+    def turn(p, _):
+        p = f @ p @ f.T + q
+        return p - p @ jnp.linalg.solve(p + q, p), None
+
+    return jnp.linalg.solve(lax.scan(turn, p, None, length=2)[0], b)
+
+
+def normal_equations(x, y):
+    return jnp.linalg.solve(x.T @ x + jnp.eye(x.shape[1]), x.T @ y)
+
+
+def normal_equations_by(call):
+    product = call(lambda a, b: a @ b)
+
+    def fn(x, y):
+        t = x.T
+        gram = product(t, x)
+        return jnp.linalg.solve(gram + jnp.eye(x.shape[1]), product(t, y))
+
+    return fn
+
+
+def normal_equations_of(call):
+    gram = call(lambda x: x.T @ x)
+
+    def fn(x, y):
+        return jnp.linalg.solve(gram(x) + jnp.eye(x.shape[1]), x.T @ y)
+
+    return fn
+
+
+def place(x, table):
+    best = jax.nn.one_hot(jnp.argmax(x @ table, -1), 2048)
+    return best @ jnp.arange(2048.0)
+
+
+def place_by(call):
+    number = call(lambda best, places: best @ places)
+
+    def fn(x, table):
+        best = jax.nn.one_hot(jnp.argmax(x @ table, -1), 2048)
+        return number(best, jnp.arange(2048.0))
+
+    return fn
+
+
+def place_of(call):
+    counted = call(lambda best: best @ jnp.arange(2048.0))
+
+    def fn(x, table):
+        return counted(jax.nn.one_hot(jnp.argmax(x @ table, -1), 2048))
+
+    return fn
+
+
+# The program in one piece, the shapes of its arguments, and others that compute the
+# same.
+WRITTEN: dict[str, tuple[Any, list[tuple[int, ...]], dict[str, Any]]] = {
+    "solution": (
+        weighted,
+        [(8, 8), (8, 3), (8, 8)],
+        {
+            "jit": weighted_by(jax.jit),
+            "checkpoint": weighted_by(jax.checkpoint),
+            "scan": weighted_in_a_scan,
+            "turn": weighted_in_a_turn,
+        },
+    ),
+    "choice": (
+        chosen,
+        [(8, 8), (8, 8), (8, 8)],
+        {"exchanged": chosen_otherwise},
+    ),
+    "distance": (
+        distance,
+        [(8, 4), (6, 4)],
+        {
+            "sum": distance_by(jax.jit),
+            "checkpoint": distance_by(jax.checkpoint),
+            "less": distance_less(jax.jit),
+            "product": distance_of_a_product(jax.jit),
+        },
+    ),
+    "steps": (
+        steps,
+        [(8,), (8, 8)],
+        {
+            "jit": steps_by(jax.jit),
+            "checkpoint": steps_by(jax.checkpoint),
+            "scan": steps_in_a_scan,
+            "fori_loop": steps_in_a_fori_loop,
+        },
+    ),
+    "norm": (
+        normalized,
+        [(6, 8), (8, 8), (8,)],
+        {
+            "jit": normalized_by(jax.jit),
+            "checkpoint": normalized_by(jax.checkpoint),
+            "factors": normalized_in_steps(jax.jit),
+        },
+    ),
+    "gate": (
+        gated,
+        [(6, 8), (8, 8), (8, 8)],
+        {"jit": gated_by(jax.jit), "checkpoint": gated_by(jax.checkpoint)},
+    ),
+    "covariance": (
+        covariance,
+        [(8, 8), (8, 8), (8, 8), (8, 1)],
+        {
+            "transpose": covariance_by(transposed=jax.jit(lambda f: f.T)),
+            "product": covariance_by(times=jax.jit(lambda f, p: f @ p)),
+            "sum": covariance_by(plus=jax.jit(lambda a, b: a + b)),
+            "scan": covariance_in_a_scan,
+        },
+    ),
+    "gram": (
+        normal_equations,
+        [(16, 4), (16, 1)],
+        {
+            "products": normal_equations_by(jax.jit),
+            "checkpoint": normal_equations_by(jax.checkpoint),
+            "gram": normal_equations_of(jax.jit),
+        },
+    ),
+    "place": (
+        place,
+        [(6, 8), (8, 2048)],
+        {"product": place_by(jax.jit), "arange": place_of(jax.jit)},
+    ),
+}
+
+
+def by_place(
+    fn: Callable[..., Any], shapes: list[tuple[int, ...]], dtype: str
+) -> dict[Any, list[set[Row]]]:
+    """What is planned for the equations of a primitive with a shape of results.
+
+    A product may be made of rows in another place.
+    """
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    rows = cutting.decided(cutting.traced(fn, *args), f"mixed_{dtype}")
+    found: dict[Any, list[set[Row]]] = {}
+    for name, planned in rows.items():
+        primitive = next(iter(planned)).primitive
+        shape = () if primitive in PRODUCTS else name[-1].aval.shape
+        found.setdefault((primitive, shape), []).append(planned)
+    return found
+
+
+def paired(was: list[set[Row]], now: list[set[Row]]) -> list[tuple[set[Row], set[Row]]]:
+    """The equations in one place, one by one; or all of them, in one and more turns."""
+    if len(was) == len(now):
+        return list(zip(was, now, strict=True))
+    return [(set().union(*was), set().union(*now))]
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "dtype"),
+    [
+        case(name, way, dtype)
+        for name, (_, _, others) in WRITTEN.items()
+        for way in others
+        for dtype in HALF
+    ],
+)
+def test_program_that_is_written_in_pieces_has_the_same_plan(name, way, dtype):
+    fn, shapes, others = WRITTEN[name]
+    was, now = (by_place(each, shapes, dtype) for each in (fn, others[way]))
+    in_turns = way in ("scan", "turn", "fori_loop")
+    for place, rows in was.items():
+        for old, new in paired(rows, now.get(place, [])):
+            if not in_turns or any(map(is_strict, old | new)):
+                assert {row.dtype for row in old} == {row.dtype for row in new}, place
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_program_that_is_written_in_pieces_has_the_same_values(name):
+    fn, shapes, others = WRITTEN[name]
+    rng = np.random.default_rng(0)
+    args = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    for other in others.values():
+        np.testing.assert_allclose(other(*args), fn(*args), rtol=2e-3, atol=2e-3)
+
+
+STEPS: dict[str, Callable[..., Any]] = {
+    "inline": lambda y, w: steps(y, w, 300),
+    "jit": steps_by(jax.jit, 300),
+    "checkpoint": steps_by(jax.checkpoint, 300),
+    "scan": lambda y, w: steps_in_a_scan(y, w, 300),
+    "fori_loop": lambda y, w: steps_in_a_fori_loop(y, w, 300),
+}
+# What is before the steps, or after them.
+AROUND: dict[str, Callable[..., Any]] = {
+    "argument": lambda walk, y, w: walk(y, w),
+    "from_a_product": lambda walk, y, w: walk(y @ jnp.eye(8), w),
+    "to_a_product": lambda walk, y, w: walk(y, w) @ jnp.eye(8),
+}
+
+
+@pytest.mark.parametrize(
+    ("around", "way", "dtype"),
+    [case(around, way, "bfloat16") for around in AROUND for way in STEPS],
+)
+def test_steps_of_an_integration_add_up_however_they_are_written(around, way, dtype):
+    y, w = jnp.ones(8), 4 * jnp.eye(8)
+    walk = functools.partial(AROUND[around], STEPS[way])
+    moved = amp.autocast(walk, f"mixed_{dtype}")(y, w) - y
+    np.testing.assert_allclose(moved, 1.004**300 - 1, rtol=0.01)
