@@ -8,8 +8,19 @@ from jmp_amp.plan.pins import PINS
 from tests.ablation import RULES, kept, programs, signature, switched_off
 
 TESTS = Path(__file__).parent / "plan" / "rules"
-# Rules that change no plan of the zoo, its shapes and the idioms: who needs them.
-ONLY_UNIT_TESTS: dict[str, str] = {}
+# Rules that change no plan of the zoo, its shapes and the idioms: the test that fails
+# without them.
+ONLY_UNIT_TESTS = {
+    "carried": "its own test alone: a sum of two products that a loop hands on",
+    "exact": "test_destinations: a factor of a solution",
+    "f32_result": "test_plan: products and convolutions with an f32 result",
+    "form": "test_destinations: a covariance that is mapped",
+    "saturates": "test_plan: a mask in a selection saturates for half readers alone",
+    "selected": "test_destinations: what stop_gradient alone reads, in a selection",
+    "settled": "test_destinations: what follows the last layer is f32",
+    "spreads_function": "test_derivative_rules: edges look up functions in half",
+    "sums_argument": "its own test alone: a state that a third sum returns",
+}
 # Few programs need these.
 CHANGED = ("grows", "coordinate", "stopped")
 

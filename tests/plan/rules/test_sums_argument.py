@@ -1,6 +1,5 @@
 """An argument that is returned after several sums is f32 in all of them."""
 
-
 from tests.plan.rules import BF16, F32, W, X, planned
 
 
