@@ -1,0 +1,387 @@
+"""Which programs need a rule of the plan: each rule switched off, all plans made again.
+
+    python -m tests.ablation [--only RULE ...] [--write]
+
+The programs are the zoo, its shapes and the idioms, each in bf16 and in f16. A plan
+counts if any dtype, read, write, rewrite, island or output changes. `ablation.json` has
+the table: `--write` writes it, else the table is compared with it. `test_ablation.py`
+asks for a program of each rule, and `plan/rules/` has a test of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import tests.conftest  # noqa: F401  # JAX as in the tests, before it is imported
+
+# isort: split
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_amp.plan import (
+    constants,
+    consumers,
+    deciding,
+    destinations,
+    origins,
+    pins,
+    rewrites,
+    trade_offs,
+)
+from jmp_amp.plan.destinations import Ends
+from jmp_amp.plan.facts import Made
+from jmp_amp.plan.modes import Demands
+from jmp_amp.plan.plan import Plan
+from jmp_amp.plan.planner import plan_program
+from jmp_amp.plan.values import Origin, Trait
+from jmp_amp.policies.policy_map import as_policy_map
+from jmp_amp.transform.calls import traced_call
+from tests.measures import HALF
+
+FILE = Path(__file__).with_name("ablation.json")
+KINDS = ("zoo", "shapes", "idioms")
+NAMED = 3
+
+
+class Change(NamedTuple):
+    """What a name of a module, or of a class, means while a rule is off.
+
+    Attributes:
+      owner, name: where it is looked up.
+      off: what it means -> what it means while the rule is off.
+    """
+
+    owner: Any
+    name: str
+    off: Callable[[Any], Any]
+
+
+# All that switches a rule off.
+Rule = tuple[Change, ...]
+
+
+def no(*places: tuple[Any, str], answer: Any = False) -> Rule:
+    """A rule that is off if functions, wherever they are looked up, answer no."""
+    return tuple(Change(*place, lambda _: lambda *_: answer) for place in places)
+
+
+def unset(owner: Any, name: str) -> Rule:
+    """A rule that is off if a bit is in no set."""
+    return (Change(owner, name, lambda _: 0),)
+
+
+def without_pin(pin: pins.Pin) -> Rule:
+    """A row of `PINS` that is left out."""
+
+    def off(pin_of: Callable[..., Any]) -> Callable[..., Any]:
+        def of_others(at: Any) -> Any:
+            others = tuple(each for each in pins.PINS if each.id != pin.id)
+            found = pin_of(at)
+            if found is None or found.id != pin.id:
+                return found
+            with mock.patch.object(pins, "PINS", others):
+                return pin_of(at)
+
+        return of_others
+
+    return (Change(deciding, "pin_of", off),)
+
+
+def without_rewrite(row: Callable[..., Any]) -> Rule:
+    """A row of the rewrites that is left out."""
+
+    def off(rewrite_of: Callable[..., Any]) -> Callable[..., Any]:
+        def of_others(at: Any) -> Any:
+            if row(at) is None:
+                return rewrite_of(at)
+            others = tuple(each for each in rewrites._REWRITES if each is not row)
+            with mock.patch.object(rewrites, "_REWRITES", others):
+                return rewrite_of(at)
+
+        return of_others
+
+    return (Change(deciding, "rewrite_of", off),)
+
+
+def without_trait(trait: Trait) -> Rule:
+    """A trait that no equation gives to its results."""
+
+    def off(traits: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: [each for each in traits(*args) if each is not trait]
+
+    return (Change(deciding, "_traits", off),)
+
+
+def without_option(is_it: Callable[[trade_offs.Option, Any], bool]) -> Rule:
+    """Options that no decision has; `is_it` tells them, by what the result is too."""
+
+    def off(options: Callable[..., Any]) -> Callable[..., Any]:
+        def others(at: Any, made: Any, result: Any, *args: Any) -> Any:
+            found = options(at, made, result, *args)
+            return [each for each in found if not is_it(each, result)]
+
+        return others
+
+    return (Change(deciding, "options", off),)
+
+
+def _never_saturates(options: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda at, made, *args: options(
+        at, dataclasses.replace(made, saturate=False), *args
+    )
+
+
+def _saves_nothing(results: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: tuple(
+        known._replace(traits=known.traits - {Trait.SAVED_IN_F32})
+        for known in results(*args)
+    )
+
+
+def _is_free_in_half(option: trade_offs.Option, result: Any) -> bool:
+    is_half = option.dtype is not None and option.dtype.itemsize == 2
+    return is_half and result.origin == Origin.FREE
+
+
+RULES: dict[str, Rule] = {
+    **{pin.id: without_pin(pin) for pin in pins.PINS},
+    # What is pinned: the ends that lead to a pin, and the facts.
+    "settled": tuple(
+        Change(owner, "settled", lambda _: lambda end: end)
+        for owner in (destinations, origins)
+    ),
+    "ranked": no((destinations, "_ranked"), answer=()),
+    "selected": (Change(destinations, "_selected", lambda _: lambda eqn: eqn.invars),),
+    "form": no((destinations, "_between"), answer=[]),
+    "factor": unset(Ends, "FACTOR"),
+    "exact": unset(Ends, "EXACT"),
+    "solution_trait": no((deciding, "is_solution")),
+    "solver": no((origins, "is_solver")),
+    # What is f32 although half would be right.
+    "worth_f32": no((deciding, "is_worth_f32")),
+    "coordinate": no((destinations, "subtracts_parts")),
+    "returned": without_option(lambda o, _: o.readers == Demands.RETURNED),
+    "carried": without_option(lambda o, _: o.readers == Demands.CARRIED),
+    "compared": without_option(lambda o, _: o.readers == Demands.AS_IS),
+    "sums_argument": no((deciding, "sums_argument")),
+    "hands_on_kept": no((consumers, "_hands_on_kept")),
+    "misfit": no((constants, "misfit"), answer=None),
+    "met": no((constants, "met"), answer=None),
+    "slice": (
+        Change(deciding, "_is_slice", lambda _: lambda at: False),
+        Change(
+            origins,
+            "_entering",
+            lambda _: lambda eqn, views, operands: tuple(views[i] for i in operands),
+        ),
+    ),
+    # What is half although f32 would be right.
+    "multiplies": no((deciding, "_multiplies")),
+    "grows": no((trade_offs, "grows")),
+    "takes_half": no((consumers, "_takes_half")),
+    "looked_up": without_trait(Trait.LOOKED_UP),
+    "saved_in_f32": no((deciding, "is_saved_in_f32")),
+    "saved_by_loops": (Change(origins, "_results", _saves_nothing),),
+    "falls": no((deciding, "may_fall")),
+    "gates_a_sum": no((trade_offs, "_gates_a_sum")),
+    "normalized": unset(Made, "NORMALIZED"),
+    "spreads_function": no((deciding, "_spreads_function")),
+    "oversized": without_trait(Trait.OVERSIZED),
+    "saturates": (Change(deciding, "options", _never_saturates),),
+    "moves_parameters": without_option(lambda o, r: _is_free_in_half(o, r) and o.once),
+    "adds_parameters": without_option(
+        lambda o, r: _is_free_in_half(o, r) and not o.once
+    ),
+    "stored_in_half": without_option(lambda o, _: o.store is not None),
+    # Rewrites.
+    **{
+        row.__name__: without_rewrite(row)
+        for row in (
+            *(rewrites.f32_result, rewrites.pick_from_rows),
+            *(rewrites.summed_lookup, rewrites.quotient),
+        )
+    },
+}
+
+
+@contextlib.contextmanager
+def switched_off(rule: str) -> Iterator[None]:
+    """Plans are made without a rule."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, off in RULES[rule]:
+            changed = off(getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, changed))
+        yield
+
+
+@contextlib.contextmanager
+def noted(rules: Sequence[str]) -> Iterator[set[str]]:
+    """Plans are made as ever; gives the rules that may have decided something.
+
+    A function was asked, and answered what it would not with the rule off.
+    """
+    found: set[str] = set()
+    with contextlib.ExitStack() as stack:
+        originals: dict[tuple[int, str], Any] = {}
+        for rule in rules:
+            for owner, name, off in RULES[rule]:
+                now = getattr(owner, name)
+                original = originals.setdefault((id(owner), name), now)
+                if callable(original):
+                    beside = _beside(now, off(original), rule, found)
+                    stack.enter_context(mock.patch.object(owner, name, beside))
+                else:
+                    found.add(rule)
+        yield found
+
+
+def _beside(
+    asked: Callable[..., Any], off: Callable[..., Any], rule: str, found: set[str]
+) -> Callable[..., Any]:
+    def answer(*args: Any) -> Any:
+        result = asked(*args)
+        if isinstance(result, types.GeneratorType):
+            result = list(result)
+        if rule not in found:
+            other = off(*args)
+            is_list = isinstance(other, types.GeneratorType)
+            if (list(other) if is_list else other) != result:
+                found.add(rule)
+        return result
+
+    return answer
+
+
+class Program(NamedTuple):
+    """A program of the table.
+
+    Attributes:
+      kind: of which table it is.
+      name: its name there, and the half dtype.
+      plan: returns its plan; it is traced once.
+    """
+
+    kind: str
+    name: str
+    plan: Callable[[], Plan]
+
+
+def programs(names: Sequence[str] = ()) -> Iterator[Program]:
+    """Yields the programs of these names, or all."""
+    # Who switches a rule off needs no models.
+    from tests import zoo
+    from tests.idioms.table import IDIOMS
+
+    for kind, cases in (("zoo", zoo.CASES), ("shapes", zoo.SHAPES)):
+        for (model, size), case in cases.items():
+            yield from _in_half(
+                kind, f"{model}, {size}", case.loss, case.abstract, names
+            )
+    for name, idiom in IDIOMS.items():
+
+        def args(idiom: Any = idiom) -> Any:
+            rng = np.random.default_rng(0)
+            return jax.tree.map(jnp.asarray, (idiom.params(rng), idiom.inputs(rng)))
+
+        yield from _in_half("idioms", name, idiom.fn, args, names)
+
+
+def _in_half(
+    kind: str,
+    name: str,
+    fn: Callable[..., Any],
+    args: Callable[[], Any],
+    names: Sequence[str],
+) -> Iterator[Program]:
+    for dtype in HALF:
+        full = f"{name}, {dtype}"
+        if not names or full in names:
+            policies = as_policy_map(f"mixed_{dtype}", "ablation({})")
+            with traced_call(fn, policies, args(), {}, "ablation") as traced:
+                yield Program(kind, full, _planner(traced, policies.default))
+
+
+def _planner(traced: Any, policy: Any) -> Callable[[], Plan]:
+    return lambda: plan_program(traced.jaxpr, policy, traced.stored, traced.states)
+
+
+def signature(plan: Plan) -> object:
+    """Returns all that counts of a plan; those of two plans of one trace compare."""
+    return (
+        [(e.dtype, e.reads, e.writes, e.rewrite, e.saturate) for e in plan.equations],
+        [[signature(body) for body in e.bodies] for e in plan.equations],
+        plan.islands,
+        plan.outputs,
+    )
+
+
+def measured(rules: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Returns a row for each rule: how many plans change, and the first of them."""
+    table: dict[str, dict[str, Any]] = {
+        rule: {**dict.fromkeys(KINDS, 0), "programs": []} for rule in sorted(rules)
+    }
+    for program in programs():
+        with noted(rules) as asked:
+            before = signature(program.plan())
+        for rule in sorted(asked):
+            with switched_off(rule):
+                after = signature(program.plan())
+            if after != before:
+                row = table[rule]
+                row[program.kind] += 1
+                row["programs"] = [*row["programs"], program.name][:NAMED]
+    return table
+
+
+def kept() -> dict[str, dict[str, Any]]:
+    """Returns the table that is committed."""
+    return json.loads(FILE.read_text()) if FILE.exists() else {}
+
+
+def text(table: dict[str, dict[str, Any]]) -> str:
+    """Returns a table as aligned text."""
+    rows = [("rule", *KINDS, "programs")]
+    rows += [
+        (rule, *(str(row[kind]) for kind in KINDS), "; ".join(row["programs"]))
+        for rule, row in table.items()
+    ]
+    return "\n".join(
+        f"{rule:18}" + "".join(f"{n:>8}" for n in numbers) + f"  {named}".rstrip()
+        for rule, *numbers, named in rows
+    )
+
+
+def written(table: dict[str, dict[str, Any]]) -> str:
+    """Returns a table as JSON, a line for each rule."""
+    lines = (f"{json.dumps(r)}: {json.dumps(table[r])}" for r in sorted(table))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=list(RULES), metavar="RULE")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    table = measured(options.only or list(RULES))
+    print(text(table))
+    if options.write:
+        others = {r: row for r, row in kept().items() if r in RULES}
+        FILE.write_text(written((others if options.only else {}) | table))
+        return
+    moved = [rule for rule, row in table.items() if kept().get(rule) != row]
+    if moved:
+        sys.exit(f"{FILE.name} has other rows of {', '.join(moved)}: see --write")
+
+
+if __name__ == "__main__":
+    main()

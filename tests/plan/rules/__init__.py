@@ -1,0 +1,86 @@
+"""A test for each rule of the plan: a program that needs it, and its nearest.
+
+The nearest program differs in one line, and must not get what the rule gives. That it
+is this rule is seen with the rule switched off, as in `tests/ablation.py`. A file has
+the name of its rule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jmp_amp as amp
+from jmp_amp.plan import jaxprs
+from jmp_amp.plan.plan import EquationPlan, Plan
+from jmp_amp.plan.planner import plan_program
+from tests.ablation import switched_off
+
+F32, BF16, F16 = "float32", "bfloat16", "float16"
+
+
+def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an argument; nothing is computed."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+X, W = array(8, 16), array(16, 16)
+
+
+def equations(plan: Plan) -> Iterator[tuple[str, EquationPlan]]:
+    """Every planned equation with the name of its primitive, calls before bodies."""
+    for each, eqn in zip(plan.equations, plan.body.jaxpr.eqns, strict=True):
+        yield eqn.primitive.name, each
+        for body in each.bodies:
+            yield from equations(body)
+
+
+def planned_equations(
+    fn: Callable[..., Any], *args: Any, of: str, without: str | None, half: str
+) -> list[EquationPlan]:
+    """The plans of the equations of one primitive, maybe without a rule."""
+    closed = jaxprs.trace(lambda *args: jax.tree.leaves(fn(*args)), args)
+    inputs, outputs = ([None] * len(v) for v in (args, closed.jaxpr.outvars))
+    with switched_off(without) if without else contextlib.nullcontext():
+        plan = plan_program(closed, amp.get_policy(f"mixed_{half}"), inputs, outputs)
+    return [each for name, each in equations(plan) if name == of]
+
+
+def planned(
+    fn: Callable[..., Any],
+    *args: Any,
+    of: str,
+    without: str | None = None,
+    half: str = BF16,
+) -> list[str]:
+    """The dtypes that each equation of a primitive `of` computes its result in."""
+    found = planned_equations(fn, *args, of=of, without=without, half=half)
+    return [str(each.yields[0]) for each in found if each.yields[0]]
+
+
+def stored(
+    fn: Callable[..., Any],
+    *args: Any,
+    of: str,
+    without: str | None = None,
+    half: str = BF16,
+) -> list[str]:
+    """The dtypes that the results of a primitive `of` are kept in."""
+    found = planned_equations(fn, *args, of=of, without=without, half=half)
+    return [str(each.writes[0]) for each in found if each.writes[0]]
+
+
+def rewritten(
+    fn: Callable[..., Any],
+    *args: Any,
+    of: str,
+    without: str | None = None,
+    half: str = BF16,
+) -> list[bool]:
+    """Whether each equation of a primitive `of` is bound otherwise than as traced."""
+    found = planned_equations(fn, *args, of=of, without=without, half=half)
+    return [each.rewrite is not None for each in found]

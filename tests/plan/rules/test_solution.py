@@ -1,0 +1,17 @@
+"""The solution of a linear system times an argument is f32: terms cancel."""
+
+from jax.lax.linalg import triangular_solve
+
+from tests.plan.rules import BF16, F32, W, planned
+
+
+def test_solution():
+    def solved(g, a, b):
+        return triangular_solve(a, b, left_side=True) @ g
+
+    def nearest(g, a, b):
+        return (a * b) @ g
+
+    assert planned(solved, W, W, W, of="dot_general") == [F32]
+    assert planned(solved, W, W, W, of="dot_general", without="solution") == [BF16]
+    assert planned(nearest, W, W, W, of="dot_general") == [BF16]

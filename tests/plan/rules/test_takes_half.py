@@ -1,0 +1,24 @@
+"""A norm that hands on half precision takes what it normalises in half."""
+
+import jax.numpy as jnp
+
+import jmp_amp as amp
+from jmp_amp.plan.regions import scope
+from tests.plan.rules import BF16, F32, W, X, planned
+
+NORM = amp.Policy("float32", "float32", "bfloat16")
+
+
+def test_takes_half():
+    def norm(x, w):
+        h = jnp.sin(x @ w)
+        with scope(NORM):
+            return jnp.exp(h) @ w
+
+    def nearest(x, w):
+        h = jnp.sin(x @ w)
+        return jnp.exp(h) @ w
+
+    assert planned(norm, X, W, of="sin") == [BF16]
+    assert planned(norm, X, W, of="sin", without="takes_half") == [F32]
+    assert planned(nearest, X, W, of="sin") == [F32]

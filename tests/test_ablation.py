@@ -1,0 +1,47 @@
+"""Each rule of the plan has a test, and programs that need it: see `ablation.py`."""
+
+from pathlib import Path
+
+import pytest
+
+from jmp_amp.plan.pins import PINS
+from tests.ablation import RULES, kept, programs, signature, switched_off
+
+TESTS = Path(__file__).parent / "plan" / "rules"
+# Rules that change no plan of the zoo, its shapes and the idioms: the test that fails
+# without them.
+ONLY_UNIT_TESTS = {
+    "carried": "its own test alone: a sum of two products that a loop hands on",
+    "exact": "test_destinations: a factor of a solution",
+    "f32_result": "test_plan: products and convolutions with an f32 result",
+    "form": "test_destinations: a covariance that is mapped",
+    "saturates": "test_plan: a mask in a selection saturates for half readers alone",
+    "selected": "test_destinations: what stop_gradient alone reads, in a selection",
+    "settled": "test_destinations: what follows the last layer is f32",
+    "spreads_function": "test_derivative_rules: edges look up functions in half",
+    "sums_argument": "its own test alone: a state that a third sum returns",
+}
+# Few programs need these.
+CHANGED = ("grows", "coordinate", "stopped")
+
+
+def test_every_rule_has_a_row_and_a_test():
+    assert {pin.id for pin in PINS} <= RULES.keys()
+    assert sorted(kept()) == sorted(RULES)
+    files = {path.stem.removeprefix("test_") for path in TESTS.glob("test_*.py")}
+    assert files == RULES.keys()
+
+
+def test_every_rule_has_a_program_that_needs_it():
+    without = {rule for rule, row in kept().items() if not row["programs"]}
+    assert without == ONLY_UNIT_TESTS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", CHANGED)
+def test_a_rule_that_is_switched_off_changes_its_first_program(rule):
+    (program,) = programs(kept()[rule]["programs"][:1])
+    before = signature(program.plan())
+    with switched_off(rule):
+        assert signature(program.plan()) != before
+    assert signature(program.plan()) == before
