@@ -7,7 +7,7 @@ and comes out of them. Two operands of a call may be one value; inside they are 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Final, NamedTuple
 
 from jmp_amp.plan import jaxprs
@@ -182,16 +182,15 @@ class FactFinder:
         if jaxprs.is_loop(eqn):
             operands = _of_turns(eqn, operands, found)
         inputs: dict[int, Facts] = {}
-        # What a call hands back may be an operand, or a part of one.
-        is_call = not jaxprs.is_loop(eqn) and len(inner) == 1
 
         def outputs(number: int, operands: Sequence[Fact]) -> list[Fact]:
             given = inputs[number] = _numbered(operands)
             body = inner[number].body
             facts = self.of(body, given)
             outputs = [facts.of(v) for v in body.jaxpr.outvars]
-            if not is_call:
+            if jaxprs.is_loop(eqn):
                 return [found.new(each.made) for each in outputs]
+            # What comes back may be an operand, or a part of one.
             values, wholes = _Numbers(found.number), _Numbers(found.number)
             for inside, outside in zip(given, operands, strict=True):
                 wholes[inside.whole] = outside.whole
@@ -200,9 +199,23 @@ class FactFinder:
             return [_renumbered(each, values, wholes) for each in outputs]
 
         def turned(operand: int, now: Fact, update: Fact) -> Fact:
-            return _joined(now, update)
+            return now._replace(made=_made_either(now, update))
 
-        results = forward(eqn, operands, outputs, turned, _joined).results
+        pairs = _Numbers(found.number)
+
+        def joined(one: Fact, other: Fact) -> Fact:
+            def either(a: int, b: int) -> int:
+                return a if a == b else pairs[a, b]
+
+            return Fact(
+                _made_either(one, other),
+                either(one.value, other.value),
+                either(one.whole, other.whole),
+                one.factors if one.factors == other.factors else (),
+                one.last if one.last == other.last else -1,
+            )
+
+        results = forward(eqn, operands, outputs, turned, joined).results
         found.inner[index] = [inputs[number] for number in range(len(inner))]
         return results
 
@@ -220,13 +233,13 @@ def _of_turns(eqn: Eqn, operands: Sequence[Fact], found: BodyFacts) -> list[Fact
     return operands
 
 
-class _Numbers(dict[int, int]):
+class _Numbers(dict[Hashable, int]):
     """Numbers of values by other numbers; those that have none get new ones."""
 
     def __init__(self, new: Callable[[], int]) -> None:
         self._new = new
 
-    def __missing__(self, key: int) -> int:
+    def __missing__(self, key: Hashable) -> int:
         self[key] = self._new()
         return self[key]
 
@@ -253,10 +266,10 @@ def _any(facts: Sequence[Fact]) -> int:
     return made
 
 
-def _joined(one: Fact, other: Fact) -> Fact:
-    """Returns the fact of a value that is one of two."""
+def _made_either(one: Fact, other: Fact) -> int:
+    """Returns what a value is made of that is one of two."""
     a, b = one.made, other.made
-    return one._replace(made=(a | b) & ~Made.LAST | (a & b))
+    return (a | b) & ~Made.LAST | (a & b)
 
 
 def _moved(eqn: Eqn, fact: Fact) -> Fact:

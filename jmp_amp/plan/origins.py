@@ -193,9 +193,9 @@ class Flows:
     ) -> Step:
         """Follows values through the bodies of a call, a loop or a branch.
 
-        The fixpoint ends: the origin of a carry only rises, its bounds widen once, to
-        any size; it may only lose the traits of a parameter and of a lookup, and only
-        get the traits of an oversized constant, of a tangent and of a solution.
+        The fixpoint ends: the origin of a carry only rises, its bounds widen twice, at
+        last to any size; it may only lose the trait of a parameter, and only get those
+        of a lookup, of an oversized constant, of a tangent and of a solution.
         """
         sources = around.sources
         read = [sources.of(atom) for atom in eqn.invars]
@@ -227,7 +227,7 @@ class Flows:
         def turned(operand: int, now: _Part, update: _Part) -> _Part:
             atom, start = eqn.invars[operand], starts[operand]
             if jaxprs.is_while(eqn):
-                known = _carried_by_while(atom, now.known, update.known)
+                known = _carried_by_while(atom, start, now.known, update.known)
             else:
                 is_stream = bool(layers >> operand & 1)
                 known = _carried_by_scan(
@@ -387,40 +387,40 @@ def _carried_by_scan(
         begins = start.origin != Origin.FREE or Trait.LOOKED_UP in start.traits
         is_kept = is_kept or not (begins and is_stream)
     if (origin == Origin.LOW and is_kept) or Trait.CARRIED in now.traits:
-        kept = _carry(now, update, Origin.FULL)
+        kept = _carry(start, now, update, Origin.FULL)
         return kept._replace(traits=kept.traits | {Trait.CARRIED})
-    return _carry(now, update, origin)
+    return _carry(start, now, update, origin)
 
 
-def _carried_by_while(atom: Atom, now: Known, update: Known) -> Known:
+def _carried_by_while(atom: Atom, start: Known, now: Known, update: Known) -> Known:
     """As `_carried_by_scan`, but a carry keeps its dtype."""
     origin = max(now.origin, update.origin)
     if origin != Origin.FREE and castable(atom):
         origin = Origin.LOW if is_half(aval_of(atom).dtype) else Origin.FULL
-    return _carry(now, update, origin)
+    return _carry(start, now, update, origin)
 
 
-def _carry(now: Known, update: Known, origin: Origin) -> Known:
-    limits = now.bounds
-    if limits not in (update.bounds, _ANY_SIZE):
-        # Constants that grow from turn to turn, or that inputs have a part in.
-        grows = limits is not None and update.bounds is not None
-        limits = _ANY_SIZE if grows else None
-    both = now.traits & update.traits & {Trait.PARAMETER, Trait.LOOKED_UP}
-    joined = {Trait.OVERSIZED, Trait.TANGENT, Trait.SOLUTION}
+def _carry(start: Known, now: Known, update: Known, origin: Origin) -> Known:
+    limits = now.bounds and update.bounds and _hull(now.bounds, update.bounds)
+    if limits not in (None, now.bounds) and now.bounds != start.bounds:
+        limits = _ANY_SIZE  # constants that grow from turn to turn
+    both = now.traits & update.traits & {Trait.PARAMETER}
+    joined = {Trait.OVERSIZED, Trait.TANGENT, Trait.SOLUTION, Trait.LOOKED_UP}
     either = (now.traits | update.traits) & joined
     return Known(origin, limits, now.region, both | either)
 
 
+def _hull(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
+    """Returns the range of a value that is in one of two."""
+    return min(a[0], b[0]), max(a[1], b[1])
+
+
 def _either(a: Known, b: Known) -> Known:
     """Returns what is known of a value that is `a` or `b`."""
-    limits = None
-    if a.bounds and b.bounds:
-        limits = min(a.bounds[0], b.bounds[0]), max(a.bounds[1], b.bounds[1])
+    limits = a.bounds and b.bounds and _hull(a.bounds, b.bounds)
     origin = max(a.origin, b.origin)
     low = a.region.policy.compute_dtype
     if origin == Origin.LOW and unfit((a, b), low) is not None:
         origin = Origin.FULL
-    both = a.traits & b.traits & {Trait.PARAMETER}
     either = (a.traits | b.traits) & CONTAGIOUS
-    return Known(origin, limits, a.region, both | either)
+    return Known(origin, limits, a.region, a.traits & b.traits | either)
