@@ -8,7 +8,7 @@ nothing is compared.
     PLAN_HASHES=write python -m pytest -m "slow or not slow" \
         tests/plan/test_plan_hashes.py
 
-writes it anew, and `git diff` tells which programs have moved.
+writes it anew; the lines that `git diff` shows are the programs that have moved.
 """
 
 import functools
@@ -33,6 +33,10 @@ from tests.measures import HALF
 
 FILE = Path(__file__).parents[1] / "plan_hashes.json"
 VERSIONS = {name: importlib.metadata.version(name) for name in ("jax", "flax")}
+WRITE = (
+    'PLAN_HASHES=write python -m pytest -m "slow or not slow" '
+    "tests/plan/test_plan_hashes.py"
+)
 Args = tuple[Any, ...]
 
 
@@ -102,10 +106,7 @@ def test_plans_are_those_whose_hashes_are_kept(room):
             kept.keep(f"{room}: {name}", found, VERSIONS, FILE)
         elif written()["programs"].get(f"{room}: {name}") != found:
             moved.append(name)
-    assert not moved, (
-        f"{len(moved)} plans moved: {', '.join(moved)}. Were they meant to? See the "
-        "head of this file for how to write the hashes anew."
-    )
+    assert not moved, f"plans moved: {', '.join(moved)}. If they were meant to: {WRITE}"
 
 
 def test_hashes_are_kept_of_the_programs_that_there_are():
