@@ -191,7 +191,7 @@ RULES: dict[str, Rule] = {
     "takes_half": no((consumers, "_takes_half")),
     "looked_up": without_trait(Trait.LOOKED_UP),
     "saved_in_f32": no((deciding, "is_saved_in_f32")),
-    "saved_by_loops": (Change(origins, "_results", _saves_nothing),),
+    "saved_by_loops": (Change(origins, "_saved", _saves_nothing),),
     "falls": no((deciding, "may_fall")),
     "gates_a_sum": no((trade_offs, "_gates_a_sum")),
     "normalized": unset(Made, "NORMALIZED"),

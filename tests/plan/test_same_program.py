@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend import core
 
 import jmp_amp as amp
 from jmp_amp.plan.operations import PRODUCTS
@@ -31,7 +32,9 @@ from tests.plan import cutting
 from tests.plan.cutting import Program, Row
 from tests.programs import equations
 
-# What must still be mended: the reason, and the ids of the tests that show it.
+# What must still be mended: the reason, and the ids of the tests that show it. With
+# another JAX a program has other equations, and random cuts fall elsewhere in it.
+SAME_CUTS = jax.__version__.startswith("0.10.")
 EXPECTED: dict[str, str] = {
     "an axis of vmap hides which axes a product sums, and a branch that it selects": """
         conjugate_gradients_of_fixed_length-vmap-float16 expm_in_a_layer-vmap-bfloat16
@@ -39,7 +42,7 @@ EXPECTED: dict[str, str] = {
     "a sum of squares that a loop stacks is no sum of squares": """
         vector_quantization-slices-float16
     """,
-    "a carry that nobody reads begins with zeros, and its product is one of constants": """
+    "a carry that nobody reads begins with zeros: its product is one of constants": """
         physics_informed_loss-carry-bfloat16
     """,
     "a product of the first turn is not seen to be solved in the next one": """
@@ -167,7 +170,7 @@ def case(*values: str) -> Any:
     """A parameter set; one that is expected to fail does."""
     name = "-".join(values)
     why = ids(EXPECTED).get(name)
-    marks = [] if why is None else [pytest.mark.xfail(strict=True, reason=why)]
+    marks = [] if why is None else [pytest.mark.xfail(strict=SAME_CUTS, reason=why)]
     return pytest.param(*values, id=name, marks=marks)
 
 
@@ -221,6 +224,9 @@ IN_BOTH = ("jit", "branches", *LOOPS, *ORDERS)
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    bool(EXPECTED) and not SAME_CUTS, reason="what is expected, JAX 0.10 has found"
+)
 @pytest.mark.parametrize(
     ("way", "dtype"),
     [
@@ -233,6 +239,57 @@ def test_every_program_changed_in_each_way_has_the_same_plan(way, dtype):
     names = [*IDIOMS, *zoo.MODELS]
     found = {f"{n}-{way}-{dtype}" for n in names if moved(n, way, dtype)}
     assert found == {f"{n}-{way}-{dtype}" for n in names} & ids(EXPECTED).keys()
+
+
+def everything(w, x):
+    """Loops in both directions, a branch, a helper, and a loop in a loop."""
+
+    def turn(carry, row):
+        h = jnp.tanh(carry @ w) + row
+        h = lax.fori_loop(0, 3, lambda i, h: jnp.sin(h) * w[i], h)
+        return h, (h * row, jnp.sum(h))
+
+    last, (rows, sums) = lax.scan(turn, x[0], x)
+    first, (others, _) = lax.scan(turn, last, x, reverse=True)
+    branches = [lambda v: v @ w, lambda v: v * 3.0, lambda v: -v]
+    chosen = lax.switch(2 * jnp.int32(sums[0] < 99.0), branches, rows - others)
+    half = jax.jit(lambda v: jnp.exp(v - jnp.max(v)) / 2.0)
+    return (
+        half(chosen),
+        first,
+        lax.while_loop(lambda v: v[0] < 9.0, lambda v: v + v, last),
+    )
+
+
+@functools.cache
+def straight():
+    """A program, its arguments, and its values."""
+    rng = np.random.default_rng(0)
+    args = [jnp.asarray(rng.uniform(size=(4, 4)), jnp.float32) for _ in range(2)]
+    return cutting.traced(everything, *args), args, jax.jit(everything)(*args)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=[pytest.mark.slow] * (i % 3 != 2))
+        for i, way in enumerate(CHANGES)
+    ],
+)
+def test_changed_program_is_another_one_with_the_same_values(way):
+    program, args, was = straight()
+    changed = CHANGES[way](program, np.random.default_rng(0))
+    operations = [
+        sorted(eqn.primitive.name for eqn in equations(p.closed))
+        for p in (program, changed)
+    ]
+    assert operations[0] != operations[1]
+    now = jax.jit(core.jaxpr_as_fun(changed.closed))(*args)
+    for one, other in zip(was, now, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    # Each equation is found again.
+    rows = [cutting.decided(p, "mixed_bfloat16").keys() for p in (program, changed)]
+    assert rows[0] and rows[0] <= rows[1]
 
 
 # vmap
@@ -591,6 +648,7 @@ def test_program_that_is_written_in_pieces_has_the_same_plan(name, way, dtype):
                 assert {row.dtype for row in old} == {row.dtype for row in new}, place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITTEN)
 def test_program_that_is_written_in_pieces_has_the_same_values(name):
     fn, shapes, others = WRITTEN[name]
