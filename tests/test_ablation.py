@@ -18,7 +18,7 @@ ONLY_UNIT_TESTS = {
     "saturates": "test_plan: a mask in a selection saturates for half readers alone",
     "selected": "test_destinations: what stop_gradient alone reads, in a selection",
     "settled": "test_destinations: what follows the last layer is f32",
-    "spreads_function": "test_derivative_rules: edges look up functions in half",
+    "spreads_function": "test_custom_jvp_rules: edges look up functions in half",
     "sums_argument": "its own test alone: a state that a third sum returns",
 }
 # Few programs need these.

@@ -13,10 +13,10 @@ from jmp_amp.numerics.losses import LossCall
 from jmp_amp.numerics.marks import SCALING, PlanMarks
 from jmp_amp.numerics.measuring import Measure, Measured
 from jmp_amp.numerics.options import compiler_options
+from jmp_amp.numerics.watch import watched
 from jmp_amp.plan import jaxprs, meshes
 from jmp_amp.plan.jaxprs import Value
 from jmp_amp.plan.plan import Plan
-from jmp_amp.plan.watch import watched
 from jmp_amp.transform.interpreter import run
 
 # A program that measures fewer values runs once in less time than LLVM would take.

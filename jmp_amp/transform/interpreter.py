@@ -110,7 +110,7 @@ def autocast(
     `einsum("i,j->ij", positions, frequencies)` is float32 as `positions[:, None] *
     frequencies` is.
 
-    `amp.explain(fn, policy)(*args).why(identity)` tells why one operation has its dtype.
+    `amp.explain(fn, policy)(*args).why(identity)` tells why an operation has its dtype.
 
     The gradients of a table are summed in float32 over all lookups of a row. Those of a
     lookup of activations are, if it reads each row 16 times in the mean; else the sum

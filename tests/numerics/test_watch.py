@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import jmp_amp as amp
+from jmp_amp.numerics.watch import bodies_inside, watched
 from jmp_amp.plan import jaxprs
-from jmp_amp.plan.watch import bodies_inside, watched
 from tests.measures import compiled
 from tests.programs import equations
 
