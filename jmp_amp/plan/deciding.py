@@ -75,13 +75,10 @@ def decide(
       is_related: whether its first two operands are made of one input.
       end: what becomes of its results.
     """
-    operands = [v for v, a in zip(views, eqn.invars, strict=True) if is_inexact(a)]
-    fill = constants.bounds_of_fill(eqn)
-    if fill is not None:
-        operands.append(Known(Origin.FREE, fill, region))
     if _multiplies(eqn, rule, views):
         rule = ELEMENTWISE_PRODUCT
-    at = Standing(eqn, rule, region, tuple(operands), views, facts, is_related, end)
+    operands = tuple(_floating(eqn, region, views))
+    at = Standing(eqn, rule, region, operands, views, facts, is_related, end)
     if rule.op_class is OpClass.FOLLOW and role_of(at.name) is Role.HANDS_ON:
         return at.decision(Mode.PASSED_ON, None, "hands on what it gets", Origin.FREE)
     at.pin = pin_of(at)
@@ -105,6 +102,14 @@ def decide(
         made.saturate,
         at,
     )
+
+
+def _floating(eqn: Eqn, region: Region, views: Sequence[Known]) -> Iterator[Known]:
+    """Yields the operands that are floats, and what fills the places of others."""
+    yield from (v for v, a in zip(views, eqn.invars, strict=True) if is_inexact(a))
+    fill = constants.bounds_of_fill(eqn)
+    if fill is not None:
+        yield Known(Origin.FREE, fill, region)
 
 
 def _multiplies(eqn: Eqn, rule: Rule, views: Sequence[Known]) -> bool:

@@ -190,13 +190,7 @@ class FactFinder:
             outputs = [facts.of(v) for v in body.jaxpr.outvars]
             if jaxprs.is_loop(eqn):
                 return [found.new(each.made) for each in outputs]
-            # What comes back may be an operand, or a part of one.
-            values, wholes = _Numbers(found.number), _Numbers(found.number)
-            for inside, outside in zip(given, operands, strict=True):
-                wholes[inside.whole] = outside.whole
-                values[inside.value] = outside.value
-                values.update(zip(inside.factors, outside.factors, strict=True))
-            return [_renumbered(each, values, wholes) for each in outputs]
+            return _handed_back(outputs, given, operands, found)
 
         def turned(operand: int, now: Fact, update: Fact) -> Fact:
             return now._replace(made=_made_either(now, update))
@@ -218,6 +212,25 @@ class FactFinder:
         results = forward(eqn, operands, outputs, turned, joined).results
         found.inner[index] = [inputs[number] for number in range(len(inner))]
         return results
+
+
+def _handed_back(
+    outputs: Sequence[Fact], given: Facts, operands: Sequence[Fact], found: BodyFacts
+) -> list[Fact]:
+    """Returns the facts of results of a call: one may be an operand, or a part of one.
+
+    Args:
+      outputs: the facts of the outputs inside.
+      given: those of the inputs inside.
+      operands: those of the inputs outside.
+      found: those of the body around.
+    """
+    values, wholes = _Numbers(found.number), _Numbers(found.number)
+    for inside, outside in zip(given, operands, strict=True):
+        wholes[inside.whole] = outside.whole
+        values[inside.value] = outside.value
+        values.update(zip(inside.factors, outside.factors, strict=True))
+    return [_renumbered(each, values, wholes) for each in outputs]
 
 
 def _of_turns(eqn: Eqn, operands: Sequence[Fact], found: BodyFacts) -> list[Fact]:

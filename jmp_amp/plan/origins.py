@@ -225,27 +225,26 @@ class Flows:
             return list(map(_Part, flow.outputs, outside))
 
         def turned(operand: int, now: _Part, update: _Part) -> _Part:
-            atom, start = eqn.invars[operand], starts[operand]
+            each = eqn.invars[operand], starts[operand], now.known, update.known
             if jaxprs.is_while(eqn):
-                known = _carried_by_while(atom, start, now.known, update.known)
+                known = _carried_by_while(*each)
             else:
-                is_stream = bool(layers >> operand & 1)
-                known = _carried_by_scan(
-                    atom, start, now.known, update.known, is_stream
-                )
+                known = _carried_by_scan(*each, bool(layers >> operand & 1))
             return _Part(known, now.sources | update.sources)
 
         parts = list(map(_Part, starts, read))
         operands, made = forward(eqn, parts, outputs, turned, _joined)
-        views = tuple([each.known for each in operands])
         sources.write(eqn.outvars, [each.sources for each in made])
         sources.layers |= translated(layers, read)
-        results = tuple([each.known for each in made])
-        if jaxprs.is_loop(eqn) or jaxprs.is_custom_jvp(eqn):
-            results = _saved(results, is_half(region.policy.compute_dtype))
-        results = _in_region(results, region)
-        inside = tuple(flows[number] for number in range(len(inner)))
-        step = Step(region, views, results, None, inner, inside, rule)
+        step = Step(
+            region,
+            tuple([each.known for each in operands]),
+            _saved(eqn, region, [each.known for each in made]),
+            None,
+            inner,
+            tuple(flows[number] for number in range(len(inner))),
+            rule,
+        )
         if jaxprs.is_while(eqn) and rule is None and is_solver(step):
             return self._call(eqn, starts, region, SOLVER, inner, facts, around)
         return step
@@ -325,17 +324,20 @@ def _multiplied_by_slices(views: Sequence[Known], sources: Sequence[int]) -> int
     return found
 
 
-def _saved(results: tuple[Known, ...], half: bool) -> tuple[Known, ...]:
-    """Returns the results of a loop, or of a user's rule, in a region that is half.
+def _saved(eqn: Eqn, region: Region, results: Sequence[Known]) -> tuple[Known, ...]:
+    """Returns what is known in a region of the results of a call, a loop or a branch.
 
     A loop is not run again for the readers of its results, and the user's rule says
     what it saves.
     """
-    saved = frozenset((Trait.SAVED_IN_F32,))
-    return tuple(
-        k._replace(traits=k.traits | saved if half else k.traits - saved)
-        for k in results
-    )
+    if jaxprs.carried(eqn) or jaxprs.is_custom_jvp(eqn):
+        half = is_half(region.policy.compute_dtype)
+        saved = frozenset((Trait.SAVED_IN_F32,))
+        results = [
+            k._replace(traits=k.traits | saved if half else k.traits - saved)
+            for k in results
+        ]
+    return _in_region(tuple(results), region)
 
 
 def seen(known: Known, region: Region) -> Known:
