@@ -25,7 +25,14 @@ from jmp_amp.plan.operations import PRODUCTS
 from jmp_amp.plan.regions import Region, region_of
 from jmp_amp.plan.rules import Rule
 from jmp_amp.plan.solvers import SOLVER, is_solver
-from jmp_amp.plan.sources import Sources, groups_of, over_turns, translated, union
+from jmp_amp.plan.sources import (
+    Sources,
+    all_translated,
+    groups_of,
+    over_turns,
+    translated,
+    union,
+)
 from jmp_amp.plan.values import (
     CONTAGIOUS,
     Known,
@@ -215,13 +222,13 @@ class Flows:
                 rule,
                 ends[number],
                 facts[number],
-                groups_of([each.sources for each in inputs]),
+                groups_of(tuple([each.sources for each in inputs])),
             )
             # The condition of a loop, its first body, hands nothing to the next turn.
             carried = jaxprs.carried(eqn) if number == len(inner) - 1 else range(0)
             made, inside = _made_of(flow, positions, carried)
             layers |= inside
-            outside = [translated(each, read) for each in made]
+            outside = all_translated(tuple(made), tuple(read))
             return list(map(_Part, flow.outputs, outside))
 
         def turned(operand: int, now: _Part, update: _Part) -> _Part:
@@ -270,9 +277,10 @@ def _made_of(
     flow: Flow, operands: Sequence[int], carried: range
 ) -> tuple[Sequence[int], int]:
     """Returns the operands that each output of a body is made of, and its layers'."""
-    bits = [1 << i for i in operands]
+    bits = tuple([1 << i for i in operands])
     inside = flow.sources
-    made = tuple(translated(inside.of(v), bits) for v in flow.body.jaxpr.outvars)
+    outputs = tuple(map(inside.of, flow.body.jaxpr.outvars))
+    made = all_translated(outputs, bits)
     return over_turns(made, translated(inside.layers, bits), carried)
 
 

@@ -40,7 +40,9 @@ class Sources:
         self._of.update(zip(variables, sources, strict=True))
 
 
-def groups_of(sources: Sequence[int]) -> tuple[int, ...]:
+# Asked again in each round of a fixpoint.
+@functools.lru_cache(maxsize=256)
+def groups_of(sources: tuple[int, ...]) -> tuple[int, ...]:
     """Returns, for each operand of a call, the groups that it is in.
 
     Operands are in one group if they are made of the same input, as `y` and `f(y)` are:
@@ -88,6 +90,13 @@ def translated(inputs: int, operands: Sequence[int]) -> int:
     # The constants of the body come behind its operands, and are nothing outside.
     inputs &= (1 << len(operands)) - 1
     return union([operands[i] for i in positions(inputs)])
+
+
+# As `groups_of`, this is asked again in each round of a fixpoint.
+@functools.lru_cache(maxsize=256)
+def all_translated(sets: tuple[int, ...], operands: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the sources outside of a call of several values, see `translated`."""
+    return tuple([translated(each, operands) for each in sets])
 
 
 # Asked again in each round of a fixpoint, as a rule of the same sets.
