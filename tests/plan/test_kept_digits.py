@@ -478,3 +478,24 @@ def test_moves_that_only_comparisons_read_are_compared_as_they_are(pieces):
     for found, expected in zip(amp.autocast(fn)(X, W), fn(X, W), strict=True):
         # Of 128 elements, bf16 may turn the sign of the smallest.
         assert np.mean(np.asarray(found) != expected) < 0.05
+
+
+def test_a_carry_is_made_of_what_its_updates_are_made_of():
+    def steps(loop):
+        def fn(place, ways, w):
+            def turn(depth, _):
+                here = place + depth * ways
+                return depth + jnp.tanh(here @ w), None
+
+            return loop(turn, jnp.zeros_like(X @ W))
+
+        return planned(fn, X, X, W, primitive="add")[0::2]
+
+    def written_out(turn, depth):
+        for _ in range(3):
+            depth, _ = turn(depth, None)
+        return depth
+
+    looped = steps(lambda turn, depth: lax.scan(turn, depth, None, length=3)[0])
+    # A depth is made of the places of the turns before.
+    assert set(looped) == {"float32"} == set(steps(written_out)[1:])
