@@ -6,6 +6,7 @@ This is the forward half of the plan. Consumers may still change a decision, see
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from jmp_amp.plan import constants, jaxprs
@@ -101,6 +102,7 @@ def decide(
         rewrite,
         made.saturate,
         at,
+        made.pin,
     )
 
 
@@ -185,8 +187,11 @@ def _low(at: Standing, rewrite: Rewrite | None) -> Decision:
 
 
 def _pinned(at: Standing, pin: Pin) -> Decision:
-    half = at.region.asked.compute_dtype
-    return at.decision(Mode.IN_DTYPE, F32, pin.words.format(half=half.name), pin.makes)
+    # For a CPU the policy of the region has no half dtype, but that of the user may.
+    half = at.low if is_half(at.low) else at.region.asked.compute_dtype
+    words = pin.words.format(half=half.name)
+    made = at.decision(Mode.IN_DTYPE, F32, words, pin.makes)
+    return dataclasses.replace(made, pin=pin)
 
 
 def _follow(at: Standing, rewrite: Rewrite | None) -> Decision:
@@ -300,7 +305,7 @@ def _traits(at: Standing, made: Decision, saved: bool) -> Iterator[Trait]:
         yield Trait.PARAMETER
     inherited = frozenset().union(*(v.traits for v in at.operands))
     yield from inherited & {Trait.TANGENT}
-    if at.pin is not None and at.pin.id == "scaled" and made.dtype == F32:
+    if made.pin is not None and made.pin.makes is Origin.LOW:
         yield Trait.SCALED
     if _is_slice(at):
         yield Trait.SLICE

@@ -69,6 +69,7 @@ class Decision:
       rewrite: how it is bound, if not as traced.
       saturate: constants that overflow become the largest finite value.
       standing: what it was made from.
+      pin: the pin that decided, if one did.
     """
 
     rule: Rule
@@ -81,6 +82,7 @@ class Decision:
     rewrite: Rewrite | None = None
     saturate: bool = False
     standing: Standing | None = None
+    pin: Pin | None = None
 
     def option(self, readers: Demand, once: bool) -> Option | None:
         """Returns the first option whose condition holds.

@@ -30,14 +30,16 @@ from jmp_amp.plan import jaxprs
 from jmp_amp.plan.dataflow import Back, backward
 from jmp_amp.plan.facts import (
     BodyFacts,
+    Fact,
     FactFinder,
     Facts,
     Made,
+    any_of,
     is_linear,
     scales,
     subtracts_means,
     subtracts_parts,
-    weighs,
+    weighs_solution,
 )
 from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Literal, Var, aval_of
 from jmp_amp.plan.operations import (
@@ -167,14 +169,14 @@ class Destinations:
                 if index in facts.inner:
                     self._inside(eqn, found, facts.inner[index])
                     continue
-                end = _end_of_operands(eqn, found) | _end_beside(eqn, facts, found)
-                if eqn.primitive.name in PRODUCTS:
-                    lhs, rhs = (facts.of(v).made for v in eqn.invars[:2])
-                    if weighs(eqn, lhs, rhs):
-                        # Its terms cancel: the other factor has to be as exact.
-                        end |= Ends.SOLVED | Ends.EXACT
-                    elif not end & Ends.FACTOR:
-                        end |= Ends.STREAM
+                results = Ends.NONE
+                for var in eqn.outvars:
+                    results |= found.get(var, Ends.NONE)
+                operands = list(map(facts.of, eqn.invars))
+                made = Made.NOTHING
+                if results & Ends.MOMENT:
+                    made = any_of(map(facts.of, eqn.outvars))
+                end = end_of_operands(eqn, results, operands, made)
                 _add(found, _selected(eqn), end)
                 _add(found, ranked, Ends.INDEX)
                 if end & Ends.FACTOR and eqn.primitive.name in PRODUCTS:
@@ -234,22 +236,49 @@ def _add(found: dict[Var, End], atoms: Sequence[Atom], end: End) -> None:
                 found[atom] = before | end
 
 
-def _end_beside(eqn: Eqn, facts: BodyFacts, found: dict[Var, End]) -> End:
-    """Returns what becomes of a term beside the others, or of a factor of means."""
-    end = Ends.NONE
-    if eqn.primitive.name in _TERMS:
-        for atom in jaxprs.variables(eqn.invars):
-            if facts.is_made(atom, Made.SOLUTION):
-                end |= Ends.SOLVED
-            if facts.is_made(atom, Made.SQUARES):
-                end |= Ends.DISTANCE
-        if subtracts_means(eqn, facts):
-            end |= Ends.MOMENT
-        if subtracts_parts(eqn, facts):
-            end |= Ends.COORDINATE
-    for var in eqn.outvars:
-        if facts.is_made(var, Made.MEANS):
-            end |= found.get(var, Ends.NONE) & Ends.MOMENT
+def end_of_operands(eqn: Eqn, results: End, facts: Sequence[Fact], made: int) -> End:
+    """Returns what becomes of the operands of an equation that calls nothing.
+
+    A choice by rank makes an index of its operands beside, see `_ranked`.
+
+    Args:
+      eqn: the equation.
+      results: what becomes of its results.
+      facts: what its operands are made of.
+      made: what its results are made of, a set of the bits of `Made`.
+    """
+    name, results = eqn.primitive.name, settled(results)
+    if jaxprs.is_conversion(eqn):
+        return _end_of_converted(eqn, results)
+    end = _BEGUN.get(name, Ends.OTHERWISE) | results & _PASSED.get(name, Ends.NONE)
+    if results & _LINEAR_ENDS and scales(eqn):
+        end |= results & _LINEAR_ENDS
+    if made & Made.MEANS:
+        end |= results & Ends.MOMENT
+    if name in _TERMS:
+        end |= _end_beside(eqn, facts)
+    if name not in PRODUCTS:
+        return end
+    if weighs_solution(eqn, facts):
+        # Its terms cancel: the other factor has to be as exact.
+        end |= Ends.SOLVED | Ends.EXACT
+    leads = results & (Ends.SOLVED | Ends.FACTOR)
+    if leads:
+        return end | Ends.FACTOR
+    return end if end & Ends.EXACT else end | Ends.STREAM
+
+
+def _end_beside(eqn: Eqn, facts: Sequence[Fact]) -> End:
+    """Returns what becomes of a term beside the others."""
+    made, end = any_of(facts), Ends.NONE
+    if made & Made.SOLUTION:
+        end |= Ends.SOLVED
+    if made & Made.SQUARES:
+        end |= Ends.DISTANCE
+    if subtracts_means(eqn, facts):
+        end |= Ends.MOMENT
+    if subtracts_parts(eqn, facts):
+        end |= Ends.COORDINATE
     return end
 
 
@@ -290,24 +319,6 @@ def _between(eqn: Eqn, facts: BodyFacts) -> list[Atom]:
         for atom, other in ((lhs, rhs), (rhs, lhs))
         if facts.of(other).value in facts.of(atom).factors
     ]
-
-
-def _end_of_operands(eqn: Eqn, found: dict[Var, End]) -> End:
-    """Returns what becomes of the operands of `eqn`, which calls nothing."""
-    name = eqn.primitive.name
-    results = Ends.NONE
-    for var in eqn.outvars:
-        results |= found.get(var, Ends.NONE)
-    results = settled(results)
-    if jaxprs.is_conversion(eqn):
-        return _end_of_converted(eqn, results)
-    end = _BEGUN.get(name, Ends.OTHERWISE) | results & _PASSED.get(name, Ends.NONE)
-    leads = results & (Ends.SOLVED | Ends.FACTOR)
-    if leads and name in PRODUCTS:
-        end |= Ends.FACTOR
-    if results & _LINEAR_ENDS and scales(eqn):
-        end |= results & _LINEAR_ENDS
-    return end
 
 
 def _end_of_converted(eqn: Eqn, results: End) -> End:

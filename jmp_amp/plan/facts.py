@@ -6,8 +6,9 @@ and comes out of them. Two operands of a call may be one value; inside they are 
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from jmp_amp.plan import jaxprs
@@ -144,10 +145,6 @@ class BodyFacts:
         """Returns a number that no value has."""
         return next(self._numbers)
 
-    def is_made(self, atom: Atom, made: int) -> bool:
-        """Whether a value is one of several kinds."""
-        return not isinstance(atom, Literal) and bool(self.known[atom].made & made)
-
 
 class FactFinder:
     """Finds the facts of a program, in each body once for those of its inputs."""
@@ -173,7 +170,7 @@ class FactFinder:
         if not inner:
             if _is_moved(eqn):
                 return [_moved(eqn, operands[0])]
-            made = _made(eqn, operands)
+            made = made_from(eqn, operands)
             whole = _whole(eqn, operands)
             factors = ()
             if eqn.primitive.name in PRODUCTS:
@@ -272,7 +269,8 @@ def _renumbered(fact: Fact, values: _Numbers, wholes: _Numbers) -> Fact:
     )
 
 
-def _any(facts: Sequence[Fact]) -> int:
+def any_of(facts: Iterable[Fact]) -> int:
+    """Returns what one of several values is made of."""
     made = Made.NOTHING
     for each in facts:
         made |= each.made
@@ -321,15 +319,17 @@ def _is_moved(eqn: Eqn) -> bool:
     return moves and not is_larger(sizes[0], sizes[-1], unless_known=True)
 
 
-def _made(eqn: Eqn, facts: Sequence[Fact]) -> int:
+def made_from(eqn: Eqn, facts: Sequence[Fact]) -> int:
     """Returns what the results of an equation are that calls nothing."""
-    name, either = eqn.primitive.name, _any(facts)
+    name, either = eqn.primitive.name, any_of(facts)
     if name in PRODUCTS:
         return _made_by_product(eqn, facts)
     if makes_solutions(name):
         return Made.SOLUTION
     if kind_of(name) is Kind.MOVE:
-        return either & ~Made.SUM_OR_TERM
+        moved = [f for f, v in zip(facts, eqn.invars, strict=True) if castable(v)]
+        last = functools.reduce(int.__and__, [f.made for f in moved], Made.LAST)
+        return (either & ~Made.LAST | last & Made.LAST) & ~Made.SUM_OR_TERM
     if is_linear(name):
         is_term = role_of(name) is Role.ADDS and either & Made.REDUCED
         return either & _SUMMED | (Made.SUM_OR_TERM if is_term else Made.NOTHING)
@@ -375,20 +375,28 @@ def _made_by_product(eqn: Eqn, facts: Sequence[Fact]) -> int:
         made |= Made.MOMENT
     if (lhs.made | rhs.made) & Made.TIMES:
         made |= Made.MIXED_MOMENT
-    if weighs(eqn, lhs.made, rhs.made):
+    if weighs_solution(eqn, facts):
         made |= Made.SOLUTION
     if lhs.value == rhs.value and is_sum_of_products(eqn):
         made |= Made.SQUARES
     return made
 
 
-def weighs(eqn: Eqn, lhs: int, rhs: int) -> bool:
+def weighs(eqn: Eqn, lhs: bool, rhs: bool) -> bool:
     """Whether a product adds up a solution: `gain @ x`, or `x @ weights` of a vector.
 
     Not that of `x @ w`, where a weight of a network may be an inverse.
+
+    Args:
+      eqn: the product.
+      lhs, rhs: whether its factors are solutions.
     """
-    is_vector = aval_of(eqn.invars[1]).ndim < 2
-    return bool((lhs | rhs if is_vector else lhs) & Made.SOLUTION)
+    return lhs or (rhs and aval_of(eqn.invars[1]).ndim < 2)
+
+
+def weighs_solution(eqn: Eqn, facts: Sequence[Fact]) -> bool:
+    """As `weighs`, told by the facts of the operands of a product."""
+    return weighs(eqn, *(bool(each.made & Made.SOLUTION) for each in facts[:2]))
 
 
 def _squares(eqn: Eqn, facts: Sequence[Fact]) -> bool:
@@ -405,19 +413,18 @@ def scales(eqn: Eqn) -> bool:
     )
 
 
-def subtracts_parts(eqn: Eqn, facts: BodyFacts) -> bool:
+def subtracts_parts(eqn: Eqn, facts: Sequence[Fact]) -> bool:
     """Whether two parts of one value are subtracted: it is a coordinate, perhaps."""
     if role_of(eqn.primitive.name) is not Role.SUBTRACTS:
         return False
-    a, b = map(facts.of, eqn.invars)
-    return a.whole == b.whole
+    return facts[0].whole == facts[1].whole
 
 
-def subtracts_means(eqn: Eqn, facts: BodyFacts) -> bool:
+def subtracts_means(eqn: Eqn, facts: Sequence[Fact]) -> bool:
     """Whether squared means are subtracted from a second moment, or the other way."""
     if role_of(eqn.primitive.name) is not Role.SUBTRACTS:
         return False
-    a, b = (facts.of(v).made for v in eqn.invars)
+    a, b = (each.made for each in facts)
     return any(
         (moment & Made.MOMENT and means & Made.MEANS)
         or (moment & Made.MIXED_MOMENT and means & (Made.TWO_TOTALS | Made.TWO_SUMS))

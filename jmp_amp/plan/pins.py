@@ -15,7 +15,7 @@ import numpy as np
 from jmp_amp.plan.decisions import Decision, Pin, Standing
 from jmp_amp.plan.destinations import Ends
 from jmp_amp.plan.dimensions import Dimensions, is_in_f32, is_larger
-from jmp_amp.plan.facts import Made, is_linear, makes_solutions
+from jmp_amp.plan.facts import Made, is_linear, makes_solutions, weighs
 from jmp_amp.plan.jaxprs import Atom, aval_of
 from jmp_amp.plan.operations import Kind, OpClass, Role, is_cheap, kind_of, role_of
 from jmp_amp.plan.values import Known, Origin, Trait, castable, is_inexact
@@ -88,8 +88,10 @@ def _adds_grid(at: Standing) -> bool:
 
 
 def _is_state(at: Standing) -> bool:
-    """Whether what is added to an argument is made of it; a parameter such as a bias
-    is an argument of which nothing else is made."""
+    """Whether what is added to an argument is made of it.
+
+    A parameter such as a bias is an argument too, but nothing else is made of it.
+    """
     return at.is_related and any(
         is_argument(value, at.eqn.invars[i]) and Trait.LOOKED_UP not in value.traits
         for i, value in _terms(at)
@@ -177,9 +179,8 @@ def _sums_last(at: Standing, i: int) -> bool | None:
 
 
 def _weighs_solution(at: Standing) -> bool:
-    """Whether a product adds up a solution, and is no layer, see `destinations`."""
-    lhs, rhs = (Trait.SOLUTION in v.traits for v in at.views[:2])
-    return lhs or (rhs and aval_of(at.eqn.invars[1]).ndim < 2)
+    """Whether a product adds up a solution, and is no layer, see `weighs`."""
+    return weighs(at.eqn, *(Trait.SOLUTION in v.traits for v in at.views[:2]))
 
 
 def is_solution(at: Standing, made: Decision) -> bool:
@@ -190,7 +191,7 @@ def is_solution(at: Standing, made: Decision) -> bool:
     if makes_solutions(at.name):
         return True
     if kind_of(at.name) is Kind.PRODUCT:
-        if at.pin is not None and at.pin.id == "solved":
+        if made.pin is not None and made.pin.id == "solved":
             return True
         return made.dtype == F32 and _weighs_solution(at)
     follows = is_linear(at.name) or role_of(at.name) in _SCALES

@@ -11,20 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from jmp_amp.plan import jaxprs
-from jmp_amp.plan.destinations import Ends, solves
-from jmp_amp.plan.facts import Made, is_linear, scales, weighs
-from jmp_amp.plan.jaxprs import Atom, aval_of
+from jmp_amp.plan.destinations import Ends, end_of_operands
+from jmp_amp.plan.facts import Made, made_from
+from jmp_amp.plan.jaxprs import Atom
 from jmp_amp.plan.modes import Demand, Demands, Mode
-from jmp_amp.plan.operations import (
-    OPERATIONS,
-    PRODUCTS,
-    RANKS,
-    Kind,
-    OpClass,
-    Role,
-    kind_of,
-    role_of,
-)
+from jmp_amp.plan.operations import RANKS, OpClass, Role, role_of
 from jmp_amp.plan.pins import is_argument
 from jmp_amp.plan.values import Known, Origin, Trait
 from jmp_amp.policies.dtypes import F32, is_half
@@ -50,8 +41,6 @@ _ENDS_OF_PINS = {
 }
 # The readers on a way to an end that are told; a longer way is cut short.
 _MOST_PASSED = 4
-_LINEAR = (Ends.DISTANCE, Ends.MOMENT)
-_MEANS = ("integer_pow", "mul", "square", *PRODUCTS)
 
 _IsIt = Callable[[Known, Atom], bool]
 
@@ -100,12 +89,10 @@ class Cause(NamedTuple):
 
 def pin_id(at: Place) -> str | None:
     """Returns the id of the pin that decided an equation, if one did."""
-    standing = at.standing
-    if standing is None or standing.pin is None or at.planned.option is not None:
+    decision = at.planned.decision
+    if decision is None or decision.pin is None or at.planned.option is not None:
         return None
-    half = standing.region.asked.compute_dtype.name
-    is_it = standing.pin.words.format(half=half) == at.planned.reason
-    return standing.pin.id if is_it else None
+    return decision.pin.id
 
 
 def causes_of(at: Place) -> list[Cause]:
@@ -261,40 +248,21 @@ def _uses(at: Place) -> Iterator[Use]:
 
 def _begins(use: Use, end: int) -> bool:
     """Whether a value gets an end from this reader, whatever reads its result."""
-    at, eqn = use.place, use.place.eqn
-    name = eqn.primitive.name
-    role = role_of(name)
-    made = [each.made for each in at.standing.facts] if at.standing else []
-    is_term = role in (Role.ADDS, Role.SUBTRACTS)
-    if end == Ends.INDEX:
-        if jaxprs.is_conversion(eqn):
-            return aval_of(eqn.outvars[0]).dtype.kind in "iu"
-        return role is Role.COUNTS or name in RANKS
-    if end == Ends.STOPPED:
-        return name == "stop_gradient"
-    if end == Ends.DISTANCE:
-        return is_term and any(each & Made.SQUARES for each in made)
-    if end == Ends.MOMENT:
-        return role is Role.SUBTRACTS and any(each & Made.MEANS for each in made)
-    if name in PRODUCTS:
-        return bool(made) and weighs(eqn, *made[:2])
-    return solves(name) or (is_term and any(each & Made.SOLUTION for each in made))
+    ranks = end == Ends.INDEX and use.place.eqn.primitive.name in RANKS
+    return ranks or bool(_end_of_operands(use.place, Ends.NONE) & end)
 
 
 def _passes(at: Place, end: int) -> bool:
     """Whether an end of the results of an equation is one of its operands too."""
-    name = at.eqn.primitive.name
-    if at.standing is None or not at.standing.end & end:
+    if at.standing is None:
         return False
-    if end in _LINEAR:
-        means = end == Ends.MOMENT and name in _MEANS
-        return means or is_linear(name) or scales(at.eqn)
-    if name in PRODUCTS:
-        return bool(end & Ends.FACTOR)
-    if kind_of(name) in (None, Kind.ALGEBRA, Kind.COMPARISON):
-        return False
-    follows = OPERATIONS[name].group.op_class is OpClass.FOLLOW
-    return follows or end != Ends.INDEX
+    return bool(_end_of_operands(at, at.standing.end & end) & end)
+
+
+def _end_of_operands(at: Place, results: int) -> int:
+    facts = [] if at.standing is None else at.standing.facts
+    made = made_from(at.eqn, facts) if facts else Made.NOTHING
+    return end_of_operands(at.eqn, results, facts, made)
 
 
 def carry_words(loop: Loop) -> str:
