@@ -5,7 +5,8 @@ call goes into its bodies, and what it knows of their outputs comes back; of a b
 joins what it knows of both; of a loop's carry it knows what holds in every turn. Each
 of these is here, once for all analyses.
 
-The fixpoint of a loop ends if a turn only ever adds to what is known.
+The fixpoint of a loop ends if each fact only appears, or only disappears, from turn to
+turn.
 """
 
 from __future__ import annotations

@@ -201,19 +201,19 @@ class Flows:
         """Follows values through the bodies of a call, a loop or a branch.
 
         The fixpoint ends: the origin of a carry only rises, its bounds widen twice, at
-        last to any size; it may only lose the trait of a parameter, and only get those
-        of a lookup, of an oversized constant, of a tangent and of a solution.
+        last to any size; after the first turn it may only lose the traits of a
+        parameter and of a lookup, and only get those of an oversized constant, of a
+        tangent and of a solution.
         """
         sources = around.sources
         read = [sources.of(atom) for atom in eqn.invars]
         starts = _in_region(views, region)
         ends = self._destinations.outputs(eqn, around.ends, facts)
         flows: dict[int, Flow] = {}
-        # The operands that layers read, in any turn.
-        layers = 0
+        # The operands that the layers of each body read, in any turn.
+        layers: dict[int, int] = {}
 
         def outputs(number: int, inputs: Sequence[_Part]) -> list[_Part]:
-            nonlocal layers
             body, positions = inner[number]
             flow = flows[number] = self.through(
                 body,
@@ -226,8 +226,7 @@ class Flows:
             )
             # The condition of a loop, its first body, hands nothing to the next turn.
             carried = jaxprs.carried(eqn) if number == len(inner) - 1 else range(0)
-            made, inside = _made_of(flow, positions, carried)
-            layers |= inside
+            made, layers[number] = _made_of(flow, positions, carried)
             outside = all_translated(tuple(made), tuple(read))
             return list(map(_Part, flow.outputs, outside))
 
@@ -236,13 +235,13 @@ class Flows:
             if jaxprs.is_while(eqn):
                 known = _carried_by_while(*each)
             else:
-                known = _carried_by_scan(*each, bool(layers >> operand & 1))
+                known = _carried_by_scan(*each, bool(layers[0] >> operand & 1))
             return _Part(known, now.sources | update.sources)
 
         parts = list(map(_Part, starts, read))
         operands, made = forward(eqn, parts, outputs, turned, _joined)
         sources.write(eqn.outvars, [each.sources for each in made])
-        sources.layers |= translated(layers, read)
+        sources.layers |= translated(union([*layers.values()]), read)
         step = Step(
             region,
             tuple([each.known for each in operands]),
@@ -414,9 +413,13 @@ def _carry(start: Known, now: Known, update: Known, origin: Origin) -> Known:
     limits = now.bounds and update.bounds and _hull(now.bounds, update.bounds)
     if limits not in (None, now.bounds) and now.bounds != start.bounds:
         limits = _ANY_SIZE  # constants that grow from turn to turn
-    both = now.traits & update.traits & {Trait.PARAMETER}
-    joined = {Trait.OVERSIZED, Trait.TANGENT, Trait.SOLUTION, Trait.LOOKED_UP}
+    joined = {Trait.OVERSIZED, Trait.TANGENT, Trait.SOLUTION}
     either = (now.traits | update.traits) & joined
+    begun = now.traits
+    if start.is_constant and now == start:
+        # Zeros that the first turn replaces are no state.
+        begun |= {Trait.LOOKED_UP}
+    both = begun & update.traits & {Trait.PARAMETER, Trait.LOOKED_UP}
     return Known(origin, limits, now.region, both | either)
 
 

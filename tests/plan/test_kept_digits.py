@@ -499,3 +499,28 @@ def test_a_carry_is_made_of_what_its_updates_are_made_of():
     looped = steps(lambda turn, depth: lax.scan(turn, depth, None, length=3)[0])
     # A depth is made of the places of the turns before.
     assert set(looped) == {"float32"} == set(steps(written_out)[1:])
+
+
+def test_a_target_that_is_joined_of_zeros_and_an_argument_keeps_its_digits():
+    def loss(x, y):
+        target = jnp.concatenate([jnp.zeros((X.shape[0], 4)), y], axis=1)
+        return (target - x @ W) @ W
+
+    half = jnp.zeros_like(X)[:, 4:]
+    assert planned(loss, X, half, primitive="sub") == ["float32"]
+    # Only what is broadcast as a whole is a parameter.
+    bias = lambda x, b: (jnp.broadcast_to(b[None], X.shape) - x @ W) @ W  # noqa: E731
+    assert planned(bias, X, X[0], primitive="sub") == ["bfloat16"]
+
+
+def test_a_state_to_which_rows_of_a_table_are_added_is_no_stream():
+    def steps(place, table, numbers, w):
+        def turn(place, number):
+            moved = (place + jnp.tanh(place @ w)) @ w
+            return place + table[number], moved
+
+        return lax.scan(turn, place, numbers)
+
+    numbers = jnp.zeros((3, X.shape[0]), int)
+    adds = planned(steps, X, X, numbers, W, primitive="add")
+    assert "bfloat16" not in adds, adds
