@@ -40,9 +40,13 @@ def equations(plan: Plan) -> Iterator[tuple[str, EquationPlan]]:
 
 
 def planned_equations(
-    fn: Callable[..., Any], *args: Any, of: str, without: str | None, half: str
+    fn: Callable[..., Any],
+    *args: Any,
+    of: str,
+    without: str | None = None,
+    half: str = BF16,
 ) -> list[EquationPlan]:
-    """The plans of the equations of one primitive, maybe without a rule."""
+    """The plans of the equations of a primitive, without a rule if one is given."""
     closed = jaxprs.trace(lambda *args: jax.tree.leaves(fn(*args)), args)
     inputs, outputs = ([None] * len(v) for v in (args, closed.jaxpr.outvars))
     with switched_off(without) if without else contextlib.nullcontext():
@@ -50,37 +54,18 @@ def planned_equations(
     return [each for name, each in equations(plan) if name == of]
 
 
-def planned(
-    fn: Callable[..., Any],
-    *args: Any,
-    of: str,
-    without: str | None = None,
-    half: str = BF16,
-) -> list[str]:
-    """The dtypes that each equation of a primitive `of` computes its result in."""
-    found = planned_equations(fn, *args, of=of, without=without, half=half)
+def planned(*program: Any, **how: str) -> list[str]:
+    """The dtypes that each equation computes its result in, see `planned_equations`."""
+    found = planned_equations(*program, **how)
     return [str(each.yields[0]) for each in found if each.yields[0]]
 
 
-def stored(
-    fn: Callable[..., Any],
-    *args: Any,
-    of: str,
-    without: str | None = None,
-    half: str = BF16,
-) -> list[str]:
-    """The dtypes that the results of a primitive `of` are kept in."""
-    found = planned_equations(fn, *args, of=of, without=without, half=half)
+def stored(*program: Any, **how: str) -> list[str]:
+    """The dtypes that the results are kept in, see `planned_equations`."""
+    found = planned_equations(*program, **how)
     return [str(each.writes[0]) for each in found if each.writes[0]]
 
 
-def rewritten(
-    fn: Callable[..., Any],
-    *args: Any,
-    of: str,
-    without: str | None = None,
-    half: str = BF16,
-) -> list[bool]:
-    """Whether each equation of a primitive `of` is bound otherwise than as traced."""
-    found = planned_equations(fn, *args, of=of, without=without, half=half)
-    return [each.rewrite is not None for each in found]
+def rewritten(*program: Any, **how: str) -> list[bool]:
+    """Whether each equation is bound otherwise than as traced."""
+    return [each.rewrite is not None for each in planned_equations(*program, **how)]
