@@ -10,7 +10,6 @@ import jmp_amp as amp
 from tests.programs import equations, planned, products, reason_of
 from tests.rounding import POLICIES, W, X, half_of
 
-STATE = jax.random.normal(jax.random.key(2), (16, 16))
 each_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
