@@ -33,6 +33,7 @@ class Decided:
         facts: Sequence[Fact],
         is_related: bool,
         end: End,
+        is_recursive: bool,
     ) -> Decision:
         """Returns the decision for `eqn`, which calls nothing.
 
@@ -44,6 +45,7 @@ class Decided:
           facts: what each of its operands is made of.
           is_related: whether its first two operands are made of one input.
           end: what becomes of its results.
+          is_recursive: whether it is a product of a loop that is a numerical method.
         """
         key = (
             eqn.primitive,
@@ -54,13 +56,14 @@ class Decided:
             tuple([(view.origin, view.bounds, view.traits) for view in views]),
             # Which value it is, no decision asks.
             tuple([(fact.made, fact.last) for fact in facts]),
-            (rule, region.asked, is_related, end),
+            (rule, region.asked, is_related, end, is_recursive),
         )
+        around = rule, region, views, facts, is_related, end, is_recursive
         try:
             found = self._decisions.get(key)
         except TypeError:  # a parameter that is an array
-            return decide(eqn, rule, region, views, facts, is_related, end)
+            return decide(eqn, *around)
         if found is None:
-            found = decide(eqn, rule, region, views, facts, is_related, end)
+            found = decide(eqn, *around)
             self._decisions[key] = found
         return found

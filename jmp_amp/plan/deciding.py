@@ -62,6 +62,7 @@ def decide(
     facts: Sequence[Fact],
     is_related: bool,
     end: End,
+    is_recursive: bool = False,
 ) -> Decision:
     """Returns the decision for `eqn`, which calls nothing.
 
@@ -75,11 +76,13 @@ def decide(
       facts: what each of its operands is made of.
       is_related: whether its first two operands are made of one input.
       end: what becomes of its results.
+      is_recursive: whether it is a product of a loop that is a numerical method.
     """
     if _multiplies(eqn, rule, views):
         rule = ELEMENTWISE_PRODUCT
     operands = tuple(_floating(eqn, region, views))
-    at = Standing(eqn, rule, region, operands, views, facts, is_related, end)
+    known = operands, views, facts, is_related, end, is_recursive
+    at = Standing(eqn, rule, region, *known)
     if rule.op_class is OpClass.FOLLOW and role_of(at.name) is Role.HANDS_ON:
         return at.decision(Mode.PASSED_ON, None, "hands on what it gets", Origin.FREE)
     at.pin = pin_of(at)

@@ -132,6 +132,7 @@ class Standing:
       facts: what its operands are made of.
       is_related: whether its first two operands are made of one input.
       end: what becomes of the results, far on.
+      is_recursive: whether it is a product of a loop that is a numerical method.
       name: that of the operation.
       origin: the greatest one of the operands'.
       pin: what pins it to f32, if anything does.
@@ -145,6 +146,7 @@ class Standing:
     facts: Sequence[Fact]
     is_related: bool
     end: End
+    is_recursive: bool
     name: str = dataclasses.field(init=False)
     origin: Origin = dataclasses.field(init=False)
     pin: Pin | None = None

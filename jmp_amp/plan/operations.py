@@ -66,6 +66,7 @@ class Role(enum.Enum):
     DIVIDES = "divides by a factor"
     NORMALIZES = "makes the factor of a norm"
     SUMS = "makes one number of many, which may overflow"
+    LIMITS = "the larger, or the smaller, of two values"
     CHOOSES = "chooses between values, such as a mask's"
     LOOKS_UP = "writes what it looks up to memory"
     TAKES = "takes the part of an array that begins at a number"
@@ -90,6 +91,8 @@ class Row(NamedTuple):
         operand; None takes the range of all operands, a guess for a sum or a product.
       role: the part that it plays in a pattern, if any.
       ranks: whether it compares elements to say where they are, or to move others.
+      rational: whether it is arithmetic, as in a numerical method, and no activation of
+        a network; None takes what holds of its kind, see `RATIONAL`.
     """
 
     name: str
@@ -98,6 +101,7 @@ class Row(NamedTuple):
     limits: Limits = None
     role: Role | None = None
     ranks: bool = False
+    rational: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,9 +135,11 @@ NOTHING, RESULT, OPERANDS = Saves.NOTHING, Saves.RESULT, Saves.OPERANDS
 _FOLLOWS = "elementwise or structural"
 
 
-def _named(cost: Cost, saves: Saves, names: str) -> tuple[Row, ...]:
+def _named(
+    cost: Cost, saves: Saves, names: str, rational: bool | None = None
+) -> tuple[Row, ...]:
     """Returns a row for each name in a text."""
-    return tuple(Row(name, cost, saves) for name in names.split())
+    return tuple(Row(name, cost, saves, rational=rational) for name in names.split())
 
 
 GROUPS = (
@@ -153,8 +159,15 @@ GROUPS = (
             Row("exp", CHEAP, RESULT, np.exp, Role.CURVES),
             Row("exp2", CHEAP, RESULT, np.exp2, Role.CURVES),
             Row("expm1", CHEAP, RESULT, np.expm1),
-            Row("pow", CHEAP, OPERANDS, np.power),
-            Row("rsqrt", CHEAP, RESULT, lambda x: 1 / np.sqrt(x), Role.NORMALIZES),
+            Row("pow", CHEAP, OPERANDS, np.power, rational=True),
+            Row(
+                "rsqrt",
+                CHEAP,
+                RESULT,
+                lambda x: 1 / np.sqrt(x),
+                Role.NORMALIZES,
+                rational=True,
+            ),
             Row("sinh", CHEAP, OPERANDS),
             Row("cosh", CHEAP, OPERANDS),
             Row("tan", CHEAP, RESULT, role=Role.CURVES),
@@ -203,7 +216,7 @@ GROUPS = (
             Row("reduce_prod", DEAR, OPERANDS, role=Role.SUMS),
             Row("cumsum", DEAR, NOTHING, role=Role.SUMS),
             Row("cumprod", DEAR, OPERANDS, role=Role.SUMS),
-            Row("cumlogsumexp", DEAR, OPERANDS, role=Role.SUMS),
+            Row("cumlogsumexp", DEAR, OPERANDS, role=Role.SUMS, rational=False),
             *_named(DEAR, NOTHING, "reduce_window_sum scatter-add scatter-sub"),
             *_named(DEAR, OPERANDS, "scatter-mul select_and_scatter_add"),
             # They send data to other devices.
@@ -256,11 +269,11 @@ GROUPS = (
         "[exact]",
         (
             Row("select_n", CHEAP, NOTHING, role=Role.CHOOSES),
-            Row("max", CHEAP, OPERANDS, np.maximum),
-            Row("min", CHEAP, OPERANDS, np.minimum),
+            Row("max", CHEAP, OPERANDS, np.maximum, Role.LIMITS),
+            Row("min", CHEAP, OPERANDS, np.minimum, Role.LIMITS),
             Row("neg", CHEAP, NOTHING, np.negative),
-            Row("abs", CHEAP, NOTHING, np.abs),
-            *_named(CHEAP, NOTHING, "clamp"),
+            Row("abs", CHEAP, NOTHING, np.abs, rational=False),
+            *_named(CHEAP, NOTHING, "clamp", rational=False),
             *_named(CHEAP, OPERANDS, "reduce_max reduce_min"),
             # A scan or a sort inside, which XLA does not fuse.
             *_named(DEAR, NOTHING, "reduce_window_max reduce_window_min cummax cummin"),
@@ -294,7 +307,8 @@ GROUPS = (
             Row("sub", CHEAP, NOTHING, np.subtract, Role.SUBTRACTS),
             Row("mul", CHEAP, OPERANDS, np.multiply, Role.MULTIPLIES),
             Row("div", CHEAP, OPERANDS, np.divide, Role.DIVIDES),
-            *_named(CHEAP, OPERANDS, "rem integer_pow one_minus_square"),
+            *_named(CHEAP, OPERANDS, "integer_pow one_minus_square"),
+            *_named(CHEAP, OPERANDS, "rem", rational=False),
             Row("square", CHEAP, OPERANDS, np.square),
             Row("sqrt", CHEAP, RESULT, np.sqrt),
             Row("cbrt", CHEAP, RESULT),
@@ -304,8 +318,8 @@ GROUPS = (
             Row("cos", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES),
             Row("erf", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES),
             Row("erfc", CHEAP, OPERANDS, role=Role.CURVES),
-            *_named(CHEAP, OPERANDS, "atan"),
-            Row("sign", CHEAP, NOTHING, (-1.0, 1.0)),
+            *_named(CHEAP, OPERANDS, "atan", rational=False),
+            Row("sign", CHEAP, NOTHING, (-1.0, 1.0), rational=False),
             Row("floor", CHEAP, NOTHING, role=Role.COUNTS),
             Row("ceil", CHEAP, NOTHING, role=Role.COUNTS),
             Row("round", CHEAP, NOTHING, role=Role.COUNTS),
@@ -327,7 +341,24 @@ ARITHMETIC = frozenset(
 )
 
 
+# The kinds whose operations are arithmetic where their row does not say.
+RATIONAL = (
+    *(Kind.PRODUCT, Kind.ARITHMETIC, Kind.REDUCTION, Kind.ALGEBRA),
+    *(Kind.MOVE, Kind.SELECTION),
+)
+# Not of a curve, nor of a place.
+_CROSSES = (Role.CURVES, Role.COUNTS)
+
+
+def _is_rational(operation: Operation) -> bool:
+    row = operation.row
+    if row.rational is not None:
+        return row.rational
+    return operation.kind in RATIONAL and row.role not in _CROSSES
+
+
 # Asked several times for each equation.
+_RATIONAL = frozenset(name for name, op in OPERATIONS.items() if _is_rational(op))
 _KINDS = {name: each.kind for name, each in OPERATIONS.items()}
 _ROLES = {name: each.row.role for name, each in OPERATIONS.items()}
 _CHEAP = frozenset(name for name, each in OPERATIONS.items() if each.is_cheap)
@@ -341,6 +372,11 @@ def kind_of(name: str) -> Kind | None:
 def role_of(name: str) -> Role | None:
     """Returns the part that a primitive plays in a pattern, if any."""
     return _ROLES.get(name)
+
+
+def is_rational(name: str) -> bool:
+    """Whether a primitive is arithmetic: sums, products, quotients, roots, moves."""
+    return name in _RATIONAL
 
 
 def is_cheap(name: str) -> bool:

@@ -22,6 +22,7 @@ from jmp_amp.plan.flows import Flow, Step
 from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Inner, Jaxpr, Literal, Var, aval_of
 from jmp_amp.plan.modes import Mode
 from jmp_amp.plan.operations import PRODUCTS
+from jmp_amp.plan.recursions import NONE, Cycle, Cycles, recursions_of
 from jmp_amp.plan.regions import Region, region_of
 from jmp_amp.plan.rules import Rule
 from jmp_amp.plan.solvers import SOLVER, is_solver
@@ -85,6 +86,7 @@ class Flows:
         ends: tuple[End, ...] | None = None,
         facts: Facts | None = None,
         groups: tuple[int, ...] | None = None,
+        cycles: Cycles | None = None,
     ) -> Flow:
         """Returns the flow through `body`, given what is known of its inputs.
 
@@ -96,6 +98,7 @@ class Flows:
           ends: what becomes of each of its outputs; None if the program returns them.
           facts: what its inputs are made of; None if it is the program.
           groups: the groups that its inputs are in, see `groups_of`.
+          cycles: its recursive products; None if it is the program.
         """
         if ends is None:
             ends = (Ends.OTHERWISE,) * len(body.jaxpr.outvars)
@@ -103,10 +106,12 @@ class Flows:
             facts = of_arguments(body)
         if groups is None:
             groups = (0,) * len(inputs)
-        key = id(body.jaxpr), inputs, region, inherited, ends, facts, groups
+        if cycles is None:
+            cycles = recursions_of(body)
+        key = id(body.jaxpr), inputs, region, inherited, ends, facts, groups, cycles
         if key not in self._flows:
             self._flows[key] = self._through(
-                body, inputs, region, inherited, ends, facts, groups
+                body, inputs, region, inherited, ends, facts, groups, cycles
             )
         return self._flows[key]
 
@@ -119,6 +124,7 @@ class Flows:
         ends: tuple[End, ...],
         facts: Facts,
         groups: tuple[int, ...],
+        cycles: Cycles,
     ) -> Flow:
         jaxpr = body.jaxpr
         uses = self._uses(jaxpr)
@@ -132,7 +138,8 @@ class Flows:
             known[var] = Known(Origin.FREE, limits, region, traits)
         found = self._destinations.of(body, ends, facts)
         made = self._destinations.facts.of(body, facts)
-        around = _Around(inherited, made, Sources(jaxpr, groups), found)
+        recursive = dict(cycles.products), dict(cycles.inner)
+        around = _Around(inherited, made, Sources(jaxpr, groups), found, *recursive)
         steps = []
         # By the identity of name stacks: equations of one scope have the same one.
         regions: dict[int, Region] = {}
@@ -161,7 +168,8 @@ class Flows:
         if index in around.facts.inner:
             inner = jaxprs.inner_bodies(eqn)
             facts = around.facts.inner[index]
-            return self._call(eqn, views, region, rule, inner, facts, around)
+            cycles = around.cycles.get(index, (NONE,) * len(inner))
+            return self._call(eqn, views, region, rule, inner, facts, cycles, around)
         assert rule is not None
         sources = around.sources
         read = list(map(sources.of, eqn.invars))
@@ -176,6 +184,7 @@ class Flows:
             list(map(around.facts.of, eqn.invars)),
             bool(len(read) > 1 and read[0] & read[1]),
             settled(end),
+            index in around.recursive,
         )
         if decision.mode is Mode.PASSED_ON:
             results = _in_region(views, region)
@@ -196,6 +205,7 @@ class Flows:
         rule: Rule | None,
         inner: tuple[Inner, ...],
         facts: Sequence[Facts],
+        cycles: tuple[Cycles, ...],
         around: _Around,
     ) -> Step:
         """Follows values through the bodies of a call, a loop or a branch.
@@ -208,6 +218,7 @@ class Flows:
         sources = around.sources
         read = [sources.of(atom) for atom in eqn.invars]
         starts = _in_region(views, region)
+        cycles = _of_streams(eqn, starts, cycles)
         ends = self._destinations.outputs(eqn, around.ends, facts)
         flows: dict[int, Flow] = {}
         # The operands that the layers of each body read, in any turn.
@@ -223,6 +234,7 @@ class Flows:
                 ends[number],
                 facts[number],
                 groups_of(tuple([each.sources for each in inputs])),
+                cycles[number],
             )
             # The condition of a loop, its first body, hands nothing to the next turn.
             carried = jaxprs.carried(eqn) if number == len(inner) - 1 else range(0)
@@ -252,7 +264,8 @@ class Flows:
             rule,
         )
         if jaxprs.is_while(eqn) and rule is None and is_solver(step):
-            return self._call(eqn, starts, region, SOLVER, inner, facts, around)
+            known = facts, cycles, around
+            return self._call(eqn, starts, region, SOLVER, inner, *known)
         return step
 
 
@@ -266,6 +279,18 @@ class _Part(NamedTuple):
 
     known: Known
     sources: int
+
+
+def _of_streams(
+    eqn: Eqn, starts: Sequence[Known], cycles: tuple[Cycles, ...]
+) -> tuple[Cycles, ...]:
+    """Returns the recursive products of a loop, given what it starts from.
+
+    A stream between layers, which an activation begins, is no state of a method.
+    """
+    carried = jaxprs.carried(eqn)
+    begun = [n for n, i in enumerate(carried) if starts[i].origin is Origin.LOW]
+    return tuple([each.in_stream(begun) for each in cycles]) if begun else cycles
 
 
 def _joined(one: _Part, other: _Part) -> _Part:
@@ -291,12 +316,16 @@ class _Around(NamedTuple):
       facts: what each variable is made of.
       sources: the inputs that each variable so far is computed from.
       ends: what becomes of each variable.
+      recursive: the equations that are recursive products, and why.
+      cycles: by equation, the recursive products of its bodies.
     """
 
     inherited: Rule | None
     facts: BodyFacts
     sources: Sources
     ends: dict[Var, End]
+    recursive: dict[int, Cycle]
+    cycles: dict[int, tuple[Cycles, ...]]
 
 
 def _entering(

@@ -110,6 +110,10 @@ def _is_distance(at: Standing) -> bool:
     return bool(at.end & Ends.DISTANCE) and not _is_rows_by_columns(at)
 
 
+def _is_recursive(at: Standing) -> bool:
+    return at.is_recursive
+
+
 def _is_moment(at: Standing) -> bool:
     return bool(at.end & Ends.MOMENT)
 
@@ -285,6 +289,12 @@ PINS = (
         "an argument keeps its digits in a difference",
         _never,
         _is_difference,
+    ),
+    Pin(
+        "recursion",
+        "a recursion: its result returns to the carry by arithmetic alone",
+        _is_recursive,
+        _never,
     ),
     Pin("distance", "a distance: the digits of its terms cancel", _is_distance, _never),
     Pin(
