@@ -2,8 +2,8 @@
 
     python -m tests.ablation [--only RULE ...] [--write]
 
-The programs are the zoo, its shapes and the idioms, each in bf16 and in f16. A plan
-counts if any dtype, read, write, rewrite, island or output changes. `ablation.json` has
+The programs are the zoo, its shapes, the idioms and the loops, in bf16 and in f16. A
+plan counts if any dtype, read, write, rewrite, island or output changes. `ablation.json` has
 the table: `--write` writes it, else the table is compared with it. `test_ablation.py`
 asks for a program of each rule, and `plan/rules/` has a test of each.
 """
@@ -35,6 +35,7 @@ from jmp_amp.plan import (
     destinations,
     origins,
     pins,
+    recursions,
     rewrites,
     trade_offs,
 )
@@ -49,7 +50,7 @@ from jmp_amp.transform.calls import traced_call
 from tests.measures import HALF
 
 FILE = Path(__file__).with_name("ablation.json")
-KINDS = ("zoo", "shapes", "idioms")
+KINDS = ("zoo", "shapes", "idioms", "loops")
 NAMED = 3
 
 
@@ -155,6 +156,17 @@ def _is_free_in_half(option: trade_offs.Option, result: Any) -> bool:
 
 RULES: dict[str, Rule] = {
     **{pin.id: without_pin(pin) for pin in pins.PINS},
+    # Which products of a loop are recursive.
+    "small_steps": no((recursions, "_too_small"), answer=0),
+    "begun_stream": (
+        Change(origins, "_of_streams", lambda _: lambda eqn, starts, cycles: cycles),
+    ),
+    "companions": (
+        Change(recursions, "_with_companions", lambda _: lambda cycles, _: cycles),
+    ),
+    "first_steps": (
+        Change(recursions, "_with_first_steps", lambda _: lambda cycles, *_: cycles),
+    ),
     # What is pinned: the ends that lead to a pin, and the facts.
     "settled": tuple(
         Change(owner, "settled", lambda _: lambda end: end)
@@ -182,7 +194,7 @@ RULES: dict[str, Rule] = {
         Change(
             origins,
             "_entering",
-            lambda _: lambda eqn, views, operands: tuple(views[i] for i in operands),
+            lambda _: lambda eqn, inputs, operands: tuple(inputs),
         ),
     ),
     # What is half although f32 would be right.
@@ -281,19 +293,22 @@ def programs(names: Sequence[str] = ()) -> Iterator[Program]:
     # Who switches a rule off needs no models.
     from tests import zoo
     from tests.idioms.table import IDIOMS
+    from tests.loops.table import LOOPS
 
     for kind, cases in (("zoo", zoo.CASES), ("shapes", zoo.SHAPES)):
         for (model, size), case in cases.items():
             yield from _in_half(
                 kind, f"{model}, {size}", case.loss, case.abstract, names
             )
-    for name, idiom in IDIOMS.items():
+    loops = {name: loop.idiom for name, loop in LOOPS.items()}
+    for kind, table in (("idioms", IDIOMS), ("loops", loops)):
+        for name, idiom in table.items():
 
-        def args(idiom: Any = idiom) -> Any:
-            rng = np.random.default_rng(0)
-            return jax.tree.map(jnp.asarray, (idiom.params(rng), idiom.inputs(rng)))
+            def args(idiom: Any = idiom) -> Any:
+                rng = np.random.default_rng(0)
+                return jax.tree.map(jnp.asarray, (idiom.params(rng), idiom.inputs(rng)))
 
-        yield from _in_half("idioms", name, idiom.fn, args, names)
+            yield from _in_half(kind, name, idiom.fn, args, names)
 
 
 def _in_half(

@@ -6,53 +6,35 @@ its result back to that carry, in one turn or over several. An error of its resu
 then an error of the state, which the next turns add to or multiply.
 
 Two analyses tell: a `Path` of each value says from which carries it comes, a `Use` to
-which carries it leads. What tells a network from a method is in neither its names, nor
-its shapes, nor the length of its loops.
+which carries it leads. Neither asks for names, shapes, weights or the form of a loop.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jmp_amp.plan import jaxprs
-from jmp_amp.plan.constants import Bounds, bounds_of_constant, bounds_of_result
-from jmp_amp.plan.dataflow import backward, forward
-from jmp_amp.plan.facts import makes_solutions
-from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Jaxpr, Literal, Var, aval_of
-from jmp_amp.plan.operations import (
-    OPERATIONS,
-    PRODUCTS,
-    Kind,
-    Role,
-    is_rational,
-    kind_of,
-    role_of,
+from jmp_amp.plan.dataflow import backward
+from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Jaxpr, Literal, Var
+from jmp_amp.plan.operations import PRODUCTS, Kind, Role, kind_of, role_of
+from jmp_amp.plan.paths import (
+    ANYTHING,
+    Loop,
+    Path,
+    Paths,
+    Traced,
+    factors_of,
+    gates_of,
+    is_activation,
+    union,
 )
 from jmp_amp.plan.values import is_inexact
 
-# A step that is so small in all turns together rounds less than what it is added to.
+# A number of a step, times all turns: smaller ones scale the rounding of a product
+# below that of what it is added to.
 _SMALL_STEPS = 1.0
-# The bit of what is no carry.
-_ANYTHING = 1
-
-
-class Path(NamedTuple):
-    """From which carries a value comes. A set has a bit for each carry of the loops.
-
-    Attributes:
-      plain: those that lead to it by arithmetic alone.
-      crossed: those that lead to it across an activation.
-      multiplied: those of `plain` that lead to it through a product.
-      number: the bounds of a number that the program is written with; else None.
-    """
-
-    plain: int = 0
-    crossed: int = 0
-    multiplied: int = 0
-    number: Bounds = None
 
 
 class Use(NamedTuple):
@@ -61,10 +43,12 @@ class Use(NamedTuple):
     Attributes:
       added: those to which it leads as a term of a sum, but for numbers times it.
       otherwise: those to which it leads in another way.
+      is_matrix: whether it is no carry's, and a recursive product multiplies by it.
     """
 
     added: int = 0
     otherwise: int = 0
+    is_matrix: bool = False
 
     @property
     def all(self) -> int:
@@ -117,48 +101,11 @@ class Cycles(NamedTuple):
 NONE = Cycles()
 
 
-class Loop(NamedTuple):
-    """A loop around an equation.
-
-    Attributes:
-      depth: how many loops are around it.
-      first: the bit of its first carry.
-      mask: the bits of all its carries.
-      turns: how often it runs; infinite where the program does not tell.
-      divided: the carries that it divides by, through a product.
-    """
-
-    depth: int
-    first: int
-    mask: int
-    turns: float
-    divided: int = 0
-
-
-class _Traced(NamedTuple):
-    """The paths of a body.
-
-    Attributes:
-      body: the body.
-      paths: by variable.
-      inner: by equation, its bodies and the loop that it is, if it is one.
-      divided: the carries that something is divided by, through a product.
-    """
-
-    body: Body
-    paths: dict[Var, Path]
-    inner: dict[int, tuple[list[_Traced], Loop | None]]
-    divided: int
-
-    def of(self, atom: Atom) -> Path:
-        return _path_of(atom, self.paths)
-
-
 def recursions_of(body: Body) -> Cycles:
     """Returns the recursive products of a program."""
     if not _multiplies_in_turns(body.jaxpr, False, {}):
         return NONE
-    traced = _Paths().through(body, (Path(),) * len(body.jaxpr.invars), ())
+    traced = Paths().through(body, (Path(ANYTHING),) * len(body.jaxpr.invars), ())
     return _Uses().through(traced, (Use(),) * len(body.jaxpr.outvars), ())[1]
 
 
@@ -181,178 +128,6 @@ def _multiplies_in_turns(
     return found[key]
 
 
-class _Paths:
-    """Follows paths through bodies, each body once for those of its inputs."""
-
-    def __init__(self) -> None:
-        self._found: dict[object, _Traced] = {}
-
-    def through(
-        self, body: Body, inputs: tuple[Path, ...], loops: tuple[Loop, ...]
-    ) -> _Traced:
-        key = id(body.jaxpr), inputs, loops
-        if key in self._found:
-            return self._found[key]
-        paths = dict(zip(body.jaxpr.invars, inputs, strict=True))
-        for var, const in zip(body.jaxpr.constvars, body.consts, strict=True):
-            paths[var] = Path(number=bounds_of_constant(const))
-        inner: dict[int, tuple[list[_Traced], Loop | None]] = {}
-        divided = 0
-        for index, eqn in enumerate(body.jaxpr.eqns):
-            operands = [_path_of(atom, paths) for atom in eqn.invars]
-            if eqn.primitive.name not in OPERATIONS and jaxprs.inner_bodies(eqn):
-                results, traces, loop = self._inside(eqn, operands, loops)
-                inner[index] = traces, loop
-                own = loop.mask if loop else 0
-                divided |= _union(each.divided for each in traces) & ~own
-            else:
-                results = _results(eqn, operands)
-                divided |= _divisors(eqn, operands)
-            paths.update(zip(eqn.outvars, results, strict=True))
-        self._found[key] = _Traced(body, paths, inner, divided)
-        return self._found[key]
-
-    def _inside(
-        self, eqn: Eqn, operands: list[Path], loops: tuple[Loop, ...]
-    ) -> tuple[list[Path], list[_Traced], Loop | None]:
-        inner, carried = jaxprs.inner_bodies(eqn), jaxprs.carried(eqn)
-        loop = _loop(eqn, loops) if jaxprs.is_loop(eqn) else None
-        if loop is not None:
-            if not loops:
-                operands = [Path(_ANYTHING, number=each.number) for each in operands]
-            for number, i in enumerate(carried):
-                plain = operands[i].plain | 1 << loop.first + number
-                operands[i] = operands[i]._replace(plain=plain, number=None)
-            loops = (*loops, loop)
-        traces: dict[int, _Traced] = {}
-
-        def outputs(number: int, given: Sequence[Path]) -> list[Path]:
-            traced = self.through(inner[number].body, tuple(given), loops)
-            traces[number] = traced
-            return [traced.of(v) for v in traced.body.jaxpr.outvars]
-
-        def turned(operand: int, now: Path, update: Path) -> Path:
-            return _either(now, update)
-
-        results = list(forward(eqn, operands, outputs, turned, _either).results)
-        if loop is not None:
-            outside = ~loop.mask if len(loops) > 1 else 0
-            results = [_masked(each, outside) for each in results]
-        return results, [traces[number] for number in range(len(inner))], loop
-
-
-def _loop(eqn: Eqn, loops: tuple[Loop, ...]) -> Loop:
-    first = loops[-1].mask.bit_length() if loops else _ANYTHING.bit_length()
-    mask = ((1 << len(jaxprs.carried(eqn))) - 1) << first
-    turns = math.inf if jaxprs.is_while(eqn) else jaxprs.repetitions(eqn)
-    # A loop that carries nothing has the bit of no other one.
-    return Loop(len(loops), first, mask or 1 << first, turns)
-
-
-def _union(sets: Iterable[int]) -> int:
-    return functools.reduce(int.__or__, sets, 0)
-
-
-def _path_of(atom: Atom, paths: Mapping[Var, Path]) -> Path:
-    if isinstance(atom, Literal):
-        return Path(number=bounds_of_constant(atom.val))
-    return paths[atom]
-
-
-def _masked(path: Path, mask: int) -> Path:
-    return Path(path.plain & mask, path.crossed & mask, path.multiplied & mask)
-
-
-def _either(one: Path, other: Path) -> Path:
-    return Path(
-        one.plain | other.plain,
-        one.crossed | other.crossed,
-        one.multiplied | other.multiplied,
-        one.number if one.number == other.number else None,
-    )
-
-
-def _results(eqn: Eqn, operands: Sequence[Path]) -> list[Path]:
-    """Returns the paths of the results of an equation that calls nothing."""
-    path = _result(eqn, operands)
-    crossed = path.plain | path.crossed
-    if crossed and _repeats(eqn):
-        # One boolean chooses for all elements: an activation is a function of each.
-        crossed = 0
-    return [path if is_inexact(v) else Path(0, crossed) for v in eqn.outvars]
-
-
-def _result(eqn: Eqn, operands: Sequence[Path]) -> Path:
-    name = eqn.primitive.name
-    plain = _union(each.plain for each in operands)
-    crossed = _union(each.crossed for each in operands)
-    number = None
-    if operands and all(each.number is not None for each in operands):
-        number = bounds_of_result(eqn, [each.number for each in operands])
-    if not plain:
-        return Path(0, crossed, 0, number)
-    if _is_activation(eqn, operands):
-        return Path(0, plain | crossed)
-    factors = _factors(eqn)
-    if role_of(name) is Role.CHOOSES and not _gates(eqn, 1, operands):
-        crossed = _union(each.crossed for each in operands[1:])
-    if factors:
-        plain = 0
-        for i in factors:
-            plain |= operands[i].plain & ~_gates(eqn, i, operands)
-    if name in PRODUCTS:
-        return Path(plain, crossed, plain)
-    multiplied = _union(each.multiplied for each in operands)
-    return Path(plain, crossed, multiplied & plain)
-
-
-def _is_activation(eqn: Eqn, operands: Sequence[Path]) -> bool:
-    """Whether an operation is no arithmetic: a network's, between two products."""
-    name = eqn.primitive.name
-    if role_of(name) is Role.LIMITS:
-        # `max(x, 0)`; of several values the largest is one of them.
-        return any(each.number is not None for each in operands)
-    return not (is_rational(name) or makes_solutions(name))
-
-
-def _factors(eqn: Eqn) -> range:
-    """Returns the operands that an operation multiplies, or chooses from."""
-    name = eqn.primitive.name
-    if name in PRODUCTS or role_of(name) in (Role.MULTIPLIES, Role.DIVIDES):
-        return range(2)
-    return range(1, len(eqn.invars)) if role_of(name) is Role.CHOOSES else range(0)
-
-
-def _gates(eqn: Eqn, factor: int, operands: Sequence[Path]) -> int:
-    """Returns the carries that crossed an activation to what a factor is multiplied by.
-
-    Softmax times values, gates of a recurrence, what a boolean of each element chooses.
-    """
-    if role_of(eqn.primitive.name) is not Role.CHOOSES:
-        return operands[1 - factor].crossed
-    sizes = [aval_of(v).size for v in (eqn.invars[0], eqn.invars[factor])]
-    return operands[0].crossed if sizes[0] == sizes[1] else 0
-
-
-def _repeats(eqn: Eqn) -> bool:
-    """Whether the result is an operand, repeated."""
-    if kind_of(eqn.primitive.name) is not Kind.MOVE or len(eqn.invars) != 1:
-        return False
-    shapes = [aval_of(v).shape for v in (*eqn.invars, *eqn.outvars)]
-    return len(shapes[0]) < len(shapes[1]) and not math.prod(shapes[0]) > 1
-
-
-def _divisors(eqn: Eqn, operands: Sequence[Path]) -> int:
-    """Returns the carries that an equation divides by, through a product."""
-    name = eqn.primitive.name
-    if role_of(name) is Role.DIVIDES:
-        return operands[1].multiplied
-    is_power = name == "integer_pow" and eqn.params["y"] < 0
-    if is_power or makes_solutions(name) or kind_of(name) is Kind.ALGEBRA:
-        return _union(each.multiplied for each in operands)
-    return 0
-
-
 class _Uses:
     """Goes back from what is read, in each body once for what reads its outputs."""
 
@@ -360,7 +135,7 @@ class _Uses:
         self._found: dict[object, tuple[list[Use], Cycles]] = {}
 
     def through(
-        self, traced: _Traced, outputs: tuple[Use, ...], loops: tuple[Loop, ...]
+        self, traced: Traced, outputs: tuple[Use, ...], loops: tuple[Loop, ...]
     ) -> tuple[list[Use], Cycles]:
         """Returns the uses of the inputs of a body, and its recursive products."""
         key = id(traced), outputs, loops
@@ -387,24 +162,26 @@ class _Uses:
                 cycle = _cycle(eqn, use, traced, loops)
                 if cycle is not None:
                     products[index] = cycle
+                    _add(uses, eqn.invars[:2], _matrices(eqn, traced))
             _add(uses, eqn.invars, _operands(eqn, use, traced, loops))
         found = [uses.get(v, Use()) for v in jaxpr.invars]
         cycles = Cycles(tuple(products.items()), tuple(inner.items()))
-        self._found[key] = found, cycles
+        matrices = {v for v, use in uses.items() if use.is_matrix}
+        self._found[key] = found, _with_first_steps(cycles, traced, matrices)
         return self._found[key]
 
     def _inside(
         self,
         eqn: Eqn,
         results: Sequence[Use],
-        bodies: Sequence[_Traced],
+        bodies: Sequence[Traced],
         loop: Loop | None,
         loops: tuple[Loop, ...],
     ) -> tuple[list[Use], tuple[Cycles, ...]]:
         own = 0
         if loop is not None:
             own = loop.mask
-            loop = loop._replace(divided=_union(each.divided for each in bodies) & own)
+            loop = loop._replace(divided=union(each.divided for each in bodies) & own)
             loops = (*loops, loop)
         cycles: dict[int, Cycles] = {}
 
@@ -413,16 +190,20 @@ class _Uses:
             return found
 
         def turned(carry: int, now: Use, read: Use) -> Use:
-            assert loop is not None
-            added, otherwise = _read(now, read)
-            return Use(added, otherwise | 1 << loop.first + carry)
+            if loop is None:  # It has one turn.
+                return now
+            own = Use(otherwise=1 << loop.first + carry)
+            return functools.reduce(_read, (now, read._replace(is_matrix=False), own))
 
-        operands = [Use()] * len(eqn.invars)
+        operands, whole = [Use()] * len(eqn.invars), jaxprs.read_every_turn(eqn)
         found = backward(eqn, results, inputs, turned, Use(), Use())
         for (_, positions), back in zip(jaxprs.inner_bodies(eqn), found, strict=True):
-            for i, use in zip(positions, back.inputs, strict=True):
-                use = Use(use.added & ~own, use.otherwise & ~own)
-                operands[i] = _read(operands[i], use)
+            for i, (added, otherwise, is_matrix) in zip(
+                positions, back.inputs, strict=True
+            ):
+                is_matrix = is_matrix and (loop is None or i in whole)
+                outside = Use(added & ~own, otherwise & ~own, is_matrix)
+                operands[i] = _read(operands[i], outside)
         numbered = [cycles[number] for number in range(len(bodies))]
         if loop is not None:
             numbered = [
@@ -433,7 +214,11 @@ class _Uses:
 
 
 def _read(one: Use, other: Use) -> Use:
-    return Use(one.added | other.added, one.otherwise | other.otherwise)
+    return Use(
+        one.added | other.added,
+        one.otherwise | other.otherwise,
+        one.is_matrix or other.is_matrix,
+    )
 
 
 def _add(uses: dict[Var, Use], atoms: Sequence[Atom], found: Sequence[Use]) -> None:
@@ -442,10 +227,10 @@ def _add(uses: dict[Var, Use], atoms: Sequence[Atom], found: Sequence[Use]) -> N
             uses[atom] = _read(uses.get(atom, Use()), use)
 
 
-def _cycle(eqn: Eqn, use: Use, traced: _Traced, loops: Sequence[Loop]) -> Cycle | None:
+def _cycle(eqn: Eqn, use: Use, traced: Traced, loops: Sequence[Loop]) -> Cycle | None:
     """Returns why a product is recursive; None if it is not."""
     both = traced.paths[eqn.outvars[0]].plain & use.all
-    if not both & ~_ANYTHING:
+    if not both & ~ANYTHING:
         return None
     lhs, rhs = (traced.of(atom).plain for atom in eqn.invars[:2])
     carries = frozenset(
@@ -454,25 +239,32 @@ def _cycle(eqn: Eqn, use: Use, traced: _Traced, loops: Sequence[Loop]) -> Cycle 
         for number in range((both & loop.mask).bit_length() - loop.first)
         if both >> loop.first + number & 1
     )
-    surely = lhs & rhs | _union(loop.divided for loop in loops)
-    return Cycle(carries, bool(both & ~_ANYTHING & surely))
+    surely = lhs & rhs | union(loop.divided for loop in loops)
+    return Cycle(carries, bool(both & ~ANYTHING & surely))
 
 
-def _operands(eqn: Eqn, use: Use, traced: _Traced, loops: Sequence[Loop]) -> list[Use]:
+def _matrices(eqn: Eqn, traced: Traced) -> list[Use]:
+    """Returns which factors of a recursive product no carry leads to."""
+    paths = map(traced.of, eqn.invars[:2])
+    return [Use(is_matrix=not (p.plain | p.crossed) & ~ANYTHING) for p in paths]
+
+
+def _operands(eqn: Eqn, use: Use, traced: Traced, loops: Sequence[Loop]) -> list[Use]:
     """Returns the uses of the operands of an equation that calls nothing."""
     name, paths = eqn.primitive.name, list(map(traced.of, eqn.invars))
-    if _is_activation(eqn, paths):
+    if is_activation(eqn, paths):
         return [Use()] * len(paths)
     if role_of(name) in (Role.ADDS, Role.SUBTRACTS) or name == "add_any":
         return [Use(use.all)] * len(paths)
-    factors = _factors(eqn)
+    factors = factors_of(eqn)
     if not factors:
-        is_linear = name == "neg" or name == "reduce_sum" or kind_of(name) is Kind.MOVE
-        is_linear = is_linear or jaxprs.is_conversion(eqn)
-        return [use if is_linear else Use(0, use.all)] * len(paths)
+        moves = kind_of(name) is Kind.MOVE or jaxprs.is_conversion(eqn)
+        if moves or name in ("neg", "reduce_sum"):
+            return [use._replace(is_matrix=use.is_matrix and moves)] * len(paths)
+        return [Use(0, use.all)] * len(paths)
     found = [Use()] * len(paths)
     for i in factors:
-        passed = ~_gates(eqn, i, paths)
+        passed = ~gates_of(eqn, i, paths)
         added, otherwise = use.added & passed, use.otherwise & passed
         if name in PRODUCTS:
             found[i] = Use(0, added | otherwise)
@@ -497,13 +289,13 @@ def _too_small(
     for loop in reversed(loops):
         # The turns of a loop are taken again in each turn of the loop around it.
         turns *= loop.turns
-        if size * turns <= _SMALL_STEPS:
+        if size * turns < _SMALL_STEPS:
             found |= loop.mask
     return found
 
 
 def _with_companions(
-    cycles: Sequence[Cycles], bodies: Sequence[_Traced]
+    cycles: Sequence[Cycles], bodies: Sequence[Traced]
 ) -> list[Cycles]:
     """Adds the other products of a method, of values that no activation made.
 
@@ -526,7 +318,7 @@ def _all_cycles(cycles: Sequence[Cycles]) -> Iterator[Cycle]:
             yield from _all_cycles(inner)
 
 
-def _completed(cycles: Cycles, traced: _Traced, cycle: Cycle) -> Cycles:
+def _completed(cycles: Cycles, traced: Traced, cycle: Cycle) -> Cycles:
     products, inner = dict(cycles.products), dict(cycles.inner)
     for index, eqn in enumerate(traced.body.jaxpr.eqns):
         if index in traced.inner:
@@ -540,3 +332,48 @@ def _completed(cycles: Cycles, traced: _Traced, cycle: Cycle) -> Cycles:
         ):
             products.setdefault(index, cycle)
     return cycles._replace(products=tuple(products.items()), inner=tuple(inner.items()))
+
+
+def _with_first_steps(cycles: Cycles, traced: Traced, matrices: set[Var]) -> Cycles:
+    """Adds the products outside of a loop with a matrix that its recursion has.
+
+    The first residual of a solver, the last term of a series: they are of the method.
+
+    Args:
+      cycles: the recursive products of a body.
+      traced: its paths.
+      matrices: its variables that recursive products multiply by.
+    """
+    if not matrices:
+        return cycles
+    products, inner = dict(cycles.products), dict(cycles.inner)
+    for index, eqn in enumerate(traced.body.jaxpr.eqns):
+        has = [v in matrices for v in eqn.invars if not isinstance(v, Literal)]
+        if not any(has):
+            continue
+        if index in traced.inner:
+            bodies, loop = traced.inner[index]
+            if loop is None:
+                before = inner.get(index, (NONE,) * len(bodies))
+                inside = _inside(eqn, matrices)
+                of_bodies = zip(before, bodies, inside, strict=True)
+                inner[index] = tuple([_with_first_steps(*each) for each in of_bodies])
+        elif eqn.primitive.name in PRODUCTS:
+            others = [v for v in eqn.invars[:2] if v not in matrices]
+            if not any(traced.of(atom).crossed for atom in others):
+                products.setdefault(index, Cycle(frozenset(), True))
+        elif kind_of(eqn.primitive.name) is Kind.MOVE and len(eqn.invars) == 1:
+            matrices = matrices.union(eqn.outvars)
+    return cycles._replace(products=tuple(products.items()), inner=tuple(inner.items()))
+
+
+def _inside(eqn: Eqn, matrices: set[Var]) -> list[set[Var]]:
+    """Returns which inputs of each body of a call are one of some variables."""
+    found = []
+    for body, positions in jaxprs.inner_bodies(eqn):
+        inputs = zip(positions, body.jaxpr.invars, strict=True)
+        atoms = [(eqn.invars[i], var) for i, var in inputs]
+        found.append(
+            {v for a, v in atoms if not isinstance(a, Literal) and a in matrices}
+        )
+    return found

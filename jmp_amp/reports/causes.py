@@ -110,6 +110,8 @@ def causes_of(at: Place) -> list[Cause]:
     pin = pin_id(at)
     if pin in _ENDS_OF_PINS:
         return _to_end(at, *_ENDS_OF_PINS[pin])
+    if pin == "recursion":
+        return [_to_loop(at)]
     if pin is not None:
         return _to_beginning(at, *_OPERANDS_OF_PINS[pin])
     if planned.rule.op_class is not OpClass.FOLLOW:
@@ -119,6 +121,16 @@ def causes_of(at: Place) -> list[Cause]:
     if is_half(decision.dtype) and standing.origin == Origin.LOW:
         return _to_operand(at, "is half", _is_low)
     return []
+
+
+def _to_loop(at: Place) -> Cause:
+    """Returns the step to the loop of the recursion that a product is in."""
+    around = at.frame.caller
+    while around is not None and not jaxprs.is_loop(around.eqn):
+        around = around.frame.caller
+    if around is None:
+        return Cause("It has a matrix that a recursion of a loop multiplies by.")
+    return Cause("No activation stands between it and the carry of", around)
 
 
 def _to_beginning(at: Place, what: str, is_it: _IsIt) -> list[Cause]:

@@ -34,7 +34,7 @@ def verdict(
         return "loses" if placed.full_in_loops + placed.full > most else "keeps"
     if measure.is_kept(errors["library"], errors["full"]):
         return "kept"
-    return "wrong" if errors["OD"].worst > measure.MOST_IN_HALF else "bears half"
+    return "wrong" if errors["half"].worst > measure.MOST_IN_HALF else "bears half"
 
 
 def line(name: str, loop: Loop, columns: Sequence[str]) -> tuple[str, str]:

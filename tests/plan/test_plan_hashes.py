@@ -1,4 +1,4 @@
-"""Every plan of the idioms, the zoo and its shapes is the one whose hash is kept.
+"""Every plan of idioms, loops, zoo and shapes is the one whose hash is kept.
 
 Not that it is right: that it has not moved where nobody meant to move it. A hash says
 nothing of the prose of reasons. `plan_hashes.json` has a line for each program, and the
@@ -28,7 +28,9 @@ from jmp_amp.plan.plan import Plan
 from jmp_amp.policies.policy_map import as_policy_map
 from jmp_amp.transform.planned import planned_call
 from tests import kept, zoo
+from tests.idioms.row import Idiom
 from tests.idioms.table import IDIOMS
+from tests.loops.table import LOOPS
 from tests.measures import HALF
 
 FILE = Path(__file__).parents[1] / "plan_hashes.json"
@@ -40,8 +42,8 @@ WRITE = (
 Args = tuple[Any, ...]
 
 
-def of_idiom(name: str) -> tuple[Callable[..., Any], Args]:
-    idiom, rng = IDIOMS[name], np.random.default_rng(0)
+def of_idiom(idiom: Idiom) -> tuple[Callable[..., Any], Args]:
+    rng = np.random.default_rng(0)
     args = (idiom.params(rng), idiom.inputs(rng))
     return idiom.fn, jax.tree.map(jnp.asarray, args)
 
@@ -52,7 +54,8 @@ def of_case(case: zoo.case.Case) -> tuple[Callable[..., Any], Args]:
 
 Maker = Callable[[], tuple[Callable[..., Any], Args]]
 PROGRAMS: dict[str, dict[str, Maker]] = {
-    "idioms": {name: functools.partial(of_idiom, name) for name in IDIOMS},
+    "idioms": {name: functools.partial(of_idiom, i) for name, i in IDIOMS.items()},
+    "loops": {n: functools.partial(of_idiom, each.idiom) for n, each in LOOPS.items()},
     **{
         room: {" ".join(name): functools.partial(of_case, c) for name, c in all.items()}
         for room, all in (("zoo", zoo.CASES), ("shapes", zoo.SHAPES))

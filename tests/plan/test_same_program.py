@@ -37,7 +37,7 @@ from tests.programs import equations
 SAME_CUTS = jax.__version__.startswith("0.10.")
 EXPECTED: dict[str, str] = {
     "an axis of vmap hides which axes a product sums, and a branch that it selects": """
-        conjugate_gradients_of_fixed_length-vmap-float16 expm_in_a_layer-vmap-bfloat16
+        expm_in_a_layer-vmap-bfloat16
     """,
     "a sum of squares that a loop stacks is no sum of squares": """
         vector_quantization-slices-float16
@@ -46,12 +46,21 @@ EXPECTED: dict[str, str] = {
         physics_informed_loss-carry-bfloat16
     """,
     "a product of the first turn is not seen to be solved in the next one": """
-        kalman_filter-peeled-bfloat16 kalman_filter-peeled-float16
         kalman_filter-unrolled-bfloat16 kalman_filter-unrolled-float16
-        kalman_filter_from_an_argument-peeled-bfloat16
-        kalman_filter_from_an_argument-peeled-float16
         kalman_filter_from_an_argument-unrolled-bfloat16
         kalman_filter_from_an_argument-unrolled-float16
+    """,
+    "no carry tells that steps recur which are written out": """
+        conjugate_gradients_of_fixed_length-unrolled-bfloat16
+        conjugate_gradients_of_fixed_length-unrolled-float16
+        power_iteration_of_fixed_length-unrolled-bfloat16
+        power_iteration_of_fixed_length-unrolled-float16
+    """,
+    "an activation made the data of a step that is written before its loop": """
+        inner_adam-peeled-bfloat16 inner_adam-peeled-float16
+        inner_momentum-peeled-bfloat16 inner_momentum-peeled-float16
+        power_iteration_of_fixed_length-peeled-bfloat16
+        power_iteration_of_fixed_length-peeled-float16
     """,
     "a loop keeps what is a stream where its turns are written out": """
         from_a_product-checkpoint-bfloat16 from_a_product-inline-bfloat16

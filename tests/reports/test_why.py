@@ -79,6 +79,10 @@ def _solution(x, w):
     return jnp.linalg.solve(w, w) @ w
 
 
+def _power(x, w):
+    return jax.lax.scan(lambda v, _: (w @ v, None), x[0], length=9)[0]
+
+
 # The program, the operation, which one, and what the chain ends with.
 BEGUN = {
     "index": (_place, (X, W), "mul", "floor", "becomes an index"),
@@ -111,6 +115,7 @@ BEGUN = {
         "argument 2",
         "is the argument",
     ),
+    "recursion": (_power, (X, W), "dot_general", "scan", "No activation"),
     "distance": (_distance, (X, W), "dot_general", "sub", "sum of squares"),
     "moment": (_moment, (X, W), "dot_general", "sub", "second moment"),
     "solution": (
