@@ -106,6 +106,36 @@ def in_order(jaxpr: Jaxpr, islands: Sequence[Island]) -> tuple[int | Island, ...
     return tuple(ordered)
 
 
+class _Merged:
+    """Numbers in clusters, which can be merged: a union-find."""
+
+    def __init__(self) -> None:
+        self._parent: dict[int, int] = {}
+
+    def add(self, i: int) -> None:
+        """Adds a number, in a cluster of its own."""
+        self._parent[i] = i
+
+    def merge(self, i: int, j: int) -> None:
+        """Merges the clusters of two numbers."""
+        self._parent[self._root(i)] = self._root(j)
+
+    def clusters(self) -> list[list[int]]:
+        """Returns the numbers of each cluster, in the order that they were added in."""
+        found: dict[int, list[int]] = {}
+        for i in self._parent:
+            found.setdefault(self._root(i), []).append(i)
+        return list(found.values())
+
+    def _root(self, i: int) -> int:
+        parent = self._parent
+        while parent[i] != i:
+            # Halves the path: a chain of thousands is gone through once.
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+
 class _Body:
     """A body whose dtypes are settled, in which islands are looked for."""
 
@@ -151,17 +181,9 @@ class _Body:
         """
         level: dict[Var, int] = {}
         made_by: dict[Var, int] = {}
-        parent: dict[int, int] = {}
+        merged = _Merged()
         reader: dict[tuple[Var, int], int] = {}
         effects = 0  # the level of the last effect
-
-        def root(i: int) -> int:
-            while parent[i] != i:
-                # Halves the path: a chain of thousands is gone through once.
-                parent[i] = parent[parent[i]]
-                i = parent[i]
-            return i
-
         for index, eqn in enumerate(self.eqns):
             read = variables(eqn.invars)
             member = self.belongs(index)
@@ -177,7 +199,7 @@ class _Body:
             level.update((v, here) for v in eqn.outvars)
             if not member:
                 continue
-            parent[index] = index
+            merged.add(index)
             made_by.update((v, index) for v in eqn.outvars)
             for v, dtype in zip(eqn.invars, self.equations[index].reads, strict=True):
                 if isinstance(v, jaxprs.Literal):
@@ -189,11 +211,8 @@ class _Body:
                 else:
                     continue
                 if level[self.eqns[other].outvars[0]] == here:
-                    parent[root(other)] = root(index)
-        clusters: dict[int, list[int]] = {}
-        for index in parent:
-            clusters.setdefault(root(index), []).append(index)
-        return list(clusters.values())
+                    merged.merge(other, index)
+        return merged.clusters()
 
     def belongs(self, index: int) -> bool:
         """Whether an equation computes in f32, from activations, and cheaply."""
