@@ -190,16 +190,7 @@ class _Planner:
         if asks:
             returned = curved or (False,) * len(jaxpr.outvars)
             before_tanh = self._gelus.before(jaxpr, returned)
-        equations = []
-        for index, (eqn, step, each) in enumerate(
-            zip(jaxpr.eqns, flow.steps, outcome.equations, strict=True)
-        ):
-            if step.flows:
-                planned = self._call(index, eqn, step, each, values, saves, before_tanh)
-            else:
-                planned = self._equation(index, eqn, step, each, values)
-            values.dtypes.update(zip(eqn.outvars, planned.writes, strict=True))
-            equations.append(planned)
+        equations = self._equations(flow, outcome, values, saves, before_tanh)
         if outputs is None:
             outputs = tuple(map(values.handed_out, jaxpr.outvars, outcome.outputs))
         if asks:
@@ -208,16 +199,31 @@ class _Planner:
         # A CPU would rather read than compute again.
         if saves and flow.region.cpu is None:
             islands = find_islands(flow, equations, outputs, values.dtypes)
-        # The gradients of each use of a free f32 value are cast to f32 and then summed.
-        cast_per_use = frozenset(
-            v
-            for v, known in flow.known.items()
-            if known.origin == Origin.FREE and values.dtypes[v] == F32
-        )
-        order = in_order(jaxpr, islands)
-        plan = Plan(flow.body, tuple(equations), outputs, cast_per_use, order)
+        order, free = in_order(jaxpr, islands), values.free_in_f32()
+        plan = Plan(flow.body, tuple(equations), outputs, free, order)
         self._plans[key] = plan
         return plan
+
+    def _equations(
+        self,
+        flow: Flow,
+        outcome: BodyOutcome,
+        values: _Held,
+        saves: bool,
+        before_tanh: Set[Var],
+    ) -> list[EquationPlan]:
+        """Returns the plan of each equation of a body, and settles what they make."""
+        equations = []
+        for index, (eqn, step, each) in enumerate(
+            zip(flow.body.jaxpr.eqns, flow.steps, outcome.equations, strict=True)
+        ):
+            if step.flows:
+                planned = self._call(index, eqn, step, each, values, saves, before_tanh)
+            else:
+                planned = self._equation(index, eqn, step, each, values)
+            values.dtypes.update(zip(eqn.outvars, planned.writes, strict=True))
+            equations.append(planned)
+        return equations
 
     def _call(
         self,
@@ -230,14 +236,7 @@ class _Planner:
         before_tanh: Set[Var],
     ) -> EquationPlan:
         carried = jaxprs.carried(eqn)
-        reads = tuple(
-            carry_dtype(known, atom)
-            if i in carried
-            else values.handed_in(eqn, i, known, use.demand)
-            for i, (atom, known, use) in enumerate(
-                zip(eqn.invars, step.views, outcome.operands, strict=True)
-            )
-        )
+        reads = values.handed_to(eqn, step.views, outcome.operands)
         saves = saves and jaxprs.saves_residuals(eqn)
         inputs = [tuple(reads[i] for i in operands) for _, operands in step.inner]
 
@@ -256,16 +255,7 @@ class _Planner:
             writes = carry + writes[len(carry) :]
             bodies[-1] = settled(len(bodies) - 1, writes)
         elif len(bodies) > 1 and not jaxprs.is_while(eqn):
-            # All branches return the same dtypes.
-            writes = tuple(
-                dtypes[0] if len(set(dtypes)) == 1 else carry_dtype(known, var)
-                for dtypes, known, var in zip(
-                    zip(*(body.outputs for body in bodies), strict=True),
-                    step.results,
-                    eqn.outvars,
-                    strict=True,
-                )
-            )
+            writes = _of_branches(eqn, step, bodies)
             bodies = [settled(body, writes) for body in range(len(bodies))]
         name = jaxprs.function_name(eqn) or eqn.primitive.name
         rule = step.inherited or Rule(OpClass.FOLLOW, outcome.reason, name)
@@ -320,6 +310,19 @@ class _Planner:
         )
 
 
+def _of_branches(eqn: Eqn, step: Step, branches: Sequence[Plan]) -> Dtypes:
+    """Returns the dtypes of the results of a branch: all branches return the same."""
+    return tuple(
+        dtypes[0] if len(set(dtypes)) == 1 else carry_dtype(known, var)
+        for dtypes, known, var in zip(
+            zip(*(branch.outputs for branch in branches), strict=True),
+            step.results,
+            eqn.outvars,
+            strict=True,
+        )
+    )
+
+
 class _Dtypes(NamedTuple):
     """The dtypes of an equation, as in `EquationPlan`."""
 
@@ -358,6 +361,15 @@ class _Held:
     def of(self, atom: Atom) -> np.dtype | None:
         return traced_dtype(atom) if isinstance(atom, Literal) else self.dtypes[atom]
 
+    def free_in_f32(self) -> frozenset[Var]:
+        """Returns the free f32 variables, see `Plan.cast_per_use`."""
+        # The gradients of each use of one are cast to f32 and then summed.
+        return frozenset(
+            v
+            for v, known in self.flow.known.items()
+            if known.origin == Origin.FREE and self.dtypes[v] == F32
+        )
+
     def handed_out(self, atom: Atom, use: Use) -> np.dtype | None:
         """Returns the dtype of an output of a body: half, if nobody reads it in f32."""
         region = self.flow.region
@@ -368,6 +380,18 @@ class _Held:
         low = region.policy.compute_dtype
         half = (use.demand & Demands.DTYPES) == demand_of(low) and may_round(known)
         return low if half and dtype == F32 else dtype
+
+    def handed_to(
+        self, eqn: Eqn, views: Sequence[Known], uses: Sequence[Use]
+    ) -> Dtypes:
+        """Returns the dtype of each operand of a call."""
+        carried = jaxprs.carried(eqn)
+        return tuple(
+            carry_dtype(view, eqn.invars[i])
+            if i in carried
+            else self.handed_in(eqn, i, view, use.demand)
+            for i, (view, use) in enumerate(zip(views, uses, strict=True))
+        )
 
     def handed_in(
         self, eqn: Eqn, position: int, view: Known, demand: Demand
