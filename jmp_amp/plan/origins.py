@@ -166,10 +166,7 @@ class Flows:
     ) -> Step:
         rule = rules.rule_for(eqn, region.policy, around.inherited)
         if index in around.facts.inner:
-            inner = jaxprs.inner_bodies(eqn)
-            facts = around.facts.inner[index]
-            cycles = around.cycles.get(index, (NONE,) * len(inner))
-            return self._call(eqn, views, region, rule, inner, facts, cycles, around)
+            return self._call(index, eqn, views, region, rule, around)
         assert rule is not None
         sources = around.sources
         read = list(map(sources.of, eqn.invars))
@@ -199,13 +196,11 @@ class Flows:
 
     def _call(
         self,
+        index: int,
         eqn: Eqn,
         views: tuple[Known, ...],
         region: Region,
         rule: Rule | None,
-        inner: tuple[Inner, ...],
-        facts: Sequence[Facts],
-        cycles: tuple[Cycles, ...],
         around: _Around,
     ) -> Step:
         """Follows values through the bodies of a call, a loop or a branch.
@@ -215,6 +210,23 @@ class Flows:
         parameter and of a lookup, and only get those of an oversized constant, of a
         tangent and of a solution.
         """
+        step = self._through_bodies(index, eqn, views, region, rule, around)
+        if jaxprs.is_while(eqn) and rule is None and is_solver(step):
+            return self._through_bodies(index, eqn, views, region, SOLVER, around)
+        return step
+
+    def _through_bodies(
+        self,
+        index: int,
+        eqn: Eqn,
+        views: tuple[Known, ...],
+        region: Region,
+        rule: Rule | None,
+        around: _Around,
+    ) -> Step:
+        """Follows values through bodies that a rule is given to, see `_call`."""
+        inner, facts = jaxprs.inner_bodies(eqn), around.facts.inner[index]
+        cycles = around.cycles.get(index, (NONE,) * len(inner))
         sources = around.sources
         read = [sources.of(atom) for atom in eqn.invars]
         starts = _in_region(views, region)
@@ -225,36 +237,24 @@ class Flows:
         layers: dict[int, int] = {}
 
         def outputs(number: int, inputs: Sequence[_Part]) -> list[_Part]:
-            body, positions = inner[number]
-            flow = flows[number] = self.through(
-                body,
-                _entering(eqn, [each.known for each in inputs], positions),
-                region,
-                rule,
-                ends[number],
-                facts[number],
-                groups_of(tuple([each.sources for each in inputs])),
-                cycles[number],
-            )
+            each = region, rule, ends[number], facts[number], cycles[number]
+            flow = flows[number] = self._through_body(eqn, inputs, inner[number], *each)
             # The condition of a loop, its first body, hands nothing to the next turn.
             carried = jaxprs.carried(eqn) if number == len(inner) - 1 else range(0)
-            made, layers[number] = _made_of(flow, positions, carried)
+            made, layers[number] = _made_of(flow, inner[number].operands, carried)
             outside = all_translated(tuple(made), tuple(read))
             return list(map(_Part, flow.outputs, outside))
 
         def turned(operand: int, now: _Part, update: _Part) -> _Part:
-            each = eqn.invars[operand], starts[operand], now.known, update.known
-            if jaxprs.is_while(eqn):
-                known = _carried_by_while(*each)
-            else:
-                known = _carried_by_scan(*each, bool(layers[0] >> operand & 1))
+            each = starts[operand], now.known, update.known
+            known = _carried(eqn, operand, *each, bool(layers[0] >> operand & 1))
             return _Part(known, now.sources | update.sources)
 
         parts = list(map(_Part, starts, read))
         operands, made = forward(eqn, parts, outputs, turned, _joined)
         sources.write(eqn.outvars, [each.sources for each in made])
         sources.layers |= translated(union([*layers.values()]), read)
-        step = Step(
+        return Step(
             region,
             tuple([each.known for each in operands]),
             _saved(eqn, region, [each.known for each in made]),
@@ -263,10 +263,23 @@ class Flows:
             tuple(flows[number] for number in range(len(inner))),
             rule,
         )
-        if jaxprs.is_while(eqn) and rule is None and is_solver(step):
-            known = facts, cycles, around
-            return self._call(eqn, starts, region, SOLVER, inner, *known)
-        return step
+
+    def _through_body(
+        self,
+        eqn: Eqn,
+        inputs: Sequence[_Part],
+        inner: Inner,
+        region: Region,
+        rule: Rule | None,
+        ends: tuple[End, ...],
+        facts: Facts,
+        cycles: Cycles,
+    ) -> Flow:
+        """Returns the flow through a body of `eqn`, given its inputs."""
+        known = _entering(eqn, [each.known for each in inputs], inner.operands)
+        groups = groups_of(tuple([each.sources for each in inputs]))
+        around = rule, ends, facts, groups, cycles
+        return self.through(inner.body, known, region, *around)
 
 
 class _Part(NamedTuple):
@@ -399,6 +412,16 @@ def _in_region(values: tuple[Known, ...], region: Region) -> tuple[Known, ...]:
         known if known.region is region else known._replace(region=region)
         for known in values
     )
+
+
+def _carried(
+    eqn: Eqn, operand: int, start: Known, now: Known, update: Known, is_stream: bool
+) -> Known:
+    """Returns what is known of a carry of a loop after one more turn."""
+    atom = eqn.invars[operand]
+    if jaxprs.is_while(eqn):
+        return _carried_by_while(atom, start, now, update)
+    return _carried_by_scan(atom, start, now, update, is_stream)
 
 
 def _carried_by_scan(
