@@ -94,18 +94,13 @@ def decide(
     saved, falls = is_saved_in_f32(at, made, rewrite), may_fall(at, made)
     traits = frozenset(_traits(at, made, saved or falls))
     result = Known(made.result.origin, _limits(at, made), region, traits)
-    return Decision(
-        made.rule,
-        made.mode,
-        made.dtype,
-        made.reason,
-        result,
-        tuple(options(at, made, result, saved, falls)),
-        made_of(at, made),
-        rewrite,
-        made.saturate,
-        at,
-        made.pin,
+    return dataclasses.replace(
+        made,
+        result=result,
+        options=tuple(options(at, made, result, saved, falls)),
+        of=made_of(at, made),
+        rewrite=rewrite,
+        standing=at,
     )
 
 
@@ -220,7 +215,7 @@ def _follow(at: Standing, rewrite: Rewrite | None) -> Decision:
     if not is_half(low):
         return _in_f32(at)
     if misfit is not None:
-        # Beside half readers alone it saturates, see `_options`.
+        # Beside half readers alone it saturates, see `trade_offs.options`.
         saturate = (
             role_of(at.name) is Role.CHOOSES
             and unfit_bound(at.operands, low) is None
