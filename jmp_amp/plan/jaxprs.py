@@ -24,6 +24,7 @@ from jax.core import ShapedArray
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives
 
+import jmp_amp
 from jmp_amp.plan.stack_room import with_stack_room
 from jmp_amp.policies.dtypes import F32, AnyFn, is_half
 
@@ -63,7 +64,7 @@ _LIBRARY_FOLDERS = tuple(
 )
 # This package, and modules of the standard library that only call a user's function.
 _NOT_A_USERS = (
-    os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
+    os.path.join(os.path.dirname(str(jmp_amp.__file__)), ""),
     *(str(module.__file__) for module in (contextlib, functools)),
 )
 
@@ -159,6 +160,11 @@ def is_print(eqn: Eqn) -> bool:
     return not eqn.outvars and bool(effects) and effects <= _SHOWS
 
 
+def body_parameter(eqn: Eqn) -> str:
+    """Returns the parameter that holds the body of `eqn`, which has one."""
+    return _BODY_PARAMETER.get(eqn.primitive, "jaxpr")
+
+
 def inner_programs(eqn: Eqn) -> list[Jaxpr | ClosedJaxpr]:
     """Returns the bodies of `eqn` as it holds them, see `inner_bodies`."""
     params = eqn.params
@@ -166,7 +172,7 @@ def inner_programs(eqn: Eqn) -> list[Jaxpr | ClosedJaxpr]:
         return list(params["branches"])
     if eqn.primitive is primitives.while_p:
         return [params["cond_jaxpr"], params["body_jaxpr"]]
-    return [params[_BODY_PARAMETER.get(eqn.primitive, "jaxpr")]]
+    return [params[body_parameter(eqn)]]
 
 
 def with_programs(eqn: Eqn, programs: Sequence[Jaxpr | ClosedJaxpr]) -> Eqn:
@@ -177,7 +183,7 @@ def with_programs(eqn: Eqn, programs: Sequence[Jaxpr | ClosedJaxpr]) -> Eqn:
         changed = dict(zip(("cond_jaxpr", "body_jaxpr"), programs, strict=True))
     else:
         (program,) = programs
-        changed = {_BODY_PARAMETER.get(eqn.primitive, "jaxpr"): program}
+        changed = {body_parameter(eqn): program}
     return eqn.replace(params={**eqn.params, **changed})
 
 
@@ -276,7 +282,7 @@ def is_helper(eqn: Eqn) -> bool:
     `jnp.where` and `jnp.take` are jitted functions of JAX. Run without the call, their
     derivative keeps no array of zeros for the operand that has none.
     """
-    if eqn.primitive is not primitives.jit_p or any(eqn.params["donated_invars"]):
+    if not is_jit(eqn) or any(eqn.params["donated_invars"]):
         return False
     jaxpr = body_of(eqn.params["jaxpr"]).jaxpr
     return len(jaxpr.eqns) <= _HELPER_SIZE and in_library(
@@ -287,6 +293,10 @@ def is_helper(eqn: Eqn) -> bool:
 def in_library(filename: str) -> bool:
     """Whether a source file belongs to JAX, Flax or Optax."""
     return filename.startswith(_LIBRARY_FOLDERS)
+
+
+def is_jit(eqn: Eqn) -> bool:
+    return eqn.primitive is primitives.jit_p
 
 
 def is_custom_jvp(eqn: Eqn) -> bool:
@@ -426,7 +436,7 @@ def bind_staged(
             policy=eqn.params["policy"],
         )
         return list(run(*operands))
-    return bind(eqn, operands, **{_BODY_PARAMETER.get(eqn.primitive, "jaxpr"): body})
+    return bind(eqn, operands, **{body_parameter(eqn): body})
 
 
 def is_shard_map(eqn: Eqn) -> bool:
@@ -519,7 +529,7 @@ def source_line(eqn: Eqn) -> str | None:
 
 def jitted_name(eqn: Eqn) -> str | None:
     """Returns the name of the function if `eqn` calls one that the user jitted."""
-    if eqn.primitive is not primitives.jit_p:
+    if not is_jit(eqn):
         return None
     filename = body_of(eqn.params["jaxpr"]).jaxpr.debug_info.func_filename or ""
     name = eqn.params["name"]
