@@ -3,8 +3,8 @@
     python -m tests.ablation [--only RULE ...] [--write]
 
 The programs are the zoo, its shapes, the idioms and the loops, in bf16 and in f16. A
-plan counts if any dtype, read, write, rewrite, island or output changes. `ablation.json` has
-the table: `--write` writes it, else the table is compared with it. `test_ablation.py`
+plan counts if any dtype, read, write, rewrite, island or output changes. The table is
+`ablation.json`: `--write` writes it, else it is compared with it. `test_ablation.py`
 asks for a program of each rule, and `plan/rules/` has a test of each.
 """
 
