@@ -19,7 +19,7 @@ import jax
 
 from jmp_amp.doctor import examine
 from jmp_amp.numerics.diagnosing import diagnose
-from jmp_amp.plan.targets import TARGETS
+from jmp_amp.plan.program.cpu_target import TARGETS
 from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.reports.report import explain

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp.plan.cpu_products import half_product
-from jmp_amp.plan.dimensions import Dimensions
+from jmp_amp.plan.program.dimensions import Dimensions
+from jmp_amp.plan.rewrites.cpu_products import half_product
 from jmp_amp.policies.dtypes import BF16, F16, F32, short_name
 from jmp_amp.transform.interpreter import autocast
 

@@ -28,23 +28,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp.plan import (
-    constants,
-    consumers,
-    deciding,
-    destinations,
-    origins,
-    pins,
-    recursions,
-    rewrites,
-    trade_offs,
-)
-from jmp_amp.plan.destinations import Ends
-from jmp_amp.plan.facts import Made
-from jmp_amp.plan.modes import Demands
+from jmp_amp.plan.choose import choices, choosing, demands, pins, trade_offs
+from jmp_amp.plan.choose.modes import Demands
+from jmp_amp.plan.dataflow import constants, ends, recursions
+from jmp_amp.plan.dataflow.ends import Ends
+from jmp_amp.plan.dataflow.facts import Made
+from jmp_amp.plan.dataflow.values import Origin, Trait
 from jmp_amp.plan.plan import Plan
 from jmp_amp.plan.planner import plan_program
-from jmp_amp.plan.values import Origin, Trait
+from jmp_amp.plan.rewrites import rewrite_table
 from jmp_amp.policies.policy_map import as_policy_map
 from jmp_amp.transform.calls import traced_call
 from tests.measures import HALF
@@ -95,7 +87,7 @@ def without_pin(pin: pins.Pin) -> Rule:
 
         return of_others
 
-    return (Change(deciding, "pin_of", off),)
+    return (Change(choosing, "pin_of", off),)
 
 
 def without_rewrite(row: Callable[..., Any]) -> Rule:
@@ -105,13 +97,13 @@ def without_rewrite(row: Callable[..., Any]) -> Rule:
         def of_others(at: Any) -> Any:
             if row(at) is None:
                 return rewrite_of(at)
-            others = tuple(each for each in rewrites._REWRITES if each is not row)
-            with mock.patch.object(rewrites, "_REWRITES", others):
+            others = tuple(each for each in rewrite_table._REWRITES if each is not row)
+            with mock.patch.object(rewrite_table, "_REWRITES", others):
                 return rewrite_of(at)
 
         return of_others
 
-    return (Change(deciding, "rewrite_of", off),)
+    return (Change(choosing, "rewrite_of", off),)
 
 
 def without_trait(trait: Trait) -> Rule:
@@ -120,7 +112,7 @@ def without_trait(trait: Trait) -> Rule:
     def off(traits: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: [each for each in traits(*args) if each is not trait]
 
-    return (Change(deciding, "_traits", off),)
+    return (Change(choosing, "_traits", off),)
 
 
 def without_option(is_it: Callable[[trade_offs.Option, Any], bool]) -> Rule:
@@ -133,7 +125,7 @@ def without_option(is_it: Callable[[trade_offs.Option, Any], bool]) -> Rule:
 
         return others
 
-    return (Change(deciding, "options", off),)
+    return (Change(choosing, "options", off),)
 
 
 def _never_saturates(options: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +151,7 @@ RULES: dict[str, Rule] = {
     # Which products of a loop are recursive.
     "small_steps": no((recursions, "_too_small"), answer=0),
     "begun_stream": (
-        Change(origins, "_of_streams", lambda _: lambda eqn, starts, cycles: cycles),
+        Change(choices, "_of_streams", lambda _: lambda eqn, starts, cycles: cycles),
     ),
     "companions": (
         Change(recursions, "_with_companions", lambda _: lambda cycles, _: cycles),
@@ -169,47 +161,46 @@ RULES: dict[str, Rule] = {
     ),
     # What is pinned: the ends that lead to a pin, and the facts.
     "settled": tuple(
-        Change(owner, "settled", lambda _: lambda end: end)
-        for owner in (destinations, origins)
+        Change(owner, "settled", lambda _: lambda end: end) for owner in (ends, choices)
     ),
-    "ranked": no((destinations, "_ranked"), answer=()),
-    "selected": (Change(destinations, "_selected", lambda _: lambda eqn: eqn.invars),),
-    "form": no((destinations, "_between"), answer=[]),
+    "ranked": no((ends, "_ranked"), answer=()),
+    "selected": (Change(ends, "_selected", lambda _: lambda eqn: eqn.invars),),
+    "form": no((ends, "_between"), answer=[]),
     "factor": unset(Ends, "FACTOR"),
     "exact": unset(Ends, "EXACT"),
-    "solution_trait": no((deciding, "is_solution")),
-    "solver": no((origins, "is_solver")),
+    "solution_trait": no((choosing, "is_solution")),
+    "solver": no((choices, "is_solver")),
     # What is f32 although half would be right.
-    "worth_f32": no((deciding, "is_worth_f32")),
-    "coordinate": no((destinations, "subtracts_parts")),
+    "worth_f32": no((choosing, "is_worth_f32")),
+    "coordinate": no((ends, "subtracts_parts")),
     "returned": without_option(lambda o, _: o.readers == Demands.RETURNED),
     "carried": without_option(lambda o, _: o.readers == Demands.CARRIED),
     "compared": without_option(lambda o, _: o.readers == Demands.AS_IS),
-    "sums_argument": no((deciding, "sums_argument")),
-    "hands_on_kept": no((consumers, "_hands_on_kept")),
+    "sums_argument": no((choosing, "sums_argument")),
+    "hands_on_kept": no((demands, "_hands_on_kept")),
     "misfit": no((constants, "misfit"), answer=None),
     "met": no((constants, "met"), answer=None),
     "slice": (
-        Change(deciding, "_is_slice", lambda _: lambda at: False),
+        Change(choosing, "_is_slice", lambda _: lambda at: False),
         Change(
-            origins,
+            choices,
             "_entering",
             lambda _: lambda eqn, inputs, operands: tuple(inputs),
         ),
     ),
     # What is half although f32 would be right.
-    "multiplies": no((deciding, "_multiplies")),
+    "multiplies": no((choosing, "_multiplies")),
     "grows": no((trade_offs, "grows")),
-    "takes_half": no((consumers, "_takes_half")),
+    "takes_half": no((demands, "_takes_half")),
     "looked_up": without_trait(Trait.LOOKED_UP),
-    "saved_in_f32": no((deciding, "is_saved_in_f32")),
-    "saved_by_loops": (Change(origins, "_saved", _saves_nothing),),
-    "falls": no((deciding, "may_fall")),
+    "saved_in_f32": no((choosing, "is_saved_in_f32")),
+    "saved_by_loops": (Change(choices, "_saved", _saves_nothing),),
+    "falls": no((choosing, "may_fall")),
     "gates_a_sum": no((trade_offs, "_gates_a_sum")),
     "normalized": unset(Made, "NORMALIZED"),
-    "spreads_function": no((deciding, "_spreads_function")),
+    "spreads_function": no((choosing, "_spreads_function")),
     "oversized": without_trait(Trait.OVERSIZED),
-    "saturates": (Change(deciding, "options", _never_saturates),),
+    "saturates": (Change(choosing, "options", _never_saturates),),
     "moves_parameters": without_option(lambda o, r: _is_free_in_half(o, r) and o.once),
     "adds_parameters": without_option(
         lambda o, r: _is_free_in_half(o, r) and not o.once
@@ -219,8 +210,8 @@ RULES: dict[str, Rule] = {
     **{
         row.__name__: without_rewrite(row)
         for row in (
-            *(rewrites.f32_result, rewrites.pick_from_rows),
-            *(rewrites.summed_lookup, rewrites.quotient),
+            *(rewrite_table.f32_result, rewrite_table.pick_from_rows),
+            *(rewrite_table.summed_lookup, rewrite_table.quotient),
         )
     },
 }

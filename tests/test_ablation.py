@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jmp_amp.plan.pins import PINS
+from jmp_amp.plan.choose.pins import PINS
 from tests.ablation import RULES, kept, programs, signature, switched_off
 
 TESTS = Path(__file__).parent / "plan" / "rules"
@@ -12,12 +12,12 @@ TESTS = Path(__file__).parent / "plan" / "rules"
 # without them.
 ONLY_UNIT_TESTS = {
     "carried": "its own test alone: a sum of two products that a loop hands on",
-    "exact": "test_destinations: a factor of a solution",
+    "exact": "test_ends: a factor of a solution",
     "f32_result": "test_plan: products and convolutions with an f32 result",
-    "form": "test_destinations: a covariance that is mapped",
+    "form": "test_ends: a covariance that is mapped",
     "saturates": "test_plan: a mask in a selection saturates for half readers alone",
-    "selected": "test_destinations: what stop_gradient alone reads, in a selection",
-    "settled": "test_destinations: what follows the last layer is f32",
+    "selected": "test_ends: what stop_gradient alone reads, in a selection",
+    "settled": "test_ends: what follows the last layer is f32",
     "spreads_function": "test_custom_jvp_rules: edges look up functions in half",
     "sums_argument": "its own test alone: a state that a third sum returns",
 }

@@ -2,16 +2,26 @@
 
 import ast
 import inspect
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 import jmp_amp as amp
 
+
+class Folder(NamedTuple):
+    """A folder of a wing, and its rooms in rows."""
+
+    name: str
+    rows: tuple[tuple[str, ...], ...]
+
+
 # A room imports from the wings before its own, and from the rows of its own wing that
-# are above its own row.
+# are above its own row. The rows of some wings hold folders, and a folder has rows too.
 WINGS = {
     "policies": (
         ("dtypes", "patterns", "flags", "arguments"),
@@ -20,30 +30,60 @@ WINGS = {
         ("policy_map",),
     ),
     "plan": (
-        ("stack_room",),
-        ("jaxprs", "operations", "targets", "quantising"),
-        ("regions", "dimensions", "dataflow"),
-        ("dead_code", "gelus"),
-        ("constants", "constructs", "meshes", "rules", "rewriting"),
-        ("values",),
-        ("modes", "sources", "facts"),
-        ("destinations",),
-        ("decisions",),
         (
-            *("f32_results", "picks", "quotients"),
-            *("fp8_choice", "fp8_barriers", "cpu_products"),
+            Folder(
+                "program",
+                (
+                    ("python_stack", "jaxprs", "cpu_target"),
+                    ("source_code", "regions", "dimensions", "constructs", "meshes"),
+                    ("binding",),
+                ),
+            ),
         ),
-        ("fp8_products", "lookups"),
-        ("rewrites",),
-        ("flows",),
-        ("pins",),
-        ("trade_offs",),
-        ("deciding",),
-        ("decided",),
-        ("solvers",),
-        ("origins",),
-        ("consumers", "plan"),
-        ("alike", "islands", "walk"),
+        (Folder("tables", (("operations",), ("rules",))),),
+        (
+            Folder(
+                "dataflow",
+                (
+                    ("solver", "constants"),
+                    ("dead_code", "gelus", "values"),
+                    ("joins", "sources", "facts"),
+                    ("ends", "paths"),
+                    ("recursions",),
+                    ("standing",),
+                ),
+            ),
+        ),
+        (
+            Folder(
+                "rewrites",
+                (
+                    ("quantising",),
+                    ("rewriting",),
+                    ("f32_results", "pick_rewrite", "f16_division", "cpu_products"),
+                    ("fp8_choice", "fp8_barriers", "lookups"),
+                    ("fp8_products",),
+                    ("rewrite_table",),
+                ),
+            ),
+        ),
+        (
+            Folder(
+                "choose",
+                (
+                    ("modes",),
+                    ("records",),
+                    ("flows", "pins"),
+                    ("trade_offs", "solver_loops"),
+                    ("choosing",),
+                    ("decision_cache",),
+                    ("choices", "demands"),
+                    ("held",),
+                ),
+            ),
+        ),
+        ("plan",),
+        (Folder("islands", (("islands", "island_cache"),)), "walk"),
         ("planner",),
     ),
     "transform": (
@@ -96,13 +136,55 @@ WINGS = {
         ("__main__", "__init__"),
     ),
 }
-# The place of each room: the wing's, then the row's.
-PLACE = {
-    f"{wing}.{room}" if wing else room: (number, row)
-    for number, (wing, rows) in enumerate(WINGS.items())
-    for row, rooms in enumerate(rows)
-    for room in rooms
-}
+
+
+class Place(NamedTuple):
+    """Where a room is.
+
+    Attributes:
+      wing: the number of its wing.
+      floor: the row of the wing that it is in, or its folder.
+      folder: the folder; empty if it is in none.
+      row: the row of the folder.
+    """
+
+    wing: int
+    floor: int
+    folder: str = ""
+    row: int = 0
+
+    def is_above(self, other: "Place") -> bool:
+        """Whether a room at the other place may import one that is here."""
+        if self.folder and self[:3] == other[:3]:
+            return self.row < other.row
+        return self[:2] < other[:2]
+
+
+def rooms() -> Iterator[tuple[str, Place]]:
+    """Yields the dotted name of each room, and its place."""
+    for number, (wing, rows) in enumerate(WINGS.items()):
+        for floor, row in enumerate(rows):
+            for each in row:
+                if isinstance(each, Folder):
+                    for i, names in enumerate(each.rows):
+                        place = Place(number, floor, each.name, i)
+                        for name in names:
+                            yield f"{wing}.{each.name}.{name}", place
+                else:
+                    yield f"{wing}.{each}" if wing else each, Place(number, floor)
+
+
+PLACE = dict(rooms())
+FOLDERS = [
+    f"{wing}.{each.name}"
+    for wing, rows in WINGS.items()
+    for row in rows
+    for each in row
+    if isinstance(each, Folder)
+]
+MOST_FLOORS = 9
+# Of a file and of a function of the plan.
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 450, 50
 PACKAGE = Path(amp.__file__).parent
 MODULES = sorted(
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
@@ -146,14 +228,38 @@ def is_in(name: str, package: str) -> bool:
 
 
 def test_every_room_has_a_place():
-    entrances = {f"{wing}.__init__" for wing in WINGS if wing}
+    entrances = {f"{each}.__init__" for each in (*WINGS, *FOLDERS) if each}
     assert sorted({*PLACE, *entrances}) == MODULES
 
 
-@pytest.mark.parametrize("wing", [wing for wing in WINGS if wing])
+@pytest.mark.parametrize("wing", [wing for wing in (*WINGS, *FOLDERS) if wing])
 def test_entrance_of_a_wing_tells_its_idea_and_defines_nothing(wing):
-    (idea,) = ast.parse((PACKAGE / wing / "__init__.py").read_text()).body
+    path = PACKAGE / wing.replace(".", "/") / "__init__.py"
+    (idea,) = ast.parse(path.read_text()).body
     assert isinstance(idea, ast.Expr) and len(ast.literal_eval(idea.value)) > 100
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_entrance_of_a_folder_is_of_at_most_three_sentences(folder):
+    path = PACKAGE / folder.replace(".", "/") / "__init__.py"
+    text = ast.literal_eval(ast.parse(path.read_text()).body[0].value)
+    assert len(re.findall(r"[.?!](?=\s|$)", text)) <= 3
+
+
+def test_a_wing_of_folders_has_few_floors():
+    for wing in {folder.partition(".")[0] for folder in FOLDERS}:
+        assert len(WINGS[wing]) <= MOST_FLOORS
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if "plan." in name])
+def test_files_and_functions_of_the_plan_are_short(module):
+    path = PACKAGE / f"{module.replace('.', '/')}.py"
+    assert len(path.read_text().splitlines()) <= MOST_LINES
+    for node in nodes(module):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno is not None
+            lines = node.end_lineno - node.lineno + 1
+            assert lines <= MOST_LINES_OF_A_FUNCTION, f"{module}: {node.name}"
 
 
 @each_module
@@ -162,11 +268,11 @@ def test_room_imports_from_wings_before_its_own_and_from_rows_above(module):
         return
     for name in imported(module):
         package, _, rest = name.partition(".")
-        if package != "jmp_amp" or not rest or rest in WINGS:
+        if package != "jmp_amp" or not rest or rest in (*WINGS, *FOLDERS):
             continue
         found = [room for room in PLACE if is_in(rest, room)]
         assert found, f"{module}.py imports {name}, which is no room"
-        assert PLACE[found[0]] < PLACE[module], f"{module}.py imports {name}"
+        assert PLACE[found[0]].is_above(PLACE[module]), f"{module}.py imports {name}"
 
 
 @each_module
@@ -181,9 +287,9 @@ def test_module_uses_public_jax_only(module):
 
 
 @each_module
-def test_jaxprs_alone_uses_jax_extend(module):
+def test_jaxprs_and_binding_alone_use_jax_extend(module):
     extends = any(is_in(name, "jax.extend") for name in used(module))
-    assert extends == (module == "plan.jaxprs")
+    assert extends == (module in ("plan.program.jaxprs", "plan.program.binding"))
 
 
 def test_no_module_shares_a_name_with_an_export():

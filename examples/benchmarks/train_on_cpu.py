@@ -61,9 +61,9 @@ from rich.console import Console
 from rich.table import Table
 
 import jmp_amp as amp
-from jmp_amp.plan.cpu_products import gains, half_product
-from jmp_amp.plan.dimensions import Dimensions
-from jmp_amp.plan.targets import this_cpu
+from jmp_amp.plan.program.cpu_target import this_cpu
+from jmp_amp.plan.program.dimensions import Dimensions
+from jmp_amp.plan.rewrites.cpu_products import gains, half_product
 from tests import measures
 from tests.zoo.language import wide
 

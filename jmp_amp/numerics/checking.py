@@ -16,7 +16,7 @@ from jmp_amp.numerics.own_dtypes import is_inside
 from jmp_amp.numerics.sites import Site
 from jmp_amp.numerics.suggestions import counterparts
 from jmp_amp.numerics.wording import located, place, share
-from jmp_amp.plan.jaxprs import Value
+from jmp_amp.plan.program.jaxprs import Value
 from jmp_amp.policies.dtypes import is_half, parse_dtype
 from jmp_amp.policies.policy import get_policy
 from jmp_amp.policies.policy_map import PolicyMap

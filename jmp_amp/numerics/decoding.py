@@ -14,9 +14,9 @@ from jmp_amp.numerics.measuring import NEVER, Count, Measured, is_scaled_cast
 from jmp_amp.numerics.programs import Program
 from jmp_amp.numerics.sites import Site
 from jmp_amp.numerics.statistics import Figures, Layout
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.jaxprs import Body, ClosedJaxpr, aval_of
 from jmp_amp.plan.plan import Identity
+from jmp_amp.plan.program import jaxprs, source_code
+from jmp_amp.plan.program.jaxprs import Body, ClosedJaxpr, aval_of
 from jmp_amp.policies.dtypes import short_name
 from jmp_amp.reports.reading import module_scopes
 from jmp_amp.reports.rows import Equation
@@ -43,7 +43,7 @@ class Places:
         for index, eqn in enumerate(body.jaxpr.eqns):
             found = module_of(jaxprs.scope_text(eqn))
             found = around if found is None else found
-            source = jaxprs.source_line(eqn) or called
+            source = source_code.source_line(eqn) or called
             self.paths[str(Identity((*path, index)))] = found
             self.sources[str(Identity((*path, index)))] = source
             for number, each in enumerate(jaxprs.inner_bodies(eqn)):
@@ -74,7 +74,7 @@ class Places:
 
     def source_of(self, entry: Entry) -> str | None:
         row = self.row_of(entry.identity) if entry.is_marked else None
-        source = jaxprs.source_line(entry.eqn) if row is None else row.source
+        source = source_code.source_line(entry.eqn) if row is None else row.source
         # A function that a library jitted has no lines of the user's: where it is
         # called has one.
         return source or self._noted(self.sources, entry)

@@ -38,10 +38,10 @@ from jmp_amp.numerics.statistics import (
 )
 from jmp_amp.numerics.suggestions import suggested_loss_scale, suggested_policy
 from jmp_amp.numerics.turns import ran_otherwise
-from jmp_amp.plan import jaxprs, meshes
-from jmp_amp.plan.jaxprs import Value
 from jmp_amp.plan.plan import plan_as_traced
-from jmp_amp.plan.targets import checked_target, cpu_of
+from jmp_amp.plan.program import jaxprs, meshes
+from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
+from jmp_amp.plan.program.jaxprs import Value
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jmp_amp.numerics import blocks
 from jmp_amp.numerics.blocks import Group, Pieces, scattered
 from jmp_amp.numerics.statistics import F32_LAYOUT
-from jmp_amp.plan import meshes
+from jmp_amp.plan.program import meshes
 from jmp_amp.policies.dtypes import F32
 
 _MANTISSA = F32_LAYOUT.mantissa

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jmp_amp.numerics.sites import Site, scaled
-from jmp_amp.plan.quantising import scale_of
+from jmp_amp.plan.rewrites.quantising import scale_of
 from jmp_amp.policies.fp8 import FORMATS
 
 

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, Sharding
 
 from jmp_amp.numerics.losses import check_traced
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.jaxprs import Body
+from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.jaxprs import Body
 
 # Traces a function, and begins to compile it: the function, its arguments, and the
 # options for the compiler, which are asked for when it was traced.

@@ -18,11 +18,11 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.numerics.groups import Group, Place, is_rounded
-from jmp_amp.plan import constructs, jaxprs, meshes
-from jmp_amp.plan.jaxprs import Eqn, Literal, Value, Var, aval_of
+from jmp_amp.plan.dataflow.values import is_inexact, traced_dtype
 from jmp_amp.plan.plan import EquationPlan, Plan
-from jmp_amp.plan.rewriting import Rewrite, Shared
-from jmp_amp.plan.values import is_inexact, traced_dtype
+from jmp_amp.plan.program import binding, constructs, jaxprs, meshes
+from jmp_amp.plan.program.jaxprs import Eqn, Literal, Value, Var, aval_of
+from jmp_amp.plan.rewrites.rewriting import Rewrite, Shared
 from jmp_amp.plan.walk import Walk
 from jmp_amp.policies.dtypes import BF16, F32, is_half
 from jmp_amp.transform.derivatives import planned_rule
@@ -123,7 +123,7 @@ class Flagged(Walk[Held]):
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[Held]]
     ) -> list[Held]:
         operands = read()
-        with jaxprs.source_of(eqn):
+        with binding.source_of(eqn):
             if planned.bodies:
                 results = self._call(eqn, planned, operands)
                 return [
@@ -136,7 +136,7 @@ class Flagged(Walk[Held]):
                 self._rounded(x, _wanted(x.waiting, dtype), self._number(eqn))
                 for x, dtype in zip(operands, planned.reads, strict=True)
             ]
-            results = jaxprs.bind(eqn, arrays)
+            results = binding.bind(eqn, arrays)
         return [
             Held(x, dtype, _half(dtype))
             for x, dtype in zip(results, planned.writes, strict=True)
@@ -149,7 +149,7 @@ class Flagged(Walk[Held]):
         # A rewrite's own operands come after those of the equation.
         operands = operands[: len(eqn.invars)]
         arrays = [self._rounded(x, x.narrow(group), group) for x in operands]
-        results = jaxprs.bind(eqn, arrays)
+        results = binding.bind(eqn, arrays)
         if group is not None and planned.rewrite is not None:
             if planned.rewrite.fp8 is not None:
                 in_8_bits = self._in_8_bits(eqn, planned.rewrite, operands)
@@ -230,7 +230,7 @@ class Flagged(Walk[Held]):
                 dataclasses.replace(each, array=x, group=None)
                 for each, x in zip(operands, arrays, strict=True)
             ]
-            return list(map(jaxprs.as_output, walk.run(plan, held), avals))
+            return list(map(binding.as_output, walk.run(plan, held), avals))
 
         return run_body
 

@@ -16,9 +16,9 @@ import numpy as np
 from jmp_amp.numerics import marks as marking
 from jmp_amp.numerics.liveness import Flags, Liveness, whole
 from jmp_amp.numerics.marks import Marked, PlanMarks
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Literal, Var
 from jmp_amp.plan.plan import Identity
+from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Literal, Var
 from jmp_amp.policies.fp8 import Fp8
 
 FORWARD, BACKWARD = "forward", "backward"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.jaxprs import ClosedJaxpr
+from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.jaxprs import ClosedJaxpr
 from jmp_amp.reports.costs import products_as_traced
 from jmp_amp.reports.reading import module_scopes
 from jmp_amp.reports.rows import Equation

@@ -12,13 +12,13 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.jaxprs import Atom, Eqn
-from jmp_amp.plan.modes import Mode
-from jmp_amp.plan.operations import OPERATIONS
+from jmp_amp.plan.choose.modes import Mode
+from jmp_amp.plan.dataflow.values import traced_dtype
 from jmp_amp.plan.plan import EquationPlan, Identity, Plan
-from jmp_amp.plan.regions import Region, region_at, region_of
-from jmp_amp.plan.values import traced_dtype
+from jmp_amp.plan.program import jaxprs, source_code
+from jmp_amp.plan.program.jaxprs import Atom, Eqn
+from jmp_amp.plan.program.regions import Region, region_at, region_of
+from jmp_amp.plan.tables.operations import OPERATIONS
 from jmp_amp.policies.dtypes import F32, is_half
 from jmp_amp.policies.policy import Policy
 from jmp_amp.transform import scopes
@@ -92,11 +92,11 @@ class Place:
         return self.path if found is None else found
 
     def _function(self, eqn: Eqn) -> str:
-        name = jaxprs.jitted_name(eqn) or ""
+        name = source_code.jitted_name(eqn) or ""
         if jaxprs.is_custom_jvp(eqn) and not (
-            self.function and jaxprs.is_of_library(eqn)
+            self.function and source_code.is_of_library(eqn)
         ):
-            name = jaxprs.function_name(eqn) or ""
+            name = source_code.function_name(eqn) or ""
         # The name of an operation is that of no function, see `rules.rule_for`.
         return self.function if not name or name in OPERATIONS else name
 

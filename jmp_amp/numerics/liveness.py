@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.jaxprs import Body, Eqn, Var
+from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.jaxprs import Body, Eqn, Var
 
 Flags = tuple[bool, ...]
 

@@ -24,10 +24,10 @@ from jmp_amp.numerics.measuring import MOVES
 from jmp_amp.numerics.pair_constructs import Construct
 from jmp_amp.numerics.pairs import Frame, Key, Keys, Pair, paired, united
 from jmp_amp.numerics.programs import options_for
-from jmp_amp.plan import jaxprs, meshes
-from jmp_amp.plan.jaxprs import Eqn, Literal, Value, Var
 from jmp_amp.plan.plan import EquationPlan, Plan
-from jmp_amp.plan.rewriting import Shared
+from jmp_amp.plan.program import binding, jaxprs, meshes, source_code
+from jmp_amp.plan.program.jaxprs import Eqn, Literal, Value, Var
+from jmp_amp.plan.rewrites.rewriting import Shared
 from jmp_amp.plan.walk import Walk
 from jmp_amp.transform.interpreter import Replay
 
@@ -221,7 +221,7 @@ class _Lockstep(Walk[Pair]):
     def equation(
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[Pair]]
     ) -> list[Pair]:
-        with jaxprs.source_of(eqn), self._at(planned, "own") as identity:
+        with binding.source_of(eqn), self._at(planned, "own") as identity:
             operands = read()
             if jaxprs.happens(eqn) and not jaxprs.is_read(eqn):
                 # It was seen when the policy and the reference ran.
@@ -229,7 +229,7 @@ class _Lockstep(Walk[Pair]):
             if planned.bodies:
                 return self._call(Construct(self, eqn, planned, operands, identity))
             bound = self.replay.bound(eqn, planned, [x.low for x in operands])
-            full = jaxprs.bind(eqn, [x.full for x in operands[: len(eqn.invars)]])
+            full = binding.bind(eqn, [x.full for x in operands[: len(eqn.invars)]])
             if len(operands) > len(eqn.invars):
                 # It reads what a rewrite computed of its operands, not them.
                 operands = operands[len(eqn.invars) :]
@@ -279,7 +279,7 @@ class _Lockstep(Walk[Pair]):
             return pair_constructs.shard_map(call)
         before = self.path, self._here
         self.path = (*call.identity, 0)
-        if not jaxprs.is_helper(call.eqn):
+        if not source_code.is_helper(call.eqn):
             self._here = self.path, "out", 0
         try:
             return self.body(call.planned.bodies[0], call.operands)

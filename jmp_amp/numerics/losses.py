@@ -18,9 +18,9 @@ from jmp_amp.numerics.differentiated import (
     check_distinct,
     differentiated,
 )
-from jmp_amp.plan.jaxprs import Value
 from jmp_amp.plan.plan import Plan
-from jmp_amp.plan.targets import Cpu
+from jmp_amp.plan.program.cpu_target import Cpu
+from jmp_amp.plan.program.jaxprs import Value
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.policy import get_policy
 from jmp_amp.policies.policy_map import PolicyMap

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.jaxprs import Eqn, Value
 from jmp_amp.plan.plan import EquationPlan, Identity, Plan
+from jmp_amp.plan.program import jaxprs, source_code
+from jmp_amp.plan.program.jaxprs import Eqn, Value
 from jmp_amp.transform.marking import Marks
 
 # The name that the results of a `custom_vjp` get: its call is gone in the gradient.
@@ -186,6 +186,6 @@ def _needed(rule: Plan, count: int) -> list[bool]:
 
 def _same_function(eqn: Eqn, other: Eqn) -> bool:
     (a,), (b,) = jaxprs.inner_bodies(eqn), jaxprs.inner_bodies(other)
-    return jaxprs.function_name(eqn) == jaxprs.function_name(other) and str(
+    return source_code.function_name(eqn) == source_code.function_name(other) and str(
         a.body.jaxpr
     ) == str(b.body.jaxpr)

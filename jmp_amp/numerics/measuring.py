@@ -28,8 +28,8 @@ from jmp_amp.numerics.statistics import (
     worst_of,
 )
 from jmp_amp.numerics.watch import Run, bodies_inside
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.jaxprs import Atom, Eqn, Literal, Var, aval_of
+from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Var, aval_of
 from jmp_amp.policies.dtypes import F16
 
 # The number of a run that never was.

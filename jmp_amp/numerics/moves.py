@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from jmp_amp.numerics.groups import Group, Member
-from jmp_amp.plan.operations import PRODUCTS
+from jmp_amp.plan.tables.operations import PRODUCTS
 from jmp_amp.policies.dtypes import F32
 from jmp_amp.policies.patterns import Pattern, matches_path
 from jmp_amp.policies.policy import Policy

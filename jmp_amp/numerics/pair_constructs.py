@@ -30,9 +30,9 @@ from jmp_amp.numerics.pairs import (
     paired,
     united,
 )
-from jmp_amp.plan import constructs, jaxprs
-from jmp_amp.plan.jaxprs import Eqn, Value
 from jmp_amp.plan.plan import EquationPlan, Plan
+from jmp_amp.plan.program import binding, constructs, jaxprs
+from jmp_amp.plan.program.jaxprs import Eqn, Value
 
 
 class Bodies(Protocol):
@@ -258,7 +258,7 @@ def cond(construct: Construct) -> list[Pair]:
     (low, full), found = jax.lax.switch(index.low, branches, values)
     for each, of_branch in zip(traced, found, strict=True):
         walk.note(each.origins.keys, of_branch)
-    as_it_is = [functools.partial(jaxprs.run_as_traced, plan.body) for plan in plans]
+    as_it_is = [functools.partial(binding.run_as_traced, plan.body) for plan in plans]
     full = jax.lax.cond(
         index.low == index.full,
         lambda full, values: full,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jmp_amp.numerics.distances import Distance
-from jmp_amp.plan.jaxprs import Value
+from jmp_amp.plan.program.jaxprs import Value
 
 # Which site: the identity of an equation, and which of its inserted casts.
 Key = tuple[tuple[int, ...], str | None]

@@ -14,9 +14,9 @@ from jmp_amp.numerics.marks import SCALING, PlanMarks
 from jmp_amp.numerics.measuring import Measure, Measured
 from jmp_amp.numerics.options import compiler_options
 from jmp_amp.numerics.watch import watched
-from jmp_amp.plan import jaxprs, meshes
-from jmp_amp.plan.jaxprs import Value
 from jmp_amp.plan.plan import Plan
+from jmp_amp.plan.program import binding, meshes
+from jmp_amp.plan.program.jaxprs import Value
 from jmp_amp.transform.interpreter import run
 
 # A program that measures fewer values runs once in less time than LLVM would take.
@@ -75,7 +75,7 @@ def measured(
         with jax.named_scope(SCALING):
             return scaled(loss)
 
-    traced = jaxprs.trace(call.with_gradients(replay, scaled_apart), arrays)
+    traced = binding.trace(call.with_gradients(replay, scaled_apart), arrays)
     frames = frames_of(traced, marks, call.loss is not None)
     measure = Measure(frames, meshes.mesh_of(arrays))
     compiling = compile_(

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jmp_amp.numerics import blocks
 from jmp_amp.numerics.blocks import Group, Pieces, scattered
-from jmp_amp.plan import meshes
+from jmp_amp.plan.program import meshes
 
 
 class Layout(NamedTuple):

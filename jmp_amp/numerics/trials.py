@@ -18,9 +18,9 @@ from jmp_amp.numerics.losses import (
     loss_call,
 )
 from jmp_amp.numerics.options import compiler_options
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.jaxprs import Value
-from jmp_amp.plan.targets import Cpu
+from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.cpu_target import Cpu
+from jmp_amp.plan.program.jaxprs import Value
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.reports.costs import matmuls_as_traced

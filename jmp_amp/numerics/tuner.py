@@ -39,9 +39,9 @@ from jmp_amp.numerics.own_dtypes import own_dtypes
 from jmp_amp.numerics.searching import Search
 from jmp_amp.numerics.trials import Bench, Measured, gradients_of
 from jmp_amp.numerics.tuning import Step, Tuned, Tuning
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.targets import checked_target, cpu_of
-from jmp_amp.plan.values import traced_dtype
+from jmp_amp.plan.dataflow.values import traced_dtype
+from jmp_amp.plan.program import binding
+from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
 from jmp_amp.policies.dtypes import F32, AnyFn, is_half
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
@@ -232,7 +232,7 @@ class _Tuner:
         self, loss: LossCall, found: Sequence[Member], rows: Sequence[Equation]
     ) -> Menu:
         gradient = gradients_of(loss, lambda arrays: run(loss.plan, arrays))
-        flops = gradient_flops(rows, jaxprs.trace(gradient, loss.arrays))
+        flops = gradient_flops(rows, binding.trace(gradient, loss.arrays))
         modules = module_paths(loss.plan, Place())
         return menu_of(self.start, self.candidates, found, modules, flops)
 

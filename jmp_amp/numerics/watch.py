@@ -15,9 +15,17 @@ from typing import Generic, Protocol, TypeVar
 import jax
 import numpy as np
 
-from jmp_amp.plan import constructs, jaxprs, meshes
-from jmp_amp.plan.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Literal, Value, Var
-from jmp_amp.plan.values import is_move
+from jmp_amp.plan.dataflow.values import is_move
+from jmp_amp.plan.program import binding, constructs, jaxprs, meshes
+from jmp_amp.plan.program.jaxprs import (
+    Atom,
+    Body,
+    ClosedJaxpr,
+    Eqn,
+    Literal,
+    Value,
+    Var,
+)
 
 S = TypeVar("S")  # A statistic: a pytree of arrays.
 # The way to a body: of each body around it, the equation that calls, and which body.
@@ -158,7 +166,7 @@ class _Watch(Generic[S]):
         for index, eqn in enumerate(jaxpr.eqns):
             if jaxprs.runs(eqn) and not self.observer.skips(path, index):
                 here, operands = (*path, index), list(map(read, eqn.invars))
-                with jaxprs.source_of(eqn):
+                with binding.source_of(eqn):
                     if runs_inside(eqn):
                         (inner,) = jaxprs.inner_bodies(eqn)
                         results, found = self.run(
@@ -180,7 +188,7 @@ class _Watch(Generic[S]):
         """Runs an equation; returns its results and the statistics that it changed."""
         inner = jaxprs.inner_bodies(eqn)
         if not inner:
-            return _computed_once(eqn, jaxprs.bind(eqn, operands)), {}
+            return _computed_once(eqn, binding.bind(eqn, operands)), {}
         inside = {k: s for k, s in statistics.items() if k[: len(here)] == here}
         inside = jax.tree.map(meshes.here, inside)
 
@@ -312,7 +320,7 @@ def _checkpoint(
         outputs, found = run(0, args[:count], tree.unflatten(args[count:]))
         return [*outputs, *jax.tree.leaves(found)]
 
-    staged = jaxprs.trace(flat, [*operands, *leaves])
-    results = jaxprs.bind_staged(eqn, [staged], [*operands, *leaves])
+    staged = binding.trace(flat, [*operands, *leaves])
+    results = binding.bind_staged(eqn, [staged], [*operands, *leaves])
     count = len(eqn.outvars)
     return results[:count], tree.unflatten(results[count:])

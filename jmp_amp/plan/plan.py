@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jmp_amp.plan.decisions import Decision, Option
-from jmp_amp.plan.jaxprs import (
+from jmp_amp.plan.choose.modes import Dtypes, Mode
+from jmp_amp.plan.choose.records import Decision, Option
+from jmp_amp.plan.dataflow.values import Known
+from jmp_amp.plan.program.jaxprs import (
     Body,
     ClosedJaxpr,
     Jaxpr,
@@ -21,12 +23,10 @@ from jmp_amp.plan.jaxprs import (
     inner_bodies,
     variables,
 )
-from jmp_amp.plan.modes import Dtypes, Mode
-from jmp_amp.plan.operations import OpClass
-from jmp_amp.plan.regions import Region
-from jmp_amp.plan.rewriting import Rewrite
-from jmp_amp.plan.rules import Rule
-from jmp_amp.plan.values import Known
+from jmp_amp.plan.program.regions import Region
+from jmp_amp.plan.rewrites.rewriting import Rewrite
+from jmp_amp.plan.tables.operations import OpClass
+from jmp_amp.plan.tables.rules import Rule
 
 
 class Identity(tuple[int, ...]):

@@ -3,11 +3,11 @@
 Three passes over a body, each over its inner bodies too. None of them traces or
 executes anything:
 
-1. `origins`: where do values come from? Every value is *free* (parameters, inputs,
+1. `choices`: where do values come from? Every value is *free* (parameters, inputs,
    constants and values computed from them alone), *low* (made by a half-precision
    operation) or *full* (made by an f32 operation from activations). Every equation gets
    a decision, with options.
-2. `consumers`: where do they go? The first option whose condition holds is taken.
+2. `demands`: where do they go? The first option whose condition holds is taken.
 3. here: the dtypes in which every equation reads and writes, and the islands.
 """
 
@@ -20,31 +20,31 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp.plan import jaxprs, modes
-from jmp_amp.plan.consumers import BodyOutcome, Consumers, Outcome, Use, Uses
-from jmp_amp.plan.dimensions import as_number
-from jmp_amp.plan.flows import Flow, Step, carry_dtype
-from jmp_amp.plan.gelus import Gelus
-from jmp_amp.plan.islands import find_islands, in_order
-from jmp_amp.plan.jaxprs import (
+from jmp_amp.plan.choose import modes
+from jmp_amp.plan.choose.choices import Flows
+from jmp_amp.plan.choose.demands import BodyOutcome, Consumers, Outcome, Use, Uses
+from jmp_amp.plan.choose.flows import Flow, Step, carry_dtype
+from jmp_amp.plan.choose.held import Held
+from jmp_amp.plan.choose.modes import Demands, Dtypes, Mode, demand_of
+from jmp_amp.plan.dataflow.gelus import Gelus
+from jmp_amp.plan.dataflow.values import Known, Origin, Trait, traced_dtype
+from jmp_amp.plan.islands.islands import find_islands, in_order
+from jmp_amp.plan.plan import EquationPlan, Plan, RuleContext
+from jmp_amp.plan.program import jaxprs, source_code
+from jmp_amp.plan.program.cpu_target import Cpu
+from jmp_amp.plan.program.jaxprs import (
     Atom,
     Body,
     ClosedJaxpr,
     Eqn,
     Jaxpr,
-    Literal,
     Var,
     aval_of,
 )
-from jmp_amp.plan.modes import Demand, Demands, Dtypes, Mode, demand_of
-from jmp_amp.plan.origins import Flows
-from jmp_amp.plan.plan import EquationPlan, Plan, RuleContext
-from jmp_amp.plan.regions import Region, region_at
-from jmp_amp.plan.rewriting import Readers
-from jmp_amp.plan.rules import OpClass, Rule, rule_of_library
-from jmp_amp.plan.targets import Cpu
-from jmp_amp.plan.values import Known, Origin, Trait, may_round, traced_dtype
-from jmp_amp.policies.dtypes import F32, is_castable, is_half
+from jmp_amp.plan.program.regions import Region, region_at
+from jmp_amp.plan.rewrites.rewriting import Readers
+from jmp_amp.plan.tables.rules import OpClass, Rule, rule_of_library
+from jmp_amp.policies.dtypes import F32, is_castable
 from jmp_amp.policies.policy import Policy
 
 
@@ -58,7 +58,7 @@ def plan_program(
     """Returns the plan of a traced function whose arguments are all free.
 
     Args:
-      closed_jaxpr: the result of `jaxprs.trace`.
+      closed_jaxpr: the result of `binding.trace`.
       policy: its `compute_dtype` is that of the low equations; outputs that were
         traced in f32 are returned in its `output_dtype`.
       stored: for each argument, the dtype it is stored in if it was traced as f32;
@@ -176,7 +176,7 @@ class _Planner:
           flow: the forward pass over it.
           outcome: the backward pass.
           inputs: the dtypes of its inputs.
-          outputs: those of its outputs; None leaves them to `_Held.handed_out`.
+          outputs: those of its outputs; None leaves them to `Held.handed_out`.
           saves: whether differentiation saves what it computes, which islands reduce.
           curved: whether each output leads to a `tanh`, see `Gelus`.
         """
@@ -184,7 +184,7 @@ class _Planner:
         if key in self._plans:
             return self._plans[key]
         jaxpr = flow.body.jaxpr
-        values = _Held(flow, inputs)
+        values = Held(flow, inputs)
         asks = self._asks(flow)
         before_tanh: Set[Var] = frozenset()
         if asks:
@@ -208,7 +208,7 @@ class _Planner:
         self,
         flow: Flow,
         outcome: BodyOutcome,
-        values: _Held,
+        values: Held,
         saves: bool,
         before_tanh: Set[Var],
     ) -> list[EquationPlan]:
@@ -231,7 +231,7 @@ class _Planner:
         eqn: Eqn,
         step: Step,
         outcome: Outcome,
-        values: _Held,
+        values: Held,
         saves: bool,
         before_tanh: Set[Var],
     ) -> EquationPlan:
@@ -257,7 +257,7 @@ class _Planner:
         elif len(bodies) > 1 and not jaxprs.is_while(eqn):
             writes = _of_branches(eqn, step, bodies)
             bodies = [settled(body, writes) for body in range(len(bodies))]
-        name = jaxprs.function_name(eqn) or eqn.primitive.name
+        name = source_code.function_name(eqn) or eqn.primitive.name
         rule = step.inherited or Rule(OpClass.FOLLOW, outcome.reason, name)
         context = RuleContext(step.views, step.region, step.inherited)
         return EquationPlan(
@@ -288,7 +288,7 @@ class _Planner:
         return self._asking[flow]
 
     def _equation(
-        self, index: int, eqn: Eqn, step: Step, outcome: Outcome, values: _Held
+        self, index: int, eqn: Eqn, step: Step, outcome: Outcome, values: Held
     ) -> EquationPlan:
         """Returns the plan of an equation that calls nothing."""
         decision = step.decision
@@ -345,90 +345,6 @@ def _dtypes(eqn: Eqn, step: Step, outcome: Outcome, held: Dtypes) -> _Dtypes:
     return _Dtypes(
         reads, yields, modes.computed(mode, outcome.store or made, eqn, reads)
     )
-
-
-class _Held:
-    """The dtypes that the variables of a body are held in, as far as it is settled."""
-
-    def __init__(self, flow: Flow, inputs: Dtypes):
-        jaxpr = flow.body.jaxpr
-        self.flow = flow
-        self.dtypes: dict[Var, np.dtype | None] = {
-            **dict(zip(jaxpr.invars, inputs, strict=True)),
-            **{var: traced_dtype(var) for var in jaxpr.constvars},
-        }
-
-    def of(self, atom: Atom) -> np.dtype | None:
-        return traced_dtype(atom) if isinstance(atom, Literal) else self.dtypes[atom]
-
-    def free_in_f32(self) -> frozenset[Var]:
-        """Returns the free f32 variables, see `Plan.cast_per_use`."""
-        # The gradients of each use of one are cast to f32 and then summed.
-        return frozenset(
-            v
-            for v, known in self.flow.known.items()
-            if known.origin == Origin.FREE and self.dtypes[v] == F32
-        )
-
-    def handed_out(self, atom: Atom, use: Use) -> np.dtype | None:
-        """Returns the dtype of an output of a body: half, if nobody reads it in f32."""
-        region = self.flow.region
-        dtype = self._handed_on(atom, region, use.demand)
-        known = self.flow.of(atom)
-        if known is None or known.origin == Origin.FREE:
-            return dtype
-        low = region.policy.compute_dtype
-        half = (use.demand & Demands.DTYPES) == demand_of(low) and may_round(known)
-        return low if half and dtype == F32 else dtype
-
-    def handed_to(
-        self, eqn: Eqn, views: Sequence[Known], uses: Sequence[Use]
-    ) -> Dtypes:
-        """Returns the dtype of each operand of a call."""
-        carried = jaxprs.carried(eqn)
-        return tuple(
-            carry_dtype(view, eqn.invars[i])
-            if i in carried
-            else self.handed_in(eqn, i, view, use.demand)
-            for i, (view, use) in enumerate(zip(views, uses, strict=True))
-        )
-
-    def handed_in(
-        self, eqn: Eqn, position: int, view: Known, demand: Demand
-    ) -> np.dtype | None:
-        """Returns the dtype of the operand of a call at a position.
-
-        If the body reads an activation in one dtype only, it gets the cast that the
-        other consumers share; a checkpoint or a user's rule would keep the wider one. A
-        loop adds up the gradients of its turns in the dtype in which it gets the value:
-        n roundings to half are wrong by up to n eps / 2, so many turns get it in f32.
-        """
-        atom = eqn.invars[position]
-        dtype = self._handed_on(atom, view.region, demand)
-        if dtype is None or view.origin == Origin.FREE:
-            return dtype
-        low = view.region.policy.compute_dtype
-        if position in jaxprs.read_every_turn(eqn) and aval_of(atom).dtype == F32:
-            if as_number(jaxprs.repetitions(eqn)) * float(jnp.finfo(low).eps) > 1 / 8:
-                return F32
-        wanted = demand & Demands.DTYPES
-        keeps = jaxprs.is_checkpoint(eqn) or jaxprs.is_custom_jvp(eqn)
-        if wanted == Demands.F32 and view.is_shared and not keeps:
-            return F32
-        half = wanted == demand_of(low) and may_round(view)
-        return low if half and dtype == F32 else dtype
-
-    def _handed_on(self, atom: Atom, region: Region, demand: Demand) -> np.dtype | None:
-        """Returns the dtype of a value that goes into or out of a body."""
-        dtype, known = self.of(atom), self.flow.of(atom)
-        if dtype is None or known is None:
-            return dtype
-        leaves = not known.region.holds(region)
-        is_f32 = (demand & Demands.DTYPES) == Demands.F32
-        if leaves and not is_f32 and not known.is_constant:
-            output = known.region.policy.output_dtype
-            return output if is_half(output) else dtype
-        return dtype
 
 
 def _beside_readers(

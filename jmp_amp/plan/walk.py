@@ -16,10 +16,10 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from jmp_amp.plan.jaxprs import Atom, Eqn, Literal, Value, Var, runs
 from jmp_amp.plan.plan import Border, EquationPlan, Island, Plan
-from jmp_amp.plan.quantising import Quantiser
-from jmp_amp.plan.rewriting import Shared
+from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Value, Var, runs
+from jmp_amp.plan.rewrites.quantising import Quantiser
+from jmp_amp.plan.rewrites.rewriting import Shared
 
 V = TypeVar("V")
 

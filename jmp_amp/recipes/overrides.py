@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_amp.plan.operations import ARITHMETIC
+from jmp_amp.plan.tables.operations import ARITHMETIC
 from jmp_amp.policies.dtypes import (
     BF16,
     F16,

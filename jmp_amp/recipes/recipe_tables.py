@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 from jax.core import Tracer
 
-from jmp_amp.plan.operations import ARITHMETIC
+from jmp_amp.plan.tables.operations import ARITHMETIC
 from jmp_amp.policies.dtypes import F32, short_name
 from jmp_amp.policies.patterns import IfPresent, Pattern, is_optional
 from jmp_amp.policies.policy import Policy

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from jmp_amp.plan.jaxprs import Atom, Eqn
-from jmp_amp.plan.operations import OPERATIONS
-from jmp_amp.plan.values import traced_dtype
+from jmp_amp.plan.dataflow.values import traced_dtype
+from jmp_amp.plan.program.jaxprs import Atom, Eqn
+from jmp_amp.plan.tables.operations import OPERATIONS
 from jmp_amp.policies.dtypes import is_half
 from jmp_amp.reports.rows import Asked, Equation
 

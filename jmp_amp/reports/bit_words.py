@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from jmp_amp.plan.destinations import Ends
-from jmp_amp.plan.facts import Made
-from jmp_amp.plan.values import Origin, Trait
+from jmp_amp.plan.dataflow.ends import Ends
+from jmp_amp.plan.dataflow.facts import Made
+from jmp_amp.plan.dataflow.values import Origin, Trait
 
 ORIGINS = {
     Origin.FREE: "made of arguments and constants alone",

@@ -10,14 +10,14 @@ import collections
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.destinations import Ends, end_of_operands
-from jmp_amp.plan.facts import Made, made_from
-from jmp_amp.plan.jaxprs import Atom
-from jmp_amp.plan.modes import Demand, Demands, Mode
-from jmp_amp.plan.operations import RANKS, OpClass, Role, role_of
-from jmp_amp.plan.pins import is_argument
-from jmp_amp.plan.values import Known, Origin, Trait
+from jmp_amp.plan.choose.modes import Demand, Demands, Mode
+from jmp_amp.plan.choose.pins import is_argument
+from jmp_amp.plan.dataflow.ends import Ends, end_of_operands
+from jmp_amp.plan.dataflow.facts import Made, made_from
+from jmp_amp.plan.dataflow.values import Known, Origin, Trait
+from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.jaxprs import Atom
+from jmp_amp.plan.tables.operations import RANKS, OpClass, Role, role_of
 from jmp_amp.policies.dtypes import F32, is_half
 from jmp_amp.reports.ways import (
     Loop,

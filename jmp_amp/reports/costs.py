@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.dimensions import as_counted
-from jmp_amp.plan.fp8_products import NAMES
-from jmp_amp.plan.jaxprs import Atom, Body, Eqn, Var
+from jmp_amp.plan.program import binding, jaxprs
+from jmp_amp.plan.program.dimensions import as_counted
+from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Var
+from jmp_amp.plan.rewrites.fp8_products import NAMES
 
 
 class Matmuls(NamedTuple):
@@ -186,7 +186,7 @@ def saved_for_backward(
         backward(jax.tree.map(_zero_cotangent, results))
         return jax.tree.leaves(backward)
 
-    jaxpr = jaxprs.body_of(jaxprs.trace(residuals, args)).jaxpr
+    jaxpr = jaxprs.body_of(binding.trace(residuals, args)).jaxpr
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     arguments = set(jaxpr.invars)
     kept = dict.fromkeys(

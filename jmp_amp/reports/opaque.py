@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.jaxprs import Eqn
+from jmp_amp.plan.program import source_code
+from jmp_amp.plan.program.jaxprs import Eqn
 from jmp_amp.reports.costs import Matmuls
 
 # Beginnings of the names of primitives, what they call, and whether `cast_inputs`
@@ -40,7 +40,7 @@ def reason_of(eqn: Eqn, matmuls: Matmuls, on_cpu: bool = False) -> str:
     for beginning, words, may_be_cast in _KINDS:
         if name.startswith(beginning):
             kind, takes_half = words, may_be_cast
-    found = _PACKAGE.search(jaxprs.source_line(eqn) or "")
+    found = _PACKAGE.search(source_code.source_line(eqn) or "")
     if found:
         kind += f" of {found[1]}"
     in_full = matmuls.total - matmuls.in_half

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.jaxprs import Eqn
-from jmp_amp.plan.operations import Kind, kind_of
+from jmp_amp.plan.program import jaxprs, source_code
+from jmp_amp.plan.program.jaxprs import Eqn
+from jmp_amp.plan.tables.operations import Kind, kind_of
 from jmp_amp.reports.rows import Equation
 
 _NO_FLOAT = "There is nothing to overrule: no operand and no result may be cast."
@@ -47,7 +47,7 @@ def _by_name(row: Equation, eqn: Eqn, is_call: bool) -> list[str]:
     """Returns what a policy may do that names the operation or the function."""
     name = row.operation.replace("-", "_")
     if is_call:
-        function = jaxprs.function_name(eqn)
+        function = source_code.function_name(eqn)
         if function is None:
             return []
         low, full = (f'policy.with_{each}("{function}")' for each in ("low", "full"))

@@ -17,13 +17,13 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp.plan import jaxprs, regions
-from jmp_amp.plan.dimensions import as_counted, as_number, sides_of
-from jmp_amp.plan.jaxprs import Eqn, Literal, Value, Var, aval_of
-from jmp_amp.plan.operations import OPERATIONS
+from jmp_amp.plan.dataflow.values import castable, traced_dtype
 from jmp_amp.plan.plan import EquationPlan, Identity, Island, Plan
-from jmp_amp.plan.rewriting import Shared
-from jmp_amp.plan.values import castable, traced_dtype
+from jmp_amp.plan.program import binding, jaxprs, regions, source_code
+from jmp_amp.plan.program.dimensions import as_counted, as_number, sides_of
+from jmp_amp.plan.program.jaxprs import Eqn, Literal, Value, Var, aval_of
+from jmp_amp.plan.rewrites.rewriting import Shared
+from jmp_amp.plan.tables.operations import OPERATIONS
 from jmp_amp.plan.walk import Walk
 from jmp_amp.policies.dtypes import short_name
 from jmp_amp.policies.patterns import describe, text_of
@@ -143,7 +143,7 @@ def read_saved(call: PlannedCall, equations: Sequence[Equation]) -> SavedBytes:
             else x
             for x, v in zip(values, call.jaxpr.jaxpr.invars, strict=True)
         ]
-        return jaxprs.run_as_traced(jaxprs.body_of(call.jaxpr), traced)
+        return binding.run_as_traced(jaxprs.body_of(call.jaxpr), traced)
 
     def planned(*values: Value) -> list[Value]:
         return run(call.plan, values)
@@ -177,7 +177,7 @@ def _modules_of(
         for eqn in makers:
             path = _joined(path, *module_scopes(eqn))
             # A body that the plan staged anew does not know whose function it was.
-            name = jaxprs.jitted_name(eqn) or ""
+            name = source_code.jitted_name(eqn) or ""
             path = _joined(path, name if name in known else "")
         sizes[path] = sizes.get(path, 0) + size
     return sizes
@@ -332,7 +332,7 @@ class _Reader(Walk[_Slot]):
             for var, i in zip(plan.body.jaxpr.invars, positions, strict=True)
         ]
         place = _Place(
-            _joined(here.module, jaxprs.jitted_name(eqn) or ""),
+            _joined(here.module, source_code.jitted_name(eqn) or ""),
             here.times * turns_of(eqn),
             here.depth + 1,
             (*here.identity, number),
@@ -378,7 +378,7 @@ def _row(
         module=place.module,
         operation=eqn.primitive.name,
         calls=_called(eqn),
-        source=jaxprs.source_line(eqn),
+        source=source_code.source_line(eqn),
         shapes=tuple(map(_shape, eqn.outvars)),
         dtype=fp8.forward if fp8 else ("" if dtype is None else short_name(dtype)),
         is_floating=not planned.bodies and _is_floating(eqn),
@@ -440,7 +440,7 @@ def _matmuls(eqn: Eqn, planned: EquationPlan, opaque: bool, times: int) -> Matmu
 
 
 def _called(eqn: Eqn) -> str:
-    if name := jaxprs.function_name(eqn):
+    if name := source_code.function_name(eqn):
         return name
     for body in jaxprs.owned_bodies(eqn):
         name = body.jaxpr.debug_info.func_name

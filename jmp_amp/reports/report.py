@@ -8,8 +8,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jmp_amp.plan import cpu_products
-from jmp_amp.plan.targets import checked_target, cpu_of
+from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
+from jmp_amp.plan.rewrites import cpu_products
 from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.patterns import matches_path
 from jmp_amp.policies.policy import Policy

@@ -7,8 +7,8 @@ import difflib
 import os
 from collections.abc import Iterable, Mapping
 
-from jmp_amp.plan.operations import OPERATIONS
-from jmp_amp.plan.rules import FUNCTION_RULES
+from jmp_amp.plan.tables.operations import OPERATIONS
+from jmp_amp.plan.tables.rules import FUNCTION_RULES
 from jmp_amp.reports.rows import Asked, Cast, Costs, Equation, Reason
 from jmp_amp.reports.tables import Table, quantity, shape_text
 

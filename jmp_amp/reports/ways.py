@@ -12,12 +12,12 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.decisions import Standing
-from jmp_amp.plan.jaxprs import Atom, Eqn, Literal, Var
-from jmp_amp.plan.modes import Dtypes
+from jmp_amp.plan.choose.modes import Dtypes
+from jmp_amp.plan.dataflow.standing import Standing
+from jmp_amp.plan.dataflow.values import Known, traced_dtype
 from jmp_amp.plan.plan import EquationPlan, Identity, Plan
-from jmp_amp.plan.values import Known, traced_dtype
+from jmp_amp.plan.program import jaxprs, source_code
+from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Var
 
 
 class Frame:
@@ -110,7 +110,7 @@ class Place(NamedTuple):
     @property
     def label(self) -> str:
         """Its identity, its operation, and the function that it calls."""
-        name = jaxprs.function_name(self.eqn)
+        name = source_code.function_name(self.eqn)
         return f"{self.identity} {self.eqn.primitive.name}{f' {name}' if name else ''}"
 
     @property

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.jaxprs import Atom, Literal
-from jmp_amp.plan.operations import OPERATIONS, OpClass
+from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.jaxprs import Atom, Literal
+from jmp_amp.plan.tables.operations import OPERATIONS, OpClass
 from jmp_amp.policies.dtypes import F32, short_name
 from jmp_amp.reports.bit_words import ENDS, MADE, ORIGINS, words_of, words_of_traits
 from jmp_amp.reports.causes import carry_words, causes_of, pin_id

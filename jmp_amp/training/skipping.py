@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jmp_amp.plan import jaxprs
+from jmp_amp.plan.program import binding, jaxprs
 from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.training.finite import choose
 
@@ -70,7 +70,7 @@ def update_or_keep(
 
     def value(leaf: PyTree) -> PyTree:
         if isinstance(leaf, jaxprs.Literal):
-            return jaxprs.as_output(leaf.val, jaxprs.aval_of(leaf))
+            return binding.as_output(leaf.val, jaxprs.aval_of(leaf))
         return values[leaf] if isinstance(leaf, jaxprs.Var) else leaf
 
     # Below, what is chosen already is not chosen once more.
@@ -103,8 +103,8 @@ def _run(
             atom.val if isinstance(atom, jaxprs.Literal) else values[atom]
             for atom in eqn.invars
         ]
-        with jaxprs.source_of(eqn):
-            results = jaxprs.bind(eqn, operands)
+        with binding.source_of(eqn):
+            results = binding.bind(eqn, operands)
         for var, result in zip(eqn.outvars, results, strict=True):
             values[var] = result
             old = old_of.get(var)

@@ -15,7 +15,7 @@ import optax
 from jax.core import Tracer
 from jax.tree_util import KeyPath
 
-from jmp_amp.plan.meshes import in_row_major
+from jmp_amp.plan.program.meshes import in_row_major
 from jmp_amp.policies.dtypes import PyTree, is_fp8, is_half
 from jmp_amp.training.finite import is_inexact
 from jmp_amp.training.overwritten import is_overwritten

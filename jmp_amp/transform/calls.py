@@ -16,10 +16,10 @@ import jax
 import numpy as np
 from flax import errors, nnx
 
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.dead_code import without_dead_code
-from jmp_amp.plan.jaxprs import ClosedJaxpr
-from jmp_amp.plan.targets import Cpu
+from jmp_amp.plan.dataflow.dead_code import without_dead_code
+from jmp_amp.plan.program import binding
+from jmp_amp.plan.program.cpu_target import Cpu
+from jmp_amp.plan.program.jaxprs import ClosedJaxpr
 from jmp_amp.policies.dtypes import F32, AnyFn, PyTree, is_half
 from jmp_amp.policies.policy_map import PolicyMap, unmatched, warn_of_unmatched
 from jmp_amp.transform import scopes
@@ -158,17 +158,17 @@ def _traced(call: _Call) -> ClosedJaxpr:
     What computes nothing that the call returns is left out.
     """
     try:
-        return without_dead_code(jaxprs.trace(call.run, call.inputs))
+        return without_dead_code(binding.trace(call.run, call.inputs))
     except Exception:
         refused_half = call.refused_half
         for which in (call.is_cache, call.may_widen):
             if refused_half and call.widen(which):
                 with contextlib.suppress(TypeError, jax.dtypes.TypePromotionError):
-                    return without_dead_code(jaxprs.trace(call.run, call.inputs))
+                    return without_dead_code(binding.trace(call.run, call.inputs))
         how = scopes.measured()
         if refused_half and how is not None and how.hands_on_f32:
             with scopes.measuring(how._replace(hands_on_f32=False)):
-                return without_dead_code(jaxprs.trace(call.run, call.inputs))
+                return without_dead_code(binding.trace(call.run, call.inputs))
         raise
 
 
@@ -303,7 +303,7 @@ class _Call:
         if not outputs.successors:
             return
         try:
-            written = jaxprs.trace(self.run, self.arrays).out_avals
+            written = binding.trace(self.run, self.arrays).out_avals
         except Exception:  # It runs in f32 alone, and returns nothing in half.
             return
         finally:

@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.dead_code import without_dead_code
-from jmp_amp.plan.jaxprs import ClosedJaxpr, Eqn, Value, aval_of
+from jmp_amp.plan.dataflow.dead_code import without_dead_code
+from jmp_amp.plan.program import binding, source_code
+from jmp_amp.plan.program.jaxprs import ClosedJaxpr, Eqn, Value, aval_of
 from jmp_amp.policies.dtypes import F32
 
 
@@ -35,7 +35,7 @@ def trace_derivative_rule(eqn: Eqn, differentiated: Sequence[int]) -> ClosedJaxp
     def rule(operands: Sequence[Value], tangents: Sequence[Value]) -> object:
         def call(*moving: Value) -> list[Value]:
             given = dict(zip(differentiated, moving, strict=True))
-            return jaxprs.bind(eqn, [given.get(i, x) for i, x in enumerate(operands)])
+            return binding.bind(eqn, [given.get(i, x) for i, x in enumerate(operands)])
 
         moving = tuple(operands[i] for i in differentiated)
         results, result_tangents = jax.jvp(call, moving, tangents)
@@ -48,9 +48,9 @@ def trace_derivative_rule(eqn: Eqn, differentiated: Sequence[int]) -> ClosedJaxp
 
 def trace_rule_for_half(eqn: Eqn, differentiated: Sequence[int]) -> ClosedJaxpr:
     """Returns the rule for a call in half precision, see `trace_derivative_rule`."""
-    factor = _FACTORS.get(jaxprs.function_name(eqn) or "")
+    factor = _FACTORS.get(source_code.function_name(eqn) or "")
     dtypes = {aval_of(v).dtype for v in (*eqn.invars, *eqn.outvars)}
-    if factor is None or not jaxprs.is_of_library(eqn) or dtypes != {F32}:
+    if factor is None or not source_code.is_of_library(eqn) or dtypes != {F32}:
         return trace_derivative_rule(eqn, differentiated)
 
     def rule(
@@ -60,7 +60,7 @@ def trace_rule_for_half(eqn: Eqn, differentiated: Sequence[int]) -> ClosedJaxpr:
             factor(operands[i], operands[1 - i]) * tangent
             for i, tangent in zip(differentiated, tangents, strict=True)
         ]
-        return jaxprs.bind(eqn, operands), [functools.reduce(jnp.add, terms)]
+        return binding.bind(eqn, operands), [functools.reduce(jnp.add, terms)]
 
     avals = tuple(v.aval for v in eqn.invars)
     traced = jax.make_jaxpr(rule)(avals, tuple(avals[i] for i in differentiated))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jmp_amp.plan.jaxprs import Eqn
 from jmp_amp.plan.plan import EquationPlan, Plan, plan_as_traced
 from jmp_amp.plan.planner import plan_derivative_rule
+from jmp_amp.plan.program.jaxprs import Eqn
 from jmp_amp.policies.dtypes import is_half
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.transform import linen_modules, scopes

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from jmp_amp.plan import constructs, jaxprs, meshes
-from jmp_amp.plan.alike import NO_LIKENESS, Likeness, likeness
-from jmp_amp.plan.jaxprs import ClosedJaxpr, Eqn, Literal, Value, Var, aval_of
+from jmp_amp.plan.dataflow.values import is_inexact
+from jmp_amp.plan.islands.island_cache import NO_LIKENESS, Likeness, likeness
 from jmp_amp.plan.plan import EquationPlan, Island, Plan
-from jmp_amp.plan.rewriting import Shared
-from jmp_amp.plan.targets import checked_target, cpu_of
-from jmp_amp.plan.values import is_inexact
+from jmp_amp.plan.program import binding, constructs, jaxprs, meshes, source_code
+from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
+from jmp_amp.plan.program.jaxprs import ClosedJaxpr, Eqn, Literal, Value, Var, aval_of
+from jmp_amp.plan.rewrites.rewriting import Shared
 from jmp_amp.plan.walk import Walk
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.flags import checked_flag
@@ -65,7 +65,7 @@ def autocast(
     convolutions run in the policy's `compute_dtype`; exponentials, logarithms, sums,
     norms, softmaxes and losses in float32; everything else follows its operands, and
     runs in float32 where a float32 operation reads it. The table of operations is in
-    `jmp_amp/plan/operations.py`, that of functions beside it in `rules.py`.
+    `jmp_amp/plan/tables/operations.py`, that of functions beside it in `rules.py`.
 
     Every call traces `fn` anew, so call the result under `jax.jit`. Differentiate it,
     `jax.grad(amp.autocast(loss))`: the backward matrix products run in half too and the
@@ -204,7 +204,7 @@ def autocast(
             with nested:
                 results = _results(call)
             avals = call.jaxpr.out_avals
-            return call.returned(list(map(jaxprs.as_output, results, avals)))
+            return call.returned(list(map(binding.as_output, results, avals)))
 
     return autocast_fn
 
@@ -216,7 +216,7 @@ def _results(call: PlannedCall) -> list[Value]:
         return run(call.plan, call.arrays)
     kept = call.policies.default.output_dtype if how.hands_on_f32 else None
     return [
-        x if dtype in (None, kept) else jaxprs.converted(x, dtype)
+        x if dtype in (None, kept) else binding.converted(x, dtype)
         for x, dtype in zip(call.as_it_is(call.arrays), call.plan.outputs, strict=True)
     ]
 
@@ -297,7 +297,7 @@ class Replay(Walk[Value]):
                 largest = jnp.finfo(dtype).max.astype(value.dtype)
                 clipped = jax.lax.clamp(-largest, value, largest)
                 value = jax.lax.select(jnp.isinf(value), value, clipped)
-            return jaxprs.converted(value, dtype)
+            return binding.converted(value, dtype)
 
     def quantised(self, value: Value, shared: Shared) -> Value:
         with self.marks.quantised():
@@ -308,7 +308,7 @@ class Replay(Walk[Value]):
         if not self.marks.tells_equations:
             return nullcontext()
         stack = ExitStack()
-        stack.enter_context(jaxprs.source_of(eqn))
+        stack.enter_context(binding.source_of(eqn))
         stack.enter_context(self.marks.border(planned))
         return stack
 
@@ -318,7 +318,7 @@ class Replay(Walk[Value]):
         # A marked equation is one of a kind.
         marked = self.marks.tells_equations
         like = NO_LIKENESS if marked else likeness(plan, island)
-        with jaxprs.inside(like.scopes):
+        with binding.inside(like.scopes):
             compute = self._computed(plan, island, like)
             if not self.recomputes:
                 return compute(*inputs)
@@ -350,14 +350,14 @@ class Replay(Walk[Value]):
     def equation(
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[Value]]
     ) -> list[Value]:
-        with jaxprs.source_of(eqn), self.marks.equation(planned):
+        with binding.source_of(eqn), self.marks.equation(planned):
             operands = read()
             if planned.bodies:
                 return self._call(eqn, planned, operands)
             bound = self.marks.results(eqn, self.bound(eqn, planned, operands))
             with self.marks.cast():
                 return [
-                    x if dtype is None else jaxprs.converted(x, dtype)
+                    x if dtype is None else binding.converted(x, dtype)
                     for x, dtype in zip(bound, planned.writes, strict=True)
                 ]
 
@@ -368,13 +368,13 @@ class Replay(Walk[Value]):
         if jaxprs.is_conversion(eqn):
             (source,), (target,) = planned.reads, planned.writes
             if source is not None and target is not None:
-                return [jaxprs.converted(operands[0], target)]
+                return [binding.converted(operands[0], target)]
         rewrite, dtype = planned.rewrite, planned.dtype
         if rewrite is None:
             changed = {} if dtype is None else jaxprs.retyped(eqn, dtype)
-            return jaxprs.bind(eqn, operands, **changed)
+            return binding.bind(eqn, operands, **changed)
         if rewrite.derivative_only and not self.differentiable:
-            return jaxprs.bind(eqn, operands)
+            return binding.bind(eqn, operands)
         return rewrite.bind(eqn, dtype, operands)
 
     def _call(
@@ -383,7 +383,7 @@ class Replay(Walk[Value]):
         bodies = planned.bodies
         if jaxprs.is_custom_jvp(eqn):
             return self._custom_jvp(eqn, planned, operands)
-        if jaxprs.is_helper(eqn):
+        if source_code.is_helper(eqn):
             return self.body(bodies[0], operands)
         if jaxprs.is_shard_map(eqn):
             return constructs.bind_shard_map(
@@ -393,7 +393,7 @@ class Replay(Walk[Value]):
             self._staged(plan, [planned.reads[i] for i in inner.operands])
             for inner, plan in zip(jaxprs.inner_bodies(eqn), bodies, strict=True)
         ]
-        return jaxprs.bind_staged(eqn, staged, operands)
+        return binding.bind_staged(eqn, staged, operands)
 
     def _apart(self, plan: Plan, args: Sequence[Value]) -> list[Value]:
         """Runs a body that is traced apart."""
@@ -406,10 +406,10 @@ class Replay(Walk[Value]):
             avals = [aval_of(v) for v in plan.body.jaxpr.outvars]
 
             def run_body(*args: Value) -> list[jax.Array]:
-                return list(map(jaxprs.as_output, self._apart(plan, args), avals))
+                return list(map(binding.as_output, self._apart(plan, args), avals))
 
-            self.staged[plan] = jaxprs.trace(
-                run_body, jaxprs.retyped_avals(plan.body, dtypes)
+            self.staged[plan] = binding.trace(
+                run_body, binding.retyped_avals(plan.body, dtypes)
             )
         return self.staged[plan]
 
@@ -424,7 +424,7 @@ class Replay(Walk[Value]):
             replay = Replay(differentiable=False, marks=self.marks)
             return replay._apart(body, xs)
 
-        primal.__name__ = jaxprs.function_name(eqn) or primal.__name__
+        primal.__name__ = source_code.function_name(eqn) or primal.__name__
         rewritten = jax.custom_jvp(primal)
 
         def derivative(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from jmp_amp.plan.jaxprs import Eqn, Value
 from jmp_amp.plan.plan import EquationPlan, Plan
+from jmp_amp.plan.program.jaxprs import Eqn, Value
 
 _Scope = contextlib.AbstractContextManager[object]
 _NONE = contextlib.nullcontext()

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import jax
 
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.jaxprs import ClosedJaxpr, Value, aval_of
+from jmp_amp.plan.dataflow.values import traced_dtype
 from jmp_amp.plan.plan import Plan
 from jmp_amp.plan.planner import plan_program
-from jmp_amp.plan.targets import Cpu
-from jmp_amp.plan.values import traced_dtype
+from jmp_amp.plan.program import binding, jaxprs
+from jmp_amp.plan.program.cpu_target import Cpu
+from jmp_amp.plan.program.jaxprs import ClosedJaxpr, Value, aval_of
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.transform.calls import traced_call
@@ -45,7 +45,7 @@ class PlannedCall(NamedTuple):
 
     def as_it_is(self, arrays: Sequence[Value]) -> list[Value]:
         """Runs the function without the plan."""
-        return jaxprs.run_as_traced(jaxprs.body_of(self.jaxpr), self.as_traced(arrays))
+        return binding.run_as_traced(jaxprs.body_of(self.jaxpr), self.as_traced(arrays))
 
     def as_traced(self, arrays: Sequence[Value]) -> list[Value]:
         """Returns inputs in the dtypes that the program was traced with."""

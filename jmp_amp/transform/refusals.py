@@ -19,7 +19,7 @@ import jax
 import jax.core
 from jax.tree_util import KeyPath, SequenceKey, keystr
 
-from jmp_amp.plan import jaxprs
+from jmp_amp.plan.program import source_code
 from jmp_amp.policies.dtypes import AnyFn
 
 # JAX names a dtype, or the type of an array: `bf16[8,16]`.
@@ -44,7 +44,7 @@ def is_about_half(error: Exception) -> bool:
     if not isinstance(error, kinds) or isinstance(error, jax.errors.JAXTypeError):
         return False  # The latter needs the values of an array.
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    raised_by_jax = jaxprs.in_library(frame.f_code.co_filename)
+    raised_by_jax = source_code.in_library(frame.f_code.co_filename)
     return raised_by_jax and bool(_HALF.search(str(error)))
 
 

@@ -2,7 +2,7 @@
 
 Which policy a module gets depends on the map that autocast was given, on the module's
 mark, and on the modules around it: `module_scope` decides. The name scopes that it
-opens are read by `jmp_amp.plan.regions`.
+opens are read by `jmp_amp.plan.program.regions`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
-from jmp_amp.plan.regions import scope
-from jmp_amp.plan.targets import Cpu
+from jmp_amp.plan.program.cpu_target import Cpu
+from jmp_amp.plan.program.regions import scope
 from jmp_amp.policies.dtypes import F32
 from jmp_amp.policies.patterns import ModuleInfo, is_norm
 from jmp_amp.policies.policy import Policy
@@ -259,7 +259,8 @@ def _matching(
 def _noted(matched: Sequence[int], depth: int) -> str:
     """Returns the name scope that says which entries of a map matched a module.
 
-    `jmp_amp.plan.regions` takes it for the name of a transformation and leaves it out.
+    `jmp_amp.plan.program.regions` takes it for the name of a transformation and leaves
+    it out.
     """
     return f"amp_entries_{'_'.join(map(str, [depth, *matched]))}()"
 

@@ -20,9 +20,9 @@ import numpy as np
 from flax import nnx
 from jax.core import ShapedArray, Tracer
 
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.constructs import bind_shard_map
-from jmp_amp.plan.jaxprs import (
+from jmp_amp.plan.program import binding, jaxprs
+from jmp_amp.plan.program.constructs import bind_shard_map
+from jmp_amp.plan.program.jaxprs import (
     Atom,
     Body,
     ClosedJaxpr,
@@ -32,8 +32,8 @@ from jmp_amp.plan.jaxprs import (
     Var,
     aval_of,
 )
-from jmp_amp.plan.meshes import explicit_sharding, in_mesh_of, in_row_major
-from jmp_amp.plan.operations import Kind, is_cheap, kind_of
+from jmp_amp.plan.program.meshes import explicit_sharding, in_mesh_of, in_row_major
+from jmp_amp.plan.tables.operations import Kind, is_cheap, kind_of
 from jmp_amp.policies.dtypes import F32, F64, AnyFn, PyTree
 
 Dtypes = tuple[np.dtype | None, ...]
@@ -80,7 +80,7 @@ def held_in_f32(fn: AnyFn, dtypes: Mapping[int, Sequence[np.dtype | None]]) -> A
             return list(filter(_is_traced, found))
 
         avals = [jax.typeof(x.value).update(dtype=x.dtype) for x in wide]
-        traced = jaxprs.trace(program, avals)
+        traced = binding.trace(program, avals)
         outputs = iter(_Replay().outputs(jaxprs.body_of(traced), wide))
         found, returned = slots
         return jax.tree.unflatten(
@@ -166,27 +166,27 @@ class _Replay:
         write(jaxpr.constvars, map(_constant, body.consts))
         write(jaxpr.invars, args)
         for eqn in eqns:
-            with jaxprs.source_of(eqn):
+            with binding.source_of(eqn):
                 write(eqn.outvars, self._equation(eqn, list(map(read, eqn.invars))))
         return list(map(read, jaxpr.outvars))
 
     def _equation(self, eqn: Eqn, operands: list[Value]) -> Iterable[Value]:
         wide = next((x for x in operands if isinstance(x, _Wide)), None)
         if wide is None:
-            return jaxprs.bind(eqn, operands)
+            return binding.bind(eqn, operands)
         if jaxprs.is_conversion(eqn) and aval_of(eqn.outvars[0]).dtype in (F32, F64):
-            return jaxprs.bind(eqn, [wide.value])
+            return binding.bind(eqn, [wide.value])
         if _moves(eqn, operands):
             if wide.value.dtype == F32 or eqn.primitive.name in _REPEATS:
                 operands = list(map(_in_f32, eqn.invars, operands))
-            return (_Wide(x, wide.dtype) for x in jaxprs.bind(eqn, _held(operands)))
+            return (_Wide(x, wide.dtype) for x in binding.bind(eqn, _held(operands)))
         if not _is_entered(eqn):
             if eqn.primitive.name in _SPREADS:
                 operands = [_spread(x, aval_of(eqn.outvars[0])) for x in operands]
             rounded = list(map(_rounded, operands))
             if eqn.primitive.name == "conv_general_dilated" and wide is operands[1]:
                 rounded[1] = in_row_major(rounded[1])
-            return jaxprs.bind(eqn, rounded)
+            return binding.bind(eqn, rounded)
         if jaxprs.is_shard_map(eqn):
             return self._shard_map(eqn, operands)
         return self._call(eqn, operands)
@@ -212,7 +212,7 @@ class _Replay:
             for inner in jaxprs.inner_bodies(eqn)
         ]
         closed = [each.closed for each in staged]
-        results = jaxprs.bind_staged(eqn, closed, _held(operands))
+        results = binding.bind_staged(eqn, closed, _held(operands))
         return map(_wide_if, results, staged[0].wide)
 
     def _staged(self, body: Body, args: Sequence[Value], is_call: bool) -> _Staged:
@@ -230,7 +230,7 @@ class _Replay:
                 returned.append(_dtypes(results))
                 return _as_outputs(body, _held(results))
 
-            closed = jaxprs.trace(run_body, jaxprs.retyped_avals(body, reads))
+            closed = binding.trace(run_body, binding.retyped_avals(body, reads))
             self.staged[key] = _Staged(closed, returned[0])
         return self.staged[key]
 
@@ -284,11 +284,11 @@ def _in_f32(atom: Atom, value: Value) -> Value:
 
 def _cast(value: Value, dtype: np.dtype) -> Value:
     with in_mesh_of(value):
-        return jaxprs.converted(value, dtype)
+        return binding.converted(value, dtype)
 
 
 def _as_outputs(body: Body, values: Iterable[Value]) -> list[jax.Array]:
-    return list(map(jaxprs.as_output, values, map(aval_of, body.jaxpr.outvars)))
+    return list(map(binding.as_output, values, map(aval_of, body.jaxpr.outvars)))
 
 
 # Moves that read an element many times, or on many devices: their gradients are sums.

@@ -11,8 +11,8 @@ import pytest
 import train_digits
 
 import jmp_amp as amp
-from jmp_amp.plan import targets
-from jmp_amp.plan.targets import Cpu
+from jmp_amp.plan.program import cpu_target
+from jmp_amp.plan.program.cpu_target import Cpu
 from tests.scripts import refusal, run_example
 
 # Adam of optax raises a float to its integer step count, which strict JAX refuses; the
@@ -141,7 +141,7 @@ def trained(run: int):
 
 @pytest.mark.parametrize("native", [True, False])
 def test_the_mlp_is_planned_for_the_cpu_that_it_runs_on(native, monkeypatch):
-    monkeypatch.setattr(targets, "this_cpu", lambda: Cpu(native=native))
+    monkeypatch.setattr(cpu_target, "this_cpu", lambda: Cpu(native=native))
     f32, bf16 = train_digits.on_this_device()
     assert (f32.policy, f32.target) == (amp.get_policy("float32"), None)
     loss = train_digits.make_loss(bf16.policy, model=bf16.model, target=bf16.target)

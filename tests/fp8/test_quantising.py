@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jmp_amp.plan.quantising import Quantiser
+from jmp_amp.plan.rewrites.quantising import Quantiser
 from tests.fp8 import reference
 from tests.fp8.reference import E4M3, E5M2
 

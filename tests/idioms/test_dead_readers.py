@@ -11,9 +11,9 @@ import pytest
 from jax.extend import core
 
 import jmp_amp as amp
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.dead_code import without_dead_code
+from jmp_amp.plan.dataflow.dead_code import without_dead_code
 from jmp_amp.plan.planner import plan_program
+from jmp_amp.plan.program import binding, jaxprs, source_code
 from tests.idioms.table import IDIOMS
 from tests.idioms.test_idioms import by_default
 from tests.measures import HALF
@@ -40,7 +40,7 @@ def dead_reader(var, rng):
     def read(value):
         READERS[rng.choice(list(READERS))](value)
 
-    traced = jaxprs.trace(read, [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)])
+    traced = binding.trace(read, [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)])
     assert not traced.consts
     (given,) = traced.jaxpr.invars
 
@@ -74,7 +74,7 @@ def disturbed(jaxpr, rng, done):
     eqns = [e for v in opened.invars if is_chosen(v, rng) for e in dead_reader(v, rng)]
     for eqn in opened.eqns:
         # Nobody writes lines into the functions of a library.
-        written = jaxprs.is_loop(eqn) or not jaxprs.is_of_library(eqn)
+        written = jaxprs.is_loop(eqn) or not source_code.is_of_library(eqn)
         if written and jaxprs.inner_bodies(eqn):
             changed = {k: disturbed(p, rng, done) for k, p in eqn.params.items()}
             eqns.append(eqn.replace(params=changed))
@@ -119,7 +119,7 @@ def plans(idiom, dtype, seed):
     def flat(*leaves):
         return jax.tree.leaves(idiom.fn(*jax.tree.unflatten(tree, leaves)))
 
-    closed = jaxprs.trace(flat, leaves)
+    closed = binding.trace(flat, leaves)
     inputs, outputs = ([None] * len(v) for v in (leaves, closed.jaxpr.outvars))
     return [
         plan_program(without_dead_code(each), policy, inputs, outputs)

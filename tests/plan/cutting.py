@@ -18,9 +18,9 @@ from jax.core import ShapedArray
 from jax.extend import core
 
 import jmp_amp as amp
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.dead_code import without_dead_code
+from jmp_amp.plan.dataflow.dead_code import without_dead_code
 from jmp_amp.plan.planner import plan_program
+from jmp_amp.plan.program import binding, jaxprs, source_code
 
 # The variables of the traced program that lead to an equation, its own the last.
 Name = tuple[core.Var, ...]
@@ -62,7 +62,7 @@ def traced(fn: Callable[..., Any], *args: Any) -> Program:
     def flat(*leaves: Any) -> list[Any]:
         return jax.tree.leaves(fn(*jax.tree.unflatten(tree, leaves)))
 
-    closed = without_dead_code(jaxprs.trace(flat, leaves))
+    closed = without_dead_code(binding.trace(flat, leaves))
     names: dict[core.Var, Name] = {}
     _name(jaxprs.body_of(closed), names)
     return Program(closed, names)
@@ -193,7 +193,7 @@ def into(program: Program, rng: Any, way: Way, longest: int = 6) -> Program:
         # Nobody writes lines into the functions of a library.
         if not jaxprs.inner_bodies(eqn):
             return eqn
-        if jaxprs.is_of_library(eqn) and not jaxprs.is_loop(eqn):
+        if source_code.is_of_library(eqn) and not jaxprs.is_loop(eqn):
             return eqn
         bodies = []
         for body in jaxprs.inner_programs(eqn):
@@ -380,7 +380,7 @@ class _Writer:
 
     def add(self, fn: Callable[..., Any], atoms: Sequence[Any]) -> list[Any]:
         """Writes the equations of a function of some values; returns its results."""
-        jaxpr = jaxprs.trace(fn, [v.aval for v in atoms]).jaxpr
+        jaxpr = binding.trace(fn, [v.aval for v in atoms]).jaxpr
         given = dict(zip(jaxpr.invars, atoms, strict=True))
         assert not jaxpr.constvars
         for eqn in jaxpr.eqns:
@@ -394,7 +394,7 @@ class _Writer:
         @jax.jit
         def placeholder(*args: Any) -> Any:
             avals = map(jaxprs.aval_of, piece.results)
-            return [jaxprs.as_output(jnp.zeros(a.shape, a.dtype), a) for a in avals]
+            return [binding.as_output(jnp.zeros(a.shape, a.dtype), a) for a in avals]
 
         loop = piece.loop
         reads = piece.reads if loop is None else loop.invars

@@ -6,10 +6,10 @@ import pytest
 from jax import lax
 
 import jmp_amp as amp
-from jmp_amp.plan import jaxprs
-from jmp_amp.plan.origins import Flows
-from jmp_amp.plan.regions import region_at
-from jmp_amp.plan.values import Known, Origin
+from jmp_amp.plan.choose.choices import Flows
+from jmp_amp.plan.dataflow.values import Known, Origin
+from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.regions import region_at
 from tests.programs import planned
 
 BF16, F32 = "bfloat16", "float32"

@@ -7,7 +7,8 @@ import pytest
 from jax import lax
 
 import jmp_amp as amp
-from jmp_amp.plan import dead_code, jaxprs
+from jmp_amp.plan.dataflow import dead_code
+from jmp_amp.plan.program import binding, jaxprs
 from tests.programs import planned
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32) / 3
@@ -145,7 +146,7 @@ def test_the_program_without_dead_lines_computes_the_same(dead):
 
     def run(program):
         body = jaxprs.body_of(program)
-        return jaxprs.run_as_traced(body, [X])
+        return binding.run_as_traced(body, [X])
 
     for got, exact in zip(run(living), run(traced), strict=True):
         np.testing.assert_array_equal(got, exact)

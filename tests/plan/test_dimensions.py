@@ -3,7 +3,7 @@
 import jax.export
 import pytest
 
-from jmp_amp.plan.dimensions import as_counted, as_number, is_larger
+from jmp_amp.plan.program.dimensions import as_counted, as_number, is_larger
 
 B, S = jax.export.symbolic_shape("b, s")
 (BOUNDED,) = jax.export.symbolic_shape("c", constraints=["c >= 8"])

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jmp_amp as amp
-from jmp_amp.plan.operations import (
+from jmp_amp.plan.tables.operations import (
     GROUPS,
     OPERATIONS,
     Cost,

@@ -13,9 +13,9 @@ import pytest
 from jax import lax
 
 import jmp_amp as amp
-from jmp_amp.plan import jaxprs
+from jmp_amp.plan.dataflow.sources import over_turns, positions
 from jmp_amp.plan.planner import plan_program
-from jmp_amp.plan.sources import over_turns, positions
+from jmp_amp.plan.program import binding
 
 PACKAGE = str(Path(amp.__file__).parent)
 X = jax.ShapeDtypeStruct((16, 16), jnp.float32)
@@ -44,7 +44,7 @@ def lines_run(fn: Callable[[], object]) -> int:
 
 def work(fn: Callable[..., Any], policy: str) -> int:
     """Returns the lines that planning runs; the program is traced before."""
-    traced = jaxprs.trace(lambda w, x: [fn(w, x)], [X, X])
+    traced = binding.trace(lambda w, x: [fn(w, x)], [X, X])
     plan = (traced, amp.get_policy(policy), [None] * 2, [None])
     plan_program(*plan)  # what is cached once for all programs
     return lines_run(lambda: plan_program(*plan))

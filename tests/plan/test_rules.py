@@ -12,8 +12,8 @@ from flax import linen as nn
 from jax import lax
 
 import jmp_amp as amp
-from jmp_amp.plan import operations, rules
-from jmp_amp.plan.operations import Kind, OpClass, kind_of
+from jmp_amp.plan.tables import operations, rules
+from jmp_amp.plan.tables.operations import Kind, OpClass, kind_of
 from tests.programs import equations
 
 ORACLE = pathlib.Path(__file__).parents[1] / "oracle"

@@ -12,7 +12,7 @@ import jax.scipy.signal
 import jax.scipy.special
 import pytest
 
-from jmp_amp.plan.rules import _RULE_OF_FILE
+from jmp_amp.plan.tables.rules import _RULE_OF_FILE
 
 # `funm` is Python around `schur`.
 WHOLE = {jnp.linalg: set(), jax.scipy.linalg: {"funm"}, jax.random: set()}

@@ -23,7 +23,7 @@ from jax import lax
 from jax.extend import core
 
 import jmp_amp as amp
-from jmp_amp.plan.operations import PRODUCTS
+from jmp_amp.plan.tables.operations import PRODUCTS
 from jmp_amp.policies.dtypes import F32
 from tests import zoo
 from tests.idioms.table import IDIOMS

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jmp_amp as amp
-from jmp_amp.plan import constants
+from jmp_amp.plan.dataflow import constants
 from tests.programs import planned, products, reason_of
 
 F32, BF16, F16 = "float32", "bfloat16", "float16"

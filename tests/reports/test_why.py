@@ -10,10 +10,10 @@ from flax import linen as nn
 from jax import lax
 
 import jmp_amp as amp
-from jmp_amp.plan.destinations import Ends
-from jmp_amp.plan.facts import Made
-from jmp_amp.plan.pins import PINS
-from jmp_amp.plan.values import Origin, Trait
+from jmp_amp.plan.choose.pins import PINS
+from jmp_amp.plan.dataflow.ends import Ends
+from jmp_amp.plan.dataflow.facts import Made
+from jmp_amp.plan.dataflow.values import Origin, Trait
 from jmp_amp.reports.bit_words import ENDS, MADE, ORIGINS, TRAITS
 
 

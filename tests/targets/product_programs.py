@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jmp_amp.plan import cpu_products, targets
-from jmp_amp.plan.targets import Cpu
+from jmp_amp.plan.program import cpu_target
+from jmp_amp.plan.program.cpu_target import Cpu
+from jmp_amp.plan.rewrites import cpu_products
 
 MODES = (
     *("forward", "gradient", "jvp", "gradient of jvp", "vmap", "vmap of gradient"),
@@ -22,7 +23,7 @@ MODES = (
 
 def multiply_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes products of every size those of a CPU with instructions for bf16."""
-    monkeypatch.setattr(targets, "this_cpu", lambda: Cpu(native=True))
+    monkeypatch.setattr(cpu_target, "this_cpu", lambda: Cpu(native=True))
     monkeypatch.setattr(cpu_products, "_SMALLEST_SIDE", 1)
     monkeypatch.setattr(cpu_products, "_SMALLEST_FACE", 0)
     monkeypatch.setattr(cpu_products, "_FEWEST_TERMS", 0)

@@ -17,7 +17,7 @@ from jax import export
 from jax.experimental import jet
 
 import jmp_amp as amp
-from jmp_amp.plan.targets import this_cpu
+from jmp_amp.plan.program.cpu_target import this_cpu
 from tests.programs import with_rule
 from tests.targets.product_programs import (
     MODES,

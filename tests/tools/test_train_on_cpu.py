@@ -12,8 +12,8 @@ import pytest
 from benchmarks import train_on_cpu
 from rich.console import Console
 
-from jmp_amp.plan import targets
-from jmp_amp.plan.targets import Cpu, this_cpu
+from jmp_amp.plan.program import cpu_target
+from jmp_amp.plan.program.cpu_target import Cpu, this_cpu
 from tests.scripts import refusal
 
 NAMES = ("mlp-256", "lstm")
@@ -98,7 +98,7 @@ def test_single_products_are_timed_forward_and_with_backward(products):
 
 @pytest.mark.parametrize("size", [*train_on_cpu.SIZES, *train_on_cpu.QUICK_SIZES])
 def test_table_says_which_products_autocast_runs_in_bf16(size, monkeypatch):
-    monkeypatch.setattr(targets, "this_cpu", lambda: Cpu(True))
+    monkeypatch.setattr(cpu_target, "this_cpu", lambda: Cpu(True))
     batches, rows, columns, terms = size
     x = jax.ShapeDtypeStruct((batches, rows, terms), jnp.float32)
     y = jax.ShapeDtypeStruct((batches, terms, columns), jnp.float32)

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 import jmp_amp as amp
-from jmp_amp.plan import jaxprs
 from jmp_amp.plan.plan import EquationPlan, Plan
 from jmp_amp.plan.planner import plan_program
+from jmp_amp.plan.program import binding
 from tests.ablation import switched_off
 
 F32, BF16, F16 = "float32", "bfloat16", "float16"
@@ -47,7 +47,7 @@ def planned_equations(
     half: str = BF16,
 ) -> list[EquationPlan]:
     """The plans of the equations of a primitive, without a rule if one is given."""
-    closed = jaxprs.trace(lambda *args: jax.tree.leaves(fn(*args)), args)
+    closed = binding.trace(lambda *args: jax.tree.leaves(fn(*args)), args)
     inputs, outputs = ([None] * len(v) for v in (args, closed.jaxpr.outvars))
     with switched_off(without) if without else contextlib.nullcontext():
         plan = plan_program(closed, amp.get_policy(f"mixed_{half}"), inputs, outputs)

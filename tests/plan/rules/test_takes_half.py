@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 import jmp_amp as amp
-from jmp_amp.plan.regions import scope
+from jmp_amp.plan.program.regions import scope
 from tests.plan.rules import BF16, F32, W, X, planned
 
 NORM = amp.Policy("float32", "float32", "bfloat16")

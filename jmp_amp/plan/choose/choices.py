@@ -1,0 +1,409 @@
+"""The first pass of the plan: where do values come from?
+
+A *flow* records, for every value of a body, where it comes from, and for every equation
+a decision. Consumers are not looked at yet, but for `ends`. Bodies of calls and
+branches are followed with what is known of their operands; a loop's carry is settled by
+fixpoint.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jmp_amp.plan.choose.decision_cache import Decided
+from jmp_amp.plan.choose.flows import Flow, Step
+from jmp_amp.plan.choose.modes import Mode
+from jmp_amp.plan.choose.solver_loops import SOLVER, is_solver
+from jmp_amp.plan.dataflow import constants
+from jmp_amp.plan.dataflow.ends import Destinations, End, Ends, settled
+from jmp_amp.plan.dataflow.facts import BodyFacts, Facts, of_arguments
+from jmp_amp.plan.dataflow.joins import after_turn, one_of
+from jmp_amp.plan.dataflow.recursions import NONE, Cycle, Cycles, recursions_of
+from jmp_amp.plan.dataflow.solver import forward
+from jmp_amp.plan.dataflow.sources import (
+    Sources,
+    all_translated,
+    groups_of,
+    over_turns,
+    translated,
+    union,
+)
+from jmp_amp.plan.dataflow.values import Known, Origin, Trait, is_inexact
+from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Inner, Jaxpr, Literal, Var
+from jmp_amp.plan.program.regions import Region, region_of
+from jmp_amp.plan.tables import rules
+from jmp_amp.plan.tables.operations import PRODUCTS
+from jmp_amp.plan.tables.rules import Rule
+from jmp_amp.policies.dtypes import is_half
+
+
+class Flows:
+    """Follows values through bodies; each body once for what is known of its inputs."""
+
+    def __init__(self) -> None:
+        self._flows: dict[object, Flow] = {}
+        self._destinations = Destinations()
+        self._decided = Decided()
+        self._used: dict[int, collections.Counter[Var]] = {}
+
+    def _uses(self, jaxpr: Jaxpr) -> collections.Counter[Var]:
+        """Returns how often each variable of a body is read.
+
+        A call does not read an operand that its body does not read.
+        """
+        if id(jaxpr) not in self._used:
+            read = list(jaxpr.outvars)
+            for eqn in jaxpr.eqns:
+                inner = jaxprs.inner_bodies(eqn)
+                inside = {
+                    i
+                    for (body, operands) in inner
+                    for i, var in zip(operands, body.jaxpr.invars, strict=True)
+                    if self._uses(body.jaxpr)[var]
+                }
+                read += [eqn.invars[i] for i in inside] if inner else eqn.invars
+            self._used[id(jaxpr)] = collections.Counter(jaxprs.variables(read))
+        return self._used[id(jaxpr)]
+
+    def through(
+        self,
+        body: Body,
+        inputs: tuple[Known, ...],
+        region: Region,
+        inherited: Rule | None,
+        ends: tuple[End, ...] | None = None,
+        facts: Facts | None = None,
+        groups: tuple[int, ...] | None = None,
+        cycles: Cycles | None = None,
+    ) -> Flow:
+        """Returns the flow through `body`, given what is known of its inputs.
+
+        Args:
+          body: the body.
+          inputs: one for each of its inputs.
+          region: the policy scope that it is called in.
+          inherited: the rule that the name of its caller gives to all of it.
+          ends: what becomes of each of its outputs; None if the program returns them.
+          facts: what its inputs are made of; None if it is the program.
+          groups: the groups that its inputs are in, see `groups_of`.
+          cycles: its recursive products; None if it is the program.
+        """
+        if ends is None:
+            ends = (Ends.OTHERWISE,) * len(body.jaxpr.outvars)
+        if facts is None:
+            facts = of_arguments(body)
+        if groups is None:
+            groups = (0,) * len(inputs)
+        if cycles is None:
+            cycles = recursions_of(body)
+        key = id(body.jaxpr), inputs, region, inherited, ends, facts, groups, cycles
+        if key not in self._flows:
+            self._flows[key] = self._through(
+                body, inputs, region, inherited, ends, facts, groups, cycles
+            )
+        return self._flows[key]
+
+    def _through(
+        self,
+        body: Body,
+        inputs: tuple[Known, ...],
+        region: Region,
+        inherited: Rule | None,
+        ends: tuple[End, ...],
+        facts: Facts,
+        groups: tuple[int, ...],
+        cycles: Cycles,
+    ) -> Flow:
+        jaxpr = body.jaxpr
+        uses = self._uses(jaxpr)
+        known = {
+            var: each.shared(each.is_shared or uses[var] > 1)
+            for var, each in zip(jaxpr.invars, inputs, strict=True)
+        }
+        for var, const in zip(jaxpr.constvars, body.consts, strict=True):
+            limits = constants.bounds_of_constant(const)
+            traits = frozenset((Trait.PARAMETER,))
+            known[var] = Known(Origin.FREE, limits, region, traits)
+        found = self._destinations.of(body, ends, facts)
+        made = self._destinations.facts.of(body, facts)
+        recursive = dict(cycles.products), dict(cycles.inner)
+        around = _Around(inherited, made, Sources(jaxpr, groups), found, *recursive)
+        steps = []
+        # By the identity of name stacks: equations of one scope have the same one.
+        regions: dict[int, Region] = {}
+        for index, eqn in enumerate(jaxpr.eqns):
+            here = regions.get(id(eqn.source_info.name_stack))
+            if here is None:
+                here = region_of(jaxprs.scope_text(eqn), region)
+                regions[id(eqn.source_info.name_stack)] = here
+            views = tuple([_view(atom, known, here) for atom in eqn.invars])
+            step = self._step(index, eqn, views, here, around)
+            steps.append(step)
+            for var, result in zip(eqn.outvars, step.results, strict=True):
+                known[var] = result.shared(uses[var] > 1)
+        outputs = tuple([_view(atom, known, region) for atom in jaxpr.outvars])
+        return Flow(body, region, known, tuple(steps), outputs, around.sources)
+
+    def _step(
+        self,
+        index: int,
+        eqn: Eqn,
+        views: tuple[Known, ...],
+        region: Region,
+        around: _Around,
+    ) -> Step:
+        rule = rules.rule_for(eqn, region.policy, around.inherited)
+        if index in around.facts.inner:
+            return self._call(index, eqn, views, region, rule, around)
+        assert rule is not None
+        sources = around.sources
+        read = list(map(sources.of, eqn.invars))
+        end = Ends.NONE
+        for var in eqn.outvars:
+            end |= around.ends.get(var, Ends.NONE)
+        decision = self._decided.of(
+            eqn,
+            rule,
+            region,
+            views,
+            list(map(around.facts.of, eqn.invars)),
+            bool(len(read) > 1 and read[0] & read[1]),
+            settled(end),
+            index in around.recursive,
+        )
+        if decision.mode is Mode.PASSED_ON:
+            results = _in_region(views, region)
+            sources.write(eqn.outvars, read)
+        else:
+            results = _in_region((decision.result,) * len(eqn.outvars), region)
+            made_of = union([s for s, on in zip(read, decision.of, strict=True) if on])
+            sources.write(eqn.outvars, [made_of] * len(eqn.outvars))
+            if eqn.primitive.name in PRODUCTS:
+                sources.layers |= _multiplied_by_slices(views, read)
+        return Step(region, views, results, decision)
+
+    def _call(
+        self,
+        index: int,
+        eqn: Eqn,
+        views: tuple[Known, ...],
+        region: Region,
+        rule: Rule | None,
+        around: _Around,
+    ) -> Step:
+        """Follows values through the bodies of a call, a loop or a branch.
+
+        The fixpoint ends: the origin of a carry only rises, its bounds widen twice, at
+        last to any size; after the first turn it may only lose the traits of a
+        parameter and of a lookup, and only get those of an oversized constant, of a
+        tangent and of a solution.
+        """
+        step = self._through_bodies(index, eqn, views, region, rule, around)
+        if jaxprs.is_while(eqn) and rule is None and is_solver(step):
+            return self._through_bodies(index, eqn, views, region, SOLVER, around)
+        return step
+
+    def _through_bodies(
+        self,
+        index: int,
+        eqn: Eqn,
+        views: tuple[Known, ...],
+        region: Region,
+        rule: Rule | None,
+        around: _Around,
+    ) -> Step:
+        """Follows values through bodies that a rule is given to, see `_call`."""
+        inner, facts = jaxprs.inner_bodies(eqn), around.facts.inner[index]
+        cycles = around.cycles.get(index, (NONE,) * len(inner))
+        sources = around.sources
+        read = [sources.of(atom) for atom in eqn.invars]
+        starts = _in_region(views, region)
+        cycles = _of_streams(eqn, starts, cycles)
+        ends = self._destinations.outputs(eqn, around.ends, facts)
+        flows: dict[int, Flow] = {}
+        # The operands that the layers of each body read, in any turn.
+        layers: dict[int, int] = {}
+
+        def outputs(number: int, inputs: Sequence[_Part]) -> list[_Part]:
+            each = region, rule, ends[number], facts[number], cycles[number]
+            flow = flows[number] = self._through_body(eqn, inputs, inner[number], *each)
+            # The condition of a loop, its first body, hands nothing to the next turn.
+            carried = jaxprs.carried(eqn) if number == len(inner) - 1 else range(0)
+            made, layers[number] = _made_of(flow, inner[number].operands, carried)
+            outside = all_translated(tuple(made), tuple(read))
+            return list(map(_Part, flow.outputs, outside))
+
+        def turned(operand: int, now: _Part, update: _Part) -> _Part:
+            each = starts[operand], now.known, update.known
+            known = after_turn(eqn, operand, *each, bool(layers[0] >> operand & 1))
+            return _Part(known, now.sources | update.sources)
+
+        parts = list(map(_Part, starts, read))
+        operands, made = forward(eqn, parts, outputs, turned, _joined)
+        sources.write(eqn.outvars, [each.sources for each in made])
+        sources.layers |= translated(union([*layers.values()]), read)
+        return Step(
+            region,
+            tuple([each.known for each in operands]),
+            _saved(eqn, region, [each.known for each in made]),
+            None,
+            inner,
+            tuple(flows[number] for number in range(len(inner))),
+            rule,
+        )
+
+    def _through_body(
+        self,
+        eqn: Eqn,
+        inputs: Sequence[_Part],
+        inner: Inner,
+        region: Region,
+        rule: Rule | None,
+        ends: tuple[End, ...],
+        facts: Facts,
+        cycles: Cycles,
+    ) -> Flow:
+        """Returns the flow through a body of `eqn`, given its inputs."""
+        known = _entering(eqn, [each.known for each in inputs], inner.operands)
+        groups = groups_of(tuple([each.sources for each in inputs]))
+        around = rule, ends, facts, groups, cycles
+        return self.through(inner.body, known, region, *around)
+
+
+class _Part(NamedTuple):
+    """What is known of an operand or a result of a call.
+
+    Attributes:
+      known: what is known of it.
+      sources: the inputs of the body around that it is computed from, in any turn.
+    """
+
+    known: Known
+    sources: int
+
+
+def _of_streams(
+    eqn: Eqn, starts: Sequence[Known], cycles: tuple[Cycles, ...]
+) -> tuple[Cycles, ...]:
+    """Returns the recursive products of a loop, given what it starts from.
+
+    A stream between layers, which an activation or a lookup begins, is no state of a
+    method.
+    """
+    begun = [
+        number
+        for number, i in enumerate(jaxprs.carried(eqn))
+        if starts[i].origin is Origin.LOW or Trait.LOOKED_UP in starts[i].traits
+    ]
+    return tuple([each.in_stream(begun) for each in cycles]) if begun else cycles
+
+
+def _joined(one: _Part, other: _Part) -> _Part:
+    return _Part(one_of(one.known, other.known), one.sources | other.sources)
+
+
+def _made_of(
+    flow: Flow, operands: Sequence[int], carried: range
+) -> tuple[Sequence[int], int]:
+    """Returns the operands that each output of a body is made of, and its layers'."""
+    bits = tuple([1 << i for i in operands])
+    inside = flow.sources
+    outputs = tuple(map(inside.of, flow.body.jaxpr.outvars))
+    made = all_translated(outputs, bits)
+    return over_turns(made, translated(inside.layers, bits), carried)
+
+
+class _Around(NamedTuple):
+    """What is known around an equation of a body.
+
+    Attributes:
+      inherited: the rule that the name of the body's caller gives to all of it.
+      facts: what each variable is made of.
+      sources: the inputs that each variable so far is computed from.
+      ends: what becomes of each variable.
+      recursive: the equations that are recursive products, and why.
+      cycles: by equation, the recursive products of its bodies.
+    """
+
+    inherited: Rule | None
+    facts: BodyFacts
+    sources: Sources
+    ends: dict[Var, End]
+    recursive: dict[int, Cycle]
+    cycles: dict[int, tuple[Cycles, ...]]
+
+
+def _entering(
+    eqn: Eqn, inputs: Sequence[Known], operands: Sequence[int]
+) -> tuple[Known, ...]:
+    """Returns what is known of the inputs of a body.
+
+    A turn reads its slices of what a `scan` goes through, and has a number.
+    """
+    carried = jaxprs.carried(eqn)
+
+    def differs(i: int) -> bool:
+        is_number = i in carried and not is_inexact(eqn.invars[i])
+        return is_number or (jaxprs.is_loop(eqn) and i >= carried.stop)
+
+    return tuple(
+        each.having(Trait.SLICE) if each.origin == Origin.FREE and differs(i) else each
+        for i, each in zip(operands, inputs, strict=True)
+    )
+
+
+def _multiplied_by_slices(views: Sequence[Known], sources: Sequence[int]) -> int:
+    """Returns the inputs that a factor of a product is made of, if it is a layer.
+
+    Layers read slices of stacked arrays, or their part of an array by number; steps of
+    a method multiply by the same matrix in each turn.
+    """
+    found = 0
+    for i, j in ((0, 1), (1, 0)):
+        if Trait.SLICE in views[i].traits:
+            found |= sources[j]
+    return found
+
+
+def _saved(eqn: Eqn, region: Region, results: Sequence[Known]) -> tuple[Known, ...]:
+    """Returns what is known in a region of the results of a call, a loop or a branch.
+
+    A loop is not run again for the readers of its results, and the user's rule says
+    what it saves.
+    """
+    if jaxprs.carried(eqn) or jaxprs.is_custom_jvp(eqn):
+        half = is_half(region.policy.compute_dtype)
+        saved = frozenset((Trait.SAVED_IN_F32,))
+        results = [
+            k._replace(traits=k.traits | saved if half else k.traits - saved)
+            for k in results
+        ]
+    return _in_region(tuple(results), region)
+
+
+def seen(known: Known, region: Region) -> Known:
+    """Returns what a consumer in `region` sees: values that leave a scope change."""
+    if known.region.holds(region) or known.is_constant:
+        return known
+    half = is_half(known.region.policy.output_dtype)
+    origin = Origin.LOW if half else Origin.FULL
+    traits = known.traits - {Trait.PARAMETER, Trait.SAVED_IN_F32, Trait.CARRIED}
+    return known._replace(origin=origin, traits=traits)
+
+
+def _view(atom: Atom, known: dict[Var, Known], region: Region) -> Known:
+    """Returns what an equation or an output in `region` sees of a value."""
+    if isinstance(atom, Literal):
+        return Known(Origin.FREE, constants.bounds_of_constant(atom.val), region)
+    found = known[atom]
+    return found if found.region is region else seen(found, region)
+
+
+def _in_region(values: tuple[Known, ...], region: Region) -> tuple[Known, ...]:
+    return tuple(
+        known if known.region is region else known._replace(region=region)
+        for known in values
+    )

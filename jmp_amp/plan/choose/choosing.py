@@ -1,0 +1,373 @@
+"""The decision for one equation, as far as its operands tell.
+
+This is the forward half of the plan. Consumers may still change a decision, see
+`records`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from jmp_amp.plan.choose.modes import Mode
+from jmp_amp.plan.choose.pins import (
+    Pin,
+    is_pinned,
+    is_solution,
+    is_weight,
+    made_of,
+    pin_of,
+    sums_argument,
+)
+from jmp_amp.plan.choose.records import Decision, decided
+from jmp_amp.plan.choose.trade_offs import (
+    grows,
+    is_saved_in_f32,
+    is_worth_f32,
+    may_fall,
+    misfit_of,
+    options,
+)
+from jmp_amp.plan.dataflow import constants
+from jmp_amp.plan.dataflow.ends import End
+from jmp_amp.plan.dataflow.facts import Fact, Made
+from jmp_amp.plan.dataflow.standing import Standing
+from jmp_amp.plan.dataflow.values import (
+    Known,
+    Origin,
+    Trait,
+    castable,
+    is_exact,
+    is_inexact,
+    is_move,
+    unfit,
+    unfit_bound,
+)
+from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.dimensions import is_elementwise_product, sums
+from jmp_amp.plan.program.jaxprs import Eqn, aval_of
+from jmp_amp.plan.program.regions import Region
+from jmp_amp.plan.rewrites.cpu_products import why_f32
+from jmp_amp.plan.rewrites.fp8_choice import why_not
+from jmp_amp.plan.rewrites.rewrite_table import rewrite_of
+from jmp_amp.plan.rewrites.rewriting import Rewrite
+from jmp_amp.plan.tables.operations import Kind, OpClass, Role, kind_of, role_of
+from jmp_amp.plan.tables.rules import ELEMENTWISE_PRODUCT, Rule
+from jmp_amp.policies.dtypes import BF16, F32, is_castable, is_half
+
+
+def decide(
+    eqn: Eqn,
+    rule: Rule,
+    region: Region,
+    views: Sequence[Known],
+    facts: Sequence[Fact],
+    is_related: bool,
+    end: End,
+    is_recursive: bool = False,
+) -> Decision:
+    """Returns the decision for `eqn`, which calls nothing.
+
+    It depends on the arguments alone; of the equation, on what `Decided` compares.
+
+    Args:
+      eqn: the equation.
+      rule: its rule from the table.
+      region: the policy scope that it is in.
+      views: what it sees of each of its operands.
+      facts: what each of its operands is made of.
+      is_related: whether its first two operands are made of one input.
+      end: what becomes of its results.
+      is_recursive: whether it is a product of a loop that is a numerical method.
+    """
+    if _multiplies(eqn, rule, views):
+        rule = ELEMENTWISE_PRODUCT
+    operands = tuple(_floating(eqn, region, views))
+    known = operands, views, facts, is_related, end, is_recursive
+    at = Standing(eqn, rule, region, *known)
+    if rule.op_class is OpClass.FOLLOW and role_of(at.name) is Role.HANDS_ON:
+        return decided(at, Mode.PASSED_ON, None, "hands on what it gets", Origin.FREE)
+    at.pin = pin_of(at)
+    is_product = rule.op_class is OpClass.LOW
+    rewrite = None if is_product and at.pin is not None else rewrite_of(at)
+    made = _by_class(at, rewrite)
+    if made.result.origin == Origin.FREE:
+        rewrite = None
+    saved, falls = is_saved_in_f32(at, made, rewrite), may_fall(at, made)
+    traits = frozenset(_traits(at, made, saved or falls))
+    result = Known(made.result.origin, _limits(at, made), region, traits)
+    return dataclasses.replace(
+        made,
+        result=result,
+        options=tuple(options(at, made, result, saved, falls)),
+        of=made_of(at, made),
+        rewrite=rewrite,
+        standing=at,
+    )
+
+
+def _floating(eqn: Eqn, region: Region, views: Sequence[Known]) -> Iterator[Known]:
+    """Yields the operands that are floats, and what fills the places of others."""
+    yield from (v for v, a in zip(views, eqn.invars, strict=True) if is_inexact(a))
+    fill = constants.bounds_of_fill(eqn)
+    if fill is not None:
+        yield Known(Origin.FREE, fill, region)
+
+
+def _multiplies(eqn: Eqn, rule: Rule, views: Sequence[Known]) -> bool:
+    """Whether a matrix product is a multiplication that is spelled as one.
+
+    `einsum("i,j->ij", a, b)`; and `positions[:, None] @ frequencies[None]`, the angles
+    of an embedding, of numbers that are no activations and no weights. A layer of one
+    feature multiplies two arguments, and a derivative begins with one number.
+    """
+    if rule.op_class is not OpClass.LOW or rule.from_user:
+        return False
+    if not is_elementwise_product(eqn):
+        return False
+    if any(v.bounds is not None and v.bounds[0] == v.bounds[1] for v in views):
+        return False
+    return not sums(eqn) or (
+        all(v.origin == Origin.FREE for v in views)
+        and any(
+            v.is_constant or not is_weight(v, atom)
+            for v, atom in zip(views, eqn.invars, strict=True)
+        )
+    )
+
+
+def _by_class(at: Standing, rewrite: Rewrite | None) -> Decision:
+    """Returns the decision that the class of the operation makes."""
+    if jaxprs.is_conversion(at.eqn) and not is_move(at.eqn):
+        return _convert(at)
+    if at.rule.op_class is OpClass.KEEP or not _may_cast(at.eqn, at.rule):
+        return _keep(at)
+    if at.rule.op_class is OpClass.LOW:
+        return _low(at, rewrite) if at.pin is None else _pinned(at, at.pin)
+    if at.rule.op_class is OpClass.FULL:
+        made = Origin.FREE if at.origin == Origin.FREE else Origin.FULL
+        mode = Mode.CONVERSION if jaxprs.is_conversion(at.eqn) else Mode.IN_DTYPE
+        return decided(at, mode, F32, at.rule.reason, made)
+    return _follow(at, rewrite)
+
+
+def _keep(at: Standing) -> Decision:
+    origin = at.origin
+    if origin != Origin.FREE:
+        traced = [aval_of(v).dtype for v in at.eqn.outvars if castable(v)]
+        half = bool(traced) and all(is_half(d) for d in traced)
+        origin = Origin.LOW if half else Origin.FULL
+    rule = at.rule
+    if rule.op_class is not OpClass.KEEP:
+        reason = "nothing here may be cast"
+        if jaxprs.is_fixed(at.eqn) and any(map(castable, at.eqn.invars)):
+            reason = "bound to the dtypes that it was traced in"
+        rule = Rule(OpClass.KEEP, reason, rule.decided_by)
+    known = Known(origin, None, at.region)
+    return Decision(rule, Mode.AS_TRACED, None, rule.reason, known)
+
+
+def _low(at: Standing, rewrite: Rewrite | None) -> Decision:
+    low = at.low
+    if rewrite is not None and rewrite.reason:
+        origin = Origin.FULL if rewrite.result == F32 else Origin.LOW
+        dtype = rewrite.dtype or low
+        return decided(at, Mode.IN_DTYPE, dtype, rewrite.reason, origin)
+    if jaxprs.sums_half_in_f32(at.eqn):
+        return decided(at, Mode.AS_TRACED, None, "as traced", Origin.FULL)
+    misfit = unfit(at.operands, low, "overflows")
+    if misfit is not None:
+        return decided(at, Mode.IN_DTYPE, F32, misfit, Origin.FULL)
+    if not is_half(low):
+        reason = why_f32(at) or "the policy computes in f32"
+        return decided(at, Mode.IN_DTYPE, low, reason, Origin.FULL)
+    saturate = any(Trait.OVERSIZED in v.traits for v in at.operands)
+    reason = why_not(at) or at.rule.reason
+    return decided(at, Mode.IN_DTYPE, low, reason, Origin.LOW, saturate)
+
+
+def _pinned(at: Standing, pin: Pin) -> Decision:
+    # For a CPU the policy of the region has no half dtype, but that of the user may.
+    half = at.low if is_half(at.low) else at.region.asked.compute_dtype
+    words = pin.words.format(half=half.name)
+    made = decided(at, Mode.IN_DTYPE, F32, words, pin.makes)
+    return dataclasses.replace(made, pin=pin)
+
+
+def _follow(at: Standing, rewrite: Rewrite | None) -> Decision:
+    origin, low = at.origin, at.low
+    if origin == Origin.FREE:
+        reason = "only parameters, inputs and constants"
+        return decided(at, Mode.AS_TRACED, None, reason, origin)
+    misfit = misfit_of(at, low)
+    if kind_of(at.name) is Kind.COMPARISON:
+        if origin == Origin.LOW and misfit is not None:
+            return decided(at, Mode.IN_DTYPE, F32, misfit, origin)
+        reason = "a comparison reads values as they are"
+        return decided(at, Mode.AS_HELD, None, reason, origin)
+    if origin == Origin.FULL and at.region.cpu is not None:
+        return _in_f32(at)
+    if origin == Origin.FULL and _spreads_function(at):
+        reason = "looked up more than once: a function of half-precision values"
+        return decided(at, Mode.IN_DTYPE, low, reason, Origin.LOW)
+    if origin == Origin.FULL:
+        carried = any(Trait.CARRIED in v.traits for v in at.operands)
+        reason = "kept over the turns of a loop" if carried else "an operand is f32"
+        return decided(at, Mode.IN_DTYPE, F32, reason, Origin.FULL)
+    if not is_half(low):
+        return _in_f32(at)
+    if misfit is not None:
+        # Beside half readers alone it saturates, see `trade_offs.options`.
+        saturate = (
+            role_of(at.name) is Role.CHOOSES
+            and unfit_bound(at.operands, low) is None
+            and unfit(at.operands, low, "vanishes") is None
+        )
+        return decided(at, Mode.IN_DTYPE, F32, misfit, Origin.FULL, saturate)
+    if at.pin is not None:
+        return _pinned(at, at.pin)
+    reason = "follows its operands"
+    if role_of(at.name) is Role.LOOKS_UP and rewrite is None:
+        reason += f"; its gradient is summed in {low.name}"
+    return decided(at, Mode.IN_DTYPE, low, reason, Origin.LOW)
+
+
+def _spreads_function(at: Standing) -> bool:
+    """Whether the edges of a graph look up f32 values of its nodes that may round.
+
+    They are written to memory once for each edge. In f16 they may be out of range.
+    """
+    return (
+        at.low == BF16
+        and role_of(at.name) is Role.LOOKS_UP
+        and grows(at.eqn)
+        and not is_pinned(at)
+        and unfit(at.operands, at.low) is None
+        and all(
+            v.origin != Origin.FULL or Trait.FUNCTION_OF_HALF in v.traits
+            for v in at.operands
+        )
+    )
+
+
+def _in_f32(at: Standing) -> Decision:
+    """Returns the decision for an operation where all but products are f32."""
+    if at.region.cpu is None or at.region.asked.compute_dtype == F32:
+        reason = "the policy computes in f32"
+        return decided(at, Mode.IN_DTYPE, F32, reason, Origin.FULL)
+    reason = "on a CPU all but products is f32"
+    # For the products that read it, see `cpu_products`.
+    oversized = (
+        role_of(at.name) is Role.CHOOSES
+        and unfit(at.operands, BF16, "overflows") is not None
+    )
+    return decided(at, Mode.IN_DTYPE, F32, reason, Origin.FULL, oversized)
+
+
+def _convert(at: Standing) -> Decision:
+    (source,), target = at.eqn.invars, at.eqn.params["new_dtype"]
+    made = at.origin
+    if made != Origin.FREE:
+        made = Origin.LOW if is_half(target) else Origin.FULL
+    if not (castable(source) and is_castable(target)):
+        return decided(at, Mode.AS_TRACED, None, "a conversion, as traced", made)
+    if made == Origin.LOW and (
+        at.rule.op_class is OpClass.FULL or at.facts[0].made & Made.REDUCED
+    ):
+        # jnp sums f16 in f32 and casts the sum back to f16, where it overflows.
+        reason = "the cast back after an f32 reduction waits"
+        return decided(at, Mode.CONVERSION, F32, reason, Origin.FULL)
+    reason = "an explicit cast"
+    if at.region.asked.compute_dtype == F32:
+        # Where it is and as often as it is: gradients are summed in the same dtype.
+        return decided(at, Mode.AS_TRACED, None, reason, made)
+    return decided(at, Mode.CONVERSION, target, reason, made)
+
+
+def _limits(at: Standing, made: Decision) -> constants.Bounds:
+    """Returns the range of the results, if they are computed from constants."""
+    if (
+        made.result.origin != Origin.FREE
+        or at.rule.op_class is OpClass.KEEP
+        or kind_of(at.name) is Kind.COMPARISON
+    ):
+        return None
+    return constants.bounds_of_result(at.eqn, [v.bounds for v in at.views])
+
+
+def _traits(at: Standing, made: Decision, saved: bool) -> Iterator[Trait]:
+    """Yields the traits of the results, which autodiff saves in f32 or not."""
+    if (
+        made.result.origin == Origin.FREE
+        and is_move(at.eqn)
+        and any(v.is_parameter for v in at.operands)
+    ):
+        yield Trait.PARAMETER
+    inherited = frozenset().union(*(v.traits for v in at.operands))
+    yield from inherited & {Trait.TANGENT}
+    if made.pin is not None and made.pin.makes is Origin.LOW:
+        yield Trait.SCALED
+    if _is_slice(at):
+        yield Trait.SLICE
+    if is_solution(at, made):
+        yield Trait.SOLUTION
+    follows = made.rule.op_class is OpClass.FOLLOW
+    if made.result.origin == Origin.FREE:
+        if role_of(at.name) is Role.LOOKS_UP:
+            yield Trait.LOOKED_UP
+        yield from inherited & {Trait.LOOKED_UP}
+    elif follows and sums_argument(at):
+        yield Trait.SUMS_ARGUMENT
+    is_kept = is_exact(at.eqn) and Trait.OVERSIZED in inherited
+    if follows and (made.saturate or is_kept):
+        yield Trait.OVERSIZED
+    if _is_function_of_half(at, made):
+        yield Trait.FUNCTION_OF_HALF
+    if is_worth_f32(at, made):
+        yield Trait.WORTH_F32
+    if saved:
+        yield Trait.SAVED_IN_F32
+
+
+def _is_slice(at: Standing) -> bool:
+    """Whether a value is another one in each turn, and made of no state of the loop.
+
+    A slice of what the loop goes through is one, `weights[i]` for a turn's number, and
+    `weights[chosen]` if activations choose it.
+    """
+    differs = any(
+        Trait.SLICE in v.traits or (v.origin != Origin.FREE and not is_inexact(atom))
+        for v, atom in zip(at.views, at.eqn.invars, strict=True)
+    )
+    return differs and all(
+        v.origin == Origin.FREE or Trait.SLICE in v.traits for v in at.operands
+    )
+
+
+_ELEMENTWISE = (Kind.FUNCTION, Kind.ARITHMETIC, Kind.SELECTION, Kind.MOVE)
+
+
+def _is_function_of_half(at: Standing, made: Decision) -> bool:
+    """Whether an f32 result is computed elementwise, of half values and constants."""
+    return (
+        made.result.origin == Origin.FULL
+        and (kind_of(at.name) is Kind.FUNCTION or at.rule.op_class is OpClass.FULL)
+        and kind_of(at.name) in _ELEMENTWISE
+        and not at.rule.from_user
+        and all(
+            v.origin == Origin.LOW
+            or v.is_constant
+            or Trait.FUNCTION_OF_HALF in v.traits
+            for v in at.operands
+        )
+    )
+
+
+def _may_cast(eqn: Eqn, rule: Rule) -> bool:
+    """Whether `eqn` has operands that may be cast and nothing that forbids it."""
+    floats = [v for v in (*eqn.invars, *eqn.outvars) if is_inexact(v)]
+    if not any(castable(v) for v in eqn.invars):
+        return False
+    if rule.op_class is OpClass.FULL and all(aval_of(v).dtype == F32 for v in floats):
+        return True
+    return all(castable(v) for v in floats) and not jaxprs.is_fixed(eqn)

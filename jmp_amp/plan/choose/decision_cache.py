@@ -1,0 +1,69 @@
+"""Equations that are alike: a model repeats its layers, and decides once for them.
+
+Two equations are alike if they compute the same of arrays of the same shapes and
+dtypes. They stand alike if their rules, policies and properties of operands are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from jmp_amp.plan.choose.choosing import decide
+from jmp_amp.plan.choose.records import Decision
+from jmp_amp.plan.dataflow.ends import End
+from jmp_amp.plan.dataflow.facts import Fact
+from jmp_amp.plan.dataflow.values import Known
+from jmp_amp.plan.program.jaxprs import Eqn
+from jmp_amp.plan.program.regions import Region
+from jmp_amp.plan.tables.rules import Rule
+
+
+class Decided:
+    """Decides for the equations of a plan, once for all that are and stand alike."""
+
+    def __init__(self) -> None:
+        self._decisions: dict[Hashable, Decision] = {}
+
+    def of(
+        self,
+        eqn: Eqn,
+        rule: Rule,
+        region: Region,
+        views: Sequence[Known],
+        facts: Sequence[Fact],
+        is_related: bool,
+        end: End,
+        is_recursive: bool,
+    ) -> Decision:
+        """Returns the decision for `eqn`, which calls nothing.
+
+        Args:
+          eqn: the equation.
+          rule: its rule from the table.
+          region: the policy scope that it is in.
+          views: what it sees of each of its operands.
+          facts: what each of its operands is made of.
+          is_related: whether its first two operands are made of one input.
+          end: what becomes of its results.
+          is_recursive: whether it is a product of a loop that is a numerical method.
+        """
+        key = (
+            eqn.primitive,
+            tuple(eqn.params.values()),
+            # A literal is not a variable.
+            tuple([(type(v), v.aval) for v in eqn.invars]),
+            tuple([v.aval for v in eqn.outvars]),
+            tuple([(view.origin, view.bounds, view.traits) for view in views]),
+            # Which value it is, no decision asks.
+            tuple([(fact.made, fact.last) for fact in facts]),
+            (rule, region.asked, is_related, end, is_recursive),
+        )
+        around = rule, region, views, facts, is_related, end, is_recursive
+        try:
+            found = self._decisions.get(key)
+        except TypeError:  # a parameter that is an array
+            return decide(eqn, *around)
+        if found is None:
+            found = decide(eqn, *around)
+            self._decisions[key] = found
+        return found

@@ -1,0 +1,262 @@
+"""The second pass of the plan: where do values go?
+
+A value that only f32 operations read is better made in f32 too; a parameter that only
+half-precision operations read is cast before it is broadcast or looked up. This pass
+goes backward, so that the demands on a result are known before its equation is reached,
+and takes the option of each decision whose condition holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jmp_amp.plan.choose import modes
+from jmp_amp.plan.choose.flows import Flow, Step, carry_dtype
+from jmp_amp.plan.choose.modes import Demand, Demands, Mode, demand_of
+from jmp_amp.plan.choose.records import Decision, Option
+from jmp_amp.plan.dataflow.solver import backward
+from jmp_amp.plan.dataflow.values import Known, Origin, Trait, is_exact, is_move
+from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Var
+from jmp_amp.plan.program.regions import Region
+from jmp_amp.plan.tables.operations import OpClass
+from jmp_amp.policies.dtypes import F16, F32, is_half
+
+
+class Use(NamedTuple):
+    """How consumers use a value.
+
+    Attributes:
+      demand: the dtypes in which they read it; a reader may demand none.
+      times: how often they read it: not, once, or, for more, twice.
+    """
+
+    demand: Demand
+    times: int = 1
+
+    @property
+    def repeatedly(self) -> bool:
+        return self.times > 1
+
+
+UNUSED = Use(Demands.NONE, 0)
+# One for each output of a body, or for each result of an equation.
+Uses = tuple[Use, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Outcome:
+    """The backward pass over an equation, or several: a decision with an option taken.
+
+    Attributes:
+      mode: how the equation treats the dtypes of its operands.
+      dtype: the dtype of the computation; None if the mode says all.
+      reason: why, in words.
+      operands: how the equation uses its operands.
+      store: the dtype in which the results are kept, if not the computation's.
+      bodies: the outcomes of its bodies.
+      option: the option that was taken, if one was.
+    """
+
+    mode: Mode
+    dtype: np.dtype | None
+    reason: str
+    operands: Uses
+    store: np.dtype | None = None
+    bodies: tuple[BodyOutcome, ...] = ()
+    option: Option | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BodyOutcome:
+    """The backward pass over one body, with the uses of its inputs and outputs."""
+
+    equations: tuple[Outcome, ...]
+    inputs: Uses
+    outputs: Uses
+
+
+class Consumers:
+    """Goes back through flows; through each once for the uses of its outputs."""
+
+    def __init__(self) -> None:
+        self._outcomes: dict[tuple[Flow, Uses], BodyOutcome] = {}
+        # By the decision, which alike equations share.
+        self._by_decision: dict[tuple[Decision, Uses], Outcome] = {}
+
+    def of(self, flow: Flow, outputs: Uses) -> BodyOutcome:
+        """Returns the outcome of every equation of a body.
+
+        Args:
+          flow: the forward pass over it.
+          outputs: how its outputs are used.
+        """
+        if (flow, outputs) in self._outcomes:
+            return self._outcomes[flow, outputs]
+        jaxpr = flow.body.jaxpr
+        used: dict[Var, Use] = {}
+
+        def use(atom: Atom, wanted: Use, region: Region) -> None:
+            if isinstance(atom, Literal) or not wanted.times:
+                return
+            demand = wanted.demand
+            is_f32 = (demand & Demands.DTYPES) == Demands.F32
+            if is_f32 and _takes_half(flow.known[atom], region):
+                demand = demand_of(region.policy.output_dtype)
+            before = used.get(atom)
+            if before is None:
+                used[atom] = Use(demand, wanted.times)
+            else:
+                used[atom] = Use(before.demand | demand, 2)
+
+        for atom, wanted in zip(jaxpr.outvars, outputs, strict=True):
+            use(atom, wanted, flow.region)
+        outcomes: list[Outcome] = []
+        for eqn, step in zip(reversed(jaxpr.eqns), reversed(flow.steps), strict=True):
+            results = tuple(used.get(var, UNUSED) for var in eqn.outvars)
+            if step.flows:
+                outcome = self._bodies(eqn, step, flow, results)
+            else:
+                outcome = self._equation(eqn, step, results)
+            outcomes.append(outcome)
+            for atom, wanted in zip(eqn.invars, outcome.operands, strict=True):
+                use(atom, wanted, step.region)
+        inputs = tuple(used.get(var, UNUSED) for var in jaxpr.invars)
+        outcome = BodyOutcome(tuple(reversed(outcomes)), inputs, outputs)
+        self._outcomes[flow, outputs] = outcome
+        return outcome
+
+    def _equation(self, eqn: Eqn, step: Step, results: Uses) -> Outcome:
+        assert step.decision is not None
+        key = step.decision, results
+        if key not in self._by_decision:
+            self._by_decision[key] = _taken(eqn, step, results)
+        return self._by_decision[key]
+
+    def _bodies(self, eqn: Eqn, step: Step, flow: Flow, results: Uses) -> Outcome:
+        carried = jaxprs.carried(eqn)
+        carry = {i: _carry_demand(step.views[i], eqn.invars[i]) for i in carried}
+        found: dict[int, BodyOutcome] = {}
+
+        def inputs(number: int, outputs: Uses) -> Uses:
+            found[number] = self.of(step.flows[number], outputs)
+            return found[number].inputs
+
+        def turned(number: int, now: Use, read: Use) -> Use:
+            # The next turn reads it, in the dtype that it is carried in.
+            return Use(carry[carried[number]], max(now.times, 1))
+
+        backward(eqn, results, inputs, turned, UNUSED, UNUSED)
+        bodies = tuple(found[number] for number in range(len(step.flows)))
+        operands = [UNUSED] * len(eqn.invars)
+        for (_, positions), body in zip(step.inner, bodies, strict=True):
+            for i, inside in zip(positions, body.inputs, strict=True):
+                demand = operands[i].demand | inside.demand
+                operands[i] = Use(demand, max(operands[i].times, inside.times))
+        for i in _read_every_turn(eqn, flow):
+            if operands[i].times:
+                operands[i] = operands[i]._replace(times=2)
+        for i, demand in carry.items():
+            # It is cast before the loop, however often the turns read it.
+            operands[i] = Use(demand & Demands.DTYPES)
+        reason = "a loop" if carried else "a call: its body is planned"
+        return Outcome(Mode.CALL, None, reason, tuple(operands), bodies=bodies)
+
+
+def _taken(eqn: Eqn, step: Step, results: Uses) -> Outcome:
+    """Returns the decision for an equation, with the option that its consumers take."""
+    decision = step.decision
+    assert decision is not None
+    repeatedly = any(use.repeatedly for use in results)
+    if decision.mode is Mode.PASSED_ON:
+        # A result that is an operand is read as often as the operand.
+        operands = tuple(Use(use.demand, 1 + repeatedly) for use in results)
+        return Outcome(decision.mode, decision.dtype, decision.reason, operands)
+    readers = Demands.NONE
+    for use in results:
+        readers |= use.demand
+    mode, dtype, reason = decision.mode, decision.dtype, decision.reason
+    option = decision.option(readers, once=not repeatedly)
+    if option is not None:
+        reason = option.reason
+        if option.dtype is not None:
+            mode, dtype = Mode.IN_DTYPE, option.dtype
+    if (
+        readers == Demands.AS_IS
+        and is_move(eqn)
+        and len(eqn.invars) == len(eqn.outvars) == 1
+    ):
+        return Outcome(Mode.PASSED_ON, None, reason, (Use(readers),), option=option)
+    asked = modes.asked(mode, dtype, eqn)
+    if readers == Demands.AS_IS and dtype == F32:
+        asked = tuple(each and Demands.AS_IS for each in asked)
+    elif dtype == F32 and decision.rule.op_class is OpClass.FOLLOW:
+        kept = readers & Demands.KEPT
+        asked = tuple(
+            each | kept if each and _hands_on_kept(eqn, view) else each
+            for each, view in zip(asked, step.views, strict=True)
+        )
+    store = None if option is None else option.store
+    return Outcome(mode, dtype, reason, _uses(asked), store, option=option)
+
+
+# A program has thousands of equations, and a handful of these.
+@functools.lru_cache(maxsize=1024)
+def _uses(demands: tuple[Demand, ...]) -> Uses:
+    """Returns the uses of the operands of an equation, each of which it reads once."""
+    return tuple(map(Use, demands))
+
+
+def _carry_demand(known: Known, atom: Atom) -> Demand:
+    demand = demand_of(carry_dtype(known, atom))
+    return demand | Demands.CARRIED if demand == Demands.F32 else demand
+
+
+def _hands_on_kept(eqn: Eqn, operand: Known) -> bool:
+    """Whether an operand of a kept result is kept as well.
+
+    The elements of a move or a selection are those of its operands. An argument that
+    comes back after additions is kept in all of them.
+    """
+    return is_exact(eqn) or Trait.SUMS_ARGUMENT in operand.traits
+
+
+def _read_every_turn(eqn: Eqn, flow: Flow) -> Sequence[int]:
+    """Returns the operands of a loop that all of its turns read.
+
+    They are its constants, and the parameters that it goes through: a turn casts the
+    part that it reads.
+    """
+    if not jaxprs.is_loop(eqn):
+        return ()
+    through = range(jaxprs.carried(eqn).stop, len(eqn.invars))
+    parameters = [i for i in through if _is_parameter(eqn.invars[i], flow)]
+    return [*jaxprs.read_every_turn(eqn), *parameters]
+
+
+def _is_parameter(atom: Atom, flow: Flow) -> bool:
+    return not isinstance(atom, Literal) and flow.known[atom].is_parameter
+
+
+def _takes_half(known: Known, region: Region) -> bool:
+    """Whether a value that enters `region` is rounded to half precision first.
+
+    A norm hands on half precision, and takes it too: the values that it normalises are
+    not kept in f32 for its sake, and nor is a dear value that is saved for the backward
+    pass. In f16 such a value may be out of range. Its parameters and statistics are
+    f32.
+    """
+    enters = known.region.path != region.path and known.region.holds(region)
+    half = region.policy.output_dtype
+    saved = Trait.SAVED_IN_F32 in known.traits and half != F16
+    return (
+        enters
+        and is_half(half)
+        and (known.origin != Origin.FULL or saved)
+        and not known.is_parameter
+    )

@@ -1,0 +1,327 @@
+"""Pins: what keeps a value in f32, whatever else could be.
+
+A pin is a row of `PINS`. A parameter such as a bias follows the activations that it is
+added to. A state does not: `y + 1e-3 * f(y)` in half precision would be `y`. Nor does a
+place: one-hot rows times `arange(2048.)` are the numbers of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_amp.plan.choose.records import Decision
+from jmp_amp.plan.dataflow.ends import Ends
+from jmp_amp.plan.dataflow.facts import Made, is_linear, makes_solutions, weighs
+from jmp_amp.plan.dataflow.standing import Pin, Standing
+from jmp_amp.plan.dataflow.values import Known, Origin, Trait, castable, is_inexact
+from jmp_amp.plan.program.dimensions import Dimensions, is_in_f32, is_larger
+from jmp_amp.plan.program.jaxprs import Atom, aval_of
+from jmp_amp.plan.tables.operations import (
+    Kind,
+    OpClass,
+    Role,
+    is_cheap,
+    kind_of,
+    role_of,
+)
+from jmp_amp.policies.dtypes import F16, F32, is_half
+
+_SCALES = (Role.MULTIPLIES, Role.DIVIDES)
+
+
+def pin_of(at: Standing) -> Pin | None:
+    """Returns the first pin that holds for an equation that calls nothing."""
+    if at.rule.op_class is not OpClass.LOW:
+        return next((pin for pin in PINS if pin.holds_beside(at)), None)
+    asked = at.region.asked.compute_dtype
+    if at.rule.from_user or not is_half(asked) or not is_in_f32(at.eqn):
+        return None
+    return next((pin for pin in PINS if pin.holds(at)), None)
+
+
+def is_pinned(at: Standing) -> bool:
+    """Whether an operation on half operands computes in f32, and so do its readers."""
+    return at.pin is not None and at.pin.makes is Origin.FULL
+
+
+def _never(at: Standing) -> bool:
+    return False
+
+
+def _factors(at: Standing) -> list[tuple[Known, Atom]]:
+    # The sizes of the groups of a ragged product are no factor.
+    return list(zip(at.views[:2], at.eqn.invars[:2], strict=True))
+
+
+def _is_index(at: Standing) -> bool:
+    return bool(at.end & Ends.INDEX)
+
+
+def _places(at: Standing) -> bool:
+    """Whether a product makes a place: of a constant, or of integers alone."""
+    factors = _factors(at)
+    return _is_index(at) and (
+        any(value.is_constant for value, _ in factors)
+        or not any(v.origin != Origin.FREE or is_weight(v, atom) for v, atom in factors)
+    )
+
+
+def _is_solved_beside(at: Standing) -> bool:
+    return bool(at.end & Ends.SOLVED)
+
+
+def _is_stopped(at: Standing) -> bool:
+    """Whether `stop_gradient` alone reads the results, if not at once."""
+    return at.end & (Ends.STOPPED | Ends.OTHERWISE) == Ends.STOPPED
+
+
+def _multiplies_grid(at: Standing) -> bool:
+    half = at.region.asked.compute_dtype
+    return any(_is_long(value, half) for value, _ in _factors(at))
+
+
+def _terms(at: Standing) -> Iterator[tuple[int, Known]]:
+    """Yields the terms of a sum that an activation is added to, with their places."""
+    if role_of(at.name) in (Role.ADDS, Role.SUBTRACTS):
+        for i, j in ((0, 1), (1, 0)):
+            if at.views[j].origin != Origin.FREE:
+                yield i, at.views[i]
+
+
+def _adds_grid(at: Standing) -> bool:
+    return any(_is_long(value, at.half) for _, value in _terms(at))
+
+
+def _is_state(at: Standing) -> bool:
+    """Whether what is added to an argument is made of it.
+
+    A parameter such as a bias is an argument too, but nothing else is made of it.
+    """
+    return at.is_related and any(
+        is_argument(value, at.eqn.invars[i]) and Trait.LOOKED_UP not in value.traits
+        for i, value in _terms(at)
+    )
+
+
+def _is_difference(at: Standing) -> bool:
+    """Whether an argument is subtracted; no parameter is, but one that is broadcast."""
+    return role_of(at.name) is Role.SUBTRACTS and any(
+        is_argument(value, at.eqn.invars[i]) and not _is_broadcast(at, i)
+        for i, value in _terms(at)
+    )
+
+
+def _is_distance(at: Standing) -> bool:
+    return bool(at.end & Ends.DISTANCE) and not _is_rows_by_columns(at)
+
+
+def _is_recursive(at: Standing) -> bool:
+    return at.is_recursive
+
+
+def _is_moment(at: Standing) -> bool:
+    return bool(at.end & Ends.MOMENT)
+
+
+def _weighs_free_solution(at: Standing) -> bool:
+    is_low = any(value.origin is Origin.LOW for value, _ in _factors(at))
+    return not is_low and _weighs_solution(at)
+
+
+def _is_scaled(at: Standing) -> bool:
+    """Whether an activation is in units that are an argument's, and f16 is too small.
+
+    An elementwise chain between two products costs no memory in f32. A stream between
+    layers does: it takes what is added to it in half precision.
+    """
+    if at.low != F16 or not is_cheap(at.name) or role_of(at.name) is Role.LOOKS_UP:
+        return False
+    scaled = [Trait.SCALED in v.traits for v in at.activations]
+    if role_of(at.name) in (Role.ADDS, Role.SUBTRACTS):
+        return bool(scaled) and all(scaled)
+    return any(scaled) or (
+        role_of(at.name) in _SCALES and any(map(is_argument, at.views, at.eqn.invars))
+    )
+
+
+def _is_solved(at: Standing) -> bool:
+    """Whether linear algebra reads a product that is no layer of a network.
+
+    A layer multiplies rows of activations, or of an input, by columns of a parameter.
+    Columns times columns, or rows times rows, are the matrix of a linear system. Nor is
+    `F @ P @ F.T` one, or a solution times what the next turn of a loop solves.
+    """
+    if not at.end & (Ends.SOLVED | Ends.FACTOR):
+        return False
+    if at.end & Ends.FORM:
+        return True
+    factors = _factors(at)
+    if any(Trait.SOLUTION in value.traits for value, _ in factors):
+        is_state = bool(at.end & Ends.FACTOR) and not at.end & Ends.STREAM
+        if is_state or all(value.origin != Origin.LOW for value, _ in factors):
+            return True
+    if at.origin == Origin.FREE:
+        return bool(at.end & Ends.EXACT) or not _is_layer(at)
+    has_parameter = any(value.origin == Origin.FREE for value, _ in factors)
+    is_layer = has_parameter and _sums_last(at, 0) is not False
+    return bool(at.end & Ends.SOLVED) and not is_layer
+
+
+def _is_layer(at: Standing) -> bool:
+    """Whether a product of inputs may be the first layer of a network."""
+    return not at.is_related and _is_rows_by_columns(at)
+
+
+def _is_rows_by_columns(at: Standing) -> bool:
+    """Whether a product is `x @ w`, and none of `x.T @ w` and `x @ w.T`."""
+    return _sums_last(at, 0) is not False and not _sums_last(at, 1)
+
+
+def _sums_last(at: Standing, i: int) -> bool | None:
+    """Whether a product sums over the last axis of an operand; None of a vector."""
+    if at.name != "dot_general":
+        return None
+    rank, terms = aval_of(at.eqn.invars[i]).ndim, Dimensions.of(at.eqn).terms[i]
+    if not terms or rank < 2:
+        return None
+    return rank + at.facts[i].last in terms
+
+
+def _weighs_solution(at: Standing) -> bool:
+    """Whether a product adds up a solution, and is no layer, see `weighs`."""
+    return weighs(at.eqn, *(Trait.SOLUTION in v.traits for v in at.views[:2]))
+
+
+def is_solution(at: Standing, made: Decision) -> bool:
+    """Whether a linear system is solved here, or a solution is a term or a factor.
+
+    A product in f32 that leads to linear algebra counts as well: a state of a filter.
+    """
+    if makes_solutions(at.name):
+        return True
+    if kind_of(at.name) is Kind.PRODUCT:
+        if made.pin is not None and made.pin.id == "solved":
+            return True
+        return made.dtype == F32 and _weighs_solution(at)
+    follows = is_linear(at.name) or role_of(at.name) in _SCALES
+    return follows and any(Trait.SOLUTION in v.traits for v in at.operands)
+
+
+def is_weight(value: Known, atom: Atom) -> bool:
+    """Whether a value may be a weight: an argument that holds floats."""
+    return value.is_parameter and is_inexact(atom)
+
+
+def _is_long(value: Known, half: np.dtype) -> bool:
+    """Whether a constant counts further than `half` does: a grid of 512 pixels."""
+    if not value.is_constant or value.bounds is None or not is_half(half):
+        return False
+    low, high = value.bounds
+    return low < high and max(-low, high) > 2 / float(jnp.finfo(half).eps)
+
+
+def is_argument(value: Known, atom: Atom) -> bool:
+    """Whether a value is an f32 argument, or computed from arguments alone.
+
+    An array that the function closes over is an argument too; numbers are not.
+    """
+    is_closed_over = value.is_parameter and aval_of(atom).ndim > 0
+    return (
+        value.origin == Origin.FREE
+        and (is_closed_over or not value.is_constant)
+        and castable(atom)
+        and aval_of(atom).dtype == F32
+    )
+
+
+def _is_broadcast(at: Standing, i: int) -> bool:
+    """Whether an operand is smaller than the result, or a smaller one broadcast."""
+    sizes = aval_of(at.eqn.outvars[0]).size, aval_of(at.eqn.invars[i]).size
+    is_smaller = is_larger(*sizes, unless_known=True)
+    return is_smaller or bool(at.facts[i].made & Made.BROADCAST)
+
+
+def made_of(at: Standing, made: Decision) -> tuple[bool, ...]:
+    """Returns, for each operand, whether the results count as made of it."""
+    everything = (True,) * len(at.views)
+    if role_of(at.name) not in (Role.ADDS, Role.SUBTRACTS):
+        return everything
+    if made.result.origin == Origin.FREE:
+        # A position that is added to an embedding.
+        looked_up = tuple(Trait.LOOKED_UP in v.traits for v in at.views)
+        return looked_up if any(looked_up) else everything
+    if is_pinned(at):
+        return everything
+    return tuple(v.origin != Origin.FREE for v in at.views)
+
+
+def sums_argument(at: Standing) -> bool:
+    """Whether an argument, or a sum that it began, is a term of the result."""
+    if any(Trait.SUMS_ARGUMENT in v.traits for v in at.views):
+        return True
+    return role_of(at.name) in (Role.ADDS, Role.SUBTRACTS) and any(
+        is_argument(value, atom)
+        and Trait.LOOKED_UP not in value.traits
+        and not _is_broadcast(at, i)
+        for i, (value, atom) in enumerate(zip(at.views, at.eqn.invars, strict=True))
+    )
+
+
+# The first that holds wins.
+PINS = (
+    Pin("index", "becomes an index", _places, _is_index),
+    Pin(
+        "solved",
+        "linear algebra reads it: an error grows by the condition number",
+        _is_solved,
+        _is_solved_beside,
+    ),
+    Pin(
+        "stopped",
+        "stop_gradient alone reads it: no derivative saves it",
+        _never,
+        _is_stopped,
+    ),
+    Pin(
+        "grid",
+        "{half} does not hold every number that the grid counts",
+        _multiplies_grid,
+        _adds_grid,
+    ),
+    Pin("state", "a state: what is added to it is made of it", _never, _is_state),
+    Pin(
+        "difference",
+        "an argument keeps its digits in a difference",
+        _never,
+        _is_difference,
+    ),
+    Pin(
+        "recursion",
+        "a recursion: its result returns to the carry by arithmetic alone",
+        _is_recursive,
+        _never,
+    ),
+    Pin("distance", "a distance: the digits of its terms cancel", _is_distance, _never),
+    Pin(
+        "moment",
+        "a second moment less squared means: their digits cancel",
+        _is_moment,
+        _never,
+    ),
+    Pin(
+        "solution",
+        "a factor is a solution of linear algebra: its terms cancel",
+        _weighs_free_solution,
+        _never,
+    ),
+    Pin(
+        "scaled",
+        "scaled by an argument, which {half} may have no place for",
+        _never,
+        _is_scaled,
+        makes=Origin.LOW,
+    ),
+)

@@ -1,0 +1,192 @@
+"""What may be f32 or half where both are right: what each costs in memory.
+
+Autodiff saves values for the backward pass, in the dtype in which they are made. A
+decision lists its options; `demands` takes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from jmp_amp.plan.choose.modes import Demands, Mode, demand_of
+from jmp_amp.plan.choose.pins import is_pinned
+from jmp_amp.plan.choose.records import Decision, Option
+from jmp_amp.plan.dataflow.ends import Ends
+from jmp_amp.plan.dataflow.facts import Made
+from jmp_amp.plan.dataflow.standing import Standing
+from jmp_amp.plan.dataflow.values import (
+    Known,
+    Origin,
+    Trait,
+    is_exact,
+    is_inexact,
+    is_move,
+    unfit,
+    unfit_bound,
+)
+from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.dimensions import is_larger
+from jmp_amp.plan.program.jaxprs import Eqn, aval_of
+from jmp_amp.plan.rewrites.rewriting import Rewrite
+from jmp_amp.plan.tables.operations import (
+    Kind,
+    OpClass,
+    Role,
+    is_cheap,
+    kind_of,
+    role_of,
+)
+from jmp_amp.policies.dtypes import F16, F32, is_half
+
+
+def misfit_of(at: Standing, dtype: np.dtype) -> str | None:
+    """Returns why a constant that an operation reads has no place in `dtype`."""
+    found = unfit(at.operands, dtype)
+    if found is None and kind_of(at.name) in (Kind.COMPARISON, Kind.SELECTION):
+        return unfit_bound(at.operands, dtype)
+    return found
+
+
+def is_worth_f32(at: Standing, made: Decision) -> bool:
+    """Whether an operation that follows half operands may compute in f32 instead."""
+    if (
+        at.rule.op_class is not OpClass.FOLLOW
+        or made.mode is not Mode.IN_DTYPE
+        or made.result.origin != Origin.LOW
+    ):
+        return False
+    moving = at.activations
+    shared = any(v.is_shared for v in moving)
+    looks_up = role_of(at.name) is Role.LOOKS_UP and not at.end & Ends.COORDINATE
+    if looks_up and (not shared or grows(at.eqn)):
+        # In f32 only to sum gradients in f32: the lookup is written to memory. The
+        # nodes of a graph that its edges look up are written once for each edge.
+        return False
+    if role_of(at.name) is Role.ADDS and all(
+        v.origin != Origin.FREE or Trait.LOOKED_UP in v.traits for v in at.operands
+    ):
+        # The derivative of an f32 reader saves the sum of a stream, or both terms. A
+        # parameter is there anyway, and what is worth f32 is made again.
+        return all(Trait.WORTH_F32 in v.traits for v in at.operands)
+    if is_exact(at.eqn) and made.dtype != F32 and not at.end & Ends.COORDINATE:
+        # An exact operation may be cast after as well as before, unless the maker of
+        # its operand is worth f32, or another consumer needs the cast.
+        return shared or any(Trait.WORTH_F32 in v.traits for v in moving)
+    return True
+
+
+def grows(eqn: Eqn) -> bool:
+    """Whether the results are larger than the first operand; unless known, no: f32."""
+    results = sum(aval_of(v).size for v in eqn.outvars)
+    return is_larger(results, aval_of(eqn.invars[0]).size, unless_known=False)
+
+
+def is_saved_in_f32(at: Standing, made: Decision, rewrite: Rewrite | None) -> bool:
+    """Whether an operation makes f32 values that are saved for the backward pass."""
+    return (
+        is_half(at.half)
+        and made.result.origin == Origin.FULL
+        and (rewrite is None or rewrite.result is None)
+        and not at.rule.from_user
+        and (at.rule.op_class is OpClass.FULL or made.mode is Mode.AS_TRACED)
+        and not is_cheap(at.name)
+        and all(aval_of(v).dtype == F32 for v in at.eqn.outvars if is_inexact(v))
+    )
+
+
+def may_fall(at: Standing, made: Decision) -> bool:
+    """Whether an operation on f32 values may cast them to half before it.
+
+    Values that are saved in f32 may be cast, and so may the values that a parameter
+    scales in the last step of a norm: else the gradient of that step is kept in f32.
+    So may the sums that a half-precision value gates, such as the output of a state
+    space model: the gradient of the gate needs them, and nobody adds them up again.
+    In f16 a value must be in range: a sum that overflows may become a mean.
+    """
+    low = at.half
+    if not (
+        is_half(low)
+        and not is_pinned(at)
+        and at.rule.op_class is OpClass.FOLLOW
+        and not jaxprs.is_conversion(at.eqn)
+        and made.dtype == F32
+        and made.result.origin == Origin.FULL
+        and misfit_of(at, low) is None
+    ):
+        return False
+    role = role_of(at.name)
+    full = [v for v in at.operands if v.origin == Origin.FULL]
+    if all(Trait.SAVED_IN_F32 in v.traits for v in full):
+        scales = role in (Role.MULTIPLIES, Role.DIVIDES)
+        return low != F16 or not (scales and len(at.activations) < len(at.operands))
+    if role is Role.MULTIPLIES and low != F16 and _gates_a_sum(at):
+        return True
+    return (
+        role is Role.MULTIPLIES
+        and any(v.is_parameter for v in at.operands)
+        and (low != F16 or any(each.made & Made.NORMALIZED for each in at.facts))
+    )
+
+
+def _gates_a_sum(at: Standing) -> bool:
+    """Whether half-precision values gate sums: one for each, none is broadcast."""
+    gated = {v.origin: f.made for v, f in zip(at.views, at.facts, strict=True)}
+    is_pair = gated.keys() == {Origin.LOW, Origin.FULL}
+    return is_pair and bool(gated[Origin.FULL] & Made.SUM_OR_TERM)
+
+
+# Options of whatever follows half operands.
+_RISES = (
+    Option(Demands.RETURNED, "returned in f32", F32, some=True),
+    Option(Demands.CARRIED, "kept over the turns of a loop", F32, some=True),
+    Option(Demands.AS_IS, "only comparisons and prints read it", F32),
+)
+
+
+def options(
+    at: Standing, made: Decision, result: Known, saved: bool, falls: bool
+) -> Iterator[Option]:
+    """Yields the options of a decision, the first to be taken first.
+
+    Args:
+      at: the equation.
+      made: the decision.
+      result: what is known of its results.
+      saved: whether autodiff saves the results in f32.
+      falls: whether f32 operands may be cast to half before it.
+    """
+    low = at.half
+    follows = made.rule.op_class is OpClass.FOLLOW and made.mode is Mode.IN_DTYPE
+    if follows and made.result.origin == Origin.LOW:
+        yield from _RISES
+    if Trait.WORTH_F32 in result.traits and made.dtype != F32:
+        yield Option(Demands.F32, "only f32 operations read it", F32)
+        yield Option(Demands.F32, "an f32 operation reads it", F32, some=True)
+    if not is_half(low):
+        return
+    half = demand_of(low)
+    if made.saturate:
+        yield Option(half, f"{made.reason}, so it saturates", low)
+    if falls:
+        yield Option(half, "only half precision reads it", low)
+    free = result.origin == Origin.FREE and bool(at.operands)
+    # A table is cast after the lookup: the gradients of a row that is looked up often
+    # are summed in f32, and XLA casts where it looks up.
+    looks_up = role_of(at.name) in (Role.LOOKS_UP, Role.TAKES)
+    if free and is_move(at.eqn) and made.mode is Mode.AS_TRACED and not looks_up:
+        if unfit([*at.operands, result], low) is None:
+            reason = "moves parameters that only half precision reads"
+            yield Option(half, reason, low, once=True)
+    computed = free and not is_move(at.eqn) and result.bounds is None
+    computed = computed and all(aval_of(v).dtype == F32 for v in at.eqn.outvars)
+    if computed and role_of(at.name) is Role.ADDS:
+        # Made in f32 and stored in half, XLA would keep the f32 sum for an f32 reader,
+        # such as a norm.
+        if all(v.is_parameter for v in at.operands):
+            reason = "adds up parameters that only half precision reads"
+            yield Option(half, reason, low)
+    if computed or saved:
+        # Made of parameters and read twice, the sum of its gradients would be half.
+        yield Option(half, made.reason, store=low, once=not saved)

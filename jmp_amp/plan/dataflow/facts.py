@@ -1,0 +1,433 @@
+"""What values are made of, moves aside: solutions, squares, sums, second moments.
+
+A fact is known of a value wherever its program is cut: it goes into the bodies of calls
+and comes out of them. Two operands of a call may be one value; inside they are one too.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Final, NamedTuple
+
+from jmp_amp.plan.dataflow.solver import forward
+from jmp_amp.plan.dataflow.values import castable
+from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.dimensions import (
+    is_elementwise_product,
+    is_larger,
+    is_sum_of_products,
+)
+from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Literal, aval_of
+from jmp_amp.plan.tables.operations import (
+    OPERATIONS,
+    PRODUCTS,
+    Kind,
+    Role,
+    kind_of,
+    role_of,
+)
+
+
+class Made:
+    """The bits of a fact: what a value is made of."""
+
+    NOTHING: Final = 0
+    # That of a linear system, or a product with one.
+    SOLUTION: Final = 1
+    # A value times itself, and times another one.
+    SQUARE: Final = 2
+    TIMES: Final = 4
+    # A sum of squares.
+    SQUARES: Final = 8
+    # A sum of elements, and a sum of products.
+    SUM: Final = 16
+    PRODUCT: Final = 32
+    # A product of squares, or of a value with itself: a second moment; and one of two
+    # values that were multiplied before.
+    MOMENT: Final = 64
+    MIXED_MOMENT: Final = 128
+    # A square of a sum, or of a product; two of these multiplied; two sums multiplied.
+    SQUARED_MEAN: Final = 256
+    TWO_TOTALS: Final = 512
+    TWO_SUMS: Final = 1024
+    # A reduction; and one, or a sum with one, element for element.
+    REDUCED: Final = 2048
+    SUM_OR_TERM: Final = 4096
+    # The factor of a norm, and what it scales.
+    NORMALIZER: Final = 8192
+    NORMALIZED: Final = 16384
+    # A smaller value, broadcast.
+    BROADCAST: Final = 32768
+    # What is subtracted from a moment.
+    MEANS: Final = SQUARED_MEAN | TWO_TOTALS | TWO_SUMS
+    TOTAL: Final = SUM | PRODUCT
+    # Of what made a value at last. The other bits are of all that it is made of.
+    LAST: Final = REDUCED | SUM_OR_TERM | NORMALIZER | NORMALIZED | BROADCAST
+
+
+_SCALED = ~(Made.SOLUTION | Made.LAST)
+_SUMMED = Made.SQUARES | Made.TOTAL | Made.MOMENT | Made.MIXED_MOMENT
+# What returns the solution of a linear system.
+_SOLUTIONS = frozenset("custom_linear_solve triangular_solve tridiagonal_solve".split())
+_LINEAR = frozenset(
+    name
+    for name, each in OPERATIONS.items()
+    if each.kind is Kind.MOVE or each.row.role in (Role.ADDS, Role.SUBTRACTS)
+).union(("neg", "add_any"))
+
+
+def makes_solutions(name: str) -> bool:
+    """Whether a primitive returns the solution of a linear system."""
+    return name in _SOLUTIONS
+
+
+def is_linear(name: str) -> bool:
+    """Whether a primitive moves its operands, adds or subtracts them."""
+    return name in _LINEAR
+
+
+class Fact(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+      made: what it is made of, a set of the bits of `Made`.
+      value: a number that values of a body share if one is the other moved.
+      whole: a number that they share if they are parts of one value, or of each other.
+      factors: the values that a product multiplied.
+      last: where a transpose has put the last axis, from the end.
+    """
+
+    made: int
+    value: int
+    whole: int
+    factors: tuple[int, ...] = ()
+    last: int = -1
+
+
+# One for each input, or for each output, of a body.
+Facts = tuple[Fact, ...]
+
+
+def of_arguments(body: Body) -> Facts:
+    """Returns what is known of the arguments of a program: they are all different."""
+    return tuple(Fact(Made.NOTHING, i, i) for i in range(len(body.jaxpr.invars)))
+
+
+class BodyFacts:
+    """What is known of the variables of a body.
+
+    Attributes:
+      known: by variable.
+      inner: what is known of the inputs of the bodies of each call in it.
+    """
+
+    def __init__(self, body: Body, inputs: Facts) -> None:
+        given = [n for each in inputs for n in (each.value, each.whole, *each.factors)]
+        self._numbers = itertools.count(1 + max(given, default=-1))
+        self.known = dict(zip(body.jaxpr.invars, inputs, strict=True))
+        self.inner: dict[int, list[Facts]] = {}
+
+    def of(self, atom: Atom) -> Fact:
+        if isinstance(atom, Literal) or atom not in self.known:
+            return self.new(Made.NOTHING)
+        return self.known[atom]
+
+    def new(
+        self, made: int, whole: int | None = None, factors: tuple[int, ...] = ()
+    ) -> Fact:
+        """Returns a fact of a value that is no other one, but may be a part of one."""
+        value = next(self._numbers)
+        return Fact(made, value, value if whole is None else whole, factors)
+
+    def number(self) -> int:
+        """Returns a number that no value has."""
+        return next(self._numbers)
+
+
+class FactFinder:
+    """Finds the facts of a program, in each body once for those of its inputs."""
+
+    def __init__(self) -> None:
+        self._found: dict[object, BodyFacts] = {}
+
+    def of(self, body: Body, inputs: Facts) -> BodyFacts:
+        """Returns the facts of the variables of a body, given those of its inputs."""
+        key = id(body.jaxpr), inputs
+        if key not in self._found:
+            found = self._found[key] = BodyFacts(body, inputs)
+            for var in body.jaxpr.constvars:
+                found.known[var] = found.new(Made.NOTHING)
+            for index, eqn in enumerate(body.jaxpr.eqns):
+                results = self._results(index, eqn, found)
+                found.known.update(zip(eqn.outvars, results, strict=True))
+        return self._found[key]
+
+    def _results(self, index: int, eqn: Eqn, found: BodyFacts) -> Sequence[Fact]:
+        operands = [found.of(atom) for atom in eqn.invars]
+        inner = () if eqn.primitive.name in OPERATIONS else jaxprs.inner_bodies(eqn)
+        if not inner:
+            if _is_moved(eqn):
+                return [_moved(eqn, operands[0])]
+            made = made_from(eqn, operands)
+            whole = _whole(eqn, operands)
+            factors = ()
+            if eqn.primitive.name in PRODUCTS:
+                factors = tuple(each.value for each in operands[:2])
+            return [found.new(made, whole, factors) for _ in eqn.outvars]
+        if jaxprs.is_loop(eqn):
+            operands = _of_turns(eqn, operands, found)
+        inputs: dict[int, Facts] = {}
+
+        def outputs(number: int, operands: Sequence[Fact]) -> list[Fact]:
+            given = inputs[number] = _numbered(operands)
+            body = inner[number].body
+            facts = self.of(body, given)
+            outputs = [facts.of(v) for v in body.jaxpr.outvars]
+            if jaxprs.is_loop(eqn):
+                return [found.new(each.made) for each in outputs]
+            return _handed_back(outputs, given, operands, found)
+
+        def turned(operand: int, now: Fact, update: Fact) -> Fact:
+            return now._replace(made=_made_either(now, update))
+
+        pairs = _Numbers(found.number)
+
+        def joined(one: Fact, other: Fact) -> Fact:
+            def either(a: int, b: int) -> int:
+                return a if a == b else pairs[a, b]
+
+            return Fact(
+                _made_either(one, other),
+                either(one.value, other.value),
+                either(one.whole, other.whole),
+                one.factors if one.factors == other.factors else (),
+                one.last if one.last == other.last else -1,
+            )
+
+        results = forward(eqn, operands, outputs, turned, joined).results
+        found.inner[index] = [inputs[number] for number in range(len(inner))]
+        return results
+
+
+def _handed_back(
+    outputs: Sequence[Fact], given: Facts, operands: Sequence[Fact], found: BodyFacts
+) -> list[Fact]:
+    """Returns the facts of results of a call: one may be an operand, or a part of one.
+
+    Args:
+      outputs: the facts of the outputs inside.
+      given: those of the inputs inside.
+      operands: those of the inputs outside.
+      found: those of the body around.
+    """
+    values, wholes = _Numbers(found.number), _Numbers(found.number)
+    for inside, outside in zip(given, operands, strict=True):
+        wholes[inside.whole] = outside.whole
+        values[inside.value] = outside.value
+        values.update(zip(inside.factors, outside.factors, strict=True))
+    return [_renumbered(each, values, wholes) for each in outputs]
+
+
+def _of_turns(eqn: Eqn, operands: Sequence[Fact], found: BodyFacts) -> list[Fact]:
+    """Returns the facts of what one turn of a loop reads, which is that of no other."""
+    carried, operands = jaxprs.carried(eqn), list(operands)
+    for i in carried:
+        operands[i] = found.new(operands[i].made)
+    if not jaxprs.is_while(eqn):
+        slices = _Numbers(found.number)
+        for i in range(carried.stop, len(operands)):
+            value = slices[operands[i].value]
+            operands[i] = operands[i]._replace(value=value, factors=(), last=-1)
+    return operands
+
+
+class _Numbers(dict[Hashable, int]):
+    """Numbers of values by other numbers; those that have none get new ones."""
+
+    def __init__(self, new: Callable[[], int]) -> None:
+        self._new = new
+
+    def __missing__(self, key: Hashable) -> int:
+        self[key] = self._new()
+        return self[key]
+
+
+def _numbered(facts: Sequence[Fact]) -> Facts:
+    """Returns the facts of the inputs of a body: the numbers say who is who."""
+    values = _Numbers(itertools.count().__next__)
+    wholes = _Numbers(itertools.count().__next__)
+    return tuple([_renumbered(each, values, wholes) for each in facts])
+
+
+def _renumbered(fact: Fact, values: _Numbers, wholes: _Numbers) -> Fact:
+    return fact._replace(
+        value=values[fact.value],
+        whole=wholes[fact.whole],
+        factors=tuple([values[each] for each in fact.factors]),
+    )
+
+
+def any_of(facts: Iterable[Fact]) -> int:
+    """Returns what one of several values is made of."""
+    made = Made.NOTHING
+    for each in facts:
+        made |= each.made
+    return made
+
+
+def _made_either(one: Fact, other: Fact) -> int:
+    """Returns what a value is made of that is one of two."""
+    a, b = one.made, other.made
+    return (a | b) & ~Made.LAST | (a & b)
+
+
+def _moved(eqn: Eqn, fact: Fact) -> Fact:
+    """Returns the fact of a value that is another one, moved or repeated."""
+    (source,), (result,) = eqn.invars, eqn.outvars
+    if eqn.primitive.name == "transpose":
+        rank = aval_of(result).ndim
+        order = tuple(eqn.params["permutation"])
+        return fact._replace(last=order.index(rank + fact.last) - rank)
+    if is_larger(aval_of(result).size, aval_of(source).size, unless_known=True):
+        made = fact.made & ~Made.SUM_OR_TERM | Made.BROADCAST
+        return fact._replace(made=made, last=-1)
+    return fact if fact.last == -1 else fact._replace(last=-1)
+
+
+def _whole(eqn: Eqn, facts: Sequence[Fact]) -> int | None:
+    """Returns the number of the value that all elements of the results come from.
+
+    That of a lookup, a slice, or a join of slices; None if they come from several.
+    """
+    if kind_of(eqn.primitive.name) is not Kind.MOVE:
+        return None
+    wholes = {
+        fact.whole for fact, v in zip(facts, eqn.invars, strict=True) if castable(v)
+    }
+    return wholes.pop() if len(wholes) == 1 else None
+
+
+def _is_moved(eqn: Eqn) -> bool:
+    """Whether the result is the first operand, in another order or repeated."""
+    if jaxprs.is_conversion(eqn):
+        return aval_of(eqn.invars[0]).dtype == eqn.params["new_dtype"]
+    moves = kind_of(eqn.primitive.name) is Kind.MOVE
+    moves = moves and len(eqn.invars) == 1 == len(eqn.outvars)
+    sizes = [aval_of(v).size for v in (*eqn.invars, *eqn.outvars)]
+    return moves and not is_larger(sizes[0], sizes[-1], unless_known=True)
+
+
+def made_from(eqn: Eqn, facts: Sequence[Fact]) -> int:
+    """Returns what the results of an equation are that calls nothing."""
+    name, either = eqn.primitive.name, any_of(facts)
+    if name in PRODUCTS:
+        return _made_by_product(eqn, facts)
+    if makes_solutions(name):
+        return Made.SOLUTION
+    if kind_of(name) is Kind.MOVE:
+        moved = [f for f, v in zip(facts, eqn.invars, strict=True) if castable(v)]
+        last = functools.reduce(int.__and__, [f.made for f in moved], Made.LAST)
+        return (either & ~Made.LAST | last & Made.LAST) & ~Made.SUM_OR_TERM
+    if is_linear(name):
+        is_term = role_of(name) is Role.ADDS and either & Made.REDUCED
+        return either & _SUMMED | (Made.SUM_OR_TERM if is_term else Made.NOTHING)
+    if role_of(name) is Role.SUMS:
+        made = Made.REDUCED | Made.SUM_OR_TERM
+        if name == "reduce_sum":
+            made |= Made.SUM | (Made.SQUARES if either & Made.SQUARE else Made.NOTHING)
+        return made
+    if role_of(name) is Role.NORMALIZES:
+        return Made.NORMALIZER
+    normalized = Made.NOTHING
+    if role_of(name) is Role.MULTIPLIES and either & Made.NORMALIZER:
+        normalized = Made.NORMALIZED
+    if _squares(eqn, facts):
+        if not either & Made.TOTAL:
+            return Made.SQUARE | normalized
+        # `m[:, None] * m`: of one value, moved in two ways.
+        is_outer = eqn.invars[0] is not eqn.invars[-1]
+        means = Made.SQUARED_MEAN | is_outer * Made.TWO_TOTALS
+        return Made.SQUARE | means | normalized
+    if scales(eqn):
+        return either & _SCALED | normalized
+    if role_of(name) is Role.MULTIPLIES:
+        return Made.TIMES | _of_two(facts) | normalized
+    return Made.NOTHING
+
+
+def _of_two(facts: Sequence[Fact]) -> int:
+    """Returns what two sums are that are multiplied by each other."""
+    both = facts[0].made & facts[1].made
+    if both & Made.SUM:
+        return Made.TWO_SUMS
+    return Made.TWO_TOTALS if all(f.made & Made.TOTAL for f in facts) else Made.NOTHING
+
+
+def _made_by_product(eqn: Eqn, facts: Sequence[Fact]) -> int:
+    lhs, rhs = facts[:2]
+    if is_elementwise_product(eqn):
+        is_square = lhs.value == rhs.value and lhs.made & Made.TOTAL
+        return Made.SQUARED_MEAN if is_square else _of_two(facts)
+    made = Made.PRODUCT
+    if lhs.value == rhs.value or (lhs.made | rhs.made) & Made.SQUARE:
+        made |= Made.MOMENT
+    if (lhs.made | rhs.made) & Made.TIMES:
+        made |= Made.MIXED_MOMENT
+    if weighs_solution(eqn, facts):
+        made |= Made.SOLUTION
+    if lhs.value == rhs.value and is_sum_of_products(eqn):
+        made |= Made.SQUARES
+    return made
+
+
+def weighs(eqn: Eqn, lhs: bool, rhs: bool) -> bool:
+    """Whether a product adds up a solution: `gain @ x`, or `x @ weights` of a vector.
+
+    Not that of `x @ w`, where a weight of a network may be an inverse.
+
+    Args:
+      eqn: the product.
+      lhs, rhs: whether its factors are solutions.
+    """
+    return lhs or (rhs and aval_of(eqn.invars[1]).ndim < 2)
+
+
+def weighs_solution(eqn: Eqn, facts: Sequence[Fact]) -> bool:
+    """As `weighs`, told by the facts of the operands of a product."""
+    return weighs(eqn, *(bool(each.made & Made.SOLUTION) for each in facts[:2]))
+
+
+def _squares(eqn: Eqn, facts: Sequence[Fact]) -> bool:
+    name = eqn.primitive.name
+    if role_of(name) is Role.MULTIPLIES:
+        return facts[0].value == facts[1].value
+    return name == "square" or (name == "integer_pow" and eqn.params["y"] == 2)
+
+
+def scales(eqn: Eqn) -> bool:
+    """Whether an operation multiplies by a number."""
+    return role_of(eqn.primitive.name) in (Role.MULTIPLIES, Role.DIVIDES) and any(
+        isinstance(v, Literal) or not aval_of(v).ndim for v in eqn.invars
+    )
+
+
+def subtracts_parts(eqn: Eqn, facts: Sequence[Fact]) -> bool:
+    """Whether two parts of one value are subtracted: it is a coordinate, perhaps."""
+    if role_of(eqn.primitive.name) is not Role.SUBTRACTS:
+        return False
+    return facts[0].whole == facts[1].whole
+
+
+def subtracts_means(eqn: Eqn, facts: Sequence[Fact]) -> bool:
+    """Whether squared means are subtracted from a second moment, or the other way."""
+    if role_of(eqn.primitive.name) is not Role.SUBTRACTS:
+        return False
+    a, b = (each.made for each in facts)
+    return any(
+        (moment & Made.MOMENT and means & Made.MEANS)
+        or (moment & Made.MIXED_MOMENT and means & (Made.TWO_TOTALS | Made.TWO_SUMS))
+        or (moment & Made.PRODUCT and means & Made.TWO_SUMS)
+        for moment, means in ((a, b), (b, a))
+    )

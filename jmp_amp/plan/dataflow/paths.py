@@ -1,0 +1,278 @@
+"""Paths: from which carries of the loops around it a value comes, and how.
+
+By *arithmetic* alone: sums, products, quotients, roots, moves, linear algebra. Or
+across an *activation*, which is everything else: a curve, a comparison, `max(x, 0)`.
+What is multiplied by a value that crossed an activation has crossed it too: attention,
+a gate. A single number crosses nothing: it is the size of a step, the end of one, or a
+coordinate.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from jmp_amp.plan.dataflow.constants import Bounds, bounds_of_constant, bounds_of_result
+from jmp_amp.plan.dataflow.facts import makes_solutions
+from jmp_amp.plan.dataflow.solver import forward
+from jmp_amp.plan.dataflow.values import is_inexact
+from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.dimensions import is_larger
+from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Literal, Var, aval_of
+from jmp_amp.plan.tables.operations import (
+    OPERATIONS,
+    PRODUCTS,
+    Kind,
+    Role,
+    is_rational,
+    kind_of,
+    role_of,
+)
+
+# A set of carries has a bit for each of them; this is the bit of all other values.
+ANYTHING: Final = 1
+
+
+class Path(NamedTuple):
+    """From which carries a value comes.
+
+    Attributes:
+      plain: those that lead to it by arithmetic alone.
+      crossed: those that lead to it across an activation.
+      multiplied: those of `plain` that lead to it through a product.
+      number: the bounds of a number that the program is written with; else None.
+    """
+
+    plain: int = 0
+    crossed: int = 0
+    multiplied: int = 0
+    number: Bounds = None
+
+
+class Loop(NamedTuple):
+    """A loop around an equation.
+
+    Attributes:
+      depth: how many loops are around it.
+      first: the bit of its first carry.
+      mask: the bits of all its carries.
+      turns: how often it runs; infinite where the program does not tell.
+      divided: the carries that it divides by, through a product.
+    """
+
+    depth: int
+    first: int
+    mask: int
+    turns: float
+    divided: int = 0
+
+
+class Traced(NamedTuple):
+    """The paths of a body.
+
+    Attributes:
+      body: the body.
+      paths: by variable.
+      inner: by equation, its bodies and the loop that it is, if it is one.
+      divided: the carries that something is divided by, through a product.
+    """
+
+    body: Body
+    paths: dict[Var, Path]
+    inner: dict[int, tuple[list[Traced], Loop | None]]
+    divided: int
+
+    def of(self, atom: Atom) -> Path:
+        return _path_of(atom, self.paths)
+
+
+class Paths:
+    """Follows paths through bodies, each body once for those of its inputs."""
+
+    def __init__(self) -> None:
+        self._found: dict[object, Traced] = {}
+
+    def through(
+        self, body: Body, inputs: tuple[Path, ...], loops: tuple[Loop, ...]
+    ) -> Traced:
+        """Returns the paths of a body, given those of its inputs and what is around."""
+        key = id(body.jaxpr), inputs, loops
+        if key in self._found:
+            return self._found[key]
+        paths = dict(zip(body.jaxpr.invars, inputs, strict=True))
+        for var, const in zip(body.jaxpr.constvars, body.consts, strict=True):
+            paths[var] = Path(ANYTHING, number=bounds_of_constant(const))
+        inner: dict[int, tuple[list[Traced], Loop | None]] = {}
+        divided = 0
+        for index, eqn in enumerate(body.jaxpr.eqns):
+            operands = [_path_of(atom, paths) for atom in eqn.invars]
+            if eqn.primitive.name not in OPERATIONS and jaxprs.inner_bodies(eqn):
+                results, traces, loop = self._inside(eqn, operands, loops)
+                inner[index] = traces, loop
+                own = loop.mask if loop else 0
+                divided |= union(each.divided for each in traces) & ~own
+            else:
+                results = _results(eqn, operands)
+                divided |= _divisors(eqn, operands)
+            paths.update(zip(eqn.outvars, results, strict=True))
+        self._found[key] = Traced(body, paths, inner, divided)
+        return self._found[key]
+
+    def _inside(
+        self, eqn: Eqn, operands: list[Path], loops: tuple[Loop, ...]
+    ) -> tuple[list[Path], list[Traced], Loop | None]:
+        inner, own = jaxprs.inner_bodies(eqn), 0
+        loop = _loop(eqn, operands, loops)
+        if loop is not None:
+            if not loops:
+                # What was made before the loop is data of the method.
+                operands = [Path(ANYTHING, number=each.number) for each in operands]
+            for number, i in enumerate(jaxprs.carried(eqn)):
+                plain = operands[i].plain | 1 << loop.first + number
+                operands[i] = operands[i]._replace(plain=plain, number=None)
+            loops, own = (*loops, loop), loop.mask
+        traces: dict[int, Traced] = {}
+
+        def outputs(number: int, given: Sequence[Path]) -> list[Path]:
+            traced = self.through(inner[number].body, tuple(given), loops)
+            traces[number] = traced
+            return [traced.of(v) for v in traced.body.jaxpr.outvars]
+
+        def turned(operand: int, now: Path, update: Path) -> Path:
+            return _either(now, update)
+
+        through = forward(eqn, operands, outputs, turned, _either)
+        results = [_without(each, own) for each in through.results]
+        return results, [traces[number] for number in range(len(inner))], loop
+
+
+def _loop(eqn: Eqn, operands: Sequence[Path], loops: tuple[Loop, ...]) -> Loop | None:
+    """Returns the loop that an equation is; None if it is none, or has one turn."""
+    turns = jaxprs.repetitions(eqn)
+    if jaxprs.is_while(eqn):
+        turns = _most_turns(eqn, operands)
+    if not jaxprs.is_loop(eqn) or turns <= 1:
+        return None
+    first = (loops[-1].mask if loops else ANYTHING).bit_length()
+    # One that carries nothing has a bit that no carry has.
+    count = max(len(jaxprs.carried(eqn)), 1)
+    return Loop(len(loops), first, ((1 << count) - 1) << first, turns)
+
+
+def _most_turns(eqn: Eqn, operands: Sequence[Path]) -> float:
+    """Returns how often a `while` runs at most, if it counts to a known number."""
+    (condition, positions), _ = jaxprs.inner_bodies(eqn)
+    jaxpr = condition.jaxpr
+    if [each.primitive.name for each in jaxpr.eqns] != ["lt"]:
+        return math.inf
+    inputs = dict(zip(jaxpr.invars, [operands[i] for i in positions], strict=True))
+    start, end = (_path_of(atom, inputs).number for atom in jaxpr.eqns[0].invars)
+    if is_inexact(jaxpr.eqns[0].invars[0]) or start is None or end is None:
+        return math.inf
+    return end[1] - start[0]
+
+
+def union(sets: Iterable[int]) -> int:
+    """Returns the union of sets."""
+    return functools.reduce(int.__or__, sets, 0)
+
+
+def _path_of(atom: Atom, paths: Mapping[Var, Path]) -> Path:
+    if isinstance(atom, Literal):
+        return Path(number=bounds_of_constant(atom.val))
+    return paths[atom]
+
+
+def _without(path: Path, own: int) -> Path:
+    plain, crossed, multiplied, number = path
+    return Path(plain & ~own, crossed & ~own, multiplied & ~own, number)
+
+
+def _either(one: Path, other: Path) -> Path:
+    return Path(
+        one.plain | other.plain,
+        one.crossed | other.crossed,
+        one.multiplied | other.multiplied,
+        one.number if one.number == other.number else None,
+    )
+
+
+def _results(eqn: Eqn, operands: Sequence[Path]) -> list[Path]:
+    """Returns the paths of the results of an equation that calls nothing."""
+    path = _result(eqn, operands)
+    # The order of pivots is part of the arithmetic.
+    decides = kind_of(eqn.primitive.name) is not Kind.ALGEBRA
+    decided = Path(0, (path.plain | path.crossed) * decides)
+    found = []
+    for var in eqn.outvars:
+        of_var = path if is_inexact(var) else decided
+        is_array = is_larger(aval_of(var).size, 1, unless_known=True)
+        found.append(of_var if is_array else of_var._replace(crossed=0))
+    return found
+
+
+def _result(eqn: Eqn, operands: Sequence[Path]) -> Path:
+    name, number = eqn.primitive.name, None
+    if operands and all(each.number is not None for each in operands):
+        number = bounds_of_result(eqn, [each.number for each in operands])
+    plain = union(each.plain for each in operands)
+    crossed = union(each.crossed for each in operands)
+    if is_activation(eqn, operands):
+        return Path(0, plain | crossed, 0, number)
+    factors = factors_of(eqn)
+    if factors:
+        passing = [operands[i].plain & ~gates_of(eqn, i, operands) for i in factors]
+        plain = union(passing)
+    if name in PRODUCTS:
+        return Path(plain, crossed, plain)
+    multiplied = union(each.multiplied for each in operands)
+    return Path(plain, crossed, multiplied & plain, number)
+
+
+def is_activation(eqn: Eqn, operands: Sequence[Path]) -> bool:
+    """Whether an operation is no arithmetic: what a network has between two products.
+
+    Args:
+      eqn: an equation that calls nothing.
+      operands: the paths of its operands.
+    """
+    name = eqn.primitive.name
+    if role_of(name) is Role.LIMITS:
+        # `max(x, 0)`. Of several values the largest is one of them.
+        return any(each.number is not None for each in operands)
+    return not (is_rational(name) or makes_solutions(name))
+
+
+def factors_of(eqn: Eqn) -> range:
+    """Returns the operands that an operation multiplies, or chooses from."""
+    name = eqn.primitive.name
+    if name in PRODUCTS or role_of(name) in (Role.MULTIPLIES, Role.DIVIDES):
+        return range(2)
+    return range(1, len(eqn.invars)) if role_of(name) is Role.CHOOSES else range(0)
+
+
+def gates_of(eqn: Eqn, factor: int, operands: Sequence[Path]) -> int:
+    """Returns the carries that crossed an activation to what multiplies a factor.
+
+    Softmax times values, gates of a recurrence, a boolean of each element.
+
+    Args:
+      eqn: an equation that has factors.
+      factor: the number of an operand, one of `factors_of`.
+      operands: the paths of its operands.
+    """
+    gate = 0 if role_of(eqn.primitive.name) is Role.CHOOSES else 1 - factor
+    return operands[gate].crossed
+
+
+def _divisors(eqn: Eqn, operands: Sequence[Path]) -> int:
+    """Returns the carries that an equation divides by, through a product."""
+    name = eqn.primitive.name
+    if role_of(name) is Role.DIVIDES:
+        return operands[1].multiplied
+    is_power = name == "integer_pow" and eqn.params["y"] < 0
+    if is_power or makes_solutions(name) or kind_of(name) is Kind.ALGEBRA:
+        return union(each.multiplied for each in operands)
+    return 0

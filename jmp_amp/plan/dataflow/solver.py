@@ -1,0 +1,117 @@
+"""Analyses over calls, branches and loops: from operands to results, and back.
+
+An analysis knows something of each value of a body. What it knows of the operands of a
+call goes into its bodies, and what it knows of their outputs comes back; of a branch it
+joins what it knows of both; of a loop's carry it knows what holds in every turn. Each
+of these is here, once for all analyses.
+
+The fixpoint of a loop ends if each fact only appears, or only disappears, from turn to
+turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.jaxprs import Eqn
+
+V = TypeVar("V")
+
+
+class Through(NamedTuple, Generic[V]):
+    """What is known of operands, of a carry in every turn, and of the results."""
+
+    operands: Sequence[V]
+    results: Sequence[V]
+
+
+def forward(
+    eqn: Eqn,
+    operands: Sequence[V],
+    outputs: Callable[[int, Sequence[V]], Sequence[V]],
+    turned: Callable[[int, V, V], V],
+    joined: Callable[[V, V], V],
+) -> Through[V]:
+    """Goes through the bodies of a call, a branch or a loop.
+
+    Args:
+      eqn: the equation.
+      operands: what is known of its operands before the first turn.
+      outputs: (number of a body, what is known of its inputs) -> of its outputs.
+      turned: (number of an operand, what is known of the carry in the turns so far, of
+        its update) -> what is known of it after one more turn.
+      joined: what is known of a result that is that of one branch or another.
+    """
+    inner, carried = jaxprs.inner_bodies(eqn), jaxprs.carried(eqn)
+    while True:
+        found = [
+            outputs(number, [operands[i] for i in positions])
+            for number, (_, positions) in enumerate(inner)
+        ]
+        before, operands = list(operands), list(operands)
+        for i, update in zip(carried, found[-1], strict=False):
+            operands[i] = turned(i, operands[i], update)
+        if operands == before:
+            break
+    results = list(found[-1])
+    if jaxprs.is_loop(eqn):
+        results[: len(carried)] = [operands[i] for i in carried]
+    else:
+        for other in reversed(found[:-1]):
+            results = list(map(joined, other, results))
+    return Through(operands, results)
+
+
+class Back(NamedTuple, Generic[V]):
+    """What is known of the outputs and of the inputs of a body."""
+
+    outputs: tuple[V, ...]
+    inputs: Sequence[V]
+
+
+def backward(
+    eqn: Eqn,
+    results: Sequence[V],
+    inputs: Callable[[int, tuple[V, ...]], Sequence[V]],
+    turned: Callable[[int, V, V], V],
+    unread: V,
+    decided: V,
+) -> list[Back[V]]:
+    """Goes back through the bodies of a call, a branch or a loop.
+
+    Args:
+      eqn: the equation.
+      results: what is known of its results.
+      inputs: (number of a body, what is known of its outputs) -> of its inputs.
+      turned: (number of a carry, what is known of it behind a turn, of the input of the
+        next turn) -> what is known of it behind the turn before.
+      unread: what is known of a value that nobody reads.
+      decided: what is known of the boolean that ends a loop.
+
+    Returns:
+      What is known of each of its bodies.
+    """
+    count, bodies = len(jaxprs.inner_bodies(eqn)), list[Back[V]]()
+    first, carry = jaxprs.first_carried(eqn), len(jaxprs.carried(eqn))
+    outputs = tuple(results)
+    if first is None:
+        return [Back(outputs, inputs(number, outputs)) for number in range(count)]
+    read: Sequence[V] = [unread] * carry
+    if jaxprs.is_while(eqn):
+        # The condition reads the same carry.
+        bodies.append(Back((decided,), inputs(0, (decided,))))
+        read = bodies[0].inputs[len(bodies[0].inputs) - carry :]
+    while True:
+        turns = [turned(i, outputs[i], read[i]) for i in range(carry)]
+        outputs = (*turns, *outputs[carry:])
+        if len(bodies) == count and bodies[-1].outputs == outputs:
+            return bodies
+        bodies = [*bodies[: count - 1], Back(outputs, inputs(count - 1, outputs))]
+        read = bodies[-1].inputs[first:][:carry]
+
+
+def in_any_turn(carry: int, now: bool, read: bool) -> bool:
+    """Returns what holds of a carry if it holds in this turn or in the next one."""
+    return now or read

@@ -1,0 +1,90 @@
+"""An equation where it stands: what is known there, and what may pin it to f32."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jmp_amp.plan.dataflow.ends import End
+from jmp_amp.plan.dataflow.facts import Fact
+from jmp_amp.plan.dataflow.values import Known, Origin, castable
+from jmp_amp.plan.program.jaxprs import Eqn, aval_of
+from jmp_amp.plan.program.regions import Region
+from jmp_amp.plan.tables.rules import Rule
+from jmp_amp.policies.dtypes import is_half
+
+
+class Pin(NamedTuple):
+    """A reason to compute in f32 what would be half.
+
+    Attributes:
+      id: its name, which does not change when the words do.
+      words: the reason; `{half}` is the half dtype.
+      holds: whether it holds for a product.
+      holds_beside: whether it holds for an operation that follows half operands.
+      makes: the origin of the result. A low one is half where it is stored.
+    """
+
+    id: str
+    words: str
+    holds: Callable[[Standing], bool]
+    holds_beside: Callable[[Standing], bool]
+    makes: Origin = Origin.FULL
+
+
+@dataclasses.dataclass(eq=False)
+class Standing:
+    """An equation, and what is known where it stands.
+
+    Attributes:
+      eqn: the equation.
+      rule: its rule.
+      region: the policy scope that it is in.
+      operands: what is known of its floating operands, and of a fill value.
+      views: what is known of all its operands.
+      facts: what its operands are made of.
+      is_related: whether its first two operands are made of one input.
+      end: what becomes of the results, far on.
+      is_recursive: whether it is a product of a loop that is a numerical method.
+      name: that of the operation.
+      origin: the greatest one of the operands'.
+      pin: what pins it to f32, if anything does.
+    """
+
+    eqn: Eqn
+    rule: Rule
+    region: Region
+    operands: tuple[Known, ...]
+    views: Sequence[Known]
+    facts: Sequence[Fact]
+    is_related: bool
+    end: End
+    is_recursive: bool
+    name: str = dataclasses.field(init=False)
+    origin: Origin = dataclasses.field(init=False)
+    pin: Pin | None = None
+
+    def __post_init__(self) -> None:
+        # Both are asked for many times.
+        self.name = self.eqn.primitive.name
+        self.origin = max((v.origin for v in self.operands), default=Origin.FREE)
+
+    @property
+    def activations(self) -> list[Known]:
+        return [v for v in self.operands if v.origin != Origin.FREE]
+
+    @property
+    def half(self) -> np.dtype:
+        """The dtype that the policy computes in."""
+        return self.region.policy.compute_dtype
+
+    @property
+    def low(self) -> np.dtype:
+        """The dtype of a low result: a program's own half dtype before the policy's."""
+        traced = {aval_of(v).dtype for v in self.eqn.invars if castable(v)}
+        if len(traced) == 1 and is_half(*traced):
+            return traced.pop()
+        return self.half

@@ -1,0 +1,86 @@
+"""Regions: a policy travels as a name scope, and the innermost `amp[...]` is in force.
+
+A scope is text in the name stack of JAX, so it survives `jit`, `grad`, `vmap` and
+`checkpoint`, needs no registry, and serves every library that runs on JAX. It is one
+whole name, `amp[p=f32,c=bf16,o=f32]`: a user's own `clamp[0]` is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+
+from jmp_amp.plan.program.cpu_target import Cpu
+from jmp_amp.policies.policy import Policy, get_policy
+
+# The whole of a name, with all three dtypes. Names stand between slashes, and between
+# the parentheses of transformations.
+_SCOPE = re.compile(r"(?<![^/(])amp\[(p=\w+,c=\w+,o=\w+[\w,=+]*)\](?![^/)])")
+# The name stack of a derivative reads `transpose(jvp(Block_0))/Dense_0`.
+_TRANSFORM = re.compile(r"\w+\(|\)")
+
+
+class Region(NamedTuple):
+    """Where an equation is: the scope's path, and the policy in force there.
+
+    Attributes:
+      path: of the scope. It is empty outside every scope; a region inside another one
+        has its path as a prefix.
+      policy: as the operations run that are no products.
+      asked: as the caller wrote it.
+      cpu: the CPU that the plan is for; None for a GPU or a TPU, whose `policy` is
+        what was asked.
+    """
+
+    path: str
+    policy: Policy
+    asked: Policy
+    cpu: Cpu | None = None
+
+    def holds(self, other: Region) -> bool:
+        """Whether `other` is this region or lies inside it."""
+        return (
+            not self.path
+            or other.path == self.path
+            or other.path.startswith(self.path + "/")
+        )
+
+
+def region_at(path: str, asked: Policy, cpu: Cpu | None) -> Region:
+    """Returns the region of a scope whose policy is `asked`."""
+    policy = asked if cpu is None else cpu.runs(asked)
+    return Region(path, policy, asked, cpu)
+
+
+@contextlib.contextmanager
+def scope(policy: Policy) -> Iterator[None]:
+    """Opens the name scope of `policy`: equations traced inside are in its region."""
+    with jax.named_scope(f"amp[{policy}]"):
+        yield
+
+
+def region_of(scopes: str, outer: Region) -> Region:
+    """Returns the region that the name scopes of an equation of `outer` say."""
+    return outer if "amp[" not in scopes else _region_of(scopes, outer)
+
+
+def without_policies(scopes: str) -> str:
+    """Returns name scopes without policies and names of transformations."""
+    return _TRANSFORM.sub("", _SCOPE.sub("", scopes))
+
+
+@functools.lru_cache(maxsize=4096)
+def _region_of(scopes: str, outer: Region) -> Region:
+    plain = _TRANSFORM.sub("", scopes)
+    found = list(_SCOPE.finditer(plain))
+    if not found:
+        return outer
+    innermost = found[-1]
+    path = plain[: innermost.end()]
+    path = f"{outer.path}/{path}" if outer.path else path
+    return region_at(path, get_policy(innermost[1]), outer.cpu)

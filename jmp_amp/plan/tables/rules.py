@@ -1,0 +1,262 @@
+"""Which rule decides an equation: the table's, that of a function name, or the user's.
+
+`operations.py` has the row of every primitive. Here are the functions of JAX, Flax and
+Optax whose name says more than their primitives do, and the order in which names win.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from types import CodeType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jmp_amp.plan.program import jaxprs, source_code
+from jmp_amp.plan.program.dimensions import is_sum_of_products
+from jmp_amp.plan.program.jaxprs import Eqn, Traceback
+from jmp_amp.plan.tables.operations import OPERATIONS, PRODUCTS, OpClass
+from jmp_amp.policies.policy import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The class of an operation and why; `decided_by` is the name that matched."""
+
+    op_class: OpClass
+    reason: str
+    decided_by: str
+    from_user: bool = False
+
+
+# The names of functions by the reason for which they run in f32.
+FULL_FUNCTIONS = {
+    # [torch] fp32_set_opt_dtype: softmax, log_softmax; fp32: logsumexp, softplus
+    "a softmax sums exponentials: f32 until after the division": (
+        "softmax log_softmax logsumexp logmeanexp logaddexp logaddexp2 softplus"
+    ),
+    # [torch] fp32: norm, layer_norm, ...; `jnp.linalg.norm` squares in half.
+    "squares and sums: above 255.9 the square overflows f16": (
+        "norm var std standardize global_norm vector_norm"
+    ),
+    "a least-squares fit: half has no digits for it": "polyfit",
+    "a special function is a series whose terms cancel": (
+        "betaln beta poch zeta polygamma multigammaln factorial spence expn expi exp1 "
+        "hyp1f1 hyp2f1 bessel_jn"
+    ),
+    "a histogram counts what lies between its edges, both ends too": (
+        "histogram histogram_bin_edges histogram2d histogramdd"
+    ),
+    # [torch] fp32: *_loss, kl_div, cosine_similarity; the names are optax's
+    "a loss is where f16 gradients begin: in f32 it cannot overflow": (
+        "l2_loss squared_error huber_loss log_cosh hinge_loss cosine_similarity "
+        "cosine_distance sigmoid_binary_cross_entropy softmax_cross_entropy "
+        "safe_softmax_cross_entropy softmax_cross_entropy_with_integer_labels "
+        "poly_loss_cross_entropy ctc_loss ctc_loss_with_forward_probs kl_divergence "
+        "kl_divergence_with_log_targets convex_kl_divergence "
+        "generalized_kl_divergence sigmoid_focal_loss ntxent triplet_margin_loss "
+        "ranking_softmax_loss perceptron_loss sparsemax_loss multiclass_hinge_loss "
+        "multiclass_perceptron_loss multiclass_sparsemax_loss dice_loss "
+        "binary_dice_loss multiclass_generalized_dice_loss"
+    ),
+}
+FUNCTION_RULES = {
+    name: Rule(OpClass.FULL, reason, name)
+    for reason, names in FULL_FUNCTIONS.items()
+    for name in names.split()
+}
+# As `cumsum` and `cumprod` in the table. Matrix products inside stay products.
+_SCAN = Rule(
+    OpClass.FULL,
+    "a sum or product over all earlier elements loses digits",
+    "associative_scan",
+)
+_ALGEBRA = "linear algebra: an error grows by the condition number"
+# A public function of each module that runs in f32 whole, whatever it is made of; the
+# reason; and the functions of the module that are products or moves.
+_FULL_MODULES = (
+    (
+        jnp.linalg.pinv,
+        _ALGEBRA,
+        "matmul multi_dot _multi_dot tensordot vecdot outer diagonal matrix_transpose",
+    ),
+    (jax.scipy.linalg.expm, _ALGEBRA, ""),
+    (
+        jax.random.normal,
+        "random numbers: half has no digits for the ends of a distribution",
+        "",
+    ),
+)
+# Its products have HIGHEST precision unless the user says otherwise: nobody's wish.
+_RESIZES = inspect.unwrap(jax.image.resize).__code__.co_filename
+_RULE_OF_FILE = {
+    inspect.unwrap(function).__code__.co_filename: (reason, frozenset(names.split()))
+    for function, reason, names in _FULL_MODULES
+}
+PRIMITIVE_RULES = {
+    name: Rule(operation.group.op_class, operation.group.reason, name)
+    for name, operation in OPERATIONS.items()
+}
+
+# `einsum("i,j->ij")` multiplies as `*` does.
+ELEMENTWISE_PRODUCT = dataclasses.replace(
+    PRIMITIVE_RULES["mul"], decided_by="dot_general"
+)
+
+
+def rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
+    """Returns the rule of `eqn`, or None if it calls a body that decides for itself.
+
+    The most specific name wins: the user's names before the built-in ones, and among
+    each the primitive before the function, the inner function before the outer.
+
+    Args:
+      eqn: the equation.
+      policy: the policy in force; its `low`, `full` and `follow` names are the user's.
+      inherited: the rule that a function name gave to the call that `eqn` is inside of.
+    """
+    name = eqn.primitive.name
+    user = _rules_of(policy)
+    if user:
+        # `scatter-add` is no identifier: a policy spells it `scatter_add`.
+        spelled = name.replace("-", "_")
+        if name in user or spelled in user:
+            return user[name if name in user else spelled]
+        code = _calls(eqn.source_info.traceback)
+        functions = (source_code.function_name(eqn), *(frame.co_name for frame in code))
+        for candidate in functions:
+            # The name of a primitive is that of no function.
+            if candidate in user and candidate not in OPERATIONS:
+                return user[candidate]
+        if inherited is not None and inherited.from_user:
+            return inherited
+    is_product = name in PRODUCTS
+    found = _rule_of_calls(eqn.source_info.traceback, is_product)
+    if found is not None:
+        return found
+    if inherited is not None:
+        return inherited
+    if jaxprs.inner_bodies(eqn):
+        return None
+    if name in PRODUCTS:
+        wish = asks_for_digits(eqn)
+        if wish is not None and not _resizes(eqn):
+            return Rule(OpClass.FULL, f"{wish} was asked for", "precision")
+        if is_sum_of_products(eqn):
+            reason = "a product without a free dimension is a sum"
+            return Rule(OpClass.FULL, reason, name)
+    if name == "integer_pow" and eqn.params["y"] < 0:
+        # [torch] fp32: reciprocal
+        return dataclasses.replace(PRIMITIVE_RULES["pow"], decided_by="reciprocal")
+    return PRIMITIVE_RULES.get(
+        name, Rule(OpClass.KEEP, "not known to the table: as traced", name)
+    )
+
+
+def rule_of_library(eqn: Eqn) -> Rule | None:
+    """Returns the rule of the library's function that `eqn` calls, if it has one."""
+    rule = FUNCTION_RULES.get(source_code.function_name(eqn) or "")
+    return rule if rule is not None and source_code.is_of_library(eqn) else None
+
+
+def _calls(traceback: Traceback | None) -> Sequence[CodeType]:
+    """Returns the code of the Python calls that made an equation, innermost first.
+
+    JAX cuts a traceback at the function being traced, so these are the calls between
+    that function and the equation.
+    """
+    return () if traceback is None else traceback.raw_frames()[0]
+
+
+def asks_for_digits(eqn: Eqn) -> str | None:
+    """Returns `precision=HIGH` or `HIGHEST` if the product `eqn` asks for it, or None.
+
+    `jax.default_matmul_precision` around the program is no wish of a product.
+    """
+    precision = eqn.params.get("precision")
+    if not isinstance(precision, tuple):
+        return None
+    ambient = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
+    for each in (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGH):
+        if each in precision and not (ambient and _precision(ambient) == each):
+            return f"precision={each.name}"
+    return None
+
+
+def _precision(name: str) -> jax.lax.Precision | None:
+    try:
+        return jax.lax.Precision(name)
+    except ValueError:
+        return None  # a dot algorithm
+
+
+def _resizes(eqn: Eqn) -> bool:
+    code = _calls(eqn.source_info.traceback)
+    return any(each.co_filename == _RESIZES for each in code)
+
+
+# The layers of a model are called from the same lines.
+@functools.lru_cache(maxsize=4096)
+def _rule_of_calls(traceback: Traceback | None, is_product: bool) -> Rule | None:
+    """Returns the rule of the innermost function that has one, of those called."""
+    known = _KNOWN[is_product]
+    for code in _calls(traceback):
+        found = known.get(id(code))
+        if found is None:
+            found = _remembered(known, code, is_product)
+        if found.rule is not None:
+            return found.rule
+    return None
+
+
+class _Known(NamedTuple):
+    """The rule of a function, and its code, whose identity is the key."""
+
+    rule: Rule | None
+    code: CodeType
+
+
+# For products, and for all else; asked for every frame of every equation. To hash code
+# is to hash all that is in it.
+_KNOWN: dict[bool, dict[int, _Known]] = {True: {}, False: {}}
+_MOST_KNOWN = 4096
+
+
+def _remembered(known: dict[int, _Known], code: CodeType, is_product: bool) -> _Known:
+    if len(known) >= _MOST_KNOWN:
+        known.clear()
+    found = _Known(_rule_of_function(code, is_product), code)
+    return known.setdefault(id(code), found)
+
+
+def _rule_of_function(code: CodeType, is_product: bool) -> Rule | None:
+    """Returns the rule of a library's function for what it calls, if it has one."""
+    name, filename = code.co_name, code.co_filename
+    if source_code.in_library(filename):
+        if name == _SCAN.decided_by and not is_product:
+            return _SCAN
+        if name in FUNCTION_RULES:
+            return FUNCTION_RULES[name]
+    reason, products = _RULE_OF_FILE.get(filename, (None, frozenset()))
+    if reason is None or name in products or not name.isidentifier():
+        return None
+    return Rule(OpClass.FULL, reason, name)
+
+
+@functools.lru_cache(maxsize=256)
+def _rules_of(policy: Policy) -> Mapping[str | None, Rule]:
+    """Returns the rules that the names of a policy make."""
+    named = {
+        OpClass.LOW: policy.low,
+        OpClass.FULL: policy.full,
+        OpClass.FOLLOW: policy.follow,
+    }
+    return {
+        name: Rule(op_class, f"the policy says {op_class.value}", name, from_user=True)
+        for op_class, names in named.items()
+        for name in names
+    }
