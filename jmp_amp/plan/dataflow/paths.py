@@ -19,7 +19,7 @@ from jmp_amp.plan.dataflow.facts import makes_solutions
 from jmp_amp.plan.dataflow.solver import forward
 from jmp_amp.plan.dataflow.values import is_inexact
 from jmp_amp.plan.program import jaxprs
-from jmp_amp.plan.program.dimensions import is_larger
+from jmp_amp.plan.program.dimensions import as_number, is_larger
 from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Literal, Var, aval_of
 from jmp_amp.plan.tables.operations import (
     OPERATIONS,
@@ -150,7 +150,7 @@ class Paths:
 
 def _loop(eqn: Eqn, operands: Sequence[Path], loops: tuple[Loop, ...]) -> Loop | None:
     """Returns the loop that an equation is; None if it is none, or has one turn."""
-    turns = jaxprs.repetitions(eqn)
+    turns: float = as_number(jaxprs.repetitions(eqn))
     if jaxprs.is_while(eqn):
         turns = _most_turns(eqn, operands)
     if not jaxprs.is_loop(eqn) or turns <= 1:

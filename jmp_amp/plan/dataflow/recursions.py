@@ -155,7 +155,7 @@ class _Uses:
                 if any(each.products or each.inner for each in cycles):
                     inner[index] = cycles
                 continue
-            use = functools.reduce(_read, results)
+            use = functools.reduce(_read, results, Use())
             if not any(use):
                 continue
             if eqn.primitive.name in PRODUCTS:
