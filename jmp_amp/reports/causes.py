@@ -129,8 +129,8 @@ def _to_loop(at: Place) -> Cause:
     while around is not None and not jaxprs.is_loop(around.eqn):
         around = around.frame.caller
     if around is None:
-        return Cause("It has a matrix that a recursion of a loop multiplies by.")
-    return Cause("No activation stands between it and the carry of", around)
+        return Cause("It has a matrix that a recursion of a loop multiplies by")
+    return Cause(f"No activation stands between it and the carry of {around.label}")
 
 
 def _to_beginning(at: Place, what: str, is_it: _IsIt) -> list[Cause]:
