@@ -11,7 +11,7 @@ which carries it leads. Neither asks for names, shapes, weights or the form of a
 Steps that are written out, without a loop, have no carry, and stay half. "A matrix that
 multiplies again what it made, by arithmetic alone" would find them. But so does a
 gradient, by the weights: of the 75 networks of `tests/loops`, written out, 20 have such
-products, and 12 of these train.
+products, and 11 of these train.
 """
 
 from __future__ import annotations
