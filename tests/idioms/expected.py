@@ -20,7 +20,6 @@ _RECURSION = "no activation stands between the product and the carry of its loop
 NOTHING_IN_HALF = {
     "conjugate_gradients_of_fixed_length": _RECURSION,
     "conjugate_gradients_of_jax": _OPAQUE,
-    "euler_in_a_while_loop": _RECURSION,
     "implicit_gradient_of_a_solve": _OPAQUE,
     "jacobi_iteration": _RECURSION,
     "kalman_filter": _FILTER,

@@ -106,7 +106,8 @@ def test_a_diagnosis_of_fp8_is_read_and_read_back(diagnosis):
 @pytest.mark.slow
 def test_a_product_in_a_loop_is_quantised_in_every_turn():
     def loss(w, x):
-        return jnp.sum(jax.lax.scan(lambda c, w: (c @ w, None), x, w)[0])
+        turn = lambda c, w: (jnp.maximum(c @ w, 0.0), None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(turn, x, w)[0])
 
     w, x = jnp.ones((3, 16, 16)) / 16, jnp.ones((16, 16))
     d = amp.diagnose(loss, "fp8")(w, x)
