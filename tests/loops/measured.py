@@ -67,7 +67,6 @@ HALF_IN_LOOPS = {
     "lasso_by_accelerated_shrinkage": _ACTIVATION,
     "total_variation_by_primal_and_dual": _ACTIVATION,
     "bodies_under_gravity": _ACTIVATION,
-    "chemical_kinetics": "a hundred steps of 0.01 are small steps",
 }
 
 # Networks whose products are f32: recurrences with dense matrices and no activation.

@@ -37,8 +37,8 @@ from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Jaxpr, Literal, Var
 from jmp_amp.plan.tables.operations import PRODUCTS, Kind, Role, kind_of, role_of
 
-# A number of a step, times all turns: smaller ones scale the rounding of a product
-# below that of what it is added to.
+# A number of a step, times all turns. Smaller ones scale the rounding of a product below
+# that of what it is added to.
 _SMALL_STEPS = 1.0
 
 
@@ -294,7 +294,8 @@ def _too_small(
     for loop in reversed(loops):
         # The turns of a loop are taken again in each turn of the loop around it.
         turns *= loop.turns
-        if size * turns < _SMALL_STEPS:
+        # A number of f32, 0.01, is not quite that number.
+        if round(size * turns, 6) < _SMALL_STEPS:
             found |= loop.mask
     return found
 

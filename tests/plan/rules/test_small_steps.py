@@ -15,7 +15,7 @@ def euler(step, turns):
 
 def test_small_steps():
     Y = array(16)
-    small, many, large = euler(1e-3, 400), euler(1e-3, 4000), euler(0.1, 400)
+    small, many, large = euler(1e-3, 400), euler(1e-2, 100), euler(0.1, 400)
     assert planned(small, W, Y, of="dot_general") == [BF16]
     assert planned(small, W, Y, of="dot_general", without="small_steps") == [F32]
     assert planned(many, W, Y, of="dot_general") == [F32]
