@@ -37,8 +37,8 @@ from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Jaxpr, Literal, Var
 from jmp_amp.plan.tables.operations import PRODUCTS, Kind, Role, kind_of, role_of
 
-# A number of a step, times all turns. Smaller ones scale the rounding of a product below
-# that of what it is added to.
+# A number of a step, times all turns. Smaller ones scale the rounding of a product
+# below that of what it is added to.
 _SMALL_STEPS = 1.0
 
 
