@@ -162,14 +162,26 @@ def _loop(eqn: Eqn, operands: Sequence[Path], loops: tuple[Loop, ...]) -> Loop |
 
 
 def _most_turns(eqn: Eqn, operands: Sequence[Path]) -> float:
-    """Returns how often a `while` runs at most, if it counts to a known number."""
-    (condition, positions), _ = jaxprs.inner_bodies(eqn)
+    """Returns how often a `while` runs at most, if it counts to a known number.
+
+    What it counts to is no carry, or one that each turn hands on.
+    """
+    (condition, positions), (body, inside) = jaxprs.inner_bodies(eqn)
+    updates = zip(jaxprs.carried(eqn), body.jaxpr.outvars, strict=True)
+    kept = dict(zip(inside, body.jaxpr.invars, strict=True))
+    changed = {i for i, update in updates if kept[i] is not update}
     jaxpr = condition.jaxpr
     if [each.primitive.name for each in jaxpr.eqns] != ["lt"]:
         return math.inf
+    counter, limit = jaxpr.eqns[0].invars
+    if any(
+        i in changed and var is limit
+        for i, var in zip(positions, jaxpr.invars, strict=True)
+    ):
+        return math.inf
     inputs = dict(zip(jaxpr.invars, [operands[i] for i in positions], strict=True))
-    start, end = (_path_of(atom, inputs).number for atom in jaxpr.eqns[0].invars)
-    if is_inexact(jaxpr.eqns[0].invars[0]) or start is None or end is None:
+    start, end = (_path_of(atom, inputs).number for atom in (counter, limit))
+    if is_inexact(counter) or start is None or end is None:
         return math.inf
     return end[1] - start[0]
 

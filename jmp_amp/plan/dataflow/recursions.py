@@ -361,7 +361,7 @@ def _with_first_steps(cycles: Cycles, traced: Traced, matrices: set[Var]) -> Cyc
             bodies, loop = traced.inner[index]
             if loop is None:
                 before = inner.get(index, (NONE,) * len(bodies))
-                inside = _inside(eqn, matrices)
+                inside = _inputs_among(eqn, matrices)
                 of_bodies = zip(before, bodies, inside, strict=True)
                 inner[index] = tuple([_with_first_steps(*each) for each in of_bodies])
         elif eqn.primitive.name in PRODUCTS:
@@ -373,7 +373,7 @@ def _with_first_steps(cycles: Cycles, traced: Traced, matrices: set[Var]) -> Cyc
     return cycles._replace(products=tuple(products.items()), inner=tuple(inner.items()))
 
 
-def _inside(eqn: Eqn, matrices: set[Var]) -> list[set[Var]]:
+def _inputs_among(eqn: Eqn, matrices: set[Var]) -> list[set[Var]]:
     """Returns which inputs of each body of a call are one of some variables."""
     found = []
     for body, positions in jaxprs.inner_bodies(eqn):

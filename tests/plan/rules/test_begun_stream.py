@@ -29,3 +29,10 @@ def test_begun_stream():
     # A power iteration divides by what its products made.
     assert planned(divided, X, W, stacked, of="dot_general") == [BF16, F32]
     assert planned(linear, X, stacked, of="dot_general") == [F32]
+
+
+def test_a_carry_in_both_factors_is_no_stream():
+    def squared(x, w):
+        return jax.lax.fori_loop(0, 4, lambda _, h: h @ h, x @ w)
+
+    assert planned(squared, W, W, of="dot_general") == [BF16, F32]

@@ -37,3 +37,19 @@ def test_a_number_that_multiplies_no_term_makes_no_step():
         return jax.lax.fori_loop(0, 5, lambda _, y: 1e-3 * jnp.dot(w, y), y)
 
     assert planned(program, W, array(16), of="dot_general") == [F32]
+
+
+def test_a_while_that_counts_to_a_number_has_so_many_turns():
+    def counted(end):
+        def program(w, y):
+            def turn(carry):
+                i, last, y = carry
+                return i + 1, end(last), y - 1e-3 * (w @ y)
+
+            return jax.lax.while_loop(lambda c: c[0] < c[1], turn, (0, 400, y))[2]
+
+        return program
+
+    Y = array(16)
+    assert planned(counted(lambda last: last), W, Y, of="dot_general") == [BF16]
+    assert planned(counted(lambda last: last + 1), W, Y, of="dot_general") == [F32]
