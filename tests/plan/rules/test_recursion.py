@@ -55,6 +55,20 @@ def test_the_way_back_may_take_several_turns():
     assert planned(ends, W, B, of="dot_general") == [BF16]
 
 
+def test_a_loop_inside_may_take_several_turns_to_hand_a_result_back():
+    def program(a, b):
+        def turn(carry, _):
+            first, second, _ = carry
+            return (first, first, second), None
+
+        def around(_, x):
+            return jax.lax.scan(turn, (a @ x, b, b), length=3)[0][2]
+
+        return jax.lax.fori_loop(0, 9, around, b)
+
+    assert planned(program, W, B, of="dot_general") == [F32]
+
+
 def test_training_in_a_loop_stays_half():
     """A layer behind an activation of weights that the loop trains."""
 
