@@ -3,7 +3,7 @@
     python -m tests.ablation [--only RULE ...] [--write]
 
 The programs are the zoo, its shapes, the idioms and the loops, in bf16 and in f16. A
-plan counts if any dtype, read, write, rewrite, island or output changes. The table is
+plan counts if any dtype, read, write, rewrite, block or output changes. The table is
 `ablation.json`: `--write` writes it, else it is compared with it. `test_ablation.py`
 asks for a program of each rule, and `plan/rules/` has a test of each.
 """
@@ -326,7 +326,7 @@ def signature(plan: Plan) -> object:
     return (
         [(e.dtype, e.reads, e.writes, e.rewrite, e.saturate) for e in plan.equations],
         [[signature(body) for body in e.bodies] for e in plan.equations],
-        plan.islands,
+        plan.blocks,
         plan.outputs,
     )
 

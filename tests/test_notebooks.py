@@ -94,7 +94,7 @@ READ_BACK = {
     "options": options,
     "constants": constants,
     "rewrites": rewrites,
-    "kept": [islands.total.saved_without, islands.total.saved],
+    "kept": [kept.total.saved_without, kept.total.saved],
     "carries": {name: str(each) for name, each in carries.items()},
     "keepers": {
         title: [dtype for name, dtype, _ in plan(fn, *args) if name in names]

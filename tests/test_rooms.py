@@ -25,7 +25,7 @@ class Folder(NamedTuple):
 WINGS = {
     "policies": (
         ("dtypes", "patterns", "flags", "arguments"),
-        ("fp8", "casting"),
+        ("fp8", "casting", "saved_words"),
         ("policy",),
         ("policy_map",),
     ),
@@ -83,7 +83,10 @@ WINGS = {
             ),
         ),
         ("plan",),
-        (Folder("islands", (("islands", "island_cache"),)), "walk"),
+        (
+            Folder("saved", (("needs", "cut", "alike"), ("values",), ("blocks",))),
+            "walk",
+        ),
         ("planner",),
     ),
     "transform": (
@@ -93,7 +96,7 @@ WINGS = {
         ),
         ("nnx_modules",),
         ("linen_modules",),
-        ("markers", "calls", "derivatives", "widened"),
+        ("markers", "calls", "derivatives", "widened", "blocks"),
         ("planned",),
         ("interpreter",),
     ),

@@ -213,11 +213,6 @@ class _Lockstep(Walk[Pair]):
         finally:
             self._here = before
 
-    def border(
-        self, eqn: Eqn, planned: EquationPlan
-    ) -> contextlib.AbstractContextManager[object]:
-        return self._at(planned, "border")
-
     def equation(
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[Pair]]
     ) -> list[Pair]:

@@ -112,9 +112,6 @@ class PlanMarks(Marks):
     ) -> contextlib.AbstractContextManager[None]:
         return self._scope(planned, "own")
 
-    def border(self, planned: EquationPlan) -> contextlib.AbstractContextManager[None]:
-        return self._scope(planned, "border")
-
     def cast(self) -> contextlib.AbstractContextManager[object]:
         return jax.named_scope(f"amp_cast_{self.next_cast()}()")
 

@@ -31,7 +31,7 @@ S = TypeVar("S")  # A statistic: a pytree of arrays.
 # The way to a body: of each body around it, the equation that calls, and which body.
 Path = tuple[int, ...]
 # The variables of a body and of those that run once in it, by the way to each of them:
-# of jitted functions, of custom derivative rules, of islands.
+# of jitted functions, of custom derivative rules, of blocks.
 Run = dict[Path, Mapping[Var, Value]]
 
 

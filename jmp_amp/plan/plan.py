@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -77,25 +78,39 @@ class EquationPlan:
     option: Option | None = None
 
 
-# A variable, and the dtype in which an island reads or returns it; None is the dtype
-# that it is held in.
-Border = tuple[Var, np.dtype | None]
+# A variable, and the dtype in which it is kept; None is the dtype that it is made in,
+# before it is cast to the one that it is held in.
+Key = tuple[Var, np.dtype | None]
 
 
-class Island(NamedTuple):
-    """Equations that are differentiated as one, see `islands`.
+class Result(NamedTuple):
+    """The name of an operation, and the dtype and the shape of its result."""
+
+    operation: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+
+class Block(NamedTuple):
+    """Consecutive equations of which the backward pass makes some again.
 
     Attributes:
-      equations: their indices, in the order of the body.
-      inputs: the variables that they read from outside, with the dtype to read them in.
-      outputs: the variables that are read outside, with the dtype of the readers.
-      apart: whether the backward pass computes again what XLA would keep in f32.
+      start, stop: the first of them, and the first after them.
+      kept: what is kept of what they make, by the body that makes it: the path to it
+        through the bodies of helpers, `()` for that of the block itself.
+      results: the operations whose results are kept as their own derivatives read them.
+      recomputed: the equations that are made again, by their paths.
+      free: the variables from outside that are made of arguments and constants alone.
+      apart: whether XLA has to be kept from merging both computations.
     """
 
-    equations: tuple[int, ...]
-    inputs: tuple[Border, ...]
-    outputs: tuple[Border, ...]
-    apart: bool = False
+    start: int
+    stop: int
+    kept: Mapping[tuple[int, ...], frozenset[Key]]
+    results: frozenset[Result]
+    recomputed: frozenset[tuple[int, ...]]
+    free: frozenset[Var]
+    apart: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,19 +122,16 @@ class Plan:
       equations: one `EquationPlan` for each equation of the body.
       outputs: the dtype of each output; None for one that is never cast.
       cast_per_use: the variables whose casts are not shared between their uses.
-      order: the indices of the equations as they run; islands are differentiated as
-        one.
+      blocks: the equations that are differentiated as one, in their order.
+      needs: for each input, whether the backward pass needs it.
     """
 
     body: Body
     equations: tuple[EquationPlan, ...]
     outputs: Dtypes
     cast_per_use: frozenset[Var]
-    order: tuple[int | Island, ...]
-
-    @property
-    def islands(self) -> tuple[Island, ...]:
-        return tuple(step for step in self.order if isinstance(step, Island))
+    blocks: tuple[Block, ...] = ()
+    needs: tuple[bool, ...] | None = None
 
     @functools.cached_property
     def readers(self) -> dict[Var, list[int]]:
@@ -129,6 +141,23 @@ class Plan:
             for var in dict.fromkeys(variables(eqn.invars)):
                 readers.setdefault(var, []).append(index)
         return readers
+
+    @functools.cached_property
+    def last_read(self) -> dict[Key, int]:
+        """Where each variable is read last, in each dtype and, by `None`, in any.
+
+        An index of an equation; for an output of the body their number.
+        """
+        jaxpr, last = self.body.jaxpr, dict[Key, int]()
+        read = [
+            (eqn.invars, planned.reads)
+            for eqn, planned in zip(jaxpr.eqns, self.equations, strict=True)
+        ]
+        for index, (atoms, dtypes) in enumerate([*read, (jaxpr.outvars, self.outputs)]):
+            for var, dtype in zip(atoms, dtypes, strict=True):
+                if isinstance(var, Var):
+                    last[var, dtype] = last[var, None] = index
+        return last
 
 
 class RuleContext(NamedTuple):
@@ -172,7 +201,6 @@ def _as_traced(body: Body, known: dict[int, Plan]) -> Plan:
                 bodies=bodies,
             )
         )
-    count = len(body.jaxpr.eqns)
     outputs = (None,) * len(body.jaxpr.outvars)
-    plan = Plan(body, tuple(equations), outputs, frozenset(), tuple(range(count)))
+    plan = Plan(body, tuple(equations), outputs, frozenset())
     return known.setdefault(id(body.jaxpr), plan)

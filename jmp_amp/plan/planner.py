@@ -8,7 +8,7 @@ executes anything:
    operation) or *full* (made by an f32 operation from activations). Every equation gets
    a decision, with options.
 2. `demands`: where do they go? The first option whose condition holds is taken.
-3. here: the dtypes in which every equation reads and writes, and the islands.
+3. here: the dtypes in which every equation reads and writes, and the blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from jmp_amp.plan.choose.held import Held
 from jmp_amp.plan.choose.modes import Demands, Dtypes, Mode, demand_of
 from jmp_amp.plan.dataflow.gelus import Gelus
 from jmp_amp.plan.dataflow.values import Known, Origin, Trait, traced_dtype
-from jmp_amp.plan.islands.islands import find_islands, in_order
 from jmp_amp.plan.plan import EquationPlan, Plan, RuleContext
 from jmp_amp.plan.program import jaxprs, source_code
 from jmp_amp.plan.program.cpu_target import Cpu
@@ -43,6 +42,7 @@ from jmp_amp.plan.program.jaxprs import (
 )
 from jmp_amp.plan.program.regions import Region, region_at
 from jmp_amp.plan.rewrites.rewriting import Readers
+from jmp_amp.plan.saved.blocks import Saving, find_blocks
 from jmp_amp.plan.tables.rules import OpClass, Rule, rule_of_library
 from jmp_amp.policies.dtypes import F32, is_castable
 from jmp_amp.policies.policy import Policy
@@ -78,7 +78,9 @@ def plan_program(
         for v, dtype in zip(body.jaxpr.invars, stored, strict=True)
     ]
     uses = tuple(map(_returned_use, outputs))
-    return _plan(body, [argument] * len(reads), reads, outputs, uses, region, None)
+    return _plan(
+        body, [argument] * len(reads), reads, outputs, uses, region, None, Saving.BESIDE
+    )
 
 
 def plan_derivative_rule(
@@ -121,6 +123,8 @@ def plan_derivative_rule(
         tuple(Use(demand_of(dtype)) for dtype in outputs),
         context.region,
         context.inherited or rule_of_library(eqn),
+        # It runs in the block of the call, which makes again what it computes.
+        Saving.NOTHING,
     )
 
 
@@ -145,10 +149,12 @@ def _plan(
     uses: Uses,
     region: Region,
     inherited: Rule | None,
+    saving: Saving,
 ) -> Plan:
     flow = Flows().through(body, tuple(known), region, inherited)
     outcome = Consumers().of(flow, uses)
-    return _Planner().settle(flow, outcome, tuple(reads), tuple(outputs), True)
+    alive = (True,) * len(reads)
+    return _Planner().settle(flow, outcome, tuple(reads), tuple(outputs), saving, alive)
 
 
 class _Planner:
@@ -167,7 +173,8 @@ class _Planner:
         outcome: BodyOutcome,
         inputs: Dtypes,
         outputs: Dtypes | None,
-        saves: bool,
+        saving: Saving,
+        alive: tuple[bool, ...],
         curved: tuple[bool, ...] | None = None,
     ) -> Plan:
         """Returns the plan of a body, given the dtypes in which its inputs come.
@@ -177,30 +184,28 @@ class _Planner:
           outcome: the backward pass.
           inputs: the dtypes of its inputs.
           outputs: those of its outputs; None leaves them to `Held.handed_out`.
-          saves: whether differentiation saves what it computes, which islands reduce.
+          saving: what differentiation saves of what it computes.
+          alive: whether each input is an argument of the program.
           curved: whether each output leads to a `tanh`, see `Gelus`.
         """
-        key = outcome, inputs, outputs, saves, curved
+        key = outcome, inputs, outputs, saving, alive, curved
         if key in self._plans:
             return self._plans[key]
         jaxpr = flow.body.jaxpr
-        values = Held(flow, inputs)
+        values = Held(flow, inputs, alive)
         asks = self._asks(flow)
         before_tanh: Set[Var] = frozenset()
         if asks:
             returned = curved or (False,) * len(jaxpr.outvars)
             before_tanh = self._gelus.before(jaxpr, returned)
-        equations = self._equations(flow, outcome, values, saves, before_tanh)
+        equations = self._equations(flow, outcome, values, saving, before_tanh)
         if outputs is None:
             outputs = tuple(map(values.handed_out, jaxpr.outvars, outcome.outputs))
         if asks:
             equations = _beside_readers(jaxpr, equations, before_tanh)
-        islands = ()
-        # A CPU would rather read than compute again.
-        if saves and flow.region.cpu is None:
-            islands = find_islands(flow, equations, outputs, values.dtypes)
-        order, free = in_order(jaxpr, islands), values.free_in_f32()
-        plan = Plan(flow.body, tuple(equations), outputs, free, order)
+        free = values.free_in_f32()
+        found = find_blocks(flow, equations, inputs, alive, outputs, free, saving)
+        plan = Plan(flow.body, tuple(equations), outputs, free, *found)
         self._plans[key] = plan
         return plan
 
@@ -209,7 +214,7 @@ class _Planner:
         flow: Flow,
         outcome: BodyOutcome,
         values: Held,
-        saves: bool,
+        saving: Saving,
         before_tanh: Set[Var],
     ) -> list[EquationPlan]:
         """Returns the plan of each equation of a body, and settles what they make."""
@@ -218,7 +223,9 @@ class _Planner:
             zip(flow.body.jaxpr.eqns, flow.steps, outcome.equations, strict=True)
         ):
             if step.flows:
-                planned = self._call(index, eqn, step, each, values, saves, before_tanh)
+                planned = self._call(
+                    index, eqn, step, each, values, saving, before_tanh
+                )
             else:
                 planned = self._equation(index, eqn, step, each, values)
             values.dtypes.update(zip(eqn.outvars, planned.writes, strict=True))
@@ -232,46 +239,39 @@ class _Planner:
         step: Step,
         outcome: Outcome,
         values: Held,
-        saves: bool,
+        saving: Saving,
         before_tanh: Set[Var],
     ) -> EquationPlan:
         carried = jaxprs.carried(eqn)
         reads = values.handed_to(eqn, step.views, outcome.operands)
-        saves = saves and jaxprs.saves_residuals(eqn)
+        saving = saving.inside(eqn)
         inputs = [tuple(reads[i] for i in operands) for _, operands in step.inner]
 
-        def settled(body: int, outputs: Dtypes | None) -> Plan:
+        def settled(body: int, outputs: Dtypes | None, saving: Saving) -> Plan:
             flow, inner = step.flows[body], outcome.bodies[body]
             curved = None
             if self._asks(flow):
                 curved = self._gelus.inside(eqn, before_tanh)[body].outputs
-            return self.settle(flow, inner, inputs[body], outputs, saves, curved)
+            alive = tuple(
+                values.is_alive(eqn.invars[i]) for i in step.inner[body].operands
+            )
+            return self.settle(
+                flow, inner, inputs[body], outputs, saving, alive, curved
+            )
 
-        bodies = [settled(body, None) for body in range(len(step.flows))]
+        # Their dtypes first: what is kept depends on them.
+        kinds = Saving.NOTHING if carried or len(step.flows) > 1 else saving
+        bodies = [settled(body, None, kinds) for body in range(len(step.flows))]
         writes = bodies[-1].outputs
         if carried:
             # A loop hands the same dtypes from turn to turn.
             carry = tuple(reads[i] for i in carried)
             writes = carry + writes[len(carry) :]
-            bodies[-1] = settled(len(bodies) - 1, writes)
+            bodies[-1] = settled(len(bodies) - 1, writes, saving)
         elif len(bodies) > 1 and not jaxprs.is_while(eqn):
             writes = _of_branches(eqn, step, bodies)
-            bodies = [settled(body, writes) for body in range(len(bodies))]
-        name = source_code.function_name(eqn) or eqn.primitive.name
-        rule = step.inherited or Rule(OpClass.FOLLOW, outcome.reason, name)
-        context = RuleContext(step.views, step.region, step.inherited)
-        return EquationPlan(
-            index,
-            rule,
-            Mode.CALL,
-            None,
-            outcome.reason,
-            reads,
-            yields=writes,
-            writes=writes,
-            bodies=tuple(bodies),
-            rule_context=context if jaxprs.is_custom_jvp(eqn) else None,
-        )
+            bodies = [settled(body, writes, saving) for body in range(len(bodies))]
+        return _called(index, eqn, step, outcome.reason, reads, writes, bodies)
 
     def _asks(self, flow: Flow) -> bool:
         """Whether a rewrite in a body, or inside of it, asks what reads its results."""
@@ -308,6 +308,28 @@ class _Planner:
             decision=decision,
             option=outcome.option,
         )
+
+
+def _called(
+    index: int,
+    eqn: Eqn,
+    step: Step,
+    reason: str,
+    reads: Dtypes,
+    writes: Dtypes,
+    bodies: Sequence[Plan],
+) -> EquationPlan:
+    """Returns the plan of a call, a loop or a branch."""
+    name = source_code.function_name(eqn) or eqn.primitive.name
+    rule = step.inherited or Rule(OpClass.FOLLOW, reason, name)
+    context = RuleContext(step.views, step.region, step.inherited)
+    return EquationPlan(
+        *(index, rule, Mode.CALL, None, reason, reads),
+        yields=writes,
+        writes=writes,
+        bodies=tuple(bodies),
+        rule_context=context if jaxprs.is_custom_jvp(eqn) else None,
+    )
 
 
 def _of_branches(eqn: Eqn, step: Step, branches: Sequence[Plan]) -> Dtypes:

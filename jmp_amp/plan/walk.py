@@ -1,7 +1,7 @@
 """One walk through a plan, for values that are arrays and for values that are dtypes.
 
 `Walk` reads like `jax.core.eval_jaxpr`: read the operands, compute, write the results.
-It knows the order of the equations, which casts are shared, and where islands begin and
+It knows the order of the equations, which casts are shared, and where blocks begin and
 end. A subclass says what a value is, what a cast does and what an equation does: the
 interpreter computes arrays, the report notes dtypes. Operands come as a function, so
 that the interpreter can give their casts the source line of the equation.
@@ -10,13 +10,12 @@ that the interpreter can give their casts the source line of the equation.
 from __future__ import annotations
 
 import abc
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from jmp_amp.plan.plan import Border, EquationPlan, Island, Plan
+from jmp_amp.plan.plan import Block, EquationPlan, Key, Plan
 from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Value, Var, runs
 from jmp_amp.plan.rewrites.quantising import Quantiser
 from jmp_amp.plan.rewrites.rewriting import Shared
@@ -56,52 +55,51 @@ class Walk(abc.ABC, Generic[V]):
         `read` returns its operands, and then what its rewrite computes of them before.
         """
 
-    def border(
-        self, eqn: Eqn, planned: EquationPlan
-    ) -> contextlib.AbstractContextManager[object]:
-        """Returns a context for the casts that an island makes for an equation."""
-        return contextlib.nullcontext()
+    def block(self, values: Values[V], block: Block) -> None:
+        """Goes through a block."""
+        self.through(values, block.start, block.stop)
 
-    def island(self, plan: Plan, island: Island, inputs: Sequence[V]) -> list[V]:
-        """Returns the results of an island, each cast for its reader."""
-        return self.through(plan, island, inputs)
+    def keeps(self) -> Set[Key]:
+        """Returns what is kept, for the backward pass, of what the next body makes."""
+        return frozenset()
 
-    def through(
-        self,
-        plan: Plan,
-        island: Island,
-        inputs: Sequence[V],
-        eqns: Mapping[int, Eqn] | None = None,
-    ) -> list[V]:
-        """Goes through an island; `eqns` are its equations if the plan's are not."""
-        inside = _Values(self, plan)
-        inside.write([var for var, _ in island.inputs], inputs)
-        self._steps(inside, island.equations, eqns or plan.body.jaxpr.eqns)
-        return inside.read_leaving(island)
+    def kept(self, value: V) -> V:
+        """Returns a value that is kept for the backward pass."""
+        return value
 
     def body(self, plan: Plan, args: Sequence[V]) -> list[V]:
         """Returns the outputs of a planned body, given its inputs."""
         jaxpr = plan.body.jaxpr
         consts = map(self.constant, plan.body.consts, jaxpr.constvars)
-        values = _Values(self, plan)
+        values = Values(self, plan)
         values.write(jaxpr.constvars, list(consts))
         values.write(jaxpr.invars, args)
-        self._steps(values, plan.order, jaxpr.eqns)
+        at = 0
+        for block in plan.blocks:
+            self.through(values, at, block.start)
+            self.block(values, block)
+            at = block.stop
+        self.through(values, at, len(plan.equations))
         return values.read_all(jaxpr.outvars, plan.outputs)
 
-    def _steps(
+    def through(
         self,
-        values: _Values[V],
-        order: Sequence[int | Island],
-        eqns: Sequence[Eqn] | Mapping[int, Eqn],
+        values: Values[V],
+        start: int,
+        stop: int,
+        eqns: Sequence[Eqn] | Mapping[int, Eqn] | None = None,
     ) -> None:
+        """Goes through equations of a body, from `start` until before `stop`.
+
+        Args:
+          values: the values of the body so far; what the equations make is added.
+          start, stop: their indices.
+          eqns: the equations to run, if not those of the plan.
+        """
         plan = values.plan
-        for step in order:
-            if isinstance(step, Island):
-                results = self.island(plan, step, values.read_entering(step))
-                values.write([var for var, _ in step.outputs], results)
-                continue
-            eqn, planned = eqns[step], plan.equations[step]
+        eqns = plan.body.jaxpr.eqns if eqns is None else eqns
+        for index in range(start, stop):
+            eqn, planned = eqns[index], plan.equations[index]
             if runs(eqn):
 
                 def read(eqn: Eqn = eqn, planned: EquationPlan = planned) -> list[V]:
@@ -113,18 +111,22 @@ class Walk(abc.ABC, Generic[V]):
                 values.write(eqn.outvars, self.equation(eqn, planned, read))
 
 
-class _Values(Generic[V]):
+class Values(Generic[V]):
     """The values of a body's variables, and their casts, each made once."""
 
     def __init__(self, walk: Walk[V], plan: Plan):
         self.walk = walk
         self.plan = plan
+        self.keeps = walk.keeps()
         self.values: dict[Var, V] = {}
         self.casts: dict[tuple[Var, np.dtype], V] = {}
         self.quantised: dict[tuple[Atom, Quantiser], V] = {}
 
     def write(self, variables: Sequence[Var], values: Sequence[V]) -> None:
         self.values.update(zip(variables, values, strict=True))
+        for var, value in zip(variables, values, strict=True):
+            if self.keeps and (var, self.walk.dtype_of(value)) in self.keeps:
+                self.values[var] = self.walk.kept(value)
 
     def read(self, atom: Atom, dtype: np.dtype | None, saturate: bool) -> V:
         if isinstance(atom, Literal):
@@ -135,12 +137,15 @@ class _Values(Generic[V]):
         held = self.walk.dtype_of(value)
         if held is None or held == dtype:
             return value
-        if saturate or atom in self.plan.cast_per_use:
-            return self.walk.cast(value, dtype, saturate)
         key = atom, dtype
-        if key not in self.casts:
-            self.casts[key] = self.walk.cast(value, dtype, False)
-        return self.casts[key]
+        if key in self.casts and not saturate:
+            return self.casts[key]
+        cast = self.walk.cast(value, dtype, saturate)
+        if key in self.keeps:
+            cast = self.walk.kept(cast)
+        if not saturate and atom not in self.plan.cast_per_use:
+            self.casts[key] = cast
+        return cast
 
     def read_all(
         self,
@@ -165,31 +170,3 @@ class _Values(Generic[V]):
                 self.quantised[key] = self.walk.quantised(value, each)
             found.append(self.quantised[key])
         return found
-
-    def read_entering(self, island: Island) -> list[V]:
-        """Returns the values that an island begins with, each cast for its reader."""
-        inside = frozenset(island.equations)
-        return [self.read_border(each, inside.__contains__) for each in island.inputs]
-
-    def read_leaving(self, island: Island) -> list[V]:
-        """Returns the values that an island ends with, each cast for its reader."""
-        inside = frozenset(island.equations)
-        return [
-            self.read_border(each, lambda i: i not in inside) for each in island.outputs
-        ]
-
-    def read_border(self, border: Border, reads: Callable[[int], bool]) -> V:
-        """Returns a value at the border of an island, cast for its first reader.
-
-        `reads` says of an equation whether it is on the side that is read for.
-        """
-        var, dtype = border
-        held = self.walk.dtype_of(self.values[var])
-        if dtype is None or held is None or held == dtype:
-            return self.values[var]
-        reader = next((i for i in self.plan.readers.get(var, ()) if reads(i)), None)
-        if reader is None:
-            return self.read(var, dtype, False)
-        eqns, equations = self.plan.body.jaxpr.eqns, self.plan.equations
-        with self.walk.border(eqns[reader], equations[reader]):
-            return self.read(var, dtype, False)

@@ -29,6 +29,11 @@ from jmp_amp.policies.dtypes import (
     short_name,
 )
 from jmp_amp.policies.fp8 import Fp8, fp8_from
+from jmp_amp.policies.saved_words import (
+    DefaultWord,
+    checked_word,
+    word_of,
+)
 
 Tree = TypeVar("Tree")
 
@@ -42,6 +47,7 @@ _KEYS = {
         "compute_dtype": "c compute compute_dtype",
         "output_dtype": "o output outputs output_dtype",
         "matmul": "m matmul",
+        "saved": "s saved",
         **{name: name for name in _CLASSES},
     }.items()
     for key in keys.split()
@@ -67,12 +73,28 @@ class Policy:
       follow: names of operations to run in the dtype that their inputs have.
       matmul: an `Fp8` for matrix products in 8-bit floats, of bf16 operands; None for
         products in `compute_dtype`.
+      saved: which values differentiation keeps for the backward pass, and which it
+        makes again. Matrix products, convolutions, sorts, lookups, collectives, random
+        bits, linear algebra and loops never run twice, and values and gradients are the
+        same for each word.
+
+        * "all": what the derivatives ask for, as without a plan. The default where
+          `compute_dtype` is f32.
+        * "least": the least bytes. A minimum cut, in the dtypes of the plan, between
+          what cannot be made again and what the backward pass reads.
+        * "auto", the default where `compute_dtype` is half: the same inside of loops.
+          In other code, what matrix products read is kept too, and chains of
+          elementwise operations between them are made again from what is kept anyway.
+          XLA is kept from merging both computations only where that pays: in the chain
+          is a function that XLA computes once for all readers (`tanh`, `sin`, `pow`,
+          ...) of 1.5 MiB or more.
 
     Raises:
-      TypeError: if a dtype is not a floating one, a name is not text, or `matmul` is
-        neither an `Fp8` nor None.
+      TypeError: if a dtype is not a floating one, a name is not text, `matmul` is
+        neither an `Fp8` nor None, or `saved` neither text nor None.
       ValueError: if a dtype is unknown, a name is in two classes, or is no identifier;
-        if products are fp8 and `compute_dtype` is not bf16.
+        if products are fp8 and `compute_dtype` is not bf16; if `saved` is none of the
+        three words.
 
     Example:
       >>> import jax.numpy as jnp
@@ -91,6 +113,7 @@ class Policy:
     full: frozenset[str]
     follow: frozenset[str]
     matmul: Fp8 | None
+    saved: str
 
     def __init__(
         self,
@@ -102,6 +125,7 @@ class Policy:
         full: Iterable[str] = (),
         follow: Iterable[str] = (),
         matmul: Fp8 | None = None,
+        saved: str | None = None,
     ):
         dtypes = (param_dtype, compute_dtype, output_dtype)
         for field, given in zip(_DTYPE_FIELDS, dtypes, strict=True):
@@ -113,6 +137,12 @@ class Policy:
         _refuse_overlap({name: getattr(self, name) for name in _CLASSES}, "Policy")
         _check_matmul(matmul, self.compute_dtype)
         object.__setattr__(self, "matmul", matmul)
+        object.__setattr__(self, "saved", word_of(saved, self.compute_dtype))
+
+    @property
+    def says_saved(self) -> bool:
+        """Whether `saved` is another word than the default of the compute dtype."""
+        return not isinstance(self.saved, DefaultWord)
 
     def cast_to_param(self, tree: Tree) -> Tree:
         """Returns `tree` with its floating leaves in `param_dtype`.
@@ -220,6 +250,8 @@ class Policy:
         text = [f"{name[0]}={dtype}" for name, dtype in dtypes.items()]
         if self.matmul is not None:
             text.append(f"m={self.matmul}")
+        if self.says_saved:
+            text.append(f"s={self.saved}")
         return ",".join(text + [f"{n}={'+'.join(each)}" for n, each in names.items()])
 
     def __repr__(self) -> str:
@@ -227,6 +259,8 @@ class Policy:
         text = [f"{name}={each!r}" for name, each in (dtypes | names).items()]
         if self.matmul is not None:
             text.append(f"matmul={self.matmul!r}")
+        if self.says_saved:
+            text.append(f"saved={self.saved!r}")
         return f"Policy({', '.join(text)})"
 
 
@@ -291,7 +325,7 @@ def get_policy(policy: str | Policy) -> Policy:
     * `"p=f32,c=bf16,o=f32"`, or spelt out `"params=..,compute=..,output=.."`: whatever
       is left out follows what stands before it, and parameters are f32, so `"c=f16"`
       is `"p=f32,c=f16,o=f16"`. Operations are added as
-      `"p=f32,c=bf16,o=f32,low=tanh+dot,full=my_loss"`.
+      `"p=f32,c=bf16,o=f32,low=tanh+dot,full=my_loss"`, `saved` as `"c=f16,s=least"`.
     * a dtype alone, `"bf16"`, `"float32"`, `"full"`, `"half"`: parameters, computation
       and outputs have it.
     * `"mixed_bfloat16"`, `"mixed_float16"`: f32 parameters and outputs.
@@ -358,32 +392,29 @@ def _parse_pairs(text: str) -> Policy:
     dtypes: dict[str, np.dtype] = {}
     classes: dict[str, frozenset[str]] = {}
     matmuls: list[Fp8 | None] = []
+    saved: str | None = None
+    seen: set[str] = set()
     for part in text.split(","):
-        key, equals, value = (token.strip() for token in part.partition("="))
-        field = _KEYS.get(key.lower())
-        if not equals:
-            raise ValueError(f"{call}: {key!r} is not of the form key=value. {_FORMS}")
-        if field is None:
-            raise ValueError(
-                f"{call}: unknown key {key!r}. Use p (params), c (compute), "
-                "o (output), low, full or follow. Products in fp8 are m (matmul)."
-            )
-        if field in dtypes or field in classes or (field == "matmul" and matmuls):
+        key, field, value = _pair(part, call)
+        if field in seen:
             raise ValueError(
                 f'{call}: "{key}=" sets {field} a second time. Set it once.'
             )
+        seen.add(field)
         if field in _CLASSES:
             names = [name.strip() for name in value.split("+")]
             classes[field] = _operation_names(names, f'{call}: "{key}="')
         elif field == "matmul":
             matmuls.append(fp8_from(value, f'{call}: "{key}="'))
+        elif field == "saved":
+            saved = checked_word(value, f'{call}: "{key}="')
         elif (dtype := parse_dtype(value)) is not None:
             dtypes[field] = dtype
         else:
             raise ValueError(f'{call}: unknown dtype {value!r} at "{key}=". {advice()}')
     _refuse_overlap(classes, call)
     if not dtypes:
-        named = "fp8" if matmuls else "operations"
+        named = "fp8" if matmuls else "saved" if saved else "operations"
         raise ValueError(
             f"{call}: {named} but no dtypes. Say which, for example "
             f'"p=f32,c=bf16,o=f32,{text.strip()}".'
@@ -396,4 +427,19 @@ def _parse_pairs(text: str) -> Policy:
         _check_matmul(matmul, compute)
     except ValueError as error:
         raise ValueError(f"{call}: {error}") from None
-    return Policy(param, compute, output, matmul=matmul, **classes)
+    return Policy(param, compute, output, matmul=matmul, saved=saved, **classes)
+
+
+def _pair(part: str, call: str) -> tuple[str, str, str]:
+    """Returns the key of a part `key=value` as it is written, its field and value."""
+    key, equals, value = (token.strip() for token in part.partition("="))
+    field = _KEYS.get(key.lower())
+    if not equals:
+        raise ValueError(f"{call}: {key!r} is not of the form key=value. {_FORMS}")
+    if field is None:
+        raise ValueError(
+            f"{call}: unknown key {key!r}. Use p (params), c (compute), "
+            "o (output), low, full or follow. Products in fp8 are m (matmul), what "
+            "the backward pass keeps is s (saved)."
+        )
+    return key, field, value

@@ -29,6 +29,7 @@ from jmp_amp.policies.fp8 import Fp8
 from jmp_amp.policies.patterns import GlobIfPresent
 from jmp_amp.policies.policy import Policy, get_policy
 from jmp_amp.policies.policy_map import PolicyMap
+from jmp_amp.policies.saved_words import checked_word
 from jmp_amp.recipes import levels
 from jmp_amp.training.loss_scale import LossScale, no_loss_scale, static_loss_scale
 from jmp_amp.training.presets import loss_scale_preset, parameters_of
@@ -58,7 +59,12 @@ def fields_of(
         name=name,
         system=level.system,
         policy=_policy(
-            call, Policy(stored or F32, compute, outputs or F32, matmul=matmul)
+            call,
+            Policy(
+                *(stored or F32, compute, outputs or F32),
+                matmul=matmul,
+                saved=call.saved(),
+            ),
         ),
         loss_scale=_loss_scale(call, half if enabled else F32),
         cast_model_type=stored,
@@ -130,6 +136,11 @@ class _RecipeCall:
         # Any object: `floating_dtype` raises if it is no dtype.
         given = cast(DTypeLike, self.properties[name])
         return floating_dtype(given, f"recipe({self.name!r}, {name}={{}})")
+
+    def saved(self) -> str | None:
+        """Returns the property `saved`: a word of `Policy.saved`."""
+        given = self.properties.get("saved")
+        return checked_word(given, f"recipe({self.name!r}, saved={given!r})")
 
     def names(self, name: str) -> frozenset[str]:
         """Returns a property that is a set of operations, by our names."""

@@ -52,7 +52,7 @@ def of_recipe(
         f"dynamic, {value}" if loss_scale.dynamic else value,
         losses,
     )
-    notes = [note, *_layers(entries), *_operations(default)]
+    notes = [note, *_layers(entries), *_operations(default), *_saved(default)]
     columns = (*_COLUMNS, "loss scale", "losses")
     return Table("", columns, [row], ("losses",), " ".join(filter(None, notes)))
 
@@ -77,6 +77,11 @@ def _operations(policy: Policy) -> list[str]:
         # OD names nearly all operations, which its name says.
         if names and not names >= ARITHMETIC - policy.low
     ]
+
+
+def _saved(policy: Policy) -> list[str]:
+    """Returns a sentence on what the backward pass keeps, if it is not the default."""
+    return [f"Saved for backward: {policy.saved}."] if policy.says_saved else []
 
 
 def _pattern_name(pattern: Pattern) -> str:

@@ -19,6 +19,7 @@ from jmp_amp.plan.program import binding, jaxprs
 from jmp_amp.plan.program.dimensions import as_counted
 from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Var
 from jmp_amp.plan.rewrites.fp8_products import NAMES
+from jmp_amp.plan.saved.needs import KEPT
 
 
 class Matmuls(NamedTuple):
@@ -152,11 +153,15 @@ class Residual(NamedTuple):
       makers: the calls that contain its equation, outermost first, and the equation;
         none for an argument.
       size: in bytes.
+      shape: its sizes, symbolic ones as 1.
+      dtype: its dtype.
       of_argument: whether it is an argument, as it is or in another dtype.
     """
 
     makers: tuple[Eqn, ...]
     size: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
     of_argument: bool
 
 
@@ -197,6 +202,8 @@ def saved_for_backward(
         Residual(
             _makers(made, var) if var in made else (),
             math.prod(as_counted(aval.shape)) * aval.dtype.itemsize,
+            as_counted(aval.shape),
+            aval.dtype,
             _origin(made, var) in arguments,
         )
         for var, aval in zip(kept, avals, strict=True)
@@ -218,7 +225,7 @@ def _origin(made: dict[Var, Eqn], atom: Atom) -> Atom:
     if isinstance(atom, jaxprs.Literal) or atom not in made:
         return atom
     eqn = made[atom]
-    if jaxprs.is_conversion(eqn):
+    if _hands_on(eqn):
         return _origin(made, eqn.invars[0])
     if eqn.primitive.name == "name" and eqn.params["name"] in NAMES:
         return _origin(made, _quantised(made, atom))
@@ -249,12 +256,22 @@ def _quantised(made: dict[Var, Eqn], atom: Atom) -> Atom:
     return atom
 
 
+def _hands_on(eqn: Eqn) -> bool:
+    """Whether an equation makes a copy, in its dtype or another one.
+
+    A checkpoint rounds what it keeps to its own dtype.
+    """
+    name = eqn.primitive.name
+    is_kept = name == "name" and eqn.params["name"] == KEPT
+    return jaxprs.is_conversion(eqn) or is_kept or name == "reduce_precision"
+
+
 def _makers(made: dict[Var, Eqn], var: Var) -> tuple[Eqn, ...]:
     eqn = made[var]
-    if jaxprs.is_conversion(eqn):
+    if _hands_on(eqn):
         (source,) = eqn.invars
         if not isinstance(source, jaxprs.Literal) and source in made:
-            return _makers(made, source)  # a conversion saves nothing new
+            return _makers(made, source)  # it saves nothing new
     bodies = jaxprs.inner_bodies(eqn)
     if not bodies:
         return (eqn,)

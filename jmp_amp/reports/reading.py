@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan.dataflow.values import castable, traced_dtype
-from jmp_amp.plan.plan import EquationPlan, Identity, Island, Plan
+from jmp_amp.plan.plan import EquationPlan, Identity, Plan
 from jmp_amp.plan.program import binding, jaxprs, regions, source_code
 from jmp_amp.plan.program.dimensions import as_counted, as_number, sides_of
 from jmp_amp.plan.program.jaxprs import Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.rewrites.rewriting import Shared
+from jmp_amp.plan.saved.needs import Part, part_of
 from jmp_amp.plan.tables.operations import OPERATIONS
 from jmp_amp.plan.walk import Walk
 from jmp_amp.policies.dtypes import short_name
@@ -38,7 +39,7 @@ from jmp_amp.reports.costs import (
     turns_of,
 )
 from jmp_amp.reports.opaque import reason_of
-from jmp_amp.reports.rows import Cast, Equation, Saved
+from jmp_amp.reports.rows import Cast, Equation, Kept, Saved
 from jmp_amp.transform.interpreter import run
 from jmp_amp.transform.planned import PlannedCall
 from jmp_amp.transform.scopes import decided_inside, entry_of
@@ -110,12 +111,14 @@ class SavedBytes(NamedTuple):
       arguments, arguments_without: bytes of the arguments that it keeps as they are,
         under autocast and without.
       why_not: why there is no derivative; None if there is one.
+      largest: the arrays of `saved` under autocast, the largest first.
     """
 
     saved: tuple[Saved, ...] | None
     arguments: int = 0
     arguments_without: int = 0
     why_not: str | None = None
+    largest: tuple[Kept, ...] = ()
 
 
 def read_saved(call: PlannedCall, equations: Sequence[Equation]) -> SavedBytes:
@@ -163,24 +166,36 @@ def read_saved(call: PlannedCall, equations: Sequence[Equation]) -> SavedBytes:
     arguments, arguments_without = (
         sum(each.size for each in found if not each.makers) for found in residuals
     )
-    return SavedBytes(saved, arguments, arguments_without)
+    rows = [
+        Kept(path, operation, each.shape, short_name(each.dtype), each.size)
+        for each in made[0]
+        for path, operation in [_place_of(each.makers, equations)]
+    ]
+    largest = tuple(sorted(rows, key=lambda row: -row.size))
+    return SavedBytes(saved, arguments, arguments_without, largest=largest)
 
 
 def _modules_of(
     residuals: Iterable[Residual], equations: Sequence[Equation]
 ) -> dict[str, int]:
     """Returns how many bytes of `residuals` the modules of `equations` keep."""
-    known = {name for e in equations for name in e.module.split("/")}
     sizes: dict[str, int] = {}
-    for makers, size, _ in residuals:
-        path = ""
-        for eqn in makers:
-            path = _joined(path, *module_scopes(eqn))
-            # A body that the plan staged anew does not know whose function it was.
-            name = source_code.jitted_name(eqn) or ""
-            path = _joined(path, name if name in known else "")
-        sizes[path] = sizes.get(path, 0) + size
+    for each in residuals:
+        path, _ = _place_of(each.makers, equations)
+        sizes[path] = sizes.get(path, 0) + each.size
     return sizes
+
+
+def _place_of(makers: Sequence[Eqn], equations: Sequence[Equation]) -> tuple[str, str]:
+    """Returns the module that makes a residual, and the operation."""
+    known = {name for e in equations for name in e.module.split("/")}
+    path = ""
+    for eqn in makers:
+        path = _joined(path, *module_scopes(eqn))
+        # A body that the plan staged anew does not know whose function it was.
+        name = source_code.jitted_name(eqn) or ""
+        path = _joined(path, name if name in known else "")
+    return path, makers[-1].primitive.name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -228,23 +243,35 @@ class _Reader(Walk[_Slot]):
       place: where the body is.
       found: the rows of each of its equations: its own, and those of its bodies.
       casts: the casts since the last equation, with the slots that they read.
-      entering: the casts of the values that an island begins with.
       quantisations: the arrays that became 8-bit floats since the last equation.
       switched_off: for each entry of the map without fp8, why a product is not fp8.
+      again: whether the backward pass makes an equation again, by its path through
+        helpers; None asks the blocks of the body.
+      path: the path to the body through helpers.
     """
 
-    def __init__(self, place: _Place, switched_off: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        place: _Place,
+        switched_off: Mapping[int, str],
+        again: Callable[[tuple[int, ...]], bool] | None = None,
+        path: tuple[int, ...] = (),
+    ) -> None:
         self.place = place
         self.switched_off = switched_off
+        self.again = again
+        self.path = path
         self.found: dict[int, list[Equation]] = {}
         self.casts: list[tuple[_Slot, np.dtype]] = []
-        self.entering: list[Cast] = []
         self.quantisations = 0
 
     def read(
         self, plan: Plan, inputs: Sequence[_Slot]
     ) -> tuple[list[Equation], list[Cast]]:
         """Returns the equations, and the casts of outputs that none of them made."""
+        if self.again is None:
+            again = frozenset(path for each in plan.blocks for path in each.recomputed)
+            self.again = again.__contains__
         self.body(plan, inputs)
         others = self._returned()
         return [e for index in sorted(self.found) for e in self.found[index]], others
@@ -266,19 +293,11 @@ class _Reader(Walk[_Slot]):
         self.quantisations += 1
         return value
 
-    def island(
-        self, plan: Plan, island: Island, inputs: Sequence[_Slot]
-    ) -> list[_Slot]:
-        self.entering = self._noted("operand")
-        results = self.through(plan, island, inputs)
-        self._returned()
-        return results
-
     def equation(
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[_Slot]]
     ) -> list[_Slot]:
         read()
-        casts, self.entering = self.entering, []
+        casts: list[Cast] = []
         quantisations, self.quantisations = self.quantisations, 0
         operands = self._noted("operand")
         # A cast of the program's own is not one that the plan inserts.
@@ -305,8 +324,13 @@ class _Reader(Walk[_Slot]):
         row = asked_for(_row(eqn, planned, here, casts), eqn, here.inside)
         if quantisations:
             row = dataclasses.replace(row, quantisations=quantisations)
+        if not planned.bodies and self._is_again(planned):
+            row = dataclasses.replace(row, recomputed=True)
         self.found[planned.index] = [self._by_map(row, here), *rows]
         return slots
+
+    def _is_again(self, planned: EquationPlan) -> bool:
+        return self.again is not None and self.again((*self.path, planned.index))
 
     def _entry(self, eqn: Eqn) -> int | None:
         if not self.switched_off:
@@ -340,7 +364,12 @@ class _Reader(Walk[_Slot]):
             here.on_cpu,
             here.inside,
         )
-        return _Reader(place, self.switched_off).read(plan, inputs)
+        again, path = None, ()
+        if (part := part_of(eqn)) is Part.HELPER:
+            again, path = self.again, (*self.path, planned.index, number)
+        elif part is Part.RULE and self._is_again(planned):
+            again = bool  # all of it: no path is empty
+        return _Reader(place, self.switched_off, again, path).read(plan, inputs)
 
     def _noted(self, where: str) -> list[Cast]:
         """Returns the casts since the last equation."""

@@ -17,7 +17,7 @@ from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.reports import plain_data, report_tables, rows, tables
 from jmp_amp.reports.askers import by_asker
 from jmp_amp.reports.reading import inputs_of, read_plan, read_saved
-from jmp_amp.reports.rows import Asked, Cast, Costs, Equation, Reason, Saved
+from jmp_amp.reports.rows import Asked, Cast, Costs, Equation, Kept, Reason, Saved
 from jmp_amp.reports.tables import quantity
 from jmp_amp.reports.ways import Frame
 from jmp_amp.reports.why import Why
@@ -50,6 +50,8 @@ class Report:
       arguments_without: those without autocast: float32 weights.
       on_cpu: what the CPU that the plan is for runs, in words; None for a GPU or a
         TPU.
+      largest_kept: the arrays that the program computes and keeps for the backward
+        pass, the largest first; the table shows three.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -71,6 +73,7 @@ class Report:
     arguments: int = 0
     arguments_without: int = 0
     on_cpu: str | None = None
+    largest_kept: tuple[Kept, ...] = ()
     # The plan, which `why` reads: no data, and gone where the report is read from data.
     _program: Frame | None = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -192,6 +195,9 @@ class Report:
             parts.append(f"not differentiable: {self.not_differentiable}")
         else:
             parts.append(_saved_text(self))
+            if total.recomputed:
+                plural = "" if total.recomputed == 1 else "s"
+                parts.append(f"{total.recomputed} equation{plural} made again")
         where = "" if self.on_cpu is None else f" on this CPU ({self.on_cpu})"
         return f"{self.function} with {self.policy}{where}: {'; '.join(parts)}"
 
@@ -349,6 +355,7 @@ class Report:
             read["equations"] = tuple(_equation(row) for row in data["equations"])
             if data["saved"] is not None:
                 read["saved"] = tuple(Saved(**row) for row in data["saved"])
+            read["largest_kept"] = tuple(map(_kept, data["largest_kept"]))
             read["unused_rules"] = tuple(data["unused_rules"])
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(
@@ -376,6 +383,7 @@ class Report:
             report_tables.of_asked(self.asked),
             report_tables.of_reasons(self.stays_full),
             report_tables.of_casts(self.casts),
+            report_tables.of_kept(self.largest_kept),
             report_tables.of_opaque(self.opaque, self.on_cpu is not None),
             report_tables.of_unused(self.unused_rules),
         ]
@@ -412,6 +420,10 @@ def _saved_text(report: Report) -> str:
     if not held + held_without:
         return text
     return f"{text}, and of arguments {quantity(held)}B of {quantity(held_without)}B"
+
+
+def _kept(row: Mapping[str, Any]) -> Kept:
+    return Kept(**{**row, "shape": plain_data.read_shape(row["shape"])})
 
 
 def _equation(row: Mapping[str, Any]) -> Equation:
@@ -493,6 +505,7 @@ def explain(
             arguments=kept.arguments,
             arguments_without=kept.arguments_without,
             on_cpu=None if cpu is None else cpu.in_words(asked, gains, own),
+            largest_kept=kept.largest,
             _program=program,
         )
 

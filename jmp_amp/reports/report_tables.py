@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from jmp_amp.plan.tables.operations import OPERATIONS
 from jmp_amp.plan.tables.rules import FUNCTION_RULES
-from jmp_amp.reports.rows import Asked, Cast, Costs, Equation, Reason
+from jmp_amp.reports.rows import Asked, Cast, Costs, Equation, Kept, Reason
 from jmp_amp.reports.tables import Table, quantity, shape_text
 
 TOP_LEVEL = "(top level)"
@@ -79,6 +79,22 @@ def of_reasons(reasons: Iterable[Reason]) -> Table:
         for r in reasons
     ]
     return Table("What stays in f32", ("why", *numbers, "operations"), rows, numbers)
+
+
+def of_kept(kept: Iterable[Kept]) -> Table:
+    """Returns the three largest arrays that are kept for the backward pass."""
+    rows = [
+        (
+            each.module or TOP_LEVEL,
+            each.operation,
+            shape_text(each.shape),
+            each.dtype,
+            f"{quantity(each.size)}B",
+        )
+        for each in [*kept][:3]
+    ]
+    columns = ("module", "operation", "shape", "dtype", "bytes")
+    return Table("The largest kept for the backward pass", columns, rows, ("bytes",))
 
 
 def of_asked(askers: Iterable[Asked]) -> Table:

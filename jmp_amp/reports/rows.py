@@ -61,6 +61,7 @@ class Equation:
         in body 0 of equation 4. Two traces of a program agree on it.
       asked_by: who asks for half precision, if it is in half whatever the policy says:
         the program, or an autocast inside of it; else "".
+      recomputed: the backward pass makes it again, in place of what it would keep.
     """
 
     module: str
@@ -89,6 +90,7 @@ class Equation:
     is_opaque: bool = False
     identity: str = ""
     asked_by: str = ""
+    recomputed: bool = False
 
     @property
     def is_in_half(self) -> bool:
@@ -119,6 +121,25 @@ class Saved:
     copies_without: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """An array that is kept for the backward pass.
+
+    Attributes:
+      module: the path of the module that makes it.
+      operation: the name of the primitive that makes it, before casts.
+      shape: of a loop, that of all its turns.
+      dtype: its short name.
+      size: its bytes.
+    """
+
+    module: str
+    operation: str
+    shape: tuple[int, ...]
+    dtype: str
+    size: int
+
+
 class Costs(NamedTuple):
     """Sums over some equations.
 
@@ -137,6 +158,8 @@ class Costs(NamedTuple):
       fp8_matmuls: matrix products of 8-bit floats.
       fp8_flops: the operations of these.
       quantisations: the arrays that become 8-bit floats.
+      recomputed: the equations that the backward pass makes again.
+      recomputed_elements: of their results, over all runs.
     """
 
     equations: int
@@ -154,6 +177,8 @@ class Costs(NamedTuple):
     fp8_matmuls: int = 0
     fp8_flops: int = 0
     quantisations: int = 0
+    recomputed: int = 0
+    recomputed_elements: int = 0
 
 
 class Reason(NamedTuple):
@@ -215,6 +240,8 @@ def added_up(equations: Sequence[Equation], saved: Sequence[Saved]) -> Costs:
         fp8_matmuls=sum(e.fp8_matmuls for e in equations),
         fp8_flops=sum(e.fp8_flops for e in equations),
         quantisations=sum(e.quantisations for e in equations),
+        recomputed=sum(e.recomputed for e in equations),
+        recomputed_elements=sum(e.elements for e in equations if e.recomputed),
     )
 
 

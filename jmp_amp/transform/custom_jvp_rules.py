@@ -7,6 +7,9 @@ JAX's rule of `logaddexp`, which is `softplus` and `log_sigmoid` too, reads the 
 `exp(x - logaddexp(x, y))`. It needs the result in f32: rounded to bf16, a result of 20
 is off by .06, and the derivative by 6 %. So XLA keeps f32 activations for the backward
 pass. `logistic(x - y)` is the same number, made of the operands alone.
+
+JAX's rule of `relu` reads the argument: it is positive where the result is. The result
+is what the next product reads and keeps, so there is nothing else to keep.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jmp_amp.plan.dataflow.dead_code import without_dead_code
 from jmp_amp.plan.program import binding, source_code
 from jmp_amp.plan.program.jaxprs import ClosedJaxpr, Eqn, Value, aval_of
+from jmp_amp.plan.saved.needs import KEPT, is_of_result
 from jmp_amp.policies.dtypes import F32
 
 
@@ -41,13 +46,13 @@ def trace_derivative_rule(eqn: Eqn, differentiated: Sequence[int]) -> ClosedJaxp
         results, result_tangents = jax.jvp(call, moving, tangents)
         return results, [t for t in result_tangents if t.dtype != jax.dtypes.float0]
 
-    avals = tuple(v.aval for v in eqn.invars)
-    traced = jax.make_jaxpr(rule)(avals, tuple(avals[i] for i in differentiated))
-    return without_dead_code(traced)
+    return _traced(eqn, differentiated, rule)
 
 
 def trace_rule_for_half(eqn: Eqn, differentiated: Sequence[int]) -> ClosedJaxpr:
     """Returns the rule for a call in half precision, see `trace_derivative_rule`."""
+    if is_of_result(eqn):
+        return _traced(eqn, differentiated, functools.partial(_relu, eqn))
     factor = _FACTORS.get(source_code.function_name(eqn) or "")
     dtypes = {aval_of(v).dtype for v in (*eqn.invars, *eqn.outvars)}
     if factor is None or not source_code.is_of_library(eqn) or dtypes != {F32}:
@@ -62,9 +67,25 @@ def trace_rule_for_half(eqn: Eqn, differentiated: Sequence[int]) -> ClosedJaxpr:
         ]
         return binding.bind(eqn, operands), [functools.reduce(jnp.add, terms)]
 
+    return _traced(eqn, differentiated, rule)
+
+
+def _traced(
+    eqn: Eqn, differentiated: Sequence[int], rule: Callable[..., object]
+) -> ClosedJaxpr:
+    """Returns the jaxpr of a rule: (operands, tangents) -> (results, tangents)."""
     avals = tuple(v.aval for v in eqn.invars)
     traced = jax.make_jaxpr(rule)(avals, tuple(avals[i] for i in differentiated))
     return without_dead_code(traced)
+
+
+def _relu(
+    eqn: Eqn, operands: Sequence[Value], tangents: Sequence[Value]
+) -> tuple[Sequence[Value], Sequence[Value]]:
+    """The rule of `relu`, made of the result alone."""
+    (result,), (tangent,) = binding.bind(eqn, operands), tangents
+    result = checkpoint_name(result, KEPT)
+    return [result], [jnp.where(result > 0, tangent, jnp.zeros_like(tangent))]
 
 
 def _of_logaddexp(own: jax.Array, other: jax.Array) -> jax.Array:

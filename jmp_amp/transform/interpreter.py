@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from contextlib import nullcontext
 from typing import Any, NoReturn, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.plan.dataflow.values import is_inexact
-from jmp_amp.plan.islands.island_cache import NO_LIKENESS, Likeness, likeness
-from jmp_amp.plan.plan import EquationPlan, Island, Plan
+from jmp_amp.plan.plan import Block, EquationPlan, Key, Plan
 from jmp_amp.plan.program import binding, constructs, jaxprs, meshes, source_code
 from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
 from jmp_amp.plan.program.jaxprs import ClosedJaxpr, Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.rewrites.rewriting import Shared
-from jmp_amp.plan.walk import Walk
+from jmp_amp.plan.saved.needs import KEPT
+from jmp_amp.plan.walk import Values, Walk
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.transform import linen_modules, scopes
+from jmp_amp.transform.blocks import Run, run_block
 from jmp_amp.transform.derivatives import planned_rule
 from jmp_amp.transform.functions import check_function, wraps
 from jmp_amp.transform.marking import Marks
@@ -237,10 +239,12 @@ class _Decorator(functools.partial[Any]):
 _NO_MARKS = Marks()
 
 
-def run(plan: Plan, args: Sequence[Value], marks: Marks = _NO_MARKS) -> list[jax.Array]:
+def run(
+    plan: Plan, args: Sequence[Value], marks: Marks = _NO_MARKS, recomputes: bool = True
+) -> list[jax.Array]:
     """Runs the planned body on `args`, one for each of its inputs."""
     try:
-        return Replay(marks=marks).body(plan, args)
+        return Replay(recomputes=recomputes, marks=marks).body(plan, args)
     except KeyError as error:
         # A transformation without a rule for `jax.checkpoint`, as jet is, looks for one
         # in a dictionary. A checkpoint changes what a backward pass saves, and what
@@ -257,9 +261,11 @@ class Replay(Walk[Value]):
       marks: what it leaves on the equations that it binds.
       staged: the bodies that were staged, each of them once. They are closed jaxprs and
         hold no tracers, so the traces inside `jax.checkpoint` share them too.
-      islands: what computes the islands, each kind of them once.
       differentiable: False inside the primal of a `custom_jvp`, which has a rule.
-      recomputes: whether a backward pass is to compute islands again.
+      blocks: what runs the blocks, each kind of them once.
+      recomputes: whether it runs the blocks of the plan as such.
+      block_kept: inside a block, what of it is kept, see `Block`.
+      path: inside a block, the way through helpers to the body.
     """
 
     def __init__(
@@ -267,10 +273,14 @@ class Replay(Walk[Value]):
         differentiable: bool = True,
         recomputes: bool = True,
         marks: Marks = _NO_MARKS,
+        block_kept: Mapping[tuple[int, ...], frozenset[Key]] | None = None,
+        path: tuple[int, ...] = (),
     ):
         self.marks = marks
         self.staged: dict[Plan, ClosedJaxpr] = {}
-        self.islands: dict[Hashable, Callable[..., list[Value]]] = {}
+        self.blocks: dict[Hashable, Run] = {}
+        self.block_kept = block_kept or {}
+        self.path = path
         self.differentiable = differentiable
         self.recomputes = recomputes
 
@@ -304,48 +314,26 @@ class Replay(Walk[Value]):
             found = shared.quantiser(jax.lax.stop_gradient(value))
             return found.to_keep(shared.name)
 
-    def border(self, eqn: Eqn, planned: EquationPlan) -> AbstractContextManager[object]:
-        if not self.marks.tells_equations:
-            return nullcontext()
-        stack = ExitStack()
-        stack.enter_context(binding.source_of(eqn))
-        stack.enter_context(self.marks.border(planned))
-        return stack
+    def keeps(self) -> Set[Key]:
+        return self.block_kept.get(self.path, frozenset())
 
-    def island(
-        self, plan: Plan, island: Island, inputs: Sequence[Value]
-    ) -> list[Value]:
-        # A marked equation is one of a kind.
-        marked = self.marks.tells_equations
-        like = NO_LIKENESS if marked else likeness(plan, island)
-        with binding.inside(like.scopes):
-            compute = self._computed(plan, island, like)
-            if not self.recomputes:
-                return compute(*inputs)
-            # With marks it is measured, and as a call of its own it compiles longer.
-            apart = island.apart and not marked
-            return jax.checkpoint(compute, prevent_cse=apart)(*inputs)
+    def kept(self, value: Value) -> Value:
+        return checkpoint_name(value, KEPT)
 
-    def _computed(
-        self, plan: Plan, island: Island, like: Likeness
-    ) -> Callable[..., list[Value]]:
-        """Returns what computes an island: one function for all that are alike.
-
-        JAX traces and differentiates it once.
-        """
-        if like.key in self.islands:
-            return self.islands[like.key]
-        eqns = {i: like.inside(plan.body.jaxpr.eqns[i]) for i in island.equations}
+    def block(self, values: Values[Value], block: Block) -> None:
+        if not self.recomputes:
+            self.through(values, block.start, block.stop)
+            return
         # Not this replay, which holds the function: the arrays of the plan would stay
         # until Python collects garbage.
-        replay = Replay(self.differentiable, self.recomputes, self.marks)
-
-        def compute(*inputs: Value) -> list[Value]:
-            return replay.through(plan, island, inputs, eqns)
-
-        if like.key is not None:
-            self.islands[like.key] = compute
-        return compute
+        replay = (
+            Replay(self.differentiable, False, self.marks, block.kept, at=block.start)
+            if False
+            else Replay(self.differentiable, False, self.marks, block.kept)
+        )
+        # A marked equation is one of a kind.
+        known = None if self.marks.tells_equations else self.blocks
+        run_block(values, block, replay, known)
 
     def equation(
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[Value]]
@@ -355,6 +343,12 @@ class Replay(Walk[Value]):
             if planned.bodies:
                 return self._call(eqn, planned, operands)
             bound = self.marks.results(eqn, self.bound(eqn, planned, operands))
+            keeps = self.keeps()
+            if keeps:
+                bound = [
+                    self.kept(x) if (v, None) in keeps else x
+                    for v, x in zip(eqn.outvars, bound, strict=True)
+                ]
             with self.marks.cast():
                 return [
                     x if dtype is None else binding.converted(x, dtype)
@@ -384,7 +378,7 @@ class Replay(Walk[Value]):
         if jaxprs.is_custom_jvp(eqn):
             return self._custom_jvp(eqn, planned, operands)
         if source_code.is_helper(eqn):
-            return self.body(bodies[0], operands)
+            return self._inside(planned).body(bodies[0], operands)
         if jaxprs.is_shard_map(eqn):
             return constructs.bind_shard_map(
                 eqn, lambda *shards: self._apart(bodies[0], shards), operands
@@ -394,6 +388,15 @@ class Replay(Walk[Value]):
             for inner, plan in zip(jaxprs.inner_bodies(eqn), bodies, strict=True)
         ]
         return binding.bind_staged(eqn, staged, operands)
+
+    def _inside(self, planned: EquationPlan) -> Replay:
+        """Returns the replay of the body of a helper, which is written out."""
+        path = (*self.path, planned.index, 0)
+        replay = Replay(
+            self.differentiable, self.recomputes, self.marks, self.block_kept, path
+        )
+        replay.staged = self.staged
+        return replay
 
     def _apart(self, plan: Plan, args: Sequence[Value]) -> list[Value]:
         """Runs a body that is traced apart."""
@@ -421,7 +424,9 @@ class Replay(Walk[Value]):
         inexact = [jnp.issubdtype(aval_of(v).dtype, jnp.inexact) for v in eqn.outvars]
 
         def primal(*xs: Value) -> list[Value]:
-            replay = Replay(differentiable=False, marks=self.marks)
+            replay = Replay(
+                differentiable=False, recomputes=self.recomputes, marks=self.marks
+            )
             return replay._apart(body, xs)
 
         primal.__name__ = source_code.function_name(eqn) or primal.__name__
@@ -439,7 +444,7 @@ class Replay(Walk[Value]):
             rule = planned_rule(eqn, planned, differentiated)
             self.marks.derivative(rule, eqn, planned)
             moving = [tangents[i] for i in differentiated]
-            both = run(rule, [*xs, *moving], self.marks)
+            both = run(rule, [*xs, *moving], self.marks, self.recomputes)
             results, remaining = both[: len(inexact)], iter(both[len(inexact) :])
             result_tangents = [
                 next(remaining)

@@ -20,8 +20,7 @@ _NONE = contextlib.nullcontext()
 class Marks:
     """The marks of a plain replay: none."""
 
-    # Whether every equation has marks of its own, and every cast at the border of an
-    # island.
+    # Whether every equation has marks of its own.
     tells_equations = False
 
     def equation(self, planned: EquationPlan) -> _Scope:
@@ -30,10 +29,6 @@ class Marks:
 
     def body(self) -> _Scope:
         """Returns the scope of a body that is traced apart from those around it."""
-        return _NONE
-
-    def border(self, planned: EquationPlan) -> _Scope:
-        """Returns the scope of a cast that an island makes for one of its equations."""
         return _NONE
 
     def cast(self) -> _Scope:

@@ -227,7 +227,7 @@ def test_layers_are_still_scanned_and_computed_again_in_the_backward_pass(policy
         eqn for eqn in equations(step_program(policy)) if eqn.primitive.name == "scan"
     ]
     assert {eqn.params["length"] for eqn in scans} == {TINY.layers}
-    # Autocast itself computes islands of f32 again; they have no matmuls.
+    # Autocast itself makes operations again; they have no matmuls.
     matmuls = [
         sum(
             eqn.primitive.name == "dot_general"

@@ -15,6 +15,7 @@ import pytest
 from jax.experimental import topologies
 
 import jmp_amp as amp
+from jmp_amp.plan.saved.needs import KEPT
 from tests import h100, kept
 from tests.fp8.models import Gpt, Mlp, aval, training_step
 from tests.fp8.on_h100 import read
@@ -283,8 +284,8 @@ def test_a_linear_saves_its_operands_in_8_bits():
 def test_an_mlp_saves_at_most_three_quarters():
     # What the derivatives of silu and gelu save besides is the same in both.
     mixed, fp8 = (
-        saved_bytes(lambda args: MLP.loss(*args), MLP.shapes(), policy)
-        for policy in (MIXED, FP8)
+        saved_bytes(lambda args: MLP.loss(*args), MLP.shapes(), f"{policy},s=all")
+        for policy in ("p=f32,c=bf16,o=f32", "p=f32,c=bf16,o=f32,m=fp8")
     )
     assert fp8 <= 0.75 * mixed
 
@@ -355,7 +356,10 @@ def test_a_plain_policy_leaves_no_trace_of_fp8():
             for policy in (amp.Policy(), amp.Policy(matmul=None), MIXED)
         ]
         assert len({str(each) for each in programs}) == 1
-        names = {eqn.primitive.name for eqn in equations(programs[0])}
-        assert not {"name", "custom_linear_solve", "optimization_barrier"} & names
+        found = equations(programs[0])
+        names = {eqn.primitive.name for eqn in found}
+        assert not {"custom_linear_solve", "optimization_barrier"} & names
+        named = {e.params["name"] for e in found if e.primitive.name == "name"}
+        assert named <= {KEPT}
         dtypes = {str(v.aval) for e in equations(programs[0]) for v in e.outvars}
         assert not any("float8" in text or "uint8" in text for text in dtypes)

@@ -469,7 +469,7 @@ class Readers(nn.Module):
         return jnp.sum(both)
 
 
-def test_a_cast_that_leaves_an_island_is_in_the_module_that_reads_it():
+def test_a_cast_that_leaves_a_softmax_is_in_the_module_that_reads_it():
     model, x = Readers(), jnp.ones((16, 16))
     params = model.init(jax.random.key(0), x)
     d = amp.diagnose(model.apply, "mixed_bfloat16")(params, x)

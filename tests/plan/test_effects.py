@@ -35,7 +35,7 @@ def test_a_print_changes_nothing_that_is_saved_for_the_backward_pass():
     assert saved(True) == saved(False)
 
 
-def test_prints_around_an_island_come_in_their_order(capfd):
+def test_prints_around_a_softmax_come_in_their_order(capfd):
     w = jnp.full((64, 64), 1 / 8)
     compiled = jax.jit(jax.grad(amp.autocast(lambda w, x: attention(w, x, True))))
     compiled(w, jnp.full((64, 64), 2.0))
@@ -69,9 +69,9 @@ def run(fn: Any) -> float:
     return float(value)
 
 
-def test_an_island_does_not_reach_over_two_effects():
+def test_a_block_does_not_reach_over_two_effects():
     # exp(h) goes into the first call, and the second call's result into what else reads
-    # h in f32: as one island they would wait for each other.
+    # h in f32: as one block they would wait for each other.
     notes = Notes()
 
     def fn(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -86,8 +86,8 @@ def test_an_island_does_not_reach_over_two_effects():
     assert notes.names == ["first", "second"]
 
 
-def test_an_effect_does_not_run_early_because_an_island_reads_its_result():
-    # The product needs the island, the island needs the second call, and the first call
+def test_an_effect_does_not_run_early_because_a_block_reads_its_result():
+    # The product needs the block, the block needs the second call, and the first call
     # is before the second one.
     notes = Notes()
 

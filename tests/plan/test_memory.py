@@ -219,10 +219,10 @@ def softmax_of(function):
 )
 def test_a_softmax_of_a_dear_function_is_computed_again_apart(function, apart, half):
     fn = autocast(softmax_of(function), half)
-    (island,) = (
+    (block,) = (
         eqn
         for eqn in equations(jax.make_jaxpr(fn)(W).jaxpr)
         if eqn.primitive.name in ("checkpoint", "remat2")
     )
-    assert island.params["prevent_cse"] is apart
+    assert np.any(block.params["prevent_cse"]) == apart
     assert_gradient_is_only_rounded(softmax_of(function), W)

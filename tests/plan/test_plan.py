@@ -548,7 +548,7 @@ def test_a_norm_takes_half_and_keeps_its_own_parameters_in_f32(half):
     assert not [c for c in casts if c[0] == "(16,)"]  # scale and bias
 
 
-# Islands
+# What f32 operations between half-precision values keep
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
@@ -565,7 +565,7 @@ def test_a_softmax_between_half_values_saves_no_f32(half, wrap):
 
 
 @pytest.mark.parametrize(
-    "island",
+    "function",
     [
         lambda h: jnp.sum(-jax.nn.softmax(h) * jax.nn.log_softmax(h)),
         lambda h: jnp.log1p(jnp.var(h)),
@@ -574,9 +574,9 @@ def test_a_softmax_between_half_values_saves_no_f32(half, wrap):
     ],
     ids=["entropy", "variance", "unit", "loss"],
 )
-def test_f32_operations_between_half_values_save_no_f32(half, island):
+def test_f32_operations_between_half_values_save_no_f32(half, function):
     def fn(x, w):
-        return jnp.sum(island(x @ w))
+        return jnp.sum(function(x @ w))
 
     x = jax.random.normal(jax.random.key(0), (8, 16))
     w = jax.random.normal(jax.random.key(1), (16, 16))
@@ -590,7 +590,7 @@ def test_f32_operations_between_half_values_save_no_f32(half, island):
     assert error < 4 * float(jnp.finfo(half).eps)
 
 
-def test_two_islands_that_read_one_activation_are_one(half):
+def test_what_reads_one_activation_in_f32_is_differentiated_as_one(half):
     """Else each would round its gradient before they are summed."""
 
     def fn(x, w):
@@ -603,7 +603,7 @@ def test_two_islands_that_read_one_activation_are_one(half):
     assert sums and ("float32",) * 3 in sums and (half,) * 3 not in sums
 
 
-def test_an_island_reads_in_f32_what_is_read_in_f32_outside_of_it(half):
+def test_gradients_of_what_is_read_in_f32_are_added_up_in_f32(half):
     """Else its gradient would be rounded before it is added to the other one."""
 
     def fn(x, w):
@@ -651,18 +651,7 @@ def test_an_f32_value_that_comes_back_through_half_does_not_wait_for_itself(half
     assert error < 8 * float(jnp.finfo(half).eps)
 
 
-def test_an_island_hands_out_what_its_readers_read(half):
-    def fn(x, w):
-        h = jax.nn.softmax(x @ w)
-        return h @ w, jnp.sum(jnp.cumsum(jax.nn.softmax(x @ w.T), axis=0))
-
-    jaxpr = jax.make_jaxpr(autocast(fn, half))(X, W)
-    marks = [e for e in equations(jaxpr) if e.primitive.name in REMAT]
-    results = [[v.aval.dtype.name for v in e.outvars] for e in marks]
-    assert sorted(results) == [[half], ["float32"]]
-
-
-def test_an_island_inside_a_checkpoint_is_not_marked_again(half):
+def test_what_is_inside_a_checkpoint_is_not_marked_again(half):
     def attend(x, w):
         return jax.checkpoint(lambda x: jax.nn.softmax(x @ w) @ w)(x)
 
@@ -671,7 +660,7 @@ def test_an_island_inside_a_checkpoint_is_not_marked_again(half):
     assert len(marks) == 1
 
 
-def test_islands_that_only_the_results_read_run_in_the_order_of_what_they_read(half):
+def test_what_only_the_results_read_runs_in_the_order_of_what_it_reads(half):
     def fn(x, w, v):
         first = jnp.exp(x @ w).astype(half)
         begun = jnp.log(jnp.exp(jnp.exp(first.astype("float32"))))

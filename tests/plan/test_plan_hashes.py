@@ -65,17 +65,19 @@ PROGRAMS: dict[str, dict[str, Maker]] = {
 
 def rows(plan: Plan, path: tuple[int, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """What a plan says of each equation, and of the outputs of each body."""
-    islands = {i: n for n, each in enumerate(plan.islands) for i in each.equations}
     for planned, eqn in zip(plan.equations, plan.body.jaxpr.eqns, strict=True):
         here = (*path, planned.index)
         yield (
             *(here, eqn.primitive.name, str(planned.dtype)),
             *(list(map(str, planned.reads)), list(map(str, planned.writes))),
-            *(planned.rewrite is not None, islands.get(planned.index)),
+            planned.rewrite is not None,
         )
         for number, body in enumerate(planned.bodies):
             yield from rows(body, (*here, number))
     yield path, list(map(str, plan.outputs))
+    for block in plan.blocks:
+        kept = sum(map(len, block.kept.values()))
+        yield (path, block.start, block.stop, kept, sorted(block.recomputed))
 
 
 def digest(fn: Callable[..., Any], args: Args, policy: str) -> str:

@@ -85,11 +85,8 @@ def test_what_reads_a_costly_f32_value_for_half_is_half(name, half):
         return jnp.sin(jnp.cos(COSTLY[name](X @ w)) + 1.0) @ w
 
     mixed = autocast(fn, half)
-    outside = jax.make_jaxpr(mixed)(W).eqns
     found = {
-        e.primitive.name: e.outvars[0].aval.dtype.name
-        for e in outside
-        if e.primitive.name in ("cos", "add", "sin")
+        name: results_of(mixed, W, primitive=name)[-1] for name in ("cos", "add", "sin")
     }
     assert found == {"cos": half, "add": half, "sin": half}
     assert_loss_is_only_rounded(fn, W, roundings=16)

@@ -98,8 +98,10 @@ def policies(draw):
     members = sorted(draw(names))
     classes = [draw(st.sampled_from(["low", "full", "follow"])) for _ in members]
     pairs = list(zip(members, classes, strict=True))
+    param, compute, output = (draw(st.sampled_from(FLOATS)) for _ in range(3))
     return amp.Policy(
-        *(draw(st.sampled_from(FLOATS)) for _ in range(3)),
+        *(param, compute, output),
+        saved=draw(st.sampled_from([None, "all", "auto", "least"])),
         low={name for name, its_class in pairs if its_class == "low"},
         full={name for name, its_class in pairs if its_class == "full"},
         follow={name for name, its_class in pairs if its_class == "follow"},
@@ -241,7 +243,8 @@ FORMS = (
         (
             "x=f16",
             "unknown key 'x'. Use p (params), c (compute), o (output), low, full or "
-            "follow.",
+            "follow. Products in fp8 are m (matmul), what the backward pass keeps is s "
+            "(saved).",
         ),
         ("c=f16,c=f32", '"c=" sets compute_dtype a second time. Set it once.'),
         ("c=f16,compute=f16", '"compute=" sets compute_dtype a second time.'),

@@ -146,6 +146,18 @@ def test_the_program_rounds_the_operands_of_fp8_products_alone():
     assert quantisations(amp.autocast(fn, "fp8"), *args) == 4
 
 
+@pytest.mark.parametrize("word", ["all", "auto", "least"])
+def test_heads_save_what_the_recipe_says_and_excluded_layers_all(word):
+    policies = amp.recipe("fp8", saved=word, excluded_layers=["**/gate"]).policy
+    assert policies.default == amp.Policy(matmul=amp.Fp8(), saved=word)
+    heads = [each for _, each in policies.entries if each.compute_dtype == BF16]
+    assert len(heads) == len(HEADS) + 1
+    assert set(heads) == {amp.Policy(saved=word)}
+    assert {each.saved for each in heads} == {word}
+    full = [each for _, each in policies.entries if each.compute_dtype == F32]
+    assert full and not any(each.says_saved for each in full)
+
+
 @pytest.mark.parametrize("model", [Tied(), TiedByHand()], ids=["Embed", "other class"])
 def test_an_embedding_that_makes_logits_is_bfloat16_in_linen(model):
     found = products(amp.recipe("fp8"), *called(model, tokens()))

@@ -351,6 +351,52 @@ def test_a_recipe_prints_the_operations_that_were_moved():
     assert "Operations" not in str(amp.recipe("O1", "bfloat16"))
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("word", [None, "all", "auto", "Least "])
+def test_a_recipe_saves_what_it_is_told(name, word):
+    plain = amp.recipe(name)
+    compute = in_force(plain).compute_dtype
+    recipe = amp.recipe(name, saved=word)
+    default = "all" if compute == F32 else "auto"
+    said = default if word is None else word.strip().lower()
+    assert in_force(recipe).saved == said
+    assert (recipe.policy == plain.policy) == (said == default)
+    # Nothing else changes.
+    others = "system cast_model_type keep_batchnorm_fp32 master_weights enabled".split()
+    for field in others:
+        assert getattr(recipe, field) == getattr(plain, field)
+
+
+def in_force(recipe):
+    policy = recipe.policy
+    return policy.default if isinstance(policy, amp.PolicyMap) else policy
+
+
+def test_a_recipe_prints_what_it_saves():
+    text = str(amp.recipe("O1", "bfloat16", saved="least"))
+    assert "Saved for backward: least." in text
+    for saved in (None, "auto"):
+        assert "Saved" not in str(amp.recipe("O1", "bfloat16", saved=saved))
+
+
+def test_lists_and_excluded_layers_leave_what_is_saved():
+    lists = {"custom_white_list": {"tanh"}, "custom_black_list": {"exp"}}
+    recipe = amp.recipe("O1", "f16", saved="least", **lists)
+    assert str(recipe.policy) == "p=f32,c=f16,o=f32,s=least,low=tanh,full=exp"
+    recipe = amp.recipe("O1", "f16", saved="least", excluded_layers=["**/head"])
+    assert str(recipe.policy) == "p=f32,c=f16,o=f32,s=least; **/head: p=f32,c=f32,o=f32"
+    assert recipe.policy.entries[0][1].saved == "all"
+
+
+def test_what_is_not_enabled_saves_all():
+    assert amp.recipe("O1", saved="least", enabled=False).policy.saved == "all"
+
+
+def test_a_word_in_the_place_of_another_override_is_pointed_at():
+    with pytest.raises(TypeError, match=r"save='all'\): .*Did you mean saved\?"):
+        amp.recipe("O1", save="all")
+
+
 def test_a_recipe_skips_on_all_devices_of_an_axis():
     recipe = amp.recipe("O1", "f16")
     tx = recipe.wrap(optax.sgd(1.0), axis_name="d")

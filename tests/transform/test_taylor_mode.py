@@ -19,7 +19,7 @@ X = jax.random.normal(jax.random.key(2), (4, 8))
 
 
 def attention(w):
-    """A softmax between products: an island, which is a checkpoint."""
+    """A softmax between products: a block, which is a checkpoint."""
     return jnp.sum((jax.nn.softmax(X @ w) @ w) ** 2)
 
 

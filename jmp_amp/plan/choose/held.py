@@ -21,16 +21,23 @@ from jmp_amp.policies.dtypes import F32, is_half
 class Held:
     """The dtypes that the variables of a body are held in, as far as it is settled."""
 
-    def __init__(self, flow: Flow, inputs: Dtypes):
+    def __init__(self, flow: Flow, inputs: Dtypes, alive: Sequence[bool]):
+        """Begins with the inputs; `alive` says which are arguments of the program."""
         jaxpr = flow.body.jaxpr
         self.flow = flow
         self.dtypes: dict[Var, np.dtype | None] = {
             **dict(zip(jaxpr.invars, inputs, strict=True)),
             **{var: traced_dtype(var) for var in jaxpr.constvars},
         }
+        inputs_alive = (v for v, each in zip(jaxpr.invars, alive, strict=True) if each)
+        self._alive = {*jaxpr.constvars, *inputs_alive}
 
     def of(self, atom: Atom) -> np.dtype | None:
         return traced_dtype(atom) if isinstance(atom, Literal) else self.dtypes[atom]
+
+    def is_alive(self, atom: Atom) -> bool:
+        """Whether a value is an argument of the program or a constant."""
+        return isinstance(atom, Literal) or atom in self._alive
 
     def free_in_f32(self) -> frozenset[Var]:
         """Returns the free f32 variables, see `Plan.cast_per_use`."""

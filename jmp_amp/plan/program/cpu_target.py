@@ -63,7 +63,11 @@ class Cpu(NamedTuple):
         return "no product in bf16, so all is f32"
 
     def runs(self, asked: Policy) -> Policy:
-        """Returns the policy of all operations but products."""
+        """Returns the policy of all operations but products.
+
+        What the backward pass keeps is what `asked` says. If it does not say it, that
+        is "all": a CPU would rather read than compute again.
+        """
         return _in_f32(asked)
 
 

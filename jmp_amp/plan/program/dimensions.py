@@ -7,6 +7,7 @@ All comparisons of sizes are here.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -30,6 +31,12 @@ def as_number(size: int) -> int:
 def as_counted(shape: Sequence[int]) -> tuple[int, ...]:
     """Returns a shape to count elements of; a symbolic size is that of one example."""
     return tuple(1 if is_symbolic_dim(n) else n for n in shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def elements_of(shape: tuple[int, ...]) -> int:
+    """Returns the elements of an array, with `as_counted` sizes."""
+    return math.prod(as_counted(shape))
 
 
 def is_larger(size: int, other: int, *, unless_known: bool) -> bool:

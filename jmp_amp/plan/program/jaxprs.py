@@ -23,6 +23,7 @@ Eqn = core.JaxprEqn
 Var = core.Var
 Literal = core.Literal
 DropVar = core.DropVar
+Primitive = core.Primitive
 Atom = Var | Literal
 Jaxpr = core.Jaxpr
 ClosedJaxpr = core.ClosedJaxpr

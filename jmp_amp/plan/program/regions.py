@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 
 from jmp_amp.plan.program.cpu_target import Cpu
+from jmp_amp.policies.dtypes import is_half
 from jmp_amp.policies.policy import Policy, get_policy
 
 # The whole of a name, with all three dtypes. Names stand between slashes, and between
@@ -35,12 +36,15 @@ class Region(NamedTuple):
       asked: as the caller wrote it.
       cpu: the CPU that the plan is for; None for a GPU or a TPU, whose `policy` is
         what was asked.
+      saved: what is kept for the backward pass. A policy in f32 that does not say it,
+        as that of a norm, has that of the region around it.
     """
 
     path: str
     policy: Policy
     asked: Policy
     cpu: Cpu | None = None
+    saved: str = "all"
 
     def holds(self, other: Region) -> bool:
         """Whether `other` is this region or lies inside it."""
@@ -51,10 +55,15 @@ class Region(NamedTuple):
         )
 
 
-def region_at(path: str, asked: Policy, cpu: Cpu | None) -> Region:
-    """Returns the region of a scope whose policy is `asked`."""
+def region_at(
+    path: str, asked: Policy, cpu: Cpu | None, outer: Region | None = None
+) -> Region:
+    """Returns the region of a scope whose policy is `asked`, inside of `outer`."""
     policy = asked if cpu is None else cpu.runs(asked)
-    return Region(path, policy, asked, cpu)
+    saved = policy.saved
+    if outer is not None and not is_half(asked.compute_dtype) and not asked.says_saved:
+        saved = outer.saved
+    return Region(path, policy, asked, cpu, saved)
 
 
 @contextlib.contextmanager
@@ -80,7 +89,9 @@ def _region_of(scopes: str, outer: Region) -> Region:
     found = list(_SCOPE.finditer(plain))
     if not found:
         return outer
-    innermost = found[-1]
-    path = plain[: innermost.end()]
-    path = f"{outer.path}/{path}" if outer.path else path
-    return region_at(path, get_policy(innermost[1]), outer.cpu)
+    region = outer
+    for each in found:
+        path = plain[: each.end()]
+        path = f"{outer.path}/{path}" if outer.path else path
+        region = region_at(path, get_policy(each[1]), outer.cpu, region)
+    return region

@@ -91,6 +91,8 @@ class Row(NamedTuple):
         operand; None takes the range of all operands, a guess for a sum or a product.
       role: the part that it plays in a pattern, if any.
       ranks: whether it compares elements to say where they are, or to move others.
+      once: whether XLA computes it once for all kernels that read it, because it takes
+        long: other operations on elements it makes again in each of them.
       rational: whether it is arithmetic, as in a numerical method, and no activation of
         a network; None takes what holds of its kind, see `RATIONAL`.
     """
@@ -102,6 +104,7 @@ class Row(NamedTuple):
     role: Role | None = None
     ranks: bool = False
     rational: bool | None = None
+    once: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +162,7 @@ GROUPS = (
             Row("exp", CHEAP, RESULT, np.exp, Role.CURVES),
             Row("exp2", CHEAP, RESULT, np.exp2, Role.CURVES),
             Row("expm1", CHEAP, RESULT, np.expm1),
-            Row("pow", CHEAP, OPERANDS, np.power, rational=True),
+            Row("pow", CHEAP, OPERANDS, np.power, rational=True, once=True),
             Row(
                 "rsqrt",
                 CHEAP,
@@ -170,7 +173,7 @@ GROUPS = (
             ),
             Row("sinh", CHEAP, OPERANDS),
             Row("cosh", CHEAP, OPERANDS),
-            Row("tan", CHEAP, RESULT, role=Role.CURVES),
+            Row("tan", CHEAP, RESULT, role=Role.CURVES, once=True),
         ),
     ),
     Group(
@@ -312,13 +315,13 @@ GROUPS = (
             Row("square", CHEAP, OPERANDS, np.square),
             Row("sqrt", CHEAP, RESULT, np.sqrt),
             Row("cbrt", CHEAP, RESULT),
-            Row("tanh", CHEAP, RESULT, (-1.0, 1.0), Role.CURVES),
+            Row("tanh", CHEAP, RESULT, (-1.0, 1.0), Role.CURVES, once=True),
             Row("logistic", CHEAP, RESULT, (-1.0, 1.0), Role.CURVES),
-            Row("sin", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES),
-            Row("cos", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES),
+            Row("sin", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, once=True),
+            Row("cos", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, once=True),
             Row("erf", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES),
-            Row("erfc", CHEAP, OPERANDS, role=Role.CURVES),
-            *_named(CHEAP, OPERANDS, "atan", rational=False),
+            Row("erfc", CHEAP, OPERANDS, role=Role.CURVES, once=True),
+            Row("atan", CHEAP, OPERANDS, rational=False, once=True),
             Row("sign", CHEAP, NOTHING, (-1.0, 1.0), rational=False),
             Row("floor", CHEAP, NOTHING, role=Role.COUNTS),
             Row("ceil", CHEAP, NOTHING, role=Role.COUNTS),
@@ -382,3 +385,20 @@ def is_rational(name: str) -> bool:
 def is_cheap(name: str) -> bool:
     """Whether a primitive is computed again in the backward pass, not saved."""
     return name in _CHEAP
+
+
+# A lookup moves data, whatever it costs; a count reads nothing.
+_MADE_AGAIN = (_CHEAP | {"iota"}) - {n for n, r in _ROLES.items() if r is Role.LOOKS_UP}
+
+
+def is_made_again(name: str) -> bool:
+    """Whether the backward pass may make the result of a primitive again."""
+    return name in _MADE_AGAIN
+
+
+_ONCE = frozenset(name for name, each in OPERATIONS.items() if each.row.once)
+
+
+def is_computed_once(name: str) -> bool:
+    """Whether XLA computes a primitive once for all that reads it."""
+    return name in _ONCE

@@ -1,4 +1,4 @@
-"""Islands that are alike: traced once, and each with its own names and values."""
+"""Blocks that are alike: traced once, and each with its own names and values."""
 
 import gc
 import re
@@ -20,7 +20,7 @@ W = jax.random.normal(jax.random.key(1), (WIDTH, WIDTH)) / WIDTH**0.5
 
 
 def checkpoints(fn, *args):
-    """Returns the bodies of the islands of a function."""
+    """Returns the bodies of the blocks of a function."""
     jaxpr = jax.make_jaxpr(amp.autocast(fn))(*args)
     return [
         e.params["jaxpr"]
@@ -30,7 +30,7 @@ def checkpoints(fn, *args):
 
 
 def kinds(fn, *args):
-    """Returns how many islands a function has, and how many of them are traced."""
+    """Returns how many blocks a function has, and how many of them are traced."""
     found = checkpoints(fn, *args)
     return len(found), len({id(body) for body in found})
 
@@ -87,7 +87,7 @@ def test_literals_are_told_by_their_bits(value):
     assert np.signbit(value) == (want[0] != want[1])
 
 
-def test_every_island_has_the_names_of_its_layer():
+def test_every_block_has_the_names_of_its_layer():
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -117,7 +117,7 @@ def test_every_island_has_the_names_of_its_layer():
     assert all(len(set(re.findall(r"Layer_\d", name))) == 1 for name in named), named
 
 
-def test_scopes_inside_of_an_island_stay_apart():
+def test_scopes_inside_of_a_block_stay_apart():
     def each(scores, number):
         with jax.named_scope(f"inner_{number}"):
             scores = jnp.tanh(scores)
@@ -193,7 +193,7 @@ def test_shapes_may_differ():
         assert np.linalg.norm(g - want) < 0.05 * np.linalg.norm(want)
 
 
-def test_islands_hold_no_tracers():
+def test_blocks_hold_no_tracers():
     loss = amp.autocast(layers(lambda s, i: jax.nn.softmax(s)))
     with jax.checking_leaks():
         jax.make_jaxpr(jax.grad(loss))(W)

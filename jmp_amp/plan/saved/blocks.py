@@ -1,0 +1,217 @@
+"""Blocks: consecutive equations, of which the backward pass makes some again.
+
+A block is differentiated as one: of what its equations make, the cut is kept, and what
+cannot be made again. It is consecutive, so that the cotangents of a value are added up
+in the order of the program.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence, Set
+from typing import NamedTuple
+
+import numpy as np
+
+from jmp_amp.plan.choose.flows import Flow
+from jmp_amp.plan.choose.modes import Dtypes
+from jmp_amp.plan.plan import Block, EquationPlan, Key, Result
+from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.dimensions import is_larger
+from jmp_amp.plan.program.jaxprs import Eqn, Var, aval_of
+from jmp_amp.plan.saved.cut import Cut, minimum_cut
+from jmp_amp.plan.saved.needs import Part, part_of
+from jmp_amp.plan.saved.values import NEEDED, Node, Path, Values
+from jmp_amp.plan.tables.operations import Role, is_computed_once, role_of
+
+# A barrier costs launches, of 2 microseconds each on an H100: about as long as it takes
+# to write and to read this.
+_BARRIER_BYTES = 3 * 2**19
+
+
+class Saving(enum.Enum):
+    """What differentiation saves of what a body computes."""
+
+    NOTHING = "nothing: it is computed again, or has a derivative of its own"
+    BESIDE = "for a backward pass in the same computation, which XLA sees with it"
+    IN_LOOP = "for a backward pass in another loop"
+
+    def inside(self, eqn: Eqn) -> Saving:
+        """Returns what is saved of the bodies of a call, a loop or a branch."""
+        is_written_out = part_of(eqn) is Part.HELPER
+        if is_written_out or not jaxprs.saves_residuals(eqn):
+            return Saving.NOTHING
+        if self is Saving.NOTHING:
+            return self
+        return Saving.IN_LOOP if jaxprs.is_loop(eqn) else self
+
+
+class Blocks(NamedTuple):
+    """The blocks of a body, and which of its inputs its backward pass needs."""
+
+    blocks: tuple[Block, ...] = ()
+    needs: tuple[bool, ...] | None = None
+
+
+def find_blocks(
+    flow: Flow,
+    equations: Sequence[EquationPlan],
+    inputs: Dtypes,
+    alive: Sequence[bool],
+    outputs: Dtypes,
+    cast_per_use: frozenset[Var],
+    saving: Saving,
+) -> Blocks:
+    """Returns the blocks of a body.
+
+    Args:
+      flow: the forward pass over it.
+      equations: the plan of each of its equations.
+      inputs, outputs: the dtypes of its inputs and outputs.
+      alive: whether each input is an argument of the program.
+      cast_per_use: see `Plan`.
+      saving: what differentiation saves of it.
+    """
+    if saving is Saving.NOTHING:
+        return Blocks()
+    in_loop = saving is Saving.IN_LOOP
+    values = Values(flow, equations, inputs, alive, outputs, cast_per_use, in_loop)
+    # Arguments and constants are alive anyway. What is made of them alone is made once:
+    # XLA sees both uses, and JAX makes what is the same in all turns before a loop.
+    # What is made of a slice is made again.
+    there = [
+        node.is_free and not (in_loop and node.path and node.is_slice)
+        for node in values.nodes
+    ]
+    cut = _cut(values, there)
+    again = {
+        i
+        for i, node in enumerate(values.nodes)
+        if cut.made_again[i] and node.path and not there[i]
+    }
+    needs = tuple(
+        cut.kept[i] or (there[i] and _is_read_backward(values.nodes[i], again))
+        for i in values.inputs
+    )
+    return Blocks(tuple(_blocks(values, again, cut, saving)), needs)
+
+
+def _cut(values: Values, there: Sequence[bool]) -> Cut:
+    """Returns what is kept of the values that are not `there` anyway."""
+    sections = _sections(values)
+    given, needed, edges, sizes = [], [], [], []
+    for i, node in enumerate(values.nodes):
+        free = there[i] or node.anyway
+        # Of two of one size, the one that is written anyway.
+        sizes.append(0 if free else 4 * node.size + (not node.is_written))
+        if there[i]:
+            continue
+        edges += [(j, i) for j in set(node.made_of) if not there[j]]
+        here = sections[node.position]
+        node.crosses = node.again and any(sections[at] != here for at, _ in node.uses)
+        if node.crosses or not node.again:
+            given.append(i)
+        if node.is_needed:
+            needed.append(i)
+    return minimum_cut(sizes, edges, given, needed)
+
+
+def _sections(values: Values) -> list[int]:
+    """Returns the section of each position: an end has one of its own."""
+    last = max((at for node in values.nodes for at, _ in node.uses), default=0)
+    found, ends = [0] * (last + 2), set(values.ends)
+    section = 0
+    for at in range(last + 1):
+        section += at in ends
+        found[at] = section
+        section += at in ends
+    return found
+
+
+def _is_read_backward(node: Node, again: Set[int]) -> bool:
+    return any(use == NEEDED or use in again for _, use in node.uses)
+
+
+def _blocks(
+    values: Values, again: Set[int], cut: Cut, saving: Saving
+) -> Iterator[Block]:
+    """Yields the blocks in which the nodes `again` are made again."""
+    nodes = values.nodes
+    spans = [(at, at + 1) for at in values.derived]
+    for i in again:
+        reads = [at for at, use in nodes[i].uses if use == NEEDED or use in again]
+        spans.append((nodes[i].position, max(reads, default=nodes[i].position) + 1))
+    made_at: dict[int, list[int]] = {}
+    for i, node in enumerate(nodes):
+        made_at.setdefault(node.position, []).append(i)
+    for start, stop in _merged(spans):
+        inside = [i for at in range(start, stop) for i in made_at.get(at, ())]
+        kept: dict[Path, set[Key]] = {}
+        results: set[Result] = set()
+        for i in inside:
+            node = nodes[i]
+            if not cut.kept[i]:
+                continue
+            if node.keeps_result and node.dtype is not None:
+                shape = aval_of(node.key[0]).shape
+                results.add(Result(node.operation, node.dtype, shape))
+            else:
+                kept.setdefault(node.path[:-1], set()).add(node.key)
+        made = [i for i in inside if i in again]
+        read = {j for i in inside for j in nodes[i].made_of}
+        free = {
+            nodes[j].key[0]
+            for j in read
+            if nodes[j].position < start and (nodes[j].is_free or nodes[j].crosses)
+        }
+        yield Block(
+            start,
+            stop,
+            {path: frozenset(keys) for path, keys in kept.items()},
+            frozenset(results),
+            frozenset(nodes[i].path for i in made if nodes[i].operation),
+            frozenset(free),
+            saving is Saving.BESIDE and _is_kept_by_xla(made, nodes),
+        )
+
+
+def _merged(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yields spans that do not overlap, in their order."""
+    here: tuple[int, int] | None = None
+    for start, stop in sorted(spans):
+        if here is not None and start < here[1]:
+            here = here[0], max(stop, here[1])
+            continue
+        if here is not None:
+            yield here
+        here = start, stop
+    if here is not None:
+        yield here
+
+
+def _is_large(node: Node) -> bool:
+    """Whether it takes longer to write and read a value than to start more kernels."""
+    size = aval_of(node.key[0]).size * np.dtype(node.dtype).itemsize
+    return is_larger(size, _BARRIER_BYTES, unless_known=True)
+
+
+def _is_kept_by_xla(made: Sequence[int], nodes: Sequence[Node]) -> bool:
+    """Whether XLA would keep what is made again, if it saw both computations as one.
+
+    What most operations make it makes again by itself, fused with what reads it. What a
+    product reads it has in memory. It computes dear functions once for all readers, and
+    before a softmax every function: several kernels read what the softmax takes the
+    maximum of.
+    """
+    functions: set[int] = set()
+    for i in made:
+        node = nodes[i]
+        is_dear = is_computed_once(node.operation) and _is_large(node)
+        if is_dear or node.is_operand:
+            return True
+        is_of_function = not functions.isdisjoint(node.made_of)
+        if is_of_function and node.operation == "reduce_max":
+            return True
+        if is_of_function or role_of(node.operation) is Role.CURVES:
+            functions.add(i)
+    return False

@@ -1,0 +1,416 @@
+"""What differentiation keeps under each word of `Policy.saved`; what it computes."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax import lax
+
+import jmp_amp as amp
+from jmp_amp.plan.program import jaxprs
+from tests.programs import equations
+
+WORDS = ("all", "auto", "least")
+ROWS, WIDTH, LAYERS = 8, 16, 3
+X = jax.random.normal(jax.random.key(0), (ROWS, WIDTH))
+W = jax.random.normal(jax.random.key(1), (LAYERS, WIDTH, WIDTH)) / WIDTH**0.5
+
+
+def policy(word, half="bf16"):
+    return f"p=f32,c={half},o=f32,s={word}"
+
+
+def autocast(fn, word, half="bf16"):
+    return amp.autocast(fn, policy(word, half))
+
+
+def exact(fn, *args):
+    """Runs a function compiled so that f16 and bf16 are rounded where they are said."""
+    options = {"xla_allow_excess_precision": False}
+    return jax.jit(fn).lower(*args).compile(compiler_options=options)(*args)
+
+
+def norm(x):
+    mean = jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean((x - mean) ** 2, axis=-1, keepdims=True)
+    return (x - mean) * lax.rsqrt(variance + 1e-5)
+
+
+def gelu_layer(x, w):
+    return jax.nn.gelu(x @ w) @ w.T
+
+
+def attention(x, w):
+    h = norm(x)
+    scores = (h @ w) @ h.T
+    mask = jnp.tril(jnp.ones(scores.shape, bool))
+    weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
+    return x + weights @ (h @ w)
+
+
+def gated(x, w):
+    return x + (jax.nn.silu(x @ w) * jnp.tanh(x @ w.T)) @ w
+
+
+def rectified(x, w):
+    return jax.nn.relu(x @ w) @ w.T
+
+
+def dropout(x, w):
+    keep = jax.random.bernoulli(jax.random.key(3), 0.5, x.shape)
+    return jnp.where(keep, jnp.tanh(x @ w) * 2, 0) @ w
+
+
+def sorted_layer(x, w):
+    return jnp.sin(jnp.sort(x @ w, axis=-1)) @ w
+
+
+def looked_up(x, w):
+    rows = jnp.arange(ROWS) % 3
+    return jnp.tanh((x @ w)[rows] * jnp.sin(x)) @ w
+
+
+def shared(x, w):
+    """`h` is read three times, by a chain that is made again and beside it."""
+    h = x @ w
+    return (h + jnp.tanh(h) * jnp.exp(-h * h)) @ w + jnp.sin(h)
+
+
+def branches(x, w):
+    return lax.cond(w[0, 0] > 0, gelu_layer, gated, x, w)
+
+
+def checkpointed(x, w):
+    return jax.checkpoint(gelu_layer)(x, w)
+
+
+LAYER = {
+    fn.__name__: fn
+    for fn in (
+        *(gelu_layer, attention, gated, rectified, dropout, sorted_layer, looked_up),
+        *(shared, branches, checkpointed),
+    )
+}
+
+
+def unrolled(layer, w, x):
+    for each in w:
+        x = layer(x, each)
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def scanned(layer, w, x):
+    x, _ = lax.scan(lambda x, each: (layer(x, each), None), x, w)
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def jitted(layer, w, x):
+    """Too large to be written out: the user's own function."""
+    return unrolled(jax.jit(layer), w, x)
+
+
+FORMS = {"unrolled": unrolled, "scanned": scanned, "jitted": jitted}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layer", LAYER)
+def test_values_and_gradients_are_those_of_all_bit_for_bit(layer, form):
+    loss = functools.partial(FORMS[form], LAYER[layer])
+    found = [
+        exact(jax.value_and_grad(autocast(loss, word), argnums=(0, 1)), W, X)
+        for word in WORDS
+    ]
+    # XLA fuses an `exp` in f32 with other operations there, and vectorises it in other
+    # ways: its last bits differ.
+    rounding = 1e-6 if (layer, form) == ("shared", "scanned") else 0.0
+    for got in found[1:]:
+        for each, want in zip(
+            jax.tree.leaves(got), jax.tree.leaves(found[0]), strict=True
+        ):
+            scale = np.abs(want).max()
+            assert scale > 0
+            np.testing.assert_allclose(each, want, rtol=0, atol=rounding * scale)
+
+
+TRANSFORMED = {
+    "jvp": lambda f: lambda w: jax.jvp(f, (w,), (w,)),
+    "linearize": lambda f: lambda w: jax.linearize(f, w)[1](w),
+    "vmap outside": lambda f: jax.vmap(jax.grad(f), in_axes=1, out_axes=1),
+    "vmap inside": lambda f: jax.grad(lambda w: jnp.sum(jax.vmap(f, in_axes=1)(w))),
+    "in a checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+    "in a scan": lambda f: (
+        lambda w: lax.scan(lambda c, _: (c - 0.1 * jax.grad(f)(c), None), w, length=2)[
+            0
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.parametrize("layer", ["gelu_layer", "attention", "gated"])
+def test_transformations_give_what_they_give_of_all(name, layer):
+    # A dimension in front, for vmap.
+    w = jnp.stack([W, 0.5 * W], axis=1)[:, :2]
+
+    def loss(w):
+        each = w if w.ndim == 3 else w[:, 0]
+        return scanned(LAYER[layer], each[..., :WIDTH, :], X)
+
+    argument = w if "vmap" in name else W
+    found = [exact(TRANSFORMED[name](autocast(loss, word)), argument) for word in WORDS]
+    for other in found[1:]:
+        for want, got in zip(
+            jax.tree.leaves(found[0]), jax.tree.leaves(other), strict=True
+        ):
+            np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("way", [jax.jacfwd, jax.jacrev])
+def test_second_derivatives_are_those_of_all(way):
+    def loss(w):
+        return unrolled(gelu_layer, w[None], X)
+
+    found = [exact(way(jax.grad(autocast(loss, word))), W[0]) for word in WORDS]
+    for other in found[1:]:
+        assert np.linalg.norm(other - found[0]) < 0.01 * np.linalg.norm(found[0])
+
+
+DEAR = ("dot_general", "sort", "gather", "random_bits", "scan", "while", "scatter-add")
+
+
+def counted(fn, *args):
+    names = (e.primitive.name for e in equations(jax.make_jaxpr(fn)(*args).jaxpr))
+    return {n: c for n, c in collections.Counter(names).items() if n in DEAR}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layer", sorted(set(LAYER) - {"checkpointed"}))
+def test_nothing_dear_runs_twice(layer, form):
+    loss = functools.partial(FORMS[form], LAYER[layer])
+    counts = [counted(jax.grad(autocast(loss, word)), W, X) for word in WORDS]
+    assert counts[0]["dot_general"] > 0
+    assert counts[1] == counts[2] == counts[0]
+
+
+def kept(fn, *args):
+    """Returns the arrays that differentiation keeps, but arguments."""
+    traced = jax.make_jaxpr(lambda *xs: jax.tree.leaves(jax.vjp(fn, *xs)[1]))(*args)
+    jaxpr = traced.jaxpr
+    found = dict.fromkeys(v for v in jaxpr.outvars if isinstance(v, jaxprs.Var))
+    return [v.aval for v in found if v not in jaxpr.invars]
+
+
+def kept_bytes(fn, *args):
+    return sum(a.size * a.dtype.itemsize for a in kept(fn, *args))
+
+
+@pytest.mark.parametrize("layer", ["gelu_layer", "attention", "gated", "dropout"])
+def test_each_word_keeps_no_more_than_the_one_before(layer):
+    # Weights are arguments, not slices of one.
+    def by_layer(*w_and_x):
+        *w, x = w_and_x
+        return unrolled(LAYER[layer], w, x)
+
+    def in_loop(w, x):
+        return scanned(LAYER[layer], w, x)
+
+    for loss, args in ((by_layer, (*W, X)), (in_loop, (W, X))):
+        sizes = [kept_bytes(autocast(loss, word), *args) for word in WORDS]
+        assert sizes[2] <= sizes[1] < sizes[0]
+
+
+def activations(fn, *args):
+    """Returns how many arrays of the shape of the activations are kept."""
+    return sum(a.shape[-2:] == (ROWS, WIDTH) for a in kept(fn, *args))
+
+
+def test_of_a_gelu_what_it_reads_is_kept():
+    def loss(w, x):
+        return jnp.sum((jax.nn.gelu(x @ w[0]) @ w[1]).astype(jnp.float32))
+
+    # The argument in half is one: auto keeps it, z and h; least makes h again.
+    counts = [activations(autocast(loss, word), W, X) for word in WORDS]
+    assert counts[0] > 3
+    assert counts[1:] == [3, 2]
+
+
+def test_of_a_scanned_layer_the_least_is_kept_by_default():
+    def loss(w, x):
+        return scanned(lambda x, w: x + jax.nn.gelu(x @ w) @ w.T, w, x)
+
+    stacked = {
+        word: [a for a in kept(autocast(loss, word), W, X) if a.shape[0] == LAYERS]
+        for word in WORDS
+    }
+    # The stream and the product; its weights are slices of an argument.
+    assert [a.shape for a in stacked["auto"]] == [(LAYERS, ROWS, WIDTH)] * 2
+    assert len(stacked["least"]) == 2 and len(stacked["all"]) > 4
+
+
+def test_what_a_checkpoint_of_the_user_keeps_it_keeps():
+    def layer(x, w):
+        names = jax.ad_checkpoint.checkpoint_name(jnp.sin(x @ w), "mine")
+        return jnp.tanh(names) @ w
+
+    only = jax.checkpoint_policies.save_only_these_names("mine")
+
+    def loss(w, x):
+        return unrolled(jax.checkpoint(layer, policy=only), w, x)
+
+    sizes = {kept_bytes(autocast(loss, word), W, X) for word in WORDS[:2]}
+    everything = kept_bytes(autocast(functools.partial(unrolled, layer), "all"), W, X)
+    assert all(size < everything for size in sizes)
+    named = [
+        e
+        for e in equations(jax.make_jaxpr(autocast(loss, "auto"))(W, X).jaxpr)
+        if e.primitive.name == "name"
+    ]
+    assert [e.params["name"] for e in named] == ["mine"] * LAYERS
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH)(jax.nn.gelu(nn.Dense(WIDTH)(x)))
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return Block(name="second")(Block(name="first")(x))
+
+
+def test_under_all_nothing_of_a_module_is_made_again():
+    model = Model()
+    params = model.init(jax.random.key(0), X)
+
+    def loss(params, x):
+        return jnp.mean(model.apply(params, x).astype(jnp.float32) ** 2)
+
+    # Of a whole program, and of one module.
+    reports = [
+        amp.explain(loss, policies)(params, X)
+        for policies in (
+            policy("all"),
+            amp.PolicyMap(policy("auto"), {"first": policy("all")}),
+            policy("auto"),
+        )
+    ]
+    # Of the last layer a bias is added again too, for the loss.
+    again = [
+        [
+            sum(
+                e.recomputed
+                for e in each.equations
+                if name in e.module and "Dense" not in e.module
+            )
+            for name in ("first", "second")
+        ]
+        for each in reports
+    ]
+    assert again == [[0, 0], [0, 7], [7, 7]]
+    saved = [each.total.saved - each.total.copies for each in reports]
+    assert saved[0] > saved[1] > saved[2]
+
+
+def test_a_norm_keeps_what_the_policy_around_it_says():
+    class Normed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(WIDTH)(nn.LayerNorm()(nn.Dense(WIDTH)(x)))
+
+    model = Normed()
+    params = model.init(jax.random.key(0), X)
+
+    def loss(params, x):
+        return jnp.mean(model.apply(params, x).astype(jnp.float32) ** 2)
+
+    for word in WORDS:
+        report = amp.explain(loss, policy(word))(params, X)
+        again = report.modules["Normed/LayerNorm_0"].recomputed
+        assert (again > 0) == (word != "all")
+
+
+def test_explain_says_what_is_kept_and_made_again():
+    def loss(w, x):
+        return scanned(gelu_layer, w, x)
+
+    reports = {word: amp.explain(loss, policy(word))(W, X) for word in WORDS}
+    report = reports["auto"]
+    again = [e for e in report.equations if e.recomputed]
+    assert report.total.recomputed == len(again) > 0
+    # A scan runs its body once a turn.
+    assert {e.times for e in again if e.operation == "tanh"} == {LAYERS}
+    assert report.total.recomputed_elements == sum(e.elements for e in again)
+    for figure in ("recomputed", "recomputed_elements"):
+        of_modules = sum(getattr(c, figure) for c in report.modules.values())
+        assert of_modules == getattr(report.total, figure)
+    assert reports["all"].total.recomputed == 0
+    assert not any(e.operation == "dot_general" for e in again)
+    largest = report.largest_kept
+    assert [row.size for row in largest] == sorted(
+        (row.size for row in largest), reverse=True
+    )
+    assert largest[0].shape == (LAYERS, ROWS, WIDTH) and largest[0].dtype == "bf16"
+    assert sum(row.size for row in largest) == report.total.saved
+    assert report.summary.endswith(f"; {len(again)} equations made again")
+    text = str(report)
+    assert "The largest kept for the backward pass" in text
+    assert amp.Report.from_json(report.to_json()) == report
+
+
+def test_f32_keeps_all_by_default_and_the_least_if_asked():
+    loss = functools.partial(unrolled, gelu_layer)
+    plain = kept_bytes(loss, W, X)
+    assert kept_bytes(amp.autocast(loss, "float32"), W, X) == plain
+    assert kept_bytes(amp.autocast(loss, "p=f32,c=f32,o=f32,s=least"), W, X) < plain
+    found = [
+        exact(jax.grad(amp.autocast(loss, f"p=f32,c=f32,o=f32,s={word}")), W, X)
+        for word in ("all", "least")
+    ]
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
+
+
+def test_a_cpu_keeps_all_by_default_and_the_least_if_asked():
+    loss = functools.partial(unrolled, gelu_layer)
+    sizes = {
+        word: kept_bytes(
+            amp.autocast(loss, f"p=f32,c=bf16,o=f32{word}", target="cpu"), W, X
+        )
+        for word in ("", ",s=all", ",s=least")
+    }
+    assert sizes[""] == sizes[",s=all"] > sizes[",s=least"]
+
+
+def barriers(fn, *args):
+    """Returns whether XLA is kept from merging each checkpoint with the first pass."""
+    return [
+        bool(np.any(e.params["prevent_cse"]))
+        for e in equations(jax.make_jaxpr(fn)(*args).jaxpr)
+        if e.primitive.name in ("checkpoint", "remat2")
+    ]
+
+
+def test_xla_is_kept_from_merging_where_it_pays():
+    wide = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+
+    def loss(function, x, w):
+        return jnp.sum((function(x @ w) @ w).astype(jnp.float32))
+
+    def of(function, word="auto", shape=wide):
+        return any(
+            barriers(autocast(functools.partial(loss, function), word), shape, wide)
+        )
+
+    assert of(jax.nn.gelu) and of(lambda z: z * jnp.sin(z))
+    # XLA makes these again by itself, or has the result in memory anyway.
+    assert not of(jax.nn.silu) and not of(jax.nn.relu) and not of(jnp.tanh)
+    # Launches would take longer than the memory is worth.
+    assert not of(jax.nn.gelu, shape=jax.ShapeDtypeStruct((8, 1024), jnp.float32))
+    assert of(jax.nn.silu, "least")
+    in_loop = functools.partial(scanned, gelu_layer)
+    assert not any(barriers(autocast(in_loop, "least"), W, X)[:1])
