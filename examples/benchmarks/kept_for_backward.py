@@ -145,7 +145,7 @@ def rotated(x: jax.Array) -> jax.Array:
     """Returns `x`, [batch, length, HEADS, size], turned by its positions; in f32."""
     half = x.shape[-1] // 2
     frequencies = 10000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies
+    angles = jnp.outer(jnp.arange(x.shape[1], dtype=jnp.float32), frequencies)
     cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = (first * cos - second * sin, first * sin + second * cos)
@@ -374,9 +374,8 @@ def compiled_figures(
 ) -> dict[str, Any]:
     """Returns the figures of a training step that is compiled for an H100.
 
-    Besides those of the table there are `flops`, of the matrix products and
-    convolutions, `products`, how many kernels they are, and where the roofline does not
-    know what something takes, `unknown`.
+    Besides those of the table there are `flops`, of matrix products and convolutions,
+    and where the roofline does not know what something takes, `unknown`.
     """
     step = compare_precision.training_step(loss)
     compiled = h100.compile_for_gpu(step, *args, donate_argnums=0)
@@ -387,13 +386,17 @@ def compiled_figures(
         "ms": totals["ms"],
         "kernels": totals["kernels"],
         "flops": totals["flops"],
-        "products": sum(each.times for each in found.kernels if each.is_product),
     } | ({"unknown": found.unknown} if found.unknown else {})
 
 
-def kept_bytes(loss: Loss, args: tuple[Any, Any]) -> int:
-    """Returns the bytes that `jax.vjp` of the loss keeps, without its arguments."""
-    return measures.traced(compare_precision.with_state(loss), *args).saved_bytes
+def traced_figures(loss: Loss, args: tuple[Any, Any]) -> dict[str, Any]:
+    """Returns the bytes that `jax.vjp` keeps, without its arguments, and `products`.
+
+    Those are the matrix products and convolutions of both passes, those in loops once.
+    """
+    found = measures.traced(compare_precision.with_state(loss), *args)
+    products = compare_precision.traced_products(found.jaxpr)
+    return {"kept": found.saved_bytes, "products": len(products)}
 
 
 def trace_seconds(size: Size, rounds: int) -> dict[str, float]:
@@ -476,11 +479,12 @@ def figures_of(
     with jax.numpy_rank_promotion("allow"):
         args = model.large.abstract()
         rows: dict[str, dict[str, Any]] = {
-            name: compiled_figures(loss, args, device) if gpu else {}
+            name: traced_figures(loss, args)
             for name, loss in model.large.programs().items()
         }
-        for name, loss in model.large.programs().items():
-            rows[name]["kept"] = kept_bytes(loss, args)
+        if gpu:
+            for name, loss in model.large.programs().items():
+                rows[name] |= compiled_figures(loss, args, device)
         for name, seconds in trace_seconds(model.large, rounds).items():
             rows[name]["trace"] = seconds
         for name, error in gradient_errors(model.small).items():

@@ -119,7 +119,7 @@ class Values(Generic[V]):
         self.plan = plan
         self.keeps = walk.keeps()
         self.values: dict[Var, V] = {}
-        self.casts: dict[tuple[Var, np.dtype], V] = {}
+        self.casts: dict[Key, V] = {}
         self.quantised: dict[tuple[Atom, Quantiser], V] = {}
 
     def write(self, variables: Sequence[Var], values: Sequence[V]) -> None:

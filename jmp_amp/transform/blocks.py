@@ -211,7 +211,8 @@ class _Border:
         return self._is_read_later(var) and (var in self.made or is_shared)
 
     def _is_read_later(self, atom: Atom) -> bool:
-        return self.last_read.get((atom, None), -1) >= self.stop
+        is_variable = not isinstance(atom, Literal)
+        return is_variable and self.last_read.get((atom, None), -1) >= self.stop
 
     def _is_cast_later(self, key: Key) -> bool:
         return self.last_read.get(key, -1) >= self.stop

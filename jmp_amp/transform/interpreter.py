@@ -118,6 +118,10 @@ def autocast(
     lookup of activations are, if it reads each row 16 times in the mean; else the sum
     is half, which costs digits where one row is looked up hundreds of times.
 
+    What the backward pass keeps is a part of the plan, see `saved` of `Policy`: inside
+    of loops the least, and of elementwise chains what is kept anyway. The rest is made
+    again, and values and gradients are those of `saved="all"` bit for bit.
+
     What is left alone: integers, booleans, complex, float64, fp8 and PRNG keys; dtypes
     that the program asks for, such as `x.astype(jnp.bfloat16)`; and, computed as they
     were traced, `custom_vjp` functions, callbacks and Pallas kernels that `cast_inputs`
