@@ -100,7 +100,8 @@ class Block(NamedTuple):
         through the bodies of helpers, `()` for that of the block itself.
       results: the operations whose results are kept as their own derivatives read them.
       recomputed: the equations that are made again, by their paths.
-      free: the variables from outside that are made of arguments and constants alone.
+      around: the variables from outside that XLA may make again: made of arguments and
+        constants alone, or in front of a call, a loop or a branch.
       apart: whether XLA has to be kept from merging both computations.
     """
 
@@ -109,7 +110,7 @@ class Block(NamedTuple):
     kept: Mapping[tuple[int, ...], frozenset[Key]]
     results: frozenset[Result]
     recomputed: frozenset[tuple[int, ...]]
-    free: frozenset[Var]
+    around: frozenset[Var]
     apart: bool
 
 

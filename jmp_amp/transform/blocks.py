@@ -130,7 +130,11 @@ class _Border:
 
     def __init__(self, values: Values[Value], block: Block):
         plan = values.plan
-        self.free, self.stop, self.last_read = block.free, block.stop, plan.last_read
+        self.around, self.stop, self.last_read = (
+            block.around,
+            block.stop,
+            plan.last_read,
+        )
         self.made: set[Var] = set()
         self.reads: dict[Var, int] = {}
         self.casts: dict[Key, None] = {}
@@ -162,11 +166,11 @@ class _Border:
         )
 
     def entering(self) -> tuple[list[Value], list[Value]]:
-        """Returns what goes in, and apart from it what is made of arguments alone."""
+        """Returns what goes through the barrier of a block, and what goes around it."""
         apart, around = list[Value](), list[Value]()
         for keys, values in zip(self.outside, self._given, strict=True):
             for key, value in zip(keys, values, strict=True):
-                (around if _of(key) in self.free else apart).append(value)
+                (around if _of(key) in self.around else apart).append(value)
         self._given = []
         return apart, around
 
@@ -177,7 +181,7 @@ class _Border:
         inner, outer = iter(apart), iter(around)
         for kind, keys in zip(_kinds(entered), self.outside, strict=True):
             for key in keys:
-                kind[key] = next(outer if _of(key) in self.free else inner)
+                kind[key] = next(outer if _of(key) in self.around else inner)
 
     def leaving(self, entered: Values[Value]) -> _Kinds:
         """Returns what is read after the block.

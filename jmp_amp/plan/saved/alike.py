@@ -63,7 +63,7 @@ def likeness(plan: Plan, block: Block) -> Likeness:
         at = (path[0] - block.start, *path[1:]) if path else ()
         parts.append((at, frozenset((numbers.get(v, v), dtype) for v, dtype in keys)))
     for var, number in numbers.items():
-        parts.append((var in plan.cast_per_use, var in block.free, number, var.aval))
+        parts.append((var in plan.cast_per_use, var in block.around, number, var.aval))
     key = tuple(parts)
     try:
         hash(key)

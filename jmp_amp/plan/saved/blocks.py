@@ -159,7 +159,7 @@ def _blocks(
                 kept.setdefault(node.path[:-1], set()).add(node.key)
         made = [i for i in inside if i in again]
         read = {j for i in inside for j in nodes[i].made_of}
-        free = {
+        around = {
             nodes[j].key[0]
             for j in read
             if nodes[j].position < start and (nodes[j].is_free or nodes[j].crosses)
@@ -170,7 +170,7 @@ def _blocks(
             {path: frozenset(keys) for path, keys in kept.items()},
             frozenset(results),
             frozenset(nodes[i].path for i in made if nodes[i].operation),
-            frozenset(free),
+            frozenset(around),
             saving is Saving.BESIDE and _is_kept_by_xla(made, nodes),
         )
 
