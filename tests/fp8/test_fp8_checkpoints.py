@@ -61,4 +61,4 @@ def test_the_operands_are_saved_in_8_bits_each_once():
     saved = [x.shape for x in jax.tree.leaves(backward) if x.dtype == "float8_e4m3fn"]
     assert sorted(saved) == [(48, 64), (64, 64), (64, 64)]
     half = {x.shape for x in jax.tree.leaves(backward) if x.dtype == "bfloat16"}
-    assert half == {(48, 64)}  # results of the products; of `ws` there is no copy
+    assert (64, 64) not in half  # of `ws` there is no copy

