@@ -45,11 +45,12 @@ def committed() -> dict[str, dict[str, Any]]:
 
 
 def printed(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """Returns the cells of each line of a table."""
+    """Returns the cells of each line of a table, the titles first."""
     console = Console(file=io.StringIO(), width=200)
     console.print(kept_for_backward.table("a model", rows))
     lines = console.file.getvalue().splitlines()
-    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines[4:-1]]
+    rows_of_cells = [line.replace("┃", "│").split("│")[1:-1] for line in lines]
+    return [[cell.strip() for cell in cells] for cells in rows_of_cells if cells]
 
 
 def row(**figures: Any) -> dict[str, Any]:
@@ -71,7 +72,12 @@ class TestTable:
             "all": row(trace=0.5, error=0.01),
             "least": row(temp=5e7, kept=1e8, ms=9.0, trace=1.0, error=0.02),
         }
-        whole, least = printed(rows)
+        titles, whole, least = printed(rows)
+        assert titles == [
+            "program",
+            *("temp", "x all", "kept", "x all", "modelled", "x all"),
+            *("kernels", "x all", "trace", "x all", "error"),
+        ]
         assert whole == [
             "all",
             *("200.0MB", "1.000x", "400.0MB", "1.000x", "8.000ms", "1.000x"),
@@ -86,7 +92,8 @@ class TestTable:
     def test_figures_of_a_gpu_have_no_column_where_nothing_is_compiled(self):
         rows = {word: {"kept": 3e6, "error": 0.5} for word in WORDS}
         assert printed(rows) == [
-            [word, "3.0MB", "1.000x", "5.000e-01"] for word in WORDS
+            ["program", "kept", "x all", "error"],
+            *([word, "3.0MB", "1.000x", "5.000e-01"] for word in WORDS),
         ]
 
 
@@ -131,16 +138,18 @@ class TestOperationsOneByOne:
         assert float(found[0]) == carry
         np.testing.assert_array_equal(found[1], rows[::-1] if reverse else rows)
 
-    def test_calls_and_checkpoints_are_entered(self):
-        def fn(x):
-            return jax.checkpoint(jax.nn.silu)(x), jnp.linspace(0.0, 1.0, 3)
+    @pytest.mark.parametrize("wrapper", [jax.jit, jax.checkpoint])
+    def test_of_what_calls_and_checkpoints_compute_each_operation_rounds(self, wrapper):
+        @wrapper
+        def rounded(x):
+            return x.astype(jnp.bfloat16).astype(jnp.float32)
 
         x = np.linspace(-2, 2, 7, dtype=np.float32)
-        silu, grid = self.evaluated(fn, x)
-        wide = x.astype(np.float64)
-        expected = wide / (1 + np.exp(-wide))
-        np.testing.assert_allclose(silu, expected, rtol=4 * EPS, atol=EPS)
-        np.testing.assert_array_equal(grid, np.float32([0, 0.5, 1]))
+        # Compiled whole, with the excess precision that is the default, it is `x`.
+        (found,) = self.evaluated(rounded, x)
+        expected = x.astype(jnp.bfloat16).astype(np.float32)
+        assert (expected != x).any()
+        np.testing.assert_array_equal(found, expected)
 
 
 class TestModels:
@@ -216,6 +225,7 @@ class TestArguments:
         rows = report["models"].pop("mlp_unrolled")
         assert report["models"] == {}
         assert tuple(rows) == (*WORDS, *BY_HAND)
+        assert rows["all"]["kept"] > rows["auto"]["kept"] > rows["least"]["kept"]
         shown = capsys.readouterr().out
         for program, figures in rows.items():
             assert figures.keys() == TRACED
