@@ -142,9 +142,11 @@ class _Border:
         for eqn, planned in zip(
             plan.body.jaxpr.eqns[span], plan.equations[span], strict=True
         ):
+            # A helper may read its operand more than once.
+            times = 2 if planned.bodies else 1
             for atom, dtype in zip(eqn.invars, planned.reads, strict=True):
                 if not isinstance(atom, Literal):
-                    self.reads[atom] = self.reads.get(atom, 0) + 1
+                    self.reads[atom] = self.reads.get(atom, 0) + times
                     self.casts[atom, dtype] = None
             self.made.update(eqn.outvars)
         outside: _Kinds = (
