@@ -35,7 +35,10 @@ TRACED_BY_DEFAULT = {
 
 # Layers begin with rows of a table, which an argument holds: they are looked up in f32,
 # and their gradients are added up in f32.
-EMBEDDED_IN_F32 = {("llama", "unbatched"), ("transformer", "unbatched")}
+EMBEDDED_IN_F32 = {
+    ("llama", "unbatched", "autocast"),
+    ("transformer", "unbatched", "forward"),
+}
 
 each_program = pytest.mark.parametrize(
     ("model", "shape", "program"),
@@ -87,7 +90,7 @@ def test_a_step_on_an_h100_needs_no_more_memory_than_by_hand(model, shape, progr
     missing = compare_precision.missing_products(ours["products"], by_hand["products"])
     assert not missing, list(map(str, missing))
     limit = by_hand["temp"]
-    if (model, shape) in EMBEDDED_IN_F32:
+    if (model, shape, program) in EMBEDDED_IN_F32:
         assert round(ours["temp"] / limit, 2) > 1.00, "it need not be in the list"
         limit += bytes_of_digits(zoo.SHAPES[model, shape])
     assert round(ours["temp"] / limit, 2) <= 1.00
