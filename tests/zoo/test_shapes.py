@@ -37,6 +37,7 @@ TRACED_BY_DEFAULT = {
 # and their gradients are added up in f32.
 EMBEDDED_IN_F32 = {
     ("llama", "unbatched", "autocast"),
+    ("llama", "unbatched", "forward"),
     ("transformer", "unbatched", "forward"),
 }
 
