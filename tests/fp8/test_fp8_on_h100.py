@@ -240,7 +240,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("activation", "temp"),
     # Before a gelu stands a barrier, without which XLA may fail to compile.
-    [("relu", 0.755), ("silu", 0.755), ("gelu", 0.795)],
+    [("relu", 0.755), ("silu", 0.755), ("gelu", 0.805)],
 )
 def test_an_mlp_needs_less_memory_and_few_kernels_more(activation, temp):
     model = dataclasses.replace(MLP, activation=activation)
@@ -256,7 +256,7 @@ def test_an_mlp_needs_less_memory_and_few_kernels_more(activation, temp):
 @pytest.mark.parametrize(
     ("loop", "calls", "temp"),
     # Products of a checkpoint are saved in bf16, as under `mixed_bfloat16`.
-    [("unrolled", 72, 0.905), ("scan", 18, 0.94), ("remat", 18, 1.001)],
+    [("unrolled", 72, 0.905), ("scan", 18, 1.06), ("remat", 18, 1.001)],
 )
 def test_a_gpt_has_three_8_bit_products_for_each_linear(loop, calls, temp):
     mixed, fp8 = both(f"GPT {loop}", dataclasses.replace(GPT, loop=loop))
