@@ -238,17 +238,18 @@ slow = pytest.mark.slow
 
 @slow
 @pytest.mark.parametrize(
-    ("activation", "temp"),
-    # Before a gelu stands a barrier, without which XLA may fail to compile.
-    [("relu", 0.755), ("silu", 0.755), ("gelu", 0.805)],
+    ("activation", "temp", "moved"),
+    # Before a gelu stands a barrier, without which XLA may fail to compile. In bf16 it
+    # is made again from what is kept anyway, and moves less.
+    [("relu", 0.755, 1.18), ("silu", 0.755, 1.18), ("gelu", 0.805, 1.21)],
 )
-def test_an_mlp_needs_less_memory_and_few_kernels_more(activation, temp):
+def test_an_mlp_needs_less_memory_and_few_kernels_more(activation, temp, moved):
     model = dataclasses.replace(MLP, activation=activation)
     mixed, fp8 = both(f"MLP {activation}", model)
     assert (fp8["f8"], fp8["others"]) == (8, 0)
     assert_no_waste(fp8)
     assert fp8["temp"] <= temp * mixed["temp"]
-    assert fp8["moved"] <= 1.18 * mixed["moved"]
+    assert fp8["moved"] <= moved * mixed["moved"]
     assert fp8["kernels"] <= 61
 
 
