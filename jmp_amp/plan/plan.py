@@ -84,11 +84,20 @@ Key = tuple[Var, np.dtype | None]
 
 
 class Result(NamedTuple):
-    """The name of an operation, and the dtype and the shape of its result."""
+    """An operation whose result is kept as its own derivative reads it.
+
+    A name would be given to the result only after that. So it is told by its name, its
+    dtype and its last dimensions: a map over the program puts its axes in front.
+    """
 
     operation: str
     dtype: np.dtype
     shape: tuple[int, ...]
+
+    def matches(self, operation: str, dtype: np.dtype, shape: tuple[int, ...]) -> bool:
+        """Whether an operation, as it is bound in the end, is this one."""
+        end = shape[max(len(shape) - len(self.shape), 0) :]
+        return (operation, dtype, end) == self
 
 
 class Block(NamedTuple):

@@ -203,11 +203,10 @@ class _Planner:
             outputs = tuple(map(values.handed_out, jaxpr.outvars, outcome.outputs))
         if asks:
             equations = _beside_readers(jaxpr, equations, before_tanh)
-        free = values.free_in_f32()
-        found = find_blocks(flow, equations, inputs, alive, outputs, free, saving)
-        plan = Plan(flow.body, tuple(equations), outputs, free, *found)
-        self._plans[key] = plan
-        return plan
+        plan = Plan(flow.body, tuple(equations), outputs, values.free_in_f32())
+        blocks, needs = find_blocks(flow, plan, values, saving)
+        self._plans[key] = dataclasses.replace(plan, blocks=blocks, needs=needs)
+        return self._plans[key]
 
     def _equations(
         self,

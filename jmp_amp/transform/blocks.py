@@ -106,15 +106,9 @@ def _policy(block: Block) -> Callable[..., bool]:
         return _is_kept
 
     def policy(primitive: Primitive, *avals: ShapedArray, **params: object) -> bool:
-        return (
-            _is_kept(primitive)
-            or any(
-                primitive.name == each.operation
-                and avals[0].dtype == each.dtype
-                # A map over the program has its axes in front.
-                and avals[0].shape[avals[0].ndim - len(each.shape) :] == each.shape
-                for each in block.results
-            )
+        return _is_kept(primitive) or any(
+            each.matches(primitive.name, avals[0].dtype, avals[0].shape)
+            for each in block.results
         )
 
     return policy
@@ -130,23 +124,18 @@ class _Border:
 
     def __init__(self, values: Values[Value], block: Block):
         plan = values.plan
-        self.around, self.stop, self.last_read = (
-            block.around,
-            block.stop,
-            plan.last_read,
-        )
+        self.around, self.stop = block.around, block.stop
+        self.last_read = plan.last_read
         self.made: set[Var] = set()
-        self.reads: dict[Var, int] = {}
+        self.reads: dict[Var, None] = {}
         self.casts: dict[Key, None] = {}
         span = slice(block.start, block.stop)
         for eqn, planned in zip(
             plan.body.jaxpr.eqns[span], plan.equations[span], strict=True
         ):
-            # A helper may read its operand more than once.
-            times = 2 if planned.bodies else 1
             for atom, dtype in zip(eqn.invars, planned.reads, strict=True):
                 if not isinstance(atom, Literal):
-                    self.reads[atom] = self.reads.get(atom, 0) + times
+                    self.reads[atom] = None
                     self.casts[atom, dtype] = None
             self.made.update(eqn.outvars)
         outside: _Kinds = (
@@ -188,8 +177,9 @@ class _Border:
     def leaving(self, entered: Values[Value]) -> _Kinds:
         """Returns what is read after the block.
 
-        What is read twice in the block, and after it, goes through the block: so the
-        cotangents of its readers are added up in the order of the program.
+        What is read in the block and after it goes through the block. A derivative may
+        use a tangent twice, as that of `tanh` does. So the cotangents of all uses are
+        added up one by one, in the order of the program.
         """
         values, casts, quantised = _kinds(entered)
         return (
@@ -213,8 +203,8 @@ class _Border:
             )
 
     def _leaves(self, var: Var) -> bool:
-        is_shared = self.reads.get(var, 0) > 1 and jaxprs.is_floating(var)
-        return self._is_read_later(var) and (var in self.made or is_shared)
+        moves = var in self.made or jaxprs.is_floating(var)
+        return moves and self._is_read_later(var)
 
     def _is_read_later(self, atom: Atom) -> bool:
         is_variable = not isinstance(atom, Literal)

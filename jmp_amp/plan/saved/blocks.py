@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from jmp_amp.plan.choose.flows import Flow
-from jmp_amp.plan.choose.modes import Dtypes
-from jmp_amp.plan.plan import Block, EquationPlan, Key, Result
+from jmp_amp.plan.choose.held import Held
+from jmp_amp.plan.plan import Block, Key, Plan, Result
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.dimensions import is_larger
-from jmp_amp.plan.program.jaxprs import Eqn, Var, aval_of
+from jmp_amp.plan.program.jaxprs import Eqn, aval_of
 from jmp_amp.plan.saved.cut import Cut, minimum_cut
 from jmp_amp.plan.saved.needs import Part, part_of
 from jmp_amp.plan.saved.values import NEEDED, Node, Path, Values
@@ -53,29 +53,19 @@ class Blocks(NamedTuple):
     needs: tuple[bool, ...] | None = None
 
 
-def find_blocks(
-    flow: Flow,
-    equations: Sequence[EquationPlan],
-    inputs: Dtypes,
-    alive: Sequence[bool],
-    outputs: Dtypes,
-    cast_per_use: frozenset[Var],
-    saving: Saving,
-) -> Blocks:
+def find_blocks(flow: Flow, plan: Plan, held: Held, saving: Saving) -> Blocks:
     """Returns the blocks of a body.
 
     Args:
       flow: the forward pass over it.
-      equations: the plan of each of its equations.
-      inputs, outputs: the dtypes of its inputs and outputs.
-      alive: whether each input is an argument of the program.
-      cast_per_use: see `Plan`.
+      plan: its plan, without blocks.
+      held: the dtypes of its variables, and which are arguments of the program.
       saving: what differentiation saves of it.
     """
     if saving is Saving.NOTHING:
         return Blocks()
     in_loop = saving is Saving.IN_LOOP
-    values = Values(flow, equations, inputs, alive, outputs, cast_per_use, in_loop)
+    values = Values(flow, plan, held, in_loop)
     # Arguments and constants are alive anyway. What is made of them alone is made once:
     # XLA sees both uses, and JAX makes what is the same in all turns before a loop.
     # What is made of a slice is made again.

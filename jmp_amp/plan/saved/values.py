@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jmp_amp.plan.choose.flows import Flow, Step
-from jmp_amp.plan.choose.modes import Dtypes
+from jmp_amp.plan.choose.held import Held
 from jmp_amp.plan.dataflow.values import Origin, Trait
-from jmp_amp.plan.plan import EquationPlan, Key
+from jmp_amp.plan.plan import EquationPlan, Key, Plan
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.dimensions import elements_of
 from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Var, aval_of
@@ -28,6 +28,7 @@ from jmp_amp.plan.saved.needs import (
     needs_of,
     part_of,
 )
+from jmp_amp.policies.dtypes import is_half
 
 Path = tuple[int, ...]
 # A use by the derivative; any other use is the node that is made of the value.
@@ -95,11 +96,21 @@ class _Facts(NamedTuple):
     is_active: bool
 
 
+class _Call(NamedTuple):
+    """An equation, its place and its plan, and the nodes of its operands."""
+
+    eqn: Eqn
+    step: Step
+    planned: EquationPlan
+    path: Path
+    read: Sequence[int | None]
+
+
 class _Body(NamedTuple):
     """A body that is written out, with its nodes so far."""
 
     flow: Flow
-    cast_per_use: frozenset[Var]
+    plan: Plan
     path: Path
     held: dict[Var, int]
     casts: dict[tuple[Var, np.dtype], int]
@@ -116,36 +127,27 @@ class Values:
         needs, so that it has to be made again.
     """
 
-    def __init__(
-        self,
-        flow: Flow,
-        equations: Sequence[EquationPlan],
-        inputs: Dtypes,
-        alive: Sequence[bool],
-        outputs: Dtypes,
-        cast_per_use: frozenset[Var],
-        in_loop: bool,
-    ):
+    def __init__(self, flow: Flow, plan: Plan, held: Held, in_loop: bool):
         """Makes the nodes of a body, see `find_blocks`."""
         self.nodes: list[Node] = []
         self.ends: list[int] = []
         self.derived: list[int] = []
         self._in_loop = in_loop
         self._read_at: dict[int, int] = {}  # where each was read first
-        body = _Body(flow, cast_per_use, (), {}, {})
+        body = _Body(flow, plan, (), {}, {})
         jaxpr = flow.body.jaxpr
-        for var, dtype, is_alive in zip(jaxpr.invars, inputs, alive, strict=True):
+        for var in jaxpr.invars:
             known = flow.known[var]
             is_slice = Trait.SLICE in known.traits
             # Another array is kept for its slices.
             is_free = known.origin == Origin.FREE and (
-                is_alive or not (in_loop and is_slice)
+                held.is_alive(var) or not (in_loop and is_slice)
             )
-            active = jaxprs.is_floating(var)
+            active, dtype = jaxprs.is_floating(var), held.of(var)
             body.held[var] = self._given(var, dtype, is_free, is_slice, active)
         self.inputs = [body.held[var] for var in jaxpr.invars]
-        self._through(body, equations)
-        for atom, dtype in zip(jaxpr.outvars, outputs, strict=True):
+        self._through(body)
+        for atom, dtype in zip(jaxpr.outvars, plan.outputs, strict=True):
             self._read(body, atom, dtype, (len(jaxpr.eqns),))
 
     def _add(self, node: Node) -> int:
@@ -171,13 +173,13 @@ class Values:
             )
         )
 
-    def _through(self, body: _Body, equations: Sequence[EquationPlan]) -> None:
+    def _through(self, body: _Body) -> None:
         """Adds the nodes of the equations of a body."""
         jaxpr = body.flow.body.jaxpr
         for var in jaxpr.constvars:
             body.held[var] = self._given(var)
         for eqn, step, planned in zip(
-            jaxpr.eqns, body.flow.steps, equations, strict=True
+            jaxpr.eqns, body.flow.steps, body.plan.equations, strict=True
         ):
             if not jaxprs.runs(eqn):
                 continue
@@ -186,28 +188,22 @@ class Values:
                 self._read(body, atom, dtype, path, planned.saturate)
                 for atom, dtype in zip(eqn.invars, planned.reads, strict=True)
             ]
-            part = part_of(eqn)
+            call, part = _Call(eqn, step, planned, path, read), part_of(eqn)
             if part is Part.HELPER:
-                results = self._helper(eqn, step, planned, path, read)
+                results = self._helper(call)
             else:
-                results = self._equation(eqn, step, planned, path, read, part)
+                results = self._equation(call, part)
             body.held.update(zip(eqn.outvars, results, strict=True))
 
-    def _helper(
-        self,
-        eqn: Eqn,
-        step: Step,
-        planned: EquationPlan,
-        path: Path,
-        read: Sequence[int | None],
-    ) -> list[int]:
+    def _helper(self, call: _Call) -> list[int]:
         """Returns the results of a call that is written out."""
+        eqn, step, planned, path, read = call
         (plan,), (flow,) = planned.bodies, step.flows
-        body = _Body(flow, plan.cast_per_use, (*path, 0), {}, {})
+        body = _Body(flow, plan, (*path, 0), {}, {})
         jaxpr = plan.body.jaxpr
         for var, node in zip(jaxpr.invars, read, strict=True):
             body.held[var] = self._given(var) if node is None else node
-        self._through(body, plan.equations)
+        self._through(body)
         found = []
         for var, atom, dtype in zip(
             eqn.outvars, jaxpr.outvars, plan.outputs, strict=True
@@ -216,20 +212,13 @@ class Values:
             found.append(self._given(var, dtype) if node is None else node)
         return found
 
-    def _equation(
-        self,
-        eqn: Eqn,
-        step: Step,
-        planned: EquationPlan,
-        path: Path,
-        read: Sequence[int | None],
-        part: Part,
-    ) -> list[int]:
+    def _equation(self, call: _Call, part: Part) -> list[int]:
         """Returns the results of an equation that is not written out."""
+        eqn, step, planned, path, read = call
         word, top = step.region.saved, path[0]
         active = [n is not None and self.nodes[n].is_active for n in read]
         moves = any(active) and eqn.primitive.name != "stop_gradient"
-        needs = _needs(eqn, planned, active, part) if moves else Needs()
+        needs = _needs(call, active, part) if moves else Needs()
         again = part is not Part.END and word != "all" and is_cheap(eqn)
         keeps = word == "all" or part is Part.END
         # What a product reads is written, and kept for its derivative.
@@ -298,7 +287,7 @@ class Values:
         held = body.held[atom]
         if dtype is None or self.nodes[held].dtype in (None, dtype):
             return held
-        if saturate or atom in body.cast_per_use:
+        if saturate or atom in body.plan.cast_per_use:
             return self._cast(held, atom, dtype, path)
         if (atom, dtype) not in body.casts:
             body.casts[atom, dtype] = self._cast(held, atom, dtype, path)
@@ -325,13 +314,13 @@ class Values:
         )
 
 
-def _needs(
-    eqn: Eqn, planned: EquationPlan, active: Sequence[bool], part: Part
-) -> Needs:
+def _needs(call: _Call, active: Sequence[bool], part: Part) -> Needs:
     """Returns what the derivative of an equation, or of a call, needs."""
+    eqn, step, planned, *_ = call
     if part is Part.OPERATION:
         return needs_of(eqn, planned, active)
-    if part is Part.RULE and is_of_result(eqn):
+    runs_half = is_half(step.region.policy.compute_dtype)
+    if part is Part.RULE and runs_half and is_of_result(eqn):
         return Needs(results=True, derives=True)
     if part is Part.RULE:
         # Its rule makes what it needs of the operands.
@@ -341,7 +330,7 @@ def _needs(
     if jaxprs.saves_residuals(eqn) and inner:
         needed = [False] * len(active)
         for (_, operands), plan in zip(inner, planned.bodies, strict=True):
-            for i, each in zip(operands, plan.needs or needed, strict=False):
+            for i, each in zip(operands, plan.needs or (), strict=False):
                 needed[i] |= each
     return Needs([i for i, each in enumerate(needed) if each])
 
