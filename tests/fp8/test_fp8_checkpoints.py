@@ -55,10 +55,16 @@ def test_the_operands_are_saved_in_8_bits_each_once():
     def shared(ws, x):
         return jnp.sum(jnp.tanh(x @ ws[0]) * jnp.tanh(x @ ws[1]))
 
-    # Else a block is around one of the products, and its checkpoint hands them on.
-    whole = amp.autocast(shared, "p=f32,c=bf16,o=f32,m=fp8,s=all")
-    _, backward = jax.vjp(whole, W, X)
-    saved = [x.shape for x in jax.tree.leaves(backward) if x.dtype == "float8_e4m3fn"]
-    assert sorted(saved) == [(48, 64), (64, 64), (64, 64)]
-    half = {x.shape for x in jax.tree.leaves(backward) if x.dtype == "bfloat16"}
-    assert (64, 64) not in half  # of `ws` there is no copy
+    def kept(policy):
+        _, backward = jax.vjp(amp.autocast(shared, policy), W, X)
+        leaves = jax.tree.leaves(backward)
+        in_8_bits = [x.shape for x in leaves if x.dtype == "float8_e4m3fn"]
+        return sorted(in_8_bits), {x.shape for x in leaves if x.dtype == "bfloat16"}
+
+    in_8_bits, half = kept("p=f32,c=bf16,o=f32,m=fp8,s=all")
+    assert in_8_bits == [(48, 64), (64, 64), (64, 64)]
+    assert not half  # of `ws` there is no copy
+    in_8_bits, half = kept("fp8")
+    # A block is around the second product: its checkpoint hands its operands on.
+    assert in_8_bits == [*[(48, 64)] * 2, *[(64, 64)] * 2]
+    assert half == {(48, 64)}  # results of the products

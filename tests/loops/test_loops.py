@@ -68,13 +68,8 @@ def test_names_of_the_measured_loops_are_those_of_recursions():
 @pytest.mark.slow
 @recursions(NEEDS)
 def test_recursion_that_needs_f32_is_as_right_as_with_all_products_in_f32(name):
-    idiom = LOOPS[name].idiom
-    errors = measure.errors(idiom, "library", "full")
-    if not measure.is_kept(errors["library"], errors["full"]):
-        # XLA fuses what is made again in other ways. An ill-conditioned program shows
-        # it, and is as far from f64 itself.
-        errors |= measure.errors(idiom, "f32")
-        assert measure.is_kept(errors["library"], errors["f32"])
+    errors = measure.errors(LOOPS[name].idiom, "library", "full")
+    assert measure.is_kept(errors["library"], errors["full"])
 
 
 @pytest.mark.slow
