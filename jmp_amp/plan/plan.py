@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jax.core import ShapedArray
 
 from jmp_amp.plan.choose.modes import Dtypes, Mode
 from jmp_amp.plan.choose.records import Decision, Option
@@ -94,10 +95,16 @@ class Result(NamedTuple):
     dtype: np.dtype
     shape: tuple[int, ...]
 
-    def matches(self, operation: str, dtype: np.dtype, shape: tuple[int, ...]) -> bool:
-        """Whether an operation, as it is bound in the end, is this one."""
+    def matches(self, operation: str, operands: Sequence[ShapedArray]) -> bool:
+        """Whether an operation, as it is bound in the end, is this one.
+
+        It is elementwise: its result has the dtype and the shape of its operand.
+        """
+        if operation != self.operation:
+            return False
+        shape = operands[0].shape
         end = shape[max(len(shape) - len(self.shape), 0) :]
-        return (operation, dtype, end) == self
+        return (operands[0].dtype, end) == (self.dtype, self.shape)
 
 
 class Block(NamedTuple):

@@ -259,8 +259,8 @@ class _Planner:
             )
 
         # Their dtypes first: what is kept depends on them.
-        kinds = Saving.NOTHING if carried or len(step.flows) > 1 else saving
-        bodies = [settled(body, None, kinds) for body in range(len(step.flows))]
+        first = Saving.NOTHING if carried or len(step.flows) > 1 else saving
+        bodies = [settled(body, None, first) for body in range(len(step.flows))]
         writes = bodies[-1].outputs
         if carried:
             # A loop hands the same dtypes from turn to turn.

@@ -29,11 +29,7 @@ from jmp_amp.policies.dtypes import (
     short_name,
 )
 from jmp_amp.policies.fp8 import Fp8, fp8_from
-from jmp_amp.policies.saved_words import (
-    DefaultWord,
-    checked_word,
-    word_of,
-)
+from jmp_amp.policies.saved_words import DefaultWord, checked_word, word_of
 
 Tree = TypeVar("Tree")
 
@@ -75,8 +71,8 @@ class Policy:
         products in `compute_dtype`.
       saved: which values differentiation keeps for the backward pass, and which it
         makes again. Matrix products, convolutions, sorts, lookups, collectives, random
-        bits, linear algebra and loops never run twice, and values and gradients are the
-        same for each word.
+        bits, linear algebra and loops never run twice. Each word has the same
+        operations in the same order, and so the same values and gradients.
 
         * "all": what the derivatives ask for, as without a plan. The default where
           `compute_dtype` is f32.

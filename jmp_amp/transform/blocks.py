@@ -107,8 +107,7 @@ def _policy(block: Block) -> Callable[..., bool]:
 
     def policy(primitive: Primitive, *avals: ShapedArray, **params: object) -> bool:
         return _is_kept(primitive) or any(
-            each.matches(primitive.name, avals[0].dtype, avals[0].shape)
-            for each in block.results
+            each.matches(primitive.name, avals) for each in block.results
         )
 
     return policy

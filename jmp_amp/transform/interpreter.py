@@ -118,9 +118,10 @@ def autocast(
     lookup of activations are, if it reads each row 16 times in the mean; else the sum
     is half, which costs digits where one row is looked up hundreds of times.
 
-    What the backward pass keeps is a part of the plan, see `saved` of `Policy`: inside
-    of loops the least, and of elementwise chains what is kept anyway. The rest is made
-    again, and values and gradients are those of `saved="all"` bit for bit.
+    What the backward pass keeps is a part of the plan, see `saved` of `Policy`. Inside
+    of loops it is the least. Elsewhere elementwise chains are made again from what is
+    kept anyway. The operations and their order are those of `saved="all"`, and so are
+    values and gradients bit for bit, where XLA fuses them alike.
 
     What is left alone: integers, booleans, complex, float64, fp8 and PRNG keys; dtypes
     that the program asks for, such as `x.astype(jnp.bfloat16)`; and, computed as they
@@ -330,14 +331,13 @@ class Replay(Walk[Value]):
             return
         # Not this replay, which holds the function: the arrays of the plan would stay
         # until Python collects garbage.
-        replay = (
-            Replay(self.differentiable, False, self.marks, block.kept, at=block.start)
-            if False
-            else Replay(self.differentiable, False, self.marks, block.kept)
-        )
-        # A marked equation is one of a kind.
-        known = None if self.marks.tells_equations else self.blocks
-        run_block(values, block, replay, known)
+        replay = Replay(self.differentiable, False, self.marks, block.kept)
+        if self.marks.tells_equations:
+            # It is measured, and takes longer to compile apart. A marked equation is
+            # one of a kind.
+            run_block(values, block._replace(apart=False), replay, None)
+        else:
+            run_block(values, block, replay, self.blocks)
 
     def equation(
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[Value]]
@@ -347,8 +347,7 @@ class Replay(Walk[Value]):
             if planned.bodies:
                 return self._call(eqn, planned, operands)
             bound = self.marks.results(eqn, self.bound(eqn, planned, operands))
-            keeps = self.keeps()
-            if keeps:
+            if keeps := self.keeps():
                 bound = [
                     self.kept(x) if (v, None) in keeps else x
                     for v, x in zip(eqn.outvars, bound, strict=True)
@@ -394,7 +393,10 @@ class Replay(Walk[Value]):
         return binding.bind_staged(eqn, staged, operands)
 
     def _inside(self, planned: EquationPlan) -> Replay:
-        """Returns the replay of the body of a helper, which is written out."""
+        """Returns the replay of the body of a helper."""
+        if not self.block_kept:
+            return self
+        # It is written out: the block around it says what of it is kept.
         path = (*self.path, planned.index, 0)
         replay = Replay(
             self.differentiable, self.recomputes, self.marks, self.block_kept, path

@@ -11,6 +11,7 @@ from flax import linen as nn
 from jax import lax
 
 import jmp_amp as amp
+from jmp_amp.plan.plan import Result
 from jmp_amp.plan.program import jaxprs
 from tests.programs import equations
 
@@ -265,6 +266,15 @@ def test_of_a_tanh_its_result_is_kept():
     assert activations(autocast(loss, "auto"), W, X) == 2
 
 
+def test_a_result_is_told_from_that_of_an_operation_that_reads_nothing():
+    tanh = Result("tanh", np.dtype("bfloat16"), (ROWS, WIDTH))
+    half = jax.core.ShapedArray((2, ROWS, WIDTH), jnp.bfloat16)
+    assert tanh.matches("tanh", [half])
+    assert not tanh.matches("tanh", [half.update(dtype=jnp.dtype("float32"))])
+    assert not tanh.matches("exp", [half])
+    assert not tanh.matches("iota", [])
+
+
 def test_of_a_scanned_layer_the_least_is_kept_by_default():
     def loss(w, x):
         return scanned(lambda x, w: x + jax.nn.gelu(x @ w) @ w.T, w, x)
@@ -342,6 +352,18 @@ def test_under_all_nothing_of_a_module_is_made_again():
     assert again == [[0, 0], [0, 7], [7, 7]]
     saved = [each.total.saved - each.total.copies for each in reports]
     assert saved[0] > saved[1] > saved[2]
+
+
+def test_under_all_a_value_is_kept_for_the_readers_outside_too():
+    whole = amp.with_policy(policy("all"))(jnp.sin)
+
+    def recomputed(function):
+        report = amp.explain(lambda x, w: function(x @ w) ** 2 @ w, "mixed_bfloat16")
+        rows = report(X, W[0]).equations
+        return [e.operation for e in rows if e.recomputed]
+
+    assert "sin" in recomputed(jnp.sin)
+    assert "sin" not in recomputed(whole)
 
 
 def test_a_norm_keeps_what_the_policy_around_it_says():

@@ -387,7 +387,7 @@ def is_cheap(name: str) -> bool:
     return name in _CHEAP
 
 
-# A lookup moves data, whatever it costs; a count reads nothing.
+# A lookup moves data, so it is not made again. An `iota` reads nothing: it is.
 _MADE_AGAIN = (_CHEAP | {"iota"}) - {n for n, r in _ROLES.items() if r is Role.LOOKS_UP}
 
 
