@@ -63,8 +63,8 @@ class Walk(abc.ABC, Generic[V]):
         """Returns what is kept, for the backward pass, of what the next body makes."""
         return frozenset()
 
-    def kept(self, value: V) -> V:
-        """Returns a value that is kept for the backward pass."""
+    def kept(self, value: V, key: Key) -> V:
+        """Returns a value that is kept for the backward pass, see `Block.kept`."""
         return value
 
     def body(self, plan: Plan, args: Sequence[V]) -> list[V]:
@@ -125,8 +125,9 @@ class Values(Generic[V]):
     def write(self, variables: Sequence[Var], values: Sequence[V]) -> None:
         self.values.update(zip(variables, values, strict=True))
         for var, value in zip(variables, values, strict=True):
-            if self.keeps and (var, self.walk.dtype_of(value)) in self.keeps:
-                self.values[var] = self.walk.kept(value)
+            key = var, self.walk.dtype_of(value)
+            if self.keeps and key in self.keeps:
+                self.values[var] = self.walk.kept(value, key)
 
     def read(self, atom: Atom, dtype: np.dtype | None, saturate: bool) -> V:
         if isinstance(atom, Literal):
@@ -142,7 +143,7 @@ class Values(Generic[V]):
             return self.casts[key]
         cast = self.walk.cast(value, dtype, saturate)
         if key in self.keeps:
-            cast = self.walk.kept(cast)
+            cast = self.walk.kept(cast, key)
         if not saturate and atom not in self.plan.cast_per_use:
             self.casts[key] = cast
         return cast

@@ -84,13 +84,19 @@ class Policy:
           XLA is kept from merging both computations only where that pays: in the chain
           is a function that XLA computes once for all readers (`tanh`, `sin`, `pow`,
           ...) of 1.5 MiB or more.
+        * "int8", "e4m3": as "least", and what is kept in half is kept in 8 bits. Values
+          and forward mode are exact, and gradients are rounded. int8 has a scale for
+          each 128 elements of the last axis, `amax / 127`; e4m3 one for each row. f32,
+          integers, arguments, parameters, named values, arrays of less than 2^13
+          elements and what a softmax reads stay as they are. A NaN or an infinity makes
+          its block NaN, which the finite check of gradients finds.
 
     Raises:
       TypeError: if a dtype is not a floating one, a name is not text, `matmul` is
         neither an `Fp8` nor None, or `saved` neither text nor None.
       ValueError: if a dtype is unknown, a name is in two classes, or is no identifier;
         if products are fp8 and `compute_dtype` is not bf16; if `saved` is none of the
-        three words.
+        five words, or in 8 bits with a `compute_dtype` that is not half.
 
     Example:
       >>> import jax.numpy as jnp
@@ -423,6 +429,7 @@ def _parse_pairs(text: str) -> Policy:
         _check_matmul(matmul, compute)
     except ValueError as error:
         raise ValueError(f"{call}: {error}") from None
+    saved = word_of(saved, compute, call)
     return Policy(param, compute, output, matmul=matmul, saved=saved, **classes)
 
 

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
+from jmp_amp.plan.dataflow.dead_code import inputs_read
 from jmp_amp.plan.program import binding, jaxprs
 from jmp_amp.plan.program.dimensions import as_counted
 from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Var
 from jmp_amp.plan.rewrites.fp8_products import NAMES
-from jmp_amp.plan.saved.needs import KEPT
+from jmp_amp.plan.saved.needs import KEPT, KEPT_IN_8_BITS
 
 
 class Matmuls(NamedTuple):
@@ -172,8 +173,9 @@ def saved_for_backward(
 ) -> list[Residual]:
     """Returns the residuals of `jax.vjp(fn)`, without constants.
 
-    It is what differentiation saves, before XLA decides to compute it again. Arguments
-    are among them, though they take no memory that was not there before.
+    It is what the backward pass reads, before XLA decides to compute it again. What JAX
+    saves for other transformations alone is not. Arguments are among them, though they
+    take no memory that was not there before.
 
     Args:
       fn: a function of arrays.
@@ -187,9 +189,15 @@ def saved_for_backward(
             return fn(*(given.get(i, x) for i, x in enumerate(args)))
 
         results, backward = jax.vjp(of_moving, *(args[i] for i in differentiated))
+        leaves, structure = jax.tree.flatten(backward)
+        cotangents = jax.tree.map(_zero_cotangent, results)
+
+        def run(*leaves: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves(jax.tree.unflatten(structure, leaves)(cotangents))
+
         # Only the backward pass of a `while_loop` says that there is none.
-        backward(jax.tree.map(_zero_cotangent, results))
-        return jax.tree.leaves(backward)
+        read = inputs_read(binding.trace(run, leaves))
+        return [x for x, is_read in zip(leaves, read, strict=True) if is_read]
 
     jaxpr = jaxprs.body_of(binding.trace(residuals, args)).jaxpr
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -226,8 +234,8 @@ def _origin(made: dict[Var, Eqn], atom: Atom) -> Atom:
         return atom
     eqn = made[atom]
     if _hands_on(eqn):
-        return _origin(made, eqn.invars[0])
-    if eqn.primitive.name == "name" and eqn.params["name"] in NAMES:
+        return _origin(made, eqn.invars[eqn.outvars.index(atom)])
+    if _is_quantised(eqn):
         return _origin(made, _quantised(made, atom))
     bodies = jaxprs.inner_bodies(eqn)
     if not bodies:
@@ -243,8 +251,18 @@ def _origin(made: dict[Var, Eqn], atom: Atom) -> Atom:
     )
 
 
+def _is_kept_in_8_bits(eqn: Eqn) -> bool:
+    return eqn.primitive.name == "name" and eqn.params["name"] == KEPT_IN_8_BITS
+
+
+def _is_quantised(eqn: Eqn) -> bool:
+    """Whether an equation names 8 bits of an array, see `_quantised`."""
+    is_operand = eqn.primitive.name == "name" and eqn.params["name"] in NAMES
+    return is_operand or _is_kept_in_8_bits(eqn)
+
+
 def _quantised(made: dict[Var, Eqn], atom: Atom) -> Atom:
-    """Returns the array of which a rewrite made 8-bit floats, see `Rewrite.shared`.
+    """Returns the array of which 8 bits were made, by a rewrite or to be kept.
 
     Its gradient is stopped first.
     """
@@ -256,20 +274,24 @@ def _quantised(made: dict[Var, Eqn], atom: Atom) -> Atom:
     return atom
 
 
-def _hands_on(eqn: Eqn) -> bool:
-    """Whether an equation makes a copy, in its dtype or another one.
+# A checkpoint rounds what it keeps to its own dtype. Each result of a barrier is one of
+# its operands.
+_COPIES = ("reduce_precision", "optimization_barrier")
 
-    A checkpoint rounds what it keeps to its own dtype.
-    """
+
+def _hands_on(eqn: Eqn) -> bool:
+    """Whether the results of an equation are its operands, in their or other dtypes."""
     name = eqn.primitive.name
     is_kept = name == "name" and eqn.params["name"] == KEPT
-    return jaxprs.is_conversion(eqn) or is_kept or name == "reduce_precision"
+    return jaxprs.is_conversion(eqn) or is_kept or name in _COPIES
 
 
 def _makers(made: dict[Var, Eqn], var: Var) -> tuple[Eqn, ...]:
     eqn = made[var]
-    if _hands_on(eqn):
-        (source,) = eqn.invars
+    if _hands_on(eqn) or _is_kept_in_8_bits(eqn):
+        source = eqn.invars[eqn.outvars.index(var)]
+        if _is_kept_in_8_bits(eqn):
+            source = _quantised(made, var)
         if not isinstance(source, jaxprs.Literal) and source in made:
             return _makers(made, source)  # it saves nothing new
     bodies = jaxprs.inner_bodies(eqn)

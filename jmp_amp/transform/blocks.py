@@ -6,18 +6,21 @@ cannot be made again. So every transformation of JAX goes through it, forward mo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.core import ShapedArray
 
-from jmp_amp.plan.plan import Block, Key
+from jmp_amp.plan.plan import Block, Key, Stored
 from jmp_amp.plan.program import binding, jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Primitive, Value, Var
+from jmp_amp.plan.rewrites.quantising import Quantised
 from jmp_amp.plan.saved.alike import inside, likeness
 from jmp_amp.plan.tables.operations import is_made_again
 from jmp_amp.plan.walk import Values, Walk
+from jmp_amp.transform.stored_blocks import Keeper, Read, named, stored_block
 
 # Values, casts and quantised arrays, each by what it is of.
 _Kinds = tuple[Mapping[Any, Value], Mapping[Any, Value], Mapping[Any, Value]]
@@ -40,7 +43,7 @@ class Run(NamedTuple):
 def run_block(
     values: Values[Value],
     block: Block,
-    walk: Walk[Value],
+    walk: Callable[[Keeper], Walk[Value]],
     known: dict[Hashable, Run] | None,
 ) -> None:
     """Runs a block of a body.
@@ -48,7 +51,7 @@ def run_block(
     Args:
       values: those of the body so far; what the block makes is added.
       block: the block.
-      walk: what runs its equations.
+      walk: what runs its equations, given what keeps values.
       known: what runs the blocks so far, by their likeness; None if none are alike.
     """
     border = _Border(values, block)
@@ -76,7 +79,7 @@ def run_block(
 def _run_of(
     values: Values[Value],
     block: Block,
-    walk: Walk[Value],
+    walk: Callable[[Keeper], Walk[Value]],
     border: _Border,
     variables: Sequence[Var],
     eqns: Sequence[Eqn] | Mapping[int, Eqn],
@@ -85,18 +88,29 @@ def _run_of(
     # Not `values`: its arrays would live as long as the function.
     plan, outputs = values.plan, list[list[Any]]()
 
-    def compute(apart: list[Value], around: list[Value]) -> list[list[Value]]:
-        entered = Values(walk, plan)
+    def compute(
+        keeper: Keeper, apart: list[Value], around: list[Value]
+    ) -> list[list[Value]]:
+        walked = walk(keeper)
+        entered = Values(walked, plan)
         border.write(entered, apart, around)
-        walk.through(entered, block.start, block.stop, eqns)
+        walked.through(entered, block.start, block.stop, eqns)
         leaving = border.leaving(entered)
         outputs[:] = map(list, leaving)
         return [list(kind.values()) for kind in leaving]
 
+    if block.stored is not None:
+        reads = border.reads_of(block.stored)
+        made, apart = block.stored.made, block.apart
+        return Run(stored_block(compute, made, reads, apart), variables, outputs)
     # Where XLA would merge both computations, what is kept and the cotangents go
     # through a barrier, but parameters around it: a loop would stack them.
     prevent_cse: Any = (True, False) if block.apart else False
-    run = jax.checkpoint(compute, prevent_cse=prevent_cse, policy=_policy(block))
+    run = jax.checkpoint(
+        functools.partial(compute, named),
+        prevent_cse=prevent_cse,
+        policy=_policy(block),
+    )
     return Run(run, variables, outputs)
 
 
@@ -163,6 +177,18 @@ class _Border:
                 (around if _of(key) in self.around else apart).append(value)
         self._given = []
         return apart, around
+
+    def reads_of(self, stored: Stored) -> list[Read]:
+        """Returns how what goes in, in the order of `entering`, is read again."""
+        apart, around = list[Read](), list[Read]()
+        for keys, values in zip(self.outside, self._given, strict=True):
+            for key, value in zip(keys, values, strict=True):
+                at = key if isinstance(key, tuple) else (key, value.dtype)
+                # Quantised operands are read as they are.
+                is_read = at in stored.entering or isinstance(value, Quantised)
+                read = Read(is_read, stored.entering.get(at))
+                (around if _of(key) in self.around else apart).append(read)
+        return [*apart, *around]
 
     def write(
         self, entered: Values[Value], apart: list[Value], around: list[Value]

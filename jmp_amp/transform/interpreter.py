@@ -10,7 +10,6 @@ from typing import Any, NoReturn, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.plan.dataflow.values import is_inexact
@@ -19,7 +18,6 @@ from jmp_amp.plan.program import binding, constructs, jaxprs, meshes, source_cod
 from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
 from jmp_amp.plan.program.jaxprs import ClosedJaxpr, Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.rewrites.rewriting import Shared
-from jmp_amp.plan.saved.needs import KEPT
 from jmp_amp.plan.walk import Values, Walk
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.flags import checked_flag
@@ -31,6 +29,7 @@ from jmp_amp.transform.derivatives import planned_rule
 from jmp_amp.transform.functions import check_function, wraps
 from jmp_amp.transform.marking import Marks
 from jmp_amp.transform.planned import PlannedCall, planned_call
+from jmp_amp.transform.stored_blocks import Keeper, named
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -270,6 +269,7 @@ class Replay(Walk[Value]):
       blocks: what runs the blocks, each kind of them once.
       recomputes: whether it runs the blocks of the plan as such.
       block_kept: inside a block, what of it is kept, see `Block`.
+      keeper: what keeps it.
       path: inside a block, the way through helpers to the body.
     """
 
@@ -279,12 +279,14 @@ class Replay(Walk[Value]):
         recomputes: bool = True,
         marks: Marks = _NO_MARKS,
         block_kept: Mapping[tuple[int, ...], frozenset[Key]] | None = None,
+        keeper: Keeper = named,
         path: tuple[int, ...] = (),
     ):
         self.marks = marks
         self.staged: dict[Plan, ClosedJaxpr] = {}
         self.blocks: dict[Hashable, Run] = {}
         self.block_kept = block_kept or {}
+        self.keeper = keeper
         self.path = path
         self.differentiable = differentiable
         self.recomputes = recomputes
@@ -322,22 +324,27 @@ class Replay(Walk[Value]):
     def keeps(self) -> Set[Key]:
         return self.block_kept.get(self.path, frozenset())
 
-    def kept(self, value: Value) -> Value:
-        return checkpoint_name(value, KEPT)
+    def kept(self, value: Value, key: Key) -> Value:
+        return self.keeper((self.path, key), value)
 
     def block(self, values: Values[Value], block: Block) -> None:
         if not self.recomputes:
             self.through(values, block.start, block.stop)
             return
-        # Not this replay, which holds the function: the arrays of the plan would stay
-        # until Python collects garbage.
-        replay = Replay(self.differentiable, False, self.marks, block.kept)
         if self.marks.tells_equations:
-            # It is measured, and takes longer to compile apart. A marked equation is
-            # one of a kind.
-            run_block(values, block._replace(apart=False), replay, None)
-        else:
-            run_block(values, block, replay, self.blocks)
+            # It is measured: it takes longer to compile apart, and what is made again
+            # of 8 bits would be measured as well.
+            block = block._replace(apart=False, stored=None)
+        kept = block.kept
+        if block.stored is not None:
+            made = block.stored.made
+            kept = {path: frozenset(keys) for path, keys in made.items()}
+        # Not a method, which holds this replay: the arrays of the plan would stay until
+        # Python collects garbage.
+        replay = functools.partial(Replay, self.differentiable, False, self.marks, kept)
+        # A marked equation is one of a kind.
+        known = None if self.marks.tells_equations else self.blocks
+        run_block(values, block, replay, known)
 
     def equation(
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[Value]]
@@ -349,7 +356,7 @@ class Replay(Walk[Value]):
             bound = self.marks.results(eqn, self.bound(eqn, planned, operands))
             if keeps := self.keeps():
                 bound = [
-                    self.kept(x) if (v, None) in keeps else x
+                    self.kept(x, (v, None)) if (v, None) in keeps else x
                     for v, x in zip(eqn.outvars, bound, strict=True)
                 ]
             with self.marks.cast():
@@ -399,7 +406,8 @@ class Replay(Walk[Value]):
         # It is written out: the block around it says what of it is kept.
         path = (*self.path, planned.index, 0)
         replay = Replay(
-            self.differentiable, self.recomputes, self.marks, self.block_kept, path
+            *(self.differentiable, self.recomputes, self.marks, self.block_kept),
+            *(self.keeper, path),
         )
         replay.staged = self.staged
         return replay

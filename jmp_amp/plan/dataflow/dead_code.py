@@ -43,6 +43,12 @@ def without_dead_code(program: ClosedJaxpr) -> ClosedJaxpr:
     return _Living().of(program, (True,) * count).program
 
 
+def inputs_read(program: ClosedJaxpr) -> Alive:
+    """Returns which inputs a program reads that is not differentiated any more."""
+    count = len(jaxprs.body_of(program).jaxpr.outvars)
+    return _Living(is_differentiated=False).of(program, (True,) * count).inputs
+
+
 class _Body(NamedTuple):
     """What is alive in a body.
 
@@ -56,9 +62,14 @@ class _Body(NamedTuple):
 
 
 class _Living:
-    """Finds what is alive, in each body once for the outputs that are read."""
+    """Finds what is alive, in each body once for the outputs that are read.
 
-    def __init__(self) -> None:
+    Attributes:
+      is_differentiated: whether what a derivative alone reads is alive too.
+    """
+
+    def __init__(self, is_differentiated: bool = True) -> None:
+        self.is_differentiated = is_differentiated
         self._found: dict[object, _Body] = {}
 
     def of(
@@ -107,7 +118,9 @@ class _Living:
         """Returns an equation with living bodies, and which operands they read."""
         inner = jaxprs.inner_bodies(eqn)
         if not inner:
-            return eqn, (True,) * len(eqn.invars)
+            if self.is_differentiated:
+                return eqn, (True,) * len(eqn.invars)
+            return eqn, jaxprs.running_operands(eqn)
         programs = jaxprs.inner_programs(eqn)
         carry = jaxprs.first_carried(eqn)
         if jaxprs.is_shard_map(eqn) or jaxprs.is_custom_jvp(eqn):

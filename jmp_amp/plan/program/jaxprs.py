@@ -343,6 +343,18 @@ def owned_bodies(eqn: Eqn) -> list[Body]:
     return list(map(body_of, core.jaxprs_in_params(eqn.params)))
 
 
+def running_operands(eqn: Eqn) -> tuple[bool, ...]:
+    """Returns for each operand whether the equation reads it when it runs."""
+    count = len(eqn.invars)
+    if eqn.primitive.name != "custom_linear_solve":
+        return (True,) * count
+    # Those of the other bodies are for the derivative, see `running_bodies`.
+    lengths = eqn.params["const_lengths"]
+    start = lengths.matvec + lengths.vecmat
+    others = {*range(start), *range(start + lengths.solve, sum(lengths))}
+    return tuple(i not in others for i in range(count))
+
+
 def running_bodies(eqn: Eqn) -> list[Body]:
     """Returns the bodies of `eqn` that run when it does."""
     if eqn.primitive.name == "custom_linear_solve":

@@ -33,6 +33,7 @@ from jmp_amp.plan.dataflow.values import Trait, unfit
 from jmp_amp.plan.program.dimensions import Dimensions, Sides, as_number, sides_of
 from jmp_amp.plan.program.jaxprs import Eqn, Value, aval_of
 from jmp_amp.plan.program.meshes import explicit_sharding
+from jmp_amp.plan.rewrites.linear import linear_function
 from jmp_amp.plan.rewrites.rewriting import Rewrite
 from jmp_amp.plan.tables.operations import OpClass
 from jmp_amp.policies.dtypes import BF16, F32, short_name
@@ -150,9 +151,6 @@ def _pinned(x: jax.Array, order: Sequence[int]) -> jax.Array:
     return jax.lax.optimization_barrier(x)
 
 
-Pair = tuple[jax.Array, jax.Array]
-
-
 @functools.lru_cache(maxsize=1024)
 def half_product(
     dimensions: Dimensions,
@@ -202,10 +200,7 @@ def _linear(
 ) -> jax.Array:
     """Returns the product of a tangent of operand `i` and the other operand.
 
-    Its transpose is one of bf16: JAX's would multiply the f32 cotangent. To JAX a
-    linear function with a transpose of one's own is the solution of linear equations,
-    as many as unknowns: `u = moving`, `v - product(u) = 0`. (`linear_call` has no rule
-    for `vmap`.)
+    Its transpose is one of bf16: JAX's would multiply the f32 cotangent.
     """
     back, order = dimensions.transposed(i)
 
@@ -219,28 +214,10 @@ def _linear(
         made = _multiplied(back, lhs, rhs, _before_transpose(moving, order))
         return jax.lax.transpose(made, order).astype(moving.dtype)
 
-    def equations(unknown: Pair) -> Pair:
-        u, v = unknown
-        # JAX differentiates no equations some of which do not depend on `other`.
-        one = 1 + _nothing(other)
-        return u * one.astype(u.dtype), v * one - product(u)
-
-    def solve(_: object, known: Pair) -> Pair:
-        u, v = known
-        return u, v + product(u)
-
-    def solve_transposed(_: object, known: Pair) -> Pair:
-        u, v = known
-        return u + transposed(v), v
-
-    # Both sides have to be linear in the tangent, and both solutions be used.
-    result = jax.eval_shape(product, moving)
-    nothing = jax.lax.broadcast_in_dim(
-        _nothing(moving), result.shape, (), out_sharding=explicit_sharding(result)
+    (result,) = linear_function(
+        lambda xs: [product(*xs)], lambda xs: [transposed(*xs)], [moving], [other]
     )
-    known = moving, nothing
-    u, v = jax.lax.custom_linear_solve(equations, known, solve, solve_transposed)
-    return v + _nothing(u)
+    return result
 
 
 def _before_transpose(x: jax.Array, order: Sequence[int]) -> NamedSharding | None:
@@ -250,11 +227,6 @@ def _before_transpose(x: jax.Array, order: Sequence[int]) -> NamedSharding | Non
         return None
     spec = dict(zip(order, sharding.spec, strict=True))
     return sharding.update(spec=PartitionSpec(*(spec[d] for d in range(x.ndim))))
-
-
-def _nothing(x: jax.Array) -> jax.Array:
-    """Returns zero in f32, a sum of no elements of `x`, which XLA leaves out."""
-    return jnp.sum(jax.lax.slice(x, (0,) * x.ndim, (0,) * x.ndim).astype(F32))
 
 
 def _bind_dot(

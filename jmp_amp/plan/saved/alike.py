@@ -8,13 +8,13 @@ blocks of a key. JAX traces and differentiates it once.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jmp_amp.plan.plan import Block, Plan
+from jmp_amp.plan.plan import Block, Key, Plan
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, NameStack, Var
 
@@ -62,6 +62,11 @@ def likeness(plan: Plan, block: Block) -> Likeness:
     for path, keys in block.kept.items():
         at = (path[0] - block.start, *path[1:]) if path else ()
         parts.append((at, frozenset((numbers.get(v, v), dtype) for v, dtype in keys)))
+    if block.stored is not None:
+        for path, row in block.stored.made.items():
+            at = (path[0] - block.start, *path[1:]) if path else ()
+            parts.append((at, _renamed(row, numbers)))
+        parts.append((True, _renamed(block.stored.entering, numbers)))
     for var, number in numbers.items():
         parts.append((var in plan.cast_per_use, var in block.around, number, var.aval))
     key = tuple(parts)
@@ -70,6 +75,12 @@ def likeness(plan: Plan, block: Block) -> Likeness:
     except TypeError:  # a parameter that is an array
         return Likeness(None, scopes, list(numbers))
     return Likeness(key, scopes, list(numbers))
+
+
+def _renamed(row: Mapping[Key, str | None], numbers: Mapping[Var, int]) -> Hashable:
+    """Returns formats by the numbers of variables; a helper's are told by its plan."""
+    named = ((numbers.get(v, v), dtype, format) for (v, dtype), format in row.items())
+    return frozenset(named)
 
 
 def inside(scopes: NameStack, eqn: Eqn) -> Eqn:

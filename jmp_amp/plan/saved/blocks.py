@@ -8,14 +8,14 @@ in the order of the program.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
 
 from jmp_amp.plan.choose.flows import Flow
 from jmp_amp.plan.choose.held import Held
-from jmp_amp.plan.plan import Block, Key, Plan, Result
+from jmp_amp.plan.plan import Block, Key, Plan, Result, Stored
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.dimensions import is_larger
 from jmp_amp.plan.program.jaxprs import Eqn, aval_of
@@ -83,7 +83,7 @@ def find_blocks(flow: Flow, plan: Plan, held: Held, saving: Saving) -> Blocks:
         cut.kept[i] or (there[i] and _is_read_backward(values.nodes[i], again))
         for i in values.inputs
     )
-    return Blocks(tuple(_blocks(values, again, cut, saving)), needs)
+    return Blocks(tuple(_blocks(values, again, there, cut, saving)), needs)
 
 
 def _cut(values: Values, there: Sequence[bool]) -> Cut:
@@ -92,8 +92,9 @@ def _cut(values: Values, there: Sequence[bool]) -> Cut:
     given, needed, edges, sizes = [], [], [], []
     for i, node in enumerate(values.nodes):
         free = there[i] or node.anyway
+        size = node.size // 2 if node.eight_bits else node.size
         # Of two of one size, the one that is written anyway.
-        sizes.append(0 if free else 4 * node.size + (not node.is_written))
+        sizes.append(0 if free else 4 * size + (not node.is_written))
         if there[i]:
             continue
         edges += [(j, i) for j in set(node.made_of) if not there[j]]
@@ -123,7 +124,7 @@ def _is_read_backward(node: Node, again: Set[int]) -> bool:
 
 
 def _blocks(
-    values: Values, again: Set[int], cut: Cut, saving: Saving
+    values: Values, again: Set[int], there: Sequence[bool], cut: Cut, saving: Saving
 ) -> Iterator[Block]:
     """Yields the blocks in which the nodes `again` are made again."""
     nodes = values.nodes
@@ -131,6 +132,12 @@ def _blocks(
     for i in again:
         reads = [at for at, use in nodes[i].uses if use == NEEDED or use in again]
         spans.append((nodes[i].position, max(reads, default=nodes[i].position) + 1))
+    formats = {
+        i: format
+        for i, node in enumerate(nodes)
+        if cut.kept[i] and not there[i] and (format := node.eight_bits)
+    }
+    spans += _spans_in_eight_bits(values, again, formats)
     made_at: dict[int, list[int]] = {}
     for i, node in enumerate(nodes):
         made_at.setdefault(node.position, []).append(i)
@@ -154,6 +161,10 @@ def _blocks(
             for j in read
             if nodes[j].position < start and (nodes[j].is_free or nodes[j].crosses)
         }
+        stored = _stored(values, (start, stop), again, there, cut, formats)
+        apart = saving is Saving.BESIDE and (
+            stored is not None or _is_kept_by_xla(made, nodes)
+        )
         yield Block(
             start,
             stop,
@@ -161,8 +172,62 @@ def _blocks(
             frozenset(results),
             frozenset(nodes[i].path for i in made if nodes[i].operation),
             frozenset(around),
-            saving is Saving.BESIDE and _is_kept_by_xla(made, nodes),
+            apart,
+            stored,
         )
+
+
+def _spans_in_eight_bits(
+    values: Values, again: Set[int], formats: Mapping[int, str]
+) -> Iterator[tuple[int, int]]:
+    """Yields where each value that is kept in 8 bits is made and needed.
+
+    It is there for one section: what ends one is in no block.
+    """
+    sections = _sections(values)
+    for i in formats:
+        node = values.nodes[i]
+        reads: dict[int, list[int]] = {}
+        for at, use in node.uses:
+            if use == NEEDED or use in again:
+                reads.setdefault(sections[at], []).append(at)
+        for section, found in reads.items():
+            is_made_here = node.path and sections[node.position] == section
+            yield node.position if is_made_here else min(found), max(found) + 1
+
+
+def _stored(
+    values: Values,
+    span: tuple[int, int],
+    again: Set[int],
+    there: Sequence[bool],
+    cut: Cut,
+    formats: Mapping[int, str],
+) -> Stored | None:
+    """Returns what a block keeps if some of it is in 8 bits; else None."""
+    nodes, (start, stop) = values.nodes, span
+
+    def is_read(node: Node) -> bool:
+        """Whether what is made in the block, or its derivative, reads a value."""
+        return any(
+            start <= at < stop and (use == NEEDED or use in again or there[use])
+            for at, use in node.uses
+        )
+
+    made: dict[Path, dict[Key, str | None]] = {}
+    for i, node in enumerate(nodes):
+        if start <= node.position < stop and cut.kept[i] and is_read(node):
+            made.setdefault(node.path[:-1], {})[node.key] = formats.get(i)
+    outside = {(var, nodes[i].dtype): i for var, i in values.held.items()}
+    outside |= values.casts
+    entering = {
+        key: formats.get(i)
+        for key, i in outside.items()
+        if not start <= nodes[i].position < stop and is_read(nodes[i])
+    }
+    rows = (*made.values(), entering)
+    is_in_eight_bits = any(format for row in rows for format in row.values())
+    return Stored(made, entering) if is_in_eight_bits else None
 
 
 def _merged(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,96 @@
+"""A linear function with a transpose of its own.
+
+To JAX it is the solution of linear equations, as many as unknowns: `u = moving` and
+`v - function(u) = 0`. So forward mode, linearisation, second derivatives and `vmap` go
+through it, and only its transpose is another function than JAX would derive.
+(`custom_transpose` is not public, and `linear_call` has no rule for `vmap`.)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_amp.plan.program.meshes import explicit_sharding
+from jmp_amp.policies.dtypes import F32
+
+Arrays = list[jax.Array]
+_Both = tuple[Arrays, Arrays]
+_Typed = jax.Array | jax.ShapeDtypeStruct
+
+
+def linear_function(
+    function: Callable[[Arrays], Arrays],
+    transpose: Callable[[Arrays], Arrays],
+    moving: Sequence[jax.Array],
+    others: Sequence[jax.Array],
+) -> Arrays:
+    """Returns the results of a linear function.
+
+    Args:
+      function: it is linear in its arguments.
+      transpose: from the cotangents of its results to those of its arguments.
+      moving: the arguments.
+      others: what else the function reads, floating: second derivatives are taken with
+        respect to these.
+    """
+
+    def scaled(arrays: Arrays) -> Arrays:
+        # JAX differentiates no equations some of which do not depend on the others.
+        ones = [1 + nothing(others, x) for x in arrays]
+        return [x * one.astype(x.dtype) for x, one in zip(arrays, ones, strict=True)]
+
+    def equations(unknown: _Both) -> _Both:
+        us, vs = unknown
+        results = zip(scaled(vs), function(us), strict=True)
+        return scaled(us), [v - made for v, made in results]
+
+    def solve(_: object, known: _Both) -> _Both:
+        us, vs = known
+        return us, _added(vs, function(us))
+
+    def solve_transposed(_: object, known: _Both) -> _Both:
+        us, vs = known
+        return _added(us, transpose(vs)), vs
+
+    # Both sides have to be linear in the tangents, and both solutions be used.
+    sides = [_zero(moving, made) for made in jax.eval_shape(function, list(moving))]
+    us, vs = jax.lax.custom_linear_solve(
+        equations, (list(moving), sides), solve, solve_transposed
+    )
+    return [v + nothing(us, v).astype(v.dtype) for v in vs]
+
+
+def nothing(arrays: Sequence[jax.Array], like: _Typed) -> jax.Array:
+    """Returns zero in f32, a sum of no elements of arrays, which XLA leaves out.
+
+    It is the same in all shards of a `shard_map` in which `like` is.
+    """
+    sums = [
+        jnp.sum(jax.lax.slice(x, (0,) * x.ndim, (0,) * x.ndim).astype(F32))
+        for x in (jnp.atleast_1d(x) for x in arrays if _varying(x) <= _varying(like))
+    ]
+    return functools.reduce(jnp.add, sums) if sums else jnp.zeros((), F32)
+
+
+def _zero(arrays: Sequence[jax.Array], like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns zeros of the type of `like` that are made of arrays."""
+    zero = nothing(arrays, like).astype(like.dtype)
+    zero = jax.lax.broadcast_in_dim(
+        zero, like.shape, (), out_sharding=explicit_sharding(like)
+    )
+    missing = tuple(_varying(like) - _varying(zero))
+    return jax.lax.pcast(zero, missing, to="varying") if missing else zero
+
+
+def _varying(x: _Typed) -> frozenset[Any]:
+    """Returns the axes of a mesh along which an array is another one in each shard."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _added(arrays: Arrays, others: Arrays) -> Arrays:
+    return [x + other for x, other in zip(arrays, others, strict=True)]
