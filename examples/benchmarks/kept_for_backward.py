@@ -1,12 +1,13 @@
-"""What the three words of `amp.Policy(saved=...)` save in a training step, and cost.
+"""What the words of `amp.Policy(saved=...)` save in a training step, and cost.
 
     python examples/benchmarks/kept_for_backward.py [--model NAME ...] [--json FILE]
 
-For each model up to five programs of one training step, in bf16 with f32 parameters:
+For each model up to seven programs of one training step, in bf16 with f32 parameters:
 
   all         `amp.autocast` that keeps what the derivatives ask for; ratios are to it
   auto        the same with the least bytes in loops, elsewhere chains made again
   least       the same with the least bytes everywhere
+  int8, e4m3  the same, what is kept in half in 8 bits
   by hand     mixed precision written by hand: parameters and batch cast to bf16 before
               all else, norms, softmax and loss in f32; for a model of the zoo its twin
   checkpoint  the same, its activation in `jax.checkpoint`; not for the zoo
@@ -14,13 +15,16 @@ For each model up to five programs of one training step, in bf16 with f32 parame
 temp      temporary bytes of the step compiled for an H100, parameters donated; 4 MiB of
           them are scratch memory of cublasLt
 kept      bytes that `jax.vjp` keeps for the backward pass, before XLA recomputes any:
-          activations and bf16 copies of parameters, no arguments
+          activations and bf16 copies of parameters, no arguments; of what is kept, that
+          alone which the backward pass reads
 modelled  milliseconds of the step on an H100: see `roofline.py` for how
 kernels   how many are launched, those in loops as often as they run
 trace     CPU seconds to trace the gradient, caches emptied before, all programs in
           turns; the least of all rounds
 error     of the gradient against that in f32, |difference| / |gradient|, on the small
-          model on this CPU, operation by operation: what XLA fuses it rounds otherwise
+          model on this CPU, operation by operation: what XLA fuses it rounds otherwise.
+          8 bits stand for arrays of 2^13 elements at least, which no small model of the
+          zoo has
 
 Models: a GPT, a Llama and a multilayer perceptron in plain JAX, their layers in one
 loop (`_scanned`) or one by one (`_unrolled`), and models of `tests/zoo`, one by one.
@@ -52,17 +56,19 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 from rich.console import Console
 from rich.table import Table
 
 import jmp_amp as amp
 from examples.benchmarks import compare_precision, roofline
+from jmp_amp.plan.dataflow.dead_code import inputs_read
 from tests import h100, measures, zoo
 from tests.zoo.case import Loss
 
 DTYPE = "bfloat16"
-WORDS = ("all", "auto", "least")
+EIGHT_BITS = ("int8", "e4m3")
+WORDS = ("all", "auto", "least", *EIGHT_BITS)
 PROGRAMS = (*WORDS, "by hand", "checkpoint")
 OF_ZOO = ("vit", "resnet", "unet", "mamba", "moe")
 HEADS = 16
@@ -261,7 +267,7 @@ def text_sample(
     layers: int = 2,
     width: int = 64,
     vocabulary: int = 256,
-    batch: tuple[int, int] = (2, 16),
+    batch: tuple[int, int] = (4, 32),
 ) -> Sample:
     """Returns what samples a language model and words; the defaults are the small."""
 
@@ -277,7 +283,7 @@ def text_sample(
 
 
 def dense_sample(
-    *, scanned: bool, layers: int = 2, width: int = 64, rows: int = 32
+    *, scanned: bool, layers: int = 2, width: int = 64, rows: int = 128
 ) -> Sample:
     """Returns what samples a perceptron and its inputs; the defaults are the small."""
 
@@ -399,6 +405,27 @@ def traced_figures(loss: Loss, args: tuple[Any, Any]) -> dict[str, Any]:
     return {"kept": found.saved_bytes, "products": len(products)}
 
 
+def figures_in_8_bits(loss: Loss, args: tuple[Any, Any]) -> dict[str, Any]:
+    """Returns the bytes that the backward pass reads of what `jax.vjp` keeps.
+
+    JAX keeps what forward mode reads too, which XLA leaves out. For the same reason a
+    trace has products that do not run: `flops` tells that none runs twice.
+    """
+
+    def kept(params: Any, batch: Any) -> list[jax.Array]:
+        value, backward = jax.vjp(lambda params: loss(params, batch)[0], params)
+        leaves, structure = jax.tree.flatten(backward)
+        one = jnp.ones_like(value)
+        again = jax.make_jaxpr(lambda *kept: jax.tree.unflatten(structure, kept)(one))
+        read = inputs_read(again(*leaves))
+        return [x for x, is_read in zip(leaves, read, strict=True) if is_read]
+
+    loss = compare_precision.with_state(loss)
+    jaxpr = jax.make_jaxpr(kept)(*args).jaxpr
+    found = {v for v in jaxpr.outvars if isinstance(v, Var)} - {*jaxpr.invars}
+    return {"kept": sum(v.aval.size * v.aval.dtype.itemsize for v in found)}
+
+
 def trace_seconds(size: Size, rounds: int) -> dict[str, float]:
     """Returns the least CPU seconds that the gradient of each program is traced in."""
     args = size.abstract()
@@ -479,7 +506,9 @@ def figures_of(
     with jax.numpy_rank_promotion("allow"):
         args = model.large.abstract()
         rows: dict[str, dict[str, Any]] = {
-            name: traced_figures(loss, args)
+            name: (figures_in_8_bits if name in EIGHT_BITS else traced_figures)(
+                loss, args
+            )
             for name, loss in model.large.programs().items()
         }
         if gpu:

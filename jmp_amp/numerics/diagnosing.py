@@ -72,7 +72,8 @@ def diagnose(
     Every equation that runs is a site, with the range of its values, their exponents,
     zeros and values that are not finite, by direction. Counts are exact. In loops,
     branches, sharded maps and under `vmap` they are merged. Statistics of fixed size
-    leave the device, not activations; nothing is written to nnx objects. A third
+    leave the device, not activations; nothing is written to nnx objects. What a policy
+    keeps in 8 bits for the backward pass is kept as it is, and not rounded. A third
     program runs both side by side, forward only, and tells how far apart each value is.
 
     All programs are compiled without excess precision, so that every cast rounds. The

@@ -120,7 +120,8 @@ def autocast(
     What the backward pass keeps is a part of the plan, see `saved` of `Policy`. Inside
     of loops it is the least. Elsewhere elementwise chains are made again from what is
     kept anyway. The operations and their order are those of `saved="all"`, and so are
-    values and gradients bit for bit, where XLA fuses them alike.
+    values and gradients bit for bit, where XLA fuses them alike. With "int8" and "e4m3"
+    what is kept in half is kept in 8 bits, and gradients are rounded.
 
     What is left alone: integers, booleans, complex, float64, fp8 and PRNG keys; dtypes
     that the program asks for, such as `x.astype(jnp.bfloat16)`; and, computed as they
