@@ -583,7 +583,7 @@ def test_measurements_show_fp8_and_flax_as_they_were_measured():
 
 
 def test_measurements_show_what_a_cpu_did():
-    steps, weights = printed_lines("04_measurements")[10:]
+    steps, weights = printed_lines("04_measurements")[10:12]
     tables = "\n".join(steps).strip().split("\n\n")
     for table, file in zip(tables, ("train_on_cpu", "train_on_cpu_epyc"), strict=True):
         measured = results(file)
@@ -602,6 +602,21 @@ def test_measurements_show_what_a_cpu_did():
     assert list(lines) == [*measured["steps"], *measured["updates"]]
     for name, row in measured["updates"].items():
         assert lines[name] == [f"{row['ratio']:.2f}x"]
+
+
+def test_measurements_show_what_is_kept_by_each_word():
+    titles, *lines = printed_lines("04_measurements")[12]
+    assert titles.split()[-4:] == ["memory", "kept", "time", "error"]
+    shown = [line for line in lines if line.strip()]
+    for name, rows in results("kept_for_backward")["models"].items():
+        assert shown[0].split()[0] == name
+        for program in list(rows)[1:]:
+            line = shown.pop(0)
+            assert line[18:30].strip() == program
+            figures = ("temp", "kept", "ms", "error")
+            ratios = [rows[program][each] / rows["all"][each] for each in figures]
+            assert line[30:].split() == [f"{each:.2f}x" for each in ratios]
+    assert not shown
 
 
 def test_how_it_works_names_the_module_of_every_operation():

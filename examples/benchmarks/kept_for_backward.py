@@ -375,16 +375,12 @@ def all_models() -> dict[str, Model]:
 MODELS = all_models()
 
 
-def compiled_figures(
-    loss: Loss, args: tuple[Any, Any], device: roofline.Device
-) -> dict[str, Any]:
+def figures_of_program(compiled: Any, device: roofline.Device) -> dict[str, Any]:
     """Returns the figures of a training step that is compiled for an H100.
 
     Besides those of the table there are `flops`, of matrix products and convolutions,
     and where the roofline does not know what something takes, `unknown`.
     """
-    step = compare_precision.training_step(loss)
-    compiled = h100.compile_for_gpu(step, *args, donate_argnums=0)
     found = roofline.schedule(compiled.as_text(), device)
     totals = roofline.totals(found.kernels, device)
     return {
@@ -393,6 +389,16 @@ def compiled_figures(
         "kernels": totals["kernels"],
         "flops": totals["flops"],
     } | ({"unknown": found.unknown} if found.unknown else {})
+
+
+def compiled_figures(
+    loss: Loss, args: tuple[Any, Any], device: roofline.Device
+) -> dict[str, Any]:
+    """Returns the figures of a loss, whose training step is compiled for an H100."""
+    step = compare_precision.training_step(loss)
+    return figures_of_program(
+        h100.compile_for_gpu(step, *args, donate_argnums=0), device
+    )
 
 
 def traced_figures(loss: Loss, args: tuple[Any, Any]) -> dict[str, Any]:
@@ -413,17 +419,18 @@ def figures_in_8_bits(loss: Loss, args: tuple[Any, Any]) -> dict[str, Any]:
     """
 
     def kept(params: Any, batch: Any) -> list[jax.Array]:
-        value, backward = jax.vjp(lambda params: loss(params, batch)[0], params)
+        value, backward = jax.vjp(lambda params: with_state(params, batch)[0], params)
         leaves, structure = jax.tree.flatten(backward)
         one = jnp.ones_like(value)
         again = jax.make_jaxpr(lambda *kept: jax.tree.unflatten(structure, kept)(one))
         read = inputs_read(again(*leaves))
         return [x for x, is_read in zip(leaves, read, strict=True) if is_read]
 
-    loss = compare_precision.with_state(loss)
+    with_state = compare_precision.with_state(loss)
     jaxpr = jax.make_jaxpr(kept)(*args).jaxpr
     found = {v for v in jaxpr.outvars if isinstance(v, Var)} - {*jaxpr.invars}
-    return {"kept": sum(v.aval.size * v.aval.dtype.itemsize for v in found)}
+    avals: list[Any] = [v.aval for v in found]
+    return {"kept": sum(aval.size * aval.dtype.itemsize for aval in avals)}
 
 
 def trace_seconds(size: Size, rounds: int) -> dict[str, float]:

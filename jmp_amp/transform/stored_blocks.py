@@ -84,11 +84,9 @@ class EightBits:
         q = jnp.round(divided).astype(jnp.int8) if format == "int8" else divided
         # A gradient shows a number that is not finite.
         scale = jnp.where(jnp.isfinite(largest), scale, jnp.full_like(scale, jnp.nan))
-        named = (
-            checkpoint_name(each, KEPT_IN_8_BITS)
-            for each in (q.astype(_DTYPE[format]), scale)
-        )
-        return cls(*named, x.shape, x.dtype)
+        q = checkpoint_name(q.astype(_DTYPE[format]), KEPT_IN_8_BITS)
+        scale = checkpoint_name(scale, KEPT_IN_8_BITS)
+        return cls(q, scale, x.shape, x.dtype)
 
     def restored(self) -> jax.Array:
         """Returns the array.

@@ -12,7 +12,6 @@ from jax import lax
 
 import jmp_amp as amp
 from jmp_amp.transform.stored_blocks import EightBits
-from tests import h100
 from tests.plan.test_kept_values import (
     FORMS,
     LAYER,
@@ -332,9 +331,3 @@ def test_a_policy_that_is_derived_in_f32_keeps_all():
     assert derived.saved == "all"
     assert amp.recipe("O1", enabled=False, saved="int8").policy.saved == "all"
     assert amp.recipe("O1", saved="int8").policy.saved == "int8"
-
-
-@pytest.mark.slow
-@h100.needs_compiler
-@pytest.mark.parametrize("word", WORDS)
-def test_memory_on_h100(word): ...
