@@ -58,7 +58,7 @@ WINGS = {
             Folder(
                 "rewrites",
                 (
-                    ("quantising",),
+                    ("quantising", "linear"),
                     ("rewriting",),
                     ("f32_results", "pick_rewrite", "f16_division", "cpu_products"),
                     ("fp8_choice", "fp8_barriers", "lookups"),
@@ -92,7 +92,7 @@ WINGS = {
     "transform": (
         (
             *("scopes", "closures", "refusals", "successors", "marking", "functions"),
-            "custom_jvp_rules",
+            *("custom_jvp_rules", "stored_blocks"),
         ),
         ("nnx_modules",),
         ("linen_modules",),
@@ -101,7 +101,7 @@ WINGS = {
         ("interpreter",),
     ),
     "training": (
-        ("overwritten", "rounding"),
+        ("overwritten", "rounding", "reading"),
         ("structures", "parameters"),
         ("finite", "digits"),
         ("skipping", "trainable"),

@@ -19,6 +19,7 @@ from jmp_amp.policies.flags import checked_flag
 from jmp_amp.training.digits import WEIGHT_STATES, WeightState
 from jmp_amp.training.finite import all_finite
 from jmp_amp.training.loss_scale import LossScale
+from jmp_amp.training.reading import Reader, only_read
 from jmp_amp.training.skipping import update_or_keep
 from jmp_amp.training.states import LossScaleState
 from jmp_amp.training.structures import (
@@ -54,8 +55,12 @@ def with_loss_scale(
     steps, `check_scale` raises after too many, `keep_if_finite` takes back all other
     values that the step wrote.
 
-    The gradients that `update` is given decide. Put it around the whole chain: a
-    transformation outside, such as `optax.clip`, may hide an overflow from it.
+    The gradients that `update` is given decide, all that `inner` reads. A part that it
+    freezes, such as that of `optax.set_to_zero` in an `optax.partition`, is not looked
+    at. What `optax.masked` hands on is, and so is what `optax.MultiSteps` adds up. Put
+    it around the whole chain: a transformation outside, such as `optax.clip`, may hide
+    an overflow from it. Gradients of single examples have one axis more, in front, if
+    `inner` reduces it, as `optax.contrib.differentially_private_aggregate` does.
     Optimizers that evaluate more gradients (`optax.contrib.sam`) or keep several copies
     of the parameters (`optax.lookahead`) go around it.
 
@@ -114,6 +119,12 @@ def with_loss_scale(
             "dynamic_loss_scale(), static_loss_scale(2.0**16) or no_loss_scale()."
         )
 
+    reader = Reader(
+        lambda gradients, inner_state, params, extra_args: transformation.update(
+            gradients, inner_state, params, **extra_args
+        )
+    )
+
     def init_fn(params: PyTree) -> PyTree:
         return LossScaleState(
             inner_state=owned(_first_state(transformation, params)),
@@ -129,17 +140,25 @@ def with_loss_scale(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, PyTree]:
         _check_state(state)
-        check_gradients(updates, state.structure, params, "with_loss_scale")
+        call = "with_loss_scale"
+        known = updates, state.structure, params, call
+        is_batch = check_gradients(*known, batched=True)
         gradients = taking_part(updates, promote_gradient)
         if unscale:
             gradients = state.loss_scale.unscale(gradients)
+        trained = None if params is None else taking_part(params)
+        reading = reader(gradients, state.inner_state, trained, extra_args)
+        if is_batch and reading.shapes != tuple(
+            map(np.shape, jax.tree.leaves(trained))
+        ):
+            # Nothing reduces it.
+            check_gradients(*known)
         # Unscaling keeps an inf or NaN, and with a scale below 1 may make a new one:
         # checked here, both are seen.
-        finite = all_finite(gradients, axis_name)
+        finite = all_finite(only_read(gradients, reading), axis_name)
         stores = bool(nodes_of(state.inner_state, WEIGHT_STATES))
         if stores and params is not None:
-            check_half(params, state.structure, "with_loss_scale")
-        trained = None if params is None else taking_part(params)
+            check_half(params, state.structure, call)
         proposed, inner_state = update_or_keep(
             finite,
             lambda inner_state: transformation.update(
@@ -150,7 +169,7 @@ def with_loss_scale(
         )
         # Updates that land on a half-precision number are not to be rounded on the way.
         rounded = params is not None and not stores
-        proposed = updates_of(proposed, gradients, "with_loss_scale")
+        proposed = updates_of(proposed, gradients, call)
         chosen = _chosen_updates(finite, proposed, updates, params, rounded)
         return chosen, _next_state(finite, state, inner_state)
 

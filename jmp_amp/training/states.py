@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
 from jmp_amp.policies.dtypes import PyTree
-from jmp_amp.training.finite import choose
+from jmp_amp.training.finite import choose, is_inexact
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.structures import TreeStructure, leaves_by_path, nodes_of
 
@@ -191,7 +192,7 @@ def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
         when = f"the last finite step was number {last}" if last else "none was finite"
         scale = float(np.min(state.loss_scale.value))
         remedy = (
-            "A skipped step changed nothing: "
+            f"{_not_finite(opt_state)}A skipped step changed nothing: "
             "amp.diagnose(loss_fn, policy)(params, batch) tells where it became "
             "infinite or NaN, and what mends it. If all is finite there, lower "
             "min_scale or the learning rate."
@@ -208,6 +209,20 @@ def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
             f"{skipped} skipped and {applied} applied in all, {when}; "
             f"the loss scale is now {scale}. {remedy}"
         )
+
+
+def _not_finite(opt_state: PyTree, limit: int = 3) -> str:
+    """Returns which leaves of a state are not finite, in words; "" if all are."""
+    paths = [
+        path
+        for path, leaf in leaves_by_path(nnx.as_pure(opt_state))
+        if is_inexact(leaf) and not jnp.isfinite(leaf).all()
+    ]
+    if not paths:
+        return ""
+    more = f" and {len(paths) - limit} more" * (len(paths) > limit)
+    verb = "is" if len(paths) == 1 else "are"
+    return f"Not finite in this state {verb} {', '.join(paths[:limit])}{more}. "
 
 
 def _check_limit(limit: object, call: str) -> None:

@@ -121,9 +121,23 @@ serialization.register_serialization_state(
 
 
 def check_gradients(
-    gradients: PyTree, structure: TreeStructure, params: PyTree | None, call: str
-) -> None:
+    gradients: PyTree,
+    structure: TreeStructure,
+    params: PyTree | None,
+    call: str,
+    batched: bool = False,
+) -> bool:
     """Raises if the gradients are not a tree like that of `init` or of `params`.
+
+    Args:
+      gradients: a tree.
+      structure: that of what `init` saw.
+      params: the parameters, if they are known.
+      call: what errors begin with.
+      batched: whether all gradients may have one axis more, in front.
+
+    Returns:
+      Whether they have it.
 
     Raises:
       ValueError: with the first difference; the message begins with `call`.
@@ -136,7 +150,7 @@ def check_gradients(
             f"{first_difference(found, seen)}. {_remedy(params)}"
         )
     if params is None:
-        return
+        return False
     if found != (expected := key_paths(params)):
         raise ValueError(
             f"{call}: update was given gradients of structure {_shown(found)} "
@@ -145,13 +159,19 @@ def check_gradients(
             "gradients belong to."
         )
     leaves = leaves_by_path(nnx.as_pure(gradients))
-    for (path, gradient), param in zip(leaves, jax.tree.leaves(params), strict=True):
+    pairs = list(zip(leaves, jax.tree.leaves(params), strict=True))
+    if batched and len({np.shape(gradient)[:1] for (_, gradient), _ in pairs}) == 1:
+        rows = [(np.shape(gradient), np.shape(param)) for (_, gradient), param in pairs]
+        if all(shape and shape[1:] == one for shape, one in rows):
+            return True
+    for (path, gradient), param in pairs:
         if np.shape(gradient) != np.shape(param):
             raise ValueError(
                 f"{call}: the gradient at {path or 'the root'} has "
                 f"shape {np.shape(gradient)} but the parameter has {np.shape(param)}. "
                 "Reduce the gradient over the axes that the parameter lacks."
             )
+    return False
 
 
 def _remedy(params: PyTree | None) -> str:

@@ -21,8 +21,9 @@ from jmp_amp.transform import scopes
 WORDS = ("all", "auto", "least")
 HALF = ("bf16", "f16")
 OTHERS = ("f32", "f64", "f8_e4m3", "f8_e5m2")
-LISTED = 'Use "all", "auto" or "least"'
+LISTED = 'Use "all", "auto", "least", "int8" or "e4m3"'
 LEGAL = [(each, word) for each in (*HALF, *OTHERS) for word in WORDS]
+LEGAL += [(each, word) for each in HALF for word in ("int8", "e4m3")]
 
 each_legal = pytest.mark.parametrize(("compute", "word"), LEGAL)
 

@@ -135,7 +135,7 @@ def test_whatever_the_new_state_is_a_bad_step_keeps_the_old(name):
         )
 
 
-def test_an_update_is_traced_once_and_outside_of_jit_not_at_all():
+def test_an_update_is_traced_once_for_each_type_to_see_what_it_reads():
     calls = []
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
@@ -145,9 +145,11 @@ def test_an_update_is_traced_once_and_outside_of_jit_not_at_all():
     tx = scaled(optax.GradientTransformation(lambda _: optax.EmptyState(), update))
     state = tx.init(BAD)
     tx.update(BAD, state, BAD)
-    assert calls == [False]
+    assert calls == [True, False]
+    tx.update(BAD, state, BAD)
+    assert calls == [True, False, False]
     jax.jit(tx.update)(BAD, state, BAD)
-    assert calls == [False, True]
+    assert calls == [True, False, False, True]
 
 
 def test_the_named_scopes_of_an_update_are_in_its_program():

@@ -143,17 +143,7 @@ def _blocks(
         made_at.setdefault(node.position, []).append(i)
     for start, stop in _merged(spans):
         inside = [i for at in range(start, stop) for i in made_at.get(at, ())]
-        kept: dict[Path, set[Key]] = {}
-        results: set[Result] = set()
-        for i in inside:
-            node = nodes[i]
-            if not cut.kept[i]:
-                continue
-            if node.keeps_result and node.dtype is not None:
-                shape = aval_of(node.key[0]).shape
-                results.add(Result(node.operation, node.dtype, shape))
-            else:
-                kept.setdefault(node.path[:-1], set()).add(node.key)
+        kept, results = _kept([nodes[i] for i in inside if cut.kept[i]])
         made = [i for i in inside if i in again]
         read = {j for i in inside for j in nodes[i].made_of}
         around = {
@@ -168,13 +158,29 @@ def _blocks(
         yield Block(
             start,
             stop,
-            {path: frozenset(keys) for path, keys in kept.items()},
-            frozenset(results),
+            kept,
+            results,
             frozenset(nodes[i].path for i in made if nodes[i].operation),
             frozenset(around),
             apart,
             stored,
         )
+
+
+def _kept(
+    nodes: Sequence[Node],
+) -> tuple[dict[Path, frozenset[Key]], frozenset[Result]]:
+    """Returns `Block.kept` and `Block.results` of the nodes that a block keeps."""
+    results = {
+        Result(node.operation, node.dtype, aval_of(node.key[0]).shape)
+        for node in nodes
+        if node.keeps_result and node.dtype is not None
+    }
+    kept: dict[Path, set[Key]] = {}
+    for node in nodes:
+        if not (node.keeps_result and node.dtype is not None):
+            kept.setdefault(node.path[:-1], set()).add(node.key)
+    return {path: frozenset(keys) for path, keys in kept.items()}, frozenset(results)
 
 
 def _spans_in_eight_bits(
