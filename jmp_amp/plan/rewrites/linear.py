@@ -41,8 +41,8 @@ def linear_function(
 
     def scaled(arrays: Arrays) -> Arrays:
         # JAX differentiates no equations some of which do not depend on the others.
-        ones = [1 + nothing(others, x) for x in arrays]
-        return [x * one.astype(x.dtype) for x, one in zip(arrays, ones, strict=True)]
+        zero = nothing(others)
+        return [x * (1 + zero(x)).astype(x.dtype) for x in arrays]
 
     def equations(unknown: _Both) -> _Both:
         us, vs = unknown
@@ -58,33 +58,48 @@ def linear_function(
         return _added(us, transpose(vs)), vs
 
     # Both sides have to be linear in the tangents, and both solutions be used.
-    sides = [_zero(moving, made) for made in jax.eval_shape(function, list(moving))]
+    zero = nothing(moving)
+    sides = [_zeros(zero, made) for made in jax.eval_shape(function, list(moving))]
     us, vs = jax.lax.custom_linear_solve(
         equations, (list(moving), sides), solve, solve_transposed
     )
-    return [v + nothing(us, v).astype(v.dtype) for v in vs]
+    zero = nothing(us)
+    return [v + zero(v).astype(v.dtype) for v in vs]
 
 
-def nothing(arrays: Sequence[jax.Array], like: _Typed) -> jax.Array:
-    """Returns zero in f32, a sum of no elements of arrays, which XLA leaves out.
+def nothing(arrays: Sequence[jax.Array]) -> Callable[[_Typed], jax.Array]:
+    """Returns what makes zero in f32: a sum of no elements of arrays.
 
-    It is the same in all shards of a `shard_map` in which `like` is.
+    XLA leaves it out. It is the same in all shards of a `shard_map` in which its
+    argument is, and made once for all arguments that are the same in the same shards.
     """
-    sums = [
-        jnp.sum(jax.lax.slice(x, (0,) * x.ndim, (0,) * x.ndim).astype(F32))
-        for x in (jnp.atleast_1d(x) for x in arrays if _varying(x) <= _varying(like))
-    ]
-    return functools.reduce(jnp.add, sums) if sums else jnp.zeros((), F32)
+    made: dict[frozenset[Any], jax.Array] = {}
+
+    def zero(like: _Typed) -> jax.Array:
+        axes = _varying(like)
+        if axes not in made:
+            sums = [
+                jnp.sum(jax.lax.slice(x, (0,) * x.ndim, (0,) * x.ndim).astype(F32))
+                for x in (jnp.atleast_1d(x) for x in arrays if _varying(x) <= axes)
+            ]
+            made[axes] = functools.reduce(jnp.add, sums, jnp.zeros((), F32))
+        return made[axes]
+
+    return zero
 
 
-def _zero(arrays: Sequence[jax.Array], like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns zeros of the type of `like` that are made of arrays."""
-    zero = nothing(arrays, like).astype(like.dtype)
-    zero = jax.lax.broadcast_in_dim(
-        zero, like.shape, (), out_sharding=explicit_sharding(like)
+def _zeros(
+    zero: Callable[[_Typed], jax.Array], like: jax.ShapeDtypeStruct
+) -> jax.Array:
+    """Returns zeros of the type of `like`."""
+    zeros = jax.lax.broadcast_in_dim(
+        zero(like).astype(like.dtype),
+        like.shape,
+        (),
+        out_sharding=explicit_sharding(like),
     )
-    missing = tuple(_varying(like) - _varying(zero))
-    return jax.lax.pcast(zero, missing, to="varying") if missing else zero
+    missing = tuple(_varying(like) - _varying(zeros))
+    return jax.lax.pcast(zeros, missing, to="varying") if missing else zeros
 
 
 def _varying(x: _Typed) -> frozenset[Any]:
