@@ -19,7 +19,7 @@ from jmp_amp.policies.dtypes import F32, PyTree, cast_leaf, floating_dtype, is_c
 from jmp_amp.training.digits import DIGIT_STATES, WEIGHT_STATES, with_all_digits
 from jmp_amp.training.low_precision import LowPrecisionState
 from jmp_amp.training.overwritten import is_overwritten
-from jmp_amp.training.state_codes import CODES, Code, is_code
+from jmp_amp.training.state_codes import CODES, decoded, encoded_like, is_code
 from jmp_amp.training.states import LossScaleState
 from jmp_amp.training.structures import (
     first_difference,
@@ -125,7 +125,7 @@ def export_opt_state(opt_state: PyTree) -> PyTree:
     def export(node: PyTree) -> PyTree:
         if _is_wrapper(node):
             return export_opt_state(node.inner_state)
-        return _plain(node) if is_code(node) else owned(node)
+        return decoded(node) if is_code(node) else owned(node)
 
     return jax.tree.map(export, opt_state, is_leaf=_is_node)
 
@@ -180,19 +180,12 @@ def _filled(opt_state: PyTree, leaves: Iterator[PyTree]) -> PyTree:
 
     def fill(node: PyTree) -> PyTree:
         if is_code(node):
-            code = type(node).encoded(jnp.asarray(next(leaves)))
-            return jax.tree.structure(node).unflatten(jax.tree.leaves(code))
+            return encoded_like(node, jnp.asarray(next(leaves)))
         if not _is_wrapper(node):
             return owned(next(leaves))
         return node._replace(inner_state=_filled(node.inner_state, leaves))
 
     return jax.tree.map(fill, opt_state, is_leaf=_is_node)
-
-
-def _plain(code: Code) -> PyTree:
-    """Returns the numbers of a code; in an nnx Variable, if its codes are in one."""
-    numbers = nnx.as_pure(code).decoded()
-    return jax.tree.map(lambda _: numbers, code.codes)
 
 
 def _kind(leaf: PyTree) -> tuple[tuple[int, ...], np.dtype]:

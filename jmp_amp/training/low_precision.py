@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.core import Tracer
 
 from jmp_amp.plan.program import jaxprs
@@ -26,6 +27,7 @@ from jmp_amp.training.state_codes import (
     Code,
     Float8Code,
     decoded,
+    encoded_like,
     is_code,
 )
 from jmp_amp.training.states import LossScaleState
@@ -34,6 +36,7 @@ from jmp_amp.training.structures import (
     check_gradients,
     first_difference,
     key_paths,
+    leaves_by_path,
     nodes_of,
 )
 from jmp_amp.training.trainable import owned, with_extra_args
@@ -138,9 +141,11 @@ def with_low_precision_state(
     ) -> tuple[PyTree, PyTree]:
         _check_state(state, kind, key)
         check_gradients(updates, state.structure, params, _CALL)
+        before = decoded(state.inner_state)
         updates, inner_state = transformation.update(
-            updates, decoded(state.inner_state), params, **extra_args
+            updates, before, params, **extra_args
         )
+        _check_structure(inner_state, before)
         now = None
         if state.key_data is not None:
             base = jax.random.wrap_key_data(state.key_data, impl=implementation)
@@ -167,18 +172,24 @@ def _begun(
 ) -> PyTree:
     """Returns a new state with its moments encoded."""
     shapes = {np.shape(leaf) for leaf in jax.tree.leaves(params)} - {()}
-    leaves, structure = jax.tree.flatten(inner_state)
+    are_weights = iter(_weights_of(transformation, params))
+    nodes, structure = jax.tree.flatten(
+        inner_state, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
     del inner_state
-    for index, is_weight in enumerate(_weights_of(transformation, params)):
-        leaf = leaves[index]
-        is_f32 = isinstance(leaf, jax.Array) and leaf.dtype == F32
-        if is_f32 and leaf.shape in shapes and leaf.size >= least and not is_weight:
-            code = jax.jit(kind.encoded)(leaf)
-            if not isinstance(leaf, Tracer) and leaf.committed:
-                code = code._replace(codes=jax.device_put(code.codes, leaf.sharding))
-            # In place, so that each array can be freed before the next is encoded.
-            leaves[index] = code
-    return structure.unflatten(leaves)
+    for index, node in enumerate(nodes):
+        for leaf in jax.tree.leaves(node):
+            is_moment = not next(are_weights) and getattr(leaf, "dtype", None) == F32
+            if is_moment and leaf.shape in shapes and leaf.size >= least:
+                code = jax.jit(kind.encoded)(leaf)
+                if not isinstance(leaf, Tracer) and leaf.committed:
+                    codes = jax.device_put(code.codes, leaf.sharding)
+                    code = code._replace(codes=codes)
+                # In place, so that each array can be freed before the next is encoded;
+                # an nnx Variable goes around the parts of a code, as it has one array.
+                parts = [jax.tree.map(lambda _, part=part: part, node) for part in code]
+                nodes[index] = kind(*parts)
+    return structure.unflatten(nodes)
 
 
 def _weights_of(
@@ -223,38 +234,40 @@ def _encoded(new: PyTree, old: PyTree, key: jax.Array | None) -> PyTree:
     key: the PRNG key of this step, or None.
     """
     nodes, structure = jax.tree.flatten(old, is_leaf=is_code)
-    leaves, found = jax.tree.flatten(new)
-    if found != structure:
-        where = first_difference(key_paths(new), key_paths(decoded(old)))
-        raise ValueError(
-            f"{_CALL}: inner changed the structure of its state; first difference at "
-            f"{where}. Use an optimizer whose update returns a state like its own."
-        )
+    leaves = jax.tree.leaves(new)
     for index, (node, leaf) in enumerate(zip(nodes, leaves, strict=True)):
         if is_code(node):
-            if (shape := node.codes.shape) != leaf.shape or leaf.dtype != F32:
-                raise ValueError(
-                    f"{_CALL}: inner changed an array of its state from float32{shape} "
-                    f"to {jax.typeof(leaf)}. Use an optimizer whose update returns a "
-                    "state like its own."
-                )
             own = None if key is None else jax.random.fold_in(key, index)
-            leaves[index] = type(node).encoded(leaf, own)
+            leaves[index] = encoded_like(node, leaf, own)
     return structure.unflatten(leaves)
 
 
+def _check_structure(new: PyTree, old: PyTree) -> None:
+    remedy = "Use an optimizer whose update returns a state like its own."
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        where = first_difference(key_paths(new), key_paths(old))
+        raise ValueError(
+            f"{_CALL}: inner changed the structure of its state; first difference at "
+            f"{where}. {remedy}"
+        )
+    pairs = zip(leaves_by_path(nnx.as_pure(new)), jax.tree.leaves(old), strict=True)
+    for (path, leaf), was in pairs:
+        if np.shape(leaf) != np.shape(was) or leaf.dtype != was.dtype:
+            raise ValueError(
+                f"{_CALL}: inner changed its state at {path or 'the root'} from "
+                f"{jax.typeof(was)} to {jax.typeof(leaf)}. {remedy}"
+            )
+
+
 def _check_inner(inner_state: PyTree) -> None:
-    if found := nodes_of(inner_state, MasterWeightsState):
-        raise ValueError(
-            f"{_CALL}: the optimizer it was given has float32 masters, at "
-            f"{found[0][0] or 'the root'}, which are weights. Put them around: "
-            f"with_master_weights({_CALL}(optimizer))."
-        )
-    if found := nodes_of(inner_state, LowPrecisionState):
-        raise ValueError(
-            f"{_CALL}: the optimizer it was given has a LowPrecisionState already, at "
-            f"{found[0][0] or 'the root'}. Leave one of the two out."
-        )
+    facts = {
+        MasterWeightsState: "has float32 masters, which are weights. Put them around: "
+        f"with_master_weights({_CALL}(optimizer)).",
+        LowPrecisionState: "has a LowPrecisionState already. Leave one of the two out.",
+    }
+    for kind, fact in facts.items():
+        if nodes_of(inner_state, kind):
+            raise ValueError(f"{_CALL}: the optimizer it was given {fact}")
 
 
 def _check_state(state: PyTree, kind: type[Code], key: jax.Array | None) -> None:
@@ -287,10 +300,9 @@ def _checked_kind(dtype: object) -> type[Code]:
 
 def _checked_size(min_size: object) -> int:
     call = f"{_CALL}(inner, min_size={min_size!r})"
+    remedy = "not a number of elements. Use an int, 1 or more."
     if not isinstance(min_size, numbers.Integral) or isinstance(min_size, bool):
-        raise TypeError(
-            f"{call}: of type {type(min_size).__name__}. Use an int, 1 or more."
-        )
+        raise TypeError(f"{call}: {remedy}")
     if min_size < 1:
-        raise ValueError(f"{call}: not a number of elements. Use an int, 1 or more.")
+        raise ValueError(f"{call}: {remedy}")
     return int(min_size)

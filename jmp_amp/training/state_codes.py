@@ -113,10 +113,26 @@ def is_code(node: object) -> bool:
 
 
 def decoded(tree: PyTree) -> PyTree:
-    """Returns `tree` with float32 arrays in place of codes."""
-    return jax.tree.map(
-        lambda node: node.decoded() if is_code(node) else node, tree, is_leaf=is_code
-    )
+    """Returns `tree` with float32 arrays in place of codes.
+
+    If an nnx Variable holds the codes, one like it holds the array.
+    """
+
+    def plain(node: PyTree) -> PyTree:
+        if not is_code(node):
+            return node
+        numbers = type(node)(*jax.tree.leaves(node)).decoded()
+        return jax.tree.map(lambda _: numbers, node.codes)
+
+    return jax.tree.map(plain, tree, is_leaf=is_code)
+
+
+def encoded_like(
+    code: PyTree, numbers: jax.Array, key: ArrayLike | None = None
+) -> PyTree:
+    """Returns the code of float32 `numbers`, in Variables where `code` is in some."""
+    parts = jax.tree.leaves(type(code).encoded(numbers, key))
+    return jax.tree.structure(code).unflatten(parts)
 
 
 class _Format(NamedTuple):
