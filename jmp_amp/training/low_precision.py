@@ -2,8 +2,7 @@
 
 Adam keeps two float32 numbers for each parameter. Between two steps they need neither
 their digits nor their range: here they are stored in bfloat16 or in 8 bits, and are
-float32 while the optimizer works. Decoding, update and encoding are one fused loop: no
-float32 moment is in memory.
+float32 while the optimizer works.
 """
 
 import numbers
@@ -181,14 +180,13 @@ def _begun(
         for leaf in jax.tree.leaves(node):
             is_moment = not next(are_weights) and getattr(leaf, "dtype", None) == F32
             if is_moment and leaf.shape in shapes and leaf.size >= least:
-                code = jax.jit(kind.encoded)(leaf)
+                codes, *scales = jax.jit(kind.encoded)(leaf)
                 if not isinstance(leaf, Tracer) and leaf.committed:
-                    codes = jax.device_put(code.codes, leaf.sharding)
-                    code = code._replace(codes=codes)
-                # In place, so that each array can be freed before the next is encoded;
-                # an nnx Variable goes around the parts of a code, as it has one array.
-                parts = [jax.tree.map(lambda _, part=part: part, node) for part in code]
-                nodes[index] = kind(*parts)
+                    codes = jax.device_put(codes, leaf.sharding)
+                # In place: each array can be freed before the next is encoded. An nnx
+                # Variable has one array: it goes around the parts of a code.
+                around = jax.tree.structure(node).unflatten
+                nodes[index] = kind(*(around([part]) for part in (codes, *scales)))
     return structure.unflatten(nodes)
 
 
@@ -205,12 +203,8 @@ def _weights_of(
 
     def first_state(arrays: list[jax.Array]) -> list[jax.Array]:
         remaining = iter(arrays)
-        state = transformation.init(
-            structure.unflatten(
-                next(remaining) if is_inexact(leaf) else leaf for leaf in given
-            )
-        )
-        leaves = jax.tree.leaves(state)
+        all_leaves = (next(remaining) if is_inexact(leaf) else leaf for leaf in given)
+        leaves = jax.tree.leaves(transformation.init(structure.unflatten(all_leaves)))
         are_arrays.extend(isinstance(leaf, jax.Array) for leaf in leaves)
         return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
@@ -229,10 +223,7 @@ def _weights_of(
 
 
 def _encoded(new: PyTree, old: PyTree, key: jax.Array | None) -> PyTree:
-    """Returns the state `new` with codes where `old` has them.
-
-    key: the PRNG key of this step, or None.
-    """
+    """Returns `new` with codes where `old` has them; `key` is that of this step."""
     nodes, structure = jax.tree.flatten(old, is_leaf=is_code)
     leaves = jax.tree.leaves(new)
     for index, (node, leaf) in enumerate(zip(nodes, leaves, strict=True)):
@@ -245,14 +236,13 @@ def _encoded(new: PyTree, old: PyTree, key: jax.Array | None) -> PyTree:
 def _check_structure(new: PyTree, old: PyTree) -> None:
     remedy = "Use an optimizer whose update returns a state like its own."
     if jax.tree.structure(new) != jax.tree.structure(old):
+        fact = "changed the structure of its state; first difference at"
         where = first_difference(key_paths(new), key_paths(old))
-        raise ValueError(
-            f"{_CALL}: inner changed the structure of its state; first difference at "
-            f"{where}. {remedy}"
-        )
+        raise ValueError(f"{_CALL}: inner {fact} {where}. {remedy}")
     pairs = zip(leaves_by_path(nnx.as_pure(new)), jax.tree.leaves(old), strict=True)
     for (path, leaf), was in pairs:
-        if np.shape(leaf) != np.shape(was) or leaf.dtype != was.dtype:
+        types = [(np.shape(part), getattr(part, "dtype", None)) for part in (leaf, was)]
+        if types[0] != types[1]:
             raise ValueError(
                 f"{_CALL}: inner changed its state at {path or 'the root'} from "
                 f"{jax.typeof(was)} to {jax.typeof(leaf)}. {remedy}"
