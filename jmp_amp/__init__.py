@@ -14,7 +14,8 @@
   them as a bound on the gradient's error needs: `tune` returns a `Tuning`.
 * Parameters in half precision: `cast_params` puts them into the dtypes of their
   modules' policies. An optimizer that does not lose their small updates:
-  `with_master_weights`, `with_kahan`, `with_stochastic_rounding`. Checkpoints that any
+  `with_master_weights`, `with_kahan`, `with_stochastic_rounding`. One whose moments
+  take half or a quarter of the bytes: `with_low_precision_state`. Checkpoints that any
   precision reads: `export_params`, `export_opt_state`, `import_opt_state`.
 * Gradients of a scaled loss: `value_and_grad`, `grad`; the scale is a `LossScale`, made
   by `dynamic_loss_scale`, `static_loss_scale` or `no_loss_scale`, or as another system
@@ -79,6 +80,9 @@ if TYPE_CHECKING:
     from jmp_amp.training.loss_scale import dynamic_loss_scale as dynamic_loss_scale
     from jmp_amp.training.loss_scale import no_loss_scale as no_loss_scale
     from jmp_amp.training.loss_scale import static_loss_scale as static_loss_scale
+    from jmp_amp.training.low_precision import (
+        with_low_precision_state as with_low_precision_state,
+    )
     from jmp_amp.training.optimizers import with_loss_scale as with_loss_scale
     from jmp_amp.training.parameters import cast_params as cast_params
     from jmp_amp.training.presets import loss_scale_from_torch as loss_scale_from_torch
@@ -119,6 +123,7 @@ _NAMES = {
     "training.gradients": "grad value_and_grad",
     "training.loss_scale": "LossScale dynamic_loss_scale no_loss_scale "
     "static_loss_scale",
+    "training.low_precision": "with_low_precision_state",
     "training.optimizers": "with_loss_scale",
     "training.parameters": "cast_params",
     "training.presets": "loss_scale_from_torch loss_scale_preset loss_scale_to_torch",

@@ -103,10 +103,11 @@ WINGS = {
     "training": (
         ("overwritten", "rounding", "reading"),
         ("structures", "parameters"),
-        ("finite", "digits"),
+        ("finite", "digits", "state_codes"),
         ("skipping", "trainable"),
         ("loss_scale",),
         ("states",),
+        ("low_precision",),
         ("presets", "gradients", "optimizers", "checkpoints", "weights"),
     ),
     "reports": (

@@ -1,6 +1,7 @@
 """From training with half-precision weights to checkpoints of any precision, and back.
 
-A checkpoint of a mixed-precision run holds wrappers' states: masters, loss scales. The
+A checkpoint of a mixed-precision run holds wrappers' states: masters, loss scales,
+moments in 8 bits. The
 state of a plain float32 run of the same optimizer can be taken out of it, and put into
 the state of another setup.
 """
@@ -16,7 +17,9 @@ from jax.typing import DTypeLike
 
 from jmp_amp.policies.dtypes import F32, PyTree, cast_leaf, floating_dtype, is_castable
 from jmp_amp.training.digits import DIGIT_STATES, WEIGHT_STATES, with_all_digits
+from jmp_amp.training.low_precision import LowPrecisionState
 from jmp_amp.training.overwritten import is_overwritten
+from jmp_amp.training.state_codes import CODES, decoded, encoded_like, is_code
 from jmp_amp.training.states import LossScaleState
 from jmp_amp.training.structures import (
     first_difference,
@@ -28,7 +31,7 @@ from jmp_amp.training.trainable import owned
 
 Tree = TypeVar("Tree")
 
-_WRAPPER_STATES = (LossScaleState, *WEIGHT_STATES)
+_WRAPPER_STATES = (LossScaleState, LowPrecisionState, *WEIGHT_STATES)
 
 
 def export_params(
@@ -104,8 +107,9 @@ def export_params(
 def export_opt_state(opt_state: PyTree) -> PyTree:
     """Returns an optimizer's state as the optimizer without this library has it.
 
-    The states of `with_loss_scale`, `with_master_weights`, `with_kahan` and
-    `with_stochastic_rounding` are replaced by the states that they wrap, at any depth.
+    The states of `with_loss_scale`, `with_master_weights`, `with_kahan`,
+    `with_stochastic_rounding` and `with_low_precision_state` are replaced by the states
+    that they wrap, at any depth; moments in bfloat16 or 8 bits are decoded to float32.
     With `export_params` this turns a checkpoint of mixed precision into one of float32.
     The loss scale is left out; `loss_scale_of` has it. Arrays are copied. (For trees of
     floats and complex numbers: for other leaves the wrappers keep no moments.)
@@ -117,13 +121,13 @@ def export_opt_state(opt_state: PyTree) -> PyTree:
       >>> amp.export_opt_state(tx.init(jnp.zeros(2)))
       (TraceState(trace=Array([0., 0.], dtype=float32)), EmptyState())
     """
-    return jax.tree.map(
-        lambda node: (
-            export_opt_state(node.inner_state) if _is_wrapper(node) else owned(node)
-        ),
-        opt_state,
-        is_leaf=_is_wrapper,
-    )
+
+    def export(node: PyTree) -> PyTree:
+        if _is_wrapper(node):
+            return export_opt_state(node.inner_state)
+        return decoded(node) if is_code(node) else owned(node)
+
+    return jax.tree.map(export, opt_state, is_leaf=_is_node)
 
 
 def import_opt_state(opt_state: Tree, exported: PyTree) -> Tree:
@@ -169,14 +173,19 @@ def import_opt_state(opt_state: Tree, exported: PyTree) -> Tree:
 
 
 def _filled(opt_state: PyTree, leaves: Iterator[PyTree]) -> PyTree:
-    """Returns `opt_state` with all leaves but those of wrappers taken from `leaves`."""
+    """Returns `opt_state` with all leaves but those of wrappers taken from `leaves`.
+
+    Where it has a code, it has that of the leaf, rounded to nearest.
+    """
 
     def fill(node: PyTree) -> PyTree:
+        if is_code(node):
+            return encoded_like(node, jnp.asarray(next(leaves)))
         if not _is_wrapper(node):
             return owned(next(leaves))
         return node._replace(inner_state=_filled(node.inner_state, leaves))
 
-    return jax.tree.map(fill, opt_state, is_leaf=_is_wrapper)
+    return jax.tree.map(fill, opt_state, is_leaf=_is_node)
 
 
 def _kind(leaf: PyTree) -> tuple[tuple[int, ...], np.dtype]:
@@ -185,3 +194,7 @@ def _kind(leaf: PyTree) -> tuple[tuple[int, ...], np.dtype]:
 
 def _is_wrapper(node: object) -> bool:
     return isinstance(node, _WRAPPER_STATES)
+
+
+def _is_node(node: object) -> bool:
+    return isinstance(node, (*_WRAPPER_STATES, *CODES))

@@ -10,6 +10,7 @@ Everywhere `numbers` and `rounded` are float32 of any shape, the latter on the g
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,7 @@ def round_at_random(numbers: jax.Array, dtype: np.dtype, key: ArrayLike) -> jax.
     Equal PRNG keys make equal choices, however the array is sharded.
     """
     info = jnp.finfo(dtype)
-    chance = _random_words(key, numbers.shape) >> 16
+    chance = random_words(key, numbers.shape) >> 16
     # The bits of f32 below the mantissa of `dtype`. Adding random bits to them carries
     # into the mantissa with the probability that they spell.
     dropped = jnp.uint32((1 << (23 - info.nmant)) - 1)
@@ -93,7 +94,27 @@ def round_at_random(numbers: jax.Array, dtype: np.dtype, key: ArrayLike) -> jax.
     return jnp.where(jnp.isfinite(numbers), carried, numbers)
 
 
-def _random_words(key: ArrayLike, shape: Sequence[int]) -> jax.Array:
+def key_parts(key: Any, call: str) -> tuple[jax.Array, Any]:
+    """Returns the uint32 of a key, and the implementation that makes it a key again.
+
+    Args:
+      key: a PRNG key, new or old style.
+      call: the call as the user wrote it, with `{}` for the key, for the error.
+
+    Raises:
+      TypeError: if it is not one key.
+    """
+    try:
+        data, implementation = jax.random.key_data(key), jax.random.key_impl(key)
+        if jax.random.wrap_key_data(data, impl=implementation).shape == ():
+            return data, implementation
+    except (TypeError, ValueError, AttributeError):
+        pass
+    given = call.format(repr(key))
+    raise TypeError(f"{given}: not one PRNG key. Use jax.random.key(0).")
+
+
+def random_words(key: ArrayLike, shape: Sequence[int]) -> jax.Array:
     """Returns random words that are computed where they are used: uint32[shape].
 
     `jax.random` draws two words from the key. Each element's word is a hash of them and

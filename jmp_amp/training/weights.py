@@ -27,6 +27,7 @@ from jmp_amp.training.digits import (
     WeightState,
     first_values,
 )
+from jmp_amp.training.rounding import key_parts
 from jmp_amp.training.states import LossScaleState
 from jmp_amp.training.structures import (
     TreeStructure,
@@ -181,7 +182,7 @@ def with_stochastic_rounding(
     """
     call = "with_stochastic_rounding"
     transformation = with_extra_args(inner, call)
-    key_data, implementation = _key_parts(key, call)
+    key_data, implementation = key_parts(key, f"{call}(inner, {{}})")
 
     def init_fn(params: PyTree) -> PyTree:
         return StochasticRoundingState(
@@ -347,14 +348,3 @@ def _inner_state(
             "of them out."
         )
     return owned(inner_state)
-
-
-def _key_parts(key: PyTree, call: str) -> tuple[jax.Array, PyTree]:
-    """Returns the uint32 of a key, and the implementation that makes it a key again."""
-    try:
-        data, implementation = jax.random.key_data(key), jax.random.key_impl(key)
-        if jax.random.wrap_key_data(data, impl=implementation).shape == ():
-            return data, implementation
-    except (TypeError, ValueError, AttributeError):
-        pass
-    raise TypeError(f"{call}(inner, {key!r}): not one PRNG key. Use jax.random.key(0).")

@@ -1,0 +1,671 @@
+"""Moments in bfloat16 and in 8 bits.
+
+What is stored is compared with casts of ml_dtypes and f64 of numpy; what is returned,
+with the optimizer of optax itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from sklearn.datasets import load_digits
+
+import jmp_amp as amp
+from jmp_amp.training.state_codes import CODES, Bfloat16Code, Float8Code, decoded
+
+F32 = np.dtype("float32")
+KEY = jax.random.key(5)
+WAYS: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "bfloat16 at random": {"key": KEY},
+    "float8": {"dtype": "float8"},
+    "float8 at random": {"dtype": "float8", "key": KEY},
+}
+OPTIMIZERS = {
+    "adam": lambda: optax.adam(1e-2),
+    "adamw": lambda: optax.adamw(1e-2),
+    "lion": lambda: optax.lion(1e-3),
+    "rmsprop": lambda: optax.rmsprop(1e-2, momentum=0.9),
+    "adafactor": lambda: optax.adafactor(1e-2, momentum=0.9, min_dim_size_to_factor=32),
+    "sgd": lambda: optax.sgd(1e-2, momentum=0.9),
+    "muon": lambda: optax.contrib.muon(1e-2),
+}
+each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+# adam raises a float to a step count, which strict promotion refuses.
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+
+def low(tx: Any, way: str, min_size: int = 1) -> Any:
+    return amp.with_low_precision_state(tx, **WAYS[way], min_size=min_size)
+
+
+def parameters() -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = {"w": (32, 64), "odd": (37, 45), "b": (64,)}
+    return {
+        name: jnp.asarray(rng.standard_normal(shape), F32)
+        for name, shape in shapes.items()
+    }
+
+
+def gradients(step: int, like: Any) -> Any:
+    rng = np.random.default_rng(100 + step)
+    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), F32), like)
+
+
+def kinds(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type), tree)
+
+
+def codes_of(tree: Any) -> list[Any]:
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, CODES))
+    return [node for node in nodes if isinstance(node, CODES)]
+
+
+def after_steps(tx: Any, params: Any, steps: int) -> tuple[Any, Any]:
+    @jax.jit
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for index in range(steps):
+        params, state = step(params, state, gradients(index, params))
+    return params, state
+
+
+# Codes
+
+
+def numbers_of_blocks() -> np.ndarray:
+    """Blocks over all magnitudes, signed and not, and a tail."""
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((400, 256)) * 2.0 ** rng.integers(-60, 100, (400, 1))
+    rows *= 2.0 ** -rng.integers(0, 40, rows.shape)
+    rows[::2] = np.abs(rows[::2])
+    # Largest numbers just below and above where a scale changes, and ties.
+    for index, top in enumerate([1.75, 1.7501, 1.8125, 1.8126, 1.9999, 1.0, 1.0001]):
+        rows[index::20, 7] = top * np.abs(rows[index::20]).max(-1)
+    rows[20] = 0
+    rows[21, 1:] = 0
+    return np.append(rows.ravel(), rng.standard_normal(100)).astype(F32)
+
+
+def in_numpy(block: np.ndarray) -> tuple[np.ndarray, float]:
+    """The codes and the scale of a block, as the docstring of Float8Code has them."""
+    signed = np.signbit(block).any()
+    dtype = ml_dtypes.float8_e4m3fn if signed else ml_dtypes.float8_e5m2
+    end = float(ml_dtypes.finfo(dtype).max)
+    largest = np.abs(np.float64(block)).max()
+    if largest == 0:
+        return np.zeros(block.shape, np.uint8), 1.0
+    scale = 2.0 ** np.ceil(np.log2(largest / end))
+    if float(dtype(largest / scale)) == end / 2:
+        scale /= 2
+    scaled = np.clip(block / scale, -end, end)
+    if not signed:
+        tiny = float(ml_dtypes.finfo(dtype).smallest_subnormal)
+        scaled = np.where(scaled > 0, np.maximum(scaled, tiny), scaled)
+    return scaled.astype(dtype).view(np.uint8), -scale if signed else scale
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_codes_and_scales_are_those_of_numpy(jit):
+    numbers = numbers_of_blocks()
+    encode = jax.jit(Float8Code.encoded) if jit else Float8Code.encoded
+    code = encode(jnp.asarray(numbers))
+    expected = [in_numpy(numbers[at : at + 256]) for at in range(0, numbers.size, 256)]
+    np.testing.assert_array_equal(code.scales, [scale for _, scale in expected])
+    np.testing.assert_array_equal(
+        code.codes, np.concatenate([codes for codes, _ in expected])
+    )
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "random"])
+def test_what_is_decoded_and_not_changed_has_the_same_bits(key, jit):
+    numbers = jnp.asarray(numbers_of_blocks())
+    for kind in CODES:
+
+        def again(code: Any, key: Any, kind: Any = kind) -> Any:
+            return kind.encoded(code.decoded(), key)
+
+        code = kind.encoded(numbers, key)
+        for other in [None, jax.random.key(1)]:
+            found = (jax.jit(again) if jit else again)(code, other)
+            chex.assert_trees_all_equal(found, code)
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "random"])
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 1000])
+def test_an_error_is_at_most_a_place_of_the_number_or_of_the_block(size, key):
+    rng = np.random.default_rng(size)
+    numbers = rng.standard_normal(size).astype(F32)
+    numbers[::256] = -3
+    found = np.asarray(Float8Code.encoded(jnp.asarray(numbers), key).decoded())
+    # e4m3: 3 bits of mantissa, and 2**-9 steps below; its end is 448.
+    place = np.maximum(np.abs(numbers) / 8, 2.0**-9 / 224 * np.abs(numbers).max())
+    assert (np.abs(found - numbers) <= place * (0.5 if key is None else 1)).all()
+
+
+@pytest.mark.parametrize("kind", CODES)
+@pytest.mark.parametrize("number", [0.3, 1e-3, 1.1e-6, 1.7e-2])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rounding_at_random_is_unbiased(kind, number, sign):
+    draws = 100 * 255
+    numbers = np.full((100, 256), sign * number, F32)
+    numbers[:, 0] = sign
+    found = np.float64(kind.encoded(jnp.asarray(numbers), KEY).decoded()[:, 1:])
+    low, high = found.min(), found.max()
+    if sign * number == np.float32(-1.1e-6) and kind is Float8Code:
+        # Half a subnormal step of e4m3 around zero.
+        assert (low, high) == (-(2.0**-9) * 2.0**-8, 0)
+    assert low < high
+    exact = float(np.float32(sign * number))
+    chance = (exact - low) / (high - low)
+    spread = (high - low) * np.sqrt(chance * (1 - chance) / draws)
+    assert abs(found.mean() - exact) < 5 * spread + 2.0**-16 * (high - low)
+
+
+def test_a_block_that_is_not_finite_is_nan_and_leaves_the_others_alone():
+    numbers = np.ones((3, 256), F32)
+    numbers[0, 3], numbers[1, 4] = np.inf, np.nan
+    for key in [None, KEY]:
+        code = Float8Code.encoded(jnp.asarray(numbers), key)
+        found = np.asarray(code.decoded())
+        assert np.isnan(found[:2]).all()
+        np.testing.assert_array_equal(found[2], 1)
+        np.testing.assert_array_equal(np.isnan(code.scales), [[True], [True], [False]])
+        chex.assert_trees_all_equal(Float8Code.encoded(code.decoded(), key), code)
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "random"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_at_both_ends_of_float32_stay_finite_and_keep_their_bits(sign, key):
+    end = np.finfo(np.float32).max
+    for number in [end, end / 1.01, 1e-37, 2.0**-126, 1e-39]:
+        numbers = jnp.full(256, sign * np.float32(number))
+        code = Float8Code.encoded(numbers, key)
+        assert jnp.isfinite(code.decoded()).all()
+        chex.assert_trees_all_equal(Float8Code.encoded(code.decoded(), key), code)
+
+
+def test_a_minus_zero_does_not_change_the_format_of_a_block():
+    numbers = np.float32([1.125, -1e-9] + [0.0] * 254)
+    code = Float8Code.encoded(jnp.asarray(numbers))
+    assert code.scales[0] < 0
+    np.testing.assert_array_equal(code.decoded()[:2], [1.125, 0])
+    chex.assert_trees_all_equal(Float8Code.encoded(code.decoded()), code)
+
+
+def test_bfloat16_to_nearest_is_a_cast():
+    numbers = numbers_of_blocks()
+    expected = numbers.astype(ml_dtypes.bfloat16)
+    for encode in (Bfloat16Code.encoded, jax.jit(Bfloat16Code.encoded)):
+        codes = encode(jnp.asarray(numbers)).codes
+        assert codes.dtype == jnp.bfloat16
+        # A CPU takes subnormal numbers for zero; a cast on bits does not.
+        np.testing.assert_array_equal(codes, expected)
+
+
+# Which leaves, and what the optimizer sees
+
+
+@each_optimizer
+@pytest.mark.parametrize("way", ["float8"])
+def test_updates_are_those_of_the_optimizer_on_the_decoded_state(name, way):
+    inner, params = OPTIMIZERS[name](), parameters()
+    tx = low(inner, way)
+    state = tx.init(params)
+    chex.assert_trees_all_equal(decoded(state.inner_state), inner.init(params))
+    for index in range(2):
+        grads = gradients(index, params)
+        before = decoded(state.inner_state)
+        expected, exact = inner.update(grads, before, params)
+        updates, state = tx.update(grads, state, params)
+        chex.assert_trees_all_equal(updates, expected)
+        # A place of e5m2 is a quarter of the number, one of bfloat16 a 128th.
+        place = 2.0**-2 if "float8" in way else 2.0**-7
+        for found, wanted in zip(
+            jax.tree.leaves(decoded(state.inner_state)),
+            jax.tree.leaves(exact),
+            strict=True,
+        ):
+            floor = 2.0**-17 * float(jnp.abs(wanted).max())
+            bound = place * np.abs(wanted) + floor
+            assert (np.abs(np.float64(found) - np.float64(wanted)) <= bound).all()
+    assert codes_of(state)
+
+
+@each_optimizer
+@pytest.mark.parametrize("way", ["bfloat16 at random"])
+def test_a_state_keeps_its_type_in_scan(name, way):
+    tx, params = low(OPTIMIZERS[name](), way), parameters()
+    state = tx.init(params)
+
+    def step(carry: Any, _: None) -> Any:
+        params, state = carry
+        grads = jax.tree.map(lambda p: 2 * p, params)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    (after, last), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, length=3))(
+        (params, state)
+    )
+    assert kinds(last) == kinds(state)
+    assert optax.tree.norm(after) < optax.tree.norm(params)
+    # A block that holds a NaN would stay one.
+    assert all(
+        jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(decoded(last.inner_state))
+    )
+
+
+def test_a_step_compiles_once_and_may_be_donated():
+    tx, params = low(optax.adamw(1e-2), "float8 at random"), parameters()
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @chex.assert_max_traces(1)
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for index in range(3):
+        params, state = step(params, state, gradients(index, params))
+    assert state.steps == 3
+
+
+def test_counts_schedules_small_arrays_and_other_dtypes_are_untouched():
+    params = {
+        "big": jnp.ones((64, 64)),
+        "small": jnp.ones((63, 65)),
+        "half": jnp.ones((64, 65), jnp.bfloat16),
+        "scalar": jnp.ones(()),
+    }
+    inner = optax.inject_hyperparams(optax.adam)(
+        optax.linear_schedule(1e-2, 0.0, 10), mu_dtype=None
+    )
+    state = amp.with_low_precision_state(inner).init(params)
+    adam = state.inner_state.inner_state[0]
+    plain = inner.init(params).inner_state[0]
+    for found, expected in [(adam.mu, plain.mu), (adam.nu, plain.nu)]:
+        assert isinstance(found["big"], Bfloat16Code)
+        assert found["big"].codes.shape == (64, 64)
+        for name in ("small", "half", "scalar"):
+            assert found[name].dtype == expected[name].dtype
+    everything = amp.with_low_precision_state(inner, min_size=1).init(params)
+    assert len(codes_of(everything)) == 4
+    assert everything.inner_state.hyperparams["learning_rate"].dtype == F32
+    # Of the shape of no parameter.
+    other = optax.GradientTransformation(lambda p: jnp.zeros((7, 9)), lambda *a: a[:2])
+    assert not codes_of(amp.with_low_precision_state(other, min_size=1).init(params))
+
+
+def test_weights_in_the_state_stay_in_float32():
+    params = parameters()
+    tx = low(optax.contrib.schedule_free_adamw(1e-2), "float8")
+    state = tx.init(params)
+    chex.assert_trees_all_equal(state.inner_state.z, params)
+    assert len(codes_of(state)) == 3
+
+
+@pytest.mark.parametrize(("way", "bound"), [("bfloat16", 0.51), ("float8", 0.26)])
+def test_bytes_of_moments(way, bound):
+    params = {"w": jnp.ones((512, 512)), "odd": jnp.ones((333, 111))}
+    sizes = [
+        sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(params)))
+        for tx in (low(optax.adamw(1e-3), way), optax.adamw(1e-3))
+    ]
+    assert sizes[0] <= bound * sizes[1]
+
+
+# Together with the others
+
+
+@pytest.mark.parametrize("way", ["bfloat16 at random", "float8 at random"])
+def test_a_skipped_step_leaves_every_bit(way):
+    tx = amp.with_loss_scale(low(optax.adamw(1e-2), way), amp.no_loss_scale())
+    params = parameters()
+    step = jax.jit(tx.update)
+    _, state = step(gradients(0, params), tx.init(params), params)
+    bad = gradients(1, params) | {"b": jnp.full(64, jnp.nan)}
+    updates, after = step(bad, state, params)
+    chex.assert_trees_all_equal(after.inner_state, state.inner_state)
+    assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(updates))
+    # And the run goes on as if it had not been.
+    chex.assert_trees_all_equal(
+        step(gradients(2, params), after, params)[1].inner_state,
+        step(gradients(2, params), state, params)[1].inner_state,
+    )
+
+
+def test_a_loss_scale_inside_leaves_the_bits_too():
+    tx = low(
+        amp.with_loss_scale(optax.adam(0.1), amp.no_loss_scale()), "float8 at random"
+    )
+    params = parameters()
+    _, state = tx.update(gradients(0, params), tx.init(params), params)
+    bad = jax.tree.map(lambda p: p * jnp.nan, params)
+    _, after = tx.update(bad, state, params)
+    chex.assert_trees_all_equal(after.steps, state.steps)
+    chex.assert_trees_all_equal(
+        after.inner_state.inner_state, state.inner_state.inner_state
+    )
+
+
+def composed(place: str, way: str) -> Any:
+    adam = optax.adamw(1e-2)
+    if place == "masters":
+        return amp.with_master_weights(low(adam, way))
+    if place == "kahan, scaled":
+        return amp.with_loss_scale(
+            amp.with_kahan(low(adam, way)), amp.dynamic_loss_scale(8.0), unscale=True
+        )
+    if place == "multi steps":
+        return optax.MultiSteps(low(adam, way), 2)
+    if place == "partition":
+        parts = {"a": low(adam, way), "b": low(optax.sgd(0.1, momentum=0.9), way)}
+        return optax.partition(parts, {"w": "a", "odd": "b", "b": "b"})
+    if place == "inject outside":
+        return optax.inject_hyperparams(lambda rate: low(optax.adamw(rate), way))(
+            rate=1e-2
+        )
+    if place == "inject inside":
+        return low(optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2), way)
+    if place == "schedule-free outside":
+        return optax.contrib.schedule_free(low(adam, way), 1e-2)
+    assert place == "schedule-free inside"
+    return low(optax.contrib.schedule_free_adamw(1e-2), way)
+
+
+PLACES = [
+    *("masters", "kahan, scaled", "multi steps", "partition", "inject outside"),
+    *("inject inside", "schedule-free outside", "schedule-free inside"),
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("way", ["float8 at random"])
+def test_it_descends_wherever_it_is(place, way):
+    half = place in ("masters", "kahan, scaled")
+    tx, params = composed(place, way), parameters()
+    if half:
+        params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    state = tx.init(params)
+    assert codes_of(state)
+    scale = 8.0 if "scaled" in place else 1.0
+
+    def step(carry: Any, _: None) -> Any:
+        params, state = carry
+        grads = jax.tree.map(lambda p: scale * p, params)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    (after, last), _ = jax.lax.scan(step, (params, state), length=60)
+    assert jax.tree.map(jnp.shape, last) == jax.tree.map(jnp.shape, state)
+    assert optax.tree.norm(after) < 0.8 * optax.tree.norm(params)
+
+
+def test_optax_can_map_over_the_codes():
+    tx, params = low(optax.adam(1e-2), "float8"), parameters()
+    state = tx.init(params)
+    mapped = optax.tree.map_params(tx, lambda leaf: leaf + 1, state)
+    np.testing.assert_array_equal(mapped.inner_state[0].mu["b"].codes, 1)
+    assert mapped.inner_state[0].count == 0
+
+
+@pytest.mark.parametrize("way", ["float8 at random"])
+def test_orbax_restores_a_run_at_the_same_bits(way, tmp_path):
+    tx, params = low(optax.adamw(1e-2), way), parameters()
+    params, state = after_steps(tx, params, 2)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        found = checkpointer.restore(tmp_path / "state", tx.init(params))
+    chex.assert_trees_all_equal(found, state)
+    assert kinds(found) == kinds(state)
+    grads = gradients(9, params)
+    chex.assert_trees_all_equal(
+        tx.update(grads, found, params), tx.update(grads, state, params)
+    )
+
+
+@pytest.mark.parametrize("way", ["bfloat16", "float8"])
+def test_checkpoints_get_float32_and_hand_it_back(way):
+    inner, params = optax.adamw(1e-2), parameters()
+    tx = amp.with_loss_scale(low(inner, way), amp.no_loss_scale())
+    _, state = after_steps(tx, params, 2)
+    exported = amp.export_opt_state(state)
+    assert kinds(exported) == kinds(inner.init(params))
+    chex.assert_trees_all_equal(exported, decoded(state.inner_state.inner_state))
+    back = amp.import_opt_state(tx.init(params), exported)
+    assert kinds(back) == kinds(state)
+    chex.assert_trees_all_equal(
+        back.inner_state.inner_state, state.inner_state.inner_state
+    )
+    # And from a run in float32.
+    _, plain = after_steps(inner, params, 2)
+    found = amp.export_opt_state(amp.import_opt_state(tx.init(params), plain))
+    place = 2.0**-3 if "float8" in way else 2.0**-8
+    for mine, theirs in zip(found[0].nu.values(), plain[0].nu.values(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=place)
+
+
+def test_an_nnx_optimizer_is_exported_too():
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    plain = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    mine = nnx.Optimizer(model, low(optax.adam(1e-2), "float8"), wrt=nnx.Param)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    for _ in range(2):
+        mine.update(model, grads)
+    exported = amp.export_opt_state(mine.opt_state)
+    expected = amp.export_opt_state(plain.opt_state)
+    assert jax.tree.structure(exported) == jax.tree.structure(expected)
+    back = amp.import_opt_state(mine.opt_state, exported)
+    chex.assert_trees_all_equal(nnx.as_pure(back), nnx.as_pure(mine.opt_state))
+
+
+@pytest.mark.parametrize("way", ["float8", "float8 at random"])
+@pytest.mark.parametrize("spec", [PartitionSpec("d"), PartitionSpec(None, "d")])
+def test_codes_are_sharded_as_their_parameter(way, spec):
+    mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
+    sharding = NamedSharding(mesh, spec)
+    whole = jnp.asarray(np.random.default_rng(0).standard_normal((64, 1024)), F32)
+    params = jax.device_put(whole, sharding)
+    tx = low(optax.adam(1e-2), way)
+    state = tx.init(params)
+    _, after = jax.jit(tx.update)(params, state, params)
+    for moment in (state.inner_state[0], after.inner_state[0]):
+        for code in (moment.mu, moment.nu):
+            assert code.codes.sharding.is_equivalent_to(sharding, 2)
+    _, alone = jax.jit(tx.update)(whole, tx.init(whole), whole)
+    chex.assert_trees_all_equal(after, alone)
+
+
+# Rare rows
+
+
+@pytest.mark.parametrize("way", ["float8", "float8 at random"])
+@pytest.mark.parametrize("size", [1e-3, 1e-4, 1e-5])
+def test_a_small_gradient_beside_large_ones_does_not_make_a_large_step(way, size):
+    # Its second moment is size**2 of that of its block: in fp8 it would be zero.
+    params = jnp.zeros((4, 64))
+    grads = jnp.ones((4, 64)).at[1].set(size).at[2].set(-size)
+    tx = low(optax.adam(1.0), way)
+    state, plain = tx.init(params), optax.adam(1.0).init(params)
+    for _ in range(3):
+        updates, state = tx.update(grads, state, params)
+        expected, plain = optax.adam(1.0).update(grads, plain, params)
+    assert (jnp.abs(updates) <= 2 * jnp.abs(expected)).all()
+
+
+@pytest.mark.parametrize("way", ["bfloat16 at random", "float8"])
+def test_an_embedding_with_rare_rows_trains_as_in_float32(way):
+    goal = jnp.asarray(np.random.default_rng(0).standard_normal((64, 32)), F32)
+    # Row i is in one batch of i + 1.
+    turns = np.arange(64) + 1
+
+    def final(tx: Any) -> np.ndarray:
+        def step(carry: Any, now: Any) -> Any:
+            rows, state = carry
+            touched = (now % jnp.asarray(turns) == 0).astype(F32)
+            grads = touched[:, None] * (rows - goal)
+            updates, state = tx.update(grads, state, rows)
+            return (optax.apply_updates(rows, updates), state), None
+
+        rows = jnp.zeros((64, 32))
+        carry = jax.jit(lambda c: jax.lax.scan(step, c, jnp.arange(600)))(
+            (rows, tx.init(rows))
+        )[0]
+        return np.asarray(jnp.abs(carry[0] - goal).mean(-1))
+
+    found, expected = final(low(optax.adam(1e-2), way)), final(optax.adam(1e-2))
+    assert np.isfinite(found).all()
+    assert (found <= 1.5 * expected + 0.1).all()
+
+
+# A training run
+
+
+@functools.cache
+def trained(way: str | None) -> tuple[np.ndarray, np.ndarray, float]:
+    """First and last weights of a network on digits, and its held-out loss."""
+    images, digits = load_digits(return_X_y=True)
+    images, digits = jnp.asarray(images / 16, F32), jnp.asarray(digits, jnp.int32)
+    rng = np.random.default_rng(0)
+    params = {
+        "w0": jnp.asarray(rng.standard_normal((64, 128)) / 8, F32),
+        "b0": jnp.zeros((1, 128)),
+        "w1": jnp.asarray(rng.standard_normal((128, 10)) / 11, F32),
+        "b1": jnp.zeros((1, 10)),
+    }
+    inner = optax.adamw(1e-3)
+    tx = inner if way is None else amp.with_low_precision_state(inner, **WAYS[way])
+
+    def loss_fn(p: Any, at: Any) -> jax.Array:
+        scores = jnp.tanh(images[at] @ p["w0"] + p["b0"]) @ p["w1"] + p["b1"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(scores, digits[at])
+        return losses.mean()
+
+    def step(carry: Any, key: Any) -> Any:
+        p, state = carry
+        grads = jax.grad(loss_fn)(p, jax.random.randint(key, (64,), 0, 1400))
+        updates, state = tx.update(grads, state, p)
+        return (optax.apply_updates(p, updates), state), None
+
+    @jax.jit
+    def run(carry: Any) -> Any:
+        keys = jax.random.split(jax.random.key(1), 1000)
+        return jax.lax.scan(step, carry, keys)[0]
+
+    last, _ = run((params, tx.init(params)))
+    held_out = float(loss_fn(last, jnp.arange(1400, 1797)))
+    return np.asarray(params["w0"]), np.asarray(last["w0"]), held_out
+
+
+def way_off(way: str) -> float:
+    """The distance from the weights of the f32 run, in lengths of its way."""
+    first, exact, _ = trained(None)
+    return float(
+        np.linalg.norm(trained(way)[1] - exact) / np.linalg.norm(exact - first)
+    )
+
+
+def test_bfloat16_at_random_goes_the_way_of_float32():
+    assert way_off("bfloat16 at random") <= 0.05
+    assert way_off("bfloat16 at random") <= way_off("bfloat16") / 2
+
+
+@pytest.mark.parametrize("way", ["float8", "float8 at random"])
+def test_8_bits_train_as_float32(way):
+    assert trained(way)[2] <= 1.05 * trained(None)[2]
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"dtype": "float16"},
+            ValueError,
+            r"state\(inner, 'float16'\): unknown dtype. Use \"bfloat16\" or \"float8\"",
+        ),
+        ({"dtype": None}, ValueError, r"\(inner, None\): unknown dtype"),
+        ({"dtype": jnp.float8_e5m2}, ValueError, "unknown dtype"),
+        ({"key": 3}, TypeError, r"\(inner, key=3\): not one PRNG key. Use jax.random"),
+        (
+            {"key": jax.random.split(jax.random.key(0))},
+            TypeError,
+            "not one PRNG key",
+        ),
+        ({"min_size": 0}, ValueError, r"min_size=0\): not a number of elements. Use"),
+        ({"min_size": 0.5}, TypeError, r"min_size=0.5\): not a number of elements"),
+        ({"min_size": True}, TypeError, "min_size=True"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        amp.with_low_precision_state(optax.adam(1e-3), **arguments)
+
+
+def test_something_that_is_no_optimizer_is_refused():
+    with pytest.raises(TypeError, match=r"with_low_precision_state\(3, ...\): not an"):
+        amp.with_low_precision_state(3)  # type: ignore[arg-type]
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    params = parameters()
+    tx = low(optax.adam(1e-2), "float8")
+    with pytest.raises(TypeError, match="given a tuple, the state of another optimi"):
+        tx.update(params, optax.adam(1e-2).init(params), params)
+    others = {
+        "bfloat16": "a state with Bfloat16Codes, not Float8Codes. Begin with",
+        "float8 at random": "a state that was made with a key. Begin with",
+    }
+    for way, message in others.items():
+        with pytest.raises(ValueError, match=message):
+            tx.update(params, low(optax.adam(1e-2), way).init(params), params)
+    with pytest.raises(ValueError, match=r"first difference at \['b'\]"):
+        tx.update({"w": params["w"]}, tx.init(params), None)
+
+
+def test_masters_and_a_second_one_inside_are_refused():
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), parameters())
+    for inner, message in [
+        (
+            amp.with_master_weights(optax.adam(1e-2)),
+            "masters, which are weights. Put them around",
+        ),
+        (low(optax.adam(1e-2), "float8"), "LowPrecisionState already"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            low(inner, "float8").init(params)
+
+
+def test_an_optimizer_that_changes_its_state_is_refused():
+    def inner(change: Any) -> Any:
+        return optax.GradientTransformation(
+            jnp.zeros_like, lambda grads, state, params=None: (grads, change(state))
+        )
+
+    params = jnp.ones((4, 4))
+    for change, message in [
+        (lambda state: (state, state), "changed the structure of its state"),
+        (lambda state: state[:2], r"at the root from float32\[4,4\] to float32\[2,4\]"),
+    ]:
+        tx = low(inner(change), "bfloat16")
+        with pytest.raises(ValueError, match=message):
+            tx.update(params, tx.init(params), params)
