@@ -173,9 +173,9 @@ def saved_for_backward(
 ) -> list[Residual]:
     """Returns the residuals of `jax.vjp(fn)`, without constants.
 
-    It is what the backward pass reads, before XLA decides to compute it again. What JAX
-    saves for other transformations alone is not. Arguments are among them, though they
-    take no memory that was not there before.
+    It is what differentiation saves, before XLA decides to compute it again, but for
+    what no more than a derivative of the backward pass would read. Arguments are among
+    them, though they take no memory that was not there before.
 
     Args:
       fn: a function of arrays.
@@ -196,8 +196,15 @@ def saved_for_backward(
             return jax.tree.leaves(jax.tree.unflatten(structure, leaves)(cotangents))
 
         # Only the backward pass of a `while_loop` says that there is none.
-        read = inputs_read(binding.trace(run, leaves))
-        return [x for x, is_read in zip(leaves, read, strict=True) if is_read]
+        program = binding.trace(run, leaves)
+        read = inputs_read(program)
+        if_differentiated = inputs_read(program, is_differentiated=True)
+        # What a derivative of the backward pass alone would read XLA leaves out.
+        return [
+            x
+            for x, runs, derives in zip(leaves, read, if_differentiated, strict=True)
+            if runs or not derives
+        ]
 
     jaxpr = jaxprs.body_of(binding.trace(residuals, args)).jaxpr
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}

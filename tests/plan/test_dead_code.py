@@ -8,7 +8,9 @@ from jax import lax
 
 import jmp_amp as amp
 from jmp_amp.plan.dataflow import dead_code
+from jmp_amp.plan.dataflow.dead_code import inputs_read
 from jmp_amp.plan.program import binding, jaxprs
+from jmp_amp.plan.rewrites.linear import linear_function
 from tests.programs import planned
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32) / 3
@@ -284,3 +286,24 @@ def test_keys_and_arrays_of_many_dtypes_may_be_dead():
 
     got = amp.autocast(fn)(X, jax.random.key(0))
     np.testing.assert_array_equal(got, 2 * X)
+
+
+def test_what_a_derivative_of_a_solution_reads_is_not_read_when_it_runs():
+    def program(moving, exact, rounded, unread):
+        (result,) = linear_function(
+            lambda xs: [xs[0] * exact], lambda xs: [xs[0] * rounded], [moving], [exact]
+        )
+        return result
+
+    one = jnp.ones(3)
+    args = (one, 2 * one, 3 * one, one)
+    traced = jax.make_jaxpr(program)(*args)
+    assert inputs_read(traced) == (True, True, False, False)
+    assert inputs_read(traced, is_differentiated=True) == (True, True, True, False)
+    _, backward = jax.vjp(lambda x: program(x, *args[1:]), one)
+    np.testing.assert_array_equal(backward(one)[0], 3 * one)
+
+    def in_loop(xs, exact):
+        return jax.lax.scan(lambda c, x: (c + exact, c), one, xs)
+
+    assert inputs_read(jax.make_jaxpr(in_loop)(jnp.ones((2, 3)), one)) == (False, True)

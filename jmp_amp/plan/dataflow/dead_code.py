@@ -43,10 +43,10 @@ def without_dead_code(program: ClosedJaxpr) -> ClosedJaxpr:
     return _Living().of(program, (True,) * count).program
 
 
-def inputs_read(program: ClosedJaxpr) -> Alive:
-    """Returns which inputs a program reads that is not differentiated any more."""
+def inputs_read(program: ClosedJaxpr, *, is_differentiated: bool = False) -> Alive:
+    """Returns which inputs a program reads: if differentiated, or when it runs."""
     count = len(jaxprs.body_of(program).jaxpr.outvars)
-    return _Living(is_differentiated=False).of(program, (True,) * count).inputs
+    return _Living(is_differentiated).of(program, (True,) * count).inputs
 
 
 class _Body(NamedTuple):
