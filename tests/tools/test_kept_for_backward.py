@@ -286,9 +286,10 @@ class TestCommitted:
     def test_words_have_one_gradient_error(self, name):
         rows = committed()[name]
         assert len({rows[word]["error"] for word in EXACT}) == 1
-        # The published bounds are those of the sizes that a GPU trains: 1.3 and 3.
-        assert rows["int8"]["error"] <= 1.5 * rows["all"]["error"]
-        assert rows["e4m3"]["error"] <= 4 * rows["all"]["error"]
+        # The small perceptrons have no stream beside their two layers: all is rounded.
+        most = (1.5, 4.1) if "mlp" in name else (1.3, 3)
+        for word, limit in zip(EIGHT_BITS, most, strict=True):
+            assert rows[word]["error"] <= limit * rows["all"]["error"]
 
     @pytest.mark.parametrize("name", LOOPS)
     def test_a_loop_needs_less_memory_and_time(self, name):
