@@ -137,7 +137,9 @@ def _blocks(
         for i, node in enumerate(nodes)
         if cut.kept[i] and not there[i] and (format := node.eight_bits)
     }
-    spans += _spans_in_eight_bits(values, again, formats)
+    storing = _Storing(values, again, there, cut, formats) if formats else None
+    if storing is not None:
+        spans += _spans_in_eight_bits(values, again, formats)
     made_at: dict[int, list[int]] = {}
     for i, node in enumerate(nodes):
         made_at.setdefault(node.position, []).append(i)
@@ -151,7 +153,7 @@ def _blocks(
             for j in read
             if nodes[j].position < start and (nodes[j].is_free or nodes[j].crosses)
         }
-        stored = _stored(values, (start, stop), again, there, cut, formats)
+        stored = None if storing is None else storing.of(start, stop, inside)
         apart = saving is Saving.BESIDE and (
             stored is not None or _is_kept_by_xla(made, nodes)
         )
@@ -202,38 +204,49 @@ def _spans_in_eight_bits(
             yield node.position if is_made_here else min(found), max(found) + 1
 
 
-def _stored(
-    values: Values,
-    span: tuple[int, int],
-    again: Set[int],
-    there: Sequence[bool],
-    cut: Cut,
-    formats: Mapping[int, str],
-) -> Stored | None:
-    """Returns what a block keeps if some of it is in 8 bits; else None."""
-    nodes, (start, stop) = values.nodes, span
+class _Storing:
+    """What blocks keep, and what they read, if some of it is kept in 8 bits."""
 
-    def is_read(node: Node) -> bool:
-        """Whether what is made in the block, or its derivative, reads a value."""
-        return any(
-            start <= at < stop and (use == NEEDED or use in again or there[use])
-            for at, use in node.uses
+    def __init__(
+        self,
+        values: Values,
+        again: Set[int],
+        there: Sequence[bool],
+        cut: Cut,
+        formats: Mapping[int, str],
+    ):
+        self._nodes, self._cut, self._formats = values.nodes, cut, formats
+        # What is made again where, or is needed there, reads these.
+        self._read_at: dict[int, list[int]] = {}
+        for i, node in enumerate(values.nodes):
+            for at, use in node.uses:
+                if use == NEEDED or use in again or there[use]:
+                    self._read_at.setdefault(at, []).append(i)
+        self._keys: dict[int, list[Key]] = {}
+        for var, i in values.held.items():
+            self._keys.setdefault(i, []).append((var, values.nodes[i].dtype))
+        for key, i in values.casts.items():
+            self._keys.setdefault(i, []).append(key)
+
+    def of(self, start: int, stop: int, inside: Sequence[int]) -> Stored | None:
+        """Returns what a block keeps if some of it is in 8 bits; else None."""
+        read = dict.fromkeys(
+            i for at in range(start, stop) for i in self._read_at.get(at, ())
         )
-
-    made: dict[Path, dict[Key, str | None]] = {}
-    for i, node in enumerate(nodes):
-        if start <= node.position < stop and cut.kept[i] and is_read(node):
-            made.setdefault(node.path[:-1], {})[node.key] = formats.get(i)
-    outside = {(var, nodes[i].dtype): i for var, i in values.held.items()}
-    outside |= values.casts
-    entering = {
-        key: formats.get(i)
-        for key, i in outside.items()
-        if not start <= nodes[i].position < stop and is_read(nodes[i])
-    }
-    rows = (*made.values(), entering)
-    is_in_eight_bits = any(format for row in rows for format in row.values())
-    return Stored(made, entering) if is_in_eight_bits else None
+        made: dict[Path, dict[Key, str | None]] = {}
+        for i in inside:
+            if self._cut.kept[i] and i in read:
+                node = self._nodes[i]
+                made.setdefault(node.path[:-1], {})[node.key] = self._formats.get(i)
+        entering = {
+            key: self._formats.get(i)
+            for i in read
+            if not start <= self._nodes[i].position < stop
+            for key in self._keys.get(i, ())
+        }
+        rows = (*made.values(), entering)
+        is_in_eight_bits = any(format for row in rows for format in row.values())
+        return Stored(made, entering) if is_in_eight_bits else None
 
 
 def _merged(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
