@@ -113,11 +113,11 @@ class Stored(NamedTuple):
     Attributes:
       made: of what it makes: the format of 8 bits, or None for what is kept as it is,
         by the body that makes it, see `Block.kept`.
-      entering: likewise of what goes into it and is read in its backward pass.
+      entering: the formats of what goes into it. All else is read as it is.
     """
 
     made: Mapping[tuple[int, ...], Mapping[Key, str | None]]
-    entering: Mapping[Key, str | None]
+    entering: Mapping[Key, str]
 
 
 class Block(NamedTuple):

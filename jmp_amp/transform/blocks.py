@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import ShapedArray
 
-from jmp_amp.plan.plan import Block, Key, Stored
+from jmp_amp.plan.plan import Block, Key
 from jmp_amp.plan.program import binding, jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Primitive, Value, Var
-from jmp_amp.plan.rewrites.quantising import Quantised
 from jmp_amp.plan.saved.alike import inside, likeness
 from jmp_amp.plan.tables.operations import is_made_again
 from jmp_amp.plan.walk import Values, Walk
-from jmp_amp.transform.stored_blocks import Keeper, Read, named, stored_block
+from jmp_amp.transform.stored_blocks import Keeper, named, stored_block
 
 # Values, casts and quantised arrays, each by what it is of.
 _Kinds = tuple[Mapping[Any, Value], Mapping[Any, Value], Mapping[Any, Value]]
@@ -100,9 +99,9 @@ def _run_of(
         return [list(kind.values()) for kind in leaving]
 
     if block.stored is not None:
-        reads = border.reads_of(block.stored)
-        made, apart = block.stored.made, block.apart
-        return Run(stored_block(compute, made, reads, apart), variables, outputs)
+        made, entering = block.stored.made, border.formats_of(block.stored.entering)
+        run = stored_block(compute, made, entering, block.apart)
+        return Run(run, variables, outputs)
     # Where XLA would merge both computations, what is kept and the cotangents go
     # through a barrier, but parameters around it: a loop would stack them.
     prevent_cse: Any = (True, False) if block.apart else False
@@ -178,16 +177,13 @@ class _Border:
         self._given = []
         return apart, around
 
-    def reads_of(self, stored: Stored) -> list[Read]:
-        """Returns how what goes in, in the order of `entering`, is read again."""
-        apart, around = list[Read](), list[Read]()
+    def formats_of(self, entering: Mapping[Key, str]) -> list[str | None]:
+        """Returns in which format each of what goes in is kept, see `entering`."""
+        apart, around = list[str | None](), list[str | None]()
         for keys, values in zip(self.outside, self._given, strict=True):
             for key, value in zip(keys, values, strict=True):
                 at = key if isinstance(key, tuple) else (key, value.dtype)
-                # Quantised operands are read as they are.
-                is_read = at in stored.entering or isinstance(value, Quantised)
-                read = Read(is_read, stored.entering.get(at))
-                (around if _of(key) in self.around else apart).append(read)
+                (around if _of(key) in self.around else apart).append(entering.get(at))
         return [*apart, *around]
 
     def write(

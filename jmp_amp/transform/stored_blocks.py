@@ -112,29 +112,21 @@ def _in_blocks(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-1], -1, size)
 
 
-class Read(NamedTuple):
-    """How the backward pass of a block reads what goes in: not at all, or in a format.
+class _Kept(NamedTuple):
+    """What a block keeps: of what goes in, and of what it makes.
 
-    Attributes:
-      is_read: whether it does.
-      format: of 8 bits; None is as it is.
+    Of what goes in None is what is read as it is. If nothing reads it, XLA leaves it
+    out.
     """
 
-    is_read: bool
-    format: str | None
-
-
-class _Kept(NamedTuple):
-    """What a block keeps: of what goes in, and of what it makes."""
-
-    entering: list[Any]
+    entering: list[EightBits | None]
     made: list[Any]
 
 
 def stored_block(
     compute: Compute,
     made: Mapping[tuple[int, ...], Mapping[Key, str | None]],
-    reads: Sequence[Read],
+    entering: Sequence[str | None],
     apart: bool,
 ) -> Callable[[list[Any], list[Any]], list[list[Any]]]:
     """Returns what runs a block of which something is kept in 8 bits.
@@ -142,7 +134,7 @@ def stored_block(
     Args:
       compute: what it computes.
       made: what is kept of what it makes, and in which format, see `Stored`.
-      reads: how each of what goes in is read again.
+      entering: the format in which each of what goes in is kept; None is as it is.
       apart: whether XLA is kept from merging both computations.
     """
     formats: dict[Place, str | None] = {
@@ -150,7 +142,7 @@ def stored_block(
         for path, kept in made.items()
         for key, format in kept.items()
     }
-    block = _StoredBlock(compute, formats, reads, apart)
+    block = _StoredBlock(compute, formats, entering, apart)
     run = jax.custom_jvp(functools.partial(compute, _as_it_is))
     # Traced once for all blocks that are alike.
     linear = jax.jit(block.linear, static_argnums=(0, 1))
@@ -163,7 +155,7 @@ class _StoredBlock(NamedTuple):
 
     compute: Compute
     formats: Mapping[Place, str | None]
-    reads: Sequence[Read]
+    entering: Sequence[str | None]
     apart: bool
 
     def derivative(
@@ -208,8 +200,8 @@ class _StoredBlock(NamedTuple):
             raise AssertionError("a block does not make what its plan keeps")
         kept = _Kept(
             [
-                EightBits.of(x, read.format) if read.format else None
-                for x, read in zip([*apart, *around], self.reads, strict=True)
+                EightBits.of(x, format) if format else None
+                for x, format in zip([*apart, *around], self.entering, strict=True)
             ],
             [
                 EightBits.of(found[place], format) if format else found[place]
@@ -264,29 +256,17 @@ class _StoredBlock(NamedTuple):
             def keeper(place: Place, value: Value) -> Value:
                 return _in_place_of(value, places[place])
 
-            elements = jax.tree.unflatten(structure, leaves)
-            points = self.read_again(elements, again.entering)
+            entered, around = jax.tree.unflatten(structure, leaves)
+            both = zip([*entered, *around], again.entering, strict=True)
+            points = jax.tree.leaves(
+                [x if stored is None else stored.restored() for x, stored in both]
+            )
             of = functools.partial(computed, keeper, points)
             _, pull = jax.vjp(of, *(points[i] for i in positions))
             return list(pull(cotangents))
 
         others = [x for x in leaves if _is_inexact(x)]
         return linear_function(function, transpose, moving, others)
-
-    def read_again(
-        self, elements: tuple[list[Any], list[Any]], kept: list[EightBits | None]
-    ) -> list[Value]:
-        """Returns the leaves of what goes in, as the backward pass reads them."""
-        apart, around = elements
-        found = [
-            jax.tree.map(_zero, x)
-            if not read.is_read
-            else x
-            if stored is None
-            else stored.restored()
-            for x, read, stored in zip([*apart, *around], self.reads, kept, strict=True)
-        ]
-        return jax.tree.leaves((found[: len(apart)], found[len(apart) :]))
 
 
 @jax.custom_jvp
@@ -308,11 +288,6 @@ def _as_it_is(place: Place, value: Value) -> Value:
 
 def _restored(kept: EightBits | Value) -> Value:
     return kept.restored() if isinstance(kept, EightBits) else kept
-
-
-def _zero(x: Value) -> Value:
-    """Returns what stands for what nothing reads."""
-    return jnp.zeros_like(x) if _is_inexact(x) else x
 
 
 def _is_inexact(x: Value) -> bool:

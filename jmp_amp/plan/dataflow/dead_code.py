@@ -118,9 +118,12 @@ class _Living:
         """Returns an equation with living bodies, and which operands they read."""
         inner = jaxprs.inner_bodies(eqn)
         if not inner:
-            if self.is_differentiated:
+            solved = None if self.is_differentiated else jaxprs.solution(eqn)
+            if solved is None:
                 return eqn, (True,) * len(eqn.invars)
-            return eqn, jaxprs.running_operands(eqn)
+            program, positions = solved
+            read = set(compress(positions, self.of(program, results).inputs))
+            return eqn, tuple(i in read for i in range(len(eqn.invars)))
         programs = jaxprs.inner_programs(eqn)
         carry = jaxprs.first_carried(eqn)
         if jaxprs.is_shard_map(eqn) or jaxprs.is_custom_jvp(eqn):

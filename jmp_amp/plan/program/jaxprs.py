@@ -343,21 +343,21 @@ def owned_bodies(eqn: Eqn) -> list[Body]:
     return list(map(body_of, core.jaxprs_in_params(eqn.params)))
 
 
-def running_operands(eqn: Eqn) -> tuple[bool, ...]:
-    """Returns for each operand whether the equation reads it when it runs."""
-    count = len(eqn.invars)
+def solution(eqn: Eqn) -> tuple[Any, Sequence[int]] | None:
+    """Returns the body that solves linear equations, and its operands in `eqn`.
+
+    None if `eqn` solves none. The other bodies tell the derivative what is solved.
+    """
     if eqn.primitive.name != "custom_linear_solve":
-        return (True,) * count
-    # Those of the other bodies are for the derivative, see `running_bodies`.
+        return None
     lengths = eqn.params["const_lengths"]
     start = lengths.matvec + lengths.vecmat
-    others = {*range(start), *range(start + lengths.solve, sum(lengths))}
-    return tuple(i not in others for i in range(count))
+    known = range(sum(lengths), len(eqn.invars))
+    return eqn.params["jaxprs"].solve, [*range(start, start + lengths.solve), *known]
 
 
 def running_bodies(eqn: Eqn) -> list[Body]:
     """Returns the bodies of `eqn` that run when it does."""
-    if eqn.primitive.name == "custom_linear_solve":
-        # The others tell its derivative what is solved.
-        return [body_of(eqn.params["jaxprs"].solve)]
+    if solved := solution(eqn):
+        return [body_of(solved[0])]
     return owned_bodies(eqn)

@@ -239,14 +239,13 @@ class _Storing:
                 node = self._nodes[i]
                 made.setdefault(node.path[:-1], {})[node.key] = self._formats.get(i)
         entering = {
-            key: self._formats.get(i)
+            key: self._formats[i]
             for i in read
-            if not start <= self._nodes[i].position < stop
+            if i in self._formats and not start <= self._nodes[i].position < stop
             for key in self._keys.get(i, ())
         }
-        rows = (*made.values(), entering)
-        is_in_eight_bits = any(format for row in rows for format in row.values())
-        return Stored(made, entering) if is_in_eight_bits else None
+        stores = entering or any(any(row.values()) for row in made.values())
+        return Stored(made, entering) if stores else None
 
 
 def _merged(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:

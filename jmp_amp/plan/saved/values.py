@@ -186,7 +186,7 @@ class Values:
             self._mark_exact()
 
     def _mark_exact(self) -> None:
-        """Marks what a choice is made of, and what that is made of one by one."""
+        """Marks what is compared, and what that is made of element by element."""
         for node in reversed(self.nodes):
             size = node.size // getattr(node.dtype, "itemsize", 4)
             for _, use in node.uses:
@@ -268,9 +268,9 @@ class Values:
         needs = _needs(call, active, part) if moves else Needs()
         again = part is not Part.END and word != "all" and is_cheap(eqn)
         if self._in_eight_bits and moves:
-            # It is differentiated where it is made again, and its result of before is
-            # not at hand.
-            if needs.results and again:
+            # It is differentiated where it is made again. Neither its result of before
+            # nor what it found of its operands, such as their signs, is at hand.
+            if again and (needs.results or compares(eqn)):
                 needs = Needs(range(len(read)), derives=True)
             elif not again and not keeps_operands(eqn):
                 part = Part.END
