@@ -23,8 +23,8 @@ trace     CPU seconds to trace the gradient, caches emptied before, all programs
           turns; the least of all rounds
 error     of the gradient against that in f32, |difference| / |gradient|, on the small
           model on this CPU, operation by operation: what XLA fuses it rounds otherwise.
-          8 bits stand for arrays of 2^13 elements at least, which no small model of the
-          zoo has
+          8 bits stand for arrays of 2^13 elements at least, of which a small model of
+          the zoo has few
 
 Models: a GPT, a Llama and a multilayer perceptron in plain JAX, their layers in one
 loop (`_scanned`) or one by one (`_unrolled`), and models of `tests/zoo`, one by one.
@@ -56,13 +56,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal, Var
+from jax.extend.core import Literal
 from rich.console import Console
 from rich.table import Table
 
 import jmp_amp as amp
 from examples.benchmarks import compare_precision, roofline
-from jmp_amp.plan.dataflow.dead_code import inputs_read
+from jmp_amp.reports.costs import saved_for_backward
 from tests import h100, measures, zoo
 from tests.zoo.case import Loss
 
@@ -412,25 +412,21 @@ def traced_figures(loss: Loss, args: tuple[Any, Any]) -> dict[str, Any]:
 
 
 def figures_in_8_bits(loss: Loss, args: tuple[Any, Any]) -> dict[str, Any]:
-    """Returns the bytes that the backward pass reads of what `jax.vjp` keeps.
+    """Returns the bytes that `jax.vjp` keeps and the backward pass reads.
 
     JAX keeps what forward mode reads too, which XLA leaves out. For the same reason a
     trace has products that do not run: `flops` tells that none runs twice.
     """
-
-    def kept(params: Any, batch: Any) -> list[jax.Array]:
-        value, backward = jax.vjp(lambda params: with_state(params, batch)[0], params)
-        leaves, structure = jax.tree.flatten(backward)
-        one = jnp.ones_like(value)
-        again = jax.make_jaxpr(lambda *kept: jax.tree.unflatten(structure, kept)(one))
-        read = inputs_read(again(*leaves))
-        return [x for x, is_read in zip(leaves, read, strict=True) if is_read]
-
+    leaves, structure = jax.tree.flatten(args)
+    params = len(jax.tree.leaves(args[0]))
     with_state = compare_precision.with_state(loss)
-    jaxpr = jax.make_jaxpr(kept)(*args).jaxpr
-    found = {v for v in jaxpr.outvars if isinstance(v, Var)} - {*jaxpr.invars}
-    avals: list[Any] = [v.aval for v in found]
-    return {"kept": sum(aval.size * aval.dtype.itemsize for aval in avals)}
+
+    def value(*leaves: jax.Array) -> list[jax.Array]:
+        return [with_state(*jax.tree.unflatten(structure, leaves))[0]]
+
+    residuals = saved_for_backward(value, leaves, range(params))
+    # An argument as it is has no maker.
+    return {"kept": sum(each.size for each in residuals if each.makers)}
 
 
 def trace_seconds(size: Size, rounds: int) -> dict[str, float]:
