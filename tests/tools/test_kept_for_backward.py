@@ -43,6 +43,10 @@ def committed() -> dict[str, dict[str, Any]]:
     return json.loads(FILE.read_text())["models"]
 
 
+def traced_of(program: str) -> set[str]:
+    return TRACED - {"products"} if program in EIGHT_BITS else TRACED
+
+
 def printed(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
     """Returns the cells of each line of a table, the titles first."""
     console = Console(file=io.StringIO(), width=200)
@@ -226,7 +230,7 @@ class TestArguments:
         assert rows["all"]["kept"] > rows["auto"]["kept"] > rows["least"]["kept"]
         shown = capsys.readouterr().out
         for program, figures in rows.items():
-            assert figures.keys() - {"products"} == TRACED - {"products"}
+            assert figures.keys() == traced_of(program)
             assert all(value > 0 for value in figures.values())
             assert f"│ {program}" in shown
             assert f"{figures['kept'] / rows['all']['kept']:.3f}x" in shown
@@ -254,11 +258,8 @@ class TestCommitted:
         for name, rows in found.items():
             programs = (*WORDS, *BY_HAND) if name in PLAIN else (*WORDS, "by hand")
             assert tuple(rows) == programs
-            for word, figures in rows.items():
-                expected = TRACED | COMPILED
-                if word in EIGHT_BITS:
-                    expected = expected - {"products"}
-                assert figures.keys() == expected, name
+            for program, figures in rows.items():
+                assert figures.keys() == traced_of(program) | COMPILED, name
                 assert all(value > 0 for value in figures.values())
 
     def test_the_device_was_described_with_the_assumptions_that_stand_here(self):
