@@ -71,8 +71,8 @@ class Policy:
         products in `compute_dtype`.
       saved: which values differentiation keeps for the backward pass, and which it
         makes again. Matrix products, convolutions, sorts, lookups, collectives, random
-        bits, linear algebra and loops never run twice. Each word has the same
-        operations in the same order, and so the same values and gradients.
+        bits, linear algebra and loops never run twice. "all", "auto" and "least" have
+        the same operations in the same order, and so the same values and gradients.
 
         * "all": what the derivatives ask for, as without a plan. The default where
           `compute_dtype` is f32.
@@ -84,12 +84,13 @@ class Policy:
           XLA is kept from merging both computations only where that pays: in the chain
           is a function that XLA computes once for all readers (`tanh`, `sin`, `pow`,
           ...) of 1.5 MiB or more.
-        * "int8", "e4m3": as "least", and what is kept in half is kept in 8 bits. Values
-          and forward mode are exact, and gradients are rounded. int8 has a scale for
-          each 128 elements of the last axis, `amax / 127`; e4m3 one for each row. f32,
-          integers, arguments, parameters, named values, arrays of less than 2^13
-          elements and what a softmax reads stay as they are. A NaN or an infinity makes
-          its block NaN, which the finite check of gradients finds.
+        * "int8", "e4m3": as "least", and activations in half are kept in 8 bits. Values
+          and forward mode are those of "all", and gradients are rounded. "int8" has one
+          scale for 128 elements of the last axis, their `amax / 127`; "e4m3" has one
+          for each row. Arguments, f32 and integers stay as they are, and so do values
+          that have a name, arrays of less than 2^13 elements, and what a softmax, a
+          `relu` or another comparison reads. A number that is not finite makes its
+          block NaN: the gradient shows it.
 
     Raises:
       TypeError: if a dtype is not a floating one, a name is not text, `matmul` is

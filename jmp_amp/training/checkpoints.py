@@ -1,9 +1,8 @@
 """From training with half-precision weights to checkpoints of any precision, and back.
 
 A checkpoint of a mixed-precision run holds wrappers' states: masters, loss scales,
-moments in 8 bits. The
-state of a plain float32 run of the same optimizer can be taken out of it, and put into
-the state of another setup.
+moments in 8 bits. The state of a plain float32 run of the same optimizer can be taken
+out of it, and put into the state of another setup.
 """
 
 from collections.abc import Iterator

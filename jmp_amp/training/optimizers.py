@@ -55,12 +55,17 @@ def with_loss_scale(
     steps, `check_scale` raises after too many, `keep_if_finite` takes back all other
     values that the step wrote.
 
-    The gradients that `update` is given decide, all that `inner` reads. A part that it
-    freezes, such as that of `optax.set_to_zero` in an `optax.partition`, is not looked
-    at. What `optax.masked` hands on is, and so is what `optax.MultiSteps` adds up. Put
-    it around the whole chain: a transformation outside, such as `optax.clip`, may hide
-    an overflow from it. Gradients of single examples have one axis more, in front, if
-    `inner` reduces it, as `optax.contrib.differentially_private_aggregate` does.
+    The gradients that `update` is given decide, if `inner` reads them: a frozen part,
+    such as one of `optax.set_to_zero` in an `optax.partition`, skips no step. `inner`
+    reads what `optax.masked` hands on, and what `optax.MultiSteps` adds up. To see what
+    it reads, its `update` is traced once more for each type of the arguments. Put this
+    around the whole chain: a transformation outside, such as `optax.clip`, may hide an
+    overflow from it.
+
+    Gradients of single examples are legal if `inner` adds them up, as
+    `optax.contrib.differentially_private_aggregate` does. Each has one axis more than
+    its parameter, in front.
+
     Optimizers that evaluate more gradients (`optax.contrib.sam`) or keep several copies
     of the parameters (`optax.lookahead`) go around it.
 

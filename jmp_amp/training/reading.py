@@ -5,7 +5,7 @@ finite: nothing that the update returns depends on them.
 """
 
 import numbers
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +18,10 @@ from jmp_amp.plan.program import binding
 from jmp_amp.policies.dtypes import PyTree
 
 _ARRAYS = jax.Array | np.ndarray | np.generic | numbers.Number
-# An argument that is another function in every step makes another type.
+# How many types are known. A function that is made in every step is another type each.
 _MOST = 16
-# (gradients, state, params, extra arguments) -> (updates, state)
-Update = Callable[[PyTree, PyTree, PyTree, dict[str, PyTree]], tuple[PyTree, PyTree]]
+# (gradients, all other arguments) -> (updates, state)
+Update = Callable[..., tuple[PyTree, PyTree]]
 
 
 class Reading(NamedTuple):
@@ -44,39 +44,27 @@ class Reader:
         self._update = update
         self._found: dict[Hashable, Reading] = {}
 
-    def __call__(
-        self,
-        gradients: PyTree,
-        state: PyTree,
-        params: PyTree,
-        extra_args: dict[str, PyTree],
-    ) -> Reading:
-        """Returns how the update reads gradients."""
-        leaves, structure = jax.tree.flatten((gradients, state, params, extra_args))
+    def __call__(self, gradients: PyTree, *others: PyTree) -> Reading:
+        """Returns how the update reads gradients; `others` are its other arguments."""
+        leaves, structure = jax.tree.flatten((gradients, others))
         key = structure, tuple(map(_type_of, leaves))
         try:
             hash(key)
         except TypeError:  # an argument that is no array and has no hash
-            return self._reading(gradients, state, params, extra_args)
+            return self._reading(gradients, others)
         if key not in self._found:
             if len(self._found) == _MOST:
                 self._found.clear()
-            self._found[key] = self._reading(gradients, state, params, extra_args)
+            self._found[key] = self._reading(gradients, others)
         return self._found[key]
 
-    def _reading(
-        self,
-        gradients: PyTree,
-        state: PyTree,
-        params: PyTree,
-        extra_args: dict[str, PyTree],
-    ) -> Reading:
+    def _reading(self, gradients: PyTree, others: Sequence[PyTree]) -> Reading:
         leaves, structure = jax.tree.flatten(gradients)
         shapes: list[tuple[int, ...] | None] = []
 
         def run(*leaves: ArrayLike) -> list[Any]:
             given = structure.unflatten(leaves)
-            updates, new = self._update(given, state, params, extra_args)
+            updates, new = self._update(given, *others)
             shapes[:] = [_shape_of(leaf) for leaf in jax.tree.leaves(updates)]
             both = jax.tree.leaves((updates, new))
             return [leaf for leaf in both if isinstance(leaf, _ARRAYS)]
@@ -84,8 +72,8 @@ class Reader:
         try:
             read = inputs_read(binding.trace(run, leaves))
         except Exception:
-            # It may ask for the values of a gradient. If it is wrong, it says so when
-            # it runs.
+            # It may ask for the values of a gradient. Another error is told when the
+            # update runs.
             return Reading((True,) * len(leaves), ())
         return Reading(read, tuple(shapes))
 

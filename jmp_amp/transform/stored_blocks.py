@@ -208,8 +208,8 @@ class _StoredBlock(NamedTuple):
                 for place, format in self.formats.items()
             ],
         )
-        # Else XLA makes the 8 bits late, and keeps the array until then. What the block
-        # does not make goes around: a parameter would be copied.
+        # Else XLA makes the 8 bits late, and keeps the array until then. What is only
+        # handed on goes around the barrier: a parameter would be copied.
         entered = {id(x) for x in jax.tree.leaves((apart, around))}
         flat, structure = jax.tree.flatten(results)
         made = [i for i, x in enumerate(flat) if id(x) not in entered]

@@ -79,8 +79,8 @@ def keeps_operands(eqn: Eqn) -> bool:
     """Whether the derivative of an operation is made of its operands where it runs.
 
     That of a sort needs the order that it found, and that of linear algebra factors.
-    What places data, or sends it to other devices, is no part of a derivative that JAX
-    lowers by itself.
+    JAX lowers a linear function apart from its `shard_map`, where it has no rule for
+    what places data or sends it to other devices.
     """
     operation = OPERATIONS.get(eqn.primitive.name)
     if operation is None:

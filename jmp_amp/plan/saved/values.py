@@ -102,8 +102,8 @@ class Node:
     def eight_bits(self) -> str | None:
         """In which format of 8 bits it may be kept; None is as it is.
 
-        A format is for activations in half. What is small or alive anyway gains
-        nothing, and what has a name is kept as its user gave it.
+        8 bits are for activations in half. What is small, or alive anyway, gains
+        nothing. What has a name stays as the user named it.
         """
         (word,) = self.words if len(self.words) == 1 else [None]
         if word not in EIGHT_BITS or not is_half(self.dtype) or not self.is_active:
