@@ -4,13 +4,15 @@
     python examples/benchmarks/train_on_gpu.py --policy fp8
 
 The second is another session, with options of its own: see `fp8_on_gpu.py`. In the
-first, for each model, five programs of one training step with random weights and data:
+first, for each model, eight programs of one training step with random weights and data:
 
   f32_tf32     the unchanged model in f32, its products in TF32 where there is TF32
   f32_highest  the same with products in true f32
   twin         mixed precision by hand: Flax's `dtype=`, f32 parameters and softmax
   autocast     `amp.autocast` of the unchanged model
   f16_scaled   `amp.autocast` in f16 with dynamic loss scaling, whatever `--dtype` is
+  saved_all    `autocast` that keeps for the backward pass all that JAX would keep,
+               `amp.Policy(saved="all")`; `saved_least`, `saved_int8`: that policy
 
 steps/s  of the median round, with the slowest and the fastest one. Programs that fit on
          the device together are timed in turns: a round of each, then the next round
@@ -29,7 +31,8 @@ a percent.
 The models: `simple`, Paddle's SimpleNet, for which it publishes 2.26 (O1) and 3.29 (O2)
 times the speed of f32 on a V100
 (https://www.paddlepaddle.org.cn/documentation/docs/en/guides/performance_improving/amp_en.html);
-`gpt`, GPT-2 124M; `vit`, ViT-B/16 with a head of 10 classes; `resnet`, ResNet-50.
+`gpt`, GPT-2 124M; `gpt_scan`, the same with its layers in one loop; `vit`, ViT-B/16
+with a head of 10 classes; `resnet`, ResNet-50.
 
 Results are kept in one file for each device in `--out-dir`, an entry for each model,
 dtype and batch. Needs the extra `test`, where the models come from, and a JAX that
@@ -70,7 +73,8 @@ import jmp_amp as amp
 from tests.zoo import language, vision
 from tests.zoo.case import Case
 
-PROGRAMS = ("f32_tf32", "f32_highest", "twin", "autocast", "f16_scaled")
+SAVED = {"saved_all": "all", "saved_least": "least", "saved_int8": "int8"}
+PROGRAMS = ("f32_tf32", "f32_highest", "twin", "autocast", "f16_scaled", *SAVED)
 # XLA's default is TF32 where there is TF32. JAX's "tensorfloat32" asks XLA for "high",
 # at which cuBLAS multiplies in TF32 too, but kernels that XLA writes itself do not:
 # f32 would look slower than it is.
@@ -183,14 +187,19 @@ def simple(batch_scale: float, tiny: bool) -> Workload:
     return stateless(f"3 x Linear({width})", batch, case, optax.sgd(1e-4))
 
 
-def gpt(batch_scale: float, tiny: bool) -> Workload:
+def gpt(batch_scale: float, tiny: bool, scanned: bool = False) -> Workload:
     vocabulary, width, heads, layers, context = (
         (32, 16, 2, 2, 8) if tiny else (50257, 768, 12, 12, 1024)
     )
     batch = scaled(2 if tiny else 8, batch_scale)
-    case = language.gpt(vocabulary, width, heads, layers, batch, context, scanned=False)
+    shape = (batch, context)
+    case = language.gpt(vocabulary, width, heads, layers, *shape, scanned=scanned)
     size = f"{layers} layers, {heads} heads, width {width}, context {context}"
     return stateless(size, batch, case, optax.adamw(1e-4))
+
+
+def gpt_scan(batch_scale: float, tiny: bool) -> Workload:
+    return gpt(batch_scale, tiny, scanned=True)
 
 
 def vit(batch_scale: float, tiny: bool) -> Workload:
@@ -231,7 +240,13 @@ def resnet(batch_scale: float, tiny: bool) -> Workload:
     return Workload(size, batch, sample, loss_in, optax.sgd(1e-2, momentum=0.9))
 
 
-WORKLOADS = {"simple": simple, "gpt": gpt, "vit": vit, "resnet": resnet}
+WORKLOADS: dict[str, Callable[[float, bool], Workload]] = {
+    "simple": simple,
+    "gpt": gpt,
+    "gpt_scan": gpt_scan,
+    "vit": vit,
+    "resnet": resnet,
+}
 
 
 def scaled(batch: int, batch_scale: float) -> int:
@@ -268,8 +283,10 @@ def program(
     optimizer = workload.optimizer
     value_and_grad: Any = jax.value_and_grad
     loss = workload.loss_in(dtype if name == "twin" else None)
-    if name == "autocast":
-        loss = amp.autocast(loss, f"mixed_{dtype}")
+    if name == "autocast" or name in SAVED:
+        policy = amp.get_policy(f"mixed_{dtype}")
+        saved = SAVED.get(name, policy.saved)
+        loss = amp.autocast(loss, dataclasses.replace(policy, saved=saved))
     if is_scaled := name == "f16_scaled":
         loss = amp.autocast(loss, "mixed_float16")
         optimizer = amp.with_loss_scale(optimizer, amp.dynamic_loss_scale())
@@ -460,15 +477,21 @@ def work_elsewhere(task: Task, cache: Path, limit: float) -> dict[str, Any]:
 Worker = Callable[[Task], dict[str, Any]]
 
 
-def measured(task: Task, worker: Worker) -> dict[str, dict[str, Any]]:
+def measured(
+    task: Task, worker: Worker, end: float = float("inf")
+) -> dict[str, dict[str, Any]]:
     """Returns {program: row}, a row with "failed" where the program did not run.
 
     Args:
       task: its programs are what is measured, its action does not matter.
       worker: does a task.
+      end: of `time.monotonic()`; a program that is not begun by then is left out.
     """
     rows: dict[str, dict[str, Any]] = {}
     for name in task.programs:
+        if time.monotonic() > end:
+            rows[name] = {"failed": "not begun: --minutes were over", "timed_with": []}
+            continue
         one = dataclasses.replace(task, programs=(name,))
         row = worker(dataclasses.replace(one, action="compile"))
         if "failed" not in row:
@@ -663,6 +686,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--limit", type=float, default=1800, help="seconds of a process; default: 1800"
     )
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"),
+        help="what is not begun by then is left out; default: no limit",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write here too")
     parser.add_argument(
         "--out-dir", type=Path, metavar="FOLDER",
@@ -679,6 +706,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if not 0 < number < float("inf"):
             flag = name.replace("_", "-")
             parser.error(f"--{flag} {number}: use a positive number")
+    if not options.minutes > 0:
+        parser.error(f"--minutes {options.minutes}: use a positive number")
     # In the order of the table, each once.
     options.program = tuple(name for name in PROGRAMS if name in options.program)
     options.model = list(dict.fromkeys(options.model))
@@ -718,6 +747,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             return 2
         runs: dict[str, Any] = {}
+        end = time.monotonic() + 60 * options.minutes
         for model in options.model:
             task = Task(
                 "run",
@@ -731,7 +761,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options.warmup,
             )
             about = conditions(device, task, options.one_process)
-            rows = with_ratios(measured(task, worker))
+            rows = with_ratios(measured(task, worker, end))
             entry = f"{model} {options.dtype} batch {about['batch']}"
             runs[f"{entry} tiny" if options.tiny else entry] = {
                 "conditions": about,
