@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from jmp_amp.training.checkpoints import export_opt_state as export_opt_state
     from jmp_amp.training.checkpoints import export_params as export_params
     from jmp_amp.training.checkpoints import import_opt_state as import_opt_state
+    from jmp_amp.training.collectives import psum_in_f32 as psum_in_f32
     from jmp_amp.training.finite import all_finite as all_finite
     from jmp_amp.training.finite import select_tree as select_tree
     from jmp_amp.training.gradients import grad as grad
@@ -123,6 +124,7 @@ _NAMES = {
     "training.gradients": "grad value_and_grad",
     "training.loss_scale": "LossScale dynamic_loss_scale no_loss_scale "
     "static_loss_scale",
+    "training.collectives": "psum_in_f32",
     "training.low_precision": "with_low_precision_state",
     "training.optimizers": "with_loss_scale",
     "training.parameters": "cast_params",

@@ -107,7 +107,7 @@ WINGS = {
         ("skipping", "trainable"),
         ("loss_scale",),
         ("states",),
-        ("low_precision",),
+        ("low_precision", "collectives"),
         ("presets", "gradients", "optimizers", "checkpoints", "weights"),
     ),
     "reports": (

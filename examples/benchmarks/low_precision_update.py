@@ -104,9 +104,7 @@ def figures(
     state: Any = jax.eval_shape(tx.init, shapes)
     found = {
         "state": sum(
-            leaf.size * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(state)
-            if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)
         ),
         "temp": h100.temp_bytes(program),
     }
@@ -175,7 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Adam of optax mixes dtypes.
     with jax.numpy_dtype_promotion("standard"):
         run = options.run
-        programs = {name: compiled(tx, shapes, run) for name, tx in optimizers().items()}
+        programs = {
+            name: compiled(tx, shapes, run) for name, tx in optimizers().items()
+        }
         rows = {
             name: figures(tx, programs[name], shapes, run)
             for name, tx in optimizers().items()
