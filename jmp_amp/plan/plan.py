@@ -61,6 +61,7 @@ class EquationPlan:
       rule_context: the context of a `custom_jvp`, in which its rule is planned later.
       decision: the decision of the forward pass; None for a call.
       option: the option of the decision that its consumers took, if they did.
+      f32_gradients: the operands whose gradients leave it in f32.
     """
 
     index: int
@@ -77,6 +78,7 @@ class EquationPlan:
     rule_context: RuleContext | None = None
     decision: Decision | None = None
     option: Option | None = None
+    f32_gradients: tuple[int, ...] = ()
 
 
 # A variable, and the dtype in which it is kept; None is the dtype that it is made in,

@@ -42,6 +42,7 @@ from jmp_amp.plan.program.jaxprs import (
 )
 from jmp_amp.plan.program.regions import Region, region_at
 from jmp_amp.plan.rewrites.rewriting import Readers
+from jmp_amp.plan.rewrites.f32_gradients import f32_gradients
 from jmp_amp.plan.saved.blocks import Saving, find_blocks
 from jmp_amp.plan.tables.rules import OpClass, Rule, rule_of_library
 from jmp_amp.policies.dtypes import F32, is_castable
@@ -292,9 +293,11 @@ class _Planner:
         """Returns the plan of an equation that calls nothing."""
         decision = step.decision
         assert decision is not None
-        key = outcome, tuple(map(values.of, eqn.invars))
+        held = tuple(map(values.of, eqn.invars))
+        key = outcome, held
         if key not in self._by_outcome:
             self._by_outcome[key] = _dtypes(eqn, step, *key)
+        reads = self._by_outcome[key].reads
         return EquationPlan(
             index,
             decision.rule,
@@ -306,6 +309,7 @@ class _Planner:
             saturate=decision.saturate and outcome.dtype != F32,
             decision=decision,
             option=outcome.option,
+            f32_gradients=f32_gradients(eqn, step.region, step.views, held, reads),
         )
 
 

@@ -24,7 +24,14 @@ V = TypeVar("V")
 
 
 class Walk(abc.ABC, Generic[V]):
-    """Goes through a plan in the order in which it runs."""
+    """Goes through a plan in the order in which it runs.
+
+    Attributes:
+      reads_held: whether an equation reads as well, after all else, the operands whose
+        gradient leaves it in f32, as they are held.
+    """
+
+    reads_held = False
 
     @abc.abstractmethod
     def constant(self, value: Value, var: Var) -> V:
@@ -106,7 +113,11 @@ class Walk(abc.ABC, Generic[V]):
                     operands = values.read_all(
                         eqn.invars, planned.reads, planned.saturate
                     )
-                    return operands + values.shared(eqn, planned, operands)
+                    operands += values.shared(eqn, planned, operands)
+                    if self.reads_held:
+                        held = (eqn.invars[i] for i in planned.f32_gradients)
+                        operands += [values.values[v] for v in held]
+                    return operands
 
                 values.write(eqn.outvars, self.equation(eqn, planned, read))
 

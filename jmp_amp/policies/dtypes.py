@@ -147,6 +147,28 @@ def floating_dtype(dtype: DTypeLike, call: str) -> np.dtype:
     raise TypeError(f"{call}: {fact}. {advice()}")
 
 
+def reduce_dtype_of(given: DTypeLike | None, call: str) -> np.dtype | None:
+    """Returns the `reduce_dtype` of a policy.
+
+    Args:
+      given: the argument of the caller.
+      call: the caller's call, with `{}` for the argument, for errors.
+
+    Raises:
+      TypeError, ValueError: if it is neither float32 nor None.
+    """
+    if given is None:
+        return None
+    dtype = floating_dtype(given, call)
+    if dtype != F32:
+        raise ValueError(
+            f"{call.format(repr(given))}: gradients are summed over devices in float32, "
+            "or by default in the dtype of the operation that makes them. Use "
+            '"float32" or None.'
+        )
+    return dtype
+
+
 def _numpy_dtype(dtype: Any) -> np.dtype | None:
     try:
         # numpy takes None for float64.

@@ -7,7 +7,6 @@ a configuration file or a JAX name scope.
 
 import dataclasses
 import difflib
-import itertools
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -26,9 +25,11 @@ from jmp_amp.policies.dtypes import (
     is_half,
     known_names,
     parse_dtype,
+    reduce_dtype_of,
     short_name,
 )
 from jmp_amp.policies.fp8 import Fp8, fp8_from
+from jmp_amp.policies.operation_names import operation_names, refuse_overlap
 from jmp_amp.policies.saved_words import DefaultWord, checked_word, word_of
 
 Tree = TypeVar("Tree")
@@ -44,6 +45,7 @@ _KEYS = {
         "output_dtype": "o output outputs output_dtype",
         "matmul": "m matmul",
         "saved": "s saved",
+        "reduce_dtype": "r reduce reduce_dtype",
         **{name: name for name in _CLASSES},
     }.items()
     for key in keys.split()
@@ -91,13 +93,19 @@ class Policy:
           that have a name, arrays of less than 2^13 elements, and what a softmax, a
           `relu` or another comparison reads. A number that is not finite makes its
           block NaN: the gradient shows it.
+      reduce_dtype: the dtype in which gradients of f32 parameters are made and summed
+        over devices: float32, or None for the dtype of the operation. In float32 a
+        matrix product of the backward pass reads half and writes float32, so what is
+        reduced over devices is float32; weights are gathered in half as before. The
+        gradient of a convolution's kernel is a product in float32 of half operands.
 
     Raises:
       TypeError: if a dtype is not a floating one, a name is not text, `matmul` is
         neither an `Fp8` nor None, or `saved` neither text nor None.
       ValueError: if a dtype is unknown, a name is in two classes, or is no identifier;
         if products are fp8 and `compute_dtype` is not bf16; if `saved` is none of the
-        five words, or in 8 bits with a `compute_dtype` that is not half.
+        five words, or in 8 bits with a `compute_dtype` that is not half; if
+        `reduce_dtype` is neither float32 nor None.
 
     Example:
       >>> import jax.numpy as jnp
@@ -117,6 +125,7 @@ class Policy:
     follow: frozenset[str]
     matmul: Fp8 | None
     saved: str
+    reduce_dtype: np.dtype | None
 
     def __init__(
         self,
@@ -129,18 +138,21 @@ class Policy:
         follow: Iterable[str] = (),
         matmul: Fp8 | None = None,
         saved: str | None = None,
+        reduce_dtype: DTypeLike | None = None,
     ):
         dtypes = (param_dtype, compute_dtype, output_dtype)
         for field, given in zip(_DTYPE_FIELDS, dtypes, strict=True):
             dtype = floating_dtype(given, f"Policy({field}={{}})")
             object.__setattr__(self, field, dtype)
         for field, given in zip(_CLASSES, (low, full, follow), strict=True):
-            names = _operation_names(given, f"Policy({field}=...)")
+            names = operation_names(given, f"Policy({field}=...)")
             object.__setattr__(self, field, names)
-        _refuse_overlap({name: getattr(self, name) for name in _CLASSES}, "Policy")
+        refuse_overlap({name: getattr(self, name) for name in _CLASSES}, "Policy")
         _check_matmul(matmul, self.compute_dtype)
         object.__setattr__(self, "matmul", matmul)
         object.__setattr__(self, "saved", word_of(saved, self.compute_dtype))
+        reduced = reduce_dtype_of(reduce_dtype, "Policy(reduce_dtype={})")
+        object.__setattr__(self, "reduce_dtype", reduced)
 
     @property
     def says_saved(self) -> bool:
@@ -239,8 +251,8 @@ class Policy:
         written = ", ".join(map(repr, names))
         call = f"Policy.with_{field}({written})"
         classes = {name: getattr(self, name) for name in _CLASSES}
-        classes[field] |= _operation_names(names, call)
-        _refuse_overlap(classes, call)
+        classes[field] |= operation_names(names, call)
+        refuse_overlap(classes, call)
         return dataclasses.replace(self, **classes)
 
     def _dtypes_and_names(self) -> tuple[dict[str, str], dict[str, list[str]]]:
@@ -255,6 +267,8 @@ class Policy:
             text.append(f"m={self.matmul}")
         if self.says_saved:
             text.append(f"s={self.saved}")
+        if self.reduce_dtype is not None:
+            text.append(f"r={short_name(self.reduce_dtype)}")
         return ",".join(text + [f"{n}={'+'.join(each)}" for n, each in names.items()])
 
     def __repr__(self) -> str:
@@ -264,6 +278,8 @@ class Policy:
             text.append(f"matmul={self.matmul!r}")
         if self.says_saved:
             text.append(f"saved={self.saved!r}")
+        if self.reduce_dtype is not None:
+            text.append(f"reduce_dtype={short_name(self.reduce_dtype)!r}")
         return f"Policy({', '.join(text)})"
 
 
@@ -286,39 +302,6 @@ def _check_matmul(matmul: object, compute_dtype: np.dtype) -> None:
         )
 
 
-def _operation_names(names: Iterable[str], call: str) -> frozenset[str]:
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        raise TypeError(
-            f"{call}: {names!r} is not a collection of names. Use a set of strings, "
-            'like {"tanh", "my_loss"}.'
-        )
-    found = set()
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(
-                f"{call}: {name!r} is not a name. Operations are named by strings, "
-                'like "tanh" or "my_loss".'
-            )
-        # JAX calls its primitives scatter-add, scatter-max, ...
-        identifier = name.replace("-", "_")
-        if not identifier.isidentifier():
-            raise ValueError(
-                f"{call}: {name!r} is not the name of an operation. Use the bare name "
-                'of a primitive or a Python function, like "tanh" or "my_loss".'
-            )
-        found.add(identifier)
-    return frozenset(found)
-
-
-def _refuse_overlap(classes: dict[str, frozenset[str]], call: str) -> None:
-    for (first, names), (second, others) in itertools.combinations(classes.items(), 2):
-        for name in sorted(names & others):
-            raise ValueError(
-                f"{call}: {name!r} is both in {first} and in {second}. An operation "
-                "has one class: name it in one of them only."
-            )
-
-
 def get_policy(policy: str | Policy) -> Policy:
     """Returns the policy that a text describes.
 
@@ -328,7 +311,8 @@ def get_policy(policy: str | Policy) -> Policy:
     * `"p=f32,c=bf16,o=f32"`, or spelt out `"params=..,compute=..,output=.."`: whatever
       is left out follows what stands before it, and parameters are f32, so `"c=f16"`
       is `"p=f32,c=f16,o=f16"`. Operations are added as
-      `"p=f32,c=bf16,o=f32,low=tanh+dot,full=my_loss"`, `saved` as `"c=f16,s=least"`.
+      `"p=f32,c=bf16,o=f32,low=tanh+dot,full=my_loss"`, `saved` as `"c=f16,s=least"`,
+      `reduce_dtype` as `"p=f32,c=bf16,r=f32"`.
     * a dtype alone, `"bf16"`, `"float32"`, `"full"`, `"half"`: parameters, computation
       and outputs have it.
     * `"mixed_bfloat16"`, `"mixed_float16"`: f32 parameters and outputs.
@@ -396,6 +380,7 @@ def _parse_pairs(text: str) -> Policy:
     classes: dict[str, frozenset[str]] = {}
     matmuls: list[Fp8 | None] = []
     saved: str | None = None
+    reduced: np.dtype | None = None
     seen: set[str] = set()
     for part in text.split(","):
         key, field, value = _pair(part, call)
@@ -406,18 +391,24 @@ def _parse_pairs(text: str) -> Policy:
         seen.add(field)
         if field in _CLASSES:
             names = [name.strip() for name in value.split("+")]
-            classes[field] = _operation_names(names, f'{call}: "{key}="')
+            classes[field] = operation_names(names, f'{call}: "{key}="')
         elif field == "matmul":
             matmuls.append(fp8_from(value, f'{call}: "{key}="'))
         elif field == "saved":
             saved = checked_word(value, f'{call}: "{key}="')
+        elif field == "reduce_dtype":
+            # Text of a configuration may spell out the default.
+            if value.lower() != "none":
+                here = f"{call}: {key}=".replace("{", "{{").replace("}", "}}")
+                reduced = reduce_dtype_of(value, here + "{}")
         elif (dtype := parse_dtype(value)) is not None:
             dtypes[field] = dtype
         else:
             raise ValueError(f'{call}: unknown dtype {value!r} at "{key}=". {advice()}')
-    _refuse_overlap(classes, call)
+    refuse_overlap(classes, call)
     if not dtypes:
         named = "fp8" if matmuls else "saved" if saved else "operations"
+        named = named if reduced is None else "reduce_dtype"
         raise ValueError(
             f"{call}: {named} but no dtypes. Say which, for example "
             f'"p=f32,c=bf16,o=f32,{text.strip()}".'
@@ -431,7 +422,8 @@ def _parse_pairs(text: str) -> Policy:
     except ValueError as error:
         raise ValueError(f"{call}: {error}") from None
     saved = word_of(saved, compute, call)
-    return Policy(param, compute, output, matmul=matmul, saved=saved, **classes)
+    more = dict(matmul=matmul, saved=saved, reduce_dtype=reduced)
+    return Policy(param, compute, output, **more, **classes)
 
 
 def _pair(part: str, call: str) -> tuple[str, str, str]:
@@ -444,6 +436,7 @@ def _pair(part: str, call: str) -> tuple[str, str, str]:
         raise ValueError(
             f"{call}: unknown key {key!r}. Use p (params), c (compute), "
             "o (output), low, full or follow. Products in fp8 are m (matmul), what "
-            "the backward pass keeps is s (saved)."
+            "the backward pass keeps is s (saved), what gradients are summed in over "
+            "devices is r (reduce_dtype)."
         )
     return key, field, value

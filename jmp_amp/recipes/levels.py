@@ -97,7 +97,7 @@ ALIASES = {
 PROPERTIES = tuple(
     "loss_scale keep_batchnorm_fp32 master_weights cast_model_type cast_model_outputs "
     "patch_functions num_losses enabled custom_white_list custom_black_list "
-    "excluded_layers master_grad save_dtype saved".split()
+    "excluded_layers master_grad save_dtype saved reduce_dtype".split()
 )
 
 # Options of other systems that print; nothing is printed here.

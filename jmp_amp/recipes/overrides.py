@@ -23,6 +23,7 @@ from jmp_amp.policies.dtypes import (
     floating_dtype,
     half_dtype,
     is_half,
+    reduce_dtype_of,
     short_name,
 )
 from jmp_amp.policies.fp8 import Fp8
@@ -64,6 +65,7 @@ def fields_of(
                 *(stored or F32, compute, outputs or F32),
                 matmul=matmul,
                 saved=call.saved(compute, enabled),
+                reduce_dtype=call.reduce_dtype(),
             ),
         ),
         loss_scale=_loss_scale(call, half if enabled else F32),
@@ -145,6 +147,11 @@ class _RecipeCall:
         if word in EIGHT_BITS and not enabled:
             return None  # As what else is switched off, it is no mistake.
         return word and word_of(word, compute, call)
+
+    def reduce_dtype(self) -> np.dtype | None:
+        """Returns the property `reduce_dtype`, see `Policy`."""
+        given = cast(DTypeLike | None, self.properties.get("reduce_dtype"))
+        return reduce_dtype_of(given, f"recipe({self.name!r}, reduce_dtype={{}})")
 
     def names(self, name: str) -> frozenset[str]:
         """Returns a property that is a set of operations, by our names."""

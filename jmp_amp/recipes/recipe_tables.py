@@ -52,7 +52,7 @@ def of_recipe(
         f"dynamic, {value}" if loss_scale.dynamic else value,
         losses,
     )
-    notes = [note, *_layers(entries), *_operations(default), *_saved(default)]
+    notes = [note, *_layers(entries), *_operations(default), *_backward(default)]
     columns = (*_COLUMNS, "loss scale", "losses")
     return Table("", columns, [row], ("losses",), " ".join(filter(None, notes)))
 
@@ -79,9 +79,11 @@ def _operations(policy: Policy) -> list[str]:
     ]
 
 
-def _saved(policy: Policy) -> list[str]:
-    """Returns a sentence on what the backward pass keeps, if it is not the default."""
-    return [f"Saved for backward: {policy.saved}."] if policy.says_saved else []
+def _backward(policy: Policy) -> list[str]:
+    """Returns sentences on the backward pass, where it is not the default."""
+    saved = [f"Saved for backward: {policy.saved}."] if policy.says_saved else []
+    reduced = ["Gradients of f32 parameters are made and summed in f32."]
+    return saved + reduced * (policy.reduce_dtype is not None)
 
 
 def _pattern_name(pattern: Pattern) -> str:

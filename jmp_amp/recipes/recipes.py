@@ -299,7 +299,8 @@ def recipe(
           globs, in f32. In "fp8" a head inside of such a class stays bf16; inside of a
           glob it is f32 too.
         * `saved`: what is kept for the backward pass, see `Policy`: "all", "auto",
-          "least", "int8" or "e4m3".
+          "least", "int8" or "e4m3". `reduce_dtype`: "float32" sums gradients over
+          devices in f32.
         * `master_grad`: gradients are f32 here, whatever this says. `save_dtype`: see
           `Recipe.export_params`.
         * `opt_level`: of "fp16_apex", "O0" to "O3".

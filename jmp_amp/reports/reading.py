@@ -22,6 +22,7 @@ from jmp_amp.plan.plan import EquationPlan, Identity, Plan
 from jmp_amp.plan.program import binding, jaxprs, regions, source_code
 from jmp_amp.plan.program.dimensions import as_counted, as_number, sides_of
 from jmp_amp.plan.program.jaxprs import Eqn, Literal, Value, Var, aval_of
+from jmp_amp.plan.rewrites.f32_gradients import NOTE
 from jmp_amp.plan.rewrites.rewriting import Shared
 from jmp_amp.plan.saved.needs import Part, part_of
 from jmp_amp.plan.tables.operations import OPERATIONS
@@ -403,6 +404,7 @@ def _row(
     dtype = None if planned.bodies else _dtype(eqn, planned)
     fp8 = None if planned.rewrite is None else planned.rewrite.fp8
     is_fp8 = fp8 is not None
+    reason = f"{planned.reason}; {NOTE}" if planned.f32_gradients else planned.reason
     return Equation(
         module=place.module,
         operation=eqn.primitive.name,
@@ -414,7 +416,7 @@ def _row(
         op_class=planned.rule.op_class.value,
         decided_by=planned.rule.decided_by,
         from_policy=planned.rule.from_user,
-        reason=reason_of(eqn, matmuls, place.on_cpu) if is_opaque else planned.reason,
+        reason=reason_of(eqn, matmuls, place.on_cpu) if is_opaque else reason,
         casts=tuple(casts),
         matmuls=matmuls.total,
         matmuls_in_half=matmuls.in_half,

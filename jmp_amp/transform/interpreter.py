@@ -17,6 +17,7 @@ from jmp_amp.plan.plan import Block, EquationPlan, Key, Plan
 from jmp_amp.plan.program import binding, constructs, jaxprs, meshes, source_code
 from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
 from jmp_amp.plan.program.jaxprs import ClosedJaxpr, Eqn, Literal, Value, Var, aval_of
+from jmp_amp.plan.rewrites.f32_gradients import with_f32_gradients
 from jmp_amp.plan.rewrites.rewriting import Shared
 from jmp_amp.plan.walk import Values, Walk
 from jmp_amp.policies.dtypes import AnyFn, PyTree
@@ -274,6 +275,8 @@ class Replay(Walk[Value]):
       path: inside a block, the way through helpers to the body.
     """
 
+    reads_held = True
+
     def __init__(
         self,
         differentiable: bool = True,
@@ -354,7 +357,10 @@ class Replay(Walk[Value]):
             operands = read()
             if planned.bodies:
                 return self._call(eqn, planned, operands)
-            bound = self.marks.results(eqn, self.bound(eqn, planned, operands))
+            before = len(operands) - len(planned.f32_gradients)
+            held = dict(zip(planned.f32_gradients, operands[before:], strict=True))
+            bound = self.bound(eqn, planned, operands[:before], held)
+            bound = self.marks.results(eqn, bound)
             if keeps := self.keeps():
                 bound = [
                     self.kept(x, (v, None)) if (v, None) in keeps else x
@@ -367,9 +373,25 @@ class Replay(Walk[Value]):
                 ]
 
     def bound(
-        self, eqn: Eqn, planned: EquationPlan, operands: Sequence[Value]
+        self,
+        eqn: Eqn,
+        planned: EquationPlan,
+        operands: Sequence[Value],
+        held: Mapping[int, Value] | None = None,
     ) -> Sequence[Value]:
-        """Returns the results of an equation that calls nothing, as it makes them."""
+        """Returns the results of an equation that calls nothing, as it makes them.
+
+        Args:
+          eqn, planned: the equation and its plan.
+          operands: as it reads them, then what its rewrite computes of them before.
+          held: those whose gradient leaves in f32, as they are held.
+        """
+        if held and self.differentiable:
+            rewrite = planned.rewrite
+            if rewrite is not None and rewrite.bind_f32 is not None:
+                return rewrite.bind_f32(eqn, planned.dtype, operands, held)
+            run = functools.partial(self.bound, eqn, planned)
+            return with_f32_gradients(eqn, run, operands, held)
         if jaxprs.is_conversion(eqn):
             (source,), (target,) = planned.reads, planned.writes
             if source is not None and target is not None:

@@ -172,6 +172,10 @@ def options(
     if falls:
         yield Option(half, "only half precision reads it", low)
     free = result.origin == Origin.FREE and bool(at.operands)
+    if at.region.asked.reduce_dtype is not None:
+        # Held in half, it would hand on a sum of gradients in half. What is looked up
+        # leads to no sum but that of the lookup.
+        free = free and any(Trait.LOOKED_UP in v.traits for v in at.operands)
     # A table is cast after the lookup: the gradients of a row that is looked up often
     # are summed in f32, and XLA casts where it looks up.
     looks_up = role_of(at.name) in (Role.LOOKS_UP, Role.TAKES)

@@ -18,8 +18,11 @@ a training step are of bf16.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -156,8 +159,11 @@ def half_product(
     dimensions: Dimensions,
     sharding: NamedSharding | None = None,
     linear_in: int | None = None,
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
+) -> Callable[..., jax.Array]:
     """Returns the product of two bf16 arrays, whose derivative is of bf16 too.
+
+    A third argument of it is the operands whose gradient is f32, as they are held, by
+    their positions.
 
     Args:
       dimensions: those of the product.
@@ -168,7 +174,9 @@ def half_product(
     """
 
     @jax.custom_jvp
-    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    def product(
+        lhs: jax.Array, rhs: jax.Array, held: dict[int, jax.Array] | None = None
+    ) -> jax.Array:
         if linear_in is None:
             return _multiplied(dimensions, lhs, rhs, sharding)
         moving, other = (lhs, rhs) if linear_in == 0 else (rhs, lhs)
@@ -176,12 +184,14 @@ def half_product(
 
     @functools.partial(product.defjvp, symbolic_zeros=True)
     def derivative(
-        operands: tuple[jax.Array, jax.Array],
-        tangents: Sequence[jax.Array | SymbolicZero],
+        operands: tuple[jax.Array, jax.Array, dict[int, jax.Array] | None],
+        tangents: tuple[Any, Any, dict[int, Any] | None],
     ) -> tuple[jax.Array, jax.Array]:
+        *halves, in_f32 = tangents
+        moving = [(in_f32 or {}).get(i, t) for i, t in enumerate(halves)]
         terms = [
             _linear(dimensions, sharding, i, t, operands[1 - i])
-            for i, t in enumerate(tangents)
+            for i, t in enumerate(moving)
             if not isinstance(t, SymbolicZero)
         ]
         return product(*operands), functools.reduce(jnp.add, terms)
@@ -200,11 +210,13 @@ def _linear(
 ) -> jax.Array:
     """Returns the product of a tangent of operand `i` and the other operand.
 
-    Its transpose is one of bf16: JAX's would multiply the f32 cotangent.
+    Its transpose is one of bf16: JAX's would multiply the f32 cotangent. The gradient
+    has the dtype of the tangent.
     """
     back, order = dimensions.transposed(i)
 
     def product(moving: jax.Array) -> jax.Array:
+        moving = moving.astype(BF16)
         lhs, rhs = (moving, other) if i == 0 else (other, moving)
         return _multiplied(dimensions, lhs, rhs, sharding)
 
@@ -234,9 +246,10 @@ def _bind_dot(
     eqn: Eqn,
     dtype: np.dtype | None,
     operands: Sequence[Value],
+    held: Mapping[int, Value] = MappingProxyType({}),
 ) -> Sequence[jax.Array]:
     product = half_product(Dimensions.of(eqn), eqn.params["out_sharding"], linear_in)
-    return [product(*operands)]
+    return [product(*operands, dict(held))]
 
 
 def _is_pointwise(eqn: Eqn) -> bool:
@@ -266,20 +279,28 @@ def _bind_pointwise(
     eqn: Eqn,
     dtype: np.dtype | None,
     operands: Sequence[Value],
+    held: Mapping[int, Value] = MappingProxyType({}),
 ) -> Sequence[jax.Array]:
     """Runs a convolution of one pixel as a product over channels."""
-    image, kernel = operands
+    image, kernel = map(aval_of, eqn.invars)
     of_image, of_kernel, of_result = eqn.params["dimension_numbers"]
     strides = [1] * image.ndim
     for d, stride in zip(of_image[2:], eqn.params["window_strides"], strict=True):
         strides[d] = stride
-    if max(strides) > 1:
-        image = jax.lax.slice(image, (0,) * image.ndim, image.shape, strides)
+
+    def prepared(i: int, x: jax.Array) -> jax.Array:
+        if i == 1:
+            return jax.lax.squeeze(x, of_kernel[2:])
+        if max(strides) == 1:
+            return x
+        return jax.lax.slice(x, (0,) * x.ndim, x.shape, strides)
+
+    operands = list(itertools.starmap(prepared, enumerate(operands)))
+    held = {i: prepared(i, x) for i, x in held.items()}
     outputs, inputs = of_kernel[:2]
-    kernel = jax.lax.squeeze(kernel, of_kernel[2:])
     terms = ((of_image[1],), (int(inputs > outputs),))
     dimensions = Dimensions.among(terms, ((), ()), (image.ndim, 2))
-    made = half_product(dimensions, linear_in=linear_in)(image, kernel)
+    made = half_product(dimensions, linear_in=linear_in)(*operands, held)
     # The result has the dimensions of the image without channels, then the channels.
     place = {d: i for i, d in enumerate(dimensions.free[0])}
     order = [0] * image.ndim
@@ -299,6 +320,7 @@ def _rewrites(
             dtype=BF16,
             result=F32,
             one_product=True,
+            bind_f32=functools.partial(bind, linear_in),
         )
         for linear_in in (None, 0, 1)
     }

@@ -15,7 +15,8 @@ transpose is solved by quantising.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 import jax
@@ -27,6 +28,7 @@ from jmp_amp.plan.dataflow.standing import Standing
 from jmp_amp.plan.program import binding, jaxprs, regions, source_code
 from jmp_amp.plan.program.dimensions import Dimensions
 from jmp_amp.plan.program.jaxprs import Eqn, Value
+from jmp_amp.plan.rewrites.f32_gradients import linear_in_f32
 from jmp_amp.plan.rewrites.fp8_barriers import Barriers, barriers_of
 from jmp_amp.plan.rewrites.fp8_choice import why_not
 from jmp_amp.plan.rewrites.quantising import Quantised, Quantiser
@@ -56,11 +58,14 @@ def _rewrite(
         return _rewrite(fp8, contracted, barriers_of(eqn, readers))
 
     def bind(
-        eqn: Eqn, dtype: np.dtype | None, operands: Sequence[Value]
+        eqn: Eqn,
+        dtype: np.dtype | None,
+        operands: Sequence[Value],
+        held: Mapping[int, Value] = MappingProxyType({}),
     ) -> Sequence[jax.Array]:
-        lhs, rhs, *quantised = operands
+        moving = [held.get(i, x) for i, x in enumerate(operands[:2])]
         product = _Product(eqn, fp8, barriers)
-        return [product.of(lhs, rhs, *quantised)]
+        return [product.of(*moving, *operands[2:])]
 
     by_row = fp8.scaling == "rowwise"
     shared = tuple(
@@ -78,6 +83,7 @@ def _rewrite(
         shared=shared,
         fp8=fp8,
         beside=beside,
+        bind_f32=bind,
     )
 
 
@@ -100,7 +106,8 @@ class _Product(NamedTuple):
         """Returns the product.
 
         Args:
-          lhs, rhs: bf16; it is differentiated with respect to them.
+          lhs, rhs: it is differentiated with respect to them, and their gradients have
+            their dtypes: bf16 or f32.
           left, right: the same, quantised.
         """
 
@@ -189,11 +196,19 @@ class _Product(NamedTuple):
             terms = []
             for i, moved in moving.items():
                 other = self.of_one_scale(operands[1 - i]).restored(BF16)
-                pair = (moved, other) if i == 0 else (other, moved)
-                terms.append(self.dot(*pair, _HIGHEST, BF16))
+                product = functools.partial(self.linear, i, other)
+                if moved.dtype == F32:
+                    terms.append(linear_in_f32(product, moved, BF16, [other]))
+                else:
+                    terms.append(product(moved))
             return self.quantised_backward(functools.reduce(jnp.add, terms))
 
         return tangent(operands, moving)
+
+    def linear(self, i: int, other: jax.Array, moving: jax.Array) -> jax.Array:
+        """Returns the product of a tangent of operand `i` and the other operand."""
+        pair = (moving, other) if i == 0 else (other, moving)
+        return self.dot(*pair, _HIGHEST, BF16)
 
     def of_one_scale(self, operand: Quantised) -> Quantised:
         """Returns an operand of the backward pass, whose products sum over others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import jax
@@ -15,6 +15,10 @@ from jmp_amp.policies.fp8 import Fp8
 
 # (equation, dtype of the computation, operands) -> results
 Bind = Callable[[Eqn, np.dtype | None, Sequence[Value]], Sequence[jax.Array]]
+# The same, and those operands whose gradient leaves in f32, by their positions.
+BindF32 = Callable[
+    [Eqn, np.dtype | None, Sequence[Value], Mapping[int, Value]], Sequence[jax.Array]
+]
 
 
 # One for each operand or result of an equation; None for a value that is never cast.
@@ -83,6 +87,8 @@ class Rewrite:
         prepares that or, for the derivative, is one `custom_linear_solve`.
       beside: returns the rewrite to take in its place, by what reads the results; None
         if that makes no difference.
+      bind_f32: runs the equation where gradients leave it in f32; None if it is to be
+        derived from `bind`, see `f32_gradients`.
     """
 
     bind: Bind
@@ -94,3 +100,4 @@ class Rewrite:
     fp8: Fp8 | None = None
     one_product: bool = False
     beside: Callable[[Eqn, Readers], Rewrite] | None = None
+    bind_f32: BindF32 | None = None

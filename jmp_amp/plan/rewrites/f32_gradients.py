@@ -1,0 +1,199 @@
+"""Gradients of f32 values that leave an operation in f32, see `Policy.reduce_dtype`.
+
+A parameter is held in f32 and read in half. JAX differentiates the operation that reads
+it to one of half precision, which sums: the product of a training step that makes the
+gradient of a weight, the sum over a batch that makes that of a bias. What is summed over
+devices is that sum, and it is half. Here it reads half and is f32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from jmp_amp.plan.dataflow.values import Known, Origin, castable
+from jmp_amp.plan.program import binding, jaxprs
+from jmp_amp.plan.program.jaxprs import Eqn, Literal, Value, aval_of
+from jmp_amp.plan.program.regions import Region
+from jmp_amp.plan.rewrites.linear import linear_function
+from jmp_amp.plan.rewrites.rewriting import Dtypes
+from jmp_amp.plan.tables.operations import Kind, kind_of
+from jmp_amp.policies.dtypes import F32, is_half
+
+# What explain says of an operation.
+NOTE = "its gradient leaves in f32"
+Bound = Callable[[Sequence[Value]], Sequence[jax.Array]]
+_ELEMENTWISE = (Kind.FUNCTION, Kind.ARITHMETIC, Kind.SELECTION)
+
+
+def f32_gradients(
+    eqn: Eqn, region: Region, views: Sequence[Known], held: Dtypes, reads: Dtypes
+) -> tuple[int, ...]:
+    """Returns the operands of an equation whose gradients leave it in f32.
+
+    Args:
+      eqn: the equation, which calls nothing.
+      region: where it is.
+      views: what is known of its operands.
+      held, reads: the dtypes in which they are held, and in which they are read.
+    """
+    if region.asked.reduce_dtype is None:
+        return ()
+    return tuple(
+        i
+        for i, (v, view) in enumerate(zip(eqn.invars, views, strict=True))
+        if view.origin == Origin.FREE
+        and not isinstance(v, Literal)
+        and castable(v)
+        and (held[i], is_half(reads[i])) == (F32, True)
+        and _sums_for(eqn, i)
+    )
+
+
+def _sums_for(eqn: Eqn, i: int) -> bool:
+    """Whether the gradient of operand `i` is a sum."""
+    kind = kind_of(eqn.primitive.name)
+    if kind is Kind.PRODUCT:
+        return not jaxprs.is_fixed(eqn)
+    # Elements of one that are read with many of another.
+    return kind in _ELEMENTWISE and (
+        aval_of(eqn.invars[i]).shape != aval_of(eqn.outvars[0]).shape
+    )
+
+
+def with_f32_gradients(
+    eqn: Eqn, bound: Bound, operands: Sequence[Value], held: Mapping[int, Value]
+) -> Sequence[jax.Array]:
+    """Returns the result of an equation, some of whose gradients leave it in f32.
+
+    Args:
+      eqn: the equation.
+      bound: runs it on operands, and on what follows them.
+      operands: these, as the plan reads them.
+      held: those whose gradient leaves in f32, as they are held, by their positions.
+    """
+
+    @jax.custom_jvp
+    def run(given: list[Value], held: dict[int, jax.Array]) -> jax.Array:
+        (result,) = bound(given)
+        return result
+
+    @functools.partial(run.defjvp, symbolic_zeros=True)
+    def derivative(
+        primals: tuple[list[Value], dict[int, jax.Array]],
+        tangents: tuple[list[Any], dict[int, Any]],
+    ) -> tuple[jax.Array, jax.Array]:
+        given, held = primals
+        result = run(given, held)
+        moving, wide = (
+            {i: t for i, t in pairs if not isinstance(t, SymbolicZero)}
+            for pairs in (enumerate(tangents[0]), tangents[1].items())
+        )
+        # What is read in half has a tangent as well: it is that of `held`.
+        terms = [_summed(eqn, bound, given, i, t, result) for i, t in wide.items()]
+        if halves := {i: t for i, t in moving.items() if i not in held}:
+            terms.append(_tangent(bound, given, halves))
+        return result, functools.reduce(jnp.add, terms)
+
+    return [run(list(operands), dict(held))]
+
+
+def _tangent(
+    bound: Bound, given: Sequence[Value], moving: Mapping[int, jax.Array]
+) -> jax.Array:
+    """Returns the tangent of the result, given those of some operands."""
+
+    def of_moving(moving: Mapping[int, jax.Array]) -> jax.Array:
+        (result,) = bound([moving.get(i, x) for i, x in enumerate(given)])
+        return result
+
+    return jax.jvp(of_moving, ({i: given[i] for i in moving},), (dict(moving),))[1]
+
+
+def _summed(
+    eqn: Eqn,
+    bound: Bound,
+    given: Sequence[Value],
+    i: int,
+    tangent: jax.Array,
+    result: jax.Array,
+) -> jax.Array:
+    """Returns the tangent of the result, given that of operand `i` in f32.
+
+    Its transpose is in f32.
+    """
+    half = given[i].dtype
+    if kind_of(eqn.primitive.name) is Kind.PRODUCT:
+        retyped = jaxprs.retyped(eqn, half)
+
+        def product(moving: jax.Array) -> jax.Array:
+            operands = [moving if j == i else x for j, x in enumerate(given)]
+            (made,) = binding.bind(eqn, operands, **retyped)
+            return made
+
+        others = [x for j, x in enumerate(given) if j != i and is_half(x.dtype)]
+        return linear_in_f32(product, tangent, half, others).astype(result.dtype)
+    # JAX transposes the broadcast to a sum, in f32.
+    along = functools.partial(jnp.broadcast_to, shape=result.shape)
+    wide = [along(x) if j == i else x for j, x in enumerate(given)]
+    return _tangent(bound, wide, {i: along(tangent).astype(half)})
+
+
+def linear_in_f32(
+    product: Callable[[jax.Array], jax.Array],
+    tangent: jax.Array,
+    half: np.dtype,
+    others: Sequence[jax.Array],
+) -> jax.Array:
+    """Returns a product of a tangent; its transpose makes f32 of half operands.
+
+    Args:
+      product: of an operand in half precision, linear.
+      tangent: of this operand, f32.
+      half: the dtype of the operand.
+      others: what else the product reads.
+    """
+    operand = jax.eval_shape(lambda x: x.astype(half), tangent)
+    made = jax.eval_shape(product, operand)
+
+    def transposed(cotangent: jax.Array) -> jax.Array:
+        back = binding.trace(
+            lambda x: jax.linear_transpose(product, operand)(x), [cotangent]
+        )
+        (found,) = _products_in_f32(jaxprs.body_of(back), [cotangent])
+        return found
+
+    (result,) = linear_function(
+        lambda xs: [product(xs[0].astype(half))],
+        lambda xs: [transposed(xs[0].astype(made.dtype))],
+        [tangent],
+        others,
+    )
+    return result
+
+
+def _products_in_f32(body: jaxprs.Body, args: Sequence[Value]) -> list[Value]:
+    """Runs the transpose of a product: its result, and all behind it, is f32."""
+    values = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
+    values.update(zip(body.jaxpr.invars, args, strict=True))
+
+    def read(atom: jaxprs.Atom) -> Value:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for eqn in body.jaxpr.eqns:
+        operands = list(map(read, eqn.invars))
+        if jaxprs.is_conversion(eqn) and operands[0].dtype == F32:
+            results = operands
+        elif kind_of(eqn.primitive.name) is Kind.PRODUCT:
+            results = binding.bind(eqn, operands, preferred_element_type=F32)
+        else:
+            results = binding.bind(eqn, operands)
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(v).astype(F32) for v in body.jaxpr.outvars]
