@@ -4,6 +4,7 @@
     python examples/sharded_gpt.py --full                compares all eleven
     python examples/sharded_gpt.py --layout fsdp         compares one
     python examples/sharded_gpt.py --precision bf16_weights --layout zero1
+    python examples/sharded_gpt.py --precision bf16 --reduce float32
     python examples/sharded_gpt.py --poison 3            an inf on one device
     python examples/sharded_gpt.py --layout fsdp --checkpoint DIR
     python examples/sharded_gpt.py --layout tensor --resume DIR
@@ -19,6 +20,7 @@ below is one for all of them and for all precisions. Colossal-AI, and the same h
       zero_stage=1                            Layout(.., state=.. | FSDP)
     GeminiPlugin(placement_policy="static")   Layout({"data": 0}, FSDP)
       precision="fp16", initial_scale=2**16   recipe = amp.recipe("fp16")
+      (reduces in the precision)              amp.recipe(.., reduce_dtype="float32")
     booster.boost(model, optimizer, ..)       recipe.autocast(loss), recipe.wrap(tx)
     booster.execute_pipeline(..)              the loss of a layout with stages
     booster.backward(loss, optimizer)         amp.value_and_grad(loss_fn)
@@ -112,10 +114,14 @@ class Result(NamedTuple):
     bytes_held: int  # by one device: parameters and the state of the optimizer
 
 
-def recipe_of(precision: str) -> amp.Recipe:
-    """Returns the recipe of a name in PRECISIONS."""
+def recipe_of(precision: str, reduce_dtype: str | None = None) -> amp.Recipe:
+    """Returns the recipe of a name in PRECISIONS.
+
+    `reduce_dtype` is the dtype in which gradients are summed over devices; None is that
+    of the operation that makes them.
+    """
     name, half_dtype = named("--precision", precision, PRECISIONS)
-    return amp.recipe(name, half_dtype)
+    return amp.recipe(name, half_dtype, reduce_dtype=reduce_dtype)
 
 
 def make_optimizer() -> optax.GradientTransformation:
@@ -131,10 +137,12 @@ def make_trainer(
     model: char_gpt.Model = MODEL,
     devices: Sequence[Any] | None = None,
     pieces: int = PIECES,
+    reduce_dtype: str | None = None,
 ) -> Trainer:
     """Returns the training of a model in a layout and a precision.
 
-    `devices` may belong to a machine that is only described.
+    `devices` may belong to a machine that is only described. See `recipe_of` for
+    `reduce_dtype`.
     """
     if devices is None:
         # In several processes each trains the comparison for itself.
@@ -142,7 +150,7 @@ def make_trainer(
     mesh, table, recipe = (
         mesh_of(layout, devices),
         layout_of(layout),
-        recipe_of(precision),
+        recipe_of(precision, reduce_dtype),
     )
     tx = recipe.wrap(make_optimizer())
     loss_fn = recipe.autocast(make_loss(model, layout, mesh, pieces))
@@ -315,6 +323,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--layout", action="append", help=", ".join(LAYOUTS))
     parser.add_argument("--full", action="store_true", help="compares all layouts")
     parser.add_argument("--precision", default="f16", help=", ".join(PRECISIONS))
+    dtypes = "float32: gradients are summed over devices in f32"
+    parser.add_argument("--reduce", choices=["float32"], help=dtypes)
     numbers = {"steps": STEPS, "batch": BATCH, "pieces": PIECES, "devices": 8}
     for name, value in (numbers | {"processes": 1}).items():
         help_text = f"default: {value}"
@@ -399,6 +409,7 @@ def make_trainers(options: argparse.Namespace) -> dict[str, Trainer]:
             *(name, options.precision),
             devices=every[: options.devices],
             pieces=options.pieces,
+            reduce_dtype=options.reduce,
         )
         parts = trainer.mesh.shape["data"]
         if trainer.mesh.shape["stage"] > 1:

@@ -158,6 +158,8 @@ class Plan:
       cast_per_use: the variables whose casts are not shared between their uses.
       blocks: the equations that are differentiated as one, in their order.
       needs: for each input, whether the backward pass needs it.
+      moved: the f32 variables that are moved parameters, with the dtype of their casts:
+        the cast goes before the move, and gradients are f32, see `Policy.reduce_dtype`.
     """
 
     body: Body
@@ -166,6 +168,7 @@ class Plan:
     cast_per_use: frozenset[Var]
     blocks: tuple[Block, ...] = ()
     needs: tuple[bool, ...] | None = None
+    moved: Mapping[Var, np.dtype] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def readers(self) -> dict[Var, list[int]]:

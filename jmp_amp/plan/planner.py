@@ -41,8 +41,8 @@ from jmp_amp.plan.program.jaxprs import (
     aval_of,
 )
 from jmp_amp.plan.program.regions import Region, region_at
+from jmp_amp.plan.rewrites.f32_gradients import f32_gradients, moves_parameter
 from jmp_amp.plan.rewrites.rewriting import Readers
-from jmp_amp.plan.rewrites.f32_gradients import f32_gradients
 from jmp_amp.plan.saved.blocks import Saving, find_blocks
 from jmp_amp.plan.tables.rules import OpClass, Rule, rule_of_library
 from jmp_amp.policies.dtypes import F32, is_castable
@@ -206,7 +206,9 @@ class _Planner:
             equations = _beside_readers(jaxpr, equations, before_tanh)
         plan = Plan(flow.body, tuple(equations), outputs, values.free_in_f32())
         blocks, needs = find_blocks(flow, plan, values, saving)
-        self._plans[key] = dataclasses.replace(plan, blocks=blocks, needs=needs)
+        self._plans[key] = dataclasses.replace(
+            plan, blocks=blocks, needs=needs, moved=_moved(flow, plan)
+        )
         return self._plans[key]
 
     def _equations(
@@ -311,6 +313,22 @@ class _Planner:
             option=outcome.option,
             f32_gradients=f32_gradients(eqn, step.region, step.views, held, reads),
         )
+
+
+def _moved(flow: Flow, plan: Plan) -> dict[Var, np.dtype]:
+    """Returns `Plan.moved`, from the readers back."""
+    found: dict[Var, np.dtype] = {}
+    if all(step.region.asked.reduce_dtype is None for step in flow.steps):
+        return found
+    read = set(plan.last_read)
+    steps = zip(flow.body.jaxpr.eqns, flow.steps, strict=True)
+    for eqn, step in reversed(list(steps)):
+        half = step.region.policy.compute_dtype
+        moved = eqn.outvars[0] if moves_parameter(eqn, step.region) else None
+        if (moved, half) in read and moved in plan.cast_per_use:
+            found[moved] = half
+            read.update((var, half) for var in jaxprs.variables(eqn.invars))
+    return found
 
 
 def _called(

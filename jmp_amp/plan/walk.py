@@ -16,9 +16,10 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from jmp_amp.plan.plan import Block, EquationPlan, Key, Plan
-from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Value, Var, runs
+from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Value, Var, runs, variables
 from jmp_amp.plan.rewrites.quantising import Quantiser
 from jmp_amp.plan.rewrites.rewriting import Shared
+from jmp_amp.policies.dtypes import F32
 
 V = TypeVar("V")
 
@@ -27,11 +28,12 @@ class Walk(abc.ABC, Generic[V]):
     """Goes through a plan in the order in which it runs.
 
     Attributes:
-      reads_held: whether an equation reads as well, after all else, the operands whose
-        gradient leaves it in f32, as they are held.
+      differentiates: whether what it runs may be differentiated. An equation then reads
+        as well, after all else, the operands whose gradient leaves it in f32, as they
+        are held.
     """
 
-    reads_held = False
+    differentiates = False
 
     @abc.abstractmethod
     def constant(self, value: Value, var: Var) -> V:
@@ -52,6 +54,14 @@ class Walk(abc.ABC, Generic[V]):
     @abc.abstractmethod
     def quantised(self, value: V, shared: Shared) -> V:
         """Returns what a rewrite computes of an operand, see `Rewrite.shared`."""
+
+    def moved(self, eqn: Eqn, operands: Sequence[V]) -> V:
+        """Returns the result of a move of operands in half, see `Plan.moved`."""
+        raise NotImplementedError
+
+    def as_cast(self, value: V, cast: V) -> V:
+        """Returns the cast of a value, which is known; its derivative is a cast's."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def equation(
@@ -114,12 +124,14 @@ class Walk(abc.ABC, Generic[V]):
                         eqn.invars, planned.reads, planned.saturate
                     )
                     operands += values.shared(eqn, planned, operands)
-                    if self.reads_held:
-                        held = (eqn.invars[i] for i in planned.f32_gradients)
-                        operands += [values.values[v] for v in held]
+                    if self.differentiates:
+                        held = [eqn.invars[i] for i in planned.f32_gradients]
+                        operands += [values.values[v] for v in variables(held)]
                     return operands
 
                 values.write(eqn.outvars, self.equation(eqn, planned, read))
+                if plan.moved and self.differentiates:
+                    values.cast_before(eqn, planned)
 
 
 class Values(Generic[V]):
@@ -150,14 +162,26 @@ class Values(Generic[V]):
         if held is None or held == dtype:
             return value
         key = atom, dtype
-        if key in self.casts and not saturate:
-            return self.casts[key]
-        cast = self.walk.cast(value, dtype, saturate)
+        known = None if saturate else self.casts.get(key)
+        if known is not None and atom not in self.plan.moved:
+            return known
+        if known is None:
+            cast = self.walk.cast(value, dtype, saturate)
+        else:
+            cast = self.walk.as_cast(value, known)
         if key in self.keeps:
             cast = self.walk.kept(cast, key)
         if not saturate and atom not in self.plan.cast_per_use:
             self.casts[key] = cast
         return cast
+
+    def cast_before(self, eqn: Eqn, planned: EquationPlan) -> None:
+        """Makes the cast of a moved parameter: a move of a cast, see `Plan.moved`."""
+        moved = eqn.outvars[0]
+        if dtype := self.plan.moved.get(moved):
+            dtypes = [dtype if each == F32 else each for each in planned.reads]
+            operands = self.read_all(eqn.invars, dtypes)
+            self.casts[moved, dtype] = self.walk.moved(eqn, operands)
 
     def read_all(
         self,

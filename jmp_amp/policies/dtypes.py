@@ -162,9 +162,9 @@ def reduce_dtype_of(given: DTypeLike | None, call: str) -> np.dtype | None:
     dtype = floating_dtype(given, call)
     if dtype != F32:
         raise ValueError(
-            f"{call.format(repr(given))}: gradients are summed over devices in float32, "
-            "or by default in the dtype of the operation that makes them. Use "
-            '"float32" or None.'
+            f"{call.format(repr(given))}: gradients are made and summed in float32, or "
+            "in the dtype of the operation that makes them. Use "
+            '"float32", or None for the latter.'
         )
     return dtype
 

@@ -422,8 +422,15 @@ def _parse_pairs(text: str) -> Policy:
     except ValueError as error:
         raise ValueError(f"{call}: {error}") from None
     saved = word_of(saved, compute, call)
-    more = dict(matmul=matmul, saved=saved, reduce_dtype=reduced)
-    return Policy(param, compute, output, **more, **classes)
+    return Policy(
+        *(param, compute, output),
+        matmul=matmul,
+        saved=saved,
+        reduce_dtype=reduced,
+        low=classes.get("low", ()),
+        full=classes.get("full", ()),
+        follow=classes.get("follow", ()),
+    )
 
 
 def _pair(part: str, call: str) -> tuple[str, str, str]:

@@ -430,6 +430,7 @@ def _row(
         depth=place.depth,
         is_opaque=is_opaque,
         identity=str(Identity(place.identity)),
+        f32_gradients=len(planned.f32_gradients),
     )
 
 

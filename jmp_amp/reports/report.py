@@ -382,6 +382,7 @@ class Report:
             ),
             report_tables.of_asked(self.asked),
             report_tables.of_reasons(self.stays_full),
+            report_tables.of_f32_gradients(self.equations),
             report_tables.of_casts(self.casts),
             report_tables.of_kept(self.largest_kept),
             report_tables.of_opaque(self.opaque, self.on_cpu is not None),

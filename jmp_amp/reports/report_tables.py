@@ -7,6 +7,7 @@ import difflib
 import os
 from collections.abc import Iterable, Mapping
 
+from jmp_amp.plan.rewrites.f32_gradients import NOTE
 from jmp_amp.plan.tables.operations import OPERATIONS
 from jmp_amp.plan.tables.rules import FUNCTION_RULES
 from jmp_amp.reports.rows import Asked, Cast, Costs, Equation, Kept, Reason
@@ -79,6 +80,14 @@ def of_reasons(reasons: Iterable[Reason]) -> Table:
         for r in reasons
     ]
     return Table("What stays in f32", ("why", *numbers, "operations"), rows, numbers)
+
+
+def of_f32_gradients(equations: Iterable[Equation]) -> Table:
+    """Returns the operations in half whose gradients leave in f32, one row for each."""
+    counts = collections.Counter(e.operation for e in equations if e.f32_gradients)
+    rows = [(name, str(count)) for name, count in counts.most_common()]
+    columns = ("operation", "equations")
+    return Table(f"In half, and {NOTE}", columns, rows, ("equations",))
 
 
 def of_kept(kept: Iterable[Kept]) -> Table:

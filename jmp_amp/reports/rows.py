@@ -62,6 +62,8 @@ class Equation:
       asked_by: who asks for half precision, if it is in half whatever the policy says:
         the program, or an autocast inside of it; else "".
       recomputed: the backward pass makes it again, in place of what it would keep.
+      f32_gradients: the number of its operands whose gradients leave it in f32, as
+        `Policy.reduce_dtype` asks.
     """
 
     module: str
@@ -91,6 +93,7 @@ class Equation:
     identity: str = ""
     asked_by: str = ""
     recomputed: bool = False
+    f32_gradients: int = 0
 
     @property
     def is_in_half(self) -> bool:

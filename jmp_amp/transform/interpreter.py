@@ -17,7 +17,7 @@ from jmp_amp.plan.plan import Block, EquationPlan, Key, Plan
 from jmp_amp.plan.program import binding, constructs, jaxprs, meshes, source_code
 from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
 from jmp_amp.plan.program.jaxprs import ClosedJaxpr, Eqn, Literal, Value, Var, aval_of
-from jmp_amp.plan.rewrites.f32_gradients import with_f32_gradients
+from jmp_amp.plan.rewrites.f32_gradients import as_cast, with_f32_gradients
 from jmp_amp.plan.rewrites.rewriting import Shared
 from jmp_amp.plan.walk import Values, Walk
 from jmp_amp.policies.dtypes import AnyFn, PyTree
@@ -275,7 +275,7 @@ class Replay(Walk[Value]):
       path: inside a block, the way through helpers to the body.
     """
 
-    reads_held = True
+    differentiates = True
 
     def __init__(
         self,
@@ -324,6 +324,14 @@ class Replay(Walk[Value]):
         with self.marks.quantised():
             found = shared.quantiser(jax.lax.stop_gradient(value))
             return found.to_keep(shared.name)
+
+    def moved(self, eqn: Eqn, operands: Sequence[Value]) -> Value:
+        with binding.source_of(eqn):
+            (result,) = binding.bind(eqn, operands)
+            return result
+
+    def as_cast(self, value: Value, cast: Value) -> Value:
+        return as_cast(value, cast)
 
     def keeps(self) -> Set[Key]:
         return self.block_kept.get(self.path, frozenset())

@@ -172,14 +172,13 @@ def options(
     if falls:
         yield Option(half, "only half precision reads it", low)
     free = result.origin == Origin.FREE and bool(at.operands)
-    if at.region.asked.reduce_dtype is not None:
-        # Held in half, it would hand on a sum of gradients in half. What is looked up
-        # leads to no sum but that of the lookup.
-        free = free and any(Trait.LOOKED_UP in v.traits for v in at.operands)
+    # Held in half, it would hand on a sum of gradients in half.
+    stays = free and at.region.asked.reduce_dtype is not None
     # A table is cast after the lookup: the gradients of a row that is looked up often
     # are summed in f32, and XLA casts where it looks up.
     looks_up = role_of(at.name) in (Role.LOOKS_UP, Role.TAKES)
-    if free and is_move(at.eqn) and made.mode is Mode.AS_TRACED and not looks_up:
+    moves = free and not stays and is_move(at.eqn) and not looks_up
+    if moves and made.mode is Mode.AS_TRACED:
         if unfit([*at.operands, result], low) is None:
             reason = "moves parameters that only half precision reads"
             yield Option(half, reason, low, once=True)
@@ -187,10 +186,11 @@ def options(
     computed = computed and all(aval_of(v).dtype == F32 for v in at.eqn.outvars)
     if computed and role_of(at.name) is Role.ADDS:
         # Made in f32 and stored in half, XLA would keep the f32 sum for an f32 reader,
-        # such as a norm.
-        if all(v.is_parameter for v in at.operands):
+        # such as a norm. What is looked up hands gradients on to its lookup alone.
+        is_sum = not stays or any(Trait.LOOKED_UP in v.traits for v in at.operands)
+        if is_sum and all(v.is_parameter for v in at.operands):
             reason = "adds up parameters that only half precision reads"
             yield Option(half, reason, low)
-    if computed or saved:
+    if (computed and not stays) or saved:
         # Made of parameters and read twice, the sum of its gradients would be half.
         yield Option(half, made.reason, store=low, once=not saved)

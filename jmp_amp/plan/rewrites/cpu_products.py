@@ -282,7 +282,7 @@ def _bind_pointwise(
     held: Mapping[int, Value] = MappingProxyType({}),
 ) -> Sequence[jax.Array]:
     """Runs a convolution of one pixel as a product over channels."""
-    image, kernel = map(aval_of, eqn.invars)
+    image = aval_of(eqn.invars[0])
     of_image, of_kernel, of_result = eqn.params["dimension_numbers"]
     strides = [1] * image.ndim
     for d, stride in zip(of_image[2:], eqn.params["window_strides"], strict=True):

@@ -1,9 +1,9 @@
 """Gradients of f32 values that leave an operation in f32, see `Policy.reduce_dtype`.
 
 A parameter is held in f32 and read in half. JAX differentiates the operation that reads
-it to one of half precision, which sums: the product of a training step that makes the
-gradient of a weight, the sum over a batch that makes that of a bias. What is summed over
-devices is that sum, and it is half. Here it reads half and is f32.
+it to one in half that sums: the product of a training step that makes the gradient of a
+weight, the sum over a batch that makes that of a bias. Devices add up their sums, in
+half. Here these operations read half and write f32.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from jmp_amp.plan.dataflow.values import Known, Origin, castable
+from jmp_amp.plan.dataflow.values import Known, Origin, castable, is_move
 from jmp_amp.plan.program import binding, jaxprs
+from jmp_amp.plan.program.dimensions import is_larger
 from jmp_amp.plan.program.jaxprs import Eqn, Literal, Value, aval_of
 from jmp_amp.plan.program.regions import Region
 from jmp_amp.plan.rewrites.linear import linear_function
 from jmp_amp.plan.rewrites.rewriting import Dtypes
-from jmp_amp.plan.tables.operations import Kind, kind_of
+from jmp_amp.plan.tables.operations import Kind, Role, kind_of, role_of
 from jmp_amp.policies.dtypes import F32, is_half
 
 # What explain says of an operation.
@@ -57,6 +58,17 @@ def f32_gradients(
     )
 
 
+def moves_parameter(eqn: Eqn, region: Region) -> bool:
+    """Whether a cast of f32 goes before the move `eqn`: it is that after it."""
+    if region.asked.reduce_dtype is None or not is_move(eqn):
+        return False
+    looks_up = role_of(eqn.primitive.name) in (Role.LOOKS_UP, Role.TAKES)
+    # After a move that writes more than it reads, the cast is fused with its reader.
+    sizes = [aval_of(v).size for v in (eqn.invars[0], *eqn.outvars)]
+    grows = is_larger(sum(sizes[1:]), sizes[0], unless_known=False)
+    return not (looks_up or grows or jaxprs.is_conversion(eqn))
+
+
 def _sums_for(eqn: Eqn, i: int) -> bool:
     """Whether the gradient of operand `i` is a sum."""
     kind = kind_of(eqn.primitive.name)
@@ -66,6 +78,24 @@ def _sums_for(eqn: Eqn, i: int) -> bool:
     return kind in _ELEMENTWISE and (
         aval_of(eqn.invars[i]).shape != aval_of(eqn.outvars[0]).shape
     )
+
+
+@jax.custom_jvp
+def as_cast(value: jax.Array, cast: jax.Array) -> jax.Array:
+    """Returns `cast`, which is `value` in half precision; its derivative is the cast's.
+
+    A moved parameter is cast before the move, so that devices send each other half. The
+    gradient goes another way, around the move in half.
+    """
+    return cast
+
+
+@as_cast.defjvp
+def _(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    value, cast = primals
+    return as_cast(value, cast), tangents[0].astype(cast.dtype)
 
 
 def with_f32_gradients(

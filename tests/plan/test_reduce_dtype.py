@@ -1,0 +1,423 @@
+"""`Policy(reduce_dtype="float32")`: gradients of f32 parameters leave in f32.
+
+A bf16 number has 16 zeros at the end of its f32 bits. So has a gradient that was summed
+in bf16 and cast, and hardly any number that was summed in f32.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jmp_amp as amp
+from examples.benchmarks import collectives
+from tests import h100
+
+HALF, REDUCED = "p=f32,c=bf16,o=f32", "p=f32,c=bf16,o=f32,r=f32"
+IMAGES = ("NHWC", "HWIO", "NHWC")
+# The part of a gradient's elements with more digits than bf16 has.
+MANY, FEW = 0.8, 0.05
+
+
+def array(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+X = array(0, 32, 16)
+IMAGE = array(0, 4, 8, 8, 4)
+END = array(9, 16, 16)
+
+
+def end(h):
+    """A loss that reads `h` in half: a product with a constant."""
+    return jnp.sum(jnp.tanh(h @ END) ** 2)
+
+
+def dense(w, b):
+    return jnp.sum(jnp.tanh(X @ w + b[None]) ** 2)
+
+
+def transposed(w):
+    return end(jnp.tanh(X @ w.T))
+
+
+def many_moves(w):
+    return end(jnp.tanh(X @ w.reshape(4, 4, 16).transpose(2, 0, 1).reshape(16, 16)))
+
+
+def experts(w):
+    return end(jnp.tanh(jnp.einsum("bd,edf->ebf", X, w)))
+
+
+def tied(w):
+    return jnp.sum(jnp.tanh(X @ w) @ w.T)
+
+
+def looked_up(table, w):
+    h = table[jnp.arange(32) % 10] + w[None, 0]
+    return jnp.sum(jnp.tanh(h @ w @ table.T) ** 2)
+
+
+def convolution(w):
+    made = lax.conv_general_dilated(IMAGE, w, (2, 2), "SAME", None, None, IMAGES)
+    return jnp.sum(jnp.tanh(made) ** 2)
+
+
+def grouped_convolution(w):
+    options = dict(rhs_dilation=(2, 2), feature_group_count=2)
+    made = lax.conv_general_dilated(
+        IMAGE, w, (1, 1), "VALID", dimension_numbers=IMAGES, **options
+    )
+    return jnp.sum(jnp.tanh(made) ** 2)
+
+
+def transposed_convolution(w):
+    made = lax.conv_transpose(IMAGE, w, (2, 2), "SAME", dimension_numbers=IMAGES)
+    return jnp.sum(jnp.tanh(made) ** 2)
+
+
+def ragged(w):
+    made = lax.ragged_dot(X, w, jnp.array([10, 12, 10], jnp.int32))
+    return jnp.sum(jnp.tanh(made) ** 2)
+
+
+def scanned(w, b):
+    def turn(h, layer):
+        return jnp.tanh(h @ layer[0] + layer[1][None]), None
+
+    return jnp.sum(lax.scan(turn, X, (w, b))[0] ** 2)
+
+
+def scanned_remat(w, b):
+    @jax.checkpoint
+    def turn(h, layer):
+        return jnp.tanh(h @ layer[0] + layer[1][None]), None
+
+    return jnp.sum(lax.scan(turn, X, (w, b))[0] ** 2)
+
+
+def shared_over_turns(w):
+    def turn(h, _):
+        return jnp.tanh(h @ w), None
+
+    return jnp.sum(lax.scan(turn, X, None, length=6)[0] ** 2)
+
+
+def branches(w, v):
+    first, second = lambda w, v: X @ w, lambda w, v: jnp.tanh(X @ v) @ w
+    return end(jnp.tanh(lax.cond(X[0, 0] > 100.0, first, second, w, v)))
+
+
+def helper(w):
+    layer = jax.jit(lambda w, h: jnp.tanh(h @ w))
+    return end(layer(w, layer(w, X)))
+
+
+def helper_of_moved(w):
+    return end(jax.jit(lambda w: jnp.tanh(X @ w))(w.T))
+
+
+def mapped(w):
+    return end(jnp.tanh(jax.vmap(lambda row: row @ w)(X)))
+
+
+def mapped_parameters(w):
+    return end(jnp.tanh(jax.vmap(lambda w: X @ w)(w)))
+
+
+def masked(w):
+    return end(jnp.tanh(X @ (w * (1.5 + END))))
+
+
+def normalised_weight(w, b):
+    norms = jnp.sqrt(jnp.sum(w * w, axis=0, keepdims=True))
+    return end(jnp.tanh(X @ (w / norms * b[None])))
+
+
+def layer_norm(w, b, s):
+    h = X @ w
+    h = h - jnp.mean(h, -1, keepdims=True)
+    h = h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)
+    return end(h * s[None] + b[None])
+
+
+def scaled(w, b):
+    return end(jnp.tanh(X @ w) * b[None])
+
+
+def scaled_in_full(w, b):
+    return end(jnp.tanh(X @ w) * jnp.broadcast_to(b, (32, 16)))
+
+
+def slopes(w, b):
+    h = X @ w
+    return end(jnp.where(h > 0, h, h * b[None]))
+
+
+def maximum(w, b):
+    return end(jnp.maximum(X @ w, b[None]))
+
+
+def quotient(w, b):
+    return end(jnp.tanh(X @ w) / (3 + b[None]))
+
+
+def first_token(w, b):
+    h = jnp.tanh(X @ w).reshape(4, 8, 16) * jnp.arange(1.0, 5.0)[:, None, None]
+    tokens = jnp.concatenate([jnp.broadcast_to(b, (4, 1, 16)), h], 1)
+    return end(jnp.cumsum(tokens, axis=0))
+
+
+def queries(w, q):
+    h = jnp.tanh(X @ w)
+    return end(jnp.einsum("bqd,bd->bq", jnp.broadcast_to(q, (32, 16, 16)), h))
+
+
+SQUARE, VECTOR = (16, 16), (16,)
+PROGRAMS = {
+    dense: [(16, 24), (24,)],
+    transposed: [SQUARE],
+    many_moves: [SQUARE],
+    experts: [(4, *SQUARE)],
+    tied: [SQUARE],
+    looked_up: [(10, 16), SQUARE],
+    convolution: [(3, 3, 4, 8)],
+    grouped_convolution: [(3, 3, 2, 8)],
+    transposed_convolution: [(3, 3, 4, 8)],
+    ragged: [(3, 16, 24)],
+    scanned: [(5, *SQUARE), (5, *VECTOR)],
+    scanned_remat: [(5, *SQUARE), (5, *VECTOR)],
+    shared_over_turns: [SQUARE],
+    branches: [SQUARE, SQUARE],
+    helper: [SQUARE],
+    helper_of_moved: [SQUARE],
+    mapped: [SQUARE],
+    mapped_parameters: [(4, *SQUARE)],
+    masked: [SQUARE],
+    normalised_weight: [SQUARE, VECTOR],
+    layer_norm: [SQUARE, VECTOR, VECTOR],
+    scaled: [SQUARE, VECTOR],
+    scaled_in_full: [SQUARE, VECTOR],
+    slopes: [SQUARE, VECTOR],
+    maximum: [SQUARE, VECTOR],
+    quotient: [SQUARE, VECTOR],
+    first_token: [SQUARE, VECTOR],
+    queries: [SQUARE, SQUARE],
+}
+
+
+def parameters(shapes):
+    return [0.3 * array(seed, *shape) for seed, shape in enumerate(shapes, 1)]
+
+
+def digits(gradient):
+    """The part of the elements that no bf16 number is equal to."""
+    return float((np.asarray(gradient).view(np.uint32) & 0xFFFF != 0).mean())
+
+
+def distance(found, expected):
+    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+@functools.cache
+def gradients(program, policy):
+    params = parameters(PROGRAMS[program])
+    fn = program if policy is None else amp.autocast(program, policy)
+    positions = tuple(range(len(params)))
+    return jax.jit(jax.value_and_grad(fn, positions))(*params)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+def test_gradients_leave_in_f32_and_values_stay(program):
+    value, found = gradients(program, REDUCED)
+    other, half = gradients(program, HALF)
+    assert value == other
+    _, expected = gradients(program, None)
+    for new, old, right in zip(found, half, expected, strict=True):
+        assert digits(new) > MANY
+        # The same roundings but one. 1.1: where that one happened to help.
+        assert distance(new, right) <= 1.1 * distance(old, right)
+
+
+def test_without_it_the_same_gradients_are_half():
+    # So that the test above can fail.
+    seen = [digits(g) for each in PROGRAMS for g in gradients(each, HALF)[1]]
+    assert np.mean([each < FEW for each in seen]) > 0.5
+
+
+@pytest.mark.parametrize(
+    "program",
+    [dense, many_moves, looked_up, convolution, scanned, slopes, quotient],
+    ids=lambda f: f.__name__,
+)
+def test_forward_mode_is_that_of_half(program):
+    params = parameters(PROGRAMS[program])
+    tangents = [array(20 + i, *x.shape) for i, x in enumerate(params)]
+    found, expected = (
+        jax.jit(functools.partial(jax.jvp, amp.autocast(program, policy)))(
+            params, tangents
+        )
+        for policy in (REDUCED, HALF)
+    )
+    np.testing.assert_allclose(found[1], expected[1], rtol=2e-2)
+    reference = jax.jvp(program, params, tangents)[1]
+    np.testing.assert_allclose(found[1], reference, rtol=0.1, atol=0.5)
+
+
+def test_a_product_is_summed_in_f32_from_half_operands():
+    w, along = array(1, 16, 8), array(2, 32, 8)
+    along = along.astype(jnp.bfloat16).astype(jnp.float32)
+
+    def loss(w):
+        return jnp.sum((X @ w) * along)
+
+    found = jax.grad(amp.autocast(loss, REDUCED))(w)
+    half = np.asarray(X.astype(jnp.bfloat16), np.float64)
+    expected = half.T @ np.asarray(along, np.float64)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    rounded = jax.grad(amp.autocast(loss, HALF))(w)
+    assert not np.allclose(rounded, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("word", ["all", "auto", "least", "int8", "e4m3"])
+def test_what_is_kept_does_not_decide_in_what_a_gradient_is_summed(word):
+    w, b = 0.3 * array(1, 3, 128, 128), 0.3 * array(2, 3, 128)
+    x = array(3, 64, 128)
+
+    def loss(w, b):
+        def turn(h, layer):
+            w, b = layer
+            return jax.nn.gelu(h @ w + b[None]) @ w.T, None
+
+        return jnp.mean(lax.scan(turn, x, (w, b))[0] ** 2)
+
+    policies = (f"{HALF},s={word}", f"{REDUCED},s={word}")
+    half, found = (
+        jax.jit(jax.grad(amp.autocast(loss, policy), (0, 1)))(w, b)
+        for policy in policies
+    )
+    expected = jax.grad(loss, (0, 1))(w, b)
+    for new, old, right in zip(found, half, expected, strict=True):
+        assert digits(new) > MANY
+        assert distance(new, right) <= 1.05 * distance(old, right)
+
+
+def test_second_derivatives():
+    w, b = parameters([(16, 8), (8,)])
+
+    def plain(w, b):
+        return jnp.sum(jnp.tanh(X @ w + b[None]) ** 2)
+
+    fn = amp.autocast(plain, REDUCED)
+    for of in (
+        lambda f: jax.hessian(f, 1)(w, b),
+        lambda f: jax.jacfwd(jax.grad(f))(w, b),
+        lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f)(w, b) ** 2))(w),
+        lambda f: jax.vmap(jax.grad(f), (0, None))(jnp.stack([w, 2 * w]), b),
+    ):
+        assert distance(of(fn), of(plain)) < 0.03
+
+
+def test_one_module_of_a_map():
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = jnp.tanh(nn.Dense(16, name="first")(x))
+            return nn.Dense(16, name="second")(x)
+
+    model = Two()
+    params = model.init(jax.random.key(0), X)
+    policies = amp.PolicyMap(HALF, {"second": REDUCED})
+    loss = amp.autocast(lambda p: jnp.sum(model.apply(p, X) ** 2), policies)
+    found = jax.grad(loss)(params)["params"]
+    assert digits(found["first"]["kernel"]) < FEW
+    assert digits(found["second"]["kernel"]) > MANY
+
+
+@pytest.mark.parametrize("name", ["O1", "O2", "fp16", "bf16"])
+def test_recipes_take_it(name):
+    recipe = amp.recipe(name, reduce_dtype="float32")
+    assert "summed in f32" in str(recipe)
+    tx = recipe.wrap(optax.sgd(0.1))
+    w, state = recipe.init(tx, array(1, 16, 16))
+    # Times 2**16, the scale of f16, it is in range.
+    loss = recipe.autocast(lambda w: 1e-3 * transposed(0.1 * w))
+    _, found = amp.value_and_grad(loss)(w, loss_scale=state)
+    assert found.dtype == jnp.float32
+    # f16 has 10 bits, and 13 zeros at their end.
+    zeros = 0x1FFF if "f16" in str(recipe.policy) else 0xFFFF
+    assert (np.asarray(found).view(np.uint32) & zeros != 0).mean() > MANY
+
+
+def test_explain_says_where():
+    report = amp.explain(dense, REDUCED)(*parameters(PROGRAMS[dense]))
+    assert "its gradient leaves in f32" in str(report)
+    (product,) = [e for e in report.equations if e.operation == "dot_general"]
+    assert product.f32_gradients == 2 and "leaves in f32" in product.reason
+    assert "its gradient leaves in f32" in str(report.why(product.identity))
+    # There and back.
+    assert type(report).from_json(report.to_json()) == report
+    plain = amp.explain(dense, HALF)(*parameters(PROGRAMS[dense]))
+    assert "leaves in f32" not in str(plain)
+    assert [e.dtype for e in plain.equations] == [e.dtype for e in report.equations]
+
+
+def test_a_message_between_shards_is_f32():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(w, x):
+        return lax.pmean(jnp.sum(jnp.tanh(x @ w.T) ** 2), "d")
+
+    def summed(policy):
+        inside = jax.shard_map(
+            jax.grad(amp.autocast(loss, policy)),
+            mesh=mesh,
+            in_specs=(P(), P("d")),
+            out_specs=P(),
+        )
+        text = str(jax.make_jaxpr(inside)(array(1, 16, 16), X))
+        return [
+            line for line in text.splitlines() if "psum" in line and "16,16" in line
+        ]
+
+    (half,), (found,) = summed(HALF), summed(REDUCED)
+    assert "bf16[16,16]" in half and "f32[16,16]" in found
+
+
+# What eight H100s would send each other
+
+
+@functools.cache
+def step_for_8(layout, policy):
+    return collectives.compiled(layout, policy, collectives.GPT(256, layers=2))
+
+
+@h100.needs_compiler
+@pytest.mark.parametrize(
+    ("layout", "matmul"),
+    [
+        ("data", ""),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("rows", ""), ("columns", ""), ("data", ",m=fp8")]
+        ),
+    ],
+)
+def test_devices_add_up_f32_and_gather_half(layout, matmul):
+    half, found = (step_for_8(layout, f"{each}{matmul}") for each in (HALF, REDUCED))
+    before, after = map(collectives.sent, (half, found))
+    assert before.reduced["bf16"] > 2**17
+    assert set(after.reduced) == {"f32"}
+    assert after.gathered == before.gathered
+    assert after.temp <= 1.6 * before.temp
+    operands = [{gemm.operands for gemm in h100.gemms(each)} for each in (half, found)]
+    assert operands[0] == operands[1]
+    eights = {"f8e4m3fn", "f8e5m2"} if matmul else set()
+    assert {d for each in operands[1] for d in each} == {"bf16", *eights}
