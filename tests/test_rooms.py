@@ -25,7 +25,7 @@ class Folder(NamedTuple):
 WINGS = {
     "policies": (
         ("dtypes", "patterns", "flags", "arguments"),
-        ("fp8", "casting", "saved_words"),
+        ("fp8", "casting", "saved_words", "operation_names"),
         ("policy",),
         ("policy_map",),
     ),
@@ -61,7 +61,7 @@ WINGS = {
                     ("quantising", "linear"),
                     ("rewriting",),
                     ("f32_results", "pick_rewrite", "f16_division", "cpu_products"),
-                    ("fp8_choice", "fp8_barriers", "lookups"),
+                    ("fp8_choice", "fp8_barriers", "lookups", "f32_gradients"),
                     ("fp8_products",),
                     ("rewrite_table",),
                 ),

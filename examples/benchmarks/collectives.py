@@ -115,12 +115,13 @@ class Sent(NamedTuple):
 
 
 def place_of(leaf: Any, layout: str, mesh: Mesh) -> NamedSharding:
-    """Returns where a parameter lies; small ones lie on each device."""
-    spec = P()
-    if layout != "data" and leaf.ndim >= 2 and leaf.size >= 2**13:
-        axis = leaf.ndim - (2 if layout == "rows" else 1)
-        spec = P(*[None] * axis, "devices")
-    return NamedSharding(mesh, spec)
+    """Returns where a parameter lies; biases and norms lie on each device."""
+    axis = leaf.ndim - (2 if layout == "rows" else 1)
+    # Those of all layers are one array.
+    is_matrix = leaf.ndim >= 2 and leaf.shape[axis] % DEVICES == 0
+    if layout == "data" or not is_matrix:
+        return NamedSharding(mesh, P())
+    return NamedSharding(mesh, P(*[None] * axis, "devices"))
 
 
 def compiled(layout: str, policy: str, model: GPT) -> Any:

@@ -461,13 +461,16 @@ Moved = dict[tuple[str, str], list[int]]
 
 
 @functools.cache
-def program_of(name: str, precision: str) -> str:
+def program_of(name: str, precision: str, reduce: str | None) -> str:
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=h100.H100, topology="1x1x8"
     )
     with standard():
         trainer = sharded_gpt.make_trainer(
-            name, precision, model=WIDE, devices=topology.devices
+            *(name, precision),
+            model=WIDE,
+            devices=topology.devices,
+            reduce_dtype=reduce,
         )
         batch = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(
@@ -478,13 +481,13 @@ def program_of(name: str, precision: str) -> str:
         return trainer.step.lower(*trainer.like, batch).compile().as_text()
 
 
-def moved(name: str, precision: str) -> Moved:
+def moved(name: str, precision: str, reduce: str | None = None) -> Moved:
     """The elements of the large arrays of floats that a step sends, by (how, dtype).
 
     Those of the body of a loop are counted once.
     """
     found: Moved = {}
-    for how, arrays in collectives(program_of(name, precision)).elements():
+    for how, arrays in collectives(program_of(name, precision, reduce)).elements():
         for dtype, sizes in re.findall(r"\b(b?f\d+)\[([\d,]*)\]", " ".join(arrays)):
             elements = int(np.prod([int(size) for size in sizes.split(",") if size]))
             if elements >= LARGE:
@@ -752,3 +755,22 @@ def test_two_processes_train_as_one_does(tmp_path):
     done = run_script("--steps", "1", "--layout", "tensor", "--resume", folder)
     assert done.returncode == 0, done.stderr
     assert float(rows_of(done.stdout)["tensor"][2]) <= tolerance("f16")
+
+
+@h100.needs_compiler
+@pytest.mark.slow
+def test_gradients_are_scattered_in_f32_on_request_and_weights_gathered_as_before():
+    before, after = (moved("fsdp", "bf16", reduce) for reduce in (None, "float32"))
+    assert ("reduce-scatter", "bf16") in before
+    assert {dtype for how, dtype in after if how != "all-gather"} == {"f32"}
+    gathers = [
+        {key: sizes for key, sizes in found.items() if key[0] == "all-gather"}
+        for found in (before, after)
+    ]
+    assert gathers[0] == gathers[1]
+
+
+def test_the_command_takes_the_dtype_to_reduce_in():
+    options = sharded_gpt.make_parser().parse_args(["--reduce", "float32"])
+    assert sharded_gpt.recipe_of("bf16", options.reduce).policy.reduce_dtype == "f4"
+    assert sharded_gpt.recipe_of("bf16").policy.reduce_dtype is None

@@ -5,6 +5,8 @@ in bf16 and cast, and hardly any number that was summed in f32.
 """
 
 import functools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -179,6 +181,15 @@ def queries(w, q):
     return end(jnp.einsum("bqd,bd->bq", jnp.broadcast_to(q, (32, 16, 16)), h))
 
 
+def sum_of_weights(w, v):
+    return end(jnp.tanh(X @ (w + v)))
+
+
+def moved_and_read_twice(w):
+    v = w.T
+    return end(X[:16] @ END * v) + end(X[16:] @ END * v * 0.3)
+
+
 SQUARE, VECTOR = (16, 16), (16,)
 PROGRAMS = {
     dense: [(16, 24), (24,)],
@@ -209,6 +220,8 @@ PROGRAMS = {
     quotient: [SQUARE, VECTOR],
     first_token: [SQUARE, VECTOR],
     queries: [SQUARE, SQUARE],
+    sum_of_weights: [SQUARE, SQUARE],
+    moved_and_read_twice: [SQUARE],
 }
 
 
@@ -238,7 +251,8 @@ def gradients(program, policy):
 def test_gradients_leave_in_f32_and_values_stay(program):
     value, found = gradients(program, REDUCED)
     other, half = gradients(program, HALF)
-    assert value == other
+    # The sum of two weights is f32, and is rounded once.
+    assert value == other or program is sum_of_weights
     _, expected = gradients(program, None)
     for new, old, right in zip(found, half, expected, strict=True):
         assert digits(new) > MANY
@@ -400,15 +414,10 @@ def step_for_8(layout, policy):
 
 
 @h100.needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "matmul"),
-    [
-        ("data", ""),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [("rows", ""), ("columns", ""), ("data", ",m=fp8")]
-        ),
-    ],
+    [("data", ""), ("rows", ""), ("columns", ""), ("data", ",m=fp8")],
 )
 def test_devices_add_up_f32_and_gather_half(layout, matmul):
     half, found = (step_for_8(layout, f"{each}{matmul}") for each in (HALF, REDUCED))
@@ -421,3 +430,18 @@ def test_devices_add_up_f32_and_gather_half(layout, matmul):
     assert operands[0] == operands[1]
     eights = {"f8e4m3fn", "f8e5m2"} if matmul else set()
     assert {d for each in operands[1] for d in each} == {"bf16", *eights}
+
+
+def test_the_figures_that_are_kept_hold_the_bounds():
+    results = Path(collectives.__file__).parent / "results/collectives_8_h100.json"
+    steps = json.loads(results.read_text())["steps"]
+    assert set(steps) == set(collectives.LAYOUTS)
+    for programs in steps.values():
+        for name in ("bf16", "fp8"):
+            before, after = programs[name], programs[f"{name}, reduced in f32"]
+            assert "bf16" in before["reduced"] and set(after["reduced"]) == {"f32"}
+            assert after["gathered"] == before["gathered"]
+            assert after["temp"] <= 1.6 * before["temp"]
+            # Each bf16 byte is two.
+            sizes = (sum(each["reduced"].values()) for each in (before, after))
+            assert next(sizes) + before["reduced"]["bf16"] == next(sizes)

@@ -1,6 +1,7 @@
 """Policies: jmp's grammar and meaning, exact errors, and text that is read back."""
 
 import copy
+import dataclasses
 import pickle
 import re
 
@@ -102,6 +103,7 @@ def policies(draw):
     return amp.Policy(
         *(param, compute, output),
         saved=draw(st.sampled_from([None, "all", "auto", "least"])),
+        reduce_dtype=draw(st.sampled_from([None, "float32"])),
         low={name for name, its_class in pairs if its_class == "low"},
         full={name for name, its_class in pairs if its_class == "full"},
         follow={name for name, its_class in pairs if its_class == "follow"},
@@ -233,6 +235,12 @@ FORMS = (
 )
 
 
+REDUCES = (
+    "gradients are made and summed in float32, or in the dtype of the operation that "
+    'makes them. Use "float32", or None for the latter.'
+)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -244,8 +252,13 @@ FORMS = (
             "x=f16",
             "unknown key 'x'. Use p (params), c (compute), o (output), low, full or "
             "follow. Products in fp8 are m (matmul), what the backward pass keeps is s "
-            "(saved).",
+            "(saved), what gradients are summed in over devices is r (reduce_dtype).",
         ),
+        ("c=f16,r=bf16", f"r='bf16': {REDUCES}"),
+        ("c=f16,reduce=f64", f"reduce='f64': {REDUCES}"),
+        ("c=f16,r=fp17", f"r='fp17': unknown dtype 'fp17'. {DTYPES}"),
+        ("c=f16,r=f32,reduce_dtype=f32", '"reduce_dtype=" sets reduce_dtype a second'),
+        ("r=f32", "reduce_dtype but no dtypes. Say which, for example"),
         ("c=f16,c=f32", '"c=" sets compute_dtype a second time. Set it once.'),
         ("c=f16,compute=f16", '"compute=" sets compute_dtype a second time.'),
         ("c=f16,low=a,low=b", '"low=" sets low a second time. Set it once.'),
@@ -340,3 +353,39 @@ def test_names_that_are_no_collection_are_refused(given):
     # A bare string would silently be the set of its letters.
     with pytest.raises(TypeError, match=r"^Policy\(low=\.\.\.\): .* Use a set"):
         amp.Policy(low=given)
+
+
+# The dtype in which gradients are reduced
+
+
+@pytest.mark.parametrize("given", ["float32", "F32", jnp.float32, np.dtype("f4")])
+def test_gradients_are_reduced_in_f32_or_as_they_are_made(given):
+    policy = amp.Policy(reduce_dtype=given)
+    assert policy.reduce_dtype == np.float32
+    assert str(policy) == "p=f32,c=bf16,o=f32,r=f32"
+    assert policy != amp.Policy() and amp.Policy().reduce_dtype is None
+    assert dataclasses.replace(policy, compute_dtype="f16").reduce_dtype == np.float32
+    assert policy.with_full("tanh").reduce_dtype == np.float32
+    for text in ("p=f32,c=bf16,o=f32,reduce=float32", "p=f32,c=bf16,o=f32,R=F32"):
+        assert amp.get_policy(text) == policy
+    assert amp.get_policy("p=f32,c=bf16,o=f32,r=none") == amp.Policy()
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ("bfloat16", ValueError, f"Policy(reduce_dtype='bfloat16'): {REDUCES}"),
+        (jnp.float16, ValueError, f"Policy(reduce_dtype={jnp.float16!r}): {REDUCES}"),
+        ("int32", TypeError, "Policy(reduce_dtype='int32'): int32 is not a floating"),
+        (7, TypeError, "Policy(reduce_dtype=7): that is not a dtype."),
+        ("fast", ValueError, "Policy(reduce_dtype='fast'): unknown dtype 'fast'."),
+    ],
+)
+def test_other_dtypes_to_reduce_in_are_refused(given, kind, message):
+    with raises(kind, message):
+        amp.Policy(reduce_dtype=given)
+
+
+def test_a_recipe_names_itself_in_the_error():
+    with raises(ValueError, f"recipe('bf16', reduce_dtype='bf16'): {REDUCES}"):
+        amp.recipe("bf16", reduce_dtype="bf16")

@@ -8,6 +8,7 @@ half. Here these operations read half and write f32.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 from jmp_amp.plan.dataflow.values import Known, Origin, castable, is_move
 from jmp_amp.plan.program import binding, jaxprs
 from jmp_amp.plan.program.dimensions import is_larger
-from jmp_amp.plan.program.jaxprs import Eqn, Literal, Value, aval_of
+from jmp_amp.plan.program.jaxprs import Eqn, Literal, Primitive, Value, aval_of
 from jmp_amp.plan.program.regions import Region
 from jmp_amp.plan.rewrites.linear import linear_function
 from jmp_amp.plan.rewrites.rewriting import Dtypes
@@ -161,19 +162,49 @@ def _summed(
     """
     half = given[i].dtype
     if kind_of(eqn.primitive.name) is Kind.PRODUCT:
-        retyped = jaxprs.retyped(eqn, half)
-
-        def product(moving: jax.Array) -> jax.Array:
-            operands = [moving if j == i else x for j, x in enumerate(given)]
-            (made,) = binding.bind(eqn, operands, **retyped)
-            return made
-
-        others = [x for j, x in enumerate(given) if j != i and is_half(x.dtype)]
-        return linear_in_f32(product, tangent, half, others).astype(result.dtype)
+        others = [x for j, x in enumerate(given) if j != i]
+        product = _Product(eqn.primitive, tuple(eqn.params.items()), i, half, eqn)
+        return _linear(product, tangent, others).astype(result.dtype)
     # JAX transposes the broadcast to a sum, in f32.
     along = functools.partial(jnp.broadcast_to, shape=result.shape)
     wide = [along(x) if j == i else x for j, x in enumerate(given)]
     return _tangent(bound, wide, {i: along(tangent).astype(half)})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """A product with one moving operand, equal to all that are alike.
+
+    Attributes:
+      primitive, params: of the equation.
+      operand: the position of the operand.
+      half: the dtype of the operands.
+      eqn: the equation.
+    """
+
+    primitive: Primitive
+    params: tuple[tuple[str, Any], ...]
+    operand: int
+    half: np.dtype
+    eqn: Eqn = dataclasses.field(compare=False)
+
+    def of(self, others: Sequence[Value], moving: jax.Array) -> jax.Array:
+        operands = list(others)
+        operands.insert(self.operand, moving)
+        retyped = jaxprs.retyped(self.eqn, self.half)
+        (made,) = binding.bind(self.eqn, operands, **retyped)
+        return made
+
+
+# Jitted, to be traced once for all products of the same shapes.
+@functools.partial(jax.jit, static_argnums=0)
+def _linear(
+    product: _Product, tangent: jax.Array, others: Sequence[jax.Array]
+) -> jax.Array:
+    """Returns a product of a tangent and of what else it reads."""
+    floats = [x for x in others if is_half(x.dtype)]
+    multiplied = functools.partial(product.of, others)
+    return linear_in_f32(multiplied, tangent, product.half, floats)
 
 
 def linear_in_f32(
