@@ -19,6 +19,7 @@ from jmp_amp.numerics.marks import Marked, PlanMarks
 from jmp_amp.plan.plan import Identity
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Literal, Var
+from jmp_amp.plan.tables.operations import Kind, kind_of
 from jmp_amp.policies.fp8 import Fp8
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -180,7 +181,7 @@ class _Reader:
                     found.append(entry)
                 continue
             is_product = marking.cast_of(scope) is None and _is_one_product(last)
-            if is_product and eqn.primitive.name not in _PRODUCTS:
+            if last is not None and is_product and not _is_product(eqn, last):
                 continue
             if here.branch and last is None and _fills(eqn, filled):
                 filled.update(eqn.outvars)
@@ -326,13 +327,21 @@ def _entry(
     )
 
 
-# What `Rewrite.one_product` tells of.
-_PRODUCTS = ("dot_general", "custom_linear_solve")
-
-
 def _is_one_product(marked: Marked | None) -> bool:
-    rewrite = None if marked is None else marked.planned.rewrite
-    return rewrite is not None and rewrite.one_product
+    """Whether all that an equation binds is one product, and what prepares it."""
+    if marked is None:
+        return False
+    rewrite = marked.planned.rewrite
+    if rewrite is not None and rewrite.one_product:
+        return True
+    is_product = kind_of(marked.eqn.primitive.name) is Kind.PRODUCT
+    return is_product and bool(marked.planned.f32_gradients)
+
+
+def _is_product(eqn: Eqn, marked: Marked) -> bool:
+    """Whether an equation is the product itself, see `_is_one_product`."""
+    names = ("dot_general", "custom_linear_solve", marked.eqn.primitive.name)
+    return eqn.primitive.name in names
 
 
 def _fp8(marked: Marked | None) -> Fp8 | None:
@@ -343,7 +352,9 @@ def _fp8(marked: Marked | None) -> Fp8 | None:
 
 def _makes_8_bits(eqn: Eqn, scope: str) -> bool:
     """Whether a part of an fp8 product is neither a product nor a cast of the plan."""
-    if eqn.primitive.name == "dot_general":
+    # A product of a gradient that leaves in f32 is solved for together with another.
+    is_solved = eqn.primitive.name == "custom_linear_solve" and len(eqn.outvars) > 1
+    if eqn.primitive.name == "dot_general" or is_solved:
         return False
     return marking.QUANTISED in scope or marking.cast_of(scope) is None
 

@@ -31,9 +31,11 @@ class Walk(abc.ABC, Generic[V]):
       differentiates: whether what it runs may be differentiated. An equation then reads
         as well, after all else, the operands whose gradient leaves it in f32, as they
         are held.
+      casts_before: whether it casts parameters before they are moved.
     """
 
     differentiates = False
+    casts_before = False
 
     @abc.abstractmethod
     def constant(self, value: Value, var: Var) -> V:
@@ -130,7 +132,7 @@ class Walk(abc.ABC, Generic[V]):
                     return operands
 
                 values.write(eqn.outvars, self.equation(eqn, planned, read))
-                if plan.moved and self.differentiates:
+                if plan.moved and self.casts_before:
                     values.cast_before(eqn, planned)
 
 

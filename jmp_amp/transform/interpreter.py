@@ -287,6 +287,8 @@ class Replay(Walk[Value]):
         path: tuple[int, ...] = (),
     ):
         self.marks = marks
+        # A measured cast is one of its reader, as the plan says.
+        self.casts_before = not marks.tells_equations
         self.staged: dict[Plan, ClosedJaxpr] = {}
         self.blocks: dict[Hashable, Run] = {}
         self.block_kept = block_kept or {}

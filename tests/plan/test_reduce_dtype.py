@@ -445,3 +445,24 @@ def test_the_figures_that_are_kept_hold_the_bounds():
             # Each bf16 byte is two.
             sizes = (sum(each["reduced"].values()) for each in (before, after))
             assert next(sizes) + before["reduced"]["bf16"] == next(sizes)
+
+
+@pytest.mark.parametrize("matmul", ["", ",m=fp8"])
+def test_diagnose_sees_the_same_products(matmul):
+    w, b, v = 0.1 * array(1, 64, 64), array(2, 64), 0.1 * array(3, 64, 64)
+    x = array(4, 64, 64)
+
+    def loss(w, b, v, x):
+        return jnp.mean(jnp.tanh(jnp.tanh(x @ w.T + b[None]) @ v) ** 2)
+
+    policies = (f"{HALF}{matmul}", f"{REDUCED}{matmul}")
+    half, found = (
+        [
+            (site.operation, site.direction, site.identity, site.shape, site.zeros)
+            for site in amp.diagnose(loss, policy)(w, b, v, x).sites
+            if site.operation in ("dot_general", "quantise", "tanh")
+        ]
+        for policy in policies
+    )
+    assert half == found
+    assert len([each for each in found if each[1] == "backward"]) >= 2
