@@ -103,7 +103,7 @@ WINGS = {
     "training": (
         ("overwritten", "rounding", "reading"),
         ("structures", "parameters"),
-        ("finite", "digits", "state_codes"),
+        ("finite", "digits", "state_codes", "recomputed"),
         ("skipping", "trainable"),
         ("loss_scale",),
         ("states",),

@@ -37,12 +37,12 @@ class Half(NamedTuple):
     Attributes:
       param: float32[...], its value.
       dtype: the dtype that it is stored in.
-      kept: its master, float32[...]; its compensation, int16[...]; or a PRNG key.
+      kept: its master, float32[...]; its compensation, int16[...]; or its seeds.
     """
 
     param: jax.Array
     dtype: np.dtype
-    kept: jax.Array
+    kept: PyTree
 
     def step_to(self, landing: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the update toward `landing`, and the number that it really reaches.
@@ -162,8 +162,8 @@ class StochasticRoundingState(NamedTuple):
         return half.param
 
     @staticmethod
-    def written(half: Half, update: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the update of `half` itself, float32[...], and its key."""
+    def written(half: Half, update: jax.Array) -> tuple[jax.Array, PyTree]:
+        """Returns the update of `half` itself, float32[...], and its seeds."""
         landing = round_at_random(half.param + update, half.dtype, half.kept)
         return half.step_to(landing)[0], half.kept
 

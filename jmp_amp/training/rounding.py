@@ -10,7 +10,7 @@ Everywhere `numbers` and `rounded` are float32 of any shape, the latter on the g
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ from jmp_amp.policies.dtypes import F32
 
 _F16 = np.dtype("float16")
 _UNITS = 2.0**16
+Words = TypeVar("Words", jax.Array, np.ndarray)
+# Two random words, uint32[] each, see `random_seeds`.
+Seeds = tuple[jax.Array, jax.Array]
 # 2**32 over the golden ratio.
 _ODD = np.uint32(0x9E3779B9)
 # Between the largest bfloat16 number and the one that would follow it.
@@ -63,17 +66,17 @@ def next_on_grid(numbers: jax.Array, dtype: np.dtype) -> jax.Array:
     return jax.lax.bitcast_convert_type(rounded, F32)
 
 
-def round_at_random(numbers: jax.Array, dtype: np.dtype, key: ArrayLike) -> jax.Array:
+def round_at_random(numbers: jax.Array, dtype: np.dtype, seeds: Seeds) -> jax.Array:
     """Returns float32 `numbers`, each as one of its two neighbours in `dtype`.
 
     The nearer one is more likely, so that the mean is the number itself (up to 2**-16
     of their distance). A number that `dtype` holds stays; a larger one becomes its
     largest.
 
-    Equal PRNG keys make equal choices, however the array is sharded.
+    Equal `seeds` make equal choices, however the array is sharded.
     """
     info = jnp.finfo(dtype)
-    chance = random_words(key, numbers.shape) >> 16
+    chance = random_words(seeds, numbers.shape) >> 16
     # The bits of f32 below the mantissa of `dtype`. Adding random bits to them carries
     # into the mantissa with the probability that they spell.
     dropped = jnp.uint32((1 << (23 - info.nmant)) - 1)
@@ -114,15 +117,38 @@ def key_parts(key: Any, call: str) -> tuple[jax.Array, Any]:
     raise TypeError(f"{given}: not one PRNG key. Use jax.random.key(0).")
 
 
-def random_words(key: ArrayLike, shape: Sequence[int]) -> jax.Array:
+def random_seeds(key: ArrayLike, step: ArrayLike, count: int) -> list[Seeds]:
+    """Returns the seeds of `count` arrays in a step.
+
+    `jax.random` draws two words for the step: on a GPU it is several kernels each time.
+    For each array their bits are flipped, and a number is added, in another way.
+
+    Args:
+      key: a PRNG key.
+      step: int32[], the number of the step.
+      count: an int.
+    """
+    words = jax.random.bits(jax.random.fold_in(key, step), (2,), jnp.uint32)
+    # As numbers, known before the arrays: kernels of several arrays that read one small
+    # array would be merged into one that reads everything twice.
+    first, second = jax.lax.optimization_barrier(tuple(words))
+    ways = _hashed(np.arange(2 * count, dtype=np.uint32)).reshape(count, 2)
+    return [(first ^ flipped, second + added) for flipped, added in ways]
+
+
+def random_words(seeds: Seeds, shape: Sequence[int]) -> jax.Array:
     """Returns random words that are computed where they are used: uint32[shape].
 
-    `jax.random` draws two words from the key. Each element's word is a hash of them and
-    of its place, a dozen operations that XLA fuses with what reads it. (threefry is a
-    hundred operations for each element, through memory on a CPU; rounding needs bits
-    that are independent, not secret.)
+    Each element's word is a hash of the two `seeds` and of its place, a dozen
+    operations that XLA fuses with what reads it. (threefry is a hundred operations for
+    each element, through memory on a CPU; rounding needs bits that are independent, not
+    secret.)
+
+    Args:
+      seeds: of `random_seeds`.
+      shape: of the result.
     """
-    first, second = jax.random.bits(key, (2,), jnp.uint32)
+    first, second = seeds
     place = jnp.zeros(shape, jnp.uint32)
     stride = 1
     for axis in reversed(range(len(shape))):
@@ -136,13 +162,13 @@ def random_words(key: ArrayLike, shape: Sequence[int]) -> jax.Array:
     return _hashed((place ^ first) * _ODD + second)
 
 
-def _hashed(words: jax.Array) -> jax.Array:
+def _hashed(words: Words) -> Words:
     """Returns a permutation of uint32 in which each bit changes half of the others.
 
     The function lowbias32 of https://nullprogram.com/blog/2018/07/31.
     """
-    words = (words ^ (words >> 16)) * jnp.uint32(0x7FEB352D)
-    words = (words ^ (words >> 15)) * jnp.uint32(0x846CA68B)
+    words = (words ^ (words >> 16)) * np.uint32(0x7FEB352D)
+    words = (words ^ (words >> 15)) * np.uint32(0x846CA68B)
     return words ^ (words >> 16)
 
 

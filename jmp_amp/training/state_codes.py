@@ -9,16 +9,15 @@ codes are looked up in a table of 256 numbers. Here they are fp8: XLA fuses a ca
 what reads it, and a lookup it does not.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Self
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from jmp_amp.policies.dtypes import F32, PyTree
-from jmp_amp.training.rounding import land_on, random_words, round_at_random
+from jmp_amp.training.rounding import Seeds, land_on, random_words, round_at_random
 
 BLOCK = 256
 
@@ -26,7 +25,10 @@ _BF16 = np.dtype(jnp.bfloat16)
 # Bits of float32: a minus sign, infinity, the smallest normal number.
 _SIGN, _INFINITE = np.uint32(0x80000000), np.uint32(0x7F800000)
 _SMALLEST = np.uint32(0x00800000)
-_LARGEST = 1.75 * 2.0**127
+_NORMAL = np.float32(2.0**-126)
+_ONE = np.uint32(0x3F800000)
+# Of 1.75 * 2.0**127.
+_LARGEST = np.uint32(0x7F600000)
 
 
 class Bfloat16Code(NamedTuple):
@@ -39,18 +41,36 @@ class Bfloat16Code(NamedTuple):
     codes: jax.Array
 
     @classmethod
-    def encoded(cls, numbers: jax.Array, key: ArrayLike | None = None) -> Self:
-        """Returns the code of float32 `numbers`, rounded at random if there is a key.
+    def encoded(cls, numbers: jax.Array, seeds: Seeds | None = None) -> Self:
+        """Returns the code of float32 `numbers`, rounded at random if there are seeds.
 
         On bits: XLA may drop a pair of casts, and keep what it should round.
+
+        Args:
+          numbers: float32[...].
+          seeds: of `random_seeds`, or None.
         """
-        if key is None:
+        if seeds is None:
             return cls(land_on(numbers, _BF16).astype(_BF16))
-        return cls(round_at_random(numbers, _BF16, key).astype(_BF16))
+        return cls(round_at_random(numbers, _BF16, seeds).astype(_BF16))
 
     def decoded(self) -> jax.Array:
         """Returns the numbers: float32[...]."""
         return self.codes.astype(F32)
+
+
+class Scales(NamedTuple):
+    """What the blocks of a `Float8Code` are scaled by; all are of shape [..., blocks].
+
+    Attributes:
+      stored: float32, powers of two, as `Float8Code.scales` has them.
+      inverses: float32, one over their sizes; NaN where all codes are zero.
+      is_signed: bool, whether a block is of float8_e4m3fn.
+    """
+
+    stored: jax.Array
+    inverses: jax.Array
+    is_signed: jax.Array
 
 
 class Float8Code(NamedTuple):
@@ -71,30 +91,59 @@ class Float8Code(NamedTuple):
     scales: jax.Array
 
     @classmethod
-    def encoded(cls, numbers: jax.Array, key: ArrayLike | None = None) -> Self:
-        """Returns the code of float32 `numbers`, rounded at random if there is a key.
+    def encoded(
+        cls,
+        numbers: jax.Array,
+        seeds: Seeds | None = None,
+        scales: Scales | None = None,
+    ) -> Self:
+        """Returns the code of float32 `numbers`, rounded at random if there are seeds.
 
         What `decoded` returns has the same code again, bit for bit.
+
+        Args:
+          numbers: float32[...].
+          seeds: of `random_seeds`, or None.
+          scales: those of `scales_of`, if they are known.
         """
-        # Beyond, a scaled code would be infinite; inf stays, for the scale to see.
-        finite = jnp.clip(numbers, -_LARGEST, _LARGEST)
-        blocks = _in_blocks(jnp.where(jnp.isinf(numbers), numbers, finite))
-        words = None if key is None else random_words(key, blocks.shape)
+        if scales is None:
+            scales = cls.scales_of(numbers, seeds)
+        blocks = _in_blocks(numbers)
+        words = None if seeds is None else random_words(seeds, blocks.shape)
+        codes = _codes(
+            blocks, scales.inverses[..., None], scales.is_signed[..., None], words
+        )
+        return cls(_out_of_blocks(codes, numbers.shape), scales.stored)
+
+    @staticmethod
+    def scales_of(numbers: jax.Array, seeds: Seeds | None = None) -> Scales:
+        """Returns the scales that `encoded` finds.
+
+        Args:
+          numbers: float32[...].
+          seeds: of `random_seeds`, or None.
+        """
+        bits = jax.lax.bitcast_convert_type(_in_blocks(numbers), jnp.uint32)
+        words = None if seeds is None else random_words(seeds, bits.shape)
         # Sizes are in the order of their bits, and a minus sign is before all of them.
-        bits = jax.lax.bitcast_convert_type(blocks, jnp.uint32)
         sizes = bits & ~_SIGN
-        largest = jnp.max(sizes, axis=-1, keepdims=True)
-        is_signed = jnp.max(bits, axis=-1, keepdims=True) >= _SIGN
+        largest = jnp.max(sizes, axis=-1)
+        is_signed = jnp.max(bits, axis=-1) >= _SIGN
         is_number = largest < _INFINITE
+        minus, plus = (each.scales(sizes, largest, words) for each in (_E4M3, _E5M2))
         # A CPU takes subnormal numbers for zero.
         is_zero = largest < _SMALLEST
-        signed, minus = _E4M3.encoded(blocks, sizes, largest, words)
-        unsigned, plus = _E5M2.encoded(blocks, sizes, largest, words)
-        codes = jnp.where(is_signed, signed, unsigned)
-        codes = jnp.where(is_number & ~is_zero, codes, jnp.uint8(0))
-        scales = jnp.where(is_zero, 1.0, jnp.where(is_signed, -minus, plus))
-        scales = jnp.where(is_number, scales, jnp.nan)
-        return cls(_out_of_blocks(codes, numbers.shape), scales[..., 0])
+        is_signed = is_signed & ~is_zero
+        powers = jnp.where(is_zero, _ONE, jnp.where(is_signed, minus, plus))
+        sign = jnp.where(is_signed, _SIGN, jnp.uint32(0))
+        stored = jax.lax.bitcast_convert_type(powers | sign, F32)
+        # One over a power of two is the exponent's other side.
+        inverses = jax.lax.bitcast_convert_type(jnp.uint32(254 << 23) - powers, F32)
+        return Scales(
+            jnp.where(is_number, stored, jnp.nan),
+            jnp.where(is_number & ~is_zero, inverses, jnp.nan),
+            is_signed,
+        )
 
     def decoded(self) -> jax.Array:
         """Returns the numbers: float32[...]."""
@@ -128,11 +177,24 @@ def decoded(tree: PyTree) -> PyTree:
 
 
 def encoded_like(
-    code: PyTree, numbers: jax.Array, key: ArrayLike | None = None
+    code: PyTree,
+    numbers: jax.Array,
+    seeds: Seeds | None = None,
+    scales: Scales | None = None,
 ) -> PyTree:
-    """Returns the code of float32 `numbers`, in Variables where `code` is in some."""
-    parts = jax.tree.leaves(type(code).encoded(numbers, key))
-    return jax.tree.structure(code).unflatten(parts)
+    """Returns the code of float32 `numbers`, in Variables where `code` is in some.
+
+    Args:
+      code: a code of the same kind.
+      numbers: float32[...].
+      seeds: of `random_seeds`, or None.
+      scales: those of `Float8Code.scales_of`, if they are known.
+    """
+    if isinstance(code, Float8Code):
+        found = Float8Code.encoded(numbers, seeds, scales)
+    else:
+        found = Bfloat16Code.encoded(numbers, seeds)
+    return jax.tree.structure(code).unflatten(jax.tree.leaves(found))
 
 
 class _Format(NamedTuple):
@@ -141,98 +203,126 @@ class _Format(NamedTuple):
     Attributes:
       dtype: the dtype.
       power: an int.
-      above_zero: whether a number greater than zero is never rounded to it. Of a second
-        moment that is zero Adam divides by the square root.
     """
 
     dtype: np.dtype
     power: int
-    above_zero: bool
 
-    def encoded(
-        self,
-        blocks: jax.Array,
-        sizes: jax.Array,
-        largest: jax.Array,
-        words: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the codes, uint8[..., n], and scales, float32[..., 1], of blocks.
+    def scales(
+        self, sizes: jax.Array, largest: jax.Array, words: jax.Array | None
+    ) -> jax.Array:
+        """Returns the least powers of two that scale blocks into the range.
 
         Args:
-          blocks: float32[..., n].
-          sizes: uint32[..., n], the bits of their absolute values.
-          largest: uint32[..., 1], the largest of these.
+          sizes: uint32[..., n], the bits of the absolute values of float32 numbers.
+          largest: uint32[...], the largest of these.
           words: random words to round with, uint32[..., n]; None: to nearest.
+
+        Returns:
+          uint32[...], the bits of float32 numbers.
         """
-        info, dropped = jnp.finfo(self.dtype), self._dropped
         # The rounded number decides on the scale: encoded again, it has the same. A
         # scale is a power of two, so that the digits are rounded without it.
         if words is None:
-            last = (largest >> (23 - info.nmant)) & jnp.uint32(1)
-            landed = (largest + (dropped >> 1) + last) & ~dropped
+            last = (largest >> (23 - self.info.nmant)) & jnp.uint32(1)
+            landed = (largest + (self.dropped >> 1) + last) & ~self.dropped
         else:
-            landed = (sizes + (words & dropped)) & ~dropped
-            landed = jnp.max(landed, axis=-1, keepdims=True)
-        scales = self._scales(landed)
-        scaled = blocks * _inverse(scales)
-        if words is not None:
-            scaled = self._at_random(scaled, words)
-        if self.above_zero:
-            tiny = float(info.smallest_subnormal)
-            scaled = jnp.where(blocks > 0, jnp.maximum(scaled, tiny), scaled)
+            landed = jnp.max((sizes + (words & self.dropped)) & ~self.dropped, axis=-1)
+        # Of numbers beyond a scaled code would be infinite.
+        landed = jnp.minimum(landed, _LARGEST)
+        exponents = (landed >> 23).astype(jnp.int32) - self.power
+        is_above = (landed & jnp.uint32(0x7FFFFF)) > jnp.uint32(0x600000)
+        # The smallest number of the dtype, scaled, is the smallest normal float32.
+        tiny = int(np.log2(float(self.info.smallest_subnormal)))
+        exponents = jnp.maximum(exponents + is_above.astype(jnp.int32), 1 - tiny)
+        return jax.lax.bitcast_convert_type(exponents << 23, jnp.uint32)
+
+    def codes(self, numbers: jax.Array) -> jax.Array:
+        """Returns what float32 numbers are in this dtype, to nearest: uint8."""
         # A cast of what is beyond, such as 460 to 448, is not that of all devices.
-        end = float(info.max)
-        codes = jnp.clip(scaled, -end, end).astype(self.dtype)
-        return jax.lax.bitcast_convert_type(codes, jnp.uint8), scales
+        end = float(self.info.max)
+        codes = jnp.clip(numbers, -end, end).astype(self.dtype)
+        return jax.lax.bitcast_convert_type(codes, jnp.uint8)
 
     def numbers(self, codes: jax.Array) -> jax.Array:
         """Returns the numbers that uint8 codes stand for, without a scale: float32."""
         return jax.lax.bitcast_convert_type(codes, self.dtype).astype(F32)
 
     @property
-    def _dropped(self) -> np.uint32:
+    def info(self) -> Any:
+        return jnp.finfo(self.dtype)
+
+    @property
+    def dropped(self) -> np.uint32:
         """The bits of a float32 below the mantissa of the dtype."""
-        return np.uint32((1 << (23 - jnp.finfo(self.dtype).nmant)) - 1)
-
-    def _scales(self, landed: jax.Array) -> jax.Array:
-        """Returns the least power of two that scales `landed` into the range.
-
-        landed: uint32[..., 1], the bits of the largest number of a block, rounded.
-        """
-        exponents = (landed >> 23).astype(jnp.int32) - self.power
-        is_above = (landed & jnp.uint32(0x7FFFFF)) > jnp.uint32(0x600000)
-        # The smallest number of the dtype, scaled, is the smallest normal float32.
-        tiny = int(np.log2(float(jnp.finfo(self.dtype).smallest_subnormal)))
-        exponents = jnp.maximum(exponents + is_above.astype(jnp.int32), 1 - tiny)
-        return jax.lax.bitcast_convert_type(exponents << 23, F32)
-
-    def _at_random(self, scaled: jax.Array, words: jax.Array) -> jax.Array:
-        """Returns each number as one of its two neighbours in the dtype: float32."""
-        info = jnp.finfo(self.dtype)
-        bits = jax.lax.bitcast_convert_type(scaled, jnp.uint32)
-        # As in `round_at_random`: random bits carry into the mantissa.
-        carried = (bits + (words & self._dropped)) & ~self._dropped
-        normal = jax.lax.bitcast_convert_type(carried, F32)
-        # Subnormal numbers are equally spaced: round the number of steps.
-        tiny = float(info.smallest_subnormal)
-        steps = scaled / tiny
-        down = jnp.floor(steps)
-        up = words.astype(F32) * 2.0**-32 < steps - down
-        subnormal = (down + up.astype(F32)) * tiny
-        # Zero keeps its sign.
-        subnormal = jnp.copysign(subnormal, scaled)
-        is_small = jnp.abs(scaled) < float(info.smallest_normal)
-        return jnp.where(is_small, subnormal, normal)
+        return np.uint32((1 << (23 - self.info.nmant)) - 1)
 
 
-_E4M3 = _Format(np.dtype(jnp.float8_e4m3fn), 8, above_zero=False)
-_E5M2 = _Format(np.dtype(jnp.float8_e5m2), 15, above_zero=True)
+_E4M3 = _Format(np.dtype(jnp.float8_e4m3fn), 8)
+_E5M2 = _Format(np.dtype(jnp.float8_e5m2), 15)
 
 
-def _inverse(powers: jax.Array) -> jax.Array:
-    """Returns 1 / powers of two, by the exponent's other side: float32[...]."""
-    bits = jax.lax.bitcast_convert_type(powers, jnp.uint32)
-    return jax.lax.bitcast_convert_type(jnp.uint32(2 * 127 << 23) - bits, F32)
+def _codes(
+    blocks: jax.Array,
+    inverses: jax.Array,
+    is_signed: jax.Array,
+    words: jax.Array | None,
+) -> jax.Array:
+    """Returns the codes of blocks: uint8[..., n].
+
+    With as few operations on single numbers as can be: of more, XLA makes several
+    kernels for a GPU, with float32 in memory between them.
+
+    Args:
+      blocks: float32[..., n].
+      inverses: float32[..., 1], as in `Scales`.
+      is_signed: bool[..., 1], as in `Scales`.
+      words: random words to round with, uint32[..., n]; None: to nearest.
+    """
+    scaled = blocks * inverses
+
+    def of_format(of: Callable[[_Format], Any]) -> jax.Array:
+        return jnp.where(is_signed, of(_E4M3), of(_E5M2))
+
+    if words is not None:
+        step = of_format(lambda each: np.float32(each.info.smallest_subnormal))
+        smallest = of_format(lambda each: np.float32(each.info.smallest_normal))
+        scaled = jnp.where(
+            jnp.abs(scaled) < smallest,
+            _steps_at_random(scaled, step, words),
+            _digits_at_random(scaled, of_format(lambda each: each.dropped), words),
+        )
+    # Of a second moment that is zero Adam divides by the square root. (A CPU takes
+    # subnormal numbers for zero.)
+    is_above = (blocks >= _NORMAL) & ~is_signed
+    tiny = float(_E5M2.info.smallest_subnormal)
+    scaled = jnp.where(is_above, jnp.maximum(scaled, tiny), scaled)
+    codes = of_format(lambda each: each.codes(scaled))
+    return jnp.where(jnp.isnan(scaled), jnp.uint8(0), codes)
+
+
+def _digits_at_random(
+    numbers: jax.Array, dropped: jax.Array, words: jax.Array
+) -> jax.Array:
+    """Returns numbers without the digits in `dropped`, up or down: float32."""
+    # As in `round_at_random`: random bits carry into the mantissa.
+    bits = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
+    carried = (bits + (words & dropped)) & ~dropped
+    return jax.lax.bitcast_convert_type(carried, F32)
+
+
+def _steps_at_random(
+    numbers: jax.Array, step: jax.Array, words: jax.Array
+) -> jax.Array:
+    """Returns each number as one of the two multiples of `step` around it: float32.
+
+    So are the subnormal numbers of a dtype rounded, which are equally spaced.
+    """
+    steps = numbers / step
+    down = jnp.floor(steps)
+    up = words.astype(F32) * 2.0**-32 < steps - down
+    # Zero keeps its sign.
+    return jnp.copysign((down + up.astype(F32)) * step, numbers)
 
 
 def _in_blocks(array: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ from jmp_amp.training.digits import (
     WeightState,
     first_values,
 )
-from jmp_amp.training.rounding import key_parts
+from jmp_amp.training.rounding import key_parts, random_seeds
 from jmp_amp.training.states import LossScaleState
 from jmp_amp.training.structures import (
     TreeStructure,
@@ -156,9 +156,9 @@ def with_stochastic_rounding(
     number: `jax.random` makes two words for each parameter and step, an integer hash
     spreads them. A run is repeatable, goes on unchanged from a checkpoint, and rounds
     alike wherever the state is replicated, whatever the sharding of the parameters
-    under `jax.jit`. Equal keys draw
-    equal bits: give each part of a tree (`optax.partition`) another key. Inside
-    `shard_map` and `vmap` all members have one key.
+    under `jax.jit`. Equal keys draw equal bits: give each part of a tree
+    (`optax.partition`) another key. Inside `shard_map` and `vmap` all members have one
+    key.
 
     Args:
       inner: an optimizer or a chain; extra arguments of `update` reach it.
@@ -192,14 +192,13 @@ def with_stochastic_rounding(
             structure=TreeStructure.of(params),
         )
 
-    def keys(state: StochasticRoundingState) -> list[jax.Array]:
+    def seeds(state: StochasticRoundingState) -> list[PyTree]:
         base = jax.random.wrap_key_data(state.key_data, impl=implementation)
-        now = jax.random.fold_in(base, state.steps)
         halves = sum(map(bool, state.structure.half))
-        return [jax.random.fold_in(now, index) for index in range(halves)]
+        return random_seeds(base, state.steps, halves)
 
     def next_state(
-        state: StochasticRoundingState, inner_state: PyTree, _: list[jax.Array]
+        state: StochasticRoundingState, inner_state: PyTree, _: list[PyTree]
     ) -> StochasticRoundingState:
         # A step that was skipped for all parameters has used no bits.
         one_more = jnp.asarray(1, jnp.int32)
@@ -209,7 +208,7 @@ def with_stochastic_rounding(
         return state._replace(inner_state=inner_state, steps=state.steps + one_more)
 
     update_fn = _updating(
-        StochasticRoundingState, call, transformation, keys, next_state
+        StochasticRoundingState, call, transformation, seeds, next_state
     )
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -254,8 +253,8 @@ def _updating(
     kind: type[WeightState],
     call: str,
     transformation: optax.GradientTransformationExtraArgs,
-    kept_of: Callable[[PyTree], list[jax.Array]],
-    next_state: Callable[[PyTree, PyTree, list[jax.Array]], WeightState],
+    kept_of: Callable[[PyTree], list[PyTree]],
+    next_state: Callable[[PyTree, PyTree, list[PyTree]], WeightState],
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     """Returns the `update` of an optimizer of half-precision parameters.
 
@@ -263,9 +262,9 @@ def _updating(
       kind: the class of its state, which knows how a number is read and written.
       call: its name, to begin errors with.
       transformation: the optimizer of float32 parameters inside.
-      kept_of: reads the array kept for each half parameter out of the state.
+      kept_of: reads what is kept for each half parameter out of the state.
       next_state: makes the next state out of the old one, that of `transformation`, and
-        the arrays to keep now.
+        what to keep now.
     """
 
     def update_fn(
@@ -305,7 +304,7 @@ def _updating(
 
 
 def _halves(
-    params: PyTree, structure: TreeStructure, kept: list[jax.Array], call: str
+    params: PyTree, structure: TreeStructure, kept: list[PyTree], call: str
 ) -> list[Half | None]:
     """Returns the half-precision parameters, and None for the others."""
     if not structure.known:

@@ -24,6 +24,7 @@ import jmp_amp as amp
 from jmp_amp.training.digits import Half
 from jmp_amp.training.rounding import (
     land_on,
+    random_seeds,
     remainder_of,
     round_at_random,
     with_remainder,
@@ -33,6 +34,7 @@ from tests.measures import OPTIMISED
 
 BF16, F16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")
 HALF = (BF16, F16)
+(SEEDS,) = random_seeds(jax.random.key(3), 0, 1)
 each_half = pytest.mark.parametrize("dtype", HALF, ids=str)
 
 # Optax adds f32 updates to half parameters, and Adam raises a float to a step count.
@@ -120,7 +122,7 @@ def test_random_rounding_goes_to_a_neighbour_and_stays_on_the_grid(dtype):
     numbers = tricky_numbers()
     numbers = numbers[np.abs(numbers) < float(jnp.finfo(dtype).max)]
     nearest = cast(numbers, dtype)
-    found = np.asarray(round_at_random(jnp.asarray(numbers), dtype, jax.random.key(0)))
+    found = np.asarray(round_at_random(jnp.asarray(numbers), dtype, SEEDS))
     toward = np.where(nearest.astype(np.float32) < numbers, np.inf, -np.inf)
     other = np.nextafter(nearest, toward.astype(dtype)).astype(np.float32)
     exact = nearest.astype(np.float32) == numbers
@@ -137,7 +139,7 @@ def test_random_rounding_is_unbiased(dtype, number):
     number = np.float32(number)
     draws = 200_000
     found = np.asarray(
-        round_at_random(jnp.full(draws, number), dtype, jax.random.key(3)), np.float64
+        round_at_random(jnp.full(draws, number), dtype, SEEDS), np.float64
     )
     assert len(np.unique(found)) == 2
     low, high = found.min(), found.max()
@@ -151,13 +153,13 @@ def test_random_rounding_is_unbiased(dtype, number):
 def test_random_rounding_makes_no_infinity_of_a_number(dtype):
     largest = float(jnp.finfo(dtype).max)
     barely = np.float32(largest * (2.0 if dtype == F16 else 1))
-    found = round_at_random(jnp.full(999, barely), dtype, jax.random.key(0))
+    found = round_at_random(jnp.full(999, barely), dtype, SEEDS)
     assert (found == largest).all()
     odd = jnp.float32([jnp.inf, -jnp.inf, jnp.nan])
-    np.testing.assert_array_equal(round_at_random(odd, dtype, jax.random.key(0)), odd)
+    np.testing.assert_array_equal(round_at_random(odd, dtype, SEEDS), odd)
 
 
-def words(key: jax.Array, shape: tuple[int, ...]) -> np.ndarray:
+def words(seeds: jax.Array, shape: tuple[int, ...]) -> np.ndarray:
     """The random 16 bits of an array: which of 2**16 chances each number has."""
     # Between 1 and 2 the fraction of bf16 that is dropped has 16 bits: a number with
     # the fraction f goes up if f + its random bits are at least 2**16.
@@ -165,15 +167,15 @@ def words(key: jax.Array, shape: tuple[int, ...]) -> np.ndarray:
     for bit in reversed(range(16)):
         tried = up + 2**bit
         numbers = (0x3F800000 + 2**16 - tried).astype(np.uint32).view(np.float32)
-        landed = np.asarray(round_at_random(jnp.asarray(numbers), BF16, key))
+        landed = np.asarray(round_at_random(jnp.asarray(numbers), BF16, seeds))
         up = np.where(landed.view(np.uint32) > 0x3F800000, tried, up)
     return up
 
 
-def test_random_bits_are_uniform_and_differ_by_place_key_and_axis():
+def test_random_bits_are_uniform_and_differ_by_place_seeds_and_axis():
     shape = 128, 256
-    keys = jax.random.split(jax.random.key(5), 3)
-    drawn = np.stack([words(key, shape) for key in keys])
+    seeds = random_seeds(jax.random.key(5), 0, 3)
+    drawn = np.stack([words(each, shape) for each in seeds])
     counts = np.bincount(drawn.ravel() >> 8, minlength=256)
     chi_squared = ((counts - drawn.size / 256) ** 2 / (drawn.size / 256)).sum()
     assert abs(chi_squared - 255) < 5 * math.sqrt(2 * 255)
@@ -190,11 +192,11 @@ def test_random_bits_are_uniform_and_differ_by_place_key_and_axis():
 
 
 def test_rows_beyond_two_to_the_32_have_other_random_bits():
-    key, shape = jax.random.key(0), (2, 2**16, 2**16)
+    shape = (2, 2**16, 2**16)
 
     @jax.jit
     def ends_of_rows(number: jax.Array) -> jax.Array:
-        rounded = round_at_random(jnp.full(shape, number), BF16, key)
+        rounded = round_at_random(jnp.full(shape, number), BF16, SEEDS)
         return rounded[:, -1, -4096:]
 
     first, second = ends_of_rows(jnp.float32(1 + 2.0**-8))
