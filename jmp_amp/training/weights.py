@@ -153,12 +153,12 @@ def with_stochastic_rounding(
     Costs no memory that stays. `inner` works in float32, its moments too.
 
     The random bits are made of `key`, a counter in the state and the place of each
-    number: `jax.random` makes two words for each parameter and step, an integer hash
-    spreads them. A run is repeatable, goes on unchanged from a checkpoint, and rounds
-    alike wherever the state is replicated, whatever the sharding of the parameters
-    under `jax.jit`. Equal keys draw equal bits: give each part of a tree
-    (`optax.partition`) another key. Inside `shard_map` and `vmap` all members have one
-    key.
+    number: `jax.random` makes two words for each step, an integer hash spreads them
+    over parameters and places. A run is repeatable, goes on unchanged from a
+    checkpoint, and rounds alike wherever the state is replicated, whatever the sharding
+    of the parameters under `jax.jit`. Equal keys draw equal bits: give each part of a
+    tree (`optax.partition`) another key. Inside `shard_map` and `vmap` all members have
+    one key.
 
     Args:
       inner: an optimizer or a chain; extra arguments of `update` reach it.
