@@ -1,4 +1,7 @@
-"""How errors write arguments."""
+"""How errors write arguments, and whose line a warning is about."""
+
+import sys
+import warnings
 
 import jax
 import numpy as np
@@ -22,3 +25,12 @@ def type_name(value: object) -> str:
     if isinstance(value, jax.Array):
         return "array"
     return "type" if isinstance(value, type) else type(value).__name__
+
+
+def warn(message: str) -> None:
+    """Warns of the line of the caller: the first one outside of this package."""
+    level, frame = 1, sys._getframe()
+    inside = "jmp_amp.", "contextlib"
+    while frame and str(frame.f_globals.get("__name__")).startswith(inside):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

@@ -314,7 +314,8 @@ def get_policy(policy: str | Policy) -> Policy:
       `"p=f32,c=bf16,o=f32,low=tanh+dot,full=my_loss"`, `saved` as `"c=f16,s=least"`,
       `reduce_dtype` as `"p=f32,c=bf16,r=f32"`.
     * a dtype alone, `"bf16"`, `"float32"`, `"full"`, `"half"`: parameters, computation
-      and outputs have it.
+      and outputs have it. `"fp16"` is no mixed precision, as it is in torch and as
+      `amp.recipe("fp16")` is.
     * `"mixed_bfloat16"`, `"mixed_float16"`: f32 parameters and outputs.
     * `"fp8"`: `"mixed_bfloat16"` with matrix products in 8-bit floats, see `Fp8`. In
       pairs it is `"p=f32,c=bf16,o=f32,m=fp8"`; settings that are not the default are

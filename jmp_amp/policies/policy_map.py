@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from flax import linen as nn
 
-from jmp_amp.policies.arguments import written
+from jmp_amp.policies.arguments import warn, written
 from jmp_amp.policies.dtypes import is_castable
 from jmp_amp.policies.patterns import (
     ModuleInfo,
@@ -140,7 +138,7 @@ class PolicyMap:
 
     @functools.cached_property
     def _memory(self) -> _Memory:
-        return _Memory(set(), set(), {})
+        return _Memory(set(), set(), {}, set())
 
     def match(self, info: ModuleInfo) -> tuple[Pattern, Policy] | None:
         """Returns the latest entry that matches a module, or None.
@@ -324,10 +322,9 @@ def warn_of_unmatched(
         memory.warned.add(number)
         pattern, _ = policies.entries[number]
         more = of_classes if isinstance(pattern, type) else ""
-        warnings.warn(
+        warn(
             f"PolicyMap: {describe(pattern)} matched no module. "
-            f"{advice_on(pattern, memory.seen)}{more}",
-            stacklevel=_outside_of_the_package(),
+            f"{advice_on(pattern, memory.seen)}{more}"
         )
 
 
@@ -340,20 +337,13 @@ class _Memory(NamedTuple):
       matched: the numbers of the entries that matched a module.
       warned: the numbers of the entries that were warned about.
       seen: the classes of the modules, by path.
+      names: the names of operations that decided something, or were warned about.
     """
 
     matched: set[int]
     warned: set[int]
     seen: dict[tuple[str, ...], type]
-
-
-def _outside_of_the_package() -> int:
-    """The stack level, for a warning of the caller, of the first frame elsewhere."""
-    level, frame = 1, sys._getframe(1)
-    inside = "jmp_amp.", "contextlib"
-    while frame and str(frame.f_globals.get("__name__")).startswith(inside):
-        level, frame = level + 1, frame.f_back
-    return level
+    names: set[str]
 
 
 def _entry(pair: object) -> tuple[Pattern, Policy]:

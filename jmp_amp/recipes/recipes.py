@@ -274,7 +274,9 @@ def recipe(
 
     Operations that need f32 have it in all of them: O2 and O3, which run whole models
     in half elsewhere, only store parameters in half. "products" has only matrix
-    products and convolutions in half. bf16 is not scaled by default. "fp8" is "bf16"
+    products and convolutions in half. bf16 is not scaled by default. "fp16" and "bf16"
+    are mixed precision here; as policies, `get_policy("fp16")`, they are half
+    throughout, parameters and results too. "fp8" is "bf16"
     with matrix products of 8-bit floats, see `amp.Fp8`; heads (`**/lm_head`, `**/head`,
     `**/logits`, `**/classifier`, `attend` of an embedding) stay bf16. Sources:
     apex/amp/frontend.py; paddle/amp/auto_cast.py; mindspore/train/amp.py;

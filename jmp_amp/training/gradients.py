@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jmp_amp.policies.arguments import written
-from jmp_amp.policies.dtypes import AnyFn, PyTree
+from jmp_amp.policies.arguments import warn, written
+from jmp_amp.policies.dtypes import F16, AnyFn, PyTree, is_half
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.overwritten import map_not_overwritten
@@ -47,9 +47,10 @@ def value_and_grad(
     state, as the layers return it.
 
     A gradient that overflowed is inf or NaN; `with_loss_scale` skips such a step. Keep
-    the loss itself in float32: one computed in f16 comes back right, but its gradient
-    at a scale of 2**16 starts from inf, so that steps are skipped until the scale has
-    backed off into the range of f16.
+    the loss itself in float32, which the mixed policies do: one computed in f16 comes
+    back right, but its gradient at a scale of 2**16 starts from inf, so that steps are
+    skipped until the scale has backed off into the range of f16. A loss in f16 or bf16
+    is warned of.
 
     The gradients of all uses of an f16 or bf16 argument are summed in float32: uses in
     turns of a loop, in microbatches, rows of a table that are looked up again. For this
@@ -152,6 +153,7 @@ def _differentiated(
         (_, (loss, aux)), gradients = _value_and_grad(
             scaled, argnums, args, kwargs, has_aux=True, **options
         )
+        _warn_of_half(jnp.result_type(loss), call)
         if scaler is None:
             gradients = map_not_overwritten(promote_gradient, gradients)
         else:
@@ -327,6 +329,21 @@ def _checked(
             f"{_describe(loss)}. {remedy}"
         )
     return loss, aux
+
+
+def _warn_of_half(dtype: np.dtype, call: str) -> None:
+    """Warns of a loss in half precision: what torch calls "fp16" is no policy here."""
+    if not is_half(dtype):
+        return
+    fact, also = "it has three digits", "bf16"
+    if dtype == F16:
+        fact = "it overflows above 65504, and a scale of 2**16 begins as an inf"
+        also = "fp16"
+    warn(
+        f"{call}: the loss is {dtype.name}: {fact}. Keep it f32: under the policy "
+        f'"mixed_{dtype.name}" it is ("{dtype.name}", "{also}" and "half" have half '
+        "results too); or cast what it is computed from, x.astype(jnp.float32)."
+    )
 
 
 def _describe(output: PyTree) -> str:

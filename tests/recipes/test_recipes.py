@@ -740,6 +740,7 @@ MOVED: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.* the loss is float16")
 @pytest.mark.parametrize("name", MOVED)
 def test_moments_of_kernels_are_not_moved_to_the_layout_of_convolutions(name):
     tx, gradient, kernel = MOVED[name]

@@ -19,6 +19,8 @@ import jmp_amp as amp
 HALF = (jnp.float16, jnp.bfloat16)
 SCALE = amp.static_loss_scale(2.0**16)
 
+half_loss = pytest.mark.filterwarnings("ignore:.* the loss is b?float16")
+
 
 def square(w):
     return jnp.sum(w.astype(jnp.float32) ** 2)
@@ -99,6 +101,7 @@ def test_gradients_of_half_parameters_are_float32(dtype, loss_scale):
     np.testing.assert_array_equal(gradient, [2.0, -4.0])
 
 
+@half_loss
 @pytest.mark.parametrize("dtype", HALF)
 def test_the_loss_comes_back_as_the_function_returned_it(dtype):
     # Scaled in its own dtype a loss of 4 is inf in f16 and coarse in bf16.
@@ -108,6 +111,7 @@ def test_the_loss_comes_back_as_the_function_returned_it(dtype):
     assert loss == dtype(2.03125**2)
 
 
+@half_loss
 def test_a_loss_computed_in_float16_is_reported_though_its_gradient_overflows():
     loss_fn = lambda w: w * w  # noqa: E731
     loss, gradient = amp.value_and_grad(loss_fn)(jnp.float16(2.0), loss_scale=SCALE)
@@ -115,6 +119,36 @@ def test_a_loss_computed_in_float16_is_reported_though_its_gradient_overflows():
     assert not amp.all_finite(gradient)
     scale = amp.static_loss_scale(2.0**10)
     assert amp.grad(loss_fn)(jnp.float16(2.0), loss_scale=scale) == 4.0
+
+
+# The names that torch, Lightning and Accelerate have for mixed precision.
+@pytest.mark.parametrize("transform", [amp.value_and_grad, amp.grad])
+@pytest.mark.parametrize(
+    "policy, name",
+    [
+        ("fp16", "float16"),
+        ("float16", "float16"),
+        ("bf16", "bfloat16"),
+        ("half", amp.half_dtype().name),
+    ],
+)
+def test_a_half_loss_warns_once_for_a_trace_and_names_the_mixed_policy(
+    policy, name, transform
+):
+    def step(w, x):
+        loss_fn = amp.autocast(lambda w: jnp.mean((x @ w) ** 2), policy)
+        return transform(loss_fn)(w, loss_scale=SCALE)
+
+    w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+    with pytest.warns(UserWarning, match=f'is {name}: .*"mixed_{name}"') as caught:
+        jax.eval_shape(step, w, x)
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float32"])
+def test_a_float32_loss_does_not_warn(policy):
+    loss_fn = amp.autocast(lambda w: jnp.mean((w @ w) ** 2), policy)
+    jax.eval_shape(amp.value_and_grad(loss_fn), jnp.ones((4, 4)))
 
 
 def test_a_gradient_too_small_for_float16_survives_only_with_a_scale():
