@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_amp.policies.dtypes import F32, PyTree, is_half
+from jmp_amp.training.finite import check_mapped, checked_axes
 
 
 def psum_in_f32(tree: PyTree, axis_name: Hashable) -> PyTree:
@@ -31,7 +32,8 @@ def psum_in_f32(tree: PyTree, axis_name: Hashable) -> PyTree:
       all others what `jax.lax.psum` returns.
 
     Raises:
-      NameError: if there is no axis of that name here; it is JAX's own error.
+      TypeError: if `axis_name` is no name, such as the number of an axis.
+      NameError: if there is no axis of that name here.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -41,6 +43,8 @@ def psum_in_f32(tree: PyTree, axis_name: Hashable) -> PyTree:
       >>> total(gradients)[0]
       Array([6., 6., 6.], dtype=float32)
     """
+    axes = checked_axes(axis_name, "psum_in_f32(tree, {})")
+    check_mapped(axes, f"psum_in_f32(tree, {axis_name!r})")
     return jax.tree.map(lambda leaf: _sum(leaf, axis_name), tree)
 
 

@@ -5,7 +5,7 @@ Trees only: nothing here knows of loss scales.
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,17 @@ def all_finite(tree: PyTree, axis_name: str | Sequence[str] | None = None) -> ja
       axis_name: mapped axes (of `shard_map`, `vmap`, `pmap`) to agree over: the answer
         is True only if it is so on all of them.
 
+    Raises:
+      TypeError: if `axis_name` is neither a name nor several.
+      NameError: if there is no mapped axis of that name here.
+
     Example:
       >>> import jmp_amp as amp
       >>> amp.all_finite({"w": jnp.array([1.0, jnp.inf]), "step": 3})
       Array(False, dtype=bool)
     """
+    axes = checked_axes(axis_name, "all_finite(tree, axis_name={})")
+    check_mapped(axes, f"all_finite(tree, axis_name={axis_name!r})")
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     groups: dict[tuple[str, object], list[jax.Array]] = {}
     for path, leaf in leaves:
@@ -56,10 +62,48 @@ def all_finite(tree: PyTree, axis_name: str | Sequence[str] | None = None) -> ja
             together = map(jnp.isfinite, group[start : start + _LEAVES_PER_KERNEL])
             flags.append(_all(functools.reduce(jnp.logical_and, together)))
     finite = functools.reduce(jnp.logical_and, flags, jnp.asarray(True))
-    if axis_name is None:
-        return finite
-    axes = axis_name if isinstance(axis_name, str) else tuple(axis_name)
-    return jax.lax.pmin(finite.astype(jnp.int32), axes) == 1
+    return jax.lax.pmin(finite.astype(jnp.int32), axes) == 1 if axes else finite
+
+
+def checked_axes(axis_name: object, call: str) -> tuple[Hashable, ...]:
+    """Returns the names of mapped axes; none for None.
+
+    Args:
+      axis_name: one name, several, or None.
+      call: the caller's call as written, with `{}` for the names, for the error.
+
+    Raises:
+      TypeError: if it is none of these, such as the number of an axis.
+    """
+    names: tuple[object, ...] = (axis_name,)
+    if isinstance(axis_name, Iterable) and not isinstance(axis_name, str):
+        names = tuple(axis_name)
+    for name in names:
+        if isinstance(name, int | np.integer) or not isinstance(name, Hashable):
+            raise TypeError(
+                f"{call.replace('{}', repr(axis_name))}: {name!r} is not the name of a "
+                'mapped axis. Give the name that the mesh of shard_map has, "data", or '
+                'the one of vmap, jax.vmap(fn, axis_name="data").'
+            )
+    return () if axis_name is None else names
+
+
+def check_mapped(axes: Sequence[Hashable], call: str) -> None:
+    """Raises a NameError if no mapped axis around has one of these names.
+
+    JAX's own collectives fail without a word inside of `shard_map`.
+    """
+    for name in axes:
+        try:
+            jax.lax.axis_size(name)
+        except NameError as error:
+            mesh = ", ".join(map(repr, jax.sharding.get_abstract_mesh().axis_names))
+            there = f" The mesh here has {mesh}." if mesh else ""
+            raise NameError(
+                f"{call}: no mapped axis is called {name!r} here.{there} Call it "
+                "inside of jax.shard_map over a mesh with that axis, or of jax.vmap "
+                f"with axis_name={name!r}."
+            ) from error
 
 
 def _all(flags: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ import optax
 from jmp_amp.policies.dtypes import PyTree, is_half
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.training.digits import WEIGHT_STATES, WeightState
-from jmp_amp.training.finite import all_finite
+from jmp_amp.training.finite import all_finite, check_mapped, checked_axes
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.reading import Reader, only_read
 from jmp_amp.training.skipping import update_or_keep
@@ -102,8 +102,10 @@ def with_loss_scale(
       it is given, so that the state may be donated.
 
     Raises:
-      TypeError: if `inner` is not a transformation, `loss_scale` not a `LossScale` or
-        `unscale` not a bool; from `update`, if the state is another optimizer's.
+      TypeError: if `inner` is not a transformation, `loss_scale` not a `LossScale`,
+        `unscale` not a bool or `axis_name` no name; from `update`, if the state is
+        another optimizer's.
+      NameError: from `update`, if there is no mapped axis of that name.
       ValueError: from `init`, if `inner` holds a loss scale already; from `update`, if
         the gradients are not a tree like the one that `init` was given.
 
@@ -123,6 +125,7 @@ def with_loss_scale(
             f"with_loss_scale(inner, {loss_scale!r}): not a LossScale. Use "
             "dynamic_loss_scale(), static_loss_scale(2.0**16) or no_loss_scale()."
         )
+    axes = checked_axes(axis_name, "with_loss_scale(inner, scale, axis_name={})")
 
     reader = Reader(
         lambda gradients, inner_state, params, extra_args: transformation.update(
@@ -146,6 +149,7 @@ def with_loss_scale(
     ) -> tuple[PyTree, PyTree]:
         _check_state(state)
         call = "with_loss_scale"
+        check_mapped(axes, f"{call}(inner, scale, axis_name={axis_name!r})")
         known = updates, state.structure, params, call
         is_batch = check_gradients(*known, batched=True)
         gradients = taking_part(updates, promote_gradient)

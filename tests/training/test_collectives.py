@@ -109,6 +109,6 @@ def test_its_derivative_is_that_of_a_sum():
     np.testing.assert_array_equal(grads, np.tile([1.0, 2.0, 4.0], (DEVICES, 1)))
 
 
-def test_unknown_axis_is_an_error_of_jax():
-    with pytest.raises(NameError, match="unbound axis name"):
+def test_outside_of_a_map_no_axis_is_known():
+    with pytest.raises(NameError, match="no mapped axis is called 'data'"):
         amp.psum_in_f32(jnp.ones(3, jnp.bfloat16), "data")

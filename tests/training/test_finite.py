@@ -3,6 +3,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -59,6 +60,62 @@ def test_leaves_that_are_no_floats_do_not_count():
     assert amp.all_finite([*tree, jnp.arange(3), {}])
     assert not amp.all_finite([*tree, float("nan")])
     assert amp.all_finite({})
+
+
+def scaled_update(axis_name):
+    tx = amp.with_loss_scale(optax.sgd(0.1), amp.no_loss_scale(), axis_name=axis_name)
+    state = tx.init(jnp.ones(2))
+    return lambda x: tx.update(jnp.ones(2), state)[0] + x
+
+
+# Each takes the name of an axis and returns a function to call inside of a map.
+OVER_AXES = {
+    "all_finite(tree, axis_name=": lambda axis: lambda x: amp.all_finite(x, axis) + x,
+    "psum_in_f32(tree, ": lambda axis: lambda x: amp.psum_in_f32(x, axis),
+    "with_loss_scale(inner, scale, axis_name=": scaled_update,
+}
+
+
+@pytest.mark.parametrize("call", OVER_AXES)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_an_unknown_axis_of_a_shard_map_is_named_beside_those_there_are(
+    call, check_vma
+):
+    # JAX's own collectives raise an AssertionError without a word.
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    fn = jax.shard_map(
+        OVER_AXES[call]("batch"),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    with pytest.raises(NameError) as raised:
+        jax.eval_shape(fn, jnp.ones(2, jnp.int32))
+    assert str(raised.value).startswith(f"{call}'batch'): no mapped axis is called")
+    assert "The mesh here has 'data'." in str(raised.value)
+
+
+@pytest.mark.parametrize("call", OVER_AXES)
+@pytest.mark.parametrize("mapped", [False, True])
+def test_an_unknown_axis_elsewhere_is_named_with_the_remedy(call, mapped):
+    fn = OVER_AXES[call]("batch")
+    fn = jax.vmap(fn, axis_name="data") if mapped else fn
+    with pytest.raises(NameError, match=r"'batch' here\. Call it inside of jax"):
+        jax.eval_shape(fn, jnp.ones((2, 2), jnp.int32))
+
+
+@pytest.mark.parametrize("axis_name", [0, ("data", 1), [{}]])
+@pytest.mark.parametrize("call", OVER_AXES)
+def test_what_is_no_name_of_an_axis_is_refused(call, axis_name):
+    with pytest.raises(TypeError, match="is not the name of a mapped axis") as raised:
+        OVER_AXES[call](axis_name)(jnp.ones(2, jnp.int32))
+    assert str(raised.value).startswith(f"{call}{axis_name!r}): ")
+
+
+def test_a_number_as_an_axis_is_refused_before_the_first_update():
+    with pytest.raises(TypeError, match="Give the name that the mesh of shard_map has"):
+        amp.with_loss_scale(optax.sgd(0.1), amp.no_loss_scale(), axis_name=0)
 
 
 @pytest.mark.parametrize("mode", ["vmap", "shard_map"])
