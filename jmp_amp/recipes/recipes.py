@@ -18,7 +18,8 @@ from flax import linen as nn
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_amp.policies.dtypes import F32, PyTree, is_half
+from jmp_amp.policies.arguments import warn
+from jmp_amp.policies.dtypes import F32, PyTree, is_half, short_name
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.recipes import recipe_tables
@@ -122,7 +123,13 @@ class Recipe:
           LossScale(value=1.0, dynamic=False)
         """
         inner = with_kahan(tx) if self.master_weights else tx
-        return with_loss_scale(inner, self.loss_scale, axis_name=axis_name)
+        wrapped = with_loss_scale(inner, self.loss_scale, axis_name=axis_name)
+
+        def init_fn(params: PyTree) -> PyTree:
+            self._warn_of_f32(params)
+            return wrapped.init(params)
+
+        return optax.GradientTransformationExtraArgs(init_fn, wrapped.update)
 
     def cast_params(self, params: PyTree, *, model: _Model = None) -> PyTree:
         """Returns parameters in the dtypes that the recipe stores them in.
@@ -211,6 +218,21 @@ class Recipe:
                 "what half-precision parameters lack. Give its state too."
             )
         return export_params(params, opt_state, self.save_dtype)
+
+    def _warn_of_f32(self, params: PyTree) -> None:
+        """Warns if half-precision parameters were forgotten: none is, and one may be.
+
+        Norms, which stay f32, have no matrix.
+        """
+        if self.cast_model_type in (None, F32) or _has_half(params):
+            return
+        leaves = jax.tree.leaves(params)
+        if any(getattr(x, "dtype", None) == F32 and np.ndim(x) > 1 for x in leaves):
+            warn(
+                f"recipe({self.name!r}).wrap(tx).init(params): the parameters are f32, "
+                f"and this recipe trains {short_name(self.cast_model_type)} ones. "
+                "Begin with params, opt_state = recipe.init(tx, params)."
+            )
 
     def _check_wrapped(self, opt_state: PyTree, params: PyTree, call: str) -> None:
         loses = _has_half(params) and not nodes_of(opt_state, WEIGHT_STATES)

@@ -15,7 +15,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_amp.policies.dtypes import F32, PyTree, cast_leaf, floating_dtype, is_castable
-from jmp_amp.training.digits import DIGIT_STATES, WEIGHT_STATES, with_all_digits
+from jmp_amp.training.digits import (
+    DIGIT_STATES,
+    WEIGHT_STATES,
+    warn_of_chain,
+    with_all_digits,
+)
 from jmp_amp.training.low_precision import LowPrecisionState
 from jmp_amp.training.overwritten import is_overwritten
 from jmp_amp.training.state_codes import CODES, decoded, encoded_like, is_code
@@ -77,6 +82,7 @@ def export_params(
     if isinstance(params, nnx.Module):
         graphdef, state = nnx.split(params)
         return nnx.merge(graphdef, export_params(state, opt_state, wanted))
+    warn_of_chain(opt_state, "export_params(params, opt_state)")
     kept = {
         path: (type(node), leaf)
         for _, node in nodes_of(opt_state, DIGIT_STATES)

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
+from jmp_amp.policies.arguments import warn
 from jmp_amp.policies.dtypes import F32, PyTree, is_castable, is_half
 from jmp_amp.training.rounding import (
     land_on,
@@ -28,6 +29,7 @@ from jmp_amp.training.structures import (
     is_half_parameter,
     key_paths,
     leaves_by_path,
+    nodes_of,
 )
 
 
@@ -171,6 +173,28 @@ class StochasticRoundingState(NamedTuple):
 DIGIT_STATES = (MasterWeightsState, KahanState)
 WEIGHT_STATES = (*DIGIT_STATES, StochasticRoundingState)
 WeightState = MasterWeightsState | KahanState | StochasticRoundingState
+
+
+def warn_of_chain(opt_state: PyTree, call: str) -> None:
+    """Warns if others come after a state of half-precision weights in an `optax.chain`.
+
+    What they do to its updates takes the parameters elsewhere: a master that is not the
+    parameter, rounded, is overwritten by it in each step.
+    """
+
+    def is_chain(node: object) -> bool:
+        # The state of a chain is a tuple, and nothing more.
+        return type(node) is tuple and bool(nodes_of(node[:-1], WEIGHT_STATES))
+
+    for _, node in leaves_by_path(opt_state, is_chain):
+        if is_chain(node):
+            _, found = nodes_of(node[:-1], WEIGHT_STATES)[0]
+            warn(
+                f"{call}: in an optax.chain something comes after the transformation "
+                f"of {type(found).__name__} and changes its updates, so that "
+                "parameters miss the numbers that it keeps, in each step. Put the "
+                "whole chain inside: with_master_weights(optax.chain(...))."
+            )
 
 
 def first_values(params: PyTree, init_from: PyTree | None, call: str) -> PyTree:

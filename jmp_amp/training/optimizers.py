@@ -16,7 +16,7 @@ import optax
 
 from jmp_amp.policies.dtypes import PyTree, is_half
 from jmp_amp.policies.flags import checked_flag
-from jmp_amp.training.digits import WEIGHT_STATES, WeightState
+from jmp_amp.training.digits import WEIGHT_STATES, WeightState, warn_of_chain
 from jmp_amp.training.finite import all_finite, check_mapped, checked_axes
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.reading import Reader, only_read
@@ -237,6 +237,7 @@ def _first_state(
     them.
     """
     state = transformation.init(taking_part(params))
+    warn_of_chain(state, "with_loss_scale(inner, scale).init")
     if nodes_of(state, LossScaleState):
         raise ValueError(
             "with_loss_scale: the optimizer it was given holds a loss scale already. "

@@ -9,7 +9,15 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from jmp_amp.policies.dtypes import F32, PyTree, cast_leaf, is_castable
+from jmp_amp.policies.arguments import warn
+from jmp_amp.policies.dtypes import (
+    F32,
+    PyTree,
+    cast_leaf,
+    is_castable,
+    is_half,
+    short_name,
+)
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.patterns import ModuleInfo, is_norm
 from jmp_amp.policies.policy import Policy
@@ -50,6 +58,9 @@ def cast_params(
     given. A linen tree knows names only: a norm is what linen named `LayerNorm_0`, or
     holds a `scale` and no `kernel`; with `model`, modules that `setup` makes are known
     by their class too. A `PolicyMap` finds modules by path in all of them.
+
+    A policy that computes in half precision and stores f32, as "mixed_bfloat16" does,
+    is warned of: no parameter is half then.
 
     Args:
       params: linen variables (`{"params": ..., "batch_stats": ...}`) or parameters; an
@@ -98,6 +109,7 @@ def cast_params(
                 dtype = _dtype_of(module, modules, policies, keep_norms)
                 variable.set_raw_value(_cast(variable.get_raw_value(), dtype))
         warn_of_unmatched(policies)
+        _warn_of_f32(policies)
         return copy
 
     def is_variable(node: object) -> bool:
@@ -130,7 +142,21 @@ def cast_params(
         " In a linen tree, what an nn.compact method makes is known by name: for "
         'parameters, give a glob such as "**/head".',
     )
+    _warn_of_f32(policies)
     return cast
+
+
+def _warn_of_f32(policies: PolicyMap) -> None:
+    """Warns if a policy computes in half precision, and none stores parameters so."""
+    chosen = [policies.default, *(each for _, each in policies.entries)]
+    halves = [each.compute_dtype for each in chosen if is_half(each.compute_dtype)]
+    if halves and not any(is_half(each.param_dtype) for each in chosen):
+        half = short_name(halves[0])
+        warn(
+            f'cast_params(params, "{policies}"): the parameters of this policy are '
+            f"{short_name(chosen[0].param_dtype)}, none is half. Write "
+            f'"{half}", or "p={half},c={half},o=f32" for results in f32.'
+        )
 
 
 class _Module(NamedTuple):

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from jmp_amp.policies.dtypes import PyTree
+from jmp_amp.training.digits import warn_of_chain
 from jmp_amp.training.finite import choose, is_inexact
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.structures import TreeStructure, leaves_by_path, nodes_of
@@ -300,6 +301,7 @@ def find_counters(tree: PyTree, call: str) -> LossScaleState:
 
 def _only_node(tree: PyTree, call: str, kinds: tuple[type, ...]) -> PyTree:
     """Returns the one node of `tree` that holds a loss scale."""
+    warn_of_chain(tree, call)
     found = nodes_of(tree, kinds)
     if not found:
         raise ValueError(

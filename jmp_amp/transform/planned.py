@@ -17,6 +17,7 @@ from jmp_amp.plan.program.jaxprs import ClosedJaxpr, Value, aval_of
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.transform.calls import traced_call
+from jmp_amp.transform.unused_names import warn_of_unused_names
 
 
 class PlannedCall(NamedTuple):
@@ -76,6 +77,7 @@ def planned_call(
         plan = plan_program(
             traced.jaxpr, policies.default, traced.stored, traced.states, cpu
         )
+        warn_of_unused_names(plan, policies)
         yield PlannedCall(
             plan,
             traced.jaxpr,

@@ -411,6 +411,26 @@ def test_an_optimizer_that_another_recipe_wrapped_is_refused():
         amp.recipe("O2").init(tx, variables()["params"])
 
 
+@pytest.mark.parametrize("name", ["O2", "O3", "fp16_naive"])
+def test_half_parameters_that_were_forgotten_are_warned_of(name):
+    recipe = amp.recipe(name, "f16")
+    tx, params = recipe.wrap(optax.sgd(0.1)), variables()["params"]
+    told = r"the parameters are f32.* recipe\.init\(tx, params\)"
+    with pytest.warns(UserWarning, match=told) as caught:
+        tx.init(params)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    # Neither of these forgets them.
+    recipe.init(tx, params)
+    tx.init(recipe.cast_params(params))
+
+
+def test_an_optimizer_of_norms_alone_or_of_f32_parameters_is_not_warned_of():
+    tx = amp.recipe("O2", "bf16").wrap(optax.sgd(0.1))
+    tx.init({"LayerNorm_0": {"scale": jnp.ones(3), "bias": jnp.ones(3)}})
+    amp.recipe("O1", "bf16").wrap(optax.sgd(0.1)).init({"kernel": jnp.ones((2, 2))})
+    amp.recipe("O2", enabled=False).wrap(optax.sgd(0.1)).init({"w": jnp.ones((2, 2))})
+
+
 def test_an_optimizer_that_is_not_wrapped_is_refused():
     with pytest.raises(ValueError, match=r"Use tx = recipe\.wrap\(tx\) before"):
         amp.recipe("O1").init(optax.sgd(0.1), variables()["params"])

@@ -373,6 +373,7 @@ def test_what_stays_in_f32_is_grouped_by_reason_and_the_largest_comes_first():
     assert by_operation["cumsum"].equations == 2
 
 
+@pytest.mark.filterwarnings("ignore:Policy. 'tahn' decided nothing")
 def test_names_of_the_policy_that_decided_nothing_are_told():
     def gate(x):
         return jnp.tanh(x)
@@ -385,6 +386,7 @@ def test_names_of_the_policy_that_decided_nothing_are_told():
     assert "tahn" in str(report)
 
 
+@pytest.mark.filterwarnings("ignore:Policy. '.*' decided nothing")
 @pytest.mark.parametrize(
     ("names", "shown"),
     [

@@ -411,6 +411,25 @@ def test_an_entry_that_matches_nothing_is_warned_about_once():
     amp.cast_params(VARIABLES, policy)
 
 
+@pytest.mark.parametrize("model", ["linen", "nnx"])
+@pytest.mark.parametrize(
+    ("policy", "half"), [("mixed_bfloat16", "bf16"), ("mixed_float16", "f16")]
+)
+def test_a_policy_that_stores_f32_and_computes_in_half_is_warned_of(
+    policy, half, model
+):
+    params = nnx.Linear(2, 2, rngs=nnx.Rngs(0)) if model == "nnx" else VARIABLES
+    told = f"the parameters of this policy are f32.*p={half},c={half},o=f32"
+    with pytest.warns(UserWarning, match=told) as caught:
+        amp.cast_params(params, policy)
+    assert all(each.filename == __file__ for each in caught)
+
+
+def test_casting_to_f32_and_parts_to_half_do_not_warn():
+    amp.cast_params(VARIABLES, "float32")
+    amp.cast_params(VARIABLES, amp.PolicyMap("mixed_float16", {"Block_0/out": "f16"}))
+
+
 # nnx
 
 

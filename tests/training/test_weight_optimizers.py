@@ -945,6 +945,45 @@ def test_something_that_is_no_optimizer_is_refused(name):
         WRAPPERS[name](1e-3)
 
 
+LOSS_SCALE = amp.with_loss_scale(optax.identity(), amp.no_loss_scale())
+# The masters of the first part are overwritten in each step.
+FOLLOWED = {
+    "with_loss_scale": lambda tx, params: amp.with_loss_scale(
+        optax.chain(tx, optax.scale(2.0)), amp.no_loss_scale()
+    ).init(params),
+    "loss_scale_of": lambda tx, params: amp.loss_scale_of(
+        optax.chain(tx, LOSS_SCALE).init(params)
+    ),
+    "value_and_grad": lambda tx, params: amp.value_and_grad(
+        lambda params: jnp.sum(params["w"].astype(F32))
+    )(params, loss_scale=optax.chain(optax.clip(1.0), tx, LOSS_SCALE).init(params)),
+    "export_params": lambda tx, params: amp.export_params(
+        params, optax.chain(tx, optax.scale(2.0)).init(params)
+    ),
+}
+
+
+@each_wrapper
+@pytest.mark.parametrize("call", FOLLOWED)
+def test_what_comes_after_a_transformation_that_stores_half_weights_is_warned_of(
+    call, name
+):
+    tx, params = WRAPPERS[name](optax.sgd(0.1)), {"w": jnp.ones(2, BF16)}
+    told = f"{call}.*comes after the transformation of {type(tx.init(params)).__name__}"
+    with pytest.warns(UserWarning, match=told) as caught:
+        FOLLOWED[call](tx, params)
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+@each_wrapper
+def test_a_transformation_in_front_of_one_that_stores_half_weights_is_not(name):
+    tx = optax.chain(optax.clip(1.0), WRAPPERS[name](optax.adam(0.1)))
+    tx, params = amp.with_loss_scale(tx, amp.no_loss_scale()), {"w": jnp.ones(2, BF16)}
+    state = tx.init(params)
+    amp.loss_scale_of(state)
+    amp.export_params(params, state)
+
+
 @each_wrapper
 def test_storing_twice_is_refused(name):
     tx = WRAPPERS[name](amp.with_kahan(optax.sgd(1.0)))
