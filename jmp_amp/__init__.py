@@ -44,6 +44,7 @@ Example:
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 # For type checkers. At run time a room is imported when one of its names is first used.
@@ -156,7 +157,11 @@ _ELSEWHERE = {
 def __getattr__(name: str) -> object:
     if name not in _ROOMS:
         remedy = f". Use {_ELSEWHERE[name]}." if name in _ELSEWHERE else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}{remedy}",
+            name=name,
+            obj=sys.modules[__name__],
+        )
     room = _ROOMS[name]
     module = importlib.import_module(f"{__name__}.{room or name}")
     value = getattr(module, name) if room else module

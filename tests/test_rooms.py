@@ -27,7 +27,7 @@ WINGS = {
         ("dtypes", "patterns", "flags", "arguments"),
         ("fp8", "casting", "saved_words", "operation_names"),
         ("policy",),
-        ("policy_map",),
+        ("policy_map", "two_calls"),
     ),
     "plan": (
         (

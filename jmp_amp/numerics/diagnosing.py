@@ -46,6 +46,7 @@ from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
+from jmp_amp.policies.two_calls import Waiting, in_two_calls
 from jmp_amp.reports.reading import read_plan
 from jmp_amp.training.gradients import Argnums, find_scaler
 
@@ -53,6 +54,7 @@ from jmp_amp.training.gradients import Argnums, find_scaler
 _Returned = tuple[list[Value], list[Value]]
 
 
+@in_two_calls
 def diagnose(
     fn: AnyFn,
     policy: Policy | PolicyMap | str = "mixed_float16",
@@ -179,7 +181,7 @@ def diagnose(
                 scale = min(float(scaler.value), found.loss_scale)
             return checked(called, found, scale, compile_)
 
-    return diagnosed
+    return Waiting(diagnosed, f"diagnose({name})", "Diagnosis")
 
 
 def _diagnosed(

@@ -170,7 +170,7 @@ def check_measured(name: str, fn: object, argnums: Any) -> None:
             f"{name}({type(fn).__name__}(...)): a linen module holds no parameters, so "
             "it cannot be called. Write a loss function that calls model.apply."
         )
-    check_argnums(argnums, f"{name}(fn, argnums={argnums!r})")
+    check_argnums(argnums, f"{name}(fn, argnums={{}})")
     check_distinct(argnums, f"{name}(fn)")
 
 

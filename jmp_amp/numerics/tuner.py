@@ -46,12 +46,14 @@ from jmp_amp.policies.dtypes import F32, AnyFn, is_half
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
+from jmp_amp.policies.two_calls import Waiting, in_two_calls
 from jmp_amp.reports.reading import read_plan
 from jmp_amp.reports.rows import Equation
 from jmp_amp.training.gradients import Argnums
 from jmp_amp.transform.interpreter import run
 
 
+@in_two_calls
 def tune(
     fn: AnyFn,
     policy: Policy | PolicyMap | str = "mixed_float16",
@@ -141,7 +143,7 @@ def tune(
         with shown(progress) as say:
             return _Tuner(bench, start, others, bound, say).tuning(name)
 
-    return tuned
+    return Waiting(tuned, f"tune({name})", "Tuning")
 
 
 class _Tuner:

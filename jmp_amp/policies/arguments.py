@@ -12,12 +12,17 @@ def written(value: object) -> str:
 
     That is its `repr`; for an array, or what holds arrays, its type alone.
     """
+    return f"<{type_name(value)}>" if holds_arrays(value) else repr(value)
+
+
+def holds_arrays(value: object) -> bool:
+    """Whether a value is an array or a tree of arrays, as batches are."""
     try:
         leaves = jax.tree.leaves(value)
     except (TypeError, ValueError):  # a dictionary whose keys have no order
         leaves = []
-    holds_arrays = any(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
-    return f"<{type_name(value)}>" if holds_arrays else repr(value)
+    kinds = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+    return any(isinstance(leaf, kinds) for leaf in leaves)
 
 
 def type_name(value: object) -> str:

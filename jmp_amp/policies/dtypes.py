@@ -142,7 +142,10 @@ def floating_dtype(dtype: DTypeLike, call: str) -> np.dtype:
     if given is not None and not jnp.issubdtype(given, jnp.floating):
         raise TypeError(f"{call}: {given.name} is not a floating dtype. {advice()}")
     if is_text:
-        raise ValueError(f"{call}: unknown dtype {dtype!r}. {advice()}")
+        hint = ""
+        if re.fullmatch(r"mixed_b?float16|fp8|.*=.*", dtype.strip().lower()):
+            hint = f" It is the text of a policy: amp.get_policy({dtype!r})."
+        raise ValueError(f"{call}: unknown dtype {dtype!r}.{hint} {advice()}")
     fact = "that is not a dtype" if given is None else f"JAX has no {given.name}"
     raise TypeError(f"{call}: {fact}. {advice()}")
 

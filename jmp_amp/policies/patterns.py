@@ -252,10 +252,39 @@ def advice_on(pattern: Pattern, seen: Mapping[tuple[str, ...], type]) -> str:
     if not paths:
         return 'Only the outermost module was called; its path is "".'
     text = text_of(pattern)
+    if isinstance(pattern, str) and (slip := _slip(pattern, seen, paths)):
+        return slip
     close = difflib.get_close_matches(text or "", paths, n=1, cutoff=0)
     if text is not None and close:
         return f"The closest path of a module called is {close[0]!r}."
     return f"The paths of the modules called are {', '.join(map(repr, paths[:10]))}."
+
+
+def _slip(glob: str, seen: Mapping[tuple[str, ...], type], paths: list[str]) -> str:
+    """Returns what to write in place of a class's name, or of dots; "" if neither."""
+    name = re.split(r"[./]", glob)[-1]
+    for cls in seen.values():
+        if cls.__name__ == name:
+            return (
+                f"{name} is a class: give the class itself, such as {_module_of(cls)}."
+                f"{name}, and not its name. Globs are of paths, such as {paths[0]!r}."
+            )
+    slashed = glob.replace(".", "/")
+    if slashed != glob:
+        close = difflib.get_close_matches(slashed, paths, n=1, cutoff=0)
+        return (
+            f"The names of a path are joined by '/'. The closest path of a module "
+            f"called is {close[0]!r}."
+        )
+    return ""
+
+
+def _module_of(cls: type) -> str:
+    """Returns how a file imports what has the class: `nn`, `nnx`, `my_model`."""
+    for library, short in ((nn, "nn"), (nnx, "nnx")):
+        if getattr(library, cls.__name__, None) is cls:
+            return short
+    return cls.__module__
 
 
 def _of_the_other_library(pattern: type, seen: Iterable[type]) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from flax import linen as nn
 
-from jmp_amp.policies.arguments import warn, written
+from jmp_amp.policies.arguments import holds_arrays, warn, written
 from jmp_amp.policies.dtypes import is_castable
 from jmp_amp.policies.patterns import (
     ModuleInfo,
@@ -370,6 +370,9 @@ def _computable(policy: object, call: str) -> Policy:
             hint = f" As a recipe: amp.recipe({policy!r}).autocast(fn), or its policy."
         elif hasattr(policy, "policy"):
             hint = " Of a recipe, give recipe.policy, or use recipe.autocast(fn)."
+        elif holds_arrays(policy) and "(fn, " in call:
+            first = f"{call.partition(',')[0]}, policy)"
+            hint = f" What fn is called with goes into a second call: {first}(*args)."
         raise type(error)(f"{call}: {error}{hint}") from None
     if not is_castable(policy.compute_dtype):
         raise ValueError(

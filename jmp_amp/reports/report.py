@@ -14,6 +14,7 @@ from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.patterns import matches_path
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
+from jmp_amp.policies.two_calls import Waiting, in_two_calls
 from jmp_amp.reports import plain_data, report_tables, rows, tables
 from jmp_amp.reports.askers import by_asker
 from jmp_amp.reports.reading import inputs_of, read_plan, read_saved
@@ -433,6 +434,7 @@ def _equation(row: Mapping[str, Any]) -> Equation:
     return Equation(**{**row, "shapes": shapes, "casts": casts})
 
 
+@in_two_calls
 def explain(
     fn: AnyFn,
     policy: Policy | PolicyMap | str = "mixed_bfloat16",
@@ -489,12 +491,9 @@ def explain(
         decided = {e.decided_by for e in equations if e.from_policy}
         chosen = [policies.default, *(each for _, each in policies.entries)]
         asked = {each.compute_dtype for each in chosen}
-        gains = any(e.reason in cpu_products.REASONS for e in equations)
-        own = any(
-            e.reason not in cpu_products.REASONS
-            and (e.is_in_half or e.matmuls_in_half > 0)
-            for e in equations
-        )
+        others = [e for e in equations if e.reason not in cpu_products.REASONS]
+        gains = len(others) < len(equations)
+        own = any(e.is_in_half or e.matmuls_in_half > 0 for e in others)
         named = {n for each in chosen for n in (*each.low, *each.full, *each.follow)}
         return Report(
             function=name,
@@ -510,4 +509,4 @@ def explain(
             _program=program,
         )
 
-    return explained
+    return Waiting(explained, f"explain({name})", "Report")

@@ -11,6 +11,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -24,10 +25,9 @@ from jmp_amp.training.digits import (
 from jmp_amp.training.low_precision import LowPrecisionState
 from jmp_amp.training.overwritten import is_overwritten
 from jmp_amp.training.state_codes import CODES, decoded, encoded_like, is_code
-from jmp_amp.training.states import LossScaleState
+from jmp_amp.training.states import LossScaleState, read_without_target
 from jmp_amp.training.structures import (
     first_difference,
-    key_paths,
     leaves_by_path,
     nodes_of,
 )
@@ -160,7 +160,9 @@ def import_opt_state(opt_state: Tree, exported: PyTree) -> Tree:
     """
     own, given = export_opt_state(opt_state), exported
     if jax.tree.structure(own) != jax.tree.structure(given):
-        where = first_difference(key_paths(given), key_paths(own))
+        if isinstance(given, dict | list) and not isinstance(own, dict | list):
+            raise ValueError(f"import_opt_state: {read_without_target(given)}")
+        where = first_difference(_places(given), _places(own))
         raise ValueError(
             "import_opt_state: the state is not one of this optimizer; first "
             f"difference at {where}. Give the state of the optimizer that the wrappers "
@@ -175,6 +177,15 @@ def import_opt_state(opt_state: Tree, exported: PyTree) -> Tree:
                 "state for the same parameters, with its moments in float32."
             )
     return _filled(opt_state, iter(jax.tree.leaves(given)))
+
+
+def _places(state: PyTree) -> list[str]:
+    """Returns the key path of each leaf, and of each state that has none."""
+    places = leaves_by_path(state, lambda node: isinstance(node, optax.EmptyState))
+    return [
+        f"{path} (EmptyState)" if isinstance(node, optax.EmptyState) else path
+        for path, node in places
+    ]
 
 
 def _filled(opt_state: PyTree, leaves: Iterator[PyTree]) -> PyTree:

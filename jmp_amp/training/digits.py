@@ -29,6 +29,7 @@ from jmp_amp.training.structures import (
     is_half_parameter,
     key_paths,
     leaves_by_path,
+    nodes_at,
     nodes_of,
 )
 
@@ -186,15 +187,14 @@ def warn_of_chain(opt_state: PyTree, call: str) -> None:
         # The state of a chain is a tuple, and nothing more.
         return type(node) is tuple and bool(nodes_of(node[:-1], WEIGHT_STATES))
 
-    for _, node in leaves_by_path(opt_state, is_chain):
-        if is_chain(node):
-            _, found = nodes_of(node[:-1], WEIGHT_STATES)[0]
-            warn(
-                f"{call}: in an optax.chain something comes after the transformation "
-                f"of {type(found).__name__} and changes its updates, so that "
-                "parameters miss the numbers that it keeps, in each step. Put the "
-                "whole chain inside: with_master_weights(optax.chain(...))."
-            )
+    for _, node in nodes_at(opt_state, is_chain):
+        _, found = nodes_of(node[:-1], WEIGHT_STATES)[0]
+        warn(
+            f"{call}: in an optax.chain something comes after the transformation of "
+            f"{type(found).__name__} and changes its updates, so that parameters miss "
+            "the numbers that it keeps, in each step. Put the whole chain inside: "
+            "with_master_weights(optax.chain(...))."
+        )
 
 
 def first_values(params: PyTree, init_from: PyTree | None, call: str) -> PyTree:

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jmp_amp.policies.arguments import warn, written
+from jmp_amp.policies.arguments import holds_arrays, warn, written
 from jmp_amp.policies.dtypes import F16, AnyFn, PyTree, is_half
 from jmp_amp.policies.flags import checked_flag
+from jmp_amp.policies.two_calls import in_two_calls
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.overwritten import map_not_overwritten
-from jmp_amp.training.states import find_loss_scale
+from jmp_amp.training.states import SCALES, find_loss_scale
 from jmp_amp.training.structures import is_half_parameter, nodes_of
 from jmp_amp.training.trainable import promote_gradient, promote_half
 from jmp_amp.transform.widened import held_in_f32, through_trees
@@ -26,6 +27,7 @@ from jmp_amp.transform.widened import held_in_f32, through_trees
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 
 
+@in_two_calls
 def value_and_grad(
     fn: AnyFn,
     argnums: Argnums = 0,
@@ -94,6 +96,7 @@ def value_and_grad(
     )
 
 
+@in_two_calls
 def grad(
     fn: AnyFn,
     argnums: Argnums = 0,
@@ -134,7 +137,7 @@ def _differentiated(
             "lambda params: loss(params, batch)."
         )
     call = f"{name}({_name(fn)})"
-    check_argnums(argnums, f"{name}({_name(fn)}, argnums={argnums!r})")
+    check_argnums(argnums, f"{name}({_name(fn)}, argnums={{}})")
     options = dict(holomorphic=holomorphic, allow_int=allow_int)
     for key, flag in {"has_aux": has_aux, **options}.items():
         checked_flag(flag, f"{name}({_name(fn)}, {key}={{}})")
@@ -145,6 +148,7 @@ def _differentiated(
         *args: PyTree, loss_scale: PyTree = None, **kwargs: PyTree
     ) -> PyTree:
         scaler = find_scaler(loss_scale, call)
+        _check_bound(signature, args, kwargs, call)
 
         def scaled(*args: PyTree, **kwargs: PyTree) -> PyTree:
             loss, aux = _checked(fn(*args, **kwargs), call, has_aux, holomorphic)
@@ -163,6 +167,24 @@ def _differentiated(
     if signature is not None:
         differentiated.__signature__ = signature  # pyright: ignore
     return differentiated
+
+
+def _check_bound(
+    signature: inspect.Signature | None,
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+    call: str,
+) -> None:
+    """Raises if a loss scale takes a place that `fn` does not have."""
+    if signature is None or not args or not nodes_of(args[-1], SCALES):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{call}(...): {error}. The last one holds a loss scale, which is given by "
+            f"its name: {call}(*args, loss_scale=state)."
+        ) from None
 
 
 def _value_and_grad(
@@ -242,7 +264,7 @@ def _is_array(leaf: PyTree) -> bool:
 
 
 def check_argnums(argnums: object, call: str) -> None:
-    """Raises if `argnums` are not positions."""
+    """Raises if `argnums` are not positions; `call` has `{}` for them."""
     positions: Sequence[object] = [argnums]
     if isinstance(argnums, Sequence) and not isinstance(argnums, str):
         positions = argnums
@@ -250,10 +272,15 @@ def check_argnums(argnums: object, call: str) -> None:
     if not positions or not all(
         isinstance(each, kinds) and not isinstance(each, bool) for each in positions
     ):
-        raise TypeError(
-            f"{call}: not the position of an argument. Use an int, or several in a "
-            "tuple; an argument that is given by name has no position."
+        remedy = (
+            "Use an int, or several in a tuple; an argument that is given by name has "
+            "no position."
         )
+        if holds_arrays(argnums):
+            first = call.partition(",")[0]
+            remedy = f"What fn is called with goes into a second call: {first})(*args)."
+        call = call.replace("{}", written(argnums))
+        raise TypeError(f"{call}: not the position of an argument. {remedy}")
 
 
 def _signature_with_loss_scale(fn: AnyFn, call: str) -> inspect.Signature | None:

@@ -21,12 +21,13 @@ from jmp_amp.training.finite import all_finite, check_mapped, checked_axes
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.reading import Reader, only_read
 from jmp_amp.training.skipping import update_or_keep
-from jmp_amp.training.states import LossScaleState
+from jmp_amp.training.states import LossScaleState, read_without_target
 from jmp_amp.training.structures import (
     TreeStructure,
     check_gradients,
     check_half,
     nodes_of,
+    telling_foreign_states,
 )
 from jmp_amp.training.trainable import (
     owned,
@@ -168,14 +169,16 @@ def with_loss_scale(
         stores = bool(nodes_of(state.inner_state, WEIGHT_STATES))
         if stores and params is not None:
             check_half(params, state.structure, call)
-        proposed, inner_state = update_or_keep(
-            finite,
-            lambda inner_state: transformation.update(
-                gradients, inner_state, trained, **extra_args
-            ),
-            state.inner_state,
-            "with_loss_scale: inner changed the type of its state",
-        )
+        seen = gradients if trained is None else trained
+        with telling_foreign_states(transformation.init, seen, state.inner_state, call):
+            proposed, inner_state = update_or_keep(
+                finite,
+                lambda inner_state: transformation.update(
+                    gradients, inner_state, trained, **extra_args
+                ),
+                state.inner_state,
+                "with_loss_scale: inner changed the type of its state",
+            )
         # Updates that land on a half-precision number are not to be rounded on the way.
         rounded = params is not None and not stores
         proposed = updates_of(proposed, gradients, call)
@@ -186,6 +189,8 @@ def with_loss_scale(
 
 
 def _check_state(state: PyTree) -> None:
+    if isinstance(state, dict | list):
+        raise TypeError(f"with_loss_scale: {read_without_target(state)}")
     if not isinstance(state, LossScaleState):
         raise TypeError(
             f"with_loss_scale: update was given a {type(state).__name__}, the state of "

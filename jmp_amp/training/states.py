@@ -14,7 +14,12 @@ from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.training.digits import warn_of_chain
 from jmp_amp.training.finite import choose, is_inexact
 from jmp_amp.training.loss_scale import LossScale
-from jmp_amp.training.structures import TreeStructure, leaves_by_path, nodes_of
+from jmp_amp.training.structures import (
+    TreeStructure,
+    leaves_by_path,
+    nodes_at,
+    nodes_of,
+)
 
 
 class LossScaleState(NamedTuple):
@@ -39,7 +44,7 @@ class LossScaleState(NamedTuple):
     structure: TreeStructure
 
 
-_SCALES = (LossScaleState, LossScale)
+SCALES = (LossScaleState, LossScale)
 
 
 def loss_scale_of(opt_state: PyTree) -> LossScale:
@@ -246,8 +251,7 @@ def _with_scales_of(new: PyTree, old: PyTree) -> PyTree:
     To a scale that was taken back the overflow has never been: it would not back off,
     and every further step would be skipped.
     """
-    nodes = (node for _, node in leaves_by_path(new, _is_scale))
-    scales = filter(_is_scale, nodes)
+    scales = iter([node for _, node in nodes_at(new, _is_scale)])
 
     def scaled(node: PyTree) -> PyTree:
         if not _is_scale(node):
@@ -267,13 +271,13 @@ def _is_scale(node: object) -> bool:
     """Returns whether a node is a loss scale, or its state as nnx and flax write it."""
     names = set(node) if isinstance(node, Mapping) else set()
     is_written = names >= set(LossScaleState._fields) - {"inner_state", "structure"}
-    return is_written or isinstance(node, _SCALES)
+    return is_written or isinstance(node, SCALES)
 
 
 def _paths_of_scales(module: nnx.Module) -> set[tuple[object, ...]]:
     """Returns the paths of what `_with_scales_of` replaces in the state of a module."""
     nodes = [(path, node) for path, node in nnx.iter_graph(module)]
-    scales = [(path, node) for path, node in nodes if isinstance(node, _SCALES)]
+    scales = [(path, node) for path, node in nodes if isinstance(node, SCALES)]
     return {
         path
         for path, _ in nodes
@@ -299,10 +303,21 @@ def find_counters(tree: PyTree, call: str) -> LossScaleState:
     return nnx.as_pure(found._replace(inner_state=()))
 
 
+def read_without_target(tree: PyTree) -> str:
+    """Returns what to do about a state that is dictionaries and lists, in words."""
+    return (
+        f"this {type(tree).__name__} has the data of a state and not its types, as a "
+        "checkpoint has that was read without a target. Restore it with "
+        "target=tx.init(params)."
+    )
+
+
 def _only_node(tree: PyTree, call: str, kinds: tuple[type, ...]) -> PyTree:
     """Returns the one node of `tree` that holds a loss scale."""
     warn_of_chain(tree, call)
     found = nodes_of(tree, kinds)
+    if not found and nodes_at(tree, _is_scale):
+        raise ValueError(f"{call}: {read_without_target(tree)}")
     if not found:
         raise ValueError(
             f"{call}: there is no loss scale in this {type(tree).__name__}. Wrap the "

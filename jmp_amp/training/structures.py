@@ -1,7 +1,8 @@
 """The key paths of a tree, and where two trees differ."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 import jax
@@ -35,8 +36,15 @@ def nodes_of(tree: PyTree, kinds: type | tuple[type, ...]) -> list[tuple[str, Py
 
     The inside of such a node is not searched.
     """
-    nodes = leaves_by_path(tree, lambda node: isinstance(node, kinds))
-    return [(path, node) for path, node in nodes if isinstance(node, kinds)]
+    return nodes_at(tree, lambda node: isinstance(node, kinds))
+
+
+def nodes_at(
+    tree: PyTree, is_wanted: Callable[[object], bool]
+) -> list[tuple[str, PyTree]]:
+    """Returns the key paths and nodes of `tree` that are wanted, likewise."""
+    nodes = leaves_by_path(tree, is_wanted)
+    return [(path, node) for path, node in nodes if is_wanted(node)]
 
 
 def first_difference(a: Sequence[str], b: Sequence[str]) -> str:
@@ -181,6 +189,43 @@ def _remedy(params: PyTree | None) -> str:
             "of one: wrap the optimizer inside of it, optax.lookahead(wrapped, ...)."
         )
     return "Differentiate with respect to the tree that init was given."
+
+
+@contextlib.contextmanager
+def telling_foreign_states(
+    init: Callable[[PyTree], PyTree], params: PyTree, state: PyTree, call: str
+) -> Iterator[None]:
+    """While an optimizer runs inside, its error becomes a TypeError about its state.
+
+    If `state` is not made of the states that `init` makes; else the error stays.
+    """
+    try:
+        yield
+    except Exception as error:
+        given = own = list(_states_in(state))
+        with contextlib.suppress(Exception):
+            own = list(_states_in(jax.eval_shape(init, params)))
+        if given == own:
+            raise
+        found, wanted = (", ".join(dict.fromkeys(each)) for each in (given, own))
+        raise TypeError(
+            f"{call}: update was given the state of another optimizer: "
+            f"{found or 'none'} in place of {wanted or 'none'}. Begin with "
+            "tx.init(params) of this one."
+        ) from error
+
+
+def _states_in(tree: PyTree) -> Iterator[str]:
+    """Yields the names of the states in a state, the outer ones first."""
+
+    def is_state(node: object) -> bool:
+        named = isinstance(node, tuple) and hasattr(node, "_fields")
+        return named and not isinstance(node, optax.MaskedNode)
+
+    for _, node in nodes_at(tree, is_state):
+        yield type(node).__name__
+        for each in node:
+            yield from _states_in(each)
 
 
 def check_half(params: PyTree, structure: TreeStructure, call: str) -> None:

@@ -28,13 +28,14 @@ from jmp_amp.training.digits import (
     first_values,
 )
 from jmp_amp.training.rounding import key_parts, random_seeds
-from jmp_amp.training.states import LossScaleState
+from jmp_amp.training.states import LossScaleState, read_without_target
 from jmp_amp.training.structures import (
     TreeStructure,
     check_gradients,
     check_half,
     is_half_parameter,
     nodes_of,
+    telling_foreign_states,
 )
 from jmp_amp.training.trainable import (
     owned,
@@ -279,12 +280,11 @@ def _updating(
             for leaf, half in zip(leaves, halves, strict=True)
         )
         trained = taking_part(updates, promote_gradient)
-        proposed, inner_state = transformation.update(
-            trained,
-            state.inner_state,
-            taking_part(values),
-            **extra_args,
-        )
+        seen = taking_part(values)
+        with telling_foreign_states(transformation.init, seen, state.inner_state, call):
+            proposed, inner_state = transformation.update(
+                trained, state.inner_state, seen, **extra_args
+            )
         remaining = iter(updates_of(proposed, trained, call))
         gradients, structure = jax.tree_util.tree_flatten_with_path(updates)
         chosen, kept = [], []
@@ -323,6 +323,8 @@ def _halves(
 def _check_arguments(
     state: PyTree, kind: type[WeightState], params: PyTree | None, call: str
 ) -> None:
+    if isinstance(state, dict | list):
+        raise TypeError(f"{call}: {read_without_target(state)}")
     if not isinstance(state, kind):
         raise TypeError(
             f"{call}: update was given a {type(state).__name__}, the state of another "
@@ -340,6 +342,12 @@ def _inner_state(
     transformation: optax.GradientTransformation, params: PyTree, call: str
 ) -> PyTree:
     inner_state = transformation.init(taking_part(params))
+    if nodes_of(inner_state, LossScaleState) and nodes_of(inner_state, WEIGHT_STATES):
+        raise ValueError(
+            f"{call}: the optimizer it was given holds a loss scale, and stores "
+            "half-precision parameters already: it has been wrapped before, by "
+            "recipe.wrap or by hand. Wrap once, around the whole chain."
+        )
     if found := nodes_of(inner_state, WEIGHT_STATES):
         raise ValueError(
             f"{call}: the optimizer it was given has a {type(found[0][1]).__name__} "

@@ -24,6 +24,7 @@ from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
+from jmp_amp.policies.two_calls import in_two_calls
 from jmp_amp.transform import linen_modules, scopes
 from jmp_amp.transform.blocks import Run, run_block
 from jmp_amp.transform.derivatives import planned_rule
@@ -53,6 +54,7 @@ def autocast(
     enabled: bool = ...,
     target: str | None = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+@in_two_calls
 def autocast(
     fn: AnyFn | None = None,
     policy: Policies = "mixed_bfloat16",

@@ -791,8 +791,8 @@ def test_equal_maps_share_no_memory():
 
 
 def test_maps_that_are_gone_leave_nothing_behind():
-    made = [amp.PolicyMap(BF16, {f"gone_{i}": F32}) for i in range(5)]
-    equal = [amp.PolicyMap(BF16, {"**/gone": F32}) for _ in range(5)]
+    made = [amp.PolicyMap("bf16", {f"gone_{i}": F32}) for i in range(5)]
+    equal = [amp.PolicyMap("bf16", {"**/gone": F32}) for _ in range(5)]
     for policies in made:
         assert len(warned(amp.cast_params, VARIABLES, policies)) == 1
     for policies in equal:
