@@ -12,7 +12,7 @@ from jmp_amp.numerics import diagnosis_tables, eight_bits
 from jmp_amp.numerics.eight_bits import EightBits
 from jmp_amp.numerics.sites import Gradient, Numbers, Site, added_up, or_infinite
 from jmp_amp.policies.dtypes import PyTree
-from jmp_amp.policies.patterns import matches_path
+from jmp_amp.policies.patterns import paths_matching
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.reports import plain_data, tables
 
@@ -150,7 +150,8 @@ class Diagnosis:
           2 of 2 sites
         """
         _check_drill_down(module, width)
-        chosen = [site for site in self.sites if matches_path(site.module, module)]
+        known = paths_matching((site.module for site in self.sites), module)
+        chosen = [site for site in self.sites if site.module in known]
         heading = f"{len(chosen)} of {len(self.sites)} sites"
         if not chosen:
             paths = ", ".join(path or '""' for path in self.modules)

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 from flax import linen as nn
@@ -84,6 +84,51 @@ def is_optional(pattern: Pattern) -> bool:
 def matches_path(path: str, glob: str) -> bool:
     """Whether a glob matches the whole of a path; `**` stands for any names."""
     return _matches_names(_names(path), _names(glob))
+
+
+def paths_matching(paths: Iterable[str], glob: str) -> set[str]:
+    """Returns the paths of a report that a glob matches.
+
+    Reports begin a path with the class of the outermost module, and with the functions
+    that are jitted around it; a glob need not.
+    """
+    names, left = _names(glob), [(path, _names(path)) for path in paths]
+    found = {path for path, each in left if _matches_names(each, names)}
+    while glob and left and not found:
+        left = [(path, each[1:]) for path, each in left if len(each) > 1]
+        found = {path for path, each in left if _matches_names(each, names)}
+    return found
+
+
+# Returns the names of a glob without those that lead to the outermost module, as they
+# are in the paths of a report; None if it has no such names.
+Inside = Callable[[Sequence[str]], Sequence[str] | None]
+
+
+def inside_of(root: str) -> Inside:
+    """Returns the `Inside` for an outermost module of that name, or of that class."""
+
+    def inside(names: Sequence[str]) -> Sequence[str] | None:
+        # A report tells the method too: `Outer.encode/embed.attend`.
+        plain = [name.partition(".")[0] for name in names]
+        return plain[plain.index(root) + 1 :] if root in plain else None
+
+    return inside
+
+
+def inside_of_tree(outer: Collection[str]) -> Inside:
+    """Returns the `Inside` for a tree of parameters, by its outer names."""
+
+    def inside(names: Sequence[str]) -> Sequence[str] | None:
+        for number, name in enumerate(names[:-1]):
+            if name in outer or re.search(r"[*?[]", name):
+                return None
+            # Not a name that linen gives: `Dense_0`.
+            if re.fullmatch(r"[A-Z]\w*(?<!\d)", name):
+                return inside_of(name)(names[number:])
+        return None
+
+    return inside
 
 
 def _names(text: str) -> list[str]:
@@ -178,12 +223,16 @@ def _glob(glob: str) -> str:
     return glob
 
 
-def matches(pattern: Pattern, info: ModuleInfo) -> bool:
-    """Whether a pattern is for a module."""
+def matches(pattern: Pattern, info: ModuleInfo, inside: Inside | None = None) -> bool:
+    """Whether a pattern is for a module; `inside` reads globs as reports print them."""
     if isinstance(pattern, type):
         return issubclass(info.cls, pattern)
     if isinstance(pattern, str):
-        return _matches_names(info.path, _names(pattern))
+        names = _names(pattern)
+        if inside is None or _matches_names(info.path, names):
+            return _matches_names(info.path, names)
+        found = inside(names)
+        return found is not None and _matches_names(info.path, found)
     if isinstance(pattern, re.Pattern):
         return pattern.fullmatch("/".join(info.path)) is not None
     return bool(pattern(info))

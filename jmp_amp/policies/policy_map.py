@@ -16,6 +16,7 @@ from flax import linen as nn
 from jmp_amp.policies.arguments import holds_arrays, warn, written
 from jmp_amp.policies.dtypes import is_castable
 from jmp_amp.policies.patterns import (
+    Inside,
     ModuleInfo,
     Pattern,
     advice_on,
@@ -46,7 +47,8 @@ class PolicyMap:
     * a glob of the whole path, `"encoder/layers_*/attn"`: `*` and `?` and `[0-3]` stay
       inside one name, `**` stands for any number of names, so that `"**/head"` matches
       a `head` at the top too, and `"encoder/**"` the encoder and all that is in it;
-      `""` is the outermost module;
+      `""` is the outermost module; a path as a report prints it, with the outermost
+      module in front, `"Encoder/layers_0/attn"`, is understood too;
     * a `re.Pattern`, which has to match the whole path, `blocks/0/attn`;
     * a function of a `ModuleInfo` that returns whether it matches.
 
@@ -273,17 +275,29 @@ def _parse(text: str, call: str) -> PolicyMap:
         raise type(error)(f"{call}: {error}") from None
 
 
-def matching(policies: PolicyMap, info: ModuleInfo) -> list[int]:
-    """Returns the numbers of the entries that match a module, the strongest last."""
-    entries = enumerate(policies.entries)
-    found = [number for number, (pattern, _) in entries if matches(pattern, info)]
+def matching(
+    policies: PolicyMap, info: ModuleInfo, inside: Inside | None = None
+) -> list[int]:
+    """Returns the numbers of the entries that match a module, the strongest last.
+
+    `inside` reads globs that begin with the outermost module, as reports print paths.
+    """
+    found = [
+        number
+        for number, (pattern, _) in enumerate(policies.entries)
+        if matches(pattern, info, inside)
+    ]
     policies._memory.matched.update(found)
     policies._memory.seen[info.path] = info.cls
     return found
 
 
 def matching_nearest(
-    policies: PolicyMap, info: ModuleInfo, around: Sequence[type] = (), start: int = 0
+    policies: PolicyMap,
+    info: ModuleInfo,
+    around: Sequence[type] = (),
+    start: int = 0,
+    inside: Inside | None = None,
 ) -> list[int]:
     """Returns the numbers of the entries of a module and of the modules around it.
 
@@ -294,8 +308,8 @@ def matching_nearest(
     for end in range(start, len(info.path)):
         cls = around[end] if end < len(around) else nn.Module
         name = info.path[end - 1] if end else None
-        found += matching(policies, ModuleInfo(info.path[:end], cls, name))
-    return found + matching(policies, info)
+        found += matching(policies, ModuleInfo(info.path[:end], cls, name), inside)
+    return found + matching(policies, info, inside)
 
 
 def unmatched(policies: PolicyMap) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any
 from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
 from jmp_amp.plan.rewrites import cpu_products
 from jmp_amp.policies.dtypes import AnyFn
-from jmp_amp.policies.patterns import matches_path
+from jmp_amp.policies.patterns import paths_matching
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.policies.two_calls import Waiting, in_two_calls
@@ -251,7 +251,8 @@ class Report:
                 f"Report.drill_down(width={width!r}): no table is so narrow. Use a "
                 "width such as 140."
             )
-        chosen = [e for e in self.equations if matches_path(e.module, module)]
+        known = paths_matching(self.modules, module)
+        chosen = [e for e in self.equations if e.module in known]
         heading = f"{len(chosen)} of {len(self.equations)} equations"
         if not chosen:
             paths = ", ".join(path or '""' for path in self.modules)

@@ -19,7 +19,13 @@ from jmp_amp.policies.dtypes import (
     short_name,
 )
 from jmp_amp.policies.flags import checked_flag
-from jmp_amp.policies.patterns import ModuleInfo, is_norm
+from jmp_amp.policies.patterns import (
+    Inside,
+    ModuleInfo,
+    inside_of,
+    inside_of_tree,
+    is_norm,
+)
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import (
     PolicyMap,
@@ -102,11 +108,11 @@ def cast_params(
         )
     if isinstance(params, nnx.Module):
         copy = nnx.clone(params)
-        modules = _modules_of(copy)
+        modules, inside = _modules_of(copy), inside_of(type(copy).__name__)
         for path, variable in nnx.iter_graph(copy):
             if isinstance(variable, nnx.Param):
                 module = tuple(map(str, path[:-1]))
-                dtype = _dtype_of(module, modules, policies, keep_norms)
+                dtype = _dtype_of(module, modules, policies, keep_norms, inside)
                 variable.set_raw_value(_cast(variable.get_raw_value(), dtype))
         warn_of_unmatched(policies)
         _warn_of_f32(policies)
@@ -119,7 +125,9 @@ def cast_params(
     # linen's variables hold a collection of parameters among others.
     is_collections = isinstance(params, Mapping) and "params" in params
     modules = _modules_in([_path(keys, is_collections) for keys, _ in leaves], policies)
+    inside = inside_of_tree({name for path in modules for name in path[:1]})
     if model is not None:
+        inside = inside_of(type(model).__name__)
         modules |= _modules_of(model, params if is_collections else {"params": params})
 
     def leaf_in_its_dtype(keys: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
@@ -127,7 +135,7 @@ def cast_params(
         if other or is_overwritten(keys):
             return leaf
         path = _path(keys, is_collections)[:-1]
-        dtype = _dtype_of(path, modules, policies, keep_norms)
+        dtype = _dtype_of(path, modules, policies, keep_norms, inside)
         if not isinstance(leaf, nnx.Variable):
             return _cast(leaf, dtype)
         if not isinstance(leaf, nnx.Param):
@@ -170,13 +178,18 @@ _Modules = dict[tuple[str, ...], _Module]
 
 
 def _dtype_of(
-    path: tuple[str, ...], modules: _Modules, policies: PolicyMap, keep_norms: bool
+    path: tuple[str, ...],
+    modules: _Modules,
+    policies: PolicyMap,
+    keep_norms: bool,
+    inside: Inside,
 ) -> np.dtype:
     """Returns the dtype of the parameters of the module at `path`."""
     unknown = _Module(nn.Module, False)
     *around, module = (modules.get(path[:n], unknown) for n in range(len(path) + 1))
     info = ModuleInfo(path, module.cls, path[-1] if path else None)
-    found = matching_nearest(policies, info, [each.cls for each in around])
+    classes = [each.cls for each in around]
+    found = matching_nearest(policies, info, classes, inside=inside)
     entry = policies.entries[found[-1]] if found else (None, policies.default)
     literal = is_norm(entry[0])
     return (

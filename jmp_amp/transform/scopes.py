@@ -22,7 +22,7 @@ from flax import nnx
 from jmp_amp.plan.program.cpu_target import Cpu
 from jmp_amp.plan.program.regions import scope
 from jmp_amp.policies.dtypes import F32
-from jmp_amp.policies.patterns import ModuleInfo, is_norm
+from jmp_amp.policies.patterns import ModuleInfo, inside_of, is_norm
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, matching, matching_nearest
 
@@ -43,6 +43,7 @@ class Active(NamedTuple):
       depth: the number of autocasts around this one.
       notes_modules: whether name scopes say which module runs, see `module_of`.
       cpu: the CPU that the plan is for; None for a GPU or a TPU.
+      root: the name or the class of the outermost module that is running, likewise.
     """
 
     policy: Policy
@@ -53,6 +54,7 @@ class Active(NamedTuple):
     depth: int = 0
     notes_modules: bool = False
     cpu: Cpu | None = None
+    root: str = ""
 
     @property
     def tells_paths(self) -> bool:
@@ -208,7 +210,9 @@ def module_scope(
     info = info._replace(path=found.base + info.path)
     policy, names_norm, matched = own, False, []
     if found.policies.entries:
-        matched = _matching(found.policies, info, around)
+        if found.tells_paths and not info.path:
+            found = found._replace(root=info.name or info.cls.__name__)
+        matched = _matching(found, info, around)
         if own is None and matched:
             pattern, policy = found.policies.entries[matched[-1]]
             names_norm = is_norm(pattern)
@@ -241,19 +245,17 @@ def module_scope(
         yield
 
 
-def _matching(
-    policies: PolicyMap, info: ModuleInfo, around: tuple[type, ...]
-) -> list[int]:
+def _matching(found: Active, info: ModuleInfo, around: tuple[type, ...]) -> list[int]:
     """Returns the entries of a module, and of the modules around it that do not run.
 
     A module that runs has passed its policy on already. Others may never be called:
     `self.encoder.layers[0]` may be called by the module that holds the encoder.
     """
-    outer = running()
+    outer, inside = running(), inside_of(found.root)
     if outer is not None and info.path[: len(outer)] != outer:
-        return matching(policies, info)
+        return matching(found.policies, info, inside)
     start = 0 if outer is None else len(outer) + 1
-    return matching_nearest(policies, info, around, start)
+    return matching_nearest(found.policies, info, around, start, inside)
 
 
 def _noted(matched: Sequence[int], depth: int) -> str:
