@@ -131,6 +131,7 @@ def test_values_are_those_of_numpy_rounded_once(policy):
     np.testing.assert_array_equal(np.asarray(kernel), expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*the parameters of this policy are f32")
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 def test_a_policy_with_float32_parameters_changes_nothing(policy):
     found = amp.cast_params(VARIABLES, policy)
