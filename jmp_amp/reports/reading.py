@@ -39,6 +39,7 @@ from jmp_amp.reports.costs import (
     saved_for_backward,
     turns_of,
 )
+from jmp_amp.reports.formats import in_words_of
 from jmp_amp.reports.opaque import reason_of
 from jmp_amp.reports.rows import Cast, Equation, Kept, Saved
 from jmp_amp.transform.interpreter import run
@@ -78,7 +79,7 @@ def read_plan(call: PlannedCall) -> tuple[Equation, ...]:
                 casts=tuple(returned),
             )
         )
-    return tuple(found)
+    return in_words_of(found, plan, call.policies)
 
 
 def inputs_of(call: PlannedCall) -> tuple[np.dtype | None, ...]:
@@ -298,11 +299,10 @@ class _Reader(Walk[_Slot]):
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[_Slot]]
     ) -> list[_Slot]:
         read()
-        casts: list[Cast] = []
         quantisations, self.quantisations = self.quantisations, 0
         operands = self._noted("operand")
         # A cast of the program's own is not one that the plan inserts.
-        casts += [] if jaxprs.is_conversion(eqn) else operands
+        casts = [] if jaxprs.is_conversion(eqn) else operands
         slots = []
         for var, made, kept in zip(
             eqn.outvars, planned.yields, planned.writes, strict=True

@@ -15,6 +15,7 @@ from jmp_amp.plan.tables.operations import OPERATIONS, OpClass
 from jmp_amp.policies.dtypes import F32, short_name
 from jmp_amp.reports.bit_words import ENDS, MADE, ORIGINS, words_of, words_of_traits
 from jmp_amp.reports.causes import carry_words, causes_of, pin_id
+from jmp_amp.reports.formats import forms_of
 from jmp_amp.reports.overruling import how_to_overrule
 from jmp_amp.reports.rows import Equation
 from jmp_amp.reports.tables import shape_text
@@ -53,7 +54,10 @@ class Why:
         head = f"Equation {at.label}: {', '.join(where)}."
         told = self._of_call if at.planned.bodies else self._of_equation
         lines = [head, *told(at, row), how_to_overrule(row, at.eqn)]
-        return "\n".join(lines)
+        text, reason = "\n".join(lines), at.planned.reason
+        if row.reason in forms_of(reason):
+            text = text.replace(reason, row.reason)
+        return text
 
     def _place(self, identity: str) -> Place:
         first, *way = map(int, identity.split("."))

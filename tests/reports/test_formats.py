@@ -1,0 +1,94 @@
+"""Reasons know the half format of the policy, and norms."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+
+import jmp_amp as amp
+from jmp_amp.plan.tables.operations import GROUPS
+from jmp_amp.plan.tables.rules import FULL_FUNCTIONS
+from jmp_amp.reports.formats import IN_BF16
+
+X, W = jnp.ones((8, 16)), jnp.ones((16, 16))
+MIXED = ("mixed_float16", "mixed_bfloat16")
+
+
+def is_of_f16(reason):
+    return any(word in reason for word in ("f16 ", "65504", "255.9")) or (
+        reason.endswith("f16") and not reason.endswith("bf16")
+    )
+
+
+def without_bf16(reason):
+    return reason.replace("bf16", "")
+
+
+def test_every_reason_of_the_tables_that_is_about_f16_has_a_form_for_bf16():
+    reasons = [group.reason for group in GROUPS] + [*FULL_FUNCTIONS]
+    assert {each for each in reasons if is_of_f16(without_bf16(each))} == {*IN_BF16}
+    assert not any(is_of_f16(without_bf16(each)) for each in IN_BF16.values())
+
+
+def everything(x, w):
+    h = x @ w
+    return (
+        jnp.sum(jnp.exp(h)),
+        jnp.sum(jnp.asinh(h)),
+        jnp.var(h),
+        jnp.mean(optax.l2_loss(h)),
+    )
+
+
+@pytest.mark.parametrize("policy", [*MIXED, "fp8"])
+def test_a_plan_gives_the_reasons_of_its_own_format(policy):
+    report = amp.explain(everything, policy)(X, W)
+    reasons = {each.reason for each in report.equations}
+    wanted, others = [*IN_BF16], [*IN_BF16.values()]
+    if policy != "mixed_float16":
+        wanted, others = others, wanted
+    assert reasons >= {*wanted} and not reasons & {*others}
+
+
+def test_modules_of_two_formats_have_the_reasons_of_each():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.exp(nn.Dense(4)(x)), nn.Dense(4, name="other")(x)
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return [Model(name=name)(x) for name in ("one", "two")]
+
+    model = Outer()
+    params = model.init(jax.random.key(0), X)
+    policy = amp.PolicyMap("mixed_float16", {"two": "mixed_bfloat16"})
+    report = amp.explain(model.apply, policy)(params, X)
+    reasons = {e.module: e.reason for e in report.equations if e.operation == "exp"}
+    assert "f16 has no range" in without_bf16(reasons["Outer/one"])
+    assert "bf16 has no digits" in reasons["Outer/two"]
+
+
+@pytest.mark.parametrize("policy", MIXED)
+def test_a_norm_is_f32_by_itself_and_another_module_by_its_policy(policy):
+    model = nn.Sequential([nn.Dense(16), nn.LayerNorm(), nn.Dense(4), jnp.tanh])
+    params = model.init(jax.random.key(0), X)
+    policy = amp.PolicyMap(policy, {"layers_2": "float32"})
+    report = amp.explain(model.apply, policy)(params, X)
+    reasons = {}
+    for row in report.equations:
+        reasons.setdefault(row.module, set()).add(row.reason)
+    norm = "a norm computes in f32, whatever the policy around it"
+    assert norm in reasons["Sequential/layers_1"]
+    assert "the policy computes in f32" not in reasons["Sequential/layers_1"]
+    assert "the policy computes in f32" in reasons["Sequential/layers_2"]
+    assert norm not in reasons["Sequential/layers_2"]
+
+
+def test_why_has_the_reason_of_the_row():
+    report = amp.explain(everything, "mixed_bfloat16")(X, W)
+    (row,) = (e for e in report.equations if e.operation == "exp")
+    text = report.why(row.identity)
+    assert row.reason in text and not is_of_f16(without_bf16(text))
