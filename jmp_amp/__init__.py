@@ -44,7 +44,6 @@ Example:
 """
 
 import importlib
-import sys
 from typing import TYPE_CHECKING
 
 # For type checkers. At run time a room is imported when one of its names is first used.
@@ -136,6 +135,7 @@ _NAMES = {
     "transform.interpreter": "autocast",
     "transform.markers": "cast_inputs full_precision with_policy",
 }
+__version__ = "0.1.0"
 _ROOMS = {name: room for room, names in _NAMES.items() for name in names.split()}
 __all__ = list(_ROOMS)  # pyright: ignore[reportUnsupportedDunderAll]
 
@@ -154,20 +154,20 @@ _ELSEWHERE = {
 }
 
 
-def __getattr__(name: str) -> object:
-    if name not in _ROOMS:
-        remedy = f". Use {_ELSEWHERE[name]}." if name in _ELSEWHERE else ""
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}{remedy}",
-            name=name,
-            obj=sys.modules[__name__],
-        )
-    room = _ROOMS[name]
-    module = importlib.import_module(f"{__name__}.{room or name}")
-    value = getattr(module, name) if room else module
-    globals()[name] = value
-    return value
+# A type checker that saw it would take every name for one of the package.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _ROOMS:
+            remedy = f". Use {_ELSEWHERE[name]}." if name in _ELSEWHERE else ""
+            told = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(told + remedy)
+        room = _ROOMS[name]
+        module = importlib.import_module(f"{__name__}.{room or name}")
+        value = getattr(module, name) if room else module
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+__all__ = ["diagnose", "explain", "tune"]
+
 _MOST_MODULES = 30
 _HALF, _FULL, _CASTS = "#2a6f97", "#d9a441", "#6c757d"
 _EIGHT = "#013a63"
@@ -229,3 +231,7 @@ def tune(tuning: Tuning) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(tuning.summary, fontsize="small", wrap=True)
     return figure
+
+
+def __dir__() -> list[str]:
+    return __all__

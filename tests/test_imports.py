@@ -80,6 +80,11 @@ assert set(jmp_amp.__all__) <= set(dir(jmp_amp)) and set(jmp_amp.__all__) <= set
     assert fresh(code) == ""
 
 
+def test_what_tab_shows_is_public():
+    assert set(dir(amp)) == {*amp.__all__, "__version__"}
+    assert dir(amp.plots) == ["diagnose", "explain", "tune"]
+
+
 def test_a_name_that_is_not_there_is_told_as_of_any_module():
     with pytest.raises(AttributeError) as raised:
         amp.autocats  # noqa: B018
@@ -110,7 +115,7 @@ def test_a_pickle_reads_in_a_python_that_imported_nothing():
 
 
 def test_type_checkers_read_the_names_that_are_there():
-    (block,) = (n for n in ast.parse(INIT.read_text()).body if isinstance(n, ast.If))
+    block = next(n for n in ast.parse(INIT.read_text()).body if isinstance(n, ast.If))
     assert ast.unparse(block.test) == "TYPE_CHECKING"
     read = {
         alias.name: node.module.removeprefix("jmp_amp").removeprefix(".")

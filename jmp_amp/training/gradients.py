@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ def value_and_grad(
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> AnyFn:
+) -> Callable[..., tuple[Any, Any]]:
     """Returns a function that evaluates `fn` and its gradient under a loss scale.
 
     `jax.value_and_grad` with one more keyword argument on the function it returns,

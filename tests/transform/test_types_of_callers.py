@@ -97,3 +97,15 @@ def test_a_module_keeps_the_types_of_its_call():
     assert_type(amp.autocast(bound)(X), jax.Array)
     # That of linen itself: `apply` says which keywords it takes.
     assert amp.autocast(block.apply)(variables, X, mutable=False) is not None
+
+
+def names_that_the_package_does_not_have() -> None:
+    amp.autocats  # pyright: ignore[reportAttributeAccessIssue] # noqa: B018
+    from jmp_amp import autocst  # pyright: ignore[reportAttributeAccessIssue]
+
+    del autocst
+
+
+def test_a_loss_and_its_gradient_are_a_pair():
+    assert_type(amp.value_and_grad(loss)(W, X), tuple[Any, Any])
+    assert_type(amp.explain(loss)(W, X), amp.Report)
