@@ -1,24 +1,31 @@
 """The command line: `python -m jmp_amp explain package.module:function`.
 
-`diagnose` runs the function and measures its numbers, `doctor` looks at the machine.
+`diagnose` runs the function and measures its numbers, `tune` looks for the policies
+that keep its gradient accurate, `doctor` looks at the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import html
 import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
 import jax
 
+import jmp_amp
+from jmp_amp import plots
 from jmp_amp.doctor import examine
 from jmp_amp.numerics.diagnosing import diagnose
+from jmp_amp.numerics.tuner import tune
 from jmp_amp.plan.program.cpu_target import TARGETS
 from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
@@ -45,6 +52,29 @@ Its arguments are arrays: they come from a function next to it, as for `explain`
 first one is what the gradient is taken of.
 """
 
+_TUNE = """\
+Looks for the policies by module that keep the error of a loss's gradient below a bound,
+with as many matrix products in half precision as can be, and prints them as text that
+--policy and amp.autocast read. The function runs some hundred times. The exit status is
+1 if no policy meets the bound.
+
+Its arguments are arrays: they come from a function next to it, as for `explain`. The
+first one is what the gradient is taken of.
+"""
+
+_EXAMPLE = """\
+example, for a function `loss(params, batch)` in train.py:
+
+  def loss_args():            # in train.py too: what `loss` is called with
+      return params, batch
+
+  python -m jmp_amp explain train:loss
+  python -m jmp_amp diagnose train:loss --policy mixed_float16 --html numbers.html
+
+The exit status is 0 if all is well, 1 if something is not or the function raised, 2 for
+a mistake in the command.
+"""
+
 _DOCTOR = """\
 Prints what this machine computes with, which half dtype and recipe suit it and why, and
 trains a small model in mixed precision beside f32. The exit status is 1 if something
@@ -63,17 +93,26 @@ class _Mistake(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status.
 
-    It is 2 for a caller's mistake; 1 if `doctor` finds that something does not hold, or
-    `diagnose` that something is not finite. What the caller's function raises is raised
-    here; as a command it is a mistake, with its traceback.
+    It is 2 for a caller's mistake; 1 if `doctor` finds that something does not hold,
+    `diagnose` that something is not finite, or `tune` no policy. What the caller's
+    function raises is raised here; as a command it ends with 1 and its traceback.
 
     Args:
       argv: the words of the command; by default those of this process.
     """
-    parser = argparse.ArgumentParser(prog="python -m jmp_amp")
-    commands = parser.add_subparsers(metavar="command", required=True)
+    parser = argparse.ArgumentParser(
+        prog="python -m jmp_amp",
+        description="Mixed precision for JAX and Flax: looks at a function of yours.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    version = f"jmp_amp {jmp_amp.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    parser.set_defaults(run=lambda options: parser.print_help() or 0)
+    commands = parser.add_subparsers(metavar="command")
     _add_explain(commands)
     _add_diagnose(commands)
+    _add_tune(commands)
     command = commands.add_parser(
         "doctor",
         help="print what this machine can do, and try it",
@@ -124,6 +163,27 @@ def _add_diagnose(commands: _Commands) -> None:
     )
 
 
+def _add_tune(commands: _Commands) -> None:
+    command = _about_a_function(
+        commands,
+        "tune",
+        "find the policies that keep a gradient accurate",
+        _TUNE,
+        "mixed_float16",
+    )
+    command.set_defaults(run=_tune)
+    command.add_argument(
+        "--max-grad-error",
+        type=float,
+        default=0.01,
+        metavar="NUMBER",
+        help="the relative error that the gradient may have; default: %(default)s",
+    )
+    command.add_argument(
+        "--has-aux", action="store_true", help="the function returns (loss, aux)"
+    )
+
+
 def _about_a_function(
     commands: _Commands, name: str, summary: str, description: str, policy: str
 ) -> argparse.ArgumentParser:
@@ -143,7 +203,10 @@ def _about_a_function(
     )
     add("--args", metavar="NAME", help="the function that returns the arguments")
     add("--json", action="store_true", help="print the whole of it as JSON")
-    add("--module", metavar="GLOB", help="print these modules' equations: 'encoder/*'")
+    add("--html", metavar="FILE", type=Path, help="write it as a page for a browser")
+    add("--plot", metavar="FILE", type=Path, help="draw it: plan.png, plan.svg, ...")
+    if name != "tune":
+        add("--module", metavar="GLOB", help="print modules' equations: 'encoder/*'")
     add("--target", choices=TARGETS, help="what the plan is for; default: a GPU")
     return command
 
@@ -164,7 +227,7 @@ def _explain(options: argparse.Namespace) -> int:
         raise _Mistake(str(error)) from error
     args, kwargs = _arguments(example)
     report = explained(*args, **kwargs)
-    print(report.to_json(indent=1) if options.json else report)
+    _show(report, options, plots.explain)
     if not options.json and (options.equations or options.module is not None):
         pattern = "**" if options.module is None else options.module
         print(f"\n{report.drill_down(pattern)}")
@@ -176,16 +239,9 @@ def _diagnose(options: argparse.Namespace) -> int:
     function, example = _functions(
         options.function, options.args, "params, jnp.ones((8, 16))"
     )
-    args, kwargs = _arguments(example)
-    if any(
-        isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((args, kwargs))
-    ):
-        raise _Mistake(
-            f"{options.args or options.function + '_args'}() returned a "
-            "jax.ShapeDtypeStruct, which has no values to measure. Return arrays."
-        )
+    args, kwargs = _arrays(example, options)
     loss_scale = _loss_scale(options.loss_scale)
-    try:
+    with _mistakes_of("diagnose"):
         diagnosed = diagnose(
             function,
             policy,
@@ -194,15 +250,64 @@ def _diagnose(options: argparse.Namespace) -> int:
             target=options.target,
         )
         found = diagnosed(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-        # What the function itself raises is not hidden.
-        if not str(error).startswith("diagnose("):
-            raise
-        raise _Mistake(str(error)) from error
-    print(found.to_json(indent=1) if options.json else found)
+    _show(found, options, plots.diagnose)
     if not options.json and options.module is not None:
         print(f"\n{found.drill_down(options.module)}")
     return 0 if found.is_finite else 1
+
+
+def _tune(options: argparse.Namespace) -> int:
+    policy = _policy(options.policy, "tune(fn, {})")
+    function, example = _functions(
+        options.function, options.args, "params, jnp.ones((8, 16))"
+    )
+    args, kwargs = _arrays(example, options)
+    with _mistakes_of("tune"):
+        tuned = tune(
+            function,
+            policy,
+            max_grad_error=options.max_grad_error,
+            has_aux=options.has_aux,
+            progress=sys.stderr.isatty(),
+            target=options.target,
+        )
+        try:
+            found = tuned(*args, **kwargs)
+        except ValueError as error:
+            if "no policies were found" not in str(error):
+                raise
+            print(f"python -m jmp_amp: {error}", file=sys.stderr)
+            return 1
+    _show(found, options, plots.tune)
+    if not options.json:
+        print(f"\n--policy {str(found.policy)!r}")
+    return 0
+
+
+@contextlib.contextmanager
+def _mistakes_of(name: str) -> Iterator[None]:
+    """Makes mistakes of what `name` raises; what the function raises is not hidden."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not str(error).startswith(f"{name}("):
+            raise
+        raise _Mistake(str(error)) from error
+
+
+def _show(found: Any, options: argparse.Namespace, plot: Callable[[Any], Any]) -> None:
+    """Prints a report, a diagnosis or a tuning, and writes the files asked for."""
+    try:
+        if options.plot is not None:
+            plot(found).savefig(options.plot)
+        if options.html is not None:
+            title = f"<title>{html.escape(found.function)}</title>"
+            page = f'<!doctype html>\n<meta charset="utf-8">\n{title}\n'
+            options.html.write_text(page + found._repr_html_(), encoding="utf-8")
+    except (ImportError, OSError, ValueError) as error:
+        # No matplotlib, no such folder, no such kind of picture.
+        raise _Mistake(f"{error}") from error
+    print(found.to_json(indent=1) if options.json else found)
 
 
 def _policy(text: str, call: str) -> PolicyMap:
@@ -280,6 +385,20 @@ def _attribute(module: ModuleType, path: str) -> object:
     return value
 
 
+def _arrays(
+    example: Callable[[], object], options: argparse.Namespace
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Returns the arguments of a function that runs; raises if one has no values."""
+    args, kwargs = _arguments(example)
+    leaves = jax.tree.leaves((args, kwargs))
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        raise _Mistake(
+            f"{options.args or options.function + '_args'}() returned a "
+            "jax.ShapeDtypeStruct, which has no values to measure. Return arrays."
+        )
+    return args, kwargs
+
+
 def _arguments(
     example: Callable[[], object],
 ) -> tuple[tuple[object, ...], dict[str, object]]:
@@ -296,12 +415,12 @@ def _arguments(
 
 
 def command() -> int:
-    """Runs the command line of this process; 2 if the caller's function raised."""
+    """Runs the command line of this process; 1 if the caller's function raised."""
     try:
         return main()
     except Exception:
         traceback.print_exc()
-        return 2
+        return 1
 
 
 if __name__ == "__main__":

@@ -108,6 +108,31 @@ def test_the_plan_is_for_the_target_that_is_named(project, capsys):
     assert "choose from" in capsys.readouterr().err
 
 
+def test_a_page_and_a_figure_are_written_where_they_are_asked_for(
+    project, capsys, tmp_path
+):
+    page, figure = tmp_path / "plan.html", tmp_path / "plan.png"
+    files = ["--html", str(page), "--plot", str(figure)]
+    assert main(["explain", f"{project}:loss", *files]) == 0
+    assert "1 of 1 matmuls" in capsys.readouterr().out
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>") and "<title>loss</title>" in text
+    assert "1 of 1 matmuls" in text
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "told"),
+    [("--plot", "plan.xyz", "xyz"), ("--html", "no/such/folder.html", "No such file")],
+)
+def test_a_file_that_cannot_be_written_is_a_mistake(
+    project, capsys, tmp_path, option, name, told
+):
+    words = ["explain", f"{project}:loss", option, str(tmp_path / name)]
+    assert main(words) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_arguments_come_from_the_function_that_is_named(project, capsys):
     assert main(["explain", f"{project}:loss", "--args", "scaled"]) == 0
     assert main(["explain", f"{project}:Model.apply"]) == 0
@@ -142,7 +167,23 @@ def test_a_mistake_is_one_paragraph_and_status_2(project, capsys, words, message
     assert len(shown.err.splitlines()) == 1 and shown.out == ""
 
 
-@pytest.mark.parametrize("words", [[], ["explian"], ["explain"], ["explain", "a", "b"]])
+def test_a_bare_call_prints_the_help_with_an_example(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr()
+    assert "usage: python -m jmp_amp" in shown.out and shown.err == ""
+    assert "python -m jmp_amp explain train:loss" in shown.out
+    for command_ in ("explain", "diagnose", "tune", "doctor"):
+        assert f"\n    {command_} " in shown.out
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"jmp_amp {amp.__version__}\n"
+
+
+@pytest.mark.parametrize("words", [["explian"], ["explain"], ["explain", "a", "b"]])
 def test_an_unknown_command_is_status_2(words, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(words)
@@ -158,13 +199,13 @@ def test_errors_of_the_users_own_code_are_not_hidden(project):
         main(["explain", f"{broken}:loss"])
 
 
-def test_errors_of_the_users_own_code_end_the_command_with_status_2(
+def test_errors_of_the_users_own_code_end_the_command_with_status_1(
     project, monkeypatch, capsys
 ):
-    # 1 is for numbers that are not finite.
+    # 2 is for mistakes in the command.
     words = ["python -m jmp_amp", "explain", f"{project}:failing"]
     monkeypatch.setattr(sys, "argv", words)
-    assert command() == 2
+    assert command() == 1
     told = capsys.readouterr().err
     assert "Traceback" in told and "KeyError: 'of the user'" in told
 

@@ -86,10 +86,12 @@ def as_html(
 
 def _html_row(tag: str, cells: Sequence[str], table: Table) -> str:
     sides = ["right" if name in table.numeric else "left" for name in table.columns]
-    written = [
-        f'<{tag} style="text-align: {side}">{html.escape(cell)}</{tag}>'
-        for cell, side in zip(cells, sides, strict=True)
-    ]
+    written = []
+    for cell, side in zip(cells, sides, strict=True):
+        style = f"text-align: {side}; padding: 0 0.6em"
+        if cell.startswith(" "):  # It is indented: HTML folds spaces.
+            style += "; white-space: pre"
+        written.append(f'<{tag} style="{style}">{html.escape(cell)}</{tag}>')
     return f"<tr>{''.join(written)}</tr>"
 
 

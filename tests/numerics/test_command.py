@@ -8,10 +8,12 @@ import pytest
 
 from jmp_amp.__main__ import main
 from jmp_amp.numerics.diagnosis import Diagnosis
+from jmp_amp.numerics.tuning import Tuning
 
 MODEL = """
 import jax
 import jax.numpy as jnp
+import jmp_amp as amp
 
 def loss(w, x, *, scale=1.0):
     return jnp.sum(jnp.square(x @ w)) * scale
@@ -36,6 +38,16 @@ def alone(x):
 
 def doubled(x):
     return jax.lax.while_loop(lambda y: y < 9.0, lambda y: 2 * y, jnp.sum(x))
+
+def square(w, x):
+    return jnp.sum(jnp.square((w / 3) @ (x / 7)))
+
+@amp.with_policy("p=f32,c=f16,o=f32")
+def half(w, x):
+    return w @ x
+
+def marked(w, x):
+    return jnp.sum(jnp.square(half(w / 3, x / 7)))
 
 def failing(x):
     raise ValueError("of the user")
@@ -120,3 +132,43 @@ def test_a_mistake_is_one_paragraph_and_status_2(project, capsys, words, message
 def test_errors_of_the_users_own_code_are_not_hidden(project):
     with pytest.raises(ValueError, match="of the user"):
         main(["diagnose", f"{project}:failing"])
+
+
+ACCURATE = ("--args", "loss_args", "--max-grad-error", "1e-9")
+
+
+def test_tune_prints_the_policy_that_the_command_line_reads(project, capsys):
+    words = ["tune", f"{project}:square", "--args", "loss_args"]
+    assert main([*words, "--max-grad-error", "1e-6"]) == 0
+    told, _, policy = capsys.readouterr().out.partition("--policy ")
+    assert "bound 1e-06" in told
+    assert main([*words, "--json", "--policy", policy.strip().strip("'")]) == 0
+    found = Tuning.from_json(capsys.readouterr().out)
+    assert str(found.policy) == "p=f32,c=f16,o=f32,full=dot_general"
+    assert found.error <= found.max_grad_error == 0.01
+
+
+def test_tune_and_diagnose_write_pages_and_figures(project, capsys, tmp_path):
+    for name in ("tune", "diagnose"):
+        page, figure = tmp_path / f"{name}.html", tmp_path / f"{name}.svg"
+        files = ["--html", str(page), "--plot", str(figure)]
+        assert main([name, f"{project}:loss", *files]) == 0
+        assert "<table>" in page.read_text() and "<svg" in figure.read_text()
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "status"),
+    [
+        (["{project}:loss", "--max-grad-error", "-1"], "a positive number", 2),
+        (["{project}:loss", "--args", "shapes"], "Return arrays", 2),
+        (["{project}:alone", "--args", "failing_args"], "one real floating-point", 2),
+        (["{project}:marked", *ACCURATE], "no policies were found", 1),
+    ],
+)
+def test_what_tune_cannot_do_is_one_paragraph(project, capsys, words, message, status):
+    words = [word.format(project=project) for word in words]
+    assert main(["tune", *words]) == status
+    shown = capsys.readouterr()
+    assert message in shown.err and shown.out == ""
+    assert len(shown.err.splitlines()) == 1
