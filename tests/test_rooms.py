@@ -112,7 +112,7 @@ WINGS = {
     ),
     "reports": (
         ("costs", "rows", "tables", "plain_data", "ways", "bit_words"),
-        ("opaque", "askers", "overruling", "causes", "formats"),
+        ("opaque", "askers", "overruling", "causes", "formats", "folding"),
         ("reading", "report_tables", "why"),
         ("report",),
     ),

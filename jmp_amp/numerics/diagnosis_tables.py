@@ -105,7 +105,9 @@ def of_modules(
     if any(each.error is not None for each in modules.values()):
         notes.append("error: of the worst operation.")
     if left_out := len(modules) - len(rows):
-        notes.append(f"{left_out} more modules are no worse.")
+        notes.append(
+            f"{left_out} more modules are no worse: Diagnosis.modules has them."
+        )
     columns = ("module", *numbers)
     return _shown(Table("Modules", columns, rows, numbers, "\n".join(notes)))
 
@@ -219,7 +221,8 @@ def of_gradients(gradients: Mapping[str, Gradient]) -> Table:
         for key, each in worst[:_MOST_GRADIENTS]
     ]
     left_out = len(gradients) - len(rows)
-    notes = [f"{left_out} more gradients are no worse."] if left_out else []
+    told = f"{left_out} more gradients are no worse: Diagnosis.gradients has them."
+    notes = [told] if left_out else []
     if rounding:
         notes.append(
             f"0 but for rounding, whatever their error: {wording.listed(rounding)}."

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from jmp_amp.plan.rewrites.f32_gradients import NOTE
 from jmp_amp.plan.tables.operations import OPERATIONS
 from jmp_amp.plan.tables.rules import FUNCTION_RULES
+from jmp_amp.reports.folding import folded
 from jmp_amp.reports.rows import Asked, Cast, Costs, Equation, Kept, Reason
 from jmp_amp.reports.tables import Table, quantity, shape_text
 
@@ -19,6 +20,8 @@ TOP_LEVEL = "(top level)"
 def of_modules(modules: Mapping[str, Costs], total: Costs, saves: bool) -> Table:
     """Returns one row for each module, below the module it is in, and one for all.
 
+    Equal siblings are one row, see `folding`.
+
     Args:
       modules: the sums of each, by its path.
       total: the sums of all.
@@ -27,11 +30,10 @@ def of_modules(modules: Mapping[str, Costs], total: Costs, saves: bool) -> Table
     numbers = ("in half", "matmuls", "FLOP", "casts", "elements")
     numbers += ("saved", "without") if saves else ()
     rows = []
-    for path in _as_tree(path for path, costs in modules.items() if any(costs)):
-        *above, name = path.split("/")
-        costs = modules.get(path)
+    tree = folded(modules)
+    for depth, name, costs in tree:
         cells = [""] * len(numbers) if costs is None else _figures(costs, saves)
-        rows.append(("  " * len(above) + (name or TOP_LEVEL), *cells))
+        rows.append(("  " * depth + (name or TOP_LEVEL), *cells))
     rows.append(("all", *_figures(total, saves)))
     note = "in half: operations, and how many there are; matmuls likewise."
     if saves:
@@ -39,19 +41,9 @@ def of_modules(modules: Mapping[str, Costs], total: Costs, saves: bool) -> Table
             " saved: bytes kept for the\nbackward pass, with autocast and without, "
             "half-precision copies of arguments too."
         )
+    if any(" .. " in row.name for row in tree):
+        note += "\n(12x): equal modules, added up; drill_down() tells them apart."
     return Table("Modules", ("module", *numbers), rows, numbers, note)
-
-
-def _as_tree(paths: Iterable[str]) -> list[str]:
-    """Returns `paths` and their parents: parents first, children in their order."""
-    found: dict[str, tuple[int, ...]] = {}
-    for path in paths:
-        place: tuple[int, ...] = ()
-        above = ""
-        for name in path.split("/"):
-            above = f"{above}/{name}" if above else name
-            place = found.setdefault(above, (*place, len(found)))
-    return sorted(found, key=found.__getitem__)
 
 
 def _figures(costs: Costs, saves: bool) -> list[str]:

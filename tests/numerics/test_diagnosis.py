@@ -291,7 +291,8 @@ def test_the_html_says_the_same_and_escapes_it():
         ("**", {"GPT/up", "GPT/attn"}),
         ("GPT/*", {"GPT/up", "GPT/attn"}),
         ("**/attn", {"GPT/attn"}),
-        ("attn", set()),
+        ("attn", {"GPT/attn"}),
+        ("attn/up", set()),
     ],
 )
 def test_a_glob_chooses_modules(pattern, modules):
@@ -300,7 +301,7 @@ def test_a_glob_chooses_modules(pattern, modules):
     assert max(map(len, lines)) <= 140
     assert {line for line in lines if line in made.modules} == modules
     if not modules:
-        assert "'attn' matches no module. There are GPT/up, GPT/attn." in lines[0]
+        assert "'attn/up' matches no module. There are GPT/up, GPT/attn." in lines[0]
 
 
 def test_a_site_is_one_line_with_its_figures():

@@ -794,10 +794,10 @@ def test_numbers_are_aligned_right_and_names_left_in_text_and_html():
     assert [row[last] for row in rows[:5]] == [" ", "k", "k", " ", "k"]
     assert heading.startswith(" module ") and rows[0].startswith(" MLP ")
     html = report._repr_html_()
-    assert '<th style="text-align: right">casts</th>' in html
-    assert '<td style="text-align: right">3/3</td>' in html
-    assert '<th style="text-align: left">module</th>' in html
-    assert '<td style="text-align: left">  up</td>' in html
+    assert '<th style="text-align: right; padding: 0 0.6em">casts</th>' in html
+    assert '<td style="text-align: right; padding: 0 0.6em">3/3</td>' in html
+    assert '<th style="text-align: left; padding: 0 0.6em">module</th>' in html
+    assert 'text-align: left; padding: 0 0.6em; white-space: pre">  up</td>' in html
 
 
 def test_the_html_escapes_what_it_shows():
@@ -815,7 +815,9 @@ def test_the_html_escapes_what_it_shows():
         ("MLP/*", {"MLP/up", "MLP/down", "MLP/norm"}),
         ("**/up", {"MLP/up"}),
         ("*/*o*", {"MLP/down", "MLP/norm"}),
-        ("up", set()),
+        # As a policy takes it: without the outermost module.
+        ("up", {"MLP/up"}),
+        ("down/up", set()),
     ],
 )
 def test_a_glob_chooses_modules(pattern, modules):

@@ -1,0 +1,98 @@
+"""A tree of modules as rows: equal siblings, the layers of a model, are one row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from jmp_amp.reports.rows import Costs
+
+# Two layers are two rows.
+_FEWEST = 3
+
+
+class Row(NamedTuple):
+    """A module, or several that are equal, in a table.
+
+    Attributes:
+      depth: the number of modules around it.
+      name: of the module; of several "block_0 .. block_11 (12x)".
+      costs: its sums, or those of all; None if it has none of its own.
+    """
+
+    depth: int
+    name: str
+    costs: Costs | None
+
+
+class _Node(NamedTuple):
+    name: str
+    costs: Costs | None
+    inside: tuple[_Node, ...]
+
+    def times(self, count: int) -> _Node:
+        costs = self.costs and Costs(*(count * each for each in self.costs))
+        return _Node(self.name, costs, tuple(x.times(count) for x in self.inside))
+
+
+def folded(modules: Mapping[str, Costs]) -> list[Row]:
+    """Returns the rows of a table of modules: parents first, in their order.
+
+    Siblings fold if their names differ in the number at the end, their sums are equal,
+    and so is all that is inside.
+
+    Args:
+      modules: the sums of each, by its path.
+    """
+    paths = _as_tree(path for path, costs in modules.items() if any(costs))
+    return list(_rows(_nodes(paths, modules), 0))
+
+
+def _as_tree(paths: Iterable[str]) -> dict[str, dict]:
+    """Returns the names of paths, each with what is inside of it."""
+    tree: dict[str, dict] = {}
+    for path in paths:
+        inside = tree
+        for name in path.split("/"):
+            inside = inside.setdefault(name, {})
+    return tree
+
+
+def _nodes(
+    tree: Mapping[str, dict], modules: Mapping[str, Costs], above: str = ""
+) -> tuple[_Node, ...]:
+    nodes = []
+    for name, inside in tree.items():
+        path = f"{above}/{name}" if above else name
+        nodes.append(_Node(name, modules.get(path), _nodes(inside, modules, path)))
+    return _folded(nodes)
+
+
+def _folded(nodes: list[_Node]) -> tuple[_Node, ...]:
+    """Returns siblings with one in the place of several that are equal."""
+    runs: dict[tuple[str, Costs | None, tuple[_Node, ...]], list[list[int]]] = {}
+    numbers = {}
+    for place, node in enumerate(nodes):
+        if (found := re.fullmatch(r"(.*?)(\d+)", node.name)) is None:
+            continue
+        numbers[place] = int(found[2])
+        alike = runs.setdefault((found[1], node.costs, node.inside), [[]])
+        if alike[-1] and numbers[alike[-1][-1]] + 1 != numbers[place]:
+            alike.append([])
+        alike[-1].append(place)
+    kept = dict(enumerate(nodes))
+    for run in (run for alike in runs.values() for run in alike):
+        if len(run) >= _FEWEST:
+            first, last = nodes[run[0]], nodes[run[-1]]
+            name = f"{first.name} .. {last.name} ({len(run)}x)"
+            kept[run[0]] = first.times(len(run))._replace(name=name)
+            for place in run[1:]:
+                del kept[place]
+    return tuple(kept.values())
+
+
+def _rows(nodes: Iterable[_Node], depth: int) -> Iterable[Row]:
+    for node in nodes:
+        yield Row(depth, node.name, node.costs)
+        yield from _rows(node.inside, depth + 1)
