@@ -65,8 +65,8 @@ def cast_params(
     holds a `scale` and no `kernel`; with `model`, modules that `setup` makes are known
     by their class too. A `PolicyMap` finds modules by path in all of them.
 
-    A policy that computes in half precision and stores f32, as "mixed_bfloat16" does,
-    is warned of if no parameter was half: none is then.
+    A text for half precision that stores f32, as "mixed_bfloat16" does, is warned of if
+    no parameter was half: none is then.
 
     Args:
       params: linen variables (`{"params": ..., "batch_stats": ...}`) or parameters; an
@@ -115,7 +115,7 @@ def cast_params(
                 dtype = _dtype_of(module, modules, policies, keep_norms, inside)
                 variable.set_raw_value(_cast(variable.get_raw_value(), dtype))
         warn_of_unmatched(policies)
-        _warn_of_f32(policies, nnx.state(params))
+        _warn_of_f32(policy, policies, nnx.state(params))
         return copy
 
     def is_variable(node: object) -> bool:
@@ -150,13 +150,18 @@ def cast_params(
         " In a linen tree, what an nn.compact method makes is known by name: for "
         'parameters, give a glob such as "**/head".',
     )
-    _warn_of_f32(policies, params)
+    _warn_of_f32(policy, policies, params)
     return cast
 
 
-def _warn_of_f32(policies: PolicyMap, params: PyTree) -> None:
-    """Warns if no parameter is half or becomes so, though a policy computes in half."""
-    if any(is_half(getattr(x, "dtype", None)) for x in jax.tree.leaves(params)):
+def _warn_of_f32(given: object, policies: PolicyMap, params: PyTree) -> None:
+    """Warns if no parameter is half or becomes so, though a policy computes in half.
+
+    If it was written as text: a `Policy` may be one of several that a program takes.
+    """
+    if not isinstance(given, str) or any(
+        is_half(getattr(x, "dtype", None)) for x in jax.tree.leaves(params)
+    ):
         return
     chosen = [policies.default, *(each for _, each in policies.entries)]
     halves = [each.compute_dtype for each in chosen if is_half(each.compute_dtype)]

@@ -427,6 +427,7 @@ def test_a_policy_that_stores_f32_and_computes_in_half_is_warned_of(
 
 
 def test_casting_to_f32_and_parts_to_half_do_not_warn():
+    amp.cast_params(VARIABLES, amp.get_policy("mixed_float16"))
     amp.cast_params(VARIABLES, "float32")
     amp.cast_params(VARIABLES, amp.PolicyMap("mixed_float16", {"Block_0/out": "f16"}))
 
