@@ -207,9 +207,9 @@ def test_gradients_through_batch_norm_in_eval_mode_are_those_of_f32(level):
     gradient = amp.value_and_grad(
         found_recipe.autocast(from_apex.loss_of), has_aux=True
     )
-    opt_state = found_recipe.wrap(optax.sgd(0.1)).init(params)
+    stored, opt_state = found_recipe.init(found_recipe.wrap(optax.sgd(0.1)), params)
     (_, _), grads = from_apex.jitted(gradient)(
-        found_recipe.cast_params(params), batch_stats, batch, None, loss_scale=opt_state
+        stored, batch_stats, batch, None, loss_scale=opt_state
     )
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
 
