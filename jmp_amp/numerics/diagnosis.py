@@ -249,7 +249,9 @@ class Diagnosis:
 
     def _tables(self) -> list[tables.Table]:
         shown = [
-            diagnosis_tables.of_modules(self.modules, self.sites, self.reference),
+            diagnosis_tables.of_modules(
+                self.modules, self.sites, self.reference, self.first_nonfinite
+            ),
             diagnosis_tables.of_blame(self.blame),
             diagnosis_tables.of_quantised(self.quantised),
             diagnosis_tables.of_gradients(self.gradients),

@@ -18,6 +18,7 @@ from jmp_amp.reports.report_tables import TOP_LEVEL
 from jmp_amp.reports.tables import Table, shape_text
 
 _MOST_MODULES = 24
+_BEGINS = " (begins here)"
 _MOST_BLAMED = 8
 _MOST_GRADIENTS = 8
 _MOST_QUANTISED = 8
@@ -72,20 +73,30 @@ def _value(value: PyTree) -> str:
 
 
 def of_modules(
-    modules: Mapping[str, Numbers], sites: Sequence[Site], reference: Sequence[Site]
+    modules: Mapping[str, Numbers],
+    sites: Sequence[Site],
+    reference: Sequence[Site],
+    first: Site | None = None,
 ) -> Table:
     """Returns one row for each module, in the order of the program.
 
     Args:
       modules: the numbers of each, by its path.
       sites, reference: of the runs with and without the policy.
+      first: the first site that made a value which is not finite. What follows it, and
+        the backward pass, spread that: its module stands first.
     """
+    begins = first.module if first is not None else None
+    if sum(each.nonfinite > 0 for each in modules.values()) < 2:
+        begins = None
+    elif begins is not None:
+        modules = {begins: modules[begins], **modules}
     lost = [_lost_by_module(sites, reference, d) for d in ("forward", "backward")]
     shown = _worst(modules)
     numbers = ("amax", "amin", "zeros", "not finite", "lost", "lost bwd", "error")
     rows = [
         (
-            path or TOP_LEVEL,
+            (path or TOP_LEVEL) + _BEGINS * (path == begins),
             wording.number(each.amax),
             wording.number(each.amin),
             wording.share(each.zeros / each.size if each.size else 0.0),
@@ -131,6 +142,7 @@ def _worst(modules: Mapping[str, Numbers]) -> set[str]:
     def trouble(path: str) -> tuple[bool, float]:
         return modules[path].nonfinite > 0, or_infinite(modules[path].error)
 
+    # Of equal ones the first, where what is not finite begins.
     return set(sorted(modules, key=trouble, reverse=True)[:_MOST_MODULES])
 
 
@@ -197,8 +209,16 @@ def of_quantised(found: Iterable[EightBits]) -> Table:
 
 
 def of_gradients(gradients: Mapping[str, Gradient]) -> Table:
-    """Returns one row for each of the gradients with the most trouble."""
+    """Returns one row for each of the gradients with the most trouble.
 
+    One row for all of them, if no number of any is finite.
+    """
+    title = "Gradients, unscaled"
+    if len(gradients) > 1 and all(x.nonfinite == x.size for x in gradients.values()):
+        every = wording.count(sum(each.size for each in gradients.values()))
+        row = f"all {len(gradients)}", every, every
+        numbers = "not finite", "size"
+        return Table(title, ("parameter", *numbers), [row], numbers)
     rounding = [k for k, each in gradients.items() if _is_rounding(each, gradients)]
 
     def trouble(item: tuple[str, Gradient]) -> tuple[bool, bool, bool, float]:
@@ -228,7 +248,6 @@ def of_gradients(gradients: Mapping[str, Gradient]) -> Table:
             f"0 but for rounding, whatever their error: {wording.listed(rounding)}."
         )
     columns = ("parameter", *numbers)
-    title = "Gradients, unscaled"
     return _shown(Table(title, columns, rows, numbers, "\n".join(notes)))
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -314,3 +315,37 @@ def test_a_diagnosis_of_nothing_is_shown_too():
     made = diagnosis(value={"state": jax.random.key(0), "n": 3})
     assert str(made) == "loss with p=f32,c=f16,o=f32: value finite"
     assert made == Diagnosis.from_json(made.to_json())
+
+
+def overflown(paths, first):
+    """Modules of which all are not finite, because one is."""
+    sites = [
+        site([NAN, 1.0], module=path, identity=str(i), makes_nonfinite=path == first)
+        for i, path in enumerate(paths)
+    ]
+    return diagnosis(sites)
+
+
+def test_the_module_where_an_overflow_begins_stands_first_and_is_marked():
+    paths = [f"GPT/{i}" for i in range(40)]
+    made = overflown(paths, "GPT/7")
+    assert made.first_nonfinite.module == "GPT/7"
+    lines = str(made).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(" module"))
+    rows = [line.split()[0] for line in lines[start + 2 :] if line.startswith(" GPT/")]
+    assert rows[:3] == ["GPT/7", "GPT/0", "GPT/1"] and len(rows) == 24
+    assert str(made).count("(begins here)") == 1
+    assert "(begins here)" in lines[start + 2]
+
+
+def test_nothing_begins_where_all_is_finite():
+    assert "begins here" not in str(diagnosis([site([1.0], module="GPT/up")]))
+
+
+def test_gradients_of_which_no_number_is_finite_are_one_row():
+    gradients = {f"w{i}": gradient([INF] * 8, INF) for i in range(32)}
+    text = str(diagnosis(gradients=gradients))
+    assert re.search(r"^ all 32 +256 +256$", text, re.M) and "w1" not in text
+    # One that is finite in part tells the others apart.
+    text = str(diagnosis(gradients=gradients | {"w9": gradient([INF, 1.0], INF)}))
+    assert "all 32" not in text and " w0 " in text
