@@ -205,8 +205,8 @@ def telling_foreign_states(
         given = own = list(_states_in(state))
         with contextlib.suppress(Exception):
             own = list(_states_in(jax.eval_shape(init, params)))
-        if given == own:
-            raise
+        if given == own or "the state of another optimizer" in str(error):
+            raise  # An optimizer inside has told it.
         found, wanted = (", ".join(dict.fromkeys(each)) for each in (given, own))
         raise TypeError(
             f"{call}: update was given the state of another optimizer: "
