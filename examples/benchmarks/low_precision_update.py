@@ -1,6 +1,6 @@
 """What an AdamW update of low-precision moments moves and takes, beside f32 moments.
 
-    python examples/benchmarks/low_precision_update.py [--json FILE]
+    python examples/benchmarks/low_precision_update.py [--train] [--json FILE]
     python examples/benchmarks/low_precision_update.py --run [--json FILE]
 
 For a tree of parameters as of a GPT, an update of `optax.adamw` and the same in
@@ -17,18 +17,26 @@ moved    operands and results of all kernels of that program; not with --run
 kernels  how many there are; not with --run
 seconds  of an update on the GPU at hand, the median of all rounds; with --run alone
 
+With --train the GPT of `char_gpt.py` is trained on this machine, in f32, with each of
+them:
+
+loss      of the held-out text, after the last of 400 steps
+distance  of its weights from those of the run with f32 moments, as a share of the way
+          that these have gone
+
 Ratios are to f32 moments. Without --run no GPU is needed and none is used.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +54,26 @@ from rich.console import Console
 from rich.table import Table
 
 import jmp_amp as amp
+from examples import char_gpt
 from examples.benchmarks import roofline, train_on_gpu
 from tests import h100
 
 KEY = jax.random.key(0)
+STEPS = 400
+ADAMW = functools.partial(optax.adamw, 1e-3)
 
 
-def optimizers() -> dict[str, optax.GradientTransformation]:
+def optimizers(
+    adamw: Callable[..., optax.GradientTransformation] = ADAMW,
+) -> dict[str, optax.GradientTransformation]:
     """Returns AdamW with moments in each dtype, by name."""
     low = amp.with_low_precision_state
     return {
-        "f32": optax.adamw(1e-3),
-        "mu bf16": optax.adamw(1e-3, mu_dtype=jnp.bfloat16),
-        "bfloat16": low(optax.adamw(1e-3)),
-        "bfloat16, key": low(optax.adamw(1e-3), key=KEY),
-        "float8": low(optax.adamw(1e-3), "float8"),
+        "f32": adamw(),
+        "mu bf16": adamw(mu_dtype=jnp.bfloat16),
+        "bfloat16": low(adamw()),
+        "bfloat16, key": low(adamw(), key=KEY),
+        "float8": low(adamw(), "float8"),
     }
 
 
@@ -136,6 +149,29 @@ def seconds(programs: dict[str, Any], shapes: Any, rounds: int) -> dict[str, Any
     return found
 
 
+def training(steps: int) -> dict[str, dict[str, float]]:
+    """Returns the held-out loss and the distance of a training with each optimizer."""
+    rate = optax.warmup_cosine_decay_schedule(0, 2e-3, steps // 10, steps + 1)
+    adamw = functools.partial(optax.adamw, rate, b2=0.99, weight_decay=0.1)
+    tokens = char_gpt.batch_of(0, 0, char_gpt.MODEL.context)[:, :-1]
+    first = char_gpt.initialise(char_gpt.MODEL, KEY, tokens)
+    ends, losses = dict[str, Any](), dict[str, float]()
+    for name, low in optimizers(adamw).items():
+        tx = optax.chain(optax.clip_by_global_norm(1.0), low)
+        tx = amp.with_loss_scale(tx, amp.no_loss_scale())
+        result = char_gpt.train("float32", steps, tx=tx, params=first)
+        ends[name], losses[name] = result.params, result.validation_loss
+
+    def distance(one: Any, other: Any) -> float:
+        return float(optax.tree.norm(optax.tree.sub(one, other)))
+
+    way = distance(ends["f32"], first)
+    return {
+        name: {"loss": losses[name], "distance": distance(end, ends["f32"]) / way}
+        for name, end in ends.items()
+    }
+
+
 def table(rows: dict[str, dict[str, Any]], title: str) -> Table:
     """Returns the figures, ratios to the first row behind them."""
     found = Table("", title=title, title_justify="left")
@@ -149,6 +185,8 @@ def table(rows: dict[str, dict[str, Any]], title: str) -> Table:
         if column == "seconds":
             value, base = statistics.median(value), statistics.median(base)
             return f"{1e3 * value:.2f} ms ({value / base:.2f}x)"
+        if column in ("loss", "distance"):
+            return f"{value:.4f}"
         if column == "kernels":
             return f"{value:.0f}"
         return f"{value / 1e6:.0f} MB" + (f" ({value / base:.2f}x)" if base else "")
@@ -167,6 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=12, help="default: 12")
     parser.add_argument("--rounds", type=int, default=9, help="default: 9")
     parser.add_argument("--run", action="store_true", help="on the GPU at hand")
+    parser.add_argument("--train", action="store_true", help="a small GPT, 400 steps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write here")
     options = parser.parse_args(arguments)
     shapes = parameters(options.width, options.layers)
@@ -183,6 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if run:
             for name, found in seconds(programs, shapes, options.rounds).items():
                 rows[name]["seconds"] = found
+        if options.train:
+            for name, found in training(STEPS).items():
+                rows[name] |= found
     device = train_on_gpu.device_found()
     Console(width=120).print(table(rows, f"AdamW; {device['kind']}"))
     if options.json:
