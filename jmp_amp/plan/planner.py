@@ -324,9 +324,11 @@ def _moved(flow: Flow, plan: Plan) -> dict[Var, np.dtype]:
     steps = zip(flow.body.jaxpr.eqns, flow.steps, strict=True)
     for eqn, step in reversed(list(steps)):
         half = step.region.policy.compute_dtype
-        moved = eqn.outvars[0] if moves_parameter(eqn, step.region) else None
-        if (moved, half) in read and moved in plan.cast_per_use:
-            found[moved] = half
+        if not moves_parameter(eqn, step.region):
+            continue
+        moved = [v for v in eqn.outvars if (v, half) in read]
+        if moved and all(v in plan.cast_per_use for v in eqn.outvars):
+            found.update(dict.fromkeys(moved, half))
             read.update((var, half) for var in jaxprs.variables(eqn.invars))
     return found
 

@@ -57,8 +57,8 @@ class Walk(abc.ABC, Generic[V]):
     def quantised(self, value: V, shared: Shared) -> V:
         """Returns what a rewrite computes of an operand, see `Rewrite.shared`."""
 
-    def moved(self, eqn: Eqn, operands: Sequence[V]) -> V:
-        """Returns the result of a move of operands in half, see `Plan.moved`."""
+    def moved(self, eqn: Eqn, operands: Sequence[V]) -> list[V]:
+        """Returns the results of a move of operands in half, see `Plan.moved`."""
         raise NotImplementedError
 
     def as_cast(self, value: V, cast: V) -> V:
@@ -178,12 +178,14 @@ class Values(Generic[V]):
         return cast
 
     def cast_before(self, eqn: Eqn, planned: EquationPlan) -> None:
-        """Makes the cast of a moved parameter: a move of a cast, see `Plan.moved`."""
-        moved = eqn.outvars[0]
-        if dtype := self.plan.moved.get(moved):
+        """Makes casts of moved parameters: the move of a cast, see `Plan.moved`."""
+        wanted = {self.plan.moved[v] for v in eqn.outvars if v in self.plan.moved}
+        for dtype in wanted:
             dtypes = [dtype if each == F32 else each for each in planned.reads]
-            operands = self.read_all(eqn.invars, dtypes)
-            self.casts[moved, dtype] = self.walk.moved(eqn, operands)
+            moved = self.walk.moved(eqn, self.read_all(eqn.invars, dtypes))
+            for v, cast in zip(eqn.outvars, moved, strict=True):
+                if v in self.plan.moved:
+                    self.casts[v, dtype] = cast
 
     def read_all(
         self,

@@ -329,10 +329,9 @@ class Replay(Walk[Value]):
             found = shared.quantiser(jax.lax.stop_gradient(value))
             return found.to_keep(shared.name)
 
-    def moved(self, eqn: Eqn, operands: Sequence[Value]) -> Value:
+    def moved(self, eqn: Eqn, operands: Sequence[Value]) -> list[Value]:
         with binding.source_of(eqn):
-            (result,) = binding.bind(eqn, operands)
-            return result
+            return binding.bind(eqn, operands)
 
     def as_cast(self, value: Value, cast: Value) -> Value:
         return as_cast(value, cast)

@@ -307,3 +307,51 @@ def test_what_a_derivative_of_a_solution_reads_is_not_read_when_it_runs():
         return jax.lax.scan(lambda c, x: (c + exact, c), one, xs)
 
     assert inputs_read(jax.make_jaxpr(in_loop)(jnp.ones((2, 3)), one)) == (False, True)
+
+
+@jax.custom_jvp
+def straight_through(x, rounded):
+    """Its body does not read `x`, its rule does."""
+    return rounded
+
+
+straight_through.defjvp(lambda xs, ts: (straight_through(*xs), ts[0]))
+
+
+def rounded_weight(w):
+    moved = w.T
+    rounded = jax.lax.stop_gradient(jnp.round(8 * moved) / 8)
+    return jnp.sum(jnp.tanh(X @ straight_through(moved, rounded)) ** 2)
+
+
+def fp8_inside(w):
+    inner = amp.autocast(lambda w: X2 @ w, "fp8")
+    return jnp.mean(jnp.tanh(inner(w.T)) ** 2)
+
+
+def reduced_inside(w):
+    inner = amp.autocast(lambda w: X @ w.T, "p=f32,c=bf16,o=f32,r=f32")
+    return jnp.sum(jnp.tanh(inner(w)) ** 2)
+
+
+X2 = jnp.asarray(np.random.default_rng(2).normal(size=(64, 64)), jnp.float32)
+W2 = jnp.asarray(np.random.default_rng(3).normal(size=(64, 64)), jnp.float32) / 9
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    ("fn", "plain", "w", "tolerance"),
+    [
+        (rounded_weight, rounded_weight, W, 0.05),
+        (fp8_inside, lambda w: jnp.mean(jnp.tanh(X2 @ w.T) ** 2), W2, 0.2),
+        (reduced_inside, lambda w: jnp.sum(jnp.tanh(X @ w.T) ** 2), W, 0.05),
+    ],
+    ids=lambda f: getattr(f, "__name__", ""),
+)
+def test_what_only_the_rule_of_a_function_reads_is_alive(
+    fn, plain, w, tolerance, policy
+):
+    found = jax.grad(amp.autocast(fn, policy))(w)
+    expected = jax.grad(plain)(w)
+    error = jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
+    assert error < tolerance

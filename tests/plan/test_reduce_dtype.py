@@ -181,6 +181,21 @@ def queries(w, q):
     return end(jnp.einsum("bqd,bd->bq", jnp.broadcast_to(q, (32, 16, 16)), h))
 
 
+def split(w):
+    first, second = jnp.split(w, 2)
+    return end(jnp.tanh(X @ first) + jnp.tanh(X @ second.T))
+
+
+def unstacked(w):
+    first, second = jnp.unstack(w)
+    return end(jnp.tanh(jnp.tanh(X @ first) @ second))
+
+
+def one_example_at_a_time(w):
+    # XLA for CPUs moves the transpose into the product of the gradient.
+    return jnp.sum(jnp.tanh(jax.vmap(lambda x: w @ x)(X)) ** 2)
+
+
 def sum_of_weights(w, v):
     return end(jnp.tanh(X @ (w + v)))
 
@@ -221,6 +236,9 @@ PROGRAMS = {
     first_token: [SQUARE, VECTOR],
     queries: [SQUARE, SQUARE],
     sum_of_weights: [SQUARE, SQUARE],
+    split: [(32, 16)],
+    unstacked: [(2, *SQUARE)],
+    one_example_at_a_time: [SQUARE],
     moved_and_read_twice: [SQUARE],
 }
 

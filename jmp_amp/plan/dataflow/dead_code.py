@@ -144,6 +144,9 @@ class _Living:
         read.update(i for i, v in enumerate(eqn.invars) if not _has_zeros(v))
         for (_, positions), body in zip(inner, bodies, strict=True):
             read.update(compress(positions, body.inputs))
+        if self.is_differentiated and jaxprs.is_custom_jvp(eqn):
+            # Its rule may read the tangent of what its body does not read.
+            read.update(range(len(eqn.invars)))
         alive = [body.program for body in bodies]
         living = eqn if _same(alive, programs) else jaxprs.with_programs(eqn, alive)
         return living, tuple(i in read for i in range(len(eqn.invars)))

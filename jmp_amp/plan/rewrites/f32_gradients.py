@@ -240,6 +240,23 @@ def linear_in_f32(
     return result
 
 
+def _product_in_f32(eqn: Eqn, operands: Sequence[Value]) -> jax.Array:
+    """Returns the product of half operands in f32.
+
+    XLA for CPUs makes programs of some that fail when they run (`cpu_products`), so
+    there the operands are cast.
+    """
+
+    def product(*operands: jax.Array) -> jax.Array:
+        (made,) = binding.bind(eqn, operands, preferred_element_type=F32)
+        return made
+
+    def cast(*operands: jax.Array) -> jax.Array:
+        return product(*(x.astype(F32) if is_half(x.dtype) else x for x in operands))
+
+    return jax.lax.platform_dependent(*operands, cpu=cast, default=product)
+
+
 def _products_in_f32(body: jaxprs.Body, args: Sequence[Value]) -> list[Value]:
     """Runs the transpose of a product: its result, and all behind it, is f32."""
     values = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
@@ -253,7 +270,7 @@ def _products_in_f32(body: jaxprs.Body, args: Sequence[Value]) -> list[Value]:
         if jaxprs.is_conversion(eqn) and operands[0].dtype == F32:
             results = operands
         elif kind_of(eqn.primitive.name) is Kind.PRODUCT:
-            results = binding.bind(eqn, operands, preferred_element_type=F32)
+            results = [_product_in_f32(eqn, operands)]
         else:
             results = binding.bind(eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
