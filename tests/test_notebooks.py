@@ -466,9 +466,10 @@ def test_coming_from_trains_alike_by_the_words_of_all_systems():
 
 
 def test_coming_from_does_what_the_other_systems_do():
-    _, torch, apex, paddle, mindspore, colossalai, keras, jmp, *flax, fp8, presets = (
-        printed_lines("03_coming_from")
+    _, torch, apex, paddle, mindspore, colossalai, keras, jmp, *others = printed_lines(
+        "03_coming_from"
     )
+    *flax, fp8, at_scale, presets = others
     # One finite step is left until the scale doubles.
     assert torch == ["8192.0", "16384.0", "True"]
     assert 'the letter O, not the digit zero: "O2"' in apex[0]
@@ -492,6 +493,10 @@ def test_coming_from_does_what_the_other_systems_do():
         "n = 1000 is no multiple of 16",
         "the policy of **/output",
     ]
+    assert at_scale[0] == f"{BF16},r=f32"
+    told = [line.split()[0] for line in at_scale[1:]]
+    assert told.count("dot_general") == 3 and set(told) == {"dot_general", "add"}
+    assert all(line.endswith("its gradient leaves in f32") for line in at_scale[1:])
     scales = {line.split()[0]: line.split()[1:] for line in presets[1:]}
     assert scales["torch"] == ["2^16", "2000", "1"]
     assert scales["megatron"] == ["2^32", "1000", "2"]
@@ -604,8 +609,20 @@ def test_measurements_show_what_a_cpu_did():
         assert lines[name] == [f"{row['ratio']:.2f}x"]
 
 
-def test_measurements_show_what_is_kept_by_each_word():
+def test_measurements_show_what_devices_send():
     titles, *lines = printed_lines("04_measurements")[12]
+    assert titles.split() == ["kB", "reduced", "gathered", "memory"]
+    steps = results("collectives_8_h100")["steps"]
+    rows = [(at, name, row) for at, each in steps.items() for name, row in each.items()]
+    for line, (at, name, row) in zip(lines, rows, strict=True):
+        assert line.startswith(f"{at}: {name} ")
+        assert line.split()[-1] == f"{row['temp'] / 1e3:.0f}"
+        for dtype, size in [*row["reduced"].items(), *row["gathered"].items()]:
+            assert f"{dtype} {size / 1e3:.0f}" in line
+
+
+def test_measurements_show_what_is_kept_by_each_word():
+    titles, *lines = printed_lines("04_measurements")[13]
     assert titles.split()[-4:] == ["memory", "kept", "time", "error"]
     shown = [line for line in lines if line.strip()]
     for name, rows in results("kept_for_backward")["models"].items():
@@ -712,7 +729,8 @@ def test_how_it_works_prints_every_value_that_it_tells_of():
         "double is traced in float16",
         "largest energy 1.6e+09, largest f16 65504.0",
     ]
-    assert in_f16 == ["2.0 [inf inf]", "2.0 [2. 2.]"]
+    assert in_f16[:-1] == ["2.0 [inf inf]", "2.0 [2. 2.]"]
+    assert "the loss is float16" in in_f16[-1]
     assert devices == ["False 32768.0"]
 
 

@@ -159,9 +159,8 @@ def _warn_of_f32(given: object, policies: PolicyMap, params: PyTree) -> None:
 
     If it was written as text: a `Policy` may be one of several that a program takes.
     """
-    if not isinstance(given, str) or any(
-        is_half(getattr(x, "dtype", None)) for x in jax.tree.leaves(params)
-    ):
+    dtypes = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(params)]
+    if not isinstance(given, str) or not dtypes or any(map(is_half, dtypes)):
         return
     chosen = [policies.default, *(each for _, each in policies.entries)]
     halves = [each.compute_dtype for each in chosen if is_half(each.compute_dtype)]

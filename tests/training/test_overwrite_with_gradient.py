@@ -223,6 +223,7 @@ def test_a_loss_scale_leaves_the_collection_wherever_it_lies(place):
                 np.testing.assert_array_equal(leaf, factor * np.asarray(before))
 
 
+@pytest.mark.filterwarnings("ignore:.*the loss is:UserWarning")
 def test_a_collection_of_half_numbers_is_not_promoted():
     variables = amp.cast_to_half(small_tree()[0])
     found = amp.grad(lambda v: jnp.sum(v["params"]["w"] * v[OWG]["layer"]["scale"]))

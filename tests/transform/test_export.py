@@ -257,8 +257,8 @@ def test_an_exported_model_keeps_its_derivative_when_it_is_stored():
     args = case.params, *case.arrays(SIZES[0])
     found, wanted = jax.grad(stored.call)(*args), jax.grad(loss)(*args)
     for a, b in zip(found, wanted, strict=True):
-        eps = jnp.finfo(jnp.bfloat16).eps
-        np.testing.assert_allclose(a, b, rtol=0, atol=eps * jnp.max(jnp.abs(b)))
+        eps = float(jnp.finfo(jnp.bfloat16).eps)
+        np.testing.assert_allclose(a, b, rtol=0, atol=eps * np.max(np.abs(b)))
 
 
 @pytest.mark.parametrize("name", ["mlp", "language", "scan over time", "experts"])
