@@ -621,8 +621,21 @@ def test_measurements_show_what_devices_send():
             assert f"{dtype} {size / 1e3:.0f}" in line
 
 
-def test_measurements_show_what_is_kept_by_each_word():
+def test_measurements_show_moments_below_f32():
     titles, *lines = printed_lines("04_measurements")[13]
+    assert titles.split()[-4:] == ["state", "moved", "loss", "distance"]
+    rows = results("low_precision_state")["optimizers"]
+    for line, (name, row) in zip(lines, rows.items(), strict=True):
+        sizes = [row[each] / rows["f32"][each] for each in ("state", "moved")]
+        numbers = [f"{row['loss']:.3f}", f"{row['distance']:.4f}"]
+        assert line.startswith(f"{name} ")
+        assert line.split()[-4:] == [*(f"{each:.2f}x" for each in sizes), *numbers]
+    # 8 bits learn as f32 does.
+    assert abs(rows["float8"]["loss"] / rows["f32"]["loss"] - 1) < 0.01
+
+
+def test_measurements_show_what_is_kept_by_each_word():
+    titles, *lines = printed_lines("04_measurements")[14]
     assert titles.split()[-4:] == ["memory", "kept", "time", "error"]
     shown = [line for line in lines if line.strip()]
     for name, rows in results("kept_for_backward")["models"].items():

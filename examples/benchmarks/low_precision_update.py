@@ -189,7 +189,9 @@ def table(rows: dict[str, dict[str, Any]], title: str) -> Table:
             return f"{value:.4f}"
         if column == "kernels":
             return f"{value:.0f}"
-        return f"{value / 1e6:.0f} MB" + (f" ({value / base:.2f}x)" if base else "")
+        # Next to no bytes are no base for a ratio.
+        ratio = f" ({value / base:.2f}x)" if base > 1e6 else ""
+        return f"{value / 1e6:.0f} MB{ratio}"
 
     for name, row in rows.items():
         found.add_row(name, *(cell(row, column) for column in columns))
