@@ -179,13 +179,12 @@ class Values(Generic[V]):
 
     def cast_before(self, eqn: Eqn, planned: EquationPlan) -> None:
         """Makes casts of moved parameters: the move of a cast, see `Plan.moved`."""
-        wanted = {self.plan.moved[v] for v in eqn.outvars if v in self.plan.moved}
-        for dtype in wanted:
+        moved = {v: self.plan.moved[v] for v in eqn.outvars if v in self.plan.moved}
+        for dtype in set(moved.values()):
             dtypes = [dtype if each == F32 else each for each in planned.reads]
-            moved = self.walk.moved(eqn, self.read_all(eqn.invars, dtypes))
-            for v, cast in zip(eqn.outvars, moved, strict=True):
-                if v in self.plan.moved:
-                    self.casts[v, dtype] = cast
+            casts = self.walk.moved(eqn, self.read_all(eqn.invars, dtypes))
+            cast_of = dict(zip(eqn.outvars, casts, strict=True))
+            self.casts.update(((v, dtype), cast_of[v]) for v in moved)
 
     def read_all(
         self,

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jmp_amp as amp
 from examples.benchmarks import collectives
 from tests import h100
+from tests.programs import dtypes_of
 
 HALF, REDUCED = "p=f32,c=bf16,o=f32", "p=f32,c=bf16,o=f32,r=f32"
 IMAGES = ("NHWC", "HWIO", "NHWC")
@@ -196,6 +197,10 @@ def one_example_at_a_time(w):
     return jnp.sum(jnp.tanh(jax.vmap(lambda x: w @ x)(X)) ** 2)
 
 
+def joined(w, v):
+    return end(jnp.tanh(X @ jnp.concatenate([w, v], 1)).reshape(64, 16))
+
+
 def sum_of_weights(w, v):
     return end(jnp.tanh(X @ (w + v)))
 
@@ -236,6 +241,7 @@ PROGRAMS = {
     first_token: [SQUARE, VECTOR],
     queries: [SQUARE, SQUARE],
     sum_of_weights: [SQUARE, SQUARE],
+    joined: [SQUARE, SQUARE],
     split: [(32, 16)],
     unstacked: [(2, *SQUARE)],
     one_example_at_a_time: [SQUARE],
@@ -301,6 +307,26 @@ def test_forward_mode_is_that_of_half(program):
     np.testing.assert_allclose(found[1], expected[1], rtol=2e-2)
     reference = jax.jvp(program, params, tangents)[1]
     np.testing.assert_allclose(found[1], reference, rtol=0.1, atol=0.5)
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (transposed, "transpose"),
+        (many_moves, "reshape"),
+        (joined, "concatenate"),
+        (split, "split"),
+    ],
+    ids=lambda each: getattr(each, "__name__", each),
+)
+def test_a_parameter_is_cast_before_it_is_moved(program, name):
+    # Devices that gather what the move reads send each other half.
+    moves = dtypes_of(
+        amp.autocast(program, REDUCED),
+        *parameters(PROGRAMS[program]),
+        primitive=name,
+    )
+    assert "bfloat16" in str(moves)
 
 
 def test_a_product_is_summed_in_f32_from_half_operands():

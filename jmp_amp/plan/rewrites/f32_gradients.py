@@ -65,8 +65,10 @@ def moves_parameter(eqn: Eqn, region: Region) -> bool:
         return False
     looks_up = role_of(eqn.primitive.name) in (Role.LOOKS_UP, Role.TAKES)
     # After a move that writes more than it reads, the cast is fused with its reader.
-    sizes = [aval_of(v).size for v in (eqn.invars[0], *eqn.outvars)]
-    grows = is_larger(sum(sizes[1:]), sizes[0], unless_known=False)
+    read, written = (
+        sum(aval_of(v).size for v in atoms) for atoms in (eqn.invars, eqn.outvars)
+    )
+    grows = is_larger(written, read, unless_known=False)
     return not (looks_up or grows or jaxprs.is_conversion(eqn))
 
 
