@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_amp as amp
 from examples.benchmarks import collectives
+from jmp_amp.plan.program import cpu_target
+from jmp_amp.plan.program.cpu_target import Cpu
 from tests import h100
 from tests.programs import dtypes_of
 
@@ -449,6 +451,33 @@ def test_a_message_between_shards_is_f32():
     assert "bf16[16,16]" in half and "f32[16,16]" in found
 
 
+def pointwise(w, v):
+    """A product, then two convolutions of one pixel, one of them strided."""
+    h = jnp.tanh(array(5, 1024, 64) @ w).reshape(16, 8, 8, 64)
+    kernel = w.reshape(1, 1, 64, 64)
+    h = jnp.tanh(
+        lax.conv_general_dilated(h, kernel, (1, 1), "SAME", None, None, IMAGES)
+    )
+    image = v.reshape(16, 16, 16, 64)
+    made = lax.conv_general_dilated(image, kernel, (2, 2), "SAME", None, None, IMAGES)
+    return jnp.mean(jnp.tanh(made + h) ** 2)
+
+
+@pytest.mark.parametrize("argnum", [0, 1])
+def test_products_of_a_cpu(argnum, monkeypatch):
+    monkeypatch.setattr(cpu_target, "this_cpu", lambda: Cpu(native=True))
+    args = 0.2 * array(1, 64, 64), array(2, 16 * 16 * 16 * 64)
+    half, found = (
+        jax.jit(jax.grad(amp.autocast(pointwise, policy, target="cpu"), argnum))(*args)
+        for policy in (HALF, REDUCED)
+    )
+    expected = jax.grad(pointwise, argnum)(*args)
+    assert distance(found, expected) <= distance(half, expected) < 0.02
+    # Of the image three of four pixels are not read.
+    read = np.asarray(expected) != 0
+    assert digits(half[read]) < MANY < digits(found[read])
+
+
 # What eight H100s would send each other
 
 
@@ -500,13 +529,16 @@ def test_diagnose_sees_the_same_products(matmul):
         return jnp.mean(jnp.tanh(jnp.tanh(x @ w.T + b[None]) @ v) ** 2)
 
     policies = (f"{HALF}{matmul}", f"{REDUCED}{matmul}")
+    diagnoses = [amp.diagnose(loss, policy)(w, b, v, x) for policy in policies]
     half, found = (
         [
             (site.operation, site.direction, site.identity, site.shape, site.zeros)
-            for site in amp.diagnose(loss, policy)(w, b, v, x).sites
+            for site in diagnosis.sites
             if site.operation in ("dot_general", "quantise", "tanh")
         ]
-        for policy in policies
+        for diagnosis in diagnoses
     )
     assert half == found
     assert len([each for each in found if each[1] == "backward"]) >= 2
+    # Each cast is one of the equation that reads it.
+    assert all(site.identity for site in diagnoses[1].sites)

@@ -242,8 +242,8 @@ def linear_in_f32(
     return result
 
 
-def _product_in_f32(eqn: Eqn, operands: Sequence[Value]) -> jax.Array:
-    """Returns the product of half operands in f32.
+def _product_in_f32(eqn: Eqn, operands: Sequence[Value]) -> list[jax.Array]:
+    """Runs a product of half operands: its result is f32.
 
     XLA for CPUs makes programs of some that fail when they run (`cpu_products`), so
     there the operands are cast.
@@ -256,7 +256,7 @@ def _product_in_f32(eqn: Eqn, operands: Sequence[Value]) -> jax.Array:
     def cast(*operands: jax.Array) -> jax.Array:
         return product(*(x.astype(F32) if is_half(x.dtype) else x for x in operands))
 
-    return jax.lax.platform_dependent(*operands, cpu=cast, default=product)
+    return [jax.lax.platform_dependent(*operands, cpu=cast, default=product)]
 
 
 def _products_in_f32(body: jaxprs.Body, args: Sequence[Value]) -> list[Value]:
@@ -269,11 +269,8 @@ def _products_in_f32(body: jaxprs.Body, args: Sequence[Value]) -> list[Value]:
 
     for eqn in body.jaxpr.eqns:
         operands = list(map(read, eqn.invars))
-        if jaxprs.is_conversion(eqn) and operands[0].dtype == F32:
-            results = operands
-        elif kind_of(eqn.primitive.name) is Kind.PRODUCT:
-            results = [_product_in_f32(eqn, operands)]
-        else:
-            results = binding.bind(eqn, operands)
+        is_product = kind_of(eqn.primitive.name) is Kind.PRODUCT
+        run = _product_in_f32 if is_product else binding.bind
+        results = run(eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
-    return [read(v).astype(F32) for v in body.jaxpr.outvars]
+    return [read(v) for v in body.jaxpr.outvars]
