@@ -30,7 +30,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 # Helpers of the tests are in `tests/`, which is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -135,7 +135,7 @@ def compiled(layout: str, policy: str, model: GPT) -> Any:
     )
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        logits = model.apply(params, tokens)
+        logits = cast(jax.Array, model.apply(params, tokens))
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
         return losses.mean()
 
@@ -154,7 +154,7 @@ def compiled(layout: str, policy: str, model: GPT) -> Any:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, placed)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=shardings)
     # Without Triton a matrix product is a call of cublasLt, which the text shows.
-    options = {"xla_gpu_enable_triton_gemm": False}
+    options: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
     return jitted.lower(placed, rows).compile(compiler_options=options)
 
 

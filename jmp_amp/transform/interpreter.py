@@ -397,7 +397,7 @@ class Replay(Walk[Value]):
           operands: as it reads them, then what its rewrite computes of them before.
           held: those whose gradient leaves in f32, as they are held.
         """
-        if held and self.differentiable:
+        if held:
             rewrite = planned.rewrite
             if rewrite is not None and rewrite.bind_f32 is not None:
                 return rewrite.bind_f32(eqn, planned.dtype, operands, held)

@@ -473,6 +473,10 @@ def test_products_of_a_cpu(argnum, monkeypatch):
     )
     expected = jax.grad(pointwise, argnum)(*args)
     assert distance(found, expected) <= distance(half, expected) < 0.02
+    gradient = jax.jit(jax.grad(amp.autocast(pointwise, REDUCED, target="cpu"), argnum))
+    lines = gradient.lower(*args).as_text().splitlines()
+    products = [line for line in lines if "stablehlo.dot_general" in line]
+    assert products and all(line.count("xbf16>") == 2 for line in products)
     # Of the image three of four pixels are not read.
     read = np.asarray(expected) != 0
     assert digits(half[read]) < MANY < digits(found[read])
