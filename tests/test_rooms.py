@@ -92,7 +92,7 @@ WINGS = {
     "transform": (
         (
             *("scopes", "closures", "refusals", "successors", "marking", "functions"),
-            *("custom_jvp_rules", "stored_blocks", "unused_names"),
+            *("custom_jvp_rules", "stored_blocks", "unused_names", "layer_dtypes"),
         ),
         ("nnx_modules",),
         ("linen_modules",),

@@ -7,7 +7,9 @@ good step nothing else is computed; on a bad one all that is computed is thrown 
 It matters to XLA's CPU, which makes one loop for each result: an update that reads an
 array that is not stored is computed from the old arrays once more, beside the loop that
 writes the new one in their place. So XLA copies the old arrays first: moments, masters
-and parameters, in every step.
+and parameters, in every step. A training step of a multilayer perceptron with AdamW
+takes 1.02x of the time without a loss scale, and 1.21x with flax's `DynamicScale`,
+which chooses after the update (`examples/benchmarks/results/weights_on_cpu.json`).
 """
 
 from collections.abc import Callable

@@ -132,6 +132,11 @@ def autocast(
     does not mark. In a float32 program `x.astype(jnp.float32)` is no operation and
     asks for nothing: `full_precision` does.
 
+    A Flax layer that is given `dtype=jnp.float32` computes in float32, as if it were
+    marked with `full_precision`. An entry of a `PolicyMap` that names the layer wins.
+    A dtype that the modules around it have too, or their configuration, is that of the
+    model: it says nothing about one layer, and the policy decides.
+
     nnx modules may be arguments or closed over: what the function writes to them
     reaches the caller's objects, as under `nnx.jit`. What a linen model writes comes
     out of `autocast(model.apply)`; a method of linen that `autocast` decorates may make

@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.patterns import ModuleInfo
 from jmp_amp.transform import nnx_modules, scopes
+from jmp_amp.transform.layer_dtypes import asks_for_f32, linen_modules_around
 
 # The attribute of a marked linen module class that holds its policy.
 MODULE_POLICY = "_amp_policy"
@@ -123,7 +124,9 @@ def intercepted() -> Iterator[Variables]:
             return next_fun(*args, **kwargs)
         info = ModuleInfo(module.path, type(module), module.name, method)
         own = getattr(type(module), MODULE_POLICY, None)
-        with scopes.module_scope(info, own), contextlib.ExitStack() as inside:
+        is_f32 = asks_for_f32(module, linen_modules_around(module))
+        scope = scopes.module_scope(info, own, asks_for_f32=is_f32)
+        with scope, contextlib.ExitStack() as inside:
             if isinstance(module, nnx.bridge.ToLinen):
                 inside.enter_context(_made_with_scopes(module))
             calls.append(inside)

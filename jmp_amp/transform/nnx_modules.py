@@ -27,6 +27,7 @@ from flax import linen as nn
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.patterns import ModuleInfo
 from jmp_amp.transform import scopes
+from jmp_amp.transform.layer_dtypes import asks_for_f32
 
 # The attribute of a traced copy of a module that holds its `_Address`. nnx takes what
 # is called so for no part of the model: `ToNNX` does not hand it to linen.
@@ -45,18 +46,23 @@ class _Address:
     Attributes:
       path: the names that lead to it.
       around: the classes of the modules around it.
+      asks_for_f32: whether it is a layer that is written to compute in float32.
       depth: that of the autocast that gave it scopes.
     """
 
-    __slots__ = ("around", "depth", "key", "path")
+    __slots__ = ("around", "asks_for_f32", "depth", "key", "path")
 
-    def __init__(self, path: tuple[str, ...], around: tuple[type, ...]):
+    def __init__(
+        self, path: tuple[str, ...], around: tuple[type, ...], asks_for_f32: bool
+    ):
         found = scopes.active()
         assert found is not None
         self.path, self.around, self.depth = path, around, found.depth
+        self.asks_for_f32 = asks_for_f32
         # What tells a map apart: an entry may be for what the module is a part of.
         told_by = path if found.policies.sees_paths else ()
-        self.key = found.depth, told_by, around if found.policies.entries else ()
+        classes = around if found.policies.entries else ()
+        self.key = found.depth, told_by, classes, asks_for_f32
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Address) and self.key == other.key
@@ -333,7 +339,7 @@ def _scopes_of(cls: type, module: nnx.Module, method: str) -> Iterator[None]:
     info = ModuleInfo(address.path, cls, own_name, method)
     with (
         jax.named_scope(_scope_name(info, scopes.running())),
-        scopes.module_scope(info, around=address.around),
+        scopes.module_scope(info, None, address.around, address.asks_for_f32),
     ):
         yield
 
@@ -383,16 +389,18 @@ def _modules(node: object) -> list[tuple[tuple[str, ...], nnx.Module]]:
 def _hook(nodes: Sequence[object]) -> None:
     found = []
     for node in nodes:
-        modules = _modules(node)
-        classes = {path: _original(type(module)) for path, module in modules}
-        for path, module in modules:
-            around = (classes.get(path[:end], nnx.Module) for end in range(len(path)))
-            found.append((path, tuple(around), module))
+        modules = dict(_modules(node))
+        for path, module in modules.items():
+            around = [modules.get(path[:end]) for end in range(len(path))]
+            found.append((path, around, module))
     # What is given by itself and as a part of another has the path in the other.
     for path, around, module in sorted(found, key=lambda each: not each[0]):
         if _ADDRESS in vars(module):
             continue
-        object.__setattr__(module, _ADDRESS, _Address(path, around))
+        classes = (nnx.Module if m is None else _original(type(m)) for m in around)
+        is_f32 = asks_for_f32(module, [m for m in around if m is not None])
+        address = _Address(path, tuple(classes), is_f32)
+        object.__setattr__(module, _ADDRESS, address)
         hooked = class_with_scopes(_original(type(module)))
         object.__setattr__(module, "__class__", hooked)
 

@@ -26,6 +26,7 @@ from jmp_amp.policies.patterns import ModuleInfo, inside_of, is_norm
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, matching, matching_nearest
 
+_FULL = Policy("float32", "float32", "float32")
 # A module of one library that is made of one of the other: paths go on inside.
 _BRIDGES = (nnx.bridge.ToLinen, nnx.bridge.ToNNX)
 
@@ -177,15 +178,21 @@ def active_scope(policy: Policy) -> Iterator[None]:
 
 @contextlib.contextmanager
 def module_scope(
-    info: ModuleInfo, own: Policy | None = None, around: tuple[type, ...] = ()
+    info: ModuleInfo,
+    own: Policy | None = None,
+    around: tuple[type, ...] = (),
+    asks_for_f32: bool = False,
 ) -> Iterator[None]:
     """While a method of a module is traced inside, the module's policy is in force.
 
     | the module                        | its policy       | opens a region         |
     | --------------------------------- | ---------------- | ---------------------- |
     | is marked                         | the mark         | always                 |
-    | matches an entry, or is a part of | that of the      | if it differs from     |
-    | modules that do and do not run    | nearest match    | the policy in force    |
+    | matches an entry                  | that of the      | if it differs from     |
+    |                                   | nearest match    | the policy in force    |
+    | has `dtype=float32` of its own    | float32          | if it differs          |
+    | is a part of modules that match   | that of the      | if it differs          |
+    | an entry and do not run           | nearest match    |                        |
     | else                              | the one in force | no                     |
 
     Inside that region, `__call__` opens a second one for two kinds of modules:
@@ -202,6 +209,7 @@ def module_scope(
       own: the policy that the module is marked with.
       around: the classes of the modules that it is a part of, the outermost first, as
         far as they are known.
+      asks_for_f32: whether it is a layer that is written to compute in float32.
     """
     found = active()
     if found is None:
@@ -216,6 +224,8 @@ def module_scope(
         if own is None and matched:
             pattern, policy = found.policies.entries[matched[-1]]
             names_norm = is_norm(pattern)
+    if own is None and asks_for_f32 and not _is_named(found, info):
+        policy, names_norm = _FULL, False
     if found.tells_paths and _may_be_jitted(info.cls):
         found = found._replace(where=info.path)
     if issubclass(info.cls, _BRIDGES):
@@ -256,6 +266,12 @@ def _matching(found: Active, info: ModuleInfo, around: tuple[type, ...]) -> list
         return matching(found.policies, info, inside)
     start = 0 if outer is None else len(outer) + 1
     return matching_nearest(found.policies, info, around, start, inside)
+
+
+def _is_named(found: Active, info: ModuleInfo) -> bool:
+    """Whether an entry matches a module itself, not one that it is a part of."""
+    entries = found.policies.entries
+    return bool(entries and matching(found.policies, info, inside_of(found.root)))
 
 
 def _noted(matched: Sequence[int], depth: int) -> str:

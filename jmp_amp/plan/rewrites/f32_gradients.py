@@ -246,7 +246,9 @@ def _product_in_f32(eqn: Eqn, operands: Sequence[Value]) -> list[jax.Array]:
     """Runs a product of half operands: its result is f32.
 
     XLA for CPUs makes programs of some that fail when they run (`cpu_products`), so
-    there the operands are cast.
+    there the operands are cast. XLA for GPUs has no convolution of half operands with
+    an f32 result and casts the operands. A half result that is cast would be no remedy:
+    devices add up what a convolution returns, before the cast.
     """
 
     def product(*operands: jax.Array) -> jax.Array:
