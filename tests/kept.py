@@ -1,16 +1,19 @@
-"""Figures of programs compiled for an H100, beside a hash of what was compiled.
+"""Figures of programs and trainings, beside a hash of what was compiled and run.
 
-A program is traced in a second and compiled in a minute. `h100_figures.json` keeps what
-was read from each compiled program, the hash of its jaxpr, and the versions of JAX, of
-the compiler and of the described GPU. A program is compiled again where one of them has
-moved: the tests then judge what is read from the new program. Otherwise they judge what
-was kept.
+A program is traced in a second, and compiled for an H100 in a minute.
+`h100_figures.json` keeps what was read from each compiled program, the hash of its
+jaxpr, and the versions of JAX, of the compiler and of the described GPU. A program is
+compiled again where one of them has moved: the tests then judge what is read from the
+new program. Otherwise they judge what was kept.
 
-    H100_FIGURES=again python -m pytest -m "slow or not slow" tests
-    H100_FIGURES=write python -m pytest -m "slow or not slow" tests/zoo/test_zoo.py ...
+`training_figures.json` has the outcomes of trainings likewise. A training is known by
+the jaxprs of all that it compiles, by the source of its example, and by versions.
 
-The first compiles every program, whatever was kept. The second, in one process, keeps
-the figures of those that moved; remove the file to make them all anew.
+    KEPT_FIGURES=again python -m pytest -m "slow or not slow" tests
+    KEPT_FIGURES=write python -m pytest -m "slow or not slow" tests/zoo/test_zoo.py ...
+
+The first compiles and trains all, whatever was kept. The second, in one process, keeps
+the figures of what moved; remove the file to make them all anew.
 """
 
 from __future__ import annotations
@@ -18,19 +21,23 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.metadata
+import inspect
 import json
 import os
 import re
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
-from tests import h100
+from tests import dry_run, h100
 
 FILE = Path(__file__).with_name("h100_figures.json")
+TRAININGS = Path(__file__).with_name("training_figures.json")
+_OF_TRAININGS = ("flax", "jax", "jaxlib", "numpy", "optax", "scikit-learn")
 NOTHING: dict[str, Any] = {"versions": {}, "programs": {}}
 
 
@@ -41,12 +48,17 @@ def digest(text: str) -> str:
 
 def versions() -> dict[str, str]:
     """Returns what a compiled program depends on besides its jaxpr."""
-    names = {
+    compilers = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
+    found = _versions("jax", "jaxlib", *compilers)
+    return found | {"described GPU": digest(h100.H100)}
+
+
+def _versions(*names: str) -> dict[str, str]:
+    return {
         name: importlib.metadata.version(name)
-        for name in ("jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
+        for name in names
         if any(importlib.metadata.distributions(name=name))
     }
-    return names | {"described GPU": digest(h100.H100)}
 
 
 def figures(
@@ -69,8 +81,7 @@ def figures(
     """
     jaxpr = jax.jit(fn, **jit_options).trace(*args).jaxpr
     traced = digest(f"{jaxpr} {sorted(jit_options.items())}")
-    mode = os.environ.get("H100_FIGURES", "")
-    assert mode in ("", "again", "write"), f"H100_FIGURES={mode}: again, or write"
+    mode = _mode()
     kept = json.loads(file.read_text()) if file.exists() else NOTHING
     found = kept["programs"].get(name)
     current = versions()
@@ -86,6 +97,41 @@ def figures(
     if mode == "write":
         keep(name, found, current, file)
     return found["figures"]
+
+
+def training(
+    name: str,
+    train: Callable[[], Any],
+    read: Callable[[Any], dict[str, Any]],
+    modules: Sequence[types.ModuleType],
+    file: Path = TRAININGS,
+) -> dict[str, Any]:
+    """Returns the figures of `train()`, which runs if they are not kept.
+
+    Args:
+      name: of the training, in the file.
+      train: a function without arguments. It bears zeros, see `dry_run`.
+      read: what it returns -> the figures, which JSON can hold.
+      modules: the examples that it runs.
+      file: where they are kept.
+    """
+    texts = [dry_run.programs_of(train, modules), *map(inspect.getsource, modules)]
+    ran, mode, current = digest("\n".join(texts)), _mode(), _versions(*_OF_TRAININGS)
+    kept = json.loads(file.read_text()) if file.exists() else NOTHING
+    found = kept["programs"].get(name)
+    same = found and found["traced"] == ran and kept["versions"] == current
+    if same and mode != "again":
+        return found["figures"]
+    found = {"traced": ran, "figures": json.loads(json.dumps(read(train())))}
+    if mode == "write":
+        keep(name, found, current, file)
+    return found["figures"]
+
+
+def _mode() -> str:
+    mode = os.environ.get("KEPT_FIGURES", "")
+    assert mode in ("", "again", "write"), f"KEPT_FIGURES={mode}: again, or write"
+    return mode
 
 
 def keep(name: str, found: dict[str, Any], current: dict[str, str], file: Path) -> None:

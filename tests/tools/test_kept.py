@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from tests import h100, kept
+from tests import dry_run, h100, kept
 
 X = jax.ShapeDtypeStruct((256, 512), jnp.float32)
 
@@ -16,7 +19,7 @@ X = jax.ShapeDtypeStruct((256, 512), jnp.float32)
 @pytest.fixture
 def figures(tmp_path, monkeypatch):
     """Returns a function (scale) -> figures, with how many programs it has read."""
-    monkeypatch.delenv("H100_FIGURES", raising=False)
+    monkeypatch.delenv("KEPT_FIGURES", raising=False)
     read = []
 
     def figures(scale: int) -> dict:
@@ -39,9 +42,9 @@ class TestFigures:
     def test_a_program_is_compiled_once_as_long_as_nothing_moves(
         self, figures, monkeypatch
     ):
-        monkeypatch.setenv("H100_FIGURES", "write")
+        monkeypatch.setenv("KEPT_FIGURES", "write")
         assert figures(1) == {"casts": 1, "read": 1}
-        monkeypatch.delenv("H100_FIGURES")
+        monkeypatch.delenv("KEPT_FIGURES")
         assert figures(1) == {"casts": 1, "read": 1}
         assert len(figures.read) == 1
 
@@ -49,9 +52,9 @@ class TestFigures:
     def test_it_is_compiled_again_where_something_moved(
         self, figures, monkeypatch, moved
     ):
-        monkeypatch.setenv("H100_FIGURES", "write")
+        monkeypatch.setenv("KEPT_FIGURES", "write")
         figures(1)
-        monkeypatch.setenv("H100_FIGURES", "again" if moved == "flag" else "")
+        monkeypatch.setenv("KEPT_FIGURES", "again" if moved == "flag" else "")
         if moved == "version":
             text = json.loads(figures.file.read_text())
             text["versions"]["jaxlib"] = "0.9.0"
@@ -66,16 +69,16 @@ class TestFigures:
     ):
         old = {"versions": {"jaxlib": "0.9.0"}, "programs": {"it": {}, "other": {}}}
         figures.file.write_text(json.dumps(old))
-        monkeypatch.setenv("H100_FIGURES", "write")
+        monkeypatch.setenv("KEPT_FIGURES", "write")
         figures(1)
         found = json.loads(figures.file.read_text())
         assert list(found["programs"]) == ["it"]
         assert found["versions"] == kept.versions()
 
     def test_what_was_kept_is_what_is_judged(self, figures, monkeypatch):
-        monkeypatch.setenv("H100_FIGURES", "write")
+        monkeypatch.setenv("KEPT_FIGURES", "write")
         figures(1)
-        monkeypatch.delenv("H100_FIGURES")
+        monkeypatch.delenv("KEPT_FIGURES")
         found = json.loads(figures.file.read_text())
         found["programs"]["it"]["figures"]["casts"] = 7
         figures.file.write_text(json.dumps(found))
@@ -85,3 +88,113 @@ class TestFigures:
 def test_a_hash_tells_programs_apart_but_not_addresses():
     assert kept.digest("f at 0x7f00 x") == kept.digest("f at 0x1234 x")
     assert kept.digest("f32[2]") != kept.digest("f32[3]")
+
+
+@functools.cache
+def step_of(rate: float):
+    return jax.jit(lambda w: w - rate * jnp.sin(w), donate_argnums=0)
+
+
+class TestTrainings:
+    @pytest.fixture
+    def training(self, tmp_path, monkeypatch):
+        """Returns a function (rate) -> figures, with how many trainings have run."""
+        monkeypatch.delenv("KEPT_FIGURES", raising=False)
+        ran = []
+
+        def training(rate: float) -> dict:
+            def train():
+                w = jnp.ones(3)
+                for _ in range(5):
+                    w = step_of(rate)(w)
+                return w
+
+            def read(w):
+                ran.append(rate)
+                return {"end": float(w[0])}
+
+            modules = [sys.modules[__name__]]
+            return kept.training("it", train, read, modules, training.file)
+
+        training.ran, training.file = ran, tmp_path / "trainings.json"
+        return training
+
+    def by_hand(self, rate: float) -> float:
+        w = 1.0
+        for _ in range(5):
+            w -= rate * np.sin(w)
+        return w
+
+    def test_it_runs_once_as_long_as_nothing_moves(self, training, monkeypatch):
+        monkeypatch.setenv("KEPT_FIGURES", "write")
+        first = training(0.5)
+        np.testing.assert_allclose(first["end"], self.by_hand(0.5), rtol=1e-6)
+        monkeypatch.delenv("KEPT_FIGURES")
+        assert training(0.5) == first and training.ran == [0.5]
+
+    @pytest.mark.parametrize("moved", ["program", "version", "flag", "source"])
+    def test_it_runs_again_where_something_moved(self, training, monkeypatch, moved):
+        monkeypatch.setenv("KEPT_FIGURES", "write")
+        training(0.5)
+        monkeypatch.setenv("KEPT_FIGURES", "again" if moved == "flag" else "")
+        if moved == "version":
+            text = json.loads(training.file.read_text())
+            text["versions"]["optax"] = "0.1.0"
+            training.file.write_text(json.dumps(text))
+        if moved == "source":
+            monkeypatch.setattr(kept.inspect, "getsource", lambda module: "another")
+        rate = 0.25 if moved == "program" else 0.5
+        found = training(rate)
+        np.testing.assert_allclose(found["end"], self.by_hand(rate), rtol=1e-6)
+        assert training.ran == [0.5, rate]
+
+    def test_what_was_kept_is_what_is_judged(self, training, monkeypatch):
+        monkeypatch.setenv("KEPT_FIGURES", "write")
+        training(0.5)
+        monkeypatch.delenv("KEPT_FIGURES")
+        found = json.loads(training.file.read_text())
+        found["programs"]["it"]["figures"]["end"] = 7.0
+        training.file.write_text(json.dumps(found))
+        assert training(0.5) == {"end": 7.0}
+
+
+class TestDryRun:
+    def test_every_program_is_in_the_text_once_and_nothing_runs(self):
+        ran = []
+
+        def run():
+            # Begun outside of the dry run, it would be real.
+            ran.append(step_of(0.5)(jnp.ones(2)))
+            ran.append(step_of(0.5)(ran[-1]))
+            ran.append(jax.jit(jnp.cos)(ran[-1]))
+            ran.append(jax.jit(lambda key: jax.random.split(key))(jax.random.key(1)))
+
+        text = dry_run.programs_of(run, [sys.modules[__name__]])
+        assert text.count(" sin ") == 1 and text.count(" cos ") == 1
+        assert [np.asarray(x).tolist() for x in ran[:3]] == [[0.0, 0.0]] * 3
+        assert jax.dtypes.issubdtype(ran[3].dtype, jax.dtypes.prng_key)
+        assert float(step_of(0.5)(jnp.ones(2))[0]) != 0
+
+    def test_options_and_types_make_other_programs(self):
+        def text(dtype, **options):
+            def run():
+                jax.jit(lambda x: x + 1, **options)(jnp.ones(2, dtype))
+
+            return dry_run.programs_of(run, [])
+
+        plain = text(jnp.float32)
+        assert plain == text(jnp.float32)
+        assert (
+            len({plain, text(jnp.bfloat16), text(jnp.float32, donate_argnums=0)}) == 3
+        )
+
+    def test_what_is_jitted_inside_of_what_is_jitted_is_a_part_of_it(self):
+        def outer(x):
+            return jax.jit(jnp.sin)(x) * 2
+
+        text = dry_run.programs_of(lambda: jax.jit(outer)(jnp.ones(2)), [])
+        assert text.count(" sin ") == 1 and " mul " in text
+
+    def test_a_training_that_compiles_nothing_is_refused(self):
+        with pytest.raises(AssertionError, match="nothing was jitted"):
+            dry_run.programs_of(lambda: None, [])

@@ -1,0 +1,190 @@
+"""What a trade-off of the plan buys: rules switched off, and training steps compiled.
+
+    python -m tests.ablation_on_h100 [--model NAME ...] [--only RULE ...] [--write]
+
+A trade-off computes in half what may be f32, or in f32 what may be half. For each large
+model of the zoo the training step is compiled for a described H100, in bf16, with all
+rules and without each of them. The table has, of the models whose program changes,
+
+  temp      temporary bytes without the rule, as a ratio to those with it: the least,
+            the median and the largest. Above 1 the rule saves memory
+  modelled  the same of the milliseconds that `examples/benchmarks/roofline.py` models
+  kernels   the same of how many kernels are launched
+
+`elementwise` is no rule but an experiment: operations between products compute in f32,
+and their results are rounded to half only where something reads half. `but_biases` is
+the same, but a bias is added in half: cuBLAS adds it to the product then.
+
+`ablation_on_h100.json` has the figures of each model; `--write` writes those that were
+asked for. No GPU is needed and none is used. All of it takes more than an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+# isort: split
+from tests.ablation import RULES, Change, Rule, switched_off
+
+# isort: split
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from examples.benchmarks import compare_precision, roofline
+from jmp_amp.plan.choose import choosing, trade_offs
+from jmp_amp.plan.choose.modes import Demands, Mode
+from jmp_amp.plan.choose.records import Option
+from jmp_amp.plan.dataflow.values import Origin, is_exact
+from jmp_amp.plan.tables.operations import OpClass, Role, role_of
+from jmp_amp.policies.dtypes import F32, is_half
+from tests import h100, kept, zoo
+from tests.zoo.case import Case
+
+FILE = Path(__file__).with_name("ablation_on_h100.json")
+TRADE_OFFS = (
+    *("falls", "gates_a_sum", "grows", "looked_up", "misfit", "takes_half"),
+    *("saved_by_loops", "saved_in_f32", "stored_in_half", "worth_f32"),
+    *("adds_parameters", "moves_parameters"),
+)
+FIGURES = ("temp", "modelled", "kernels")
+
+
+def in_f32_between_products(but_biases: bool) -> Rule:
+    """The experiment: what follows half operands computes in f32.
+
+    Its results are rounded to half if something reads them in half.
+    """
+
+    def follows(at: Any, made: Any) -> bool:
+        is_bias = role_of(at.name) is Role.ADDS and any(
+            v.is_parameter for v in at.operands
+        )
+        return (
+            made.rule.op_class is OpClass.FOLLOW
+            and made.mode is Mode.IN_DTYPE
+            and made.result.origin == Origin.LOW
+            and is_half(at.half)
+            and role_of(at.name) is not Role.LOOKS_UP
+            and not is_exact(at.eqn)
+            and not (but_biases and is_bias)
+        )
+
+    def worth_f32(is_worth_f32: Callable[..., bool]) -> Callable[..., bool]:
+        return lambda at, made: follows(at, made) or is_worth_f32(at, made)
+
+    def with_store(options: Callable[..., Any]) -> Callable[..., Any]:
+        def found(at: Any, made: Any, *args: Any) -> Iterator[Option]:
+            if made.dtype == F32 or not follows(at, made):
+                yield from options(at, made, *args)
+                return
+            yield from trade_offs._RISES
+            yield Option(Demands.F32, "only f32 operations read it", F32)
+            yield Option(Demands.DTYPES, "stored in half", F32, at.half, some=True)
+
+        return found
+
+    return (
+        Change(choosing, "is_worth_f32", worth_f32),
+        Change(choosing, "options", with_store),
+    )
+
+
+EXPERIMENTS: dict[str, Rule] = {
+    "elementwise": in_f32_between_products(but_biases=False),
+    "but_biases": in_f32_between_products(but_biases=True),
+}
+
+
+def figures_of(case: Case, compiled: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Returns the figures of the training step of a case, as plans are made now.
+
+    compiled: figures by the hash of the program, which is compiled once.
+    """
+    jax.clear_caches()
+    loss = compare_precision.program_loss(case, "bfloat16", "autocast")
+    step, args = compare_precision.training_step(loss), case.abstract()
+    pinned = jax.tree.map(h100.pin, args)
+    digest = kept.digest(str(jax.jit(step, donate_argnums=0).trace(*pinned).jaxpr))
+    if digest not in compiled:
+        program = h100.compile_for_gpu(step, *args, donate_argnums=0)
+        kernels = roofline.schedule(program.as_text(), roofline.H100).kernels
+        totals = roofline.totals(kernels, roofline.H100)
+        compiled[digest] = {
+            "program": digest,
+            "temp": h100.temp_bytes(program),
+            "modelled": totals["ms"],
+            "kernels": totals["kernels"],
+        }
+    return compiled[digest]
+
+
+def measured(model: str, rules: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Returns the figures of a model: with all rules, "", and without each."""
+    case, compiled = zoo.CASES[model, "large"], {}
+    found = {"": figures_of(case, compiled)}
+    for rule in rules:
+        with switched_off(rule, RULES | EXPERIMENTS):
+            found[rule] = figures_of(case, compiled)
+    return found
+
+
+def table_of(models: dict[str, dict[str, dict[str, Any]]]) -> Table:
+    """Returns the table: a row for each rule."""
+    table = Table("without", "models", *FIGURES, box=None)
+    rules = sorted({rule for rows in models.values() for rule in rows if rule})
+    for rule in rules:
+        changed = [
+            (rows[""], rows[rule])
+            for rows in models.values()
+            if rule in rows and rows[rule]["program"] != rows[""]["program"]
+        ]
+        cells = []
+        for figure in FIGURES if changed else ():
+            ratios = [after[figure] / before[figure] for before, after in changed]
+            three = min(ratios), statistics.median(ratios), max(ratios)
+            cells.append("  ".join(f"{ratio:.3f}" for ratio in three))
+        table.add_row(rule, str(len(changed)), *cells)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = [*TRADE_OFFS, *EXPERIMENTS]
+    parser.add_argument("--model", nargs="+", choices=zoo.MODELS, metavar="MODEL")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="RULE")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    if reason := h100.why_no_compiler():
+        sys.exit(f"ablation_on_h100: {reason}")
+    found: dict[str, Any] = {}
+    for model in options.model or zoo.MODELS:
+        found[model] = measured(model, options.only or names)
+        print(model, file=sys.stderr)
+    if options.write:
+        _write(found)
+    Console(width=100).print(table_of(found))
+
+
+def _write(found: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """Writes figures beside those of other models and rules; all are of one version."""
+    with contextlib.suppress(FileNotFoundError):
+        before = json.loads(FILE.read_text())
+        if before["versions"] == kept.versions():
+            for model, rows in before["models"].items():
+                found[model] = rows | found.get(model, {})
+    lines = [f"{json.dumps(m)}: {json.dumps(found[m])}" for m in sorted(found)]
+    text = ",\n".join(lines)
+    versions = json.dumps(kept.versions())
+    FILE.write_text(f'{{"versions": {versions}, "models": {{\n{text}\n}}}}\n')
+
+
+if __name__ == "__main__":
+    main()
