@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jmp_amp as amp
-from jmp_amp.numerics.advice import advise
-from jmp_amp.numerics.suggestions import suggested_loss_scale, suggested_policy
+from jmp_amp.numerics.diagnose.advice import advise
+from jmp_amp.numerics.diagnose.suggestions import suggested_loss_scale, suggested_policy
 from tests.numerics.counting import of
 from tests.numerics.made import gradient, site
 

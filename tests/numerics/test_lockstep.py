@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jmp_amp.numerics.lockstep import errors
-from jmp_amp.numerics.pair_constructs import Construct
+from jmp_amp.numerics.measure.lockstep import errors
+from jmp_amp.numerics.measure.pair_constructs import Construct
 from jmp_amp.policies.policy_map import as_policy_map
 from jmp_amp.transform.interpreter import planned_call
 

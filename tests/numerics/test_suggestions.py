@@ -8,7 +8,7 @@ import pytest
 from flax import linen as nn
 
 import jmp_amp as amp
-from jmp_amp.numerics.suggestions import suggested_loss_scale, suggested_policy
+from jmp_amp.numerics.diagnose.suggestions import suggested_loss_scale, suggested_policy
 from tests.numerics.made import site
 
 F16 = amp.PolicyMap("mixed_float16")

@@ -1,0 +1,204 @@
+"""Checks that the policy which a diagnosis suggests keeps a call finite."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+
+from jmp_amp.numerics.calls.executables import Compile
+from jmp_amp.numerics.calls.losses import Called, LossCall, called_as_it_is
+from jmp_amp.numerics.diagnose.advice import ABOUT_POLICY, ITSELF, largest_of
+from jmp_amp.numerics.diagnose.diagnosis import Diagnosis
+from jmp_amp.numerics.diagnose.suggestions import counterparts
+from jmp_amp.numerics.diagnose.wording import located, place, share
+from jmp_amp.numerics.locate.sites import Site
+from jmp_amp.numerics.measure import programs
+from jmp_amp.numerics.measure.own_dtypes import is_inside
+from jmp_amp.plan.program.jaxprs import Value
+from jmp_amp.policies.dtypes import is_half, parse_dtype
+from jmp_amp.policies.policy import get_policy
+from jmp_amp.policies.policy_map import PolicyMap
+from jmp_amp.reports.reading import read_plan
+from jmp_amp.reports.rows import Equation
+from jmp_amp.training.finite import all_finite
+from jmp_amp.training.loss_scale import static_loss_scale
+from jmp_amp.transform.interpreter import run
+
+# So large a share of values that underflow may be what is divided by.
+_MANY = 0.1
+
+
+def ends_well(
+    call: LossCall, outputs: Sequence[Value], gradients: Sequence[Value]
+) -> Value:
+    """Whether the value of a call and its gradients are finite: bool[]."""
+    return all_finite((call.value(outputs), gradients))
+
+
+def checked(
+    called: Called, found: Diagnosis, scale: float, compile_: Compile
+) -> Diagnosis:
+    """Returns a diagnosis whose policy was tried; its default is f32 if that failed.
+
+    No map changes what a marking in the code keeps in half: advice says so.
+
+    Args:
+      called: of the function, whose value and gradients are finite without a policy.
+      found: the diagnosis.
+      scale: of the loss, one that the numbers have room for.
+      compile_: begins to compile a program.
+    """
+    if _is_finite(called, found.policy, scale, compile_):
+        return found
+    policy, kept = _in_f32(called, found.policy, scale, compile_)
+    tried = f"With {str(found.policy)!r} the run is not finite, "
+    advice = found.advice
+    if kept:
+        # What it says of `found.policy` does not hold for what is marked.
+        advice = [each for each in advice if not each.startswith(ABOUT_POLICY)]
+        tried += f"and it is not with an f32 default either. {_marked(found, kept)}"
+    else:
+        tried += f"so the default of d.policy is f32. {_cause(found)}"
+    return dataclasses.replace(found, policy=policy, advice=(*advice, tried))
+
+
+def _in_f32(
+    called: Called, failed: PolicyMap, scale: float, compile_: Compile
+) -> tuple[PolicyMap, list[Equation]]:
+    """Returns a map whose default is f32, in place of one that did not help.
+
+    If the run is not finite with that map either, also returns the equations that it
+    leaves in half. A plan that is f32 throughout is the function itself: it is finite,
+    and is not run.
+    """
+    full = get_policy("float32")
+    maps = [PolicyMap(full)]
+    if failed.entries:
+        maps.insert(0, PolicyMap(full, failed.entries))
+    kept: list[Equation] = []
+    for policy in maps:
+        with called(policy) as call:
+            kept = [row for row in read_plan(call.call) if _is_in_half(row)]
+        if not kept:
+            return policy, []
+        if _is_finite(called, policy, scale, compile_):
+            return policy, []
+    return maps[-1], kept
+
+
+def _is_in_half(row: Equation) -> bool:
+    casts = [parse_dtype(cast.target) for cast in row.casts]
+    return row.is_in_half or any(map(is_half, casts))
+
+
+def _marked(found: Diagnosis, kept: Sequence[Equation]) -> str:
+    """Returns in words what a marking in the code keeps in half under every map.
+
+    Args:
+      found: the diagnosis.
+      kept: the equations that are in half although the map says f32.
+    """
+    places = {(row.module, row.source) for row in kept}
+    sites = [s for s in found.sites if s.is_in_half and (s.module, s.source) in places]
+    same = counterparts(found.sites, found.reference)
+
+    def overflows(site: Site) -> bool:
+        known = same(site)
+        return known is not None and known.overflow(site.dtype) > 0
+
+    def underflows(site: Site) -> bool:
+        known = same(site)
+        return known is not None and known.underflow(site.dtype) > _MANY
+
+    reasons: list[Callable[[Site], bool]] = [
+        lambda site: site.makes_nonfinite,
+        overflows,
+        underflows,
+    ]
+    bad = [site for is_bad in reasons for site in sites if is_bad(site)]
+    if bad:
+        where, dtype = place(bad[0]), bad[0].dtype
+        here = {(bad[0].module, bad[0].source)}
+    else:
+        row = next((each for each in kept if each.is_in_half), kept[0])
+        where, dtype = located(row.operation, row.module, row.source), "half precision"
+        here = {(row.module, row.source)}
+    by = {row.asked_by for row in kept if (row.module, row.source) in here}
+    why = (
+        "a marking in the code, with_policy or cast_inputs(fn, dtype), wins over a map"
+    )
+    if any(map(is_inside, by)):
+        why = "the policy of an autocast inside of the function wins there"
+    return f"{where} is in {dtype} under every PolicyMap: {why}. Change it there."
+
+
+def with_function_tried(
+    called: Called, found: Diagnosis, compile_: Compile
+) -> tuple[Diagnosis, bool]:
+    """Returns a diagnosis whose reference is not finite, and whether its function is.
+
+    What `cast_inputs` marks is half in the reference. Without autocast it is f32, and
+    the function may be finite. Then what advice says of the function is left out.
+
+    Args:
+      called: of the function.
+      found: the diagnosis.
+      compile_: begins to compile a program.
+    """
+    made = (site for site in found.reference if site.makes_nonfinite)
+    first = next(made, None)
+    if first is None or not first.is_in_half:
+        return found, False
+    with called_as_it_is(called, found.policy) as call:
+
+        def finite(arrays: Sequence[Value]) -> Value:
+            return ends_well(call, *call.with_gradients(call.as_it_is)(*arrays))
+
+        options = programs.options_for(0)
+        compiling = compile_(finite, call.arrays, options=lambda: options)
+        if not bool(compiling.result()(call.arrays)):
+            return found, False
+    advice = [each for each in found.advice if not each.startswith(ITSELF)]
+    told = (
+        f"Without autocast the function is finite: cast_inputs has {place(first)} in "
+        f"{first.dtype}, which ends at {largest_of(first.dtype)}."
+    )
+    return dataclasses.replace(found, advice=(told, *advice)), True
+
+
+def _cause(found: Diagnosis) -> str:
+    """Returns in words why the suggested policy did not help."""
+    if any(site.makes_nonfinite and site.is_in_half for site in found.reference):
+        return "What cast_inputs marks without a dtype is f32 then."
+    first = found.first_nonfinite
+    if first is not None and first.is_in_half and not first.is_forward:
+        wider = ", which mixed_bfloat16 has the range for" * (first.dtype == "f16")
+        return f"It overflows in the backward pass{wider}."
+    same = counterparts(found.sites, found.reference)
+    for site in found.sites:
+        known = same(site) if site.is_in_half and site.is_forward else None
+        if known is not None and known.underflow(site.dtype) > _MANY:
+            lost = share(known.underflow(site.dtype))
+            return (
+                f"{lost} of what {place(site)} makes underflows {site.dtype}: f32 "
+                "there may be all that it takes."
+            )
+    return "Look for what is too large where it is used, not where it is made."
+
+
+def _is_finite(
+    called: Called, policies: PolicyMap, scale: float, compile_: Compile
+) -> bool:
+    """Whether a call is finite under a policy; compiles one program."""
+    with called(policies) as call:
+
+        def finite(scale: Value, arrays: Sequence[Value]) -> Value:
+            scaled = static_loss_scale(scale).scale
+            both = call.with_gradients(lambda xs: run(call.plan, xs), scaled)
+            return ends_well(call, *both(*arrays))
+
+        inputs = jnp.float32(scale), call.arrays
+        compiling = compile_(finite, *inputs, options=lambda: programs.options_for(0))
+        return bool(compiling.result()(*inputs))
