@@ -132,8 +132,8 @@ WINGS = {
             Folder(
                 "measure",
                 (
-                    ("blocks", "watch"),
-                    ("statistics",),
+                    ("blocks", "threaded"),
+                    ("statistics", "watch"),
                     ("distances", "measuring"),
                     ("own_dtypes", "pairs", "programs"),
                     ("pair_constructs",),

@@ -18,12 +18,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jmp_amp.numerics.calls.executables import Compile
-from jmp_amp.numerics.measure import distances, pair_constructs
+from jmp_amp.numerics.measure import distances
 from jmp_amp.numerics.measure.distances import Distance
 from jmp_amp.numerics.measure.measuring import MOVES
 from jmp_amp.numerics.measure.pair_constructs import Construct
-from jmp_amp.numerics.measure.pairs import Frame, Key, Keys, Pair, paired, united
+from jmp_amp.numerics.measure.pairs import Frame, Key, Keys, Pair, united
 from jmp_amp.numerics.measure.programs import options_for
+from jmp_amp.numerics.measure.threaded import Threaded
 from jmp_amp.plan.plan import EquationPlan, Plan
 from jmp_amp.plan.program import binding, jaxprs, meshes, source_code
 from jmp_amp.plan.program.jaxprs import Eqn, Literal, Value, Var
@@ -89,7 +90,7 @@ def errors(
 
     def run(arrays: Sequence[Value], others: Mapping[int, Value]) -> list[Distance]:
         full = [others.get(i, each) for i, each in enumerate(arrays)]
-        frame = walk.run(plan, paired((list(arrays), full)), ())
+        frame = walk.run(plan, list(map(Pair, arrays, full)), ())
         keys_of.append(frame.keys)
         return frame.distances
 
@@ -114,7 +115,7 @@ class _Lockstep(Walk[Pair]):
       path: the way to the body.
       operands: as in `Errors`.
       devices: the mesh that the program runs on, see `meshes.mesh_of`.
-      mesh: the `shard_map` equation around, if there is one.
+      threaded: what runs constructs, and merges the distances of all runs.
       turns: how often the body runs, as far as the program tells.
       size: how many values are compared, those of a `while` in one turn.
     """
@@ -123,7 +124,10 @@ class _Lockstep(Walk[Pair]):
         self.devices = devices
         self.path: tuple[int, ...] = ()
         self.operands: dict[Key, Keys] = {}
-        self.mesh: Eqn | None = None
+        self.threaded: Threaded[list[Distance]] = Threaded(
+            lambda a, b: list(map(distances.merged, a, b)),
+            lambda found, axes: [distances.across(each, axes) for each in found],
+        )
         self.turns = 1
         self.size = 0
         self.replay = Replay(recomputes=False)
@@ -264,14 +268,9 @@ class _Lockstep(Walk[Pair]):
         return kept
 
     def _call(self, call: Construct) -> list[Pair]:
-        if jaxprs.is_branch(call.eqn):
-            return pair_constructs.cond(call)
-        if jaxprs.is_while(call.eqn):
-            return pair_constructs.while_loop(call)
-        if jaxprs.is_loop(call.eqn):
-            return pair_constructs.scan(call)
-        if jaxprs.is_shard_map(call.eqn):
-            return pair_constructs.shard_map(call)
+        kinds = jaxprs.is_branch, jaxprs.is_loop, jaxprs.is_shard_map
+        if any(is_one(call.eqn) for is_one in kinds):
+            return call.results()
         before = self.path, self._here
         self.path = (*call.identity, 0)
         if not source_code.is_helper(call.eqn):

@@ -13,7 +13,7 @@ from jmp_amp.plan.program.jaxprs import Value
 Key = tuple[tuple[int, ...], str | None]
 Keys = tuple[Key, ...]
 # Values under the policy, and as they are: what a body of JAX takes and returns.
-Values = tuple[list[Value], list[Value]]
+Values = list[tuple[Value, Value]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,33 +32,15 @@ class Frame(NamedTuple):
     distances: list[Distance]
     keys: list[Keys]
 
-    @property
-    def origins(self) -> Origins:
-        return Origins(self.keys, [pair.made for pair in self.results])
-
-
-class Origins(NamedTuple):
-    """What is known of a run when its trace has ended, and its values are gone.
-
-    Attributes:
-      keys: whose the distances are.
-      made: for each result, the sites that it may come from.
-    """
-
-    keys: list[Keys]
-    made: list[Keys]
-
 
 def apart(pairs: Sequence[Pair]) -> Values:
     """Returns the values of pairs; where they come from is not traced."""
-    return [pair.low for pair in pairs], [pair.full for pair in pairs]
+    return [(pair.low, pair.full) for pair in pairs]
 
 
-def paired(values: Values, made: Sequence[Keys] | None = None) -> list[Pair]:
+def paired(values: Sequence[tuple[Value, Value]], made: Sequence[Keys]) -> list[Pair]:
     """Returns values as pairs that come from the sites `made`."""
-    low, full = values
-    made = [()] * len(low) if made is None else made
-    return [Pair(*each) for each in zip(low, full, made, strict=True)]
+    return [Pair(*each, keys) for each, keys in zip(values, made, strict=True)]
 
 
 def united(keys: Sequence[Keys]) -> Keys:

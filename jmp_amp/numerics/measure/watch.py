@@ -8,15 +8,14 @@ the memory of a watched program does not grow with its activations.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import jax
-import numpy as np
 
+from jmp_amp.numerics.measure.threaded import Threaded
 from jmp_amp.plan.dataflow.values import is_move
-from jmp_amp.plan.program import binding, constructs, jaxprs, meshes
+from jmp_amp.plan.program import binding, jaxprs, meshes
 from jmp_amp.plan.program.jaxprs import (
     Atom,
     Body,
@@ -84,7 +83,7 @@ def watched(
     watch = _Watch(observer)
 
     def run(*args: Value) -> tuple[Sequence[jax.Array], dict[Path, S]]:
-        return watch.body(body, args, watch.nothing(body, ()), ())
+        return watch.body(body, args, ())
 
     return run
 
@@ -108,17 +107,20 @@ def bodies_inside(body: Body, path: Path) -> dict[Path, Body]:
 
 
 Statistics = dict[Path, S]
-# The outputs of a body, and the statistics of all bodies inside it.
-_Watched = tuple[Sequence[Value], Statistics[S]]
-# (number of the body, its inputs, statistics) -> outputs and statistics
-_RunBody = Callable[[int, Sequence[Value], Statistics[S]], _Watched[S]]
 
 
 class _Watch(Generic[S]):
-    """One evaluation; statistics go in and come out, as in a loop's carry."""
+    """One evaluation: the statistics of a body, and of those inside it, come out."""
 
     def __init__(self, observer: Observer[S]):
         self.observer = observer
+        self.threaded: Threaded[Statistics[S]] = Threaded(self.merged, self.across)
+
+    def merged(self, before: Statistics[S], after: Statistics[S]) -> Statistics[S]:
+        return {k: self.observer.merged(before[k], each) for k, each in after.items()}
+
+    def across(self, found: Statistics[S], axes: Sequence[str]) -> Statistics[S]:
+        return {k: self.observer.across(each, axes) for k, each in found.items()}
 
     def nothing(self, body: Body, path: Path) -> Statistics[S]:
         """Returns the statistics of a body that never ran."""
@@ -131,31 +133,24 @@ class _Watch(Generic[S]):
         return found
 
     def body(
-        self,
-        body: Body,
-        args: Sequence[Value],
-        statistics: Statistics[S],
-        path: Path,
-    ) -> _Watched[S]:
+        self, body: Body, args: Sequence[Value], path: Path
+    ) -> tuple[list[Value], Statistics[S]]:
         """Runs a body; `path` leads to it."""
         whole: Run = {}
-        outputs, statistics = self.run(body, args, statistics, path, whole)
-        seen = self.observer.seen(path, whole)
-        return outputs, {
-            **statistics,
-            path: self.observer.merged(statistics[path], seen),
-        }
+        found: Statistics[S] = {}
+        outputs = self.run(body, args, path, whole, found)
+        return outputs, {path: self.observer.seen(path, whole), **found}
 
     def run(
         self,
         body: Body,
         args: Sequence[Value],
-        statistics: Statistics[S],
         path: Path,
         whole: Run,
-    ) -> _Watched[S]:
-        """Runs a body, and adds its variables to those of the body around it."""
-        jaxpr, statistics = body.jaxpr, dict(statistics)
+        found: Statistics[S],
+    ) -> list[Value]:
+        """Runs a body; adds its variables and statistics to those of the one around."""
+        jaxpr = body.jaxpr
         inputs = (*jaxpr.constvars, *jaxpr.invars)
         values = dict(zip(inputs, (*body.consts, *args), strict=True))
         whole[path] = values
@@ -164,78 +159,35 @@ class _Watch(Generic[S]):
             return atom.val if isinstance(atom, Literal) else values[atom]
 
         for index, eqn in enumerate(jaxpr.eqns):
-            if jaxprs.runs(eqn) and not self.observer.skips(path, index):
-                here, operands = (*path, index), list(map(read, eqn.invars))
-                with binding.source_of(eqn):
-                    if runs_inside(eqn):
-                        (inner,) = jaxprs.inner_bodies(eqn)
-                        results, found = self.run(
-                            inner.body, operands, statistics, (*here, 0), whole
-                        )
-                    else:
-                        results, found = self.equation(eqn, operands, statistics, here)
-                statistics.update(jax.tree.map(meshes.here, found))
-                values.update(zip(eqn.outvars, results, strict=True))
-        return list(map(read, jaxpr.outvars)), statistics
+            if not jaxprs.runs(eqn) or self.observer.skips(path, index):
+                continue
+            here, operands = (*path, index), list(map(read, eqn.invars))
+            inner = jaxprs.inner_bodies(eqn)
+            with binding.source_of(eqn):
+                if not inner:
+                    results = _computed_once(eqn, binding.bind(eqn, operands))
+                elif runs_inside(eqn):
+                    (each,) = inner
+                    results = self.run(each.body, operands, (*here, 0), whole, found)
+                else:
+                    results = self.construct(eqn, operands, here, found)
+            values.update(zip(eqn.outvars, results, strict=True))
+        return list(map(read, jaxpr.outvars))
 
-    def equation(
-        self,
-        eqn: Eqn,
-        operands: Sequence[Value],
-        statistics: Statistics[S],
-        here: Path,
-    ) -> _Watched[S]:
-        """Runs an equation; returns its results and the statistics that it changed."""
-        inner = jaxprs.inner_bodies(eqn)
-        if not inner:
-            return _computed_once(eqn, binding.bind(eqn, operands)), {}
-        inside = {k: s for k, s in statistics.items() if k[: len(here)] == here}
-        inside = jax.tree.map(meshes.here, inside)
-
-        def run(
-            number: int, args: Sequence[Value], found: Statistics[S]
-        ) -> _Watched[S]:
-            return self.body(inner[number].body, args, found, (*here, number))
-
-        if jaxprs.is_branch(eqn):
-            branches = [functools.partial(run, number) for number in range(len(inner))]
-            return jax.lax.switch(operands[0], branches, operands[1:], inside)
-        if jaxprs.is_while(eqn):
-            return _while_loop(eqn, operands, inside, run)
-        if jaxprs.is_loop(eqn):
-            return _scan(eqn, operands, inside, run)
-        if jaxprs.is_checkpoint(eqn):
-            return _checkpoint(eqn, operands, inside, run)
-        assert jaxprs.is_shard_map(eqn)
-        return self.shard_map(eqn, operands, inside, run, here)
-
-    def shard_map(
-        self,
-        eqn: Eqn,
-        operands: Sequence[Value],
-        statistics: Statistics[S],
-        run: _RunBody[S],
-        here: Path,
-    ) -> _Watched[S]:
-        """Runs a sharded map: each shard begins anew, and all are merged."""
-        axes = constructs.mapped_axes(eqn)
-        (inner,) = jaxprs.inner_bodies(eqn)
-        nothing = functools.partial(self.nothing, inner.body, (*here, 0))
-        tree = jax.tree.structure(jax.eval_shape(nothing))
-
-        def shard(*args: Value) -> list[Value]:
-            # The statistics of a shard differ from those of others, and its loops carry
-            # them. A mesh with explicit axes lets no array of outside in.
-            none = jax.tree.map(lambda x: constructs.varying(eqn, x), nothing())
-            outputs, found = run(0, args, none)
-            whole = {k: self.observer.across(s, axes) for k, s in found.items()}
-            return [*outputs, *jax.tree.leaves(whole)]
-
-        results = constructs.bind_shard_map(eqn, shard, operands, tree.num_leaves)
-        found = tree.unflatten(results[len(eqn.outvars) :])
-        return results[: len(eqn.outvars)], {
-            k: self.observer.merged(statistics[k], each) for k, each in found.items()
-        }
+    def construct(
+        self, eqn: Eqn, operands: list[Value], here: Path, found: Statistics[S]
+    ) -> Sequence[Value]:
+        """Runs a loop, a branch, a checkpoint or a sharded map."""
+        bodies = [each.body for each in jaxprs.inner_bodies(eqn)]
+        results, inside = self.threaded.run(
+            eqn,
+            operands,
+            lambda number, args: self.body(bodies[number], args, (*here, number)),
+            lambda number: self.nothing(bodies[number], (*here, number)),
+        )
+        for each in inside:
+            found |= jax.tree.map(meshes.here, each)
+        return results
 
 
 def _computed_once(eqn: Eqn, results: Sequence[Value]) -> Sequence[Value]:
@@ -250,77 +202,3 @@ def _computed_once(eqn: Eqn, results: Sequence[Value]) -> Sequence[Value]:
         jax.lax.optimization_barrier(x) if jaxprs.is_floating(v) else x
         for x, v in zip(results, eqn.outvars, strict=True)
     ]
-
-
-def _scan(
-    eqn: Eqn, operands: Sequence[Value], statistics: Statistics[S], run: _RunBody[S]
-) -> _Watched[S]:
-    carried = jaxprs.carried(eqn)
-    consts = operands[: carried.start]
-
-    def turn(
-        carry: tuple[Sequence[Value], Statistics[S]], xs: Sequence[Value]
-    ) -> tuple[tuple[Sequence[Value], Statistics[S]], Sequence[Value]]:
-        outputs, found = run(0, [*consts, *carry[0], *xs], carry[1])
-        return (outputs[: len(carried)], found), outputs[len(carried) :]
-
-    start = operands[carried.start : carried.stop], statistics
-    (carry, statistics), outputs = constructs.scan(
-        eqn, turn, start, operands[carried.stop :]
-    )
-    return [*carry, *outputs], statistics
-
-
-def _while_loop(
-    eqn: Eqn, operands: Sequence[Value], statistics: Statistics[S], run: _RunBody[S]
-) -> _Watched[S]:
-    """Runs a `while`; a turn runs the condition after the body, to return both."""
-    carried = jaxprs.carried(eqn)
-    condition, body = jaxprs.inner_bodies(eqn)
-    for_condition = [operands[i] for i in condition.operands if i not in carried]
-    for_body = [operands[i] for i in body.operands if i not in carried]
-
-    def test(
-        carry: Sequence[Value], found: Statistics[S]
-    ) -> tuple[Value, Sequence[Value], Statistics[S]]:
-        (goes_on,), found = run(0, [*for_condition, *carry], found)
-        return goes_on, carry, found
-
-    def turn(
-        state: tuple[Value, Sequence[Value], Statistics[S]],
-    ) -> tuple[Value, Sequence[Value], Statistics[S]]:
-        goes_on, before, found = state
-        after, found = run(1, [*for_body, *before], found)
-        # Under `vmap`, each example has a condition: one that has ended stays.
-        carry = [_select(goes_on, a, b) for a, b in zip(after, before, strict=True)]
-        return test(carry, found)
-
-    start = test([operands[i] for i in carried], statistics)
-    _, carry, statistics = jax.lax.while_loop(lambda state: state[0].any(), turn, start)
-    return carry, statistics
-
-
-def _select(condition: Value, yes: Value, no: Value) -> Value:
-    """Returns `yes` where a condition holds, else `no`; one, or one per example."""
-    if not np.ndim(condition):
-        return yes
-    leading = tuple(range(np.ndim(condition)))
-    everywhere = jax.lax.broadcast_in_dim(condition, np.shape(yes), leading)
-    return jax.lax.select(everywhere, yes, no)
-
-
-def _checkpoint(
-    eqn: Eqn, operands: Sequence[Value], statistics: Statistics[S], run: _RunBody[S]
-) -> _Watched[S]:
-    """Runs a checkpoint as one call, so that the backward pass recomputes its body."""
-    leaves, tree = jax.tree.flatten(statistics)
-    count = len(operands)
-
-    def flat(*args: Value) -> list[Value]:
-        outputs, found = run(0, args[:count], tree.unflatten(args[count:]))
-        return [*outputs, *jax.tree.leaves(found)]
-
-    staged = binding.trace(flat, [*operands, *leaves])
-    results = binding.bind_staged(eqn, [staged], [*operands, *leaves])
-    count = len(eqn.outvars)
-    return results[:count], tree.unflatten(results[count:])
