@@ -146,8 +146,8 @@ WINGS = {
                 "diagnose",
                 (
                     ("suggestions", "wording", "eight_bits"),
-                    ("advice", "diagnosis_tables", "decoding", "turns"),
-                    ("diagnosis",),
+                    ("diagnosis_tables", "decoding", "turns", "runs"),
+                    ("diagnosis", "advice"),
                     ("checking",),
                     ("diagnosing",),
                 ),

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jmp_amp.numerics.diagnose.suggestions import Need, counterparts, in_half, needs_of
+from jmp_amp.numerics.diagnose.runs import Runs
+from jmp_amp.numerics.diagnose.suggestions import in_half
+from jmp_amp.numerics.diagnose.turns import ran_otherwise
 from jmp_amp.numerics.diagnose.wording import listed, number, place, power, run, share
-from jmp_amp.numerics.locate.sites import Gradient, Site, or_infinite, scaled
-from jmp_amp.policies.dtypes import PyTree, is_half, parse_dtype
-from jmp_amp.policies.policy_map import PolicyMap
+from jmp_amp.numerics.locate.sites import Site, or_infinite, scaled
+from jmp_amp.numerics.measure.own_dtypes import own_dtypes
+from jmp_amp.policies.dtypes import PyTree, parse_dtype
 from jmp_amp.reports import plain_data
 from jmp_amp.reports.tables import count
 
-# How sentences begin that tell what the suggested policy does.
-ABOUT_POLICY = "amp.autocast(fn, d.policy) "
-# And those about what is not finite without the policy.
-ITSELF = (
-    "The function itself is",
-    "The derivative itself is",
-    "Without the policy the",
-)
+# What is not finite without the policy, and what the suggested policy does.
+ITSELF, POLICY = "itself", "policy"
 
-# A site of the policy's run -> the same equation of the reference, if it has it.
-_Same = Callable[[Site], Site | None]
+
+class Finding(NamedTuple):
+    """A sentence of advice.
+
+    Attributes:
+      kind: what it is about, a key of `_FINDERS`.
+      text: the sentence.
+    """
+
+    kind: str
+    text: str
+
 
 # Less than this share of backward values may underflow without a word.
 _FEW = 1e-3
@@ -43,109 +50,42 @@ _MAY_GROW = frozenset("pow integer_pow".split())
 _BOUNDED = frozenset("acos acosh asin atanh erf_inv".split())
 # It keeps an operand away from where the derivative is infinite, as a root's is at 0.
 _WHERE = "jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)"
+# An error of a gradient from which on a sum in half precision may be to blame: some
+# hundred terms.
+_OFF = 1 / 16
 # Their vectors are as right with the other sign, or in another basis: the distance to
 # those of f32 says nothing.
 _FREE = frozenset("svd eigh eig schur".split())
 
 
-def advise(
-    sites: Sequence[Site],
-    reference: Sequence[Site],
-    gradients: Mapping[str, Gradient],
-    given: PolicyMap,
-    policy: PolicyMap,
-    loss_scale: float | None,
-    suggested_scale: float,
-    *,
-    casts: Sequence[Site] = (),
-    value: PyTree = None,
-    functions: Collection[str] | None = None,
-    otherwise: Collection[str] = (),
-    is_finite_itself: bool | None = None,
-    arguments: Sequence[str] | None = None,
-    inside: Collection[str] = (),
-    own: Collection[str] = (),
-) -> tuple[str, ...]:
-    """Returns sentences, the most important first; none if nothing is wrong.
-
-    Where a value that is not finite began, or which argument holds it, and what mends
-    it; what is too large for half precision; which backward values underflow f16 and
-    the loss scale that holds them; parameters whose gradient is lost; a branch that the
-    policy changes; where the error is made.
-
-    Args:
-      sites, reference: of the runs with and without the policy.
-      gradients: by parameter, unscaled.
-      given: the policy of the run.
-      policy: the suggested one.
-      loss_scale: that of the run; None is 1.0.
-      suggested_scale: the suggested one.
-      casts: what the backward pass of the run casts to f16, as it is before.
-      value: what the function returned under the policy.
-      functions: as in `suggested_policy`.
-      otherwise: what ran otherwise than in the reference, in words.
-      is_finite_itself: whether the value and the gradients of the reference are; by
-        default as under the policy.
-      arguments: those that are not finite, in words; None if that is not known.
-      inside: the identities of what an autocast inside of the function decides.
-      own: what is in half whatever the policy says, in words.
-    """
-    scale = 1.0 if loss_scale is None else float(loss_scale)
-    ended_well = plain_data.is_finite(value) and not any(
-        each.nonfinite for each in gradients.values()
-    )
-    if is_finite_itself is None:
-        is_finite_itself = ended_well
-    mended = [site for site in sites if site.identity not in inside]
-    needs = needs_of(mended, reference, functions)
-    same = counterparts(sites, reference)
-    first = next((site for site in sites if site.makes_nonfinite), None)
-    found = [
-        *_origin(sites, same, scale, suggested_scale),
-        *_itself(sites, reference, is_finite_itself, value),
-    ]
-    if first is not None and _is_own(first, same):
-        found.reverse()
-    if not ended_well:
-        grown = None
-        if first is None and is_finite_itself:
-            grown = next((site for site in sites if _is_grown(site, same)), None)
-        if grown is not None:
-            found.append(_beside(grown, same))
-        else:
-            found += _given(sites, same, first, arguments)
-    found += _remedy(first, needs, same, given, policy)
-    if is_finite_itself:
-        # Else the reference does not tell what a loss scale has to hold.
-        found += _underflow(sites, reference, casts, scale, suggested_scale)
-    found += _lost(gradients)
-    found += _summed(sites, gradients)
-    found += otherwise
-    if _ends_with_error(sites, gradients):
-        found += _error(sites, same)
-    if not gradients and _begins_with_a_number(value):
-        found.append(
-            "The function returns a tuple, so the backward pass did not run. If its "
-            "first element is the loss, give has_aux=True."
-        )
-    return (*found, *own)
+def advise(runs: Runs) -> list[Finding]:
+    """Returns what is wrong, the most important first; nothing if nothing is."""
+    first = runs.first
+    kinds = [*_FINDERS]
+    if first is not None and _is_own(first, runs):
+        kinds[:2] = ITSELF, "origin"  # in the order of the program
+    return [Finding(kind, text) for kind in kinds for text in _FINDERS[kind](runs)]
 
 
-# An error of a gradient from which on a sum in half precision may be to blame: some
-# hundred terms.
-_OFF = 1 / 16
-
-
-def _summed(sites: Sequence[Site], gradients: Mapping[str, Gradient]) -> Iterator[str]:
+def _summed(runs: Runs) -> Iterator[str]:
     """Yields the lookup whose gradient is summed in half, if gradients are far off."""
-    sums = [s for s in sites if s.operation == "scatter-add" and not s.is_forward]
+    sums = [s for s in runs.sites if s.operation == "scatter-add" and not s.is_forward]
     sums = [site for site in sums if site.dtype in ("bf16", "f16")]
-    worst = max((g.error for g in gradients.values() if g.error), default=0.0)
+    worst = max((g.error for g in runs.gradients.values() if g.error), default=0.0)
     if sums and worst > _OFF:
         yield (
             f"{place(sums[0])} sums the gradient of a lookup in {sums[0].dtype}, and a "
             f"gradient is {worst:.0%} off: a row that is looked up hundreds of times "
             'loses digits. with_full("gather") of the policy sums it in f32.'
+        )
+
+
+def _pair(runs: Runs) -> Iterator[str]:
+    """Yields how to differentiate a function that returns a loss and more."""
+    if not runs.gradients and _begins_with_a_number(runs.value):
+        yield (
+            "The function returns a tuple, so the backward pass did not run. If its "
+            "first element is the loss, give has_aux=True."
         )
 
 
@@ -157,35 +97,30 @@ def _begins_with_a_number(value: PyTree) -> bool:
     return is_scalar and jnp.issubdtype(first.dtype, jnp.floating)
 
 
-def _is_own(site: Site, same: _Same) -> bool:
+def _is_own(site: Site, runs: Runs) -> bool:
     """Whether the function makes what is not finite there without the policy too."""
-    known = same(site)
+    known = runs.same(site)
     return known is not None and known.makes_nonfinite
 
 
-def _origin(
-    sites: Sequence[Site],
-    same: _Same,
-    scale: float,
-    suggested_scale: float,
-) -> Iterator[str]:
+def _origin(runs: Runs) -> Iterator[str]:
     """Yields what made the first value that only the policy has not finite, and why."""
-    made = (site for site in sites if site.makes_nonfinite)
-    first = next((site for site in made if not _is_own(site, same)), None)
+    made = (site for site in runs.sites if site.makes_nonfinite)
+    first = next((site for site in made if not _is_own(site, runs)), None)
     if first is None:
         return
-    known = same(first)
+    known = runs.same(first)
     told = _made(first)
-    if first.is_forward:
-        yield f"{told}: {_reason(first, known)}."
-    elif _is_scale_at_fault(first, known, scale):
+    fits = known is None or not known.overflow(first.dtype)
+    if not first.is_forward and runs.scale > 1.0 and first.is_in_half and fits:
         yield (
-            f"{told}: the loss scale {power(scale)} is too large for this step. Use "
-            f"{power(suggested_scale)}, or amp.dynamic_loss_scale, which skips the "
-            "step and halves the scale."
+            f"{told}: the loss scale {power(runs.scale)} is too large for this step. "
+            f"Use {power(runs.suggested_scale)}, or amp.dynamic_loss_scale, which "
+            "skips the step and halves the scale."
         )
     else:
-        wider = " Use mixed_bfloat16, which has f32's range." * (first.dtype == "f16")
+        is_narrow = first.dtype == "f16" and not first.is_forward
+        wider = " Use mixed_bfloat16, which has f32's range." * is_narrow
         yield f"{told}: {_reason(first, known)}.{wider}"
 
 
@@ -194,21 +129,16 @@ def _made(site: Site) -> str:
     return f"{place(site)} made {many} infinite or NaN ({run(site)})"
 
 
-def _itself(
-    sites: Sequence[Site],
-    reference: Sequence[Site],
-    is_finite_itself: bool,
-    value: PyTree,
-) -> Iterator[str]:
+def _itself(runs: Runs) -> Iterator[str]:
     """Yields what is not finite without the policy, and how to mend the function."""
-    first = next((site for site in reference if site.makes_nonfinite), None)
+    first = runs.first_itself
     if first is None:
         return
     what = "function" if first.is_forward else "derivative"
     wide = "in f32 " if first.dtype == "f32" else ""
     told = f"{wide}{_made(first)}."
-    run = [site for site in sites if site.key == first.key]
-    if is_finite_itself:
+    run = [site for site in runs.sites if site.key == first.key]
+    if runs.is_finite_itself:
         yield (
             "The value and the gradients of the function itself are finite, though "
             f"{told[:-1]}: it is masked, or not read."
@@ -219,7 +149,7 @@ def _itself(
             f"policy it is finite there, in {run[0].dtype}: keep it so in the function."
         )
     else:
-        remedy = _remedy_itself(first, plain_data.is_finite(value))
+        remedy = _remedy_itself(first, plain_data.is_finite(runs.value))
         yield f"The {what} itself is not finite, and no policy helps: {told} {remedy}"
 
 
@@ -251,52 +181,32 @@ def _remedy_itself(first: Site, is_value_finite: bool) -> str:
     return f"{remedy}."
 
 
-def _is_grown(site: Site, same: _Same) -> bool:
-    """Whether more values of a site are not finite than without the policy."""
-    known = same(site)
-    return known is not None and site.nonfinite > known.nonfinite
-
-
-def _beside(site: Site, same: _Same) -> str:
-    """Returns what made values that are not finite beside others that it was given."""
-    known = same(site)
-    assert known is not None
-    return (
-        f"{place(site)} made {count(site.nonfinite - known.nonfinite)} of "
-        f"{count(site.size)} values infinite or NaN ({run(site)}), beside those that "
-        "are not finite in f32 either, such as a mask of -inf: "
-        f"{_reason(site, known)}."
-    )
-
-
-def _given(
-    sites: Sequence[Site],
-    same: _Same,
-    first: Site | None,
-    arguments: Sequence[str] | None,
-) -> Iterator[str]:
-    """Yields what is not finite already before anything is computed."""
+def _given(runs: Runs) -> Iterator[str]:
+    """Yields what spoils a value that is not finite already somewhere in f32."""
+    first, arguments = runs.first, runs.arguments
+    if runs.is_finite:
+        return
+    if first is None and runs.is_finite_itself:
+        for site in runs.sites:
+            known = runs.same(site)
+            if known is not None and site.nonfinite > known.nonfinite:
+                yield (
+                    f"{place(site)} made {count(site.nonfinite - known.nonfinite)} of "
+                    f"{count(site.size)} values infinite or NaN ({run(site)}), beside "
+                    "those that are not finite in f32 either, such as a mask of -inf: "
+                    f"{_reason(site, known)}."
+                )
+                return
     if arguments:
         told = f"The argument {listed(arguments, '; ')}."
         if first is None:
             told = f"No operation made the first value that is not finite. {told}"
         yield told
+    nan = next((site for site in runs.sites if site.makes_nan), None)
     if first is not None:
         return
-    nan = next((site for site in sites if site.makes_nan), None)
     if nan is not None:
-        many = f"{count(nan.nans)} of {count(nan.size)} values"
-        known = same(nan)
-        told = f"{place(nan)} made {many} NaN ({run(nan)}), out of infinities that an "
-        told += "argument or a constant holds: inf - inf, 0 * inf, inf / inf."
-        if known is not None and known.makes_nan:
-            told += " The function does so itself, and no policy helps."
-        if nan.operation == "sub" and nan.is_forward:
-            told += (
-                " A softmax is NaN where a mask of -inf leaves nothing: mask with a "
-                "large finite number instead, such as -1e9."
-            )
-        yield told
+        yield _made_of_infinities(nan, runs.same(nan))
     elif arguments is None:
         yield (
             "No operation made the values that are not finite: an argument or a "
@@ -311,9 +221,18 @@ def _given(
         )
 
 
-def _is_scale_at_fault(first: Site, same: Site | None, scale: float) -> bool:
-    fits = same is None or not same.overflow(first.dtype)
-    return scale > 1.0 and first.is_in_half and fits
+def _made_of_infinities(nan: Site, known: Site | None) -> str:
+    many = f"{count(nan.nans)} of {count(nan.size)} values"
+    told = f"{place(nan)} made {many} NaN ({run(nan)}), out of infinities that an "
+    told += "argument or a constant holds: inf - inf, 0 * inf, inf / inf."
+    if known is not None and known.makes_nan:
+        told += " The function does so itself, and no policy helps."
+    if nan.operation == "sub" and nan.is_forward:
+        told += (
+            " A softmax is NaN where a mask of -inf leaves nothing: mask with a large "
+            "finite number instead, such as -1e9."
+        )
+    return told
 
 
 def _reason(first: Site, same: Site | None) -> str:
@@ -335,60 +254,42 @@ def largest_of(dtype: str) -> str:
     return f"{value:.0f}" if value < 1e6 else number(value)
 
 
-def _remedy(
-    first: Site | None,
-    needs: Sequence[Need],
-    same: _Same,
-    given: PolicyMap,
-    policy: PolicyMap,
-) -> Iterator[str]:
+def _remedy(runs: Runs) -> Iterator[str]:
     """Yields what the suggested policy does."""
-    if policy == given:
+    modules = dict.fromkeys(need.path for need in runs.needs if need.path is not None)
+    names = dict.fromkeys(need.name for need in runs.needs if need.name is not None)
+    if runs.policy == runs.given or not (modules or names):
         return
-    halves = [is_half(each.default.compute_dtype) for each in (given, policy)]
-    if halves == [True, False]:
-        yield (
-            f"{ABOUT_POLICY}computes in f32 by default: with f32 for "
-            "single modules something still was not finite."
-        )
-        return
-    modules = dict.fromkeys(need.path for need in needs if need.path is not None)
-    names = dict.fromkeys(need.name for need in needs if need.name is not None)
     many = "modules" if len(modules) > 1 else "module"
     whole = [f"the {many} {listed(modules)}"] if modules else []
     if names:
         each = "every" if len(names) == 1 else "the operations"
         whole.append(f"{each} {listed(names)}")
-    if whole:
-        reason = ""
-        if first is None:
-            most = max(needs, key=lambda need: _reach(need, same))
-            largest = number(_reach(most, same))
-            reason = f": {place(most.site)} reaches {largest} in f32"
-        yield f"{ABOUT_POLICY}has {' and '.join(whole)} in f32{reason}."
+    reason = ""
+    if runs.first is None:
+
+        def reach(site: Site) -> float:
+            known = runs.same(site)
+            return 0.0 if known is None else known.amax
+
+        most = max((need.site for need in runs.needs), key=reach)
+        reason = f": {place(most)} reaches {number(reach(most))} in f32"
+    yield f"amp.autocast(fn, d.policy) has {' and '.join(whole)} in f32{reason}."
 
 
-def _reach(need: Need, same: _Same) -> float:
-    known = same(need.site)
-    return 0.0 if known is None else known.amax
-
-
-def _underflow(
-    sites: Sequence[Site],
-    reference: Sequence[Site],
-    casts: Sequence[Site],
-    scale: float,
-    suggested: float,
-) -> Iterator[str]:
+def _underflow(runs: Runs) -> Iterator[str]:
     """Yields which share of the backward values in f16 is lost, and what holds them."""
+    if not runs.is_finite_itself:
+        return  # the reference does not tell what a loss scale has to hold
+    scale, suggested = runs.scale, runs.suggested_scale
     values = [
         site
-        for site, dtype in in_half(sites, reference, "backward")
+        for site, dtype in in_half(runs.sites, runs.reference, "backward")
         if dtype == "f16" and site.scales
     ]
     # A scale that is no power of two is as good as the one below it.
     used = 2.0 ** (int(scale).bit_length() - 1) if scale >= 1 else 1.0
-    unscaled = [scaled(each, 1.0 / used) for each in casts]
+    unscaled = [scaled(each, 1.0 / used) for each in runs.casts]
     if _lost_of(values, used) < _FEW:
         return
     without, now, held = (
@@ -414,8 +315,10 @@ def _lost_of(values: Sequence[Site], scale: float) -> float:
     return sum(gone) / total if total else 0.0
 
 
-def _lost(gradients: Mapping[str, Gradient]) -> Iterator[str]:
-    keys = [key or "of the argument" for key, each in gradients.items() if each.is_lost]
+def _lost(runs: Runs) -> Iterator[str]:
+    """Yields the parameters whose gradient is zero under the policy alone."""
+    gradients = runs.gradients.items()
+    keys = [key or "of the argument" for key, each in gradients if each.is_lost]
     if keys:
         many = "gradients" if len(keys) > 1 else "gradient"
         verb = "are" if len(keys) > 1 else "is"
@@ -425,39 +328,39 @@ def _lost(gradients: Mapping[str, Gradient]) -> Iterator[str]:
         )
 
 
-def _ends_with_error(sites: Sequence[Site], gradients: Mapping[str, Gradient]) -> bool:
+def _ends_with_error(runs: Runs) -> bool:
     """Whether the loss or a gradient has a large error; True if there is no gradient.
 
     An error may be large where nobody asks for it, as that of a mean that is zero.
     """
-    if not gradients:
+    if not runs.gradients:
         return True
-    last = next((site for site in reversed(sites) if site.is_forward), None)
-    errors = [each.error for each in gradients.values()]
+    last = next((site for site in reversed(runs.sites) if site.is_forward), None)
+    errors = [each.error for each in runs.gradients.values()]
     errors += [] if last is None else [last.error]
     return any(or_infinite(error) > _LARGE_ERROR for error in errors)
 
 
-def _is_nonfinite(site: Site | None) -> bool:
-    return site is not None and site.nonfinite > 0
-
-
-def _error(sites: Sequence[Site], same: _Same) -> Iterator[str]:
+def _error(runs: Runs) -> Iterator[str]:
     """Yields the operation that makes the largest error of finite values."""
+
+    def is_finite(site: Site) -> bool:
+        known = runs.same(site)
+        return not (site.nonfinite or (known is not None and known.nonfinite))
+
     found = [
         site
-        for site in sites
+        for site in runs.sites
         if site.is_forward
-        and not site.nonfinite
         and site.operation not in _FREE
-        and not _is_nonfinite(same(site))
+        and is_finite(site)
         and or_infinite(site.error) > _LARGE_ERROR
         and or_infinite(site.amplification) > _AMPLIFIED
     ]
-    if not found:
+    if not found or not _ends_with_error(runs):
         return
     worst = max(found, key=lambda site: or_infinite(site.amplification))
-    known = same(worst)
+    known = runs.same(worst)
     told = f"{place(worst)} makes a relative error of {number(worst.error)}, "
     if worst.reads_floats:
         told += f"{number(worst.amplification)} times that of its operands"
@@ -471,3 +374,28 @@ def _error(sites: Sequence[Site], same: _Same) -> Iterator[str]:
         f"{told}. amp.tune(fn, policy, max_grad_error=...) finds the modules that need "
         "f32."
     )
+
+
+def _otherwise(runs: Runs) -> Iterator[str]:
+    return ran_otherwise(runs.sites, runs.reference, runs.rows or ())
+
+
+def _own(runs: Runs) -> Iterator[str]:
+    return own_dtypes(runs.rows or (), "diagnose(fn, {})(...)")
+
+
+# By importance. What is not finite comes first, and where it begins; then ranges and
+# errors; what no policy changes comes last.
+_FINDERS: dict[str, Callable[[Runs], Iterator[str]]] = {
+    "origin": _origin,
+    ITSELF: _itself,
+    "given": _given,
+    POLICY: _remedy,
+    "underflow": _underflow,
+    "lost": _lost,
+    "summed": _summed,
+    "otherwise": _otherwise,
+    "error": _error,
+    "pair": _pair,
+    "own": _own,
+}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 
 from jmp_amp.numerics.calls.executables import Compile
 from jmp_amp.numerics.calls.losses import Called, LossCall, called_as_it_is
-from jmp_amp.numerics.diagnose.advice import ABOUT_POLICY, ITSELF, largest_of
-from jmp_amp.numerics.diagnose.diagnosis import Diagnosis
-from jmp_amp.numerics.diagnose.suggestions import counterparts
+from jmp_amp.numerics.diagnose.advice import ITSELF, POLICY, Finding, largest_of
+from jmp_amp.numerics.diagnose.runs import Runs
 from jmp_amp.numerics.diagnose.wording import located, place, share
 from jmp_amp.numerics.locate.sites import Site
 from jmp_amp.numerics.measure import programs
@@ -38,30 +36,34 @@ def ends_well(
 
 
 def checked(
-    called: Called, found: Diagnosis, scale: float, compile_: Compile
-) -> Diagnosis:
-    """Returns a diagnosis whose policy was tried; its default is f32 if that failed.
+    called: Called,
+    runs: Runs,
+    findings: Sequence[Finding],
+    scale: float,
+    compile_: Compile,
+) -> tuple[PolicyMap, list[Finding]]:
+    """Returns the suggested policy, tried; its default is f32 if that failed.
 
-    No map changes what a marking in the code keeps in half: advice says so.
+    No map changes what a marking in the code keeps in half: a finding says so.
 
     Args:
       called: of the function, whose value and gradients are finite without a policy.
-      found: the diagnosis.
+      runs: what the numbers were.
+      findings: of them.
       scale: of the loss, one that the numbers have room for.
       compile_: begins to compile a program.
     """
-    if _is_finite(called, found.policy, scale, compile_):
-        return found
-    policy, kept = _in_f32(called, found.policy, scale, compile_)
-    tried = f"With {str(found.policy)!r} the run is not finite, "
-    advice = found.advice
+    if _is_finite(called, runs.policy, scale, compile_):
+        return runs.policy, [*findings]
+    policy, kept = _in_f32(called, runs.policy, scale, compile_)
+    tried = f"With {str(runs.policy)!r} the run is not finite, "
     if kept:
-        # What it says of `found.policy` does not hold for what is marked.
-        advice = [each for each in advice if not each.startswith(ABOUT_POLICY)]
-        tried += f"and it is not with an f32 default either. {_marked(found, kept)}"
+        # What is said of that policy does not hold for what is marked.
+        findings = [each for each in findings if each.kind != POLICY]
+        tried += f"and it is not with an f32 default either. {_marked(runs, kept)}"
     else:
-        tried += f"so the default of d.policy is f32. {_cause(found)}"
-    return dataclasses.replace(found, policy=policy, advice=(*advice, tried))
+        tried += f"so the default of d.policy is f32. {_cause(runs)}"
+    return policy, [*findings, Finding("tried", tried)]
 
 
 def _in_f32(
@@ -93,31 +95,24 @@ def _is_in_half(row: Equation) -> bool:
     return row.is_in_half or any(map(is_half, casts))
 
 
-def _marked(found: Diagnosis, kept: Sequence[Equation]) -> str:
+def _marked(runs: Runs, kept: Sequence[Equation]) -> str:
     """Returns in words what a marking in the code keeps in half under every map.
 
     Args:
-      found: the diagnosis.
+      runs: what the numbers were.
       kept: the equations that are in half although the map says f32.
     """
     places = {(row.module, row.source) for row in kept}
-    sites = [s for s in found.sites if s.is_in_half and (s.module, s.source) in places]
-    same = counterparts(found.sites, found.reference)
+    sites = [s for s in runs.sites if s.is_in_half and (s.module, s.source) in places]
 
     def overflows(site: Site) -> bool:
-        known = same(site)
+        known = runs.same(site)
         return known is not None and known.overflow(site.dtype) > 0
 
-    def underflows(site: Site) -> bool:
-        known = same(site)
-        return known is not None and known.underflow(site.dtype) > _MANY
-
-    reasons: list[Callable[[Site], bool]] = [
-        lambda site: site.makes_nonfinite,
-        overflows,
-        underflows,
-    ]
-    bad = [site for is_bad in reasons for site in sites if is_bad(site)]
+    # The worst kind first.
+    bad = [site for site in sites if site.makes_nonfinite]
+    bad += filter(overflows, sites)
+    bad += [site for site in sites if _underflow(runs, site) > _MANY]
     if bad:
         where, dtype = place(bad[0]), bad[0].dtype
         here = {(bad[0].module, bad[0].source)}
@@ -135,23 +130,22 @@ def _marked(found: Diagnosis, kept: Sequence[Equation]) -> str:
 
 
 def with_function_tried(
-    called: Called, found: Diagnosis, compile_: Compile
-) -> tuple[Diagnosis, bool]:
-    """Returns a diagnosis whose reference is not finite, and whether its function is.
+    called: Called, runs: Runs, findings: Sequence[Finding], compile_: Compile
+) -> tuple[list[Finding], bool]:
+    """Returns what is found, and whether a function is finite if its reference is not.
 
     What `cast_inputs` marks is half in the reference. Without autocast it is f32, and
-    the function may be finite. Then what advice says of the function is left out.
+    the function may be finite. Then what is said of the function itself is left out.
 
     Args:
       called: of the function.
-      found: the diagnosis.
+      runs, findings: as in `checked`.
       compile_: begins to compile a program.
     """
-    made = (site for site in found.reference if site.makes_nonfinite)
-    first = next(made, None)
+    first = runs.first_itself
     if first is None or not first.is_in_half:
-        return found, False
-    with called_as_it_is(called, found.policy) as call:
+        return [*findings], False
+    with called_as_it_is(called, runs.policy) as call:
 
         def finite(arrays: Sequence[Value]) -> Value:
             return ends_well(call, *call.with_gradients(call.as_it_is)(*arrays))
@@ -159,33 +153,37 @@ def with_function_tried(
         options = programs.options_for(0)
         compiling = compile_(finite, call.arrays, options=lambda: options)
         if not bool(compiling.result()(call.arrays)):
-            return found, False
-    advice = [each for each in found.advice if not each.startswith(ITSELF)]
+            return [*findings], False
     told = (
         f"Without autocast the function is finite: cast_inputs has {place(first)} in "
         f"{first.dtype}, which ends at {largest_of(first.dtype)}."
     )
-    return dataclasses.replace(found, advice=(told, *advice)), True
+    others = [each for each in findings if each.kind != ITSELF]
+    return [Finding("tried", told), *others], True
 
 
-def _cause(found: Diagnosis) -> str:
+def _cause(runs: Runs) -> str:
     """Returns in words why the suggested policy did not help."""
-    if any(site.makes_nonfinite and site.is_in_half for site in found.reference):
+    if any(site.makes_nonfinite and site.is_in_half for site in runs.reference):
         return "What cast_inputs marks without a dtype is f32 then."
-    first = found.first_nonfinite
+    first = runs.first
     if first is not None and first.is_in_half and not first.is_forward:
         wider = ", which mixed_bfloat16 has the range for" * (first.dtype == "f16")
         return f"It overflows in the backward pass{wider}."
-    same = counterparts(found.sites, found.reference)
-    for site in found.sites:
-        known = same(site) if site.is_in_half and site.is_forward else None
-        if known is not None and known.underflow(site.dtype) > _MANY:
-            lost = share(known.underflow(site.dtype))
+    for site in runs.sites:
+        lost = _underflow(runs, site) if site.is_in_half and site.is_forward else 0.0
+        if lost > _MANY:
             return (
-                f"{lost} of what {place(site)} makes underflows {site.dtype}: f32 "
-                "there may be all that it takes."
+                f"{share(lost)} of what {place(site)} makes underflows {site.dtype}: "
+                "f32 there may be all that it takes."
             )
     return "Look for what is too large where it is used, not where it is made."
+
+
+def _underflow(runs: Runs, site: Site) -> float:
+    """Returns the share of the values of a site in half that are zero there alone."""
+    known = runs.same(site)
+    return 0.0 if known is None else known.underflow(site.dtype)
 
 
 def _is_finite(

@@ -23,13 +23,11 @@ from jmp_amp.numerics.diagnose.advice import advise
 from jmp_amp.numerics.diagnose.checking import checked, with_function_tried
 from jmp_amp.numerics.diagnose.decoding import Places, scaled_casts, sites_of
 from jmp_amp.numerics.diagnose.diagnosis import Diagnosis
-from jmp_amp.numerics.diagnose.suggestions import suggested_loss_scale, suggested_policy
-from jmp_amp.numerics.diagnose.turns import ran_otherwise
+from jmp_amp.numerics.diagnose.runs import Runs
 from jmp_amp.numerics.locate.marks import PlanMarks
 from jmp_amp.numerics.locate.sites import Gradient
 from jmp_amp.numerics.measure import distances, programs
 from jmp_amp.numerics.measure.lockstep import Errors, errors
-from jmp_amp.numerics.measure.own_dtypes import is_inside, own_dtypes
 from jmp_amp.numerics.measure.statistics import (
     Figures,
     Layout,
@@ -163,43 +161,48 @@ def diagnose(
 
         with executables.compiling(call_text) as compile_:
             with called_beside_f32(called, policies) as call:
-                found, is_finite, is_finite_itself = _diagnosed(
+                runs = _ran(
                     compile_,
                     call,
                     policies,
                     scaler,
-                    name,
                     lambda: nonfinite_inputs(fn, args, kwargs),
                 )
+            policy, is_finite_itself = runs.policy, runs.is_finite_itself
+            findings = advise(runs)
             if not is_finite_itself:
-                found, is_finite_itself = with_function_tried(called, found, compile_)
-            if not is_finite_itself or (is_finite and found.policy == policies):
-                return found
-            # No policy mends a loss scale that is too large.
-            scale = 1.0
-            if scaler is not None:
-                scale = min(float(scaler.value), found.loss_scale)
-            return checked(called, found, scale, compile_)
+                findings, is_finite_itself = with_function_tried(
+                    called, runs, findings, compile_
+                )
+            if is_finite_itself and not (runs.is_finite and policy == policies):
+                # No policy mends a loss scale that is too large.
+                scale = min(runs.scale, runs.suggested_scale)
+                policy, findings = checked(called, runs, findings, scale, compile_)
+        return Diagnosis(
+            name,
+            str(policies),
+            runs.value,
+            runs.sites,
+            runs.reference,
+            dict(runs.gradients),
+            runs.suggested_scale,
+            policy,
+            tuple(each.text for each in findings),
+        )
 
     return Waiting(diagnosed, f"diagnose({name})", "Diagnosis")
 
 
-def _diagnosed(
+def _ran(
     compile_: Compile,
     call: LossCall,
     given: PolicyMap,
     scaler: Any,
-    name: str,
     nonfinite_arguments: Callable[[], list[str]],
-) -> tuple[Diagnosis, bool, bool]:
-    """Runs all programs of a call, and puts together what they tell.
-
-    Also returns whether the value and the gradients are finite, with the policy and
-    without: sites may not be, and be masked.
-    """
+) -> Runs:
+    """Runs all programs of a call, and puts together what they tell."""
     rows = read_plan(call.call)
     places = Places(rows, call.call.jaxpr)
-    functions = {row.calls for row in rows if row.calls}
     scaled = (lambda loss: loss) if scaler is None else scaler.scale
     traced, plan = call.as_traced(call.arrays), plan_as_traced(call.call.jaxpr)
     measured = functools.partial(programs.measured, compile_, call)
@@ -207,54 +210,20 @@ def _diagnosed(
     of_full = measured(plan, PlanMarks(plan), traced, lambda loss: loss)
     of_errors = _errors(compile_, call, traced)
     low, full, apart = of_low(), of_full(), of_errors()
-    roundoff = _roundoff(given.default)
-    sites = sites_of(low, places, apart, roundoff)
-    reference = sites_of(full, places, None, roundoff)
-    gradients, is_finite, is_finite_itself = _compared(
-        compile_, call, low, full, scaler
-    )
-    used = None if scaler is None else float(scaler.value)
-    casts = scaled_casts(low, places)
-    largest = max((each.amax for each in casts), default=0.0)
-    suggested = suggested_loss_scale(sites, reference, largest / (used or 1.0))
-    inside = {row.identity for row in rows if is_inside(row.asked_by)}
-    mended = [site for site in sites if site.identity not in inside]
-    policy = suggested_policy(mended, reference, given, functions)
-    value = call.value(low.outputs)
-    otherwise = ran_otherwise(sites, reference, places.rows)
-    advice = advise(
-        sites,
-        reference,
-        gradients,
+    roundoff = float(jnp.finfo(given.default.compute_dtype).eps) / 2
+    gradients, *is_finite = _compared(compile_, call, low, full, scaler)
+    return Runs(
         given,
-        policy,
-        used,
-        suggested,
-        casts=casts,
-        value=value,
-        functions=functions,
-        otherwise=[*otherwise],
-        inside=inside,
-        own=[*own_dtypes(rows, "diagnose(fn, {})(...)")],
-        is_finite_itself=is_finite_itself,
-        arguments=None if is_finite else nonfinite_arguments(),
-    )
-    found = Diagnosis(
-        name,
-        str(given),
-        value,
-        sites,
-        reference,
+        sites_of(low, places, apart, roundoff),
+        sites_of(full, places, None, roundoff),
+        call.value(low.outputs),
         gradients,
-        suggested,
-        policy,
-        advice,
+        *is_finite,
+        scale=1.0 if scaler is None else float(scaler.value),
+        casts=scaled_casts(low, places),
+        arguments=None if is_finite[0] else nonfinite_arguments(),
+        rows=rows,
     )
-    return found, is_finite, is_finite_itself
-
-
-def _roundoff(policy: Policy) -> float:
-    return float(jnp.finfo(policy.compute_dtype).eps) / 2
 
 
 def _errors(

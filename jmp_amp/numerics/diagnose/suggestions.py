@@ -24,11 +24,6 @@ _HIGHEST = 65504.0 / _ROOM
 _CAST = "convert_element_type"
 
 
-def by_key(sites: Sequence[Site]) -> dict[tuple[str, str, str], Site]:
-    """Returns sites by what they share with the same equation of another run."""
-    return {site.key: site for site in sites}
-
-
 def counterparts(
     sites: Sequence[Site], reference: Sequence[Site]
 ) -> Callable[[Site], Site | None]:
@@ -117,8 +112,17 @@ def needs_of(
     reference: Sequence[Site],
     functions: Collection[str] | None = None,
 ) -> list[Need]:
-    """Returns the forward sites that need f32, see `suggested_policy`."""
-    known = by_key(reference)
+    """Returns the forward sites that need f32.
+
+    Those in half which overflow their format in the reference, or which make a value
+    that is not finite where the reference is finite.
+
+    Args:
+      sites, reference: of the runs with and without the policy.
+      functions: the names of the jitted functions of the program; by default the last
+        name of a site's module is taken for one.
+    """
+    known = {site.key: site for site in reference}
     forward = [site for site in sites if site.is_forward]
     found = [site for site in forward if site.is_in_half and _fails(site, known)]
     if not found:
@@ -140,29 +144,13 @@ def needs_of(
     return needs
 
 
-def suggested_policy(
-    sites: Sequence[Site],
-    reference: Sequence[Site],
-    given: PolicyMap,
-    functions: Collection[str] | None = None,
-) -> PolicyMap:
+def suggested_policy(needs: Sequence[Need], given: PolicyMap) -> PolicyMap:
     """Returns a policy with f32 for what half precision cannot hold.
 
-    An entry for the module of every forward site in half which overflows its format in
-    the reference, or which makes a value that is not finite where the reference is
-    finite. Outside of modules, and for the outermost module's own equations, the
-    default names the jitted function, or else the operation, among those in f32.
-
-    Args:
-      sites, reference: of the runs with and without the policy.
-      given: the policy of the run.
-      functions: the names of the jitted functions of the program; by default the last
-        name of a site's module is taken for one.
-
-    Returns:
-      `given` itself if nothing is needed.
+    It has an entry for the module of each need. Outside of modules, and for the
+    outermost module's own equations, the default names the jitted function, or else the
+    operation, among those in f32. `given` itself comes back if nothing is needed.
     """
-    needs = needs_of(sites, reference, functions)
     paths = {_pattern(need.path): None for need in needs if need.path is not None}
     names = {need.name for need in needs if need.name is not None}
     if not (paths or names):

@@ -6,7 +6,7 @@ each body ran is measured, so that the two runs need not be side by side.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from jmp_amp.numerics.diagnose.wording import located
 from jmp_amp.numerics.locate.sites import Site
@@ -17,7 +17,7 @@ _Path = tuple[int, ...]
 
 
 def ran_otherwise(
-    sites: Sequence[Site], reference: Sequence[Site], rows: Mapping[str, Equation]
+    sites: Sequence[Site], reference: Sequence[Site], rows: Sequence[Equation]
 ) -> Iterator[str]:
     """Yields what the first branch or loop did that ran otherwise; nothing if none did.
 
@@ -25,11 +25,12 @@ def ran_otherwise(
 
     Args:
       sites, reference: of the runs with and without the policy.
-      rows: what `read_plan` tells of each equation, by its identity.
+      rows: what `read_plan` tells of the equations.
     """
+    known = {row.identity: row for row in rows}
     low, full = _runs(sites), _runs(reference)
     for path in sorted({*low, *full}):
-        row = rows.get(str(Identity(path[:-1])))
+        row = known.get(str(Identity(path[:-1])))
         of_low, of_full = low.get(path, (0, False)), full.get(path, (0, False))
         # A cast may be all that a body has under the policy.
         is_known = (of_low[0] and of_full[0]) or of_low[1] or of_full[1]
