@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import NamedTuple
 
+from jmp_amp.plan.dataflow.solver import backward, in_any_turn
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Body, Eqn, Var
 
@@ -60,37 +62,21 @@ class Liveness:
         return Live(tuple(eqns), frozenset(read), inputs, inside)
 
     def _through(self, eqn: Eqn, results: Flags) -> tuple[list[Flags], set[int]]:
-        """Returns which outputs of the bodies of `eqn` are read, and which operands.
-
-        What a loop carries is read if the next turn reads it.
-        """
-        inner, carried = jaxprs.inner_bodies(eqn), jaxprs.carried(eqn)
-        while True:
-            if jaxprs.is_while(eqn):
-                outputs = [(True,), results]
-            else:
-                outputs = [results] * len(inner)
-            wanted = {
-                operand
-                for (body, operands), ends in zip(inner, outputs, strict=True)
-                for operand, is_read in zip(
-                    operands, self.of(body, ends).inputs, strict=True
-                )
-                if is_read
-            }
-            again = tuple(
-                is_read or (i < len(carried) and carried[i] in wanted)
-                for i, is_read in enumerate(results)
-            )
-            if again == results:
-                break
-            results = again
-        if jaxprs.is_branch(eqn):
-            wanted.add(0)
-        wanted.update(
-            i for i, is_read in zip(carried, results, strict=False) if is_read
+        """Returns which outputs of the bodies of `eqn` are read, and which operands."""
+        inner = jaxprs.inner_bodies(eqn)
+        found = backward(
+            eqn,
+            results,
+            lambda number, outputs: self.of(inner[number].body, outputs).inputs,
+            in_any_turn,
+            False,
+            True,
         )
-        return outputs, wanted
+        wanted = {0} if jaxprs.is_branch(eqn) else set()
+        for (_, operands), body in zip(inner, found, strict=True):
+            wanted.update(compress(operands, body.inputs))
+        wanted.update(compress(jaxprs.carried(eqn), found[-1].outputs))
+        return [body.outputs for body in found], wanted
 
 
 def whole(body: Body) -> Flags:
