@@ -22,6 +22,7 @@ from jmp_amp.numerics.calls.losses import (
     called_as_it_is,
     called_beside_f32,
     check_measured,
+    loss_call,
 )
 from jmp_amp.numerics.calls.options import undisturbed
 from jmp_amp.numerics.measure.own_dtypes import own_dtypes
@@ -139,7 +140,17 @@ def tune(
 
     @undisturbed()
     def tuned(*args: object, **kwargs: object) -> Tuning:
-        bench = Bench(fn, args, kwargs, argnums, has_aux, call, cpu_of(target))
+        loss = functools.partial(
+            loss_call,
+            fn,
+            args=args,
+            kwargs=kwargs,
+            argnums=argnums,
+            has_aux=has_aux,
+            call=call,
+            cpu=cpu_of(target),
+        )
+        bench = Bench(loss, call)
         with shown(progress) as say:
             return _Tuner(bench, start, others, bound, say).tuning(name)
 
