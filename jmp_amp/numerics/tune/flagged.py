@@ -15,17 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.numerics.tune.groups import Group, Place, is_rounded
-from jmp_amp.plan.dataflow.values import is_inexact, traced_dtype
+from jmp_amp.plan.dataflow.values import traced_dtype
 from jmp_amp.plan.plan import EquationPlan, Plan
 from jmp_amp.plan.program import binding, constructs, jaxprs, meshes
 from jmp_amp.plan.program.jaxprs import Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.rewrites.rewriting import Rewrite, Shared
 from jmp_amp.plan.walk import Walk
 from jmp_amp.policies.dtypes import BF16, F32, is_half
-from jmp_amp.transform.derivatives import planned_rule
+from jmp_amp.transform.derivatives import with_planned_rule
 
 # The flag of a group that rounds as the plan says.
 BASE = 0
@@ -239,38 +238,23 @@ class Flagged(Walk[Held]):
     ) -> list[Value]:
         """Runs the primal; its derivative is the planned rule of the user."""
         run_body = self._inner(eqn, planned, 0, operands)
-        inexact = [jnp.issubdtype(aval_of(v).dtype, jnp.inexact) for v in eqn.outvars]
-        # The rule may be traced when the trace around this call is over, so that the
-        # flags come as an operand.
-        primal = jax.custom_jvp(lambda flags, *xs: run_body(*xs, flags=flags))
         place = self.place.inside(eqn, planned.index, 0)
 
-        def derivative(
-            operands_: Sequence[Value], tangents: Sequence[Value]
-        ) -> tuple[list[Value], list[Value]]:
-            (flags, *xs), (_, *tangents) = operands_, tangents
-            moving = [
-                i
-                for i, (v, t) in enumerate(zip(eqn.invars, tangents, strict=True))
-                if is_inexact(v) and not isinstance(t, SymbolicZero)
-            ]
-            rule = planned_rule(eqn, planned, moving)
-            walk = Flagged(place, flags, self.numbers, self.others)
-            inputs = [
-                *(Held(x, dtype) for x, dtype in zip(xs, planned.reads, strict=True)),
-                *(Held(tangents[i], planned.reads[i]) for i in moving),
-            ]
-            both = walk.run(rule, inputs)
-            results, found = both[: len(inexact)], iter(both[len(inexact) :])
-            return results, [
-                next(found)
-                if is_float
-                else np.zeros(aval_of(v).shape, jax.dtypes.float0)
-                for is_float, v in zip(inexact, eqn.outvars, strict=True)
-            ]
+        def run_rule(
+            rule: Plan, inputs: Sequence[Value], moving: Sequence[int]
+        ) -> list[Value]:
+            count = len(eqn.invars)
+            walk = Flagged(place, inputs[count], self.numbers, self.others)
+            dtypes = [*planned.reads, *(planned.reads[i] for i in moving)]
+            arrays = [*inputs[:count], *inputs[count + 1 :]]
+            return walk.run(rule, list(map(Held, arrays, dtypes)))
 
-        primal.defjvp(derivative, symbolic_zeros=True)
-        return list(primal(self.flags, *(each.array for each in operands)))
+        # The rule may be traced when the trace around this call is over, so that the
+        # flags come as an operand.
+        call = with_planned_rule(
+            lambda *xs: run_body(*xs[:-1], flags=xs[-1]), eqn, planned, run_rule
+        )
+        return list(call(*(each.array for each in operands), self.flags))
 
 
 def flagged_run(
