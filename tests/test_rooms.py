@@ -34,7 +34,7 @@ WINGS = {
             Folder(
                 "program",
                 (
-                    ("python_stack", "jaxprs", "cpu_target"),
+                    ("python_stack", "jaxprs", "cpu_target", "scope_text"),
                     ("source_code", "regions", "dimensions", "constructs", "meshes"),
                     ("binding",),
                 ),

@@ -17,7 +17,7 @@ from jmp_amp.numerics.locate import marks as marking
 from jmp_amp.numerics.locate.liveness import Flags, Liveness, whole
 from jmp_amp.numerics.locate.marks import Marked, PlanMarks
 from jmp_amp.plan.plan import Identity
-from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program import jaxprs, scope_text
 from jmp_amp.plan.program.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Literal, Var
 from jmp_amp.plan.tables.operations import Kind, kind_of
 from jmp_amp.policies.fp8 import Fp8
@@ -147,14 +147,14 @@ class _Reader:
         self.found[path] = Frame(body, ())
         for index, eqn in enumerate(jaxpr.eqns):
             scope = jaxprs.scope_text(eqn)
-            if not live.eqns[index] or marking.SCALING in scope:
+            if not live.eqns[index] or scope_text.is_noted("scaling", scope):
                 continue
             chain, identity = self._chain(scope, place)
             here = dataclasses.replace(
                 place,
                 identity=identity,
-                backward=place.backward or _is_more(scope, chain, "transpose("),
-                again=place.again or _is_more(scope, chain, "rematted_computation"),
+                backward=place.backward or _is_more(scope, chain, scope_text.BACKWARD),
+                again=place.again or _is_more(scope, chain, scope_text.AGAIN),
                 derivative=place.derivative or any(m.is_derivative for m in chain),
             )
             last = chain[-1] if chain else None
@@ -356,7 +356,7 @@ def _makes_8_bits(eqn: Eqn, scope: str) -> bool:
     is_solved = eqn.primitive.name == "custom_linear_solve" and len(eqn.outvars) > 1
     if eqn.primitive.name == "dot_general" or is_solved:
         return False
-    return marking.QUANTISED in scope or marking.cast_of(scope) is None
+    return scope_text.is_noted("quantised", scope) or marking.cast_of(scope) is None
 
 
 def _quantised(
@@ -368,7 +368,7 @@ def _quantised(
     `fp8_products`.
     """
     name = eqn.primitive.name
-    if name == "stop_gradient" and marking.QUANTISED in scope:
+    if name == "stop_gradient" and scope_text.is_noted("quantised", scope):
         direction, values, format = FORWARD, eqn.outvars, fp8.forward
     elif name == "custom_linear_solve" and here.backward:
         direction, values, format = BACKWARD, eqn.invars, fp8.backward

@@ -1,32 +1,24 @@
 """Which equation of a plan an equation of a traced program comes from.
 
 A replay with `PlanMarks` opens a name scope for every equation of its plan. The scopes
-survive differentiation, loops and checkpoints; `read` finds them in a name stack.
+survive differentiation, loops and checkpoints; `chain` finds them in a name stack.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jmp_amp.plan.plan import EquationPlan, Identity, Plan
-from jmp_amp.plan.program import jaxprs, source_code
+from jmp_amp.plan.program import jaxprs, scope_text, source_code
 from jmp_amp.plan.program.jaxprs import Eqn, Value
 from jmp_amp.transform.marking import Marks
 
 # The name that the results of a `custom_vjp` get: its call is gone in the gradient.
 RESULT = "amp_result"
-# What is done to a loss for its scale is no part of the program.
-SCALING = "amp_scaling()"
-# What makes 8-bit floats of an operand.
-QUANTISED = "amp_quantised()"
-_EQUATION = re.compile(r"amp_eqn_(\d+)_(\d+)\(\)")
-_CAST = re.compile(r"amp_cast_(\w+)\(\)")
 
 
 class Marked(NamedTuple):
@@ -48,7 +40,7 @@ class Marked(NamedTuple):
 
 
 class PlanMarks(Marks):
-    """The marks of one plan, which `marked` and `chain` read back.
+    """The marks of one plan, which `chain` reads back.
 
     Attributes:
       equations: the marked equations, by the number of their body and their index.
@@ -94,7 +86,7 @@ class PlanMarks(Marks):
         body, index = self._names[planned]
         before, self._here = self._here, (place, 0)
         try:
-            with jax.named_scope(f"amp_eqn_{body}_{index}()"):
+            with scope_text.noted("eqn", body, index):
                 yield
         finally:
             self._here = before
@@ -113,11 +105,11 @@ class PlanMarks(Marks):
         return self._scope(planned, "own")
 
     def cast(self) -> contextlib.AbstractContextManager[object]:
-        return jax.named_scope(f"amp_cast_{self.next_cast()}()")
+        return scope_text.noted("cast", self.next_cast())
 
     @contextlib.contextmanager
     def quantised(self) -> Iterator[None]:
-        with self.cast(), jax.named_scope(QUANTISED):
+        with self.cast(), scope_text.noted("quantised"):
             yield
 
     def next_cast(self) -> str:
@@ -155,7 +147,7 @@ class PlanMarks(Marks):
     def chain(self, scope: str) -> list[Marked]:
         """Returns the equations that a name stack tells, the outermost first."""
         found: list[Marked] = []
-        for body, index in _EQUATION.findall(scope):
+        for body, index in scope_text.notes("eqn", scope):
             each = self.equations[int(body), int(index)]
             if not found or found[-1] is not each:
                 found.append(each)
@@ -164,8 +156,8 @@ class PlanMarks(Marks):
 
 def cast_of(scope: str) -> str | None:
     """Returns which inserted cast of its equation a name stack tells, or None."""
-    found = _CAST.findall(scope)
-    return found[-1] if found else None
+    found = [*scope_text.notes("cast", scope)]
+    return found[-1][0] if found else None
 
 
 def _needed(rule: Plan, count: int) -> list[bool]:

@@ -11,11 +11,11 @@ from jmp_amp.numerics.calls.executables import Compile
 from jmp_amp.numerics.calls.losses import LossCall
 from jmp_amp.numerics.calls.options import compiler_options
 from jmp_amp.numerics.locate.frames import Frame, Path, frames_of
-from jmp_amp.numerics.locate.marks import SCALING, PlanMarks
+from jmp_amp.numerics.locate.marks import PlanMarks
 from jmp_amp.numerics.measure.measuring import Measure, Measured
 from jmp_amp.numerics.measure.watch import watched
 from jmp_amp.plan.plan import Plan
-from jmp_amp.plan.program import binding, meshes
+from jmp_amp.plan.program import binding, meshes, scope_text
 from jmp_amp.plan.program.jaxprs import Value
 from jmp_amp.transform.interpreter import run
 
@@ -72,7 +72,7 @@ def measured(
         return run(plan, values, marks)
 
     def scaled_apart(loss: Value) -> Value:
-        with jax.named_scope(SCALING):
+        with scope_text.noted("scaling"):
             return scaled(loss)
 
     traced = binding.trace(call.with_gradients(replay, scaled_apart), arrays)
