@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jmp_amp.numerics.diagnose.runs import Runs
 from jmp_amp.numerics.diagnose.suggestions import in_half
 from jmp_amp.numerics.diagnose.turns import ran_otherwise
-from jmp_amp.numerics.diagnose.wording import listed, number, place, power, run, share
+from jmp_amp.numerics.diagnose.wording import number, place, power, run, share
 from jmp_amp.numerics.locate.sites import Site, or_infinite, scaled
 from jmp_amp.numerics.measure.own_dtypes import own_dtypes
 from jmp_amp.policies.dtypes import PyTree, parse_dtype
 from jmp_amp.reports import plain_data
+from jmp_amp.reports.report_tables import listed
 from jmp_amp.reports.tables import count
 
 # What is not finite without the policy, and what the suggested policy does.

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jmp_amp.numerics.calls.executables import Compile, Executables
 from jmp_amp.numerics.calls.inputs import nonfinite_inputs
@@ -20,7 +19,7 @@ from jmp_amp.numerics.calls.losses import (
 )
 from jmp_amp.numerics.calls.options import undisturbed
 from jmp_amp.numerics.diagnose.advice import advise
-from jmp_amp.numerics.diagnose.checking import checked, with_function_tried
+from jmp_amp.numerics.diagnose.checking import checked, ends_well, with_function_tried
 from jmp_amp.numerics.diagnose.decoding import Places, scaled_casts, sites_of
 from jmp_amp.numerics.diagnose.diagnosis import Diagnosis
 from jmp_amp.numerics.diagnose.runs import Runs
@@ -31,10 +30,8 @@ from jmp_amp.numerics.measure.lockstep import Errors, errors
 from jmp_amp.numerics.measure.statistics import (
     Figures,
     Layout,
-    Worst,
     counted,
     layout_of,
-    worst_of,
 )
 from jmp_amp.plan.plan import plan_as_traced
 from jmp_amp.plan.program import jaxprs, meshes
@@ -211,7 +208,7 @@ def _ran(
     of_errors = _errors(compile_, call, traced)
     low, full, apart = of_low(), of_full(), of_errors()
     roundoff = float(jnp.finfo(given.default.compute_dtype).eps) / 2
-    gradients, *is_finite = _compared(compile_, call, low, full, scaler)
+    gradients, is_finite = _compared(compile_, call, low, full, scaler)
     return Runs(
         given,
         sites_of(low, places, apart, roundoff),
@@ -244,31 +241,26 @@ def _compared(
     low: programs.Program,
     full: programs.Program,
     scaler: Any,
-) -> tuple[dict[str, Gradient], bool, bool]:
+) -> tuple[dict[str, Gradient], list[bool]]:
     """Compares what both programs returned; compiles one program.
 
     Returns the figures of each gradient, unscaled; whether value and gradients are
     finite under the policy, and in the reference.
     """
-
     mesh = meshes.mesh_of(low.gradients)
 
     def measured(low: _Returned, full: _Returned) -> Any:
-        worst = [
-            worst_of(_floating((call.value(outputs), gradients)), mesh)
-            for outputs, gradients in (low, full)
-        ]
+        finite = [ends_well(call, *each) for each in (low, full)]
         (_, gradients), (_, others) = low, full
         gradients = gradients if scaler is None else scaler.unscale(list(gradients))
         apart = distances.distances(list(zip(gradients, others, strict=True)), mesh)
         counts = [counted(each, layout, mesh) for layout, each in _by_layout(gradients)]
-        return counts, apart, worst
+        return counts, apart, finite
 
     both = tuple((each.outputs, list(each.gradients)) for each in (low, full))
     size = sum(each.size for each in low.gradients)
     compiling = compile_(measured, *both, options=lambda: programs.options_for(size))
-    found, apart, worst = jax.device_get(compiling.result()(*both))
-    is_finite, is_finite_itself = (bool(np.all(x == Worst.FINITE)) for x in worst)
+    found, apart, finite = jax.device_get(compiling.result()(*both))
     keys = call.keys if low.gradients else ()
     errors_of = dict(zip(keys, distances.relative(apart).tolist(), strict=True))
     places = _by_layout(low.gradients, list(zip(keys, low.gradients, strict=True)))
@@ -278,12 +270,7 @@ def _compared(
             one = Figures(counts.counts[row], counts.extremes[row], layout)
             numbers = one.amax, one.amin, one.zeros, one.nonfinite
             gradients[key] = Gradient(*numbers, array.size, errors_of[key])
-    return {key: gradients[key] for key in keys}, is_finite, is_finite_itself
-
-
-def _floating(tree: PyTree) -> list[Value]:
-    """Returns the floating and complex arrays of a pytree."""
-    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return {key: gradients[key] for key in keys}, list(map(bool, finite))
 
 
 def _by_layout(

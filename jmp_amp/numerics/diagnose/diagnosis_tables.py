@@ -14,7 +14,7 @@ from jmp_amp.numerics.locate.sites import Gradient, Numbers, Site, or_infinite
 from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.policies.fp8 import FORMATS
 from jmp_amp.reports import plain_data
-from jmp_amp.reports.report_tables import TOP_LEVEL
+from jmp_amp.reports.report_tables import TOP_LEVEL, listed
 from jmp_amp.reports.tables import Table, count, shape_text
 
 _MOST_MODULES = 24
@@ -244,9 +244,7 @@ def of_gradients(gradients: Mapping[str, Gradient]) -> Table:
     told = f"{left_out} more gradients are no worse: Diagnosis.gradients has them."
     notes = [told] if left_out else []
     if rounding:
-        notes.append(
-            f"0 but for rounding, whatever their error: {wording.listed(rounding)}."
-        )
+        notes.append(f"0 but for rounding, whatever their error: {listed(rounding)}.")
     columns = ("parameter", *numbers)
     return _shown(Table(title, columns, rows, numbers, "\n".join(notes)))
 

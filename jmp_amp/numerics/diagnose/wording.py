@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection
 
 from jmp_amp.numerics.locate.sites import Site
-
-_MOST_NAMES = 3
 
 
 def place(site: Site) -> str:
@@ -53,10 +50,3 @@ def power(scale: float) -> str:
     fraction, exponent = math.frexp(scale)
     is_large = fraction == 0.5 and exponent > 16
     return f"2.0**{exponent - 1}" if is_large else f"{scale:.1f}"
-
-
-def listed(names: Collection[str], between: str = ", ") -> str:
-    """Returns the first few names."""
-    shown = between.join(list(names)[:_MOST_NAMES])
-    more = len(names) - _MOST_NAMES
-    return f"{shown} and {more} more" if more > 0 else shown
