@@ -50,12 +50,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jmp_amp import jmp as jmp
     from jmp_amp import plots as plots
-    from jmp_amp.numerics.diagnosing import diagnose as diagnose
-    from jmp_amp.numerics.diagnosis import Diagnosis as Diagnosis
-    from jmp_amp.numerics.tuner import tune as tune
-    from jmp_amp.numerics.tuning import Step as Step
-    from jmp_amp.numerics.tuning import Tuned as Tuned
-    from jmp_amp.numerics.tuning import Tuning as Tuning
+    from jmp_amp.numerics.diagnose.diagnosing import diagnose as diagnose
+    from jmp_amp.numerics.diagnose.diagnosis import Diagnosis as Diagnosis
+    from jmp_amp.numerics.tune.tuner import tune as tune
+    from jmp_amp.numerics.tune.tuning import Step as Step
+    from jmp_amp.numerics.tune.tuning import Tuned as Tuned
+    from jmp_amp.numerics.tune.tuning import Tuning as Tuning
     from jmp_amp.policies.casting import cast_floating as cast_floating
     from jmp_amp.policies.casting import cast_to_full as cast_to_full
     from jmp_amp.policies.casting import cast_to_half as cast_to_half
@@ -107,10 +107,10 @@ if TYPE_CHECKING:
 # The names that each room has; those without a room are rooms themselves.
 _NAMES = {
     "": "jmp plots",
-    "numerics.diagnosing": "diagnose",
-    "numerics.diagnosis": "Diagnosis",
-    "numerics.tuner": "tune",
-    "numerics.tuning": "Step Tuned Tuning",
+    "numerics.diagnose.diagnosing": "diagnose",
+    "numerics.diagnose.diagnosis": "Diagnosis",
+    "numerics.tune.tuner": "tune",
+    "numerics.tune.tuning": "Step Tuned Tuning",
     "policies.casting": "cast_floating cast_to_full cast_to_half",
     "policies.dtypes": "half_dtype",
     "policies.fp8": "Fp8",

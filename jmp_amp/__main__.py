@@ -24,8 +24,8 @@ import jax
 import jmp_amp
 from jmp_amp import plots
 from jmp_amp.doctor import examine
-from jmp_amp.numerics.diagnosing import diagnose
-from jmp_amp.numerics.tuner import tune
+from jmp_amp.numerics.diagnose.diagnosing import diagnose
+from jmp_amp.numerics.tune.tuner import tune
 from jmp_amp.plan.program.cpu_target import TARGETS
 from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jmp_amp.numerics.diagnosis import Diagnosis
-from jmp_amp.numerics.exponent_maps import draw_map, draw_ranges, map_of, span
-from jmp_amp.numerics.tuning import Tuning
+from jmp_amp.exponent_maps import draw_map, draw_ranges, map_of, span
+from jmp_amp.numerics.diagnose.diagnosis import Diagnosis
+from jmp_amp.numerics.tune.tuning import Tuning
 from jmp_amp.reports.report import Report
 from jmp_amp.reports.report_tables import TOP_LEVEL
 from jmp_amp.reports.rows import Costs

@@ -19,7 +19,7 @@ import numpy as np
 
 from jmp_amp.plan.dataflow.values import castable, traced_dtype
 from jmp_amp.plan.plan import EquationPlan, Identity, Plan
-from jmp_amp.plan.program import binding, jaxprs, regions, source_code
+from jmp_amp.plan.program import binding, jaxprs, scope_text, source_code
 from jmp_amp.plan.program.dimensions import as_counted, as_number, sides_of
 from jmp_amp.plan.program.jaxprs import Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.rewrites.f32_gradients import NOTE
@@ -45,9 +45,6 @@ from jmp_amp.reports.rows import Cast, Equation, Kept, Saved
 from jmp_amp.transform.interpreter import run
 from jmp_amp.transform.planned import PlannedCall
 from jmp_amp.transform.scopes import decided_inside, entry_of
-
-# What JAX adds to the name stack of a checkpoint.
-_NO_MODULES = ("", "checkpoint", "rematted_computation")
 
 
 def read_plan(call: PlannedCall) -> tuple[Equation, ...]:
@@ -483,11 +480,7 @@ def _called(eqn: Eqn) -> str:
 
 def module_scopes(eqn: Eqn) -> list[str]:
     """Returns the names of the modules that the name stack of `eqn` tells."""
-    text = regions.without_policies(jaxprs.scope_text(eqn))
-    # `jnp.einsum` opens a scope of the name of its subscripts.
-    return [
-        name for name in text.split("/") if name not in _NO_MODULES and "->" not in name
-    ]
+    return scope_text.module_names(jaxprs.scope_text(eqn))
 
 
 def _joined(path: str, *names: str) -> str:

@@ -121,10 +121,10 @@ def of_asked(askers: Iterable[Asked]) -> Table:
     return Table("In half whatever the policy", columns, rows, numbers, note)
 
 
-def listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str], between: str = ", ") -> str:
     """Returns the first three names."""
     first, more = [*names][:3], len([*names][3:])
-    return ", ".join(first) + f" and {more} more" * bool(more)
+    return between.join(first) + f" and {more} more" * bool(more)
 
 
 def of_products(reasons: Iterable[Reason], note: str | None) -> Table:

@@ -107,3 +107,10 @@ def quantity(number: float) -> str:
         number /= 1000
         prefixes.pop(0)
     return f"{number:.3g} {prefixes[0]}"
+
+
+def count(value: int) -> str:
+    """Returns a count: exact below 10000; "" for none."""
+    if not value:
+        return ""
+    return str(value) if value < 10000 else quantity(value).strip()

@@ -10,9 +10,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
-from jmp_amp.plan.dataflow.values import is_inexact
 from jmp_amp.plan.plan import Block, EquationPlan, Key, Plan
 from jmp_amp.plan.program import binding, constructs, jaxprs, meshes, source_code
 from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
@@ -27,7 +25,7 @@ from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.policies.two_calls import in_two_calls
 from jmp_amp.transform import linen_modules, scopes
 from jmp_amp.transform.blocks import Run, run_block
-from jmp_amp.transform.derivatives import planned_rule
+from jmp_amp.transform.derivatives import with_planned_rule
 from jmp_amp.transform.functions import check_function, wraps
 from jmp_amp.transform.marking import Marks
 from jmp_amp.transform.planned import PlannedCall, planned_call
@@ -474,7 +472,6 @@ class Replay(Walk[Value]):
     ) -> list[Value]:
         """Runs the planned primal; its derivative is the planned rule of the user."""
         (body,) = planned.bodies
-        inexact = [jnp.issubdtype(aval_of(v).dtype, jnp.inexact) for v in eqn.outvars]
 
         def primal(*xs: Value) -> list[Value]:
             replay = Replay(
@@ -483,29 +480,11 @@ class Replay(Walk[Value]):
             return replay._apart(body, xs)
 
         primal.__name__ = source_code.function_name(eqn) or primal.__name__
-        rewritten = jax.custom_jvp(primal)
 
-        def derivative(
-            xs: Sequence[Value], tangents: Sequence[Value]
-        ) -> tuple[list[Value], list[Value]]:
-            # The user's rule may ask which of the tangents are zero.
-            differentiated = [
-                i
-                for i, (v, t) in enumerate(zip(eqn.invars, tangents, strict=True))
-                if is_inexact(v) and not isinstance(t, SymbolicZero)
-            ]
-            rule = planned_rule(eqn, planned, differentiated)
+        def run_rule(
+            rule: Plan, inputs: Sequence[Value], moving: Sequence[int]
+        ) -> list[Value]:
             self.marks.derivative(rule, eqn, planned)
-            moving = [tangents[i] for i in differentiated]
-            both = run(rule, [*xs, *moving], self.marks, self.recomputes)
-            results, remaining = both[: len(inexact)], iter(both[len(inexact) :])
-            result_tangents = [
-                next(remaining)
-                if is_float
-                else np.zeros(aval_of(v).shape, jax.dtypes.float0)
-                for is_float, v in zip(inexact, eqn.outvars, strict=True)
-            ]
-            return results, result_tangents
+            return run(rule, inputs, self.marks, self.recomputes)
 
-        rewritten.defjvp(derivative, symbolic_zeros=True)
-        return list(rewritten(*operands))
+        return list(with_planned_rule(primal, eqn, planned, run_rule)(*operands))

@@ -230,7 +230,7 @@ def cast_inputs(fn: Callable[P, R], dtype: DTypeLike | None = None) -> Callable[
             output_dtype=target,
             matmul=policy.matmul if target == policy.compute_dtype else None,
         )
-        noted = contextlib.nullcontext() if chosen else jax.named_scope(scopes.INPUTS)
+        noted = contextlib.nullcontext() if chosen else scopes.inputs()
         with noted, scopes.active_scope(inside):
             args, kwargs = jax.tree.map(lowered, (args, kwargs))
             return jax.tree.map(raised, fn(*args, **kwargs))

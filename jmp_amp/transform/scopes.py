@@ -2,7 +2,7 @@
 
 Which policy a module gets depends on the map that autocast was given, on the module's
 mark, and on the modules around it: `module_scope` decides. The name scopes that it
-opens are read by `jmp_amp.plan.program.regions`.
+opens are in `jmp_amp.plan.program.scope_text`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 from flax import linen as nn
 from flax import nnx
 
+from jmp_amp.plan.program import scope_text
 from jmp_amp.plan.program.cpu_target import Cpu
-from jmp_amp.plan.program.regions import scope
+from jmp_amp.plan.program.scope_text import policy_noted
 from jmp_amp.policies.dtypes import F32
 from jmp_amp.policies.patterns import ModuleInfo, inside_of, is_norm
 from jmp_amp.policies.policy import Policy
@@ -135,13 +135,13 @@ def inside(policy: Policy) -> Iterator[None]:
 
     It reads whose policy is in force, and `decided_inside` that it was not its own.
     """
-    text = str(policy).encode().hex()
-    with scope(policy), jax.named_scope(f"amp_autocast_{text}()"):
+    with policy_noted(policy), scope_text.text_noted("autocast", str(policy)):
         yield
 
 
-# The scope of what `cast_inputs` has in the dtype of the policy.
-INPUTS = "amp_inputs()"
+def inputs() -> contextlib.AbstractContextManager[object]:
+    """Returns the scope of what `cast_inputs` has in the dtype of the policy."""
+    return scope_text.noted("inputs")
 
 
 def decided_inside(scopes: str, outer: str | None) -> str | None:
@@ -154,10 +154,8 @@ def decided_inside(scopes: str, outer: str | None) -> str | None:
       scopes: the name scopes of the equation.
       outer: the same of the equation that calls its body.
     """
-    found = re.findall(r"amp_autocast_([0-9a-f]+)\(\)", scopes)
-    if found:
-        return bytes.fromhex(found[-1]).decode()
-    return outer or ("" if INPUTS in scopes else outer)
+    found = scope_text.text_of("autocast", scopes)
+    return found or outer or ("" if scope_text.is_noted("inputs", scopes) else outer)
 
 
 def activate(state: Active) -> contextlib.AbstractContextManager[None]:
@@ -172,7 +170,7 @@ def active_scope(policy: Policy) -> Iterator[None]:
     if found is None:
         yield
         return
-    with _active(found._replace(policy=policy)), scope(policy):
+    with _active(found._replace(policy=policy)), policy_noted(policy):
         yield
 
 
@@ -244,12 +242,13 @@ def module_scope(
         found = found._replace(in_norm=normalises)
     with contextlib.ExitStack() as stack:
         for each in opened:
-            stack.enter_context(scope(each))
+            stack.enter_context(policy_noted(each))
         if matched:
-            stack.enter_context(jax.named_scope(_noted(matched, found.depth)))
+            noted = scope_text.noted("entries", found.depth, *matched)
+            stack.enter_context(noted)
         if found.notes_modules:
-            path = "/".join(info.path).encode().hex()
-            stack.enter_context(jax.named_scope(f"amp_module_{path}()"))
+            path = "/".join(info.path)
+            stack.enter_context(scope_text.text_noted("module", path))
         stack.enter_context(_active(found))
         stack.callback(_running.reset, _running.set(info.path))
         yield
@@ -274,15 +273,6 @@ def _is_named(found: Active, info: ModuleInfo) -> bool:
     return bool(entries and matching(found.policies, info, inside_of(found.root)))
 
 
-def _noted(matched: Sequence[int], depth: int) -> str:
-    """Returns the name scope that says which entries of a map matched a module.
-
-    `jmp_amp.plan.program.regions` takes it for the name of a transformation and leaves
-    it out.
-    """
-    return f"amp_entries_{'_'.join(map(str, [depth, *matched]))}()"
-
-
 def noted(program: str, depth: int) -> set[int]:
     """Returns the entries that matched modules of a program, by its name stacks.
 
@@ -290,8 +280,8 @@ def noted(program: str, depth: int) -> set[int]:
     equal map: only the name scopes in that jaxpr tell which entries matched. `program`
     is the text of a jaxpr; `depth` is that of the autocast.
     """
-    found = re.findall(rf"amp_entries_{depth}((?:_\d+)+)\(\)", program)
-    return {int(number) for each in found for number in each[1:].split("_")}
+    found = [list(map(int, each)) for each in scope_text.notes("entries", program)]
+    return {number for at, *matched in found if at == depth for number in matched}
 
 
 def entry_of(scope: str) -> int | None:
@@ -299,8 +289,8 @@ def entry_of(scope: str) -> int | None:
 
     It is one of the map of the outermost autocast; None if none is noted.
     """
-    found = re.findall(r"amp_entries_0(?:_\d+)*_(\d+)\(\)", scope)
-    return int(found[-1]) if found else None
+    found = [each for each in scope_text.notes("entries", scope) if each[0] == "0"]
+    return int(found[-1][-1]) if found else None
 
 
 def module_of(scope: str) -> str | None:
@@ -309,8 +299,7 @@ def module_of(scope: str) -> str | None:
     The path is the one that the patterns of a `PolicyMap` see; "" is the outermost
     module. None if no module is noted, see `Active.notes_modules`.
     """
-    found = re.findall(r"amp_module_([0-9a-f]*)\(\)", scope)
-    return bytes.fromhex(found[-1]).decode() if found else None
+    return scope_text.text_of("module", scope)
 
 
 def _may_be_jitted(cls: type) -> bool:

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmp_amp as amp
-from jmp_amp.numerics.diagnosis import Diagnosis
-from jmp_amp.numerics.sites import Gradient, Site
+from jmp_amp.numerics.diagnose.diagnosis import Diagnosis
+from jmp_amp.numerics.locate.sites import Gradient, Site
 
 
 def site(values=(1.0,), **fields):

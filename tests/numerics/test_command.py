@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from jmp_amp.__main__ import main
-from jmp_amp.numerics.diagnosis import Diagnosis
-from jmp_amp.numerics.tuning import Tuning
+from jmp_amp.numerics.diagnose.diagnosis import Diagnosis
+from jmp_amp.numerics.tune.tuning import Tuning
 
 MODEL = """
 import jax

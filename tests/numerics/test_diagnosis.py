@@ -12,8 +12,8 @@ import pytest
 from flax import linen as nn
 
 import jmp_amp as amp
-from jmp_amp.numerics.diagnosis import Diagnosis
-from jmp_amp.numerics.sites import Numbers
+from jmp_amp.numerics.diagnose.diagnosis import Diagnosis
+from jmp_amp.numerics.locate.sites import Numbers
 from tests.numerics.made import diagnosis, gradient, site
 
 INF, NAN = math.inf, math.nan

@@ -11,8 +11,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jmp_amp as amp
-from jmp_amp.numerics import programs
-from jmp_amp.numerics.executables import Executables
+from jmp_amp.numerics.calls.executables import Executables
+from jmp_amp.numerics.measure import programs
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _TOLD = []

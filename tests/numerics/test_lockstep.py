@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jmp_amp.numerics.lockstep import errors
-from jmp_amp.numerics.pair_constructs import Construct
+from jmp_amp.numerics.measure.lockstep import errors
+from jmp_amp.numerics.measure.pair_constructs import Construct
 from jmp_amp.policies.policy_map import as_policy_map
 from jmp_amp.transform.interpreter import planned_call
 
@@ -114,12 +114,16 @@ def loop(inner, x):
     return lax.while_loop(lambda x: x[0, 0] > 2, inner, x)
 
 
-@pytest.mark.parametrize("around", [branch, loop])
+def turns(inner, x):
+    return lax.scan(lambda x, _: (inner(x), None), x, length=2)[0]
+
+
+@pytest.mark.parametrize("around", [branch, loop, turns])
 def test_a_body_in_bodies_is_traced_once(around, monkeypatch):
     ran, run = [], Construct.run
     monkeypatch.setattr(
         Construct, "run", lambda *args: ran.append(args[1]) or run(*args)
     )
     errors_of(nested(3, around), X)
-    # Two branches, or a condition and a body, at each depth.
-    assert sorted(ran) == [0, 0, 0, 1, 1, 1]
+    # Two branches, or a condition and a body, at each depth; a scan has one.
+    assert sorted(ran) == [0, 0, 0] + [1, 1, 1] * (around is not turns)

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jmp_amp as amp
-from jmp_amp.numerics.inputs import nonfinite_inputs
+from jmp_amp.numerics.calls.inputs import nonfinite_inputs
 from tests.numerics.counting import of
 from tests.numerics.made import gradient, site
 from tests.numerics.test_advice import INF, MADE, NAN, advice, backward

@@ -7,10 +7,10 @@ program expects may differ from what the real one measures.
 import math
 
 import jmp_amp as amp
-from jmp_amp.numerics.groups import Group, Member
-from jmp_amp.numerics.moves import menu_of
-from jmp_amp.numerics.searching import Search
-from jmp_amp.numerics.trials import Measured
+from jmp_amp.numerics.tune.groups import Group, Member
+from jmp_amp.numerics.tune.moves import menu_of
+from jmp_amp.numerics.tune.searching import Search
+from jmp_amp.numerics.tune.trials import Measured
 from jmp_amp.policies.patterns import matches_path
 
 F16 = amp.get_policy("mixed_float16")

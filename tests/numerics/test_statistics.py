@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jmp_amp.numerics import blocks, distances
-from jmp_amp.numerics.statistics import (
+from jmp_amp.numerics.measure import blocks, distances
+from jmp_amp.numerics.measure.statistics import (
     F32_LAYOUT,
     F64_LAYOUT,
     Figures,

@@ -8,7 +8,11 @@ import pytest
 from flax import linen as nn
 
 import jmp_amp as amp
-from jmp_amp.numerics.suggestions import suggested_loss_scale, suggested_policy
+from jmp_amp.numerics.diagnose.suggestions import (
+    needs_of,
+    suggested_loss_scale,
+    suggested_policy,
+)
 from tests.numerics.made import site
 
 F16 = amp.PolicyMap("mixed_float16")
@@ -68,6 +72,10 @@ def pair(values, path, dtype="f16", **fields):
     return site(dtype=dtype, **fields), site(values, path=path, module=path or "")
 
 
+def policy_for(sites, reference, given, **kwargs):
+    return suggested_policy(needs_of(sites, reference, **kwargs), given)
+
+
 def suggested(pairs, given=F16, **kwargs):
     sites, reference = zip(
         *(
@@ -76,7 +84,7 @@ def suggested(pairs, given=F16, **kwargs):
         ),
         strict=True,
     )
-    return suggested_policy(sites, reference, given, **kwargs)
+    return policy_for(sites, reference, given, **kwargs)
 
 
 def test_nothing_is_needed_of_what_fits():
@@ -106,7 +114,7 @@ def test_a_cast_that_only_the_policy_has_counts():
     cast = site(
         dtype="f16", makes_nonfinite=True, operation="convert_element_type", path="up"
     )
-    policy = suggested_policy([cast], [], F16)
+    policy = policy_for([cast], [], F16)
     assert policy == amp.PolicyMap("mixed_float16", {"up": "float32"})
 
 
@@ -115,16 +123,16 @@ def test_outside_of_modules_the_default_names_the_operation_or_the_function():
         return amp.PolicyMap(F16.default.with_full(*names))
 
     both = site([1.0], dtype="f16", makes_nonfinite=True, operation="exp")
-    assert suggested_policy([both], [], F16) == full("exp")
+    assert policy_for([both], [], F16) == full("exp")
     inside = dataclasses.replace(both, module="MLP/block", path=None)
-    assert suggested_policy([inside], [], F16) == full("block")
-    assert suggested_policy([inside], [], F16, functions={"MLP"}) == full("MLP")
-    assert suggested_policy([inside], [], F16, functions=()) == full("exp")
+    assert policy_for([inside], [], F16) == full("block")
+    assert policy_for([inside], [], F16, functions={"MLP"}) == full("MLP")
+    assert policy_for([inside], [], F16, functions=()) == full("exp")
     outermost = dataclasses.replace(both, module="MLP", path="")
-    assert suggested_policy([outermost], [], F16) == full("exp")
+    assert policy_for([outermost], [], F16) == full("exp")
     # Even if the user wanted it in half.
     low = amp.PolicyMap(F16.default.with_low("exp"))
-    assert suggested_policy([both], [], low) == full("exp")
+    assert policy_for([both], [], low) == full("exp")
 
 
 def test_a_cast_outside_of_modules_names_the_operation_that_reads():
@@ -132,7 +140,7 @@ def test_a_cast_outside_of_modules_names_the_operation_that_reads():
     reads = site(dtype="f16", operation="dot_general", identity="1")
     before = site(dtype="f16", operation="exp", identity="2")
     other = site(dtype="f16", operation="sin", source="/elsewhere.py:1")
-    policy = suggested_policy([before, cast, other, reads], [], F16)
+    policy = policy_for([before, cast, other, reads], [], F16)
     assert policy == amp.PolicyMap(F16.default.with_full("dot_general"))
 
 
@@ -141,7 +149,7 @@ def test_what_the_outermost_module_casts_for_another_names_that_one():
         dtype="f16", makes_nonfinite=True, operation="convert_element_type", path=""
     )
     reads = site(dtype="f16", operation="dot_general", path="out", module="Net/out")
-    policy = suggested_policy([cast, reads], [], F16)
+    policy = policy_for([cast, reads], [], F16)
     assert policy == amp.PolicyMap("mixed_float16", {"out": "float32"})
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import jmp_amp as amp
-from jmp_amp.numerics.watch import bodies_inside, watched
+from jmp_amp.numerics.measure.watch import bodies_inside, watched
 from jmp_amp.plan.program import jaxprs
 from tests.measures import compiled
 from tests.programs import equations

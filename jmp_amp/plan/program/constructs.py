@@ -23,6 +23,7 @@ from jmp_amp.plan.program.jaxprs import (
 Carry = TypeVar("Carry")
 Stacked = TypeVar("Stacked")
 Slices = TypeVar("Slices")
+Whole = TypeVar("Whole")
 
 
 def scan(
@@ -88,35 +89,45 @@ def mapped_axes(eqn: Eqn) -> tuple[str, ...]:
 
 
 def bind_shard_map(
-    eqn: Eqn,
-    run: Callable[..., Sequence[Value]],
-    operands: Sequence[Value],
-    replicated: int = 0,
-    copies: int = 1,
+    eqn: Eqn, run: Callable[..., Sequence[Value]], operands: Sequence[Value]
 ) -> list[Value]:
     """Runs the `shard_map` equation `eqn` with the function `run` as its body.
 
     Args:
       eqn: the equation.
       run: a function of the shards of its operands.
-      operands: whole arrays; more than `eqn` has, at the end, reach every shard whole.
-      replicated: how many more results than `eqn` has `run` returns, at the end, each
-        the same on all shards.
-      copies: how many sets of operands there are, and of results.
+      operands: whole arrays, or pytrees of those that are sharded alike; more than
+        `eqn` has, at the end, reach every shard whole.
+    """
+    return bind_shard_map_with(eqn, lambda *shards: (run(*shards), ()), operands)[0]
+
+
+def bind_shard_map_with(
+    eqn: Eqn,
+    run: Callable[..., tuple[Sequence[Value], Whole]],
+    operands: Sequence[Value],
+) -> tuple[list[Value], Whole]:
+    """Runs `eqn` as `bind_shard_map`, with a body that returns more than results.
+
+    That is a pytree of arrays, each the same on all shards.
     """
     params = eqn.params
-    specs = tuple(params["in_specs"]) * copies
-    whole = [jax.sharding.PartitionSpec()] * (len(operands) - len(specs))
-    more = [jax.sharding.PartitionSpec()] * replicated
-    mapped = jax.shard_map(
-        lambda *shards: tuple(run(*shards)),
+    specs = tuple(params["in_specs"])
+    whole = jax.sharding.PartitionSpec()
+
+    def shard(*shards: Value) -> tuple[tuple[Value, ...], Whole]:
+        outputs, more = run(*shards)
+        return tuple(outputs), more
+
+    outputs, more = jax.shard_map(
+        shard,
         mesh=params["mesh"],
-        in_specs=(*specs, *whole),
-        out_specs=(*tuple(params["out_specs"]) * copies, *more),
+        in_specs=(*specs, *[whole] * (len(operands) - len(specs))),
+        out_specs=(tuple(params["out_specs"]), whole),
         axis_names=set(params["newly_manual_axes"]),
         check_vma=params["check_vma"],
-    )
-    return list(mapped(*operands))
+    )(*operands)
+    return list(outputs), more
 
 
 def varying(eqn: Eqn, value: Value) -> Value:

@@ -25,7 +25,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.plan.dataflow.standing import Standing
-from jmp_amp.plan.program import binding, jaxprs, regions, source_code
+from jmp_amp.plan.program import binding, jaxprs, scope_text, source_code
 from jmp_amp.plan.program.dimensions import Dimensions
 from jmp_amp.plan.program.jaxprs import Eqn, Value
 from jmp_amp.plan.rewrites.f32_gradients import linear_in_f32
@@ -251,7 +251,7 @@ class _Product(NamedTuple):
 
 def _place(eqn: Eqn) -> str:
     """Returns where a product is, in words."""
-    module = regions.without_policies(jaxprs.scope_text(eqn)).strip("/")
+    module = scope_text.without_policies(jaxprs.scope_text(eqn)).strip("/")
     source = source_code.source_line(eqn)
     found = [f"in {module}"] * bool(module) + [f"at {source}"] * (source is not None)
     return " ".join(found)

@@ -1,0 +1,291 @@
+"""A call of a function to be measured: traced, planned, and what to differentiate."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from flax import linen as nn
+
+from jmp_amp.numerics.calls.differentiated import (
+    as_differentiated,
+    check_distinct,
+    differentiated,
+)
+from jmp_amp.plan.plan import Plan
+from jmp_amp.plan.program.cpu_target import Cpu
+from jmp_amp.plan.program.jaxprs import Value
+from jmp_amp.policies.dtypes import AnyFn, PyTree
+from jmp_amp.policies.policy import get_policy
+from jmp_amp.policies.policy_map import PolicyMap
+from jmp_amp.training.gradients import Argnums, check_argnums
+from jmp_amp.transform import scopes
+from jmp_amp.transform.nnx_modules import is_node
+from jmp_amp.transform.planned import PlannedCall, planned_call
+
+# Traces and plans a call under a map of policies.
+Called = Callable[[PolicyMap], contextlib.AbstractContextManager["LossCall"]]
+# Runs the program of a call: its inputs in, its outputs out.
+RunProgram = Callable[[Sequence[Value]], Sequence[Value]]
+
+# What JAX says of loops that run until something is so, of callbacks, and of primitives
+# that have no derivative.
+_NO_GRADIENT = re.compile(
+    "^Reverse-mode differentiation does not work for|callbacks do not support JVP"
+    "|^Differentiation rule for .* not implemented"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossCall:
+    """A call of a function, planned, and its gradient if it has one.
+
+    Attributes:
+      call: the planned call.
+      loss: which output of the program is the loss; None if the function returns
+        something else, which has no gradient.
+      moving: which inputs of the program are differentiated.
+      keys: the key path of each of these in the gradient of `amp.value_and_grad`.
+      has_aux: whether the function returns `(loss, aux)`.
+      written: the caller's call as written, for errors.
+    """
+
+    call: PlannedCall
+    loss: int | None
+    moving: tuple[int, ...]
+    keys: tuple[str, ...]
+    has_aux: bool
+    written: str
+
+    @property
+    def plan(self) -> Plan:
+        return self.call.plan
+
+    @property
+    def arrays(self) -> list[Value]:
+        return self.call.arrays
+
+    def value(self, outputs: Sequence[Value]) -> PyTree:
+        """Returns what the function returns, without aux; writes nothing to objects."""
+        returned = self.call.seen(list(outputs))
+        return returned[0] if self.has_aux else returned
+
+    def as_it_is(self, arrays: Sequence[Value]) -> list[Value]:
+        """Runs the function without a policy: the reference."""
+        return self.call.as_it_is(arrays)
+
+    def as_traced(self, arrays: Sequence[Value]) -> list[Value]:
+        """Returns inputs in the dtypes that the program was traced with."""
+        return self.call.as_traced(arrays)
+
+    def with_gradients(
+        self, run: RunProgram, scaled: Callable[[Value], Value] = lambda loss: loss
+    ) -> Callable[..., tuple[list[Value], tuple[Value, ...]]]:
+        """Returns a function of the inputs: the outputs and the gradients.
+
+        The gradients are those of `scaled(loss)`, one for each of `moving`; none if
+        there is no loss. It raises a ValueError if JAX has no gradient of it.
+        """
+
+        def both(*arrays: Value) -> tuple[list[Value], tuple[Value, ...]]:
+            if self.loss is None:
+                return list(run(arrays)), ()
+            position = self.loss
+
+            def loss(*moving: Value) -> tuple[Value, list[Value]]:
+                filled = list(arrays)
+                for i, x in zip(self.moving, moving, strict=True):
+                    filled[i] = x
+                outputs = list(run(filled))
+                return scaled(outputs[position]), outputs
+
+            transform = jax.value_and_grad(
+                loss, argnums=tuple(range(len(self.moving))), has_aux=True
+            )
+            with _told_if_not_differentiable(self.written):
+                (_, outputs), gradients = transform(*(arrays[i] for i in self.moving))
+            return outputs, gradients
+
+        return both
+
+
+@contextlib.contextmanager
+def _told_if_not_differentiable(call: str) -> Iterator[None]:
+    """Says what to do if JAX cannot differentiate an operation of a function."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        told = " ".join(str(error).split())
+        if not _NO_GRADIENT.search(told):
+            raise
+        raise ValueError(
+            f"{call}: the function returns one real scalar, but JAX cannot "
+            f"differentiate it: {told.rstrip('.')}. diagnose(lambda *args: "
+            "[fn(*args)]) diagnoses the forward pass alone."
+        ) from error
+
+
+def check_traced(traced: jax.stages.Traced, args: Sequence[Value], call: str) -> None:
+    """Raises a TypeError if a program reads arrays of a trace that has ended.
+
+    JAX makes them inputs of the program.
+
+    Args:
+      traced: the program.
+      args: what it was traced with.
+      call: the caller's call as written, for errors.
+    """
+    if len(traced.jaxpr.in_avals) != len(jax.tree.leaves(args)):
+        raise TypeError(
+            f"{call}: the program reads an array of a trace that has ended. Does the "
+            "gradient rule of a custom_vjp function use an array of the function "
+            "around it? Pass the array as an argument of the custom_vjp function. Does "
+            "a list or an object keep an array of an earlier call? Return it instead."
+        )
+
+
+def check_measured(name: str, fn: object, argnums: Any) -> None:
+    """Raises a TypeError if `fn` is no function or `argnums` no positions.
+
+    A ValueError if they name one twice.
+
+    Args:
+      name: of the function that the user called, for errors.
+      fn, argnums: its arguments.
+    """
+    if not callable(fn):
+        advice = f" Write {name}(fn, {fn!r})(*args)." if isinstance(fn, str) else ""
+        raise TypeError(
+            f"{name}({fn!r}): the first argument is the function to {name}, found "
+            f"{type(fn).__name__}.{advice}"
+        )
+    if isinstance(fn, nn.Module) and fn.scope is None:
+        raise TypeError(
+            f"{name}({type(fn).__name__}(...)): a linen module holds no parameters, so "
+            "it cannot be called. Write a loss function that calls model.apply."
+        )
+    check_argnums(argnums, f"{name}(fn, argnums={{}})")
+    check_distinct(argnums, f"{name}(fn)")
+
+
+@contextlib.contextmanager
+def loss_call(
+    fn: AnyFn,
+    policies: PolicyMap,
+    args: tuple[PyTree, ...],
+    kwargs: Mapping[str, PyTree],
+    argnums: Argnums,
+    has_aux: bool,
+    call: str,
+    cpu: Cpu | None = None,
+    notes_modules: bool = True,
+) -> Iterator[LossCall]:
+    """Traces and plans `fn(*args, **kwargs)`; nothing is executed.
+
+    Args:
+      fn, policies: as `autocast` takes them.
+      args, kwargs: the arguments.
+      argnums, has_aux: as in `amp.value_and_grad`.
+      call: the caller's call as written, for errors.
+      cpu: the CPU that the plan is for; None for a GPU or a TPU.
+      notes_modules: whether name scopes say which module runs, see `scopes.module_of`.
+
+    Raises:
+      TypeError: if an argument is traced or a `jax.ShapeDtypeStruct`; if `has_aux` and
+        no pair is returned; if the function returns a loss and no argument is
+        differentiable.
+      ValueError: if `argnums` name an argument twice, or none although the function
+        returns a loss.
+    """
+    check_distinct(argnums, call, len(args))
+    args, kwargs = as_differentiated(args, kwargs, argnums)
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=is_node)
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        raise TypeError(
+            f"{call}: an argument is traced, and has no value to measure. Call it "
+            "outside of jax.jit, jax.grad and jax.vmap."
+        )
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        raise TypeError(
+            f"{call}: an argument is a jax.ShapeDtypeStruct, which has no values to "
+            "measure. Give arrays; explain(fn, policy) takes shapes."
+        )
+    with planned_call(
+        fn, policies, args, kwargs, call, cpu, notes_modules=notes_modules
+    ) as planned:
+        loss = _loss_of(planned, has_aux, call)
+        found = {}
+        if loss is not None:
+            positional, _ = planned.numbered()
+            found = {
+                position: key
+                for position, key in differentiated(positional, argnums, call).items()
+                if jnp.issubdtype(planned.arrays[position].dtype, jnp.floating)
+            }
+            if not found:
+                raise TypeError(
+                    f"{call}: no argument that argnums={argnums!r} names holds a "
+                    "floating-point array, so there is nothing to differentiate. Name "
+                    "the parameters with argnums=."
+                )
+        moving, keys = tuple(found), tuple(found.values())
+        yield LossCall(planned, loss, moving, keys, has_aux, call)
+
+
+@contextlib.contextmanager
+def called_as_it_is(called: Called, policies: PolicyMap) -> Iterator[LossCall]:
+    """Traces a call without autocast: none inside of it either, nor `cast_inputs`.
+
+    Parameters that `policies` store in half are computed with in f32.
+    """
+    stored = policies.default.param_dtype
+    itself = dataclasses.replace(get_policy("float32"), param_dtype=stored)
+    # Derivative rules are traced later, when the call is differentiated.
+    with scopes.measuring(scopes.Measured(is_planned=False)):
+        with called(PolicyMap(itself)) as call:
+            yield call
+
+
+@contextlib.contextmanager
+def called_beside_f32(called: Called, policies: PolicyMap) -> Iterator[LossCall]:
+    """Traces and plans a call whose program is f32, but for what it asks for itself.
+
+    Autocasts inside of it are no part of the program: the plan has what they decide.
+    """
+    with contextlib.ExitStack() as stack:
+        with scopes.measuring(scopes.Measured(is_planned=True)):
+            call = stack.enter_context(called(policies))
+        yield call
+
+
+@dataclasses.dataclass(frozen=True)
+class _Output:
+    """Stands for an output of a program."""
+
+    position: int
+
+
+def _loss_of(planned: PlannedCall, has_aux: bool, call: str) -> int | None:
+    """Returns which output is one real number, the loss, if the function returns it."""
+    avals = planned.jaxpr.out_avals
+    returned = planned.seen([_Output(i) for i in range(len(avals))])
+    if has_aux:
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            is_array = isinstance(returned, _Output)
+            found = "one array" if is_array else type(returned).__name__
+            raise TypeError(
+                f"{call} with has_aux=True: the function has to return a pair "
+                f"(loss, aux), but it returned {found}."
+            )
+        returned = returned[0]
+    if not isinstance(returned, _Output):
+        return None
+    aval = avals[returned.position]
+    is_loss = not aval.shape and jnp.issubdtype(aval.dtype, jnp.floating)
+    return returned.position if is_loss else None

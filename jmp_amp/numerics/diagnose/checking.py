@@ -1,0 +1,202 @@
+"""Checks that the policy which a diagnosis suggests keeps a call finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from jmp_amp.numerics.calls.executables import Compile
+from jmp_amp.numerics.calls.losses import Called, LossCall, called_as_it_is
+from jmp_amp.numerics.diagnose.advice import ITSELF, POLICY, Finding, largest_of
+from jmp_amp.numerics.diagnose.runs import Runs
+from jmp_amp.numerics.diagnose.wording import located, place, share
+from jmp_amp.numerics.locate.sites import Site
+from jmp_amp.numerics.measure import programs
+from jmp_amp.numerics.measure.own_dtypes import is_inside
+from jmp_amp.plan.program.jaxprs import Value
+from jmp_amp.policies.dtypes import is_half, parse_dtype
+from jmp_amp.policies.policy import get_policy
+from jmp_amp.policies.policy_map import PolicyMap
+from jmp_amp.reports.reading import read_plan
+from jmp_amp.reports.rows import Equation
+from jmp_amp.training.finite import all_finite
+from jmp_amp.training.loss_scale import static_loss_scale
+from jmp_amp.transform.interpreter import run
+
+# So large a share of values that underflow may be what is divided by.
+_MANY = 0.1
+
+
+def ends_well(
+    call: LossCall, outputs: Sequence[Value], gradients: Sequence[Value]
+) -> Value:
+    """Whether the value of a call and its gradients are finite: bool[]."""
+    return all_finite((call.value(outputs), gradients))
+
+
+def checked(
+    called: Called,
+    runs: Runs,
+    findings: Sequence[Finding],
+    scale: float,
+    compile_: Compile,
+) -> tuple[PolicyMap, list[Finding]]:
+    """Returns the suggested policy, tried; its default is f32 if that failed.
+
+    No map changes what a marking in the code keeps in half: a finding says so.
+
+    Args:
+      called: of the function, whose value and gradients are finite without a policy.
+      runs: what the numbers were.
+      findings: of them.
+      scale: of the loss, one that the numbers have room for.
+      compile_: begins to compile a program.
+    """
+    if _is_finite(called, runs.policy, scale, compile_):
+        return runs.policy, [*findings]
+    policy, kept = _in_f32(called, runs.policy, scale, compile_)
+    tried = f"With {str(runs.policy)!r} the run is not finite, "
+    if kept:
+        # What is said of that policy does not hold for what is marked.
+        findings = [each for each in findings if each.kind != POLICY]
+        tried += f"and it is not with an f32 default either. {_marked(runs, kept)}"
+    else:
+        tried += f"so the default of d.policy is f32. {_cause(runs)}"
+    return policy, [*findings, Finding("tried", tried)]
+
+
+def _in_f32(
+    called: Called, failed: PolicyMap, scale: float, compile_: Compile
+) -> tuple[PolicyMap, list[Equation]]:
+    """Returns a map whose default is f32, in place of one that did not help.
+
+    If the run is not finite with that map either, also returns the equations that it
+    leaves in half. A plan that is f32 throughout is the function itself: it is finite,
+    and is not run.
+    """
+    full = get_policy("float32")
+    maps = [PolicyMap(full)]
+    if failed.entries:
+        maps.insert(0, PolicyMap(full, failed.entries))
+    kept: list[Equation] = []
+    for policy in maps:
+        with called(policy) as call:
+            kept = [row for row in read_plan(call.call) if _is_in_half(row)]
+        if not kept:
+            return policy, []
+        if _is_finite(called, policy, scale, compile_):
+            return policy, []
+    return maps[-1], kept
+
+
+def _is_in_half(row: Equation) -> bool:
+    casts = [parse_dtype(cast.target) for cast in row.casts]
+    return row.is_in_half or any(map(is_half, casts))
+
+
+def _marked(runs: Runs, kept: Sequence[Equation]) -> str:
+    """Returns in words what a marking in the code keeps in half under every map.
+
+    Args:
+      runs: what the numbers were.
+      kept: the equations that are in half although the map says f32.
+    """
+    places = {(row.module, row.source) for row in kept}
+    sites = [s for s in runs.sites if s.is_in_half and (s.module, s.source) in places]
+
+    def overflows(site: Site) -> bool:
+        known = runs.same(site)
+        return known is not None and known.overflow(site.dtype) > 0
+
+    # The worst kind first.
+    bad = [site for site in sites if site.makes_nonfinite]
+    bad += filter(overflows, sites)
+    bad += [site for site in sites if _underflow(runs, site) > _MANY]
+    if bad:
+        where, dtype = place(bad[0]), bad[0].dtype
+        here = {(bad[0].module, bad[0].source)}
+    else:
+        row = next((each for each in kept if each.is_in_half), kept[0])
+        where, dtype = located(row.operation, row.module, row.source), "half precision"
+        here = {(row.module, row.source)}
+    by = {row.asked_by for row in kept if (row.module, row.source) in here}
+    why = (
+        "a marking in the code, with_policy or cast_inputs(fn, dtype), wins over a map"
+    )
+    if any(map(is_inside, by)):
+        why = "the policy of an autocast inside of the function wins there"
+    return f"{where} is in {dtype} under every PolicyMap: {why}. Change it there."
+
+
+def with_function_tried(
+    called: Called, runs: Runs, findings: Sequence[Finding], compile_: Compile
+) -> tuple[list[Finding], bool]:
+    """Returns what is found, and whether a function is finite if its reference is not.
+
+    What `cast_inputs` marks is half in the reference. Without autocast it is f32, and
+    the function may be finite. Then what is said of the function itself is left out.
+
+    Args:
+      called: of the function.
+      runs, findings: as in `checked`.
+      compile_: begins to compile a program.
+    """
+    first = runs.first_itself
+    if first is None or not first.is_in_half:
+        return [*findings], False
+    with called_as_it_is(called, runs.policy) as call:
+
+        def finite(arrays: Sequence[Value]) -> Value:
+            return ends_well(call, *call.with_gradients(call.as_it_is)(*arrays))
+
+        options = programs.options_for(0)
+        compiling = compile_(finite, call.arrays, options=lambda: options)
+        if not bool(compiling.result()(call.arrays)):
+            return [*findings], False
+    told = (
+        f"Without autocast the function is finite: cast_inputs has {place(first)} in "
+        f"{first.dtype}, which ends at {largest_of(first.dtype)}."
+    )
+    others = [each for each in findings if each.kind != ITSELF]
+    return [Finding("tried", told), *others], True
+
+
+def _cause(runs: Runs) -> str:
+    """Returns in words why the suggested policy did not help."""
+    if any(site.makes_nonfinite and site.is_in_half for site in runs.reference):
+        return "What cast_inputs marks without a dtype is f32 then."
+    first = runs.first
+    if first is not None and first.is_in_half and not first.is_forward:
+        wider = ", which mixed_bfloat16 has the range for" * (first.dtype == "f16")
+        return f"It overflows in the backward pass{wider}."
+    for site in runs.sites:
+        lost = _underflow(runs, site) if site.is_in_half and site.is_forward else 0.0
+        if lost > _MANY:
+            return (
+                f"{share(lost)} of what {place(site)} makes underflows {site.dtype}: "
+                "f32 there may be all that it takes."
+            )
+    return "Look for what is too large where it is used, not where it is made."
+
+
+def _underflow(runs: Runs, site: Site) -> float:
+    """Returns the share of the values of a site in half that are zero there alone."""
+    known = runs.same(site)
+    return 0.0 if known is None else known.underflow(site.dtype)
+
+
+def _is_finite(
+    called: Called, policies: PolicyMap, scale: float, compile_: Compile
+) -> bool:
+    """Whether a call is finite under a policy; compiles one program."""
+    with called(policies) as call:
+
+        def finite(scale: Value, arrays: Sequence[Value]) -> Value:
+            scaled = static_loss_scale(scale).scale
+            both = call.with_gradients(lambda xs: run(call.plan, xs), scaled)
+            return ends_well(call, *both(*arrays))
+
+        inputs = jnp.float32(scale), call.arrays
+        compiling = compile_(finite, *inputs, options=lambda: programs.options_for(0))
+        return bool(compiling.result()(*inputs))

@@ -1,0 +1,287 @@
+"""Tables of a diagnosis: modules, the sites that make errors, gradients, sites."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax
+
+from jmp_amp.numerics.diagnose import wording
+from jmp_amp.numerics.diagnose.eight_bits import EightBits
+from jmp_amp.numerics.diagnose.suggestions import counterparts, in_half
+from jmp_amp.numerics.locate.sites import Gradient, Numbers, Site, or_infinite
+from jmp_amp.policies.dtypes import PyTree
+from jmp_amp.policies.fp8 import FORMATS
+from jmp_amp.reports import plain_data
+from jmp_amp.reports.report_tables import TOP_LEVEL, listed
+from jmp_amp.reports.tables import Table, count, shape_text
+
+_MOST_MODULES = 24
+_BEGINS = " (begins here)"
+_MOST_BLAMED = 8
+_MOST_GRADIENTS = 8
+_MOST_QUANTISED = 8
+# A gradient below this part of the largest one may be nothing but rounding errors.
+_SMALL = 2.0**-10
+
+
+def summary(
+    function: str,
+    given: str,
+    value: PyTree,
+    gradients: Mapping[str, Gradient],
+    first: Site | None,
+    loss_scale: float,
+) -> str:
+    """Returns what is finite and what is not, in one sentence.
+
+    Args:
+      function, given, value, gradients, loss_scale: as of a `Diagnosis`.
+      first: the first site that made a value which is not finite.
+    """
+    parts = [_value(value)]
+    bad = sum(bool(each.nonfinite) for each in gradients.values())
+    if bad:
+        parts.append(f"{bad} of {len(gradients)} gradients not finite")
+    elif gradients:
+        told = [x for x in gradients.values() if not _is_rounding(x, gradients)]
+        worst = max((each.error for each in told), key=or_infinite, default=0.0)
+        parts.append(f"gradients finite, error up to {wording.number(worst)}")
+    if first is not None:
+        parts.append(f"first made by {wording.place(first)}, {wording.run(first)}")
+    if gradients:
+        parts.append(f"suggested loss scale {wording.power(loss_scale)}")
+    return f"{function} with {given}: {'; '.join(parts)}"
+
+
+def _is_rounding(gradient: Gradient, gradients: Mapping[str, Gradient]) -> bool:
+    """Whether a gradient is small, and less than its error: 0 in exact arithmetic.
+
+    The bias of the keys of an attention is such a parameter.
+    """
+    largest = max(each.amax for each in gradients.values())
+    small = gradient.amax < _SMALL * largest and not gradient.nonfinite
+    return small and gradient.error > 1
+
+
+def _value(value: PyTree) -> str:
+    leaves = jax.tree.leaves(plain_data.read(plain_data.written(value)))
+    if len(leaves) == 1 and isinstance(leaves[0], float):
+        return f"value {leaves[0]:.4g}"
+    return f"value {'finite' if plain_data.is_finite(value) else 'not finite'}"
+
+
+def of_modules(
+    modules: Mapping[str, Numbers],
+    sites: Sequence[Site],
+    reference: Sequence[Site],
+    first: Site | None = None,
+) -> Table:
+    """Returns one row for each module, in the order of the program.
+
+    Args:
+      modules: the numbers of each, by its path.
+      sites, reference: of the runs with and without the policy.
+      first: the first site that made a value which is not finite. What follows it, and
+        the backward pass, spread that: its module stands first.
+    """
+    begins = first.module if first is not None else None
+    if sum(each.nonfinite > 0 for each in modules.values()) < 2:
+        begins = None
+    elif begins is not None:
+        modules = {begins: modules[begins], **modules}
+    lost = [_lost_by_module(sites, reference, d) for d in ("forward", "backward")]
+    shown = _worst(modules)
+    numbers = ("amax", "amin", "zeros", "not finite", "lost", "lost bwd", "error")
+    rows = [
+        (
+            (path or TOP_LEVEL) + _BEGINS * (path == begins),
+            wording.number(each.amax),
+            wording.number(each.amin),
+            wording.share(each.zeros / each.size if each.size else 0.0),
+            count(each.nonfinite),
+            *(wording.share(shares.get(path, 0.0)) for shares in lost),
+            wording.number(each.error),
+        )
+        for path, each in modules.items()
+        if path in shown
+    ]
+    notes = []
+    if any(share for shares in lost for share in shares.values()):
+        notes.append(
+            "lost: the share of values that half precision turns into 0; lost bwd: in "
+            "the backward pass, without a loss scale."
+        )
+    if any(each.error is not None for each in modules.values()):
+        notes.append("error: of the worst operation.")
+    if left_out := len(modules) - len(rows):
+        notes.append(
+            f"{left_out} more modules are no worse: Diagnosis.modules has them."
+        )
+    columns = ("module", *numbers)
+    return _shown(Table("Modules", columns, rows, numbers, "\n".join(notes)))
+
+
+def _shown(table: Table) -> Table:
+    """Returns a table without the columns of numbers that are empty everywhere."""
+    kept = [
+        i
+        for i, name in enumerate(table.columns)
+        if name not in table.numeric or any(row[i] for row in table.rows)
+    ]
+    return table._replace(
+        columns=tuple(table.columns[i] for i in kept),
+        rows=[tuple(row[i] for i in kept) for row in table.rows],
+    )
+
+
+def _worst(modules: Mapping[str, Numbers]) -> set[str]:
+    """Returns the modules to show: all, or those with the most trouble."""
+
+    def trouble(path: str) -> tuple[bool, float]:
+        return modules[path].nonfinite > 0, or_infinite(modules[path].error)
+
+    # Of equal ones the first, where what is not finite begins.
+    return set(sorted(modules, key=trouble, reverse=True)[:_MOST_MODULES])
+
+
+def _lost_by_module(
+    sites: Sequence[Site], reference: Sequence[Site], direction: str
+) -> dict[str, float]:
+    """Returns the share of each module's values that run in half and underflow."""
+    lost: dict[str, float] = {}
+    values: dict[str, int] = {}
+    for site, dtype in in_half(sites, reference, direction):
+        module = site.module
+        lost[module] = lost.get(module, 0.0) + site.underflow(dtype) * site.finite
+        values[module] = values.get(module, 0) + site.finite
+    return {module: lost[module] / max(values[module], 1) for module in lost}
+
+
+def of_blame(blame: Iterable[Site]) -> Table:
+    """Returns one row for each of the worst sites that make the error larger."""
+    numbers = ("growth", "error")
+    rows = [
+        (
+            wording.number(site.amplification),
+            wording.number(site.error),
+            site.operation,
+            site.dtype,
+            site.module or TOP_LEVEL,
+            wording.file_name(site.source),
+        )
+        for site in blame
+        if or_infinite(site.amplification) > 1 and site.error
+    ]
+    columns = (*numbers, "operation", "dtype", "module", "source")
+    note = "growth: the error over the largest error of the operands."
+    title = "Where the error is made"
+    return Table(title, columns, rows[:_MOST_BLAMED], numbers, note)
+
+
+def of_quantised(found: Iterable[EightBits]) -> Table:
+    """Returns one row for each of the arrays of which most underflows in 8 bits."""
+
+    def lost(each: EightBits) -> float:
+        return each.underflowed[each.site.dtype]
+
+    ordered = sorted(found, key=lost, reverse=True)
+    numbers = ("amax", "scale", "saturated", *(f"0 in {name}" for name in FORMATS))
+    rows = [
+        (
+            wording.place(each.site),
+            each.site.dtype,
+            wording.number(each.site.amax),
+            f"2^{math.frexp(each.scales[each.site.dtype])[1] - 1}",
+            wording.share(each.saturated[each.site.dtype]),
+            *(wording.share(each.underflowed[name]) for name in FORMATS),
+        )
+        for each in ordered[:_MOST_QUANTISED]
+    ]
+    notes = []
+    if any(share for each in ordered for share in each.underflowed.values()):
+        notes.append("0 in ...: the share of values that become 0.")
+    if left_out := len(ordered) - len(rows):
+        notes.append(f"{left_out} more arrays lose no larger share.")
+    columns = ("array", "", *numbers)
+    return _shown(Table("In 8 bits", columns, rows, numbers, "\n".join(notes)))
+
+
+def of_gradients(gradients: Mapping[str, Gradient]) -> Table:
+    """Returns one row for each of the gradients with the most trouble.
+
+    One row for all of them, if no number of any is finite.
+    """
+    title = "Gradients, unscaled"
+    if len(gradients) > 1 and all(x.nonfinite == x.size for x in gradients.values()):
+        every = count(sum(each.size for each in gradients.values()))
+        row = f"all {len(gradients)}", every, every
+        numbers = "not finite", "size"
+        return Table(title, ("parameter", *numbers), [row], numbers)
+    rounding = [k for k, each in gradients.items() if _is_rounding(each, gradients)]
+
+    def trouble(item: tuple[str, Gradient]) -> tuple[bool, bool, bool, float]:
+        key, each = item
+        error = or_infinite(each.error)
+        return each.nonfinite > 0, each.is_lost, key not in rounding, error
+
+    worst = sorted(gradients.items(), key=trouble, reverse=True)
+    numbers = ("amax", "amin", "zeros", "not finite", "size", "error")
+    rows = [
+        (
+            key or "(the argument)",
+            wording.number(each.amax),
+            wording.number(each.amin),
+            wording.share(each.zeros / each.size if each.size else 0.0),
+            count(each.nonfinite),
+            count(each.size),
+            wording.number(each.error),
+        )
+        for key, each in worst[:_MOST_GRADIENTS]
+    ]
+    left_out = len(gradients) - len(rows)
+    told = f"{left_out} more gradients are no worse: Diagnosis.gradients has them."
+    notes = [told] if left_out else []
+    if rounding:
+        notes.append(f"0 but for rounding, whatever their error: {listed(rounding)}.")
+    columns = ("parameter", *numbers)
+    return _shown(Table(title, columns, rows, numbers, "\n".join(notes)))
+
+
+def of_sites(sites: Iterable[Site], reference: Sequence[Site]) -> list[Table]:
+    """Returns one row for each site, one table for each module."""
+    sites = list(sites)
+    same = counterparts(sites, reference)
+    numbers = ("amax", "amin", "zeros", "not finite", "lost", "error", "growth")
+    columns = ("#", "source", "operation", "", "dtype", "shape", *numbers)
+    shown: dict[str, Table] = {}
+    for site in sites:
+        path = site.module or TOP_LEVEL
+        times = f" x{site.times}" if site.times > 1 else ""
+        turn = "" if site.turn is None else f" (turn {site.turn})"
+        shown.setdefault(path, Table(path, columns, [], numbers)).rows.append(
+            (
+                site.identity,
+                wording.file_name(site.source),
+                site.operation + times,
+                site.direction,
+                site.dtype,
+                shape_text(site.shape),
+                wording.number(site.amax),
+                wording.number(site.amin),
+                wording.share(site.zeros / site.size if site.size else 0.0),
+                count(site.nonfinite) + turn,
+                wording.share(_lost(site, same(site))),
+                wording.number(site.error),
+                wording.number(site.amplification),
+            )
+        )
+    return list(map(_shown, shown.values()))
+
+
+def _lost(site: Site, known: Site | None) -> float:
+    """Returns which share of the reference's values a site in half turns into 0."""
+    if known is None or not site.is_in_half:
+        return 0.0
+    return known.underflow(site.dtype)

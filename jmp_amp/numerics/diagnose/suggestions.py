@@ -1,0 +1,214 @@
+"""Suggestions: the loss scale and the policy that the numbers of a run ask for.
+
+Pure functions of sites: those of the policy's run, and those of the function as it is,
+the reference, which tell the ranges that the numbers need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jmp_amp.numerics.locate.sites import Site
+from jmp_amp.policies.patterns import Pattern
+from jmp_amp.policies.policy import Policy, get_policy
+from jmp_amp.policies.policy_map import PolicyMap
+
+LARGEST_SCALE = 2.0**24
+# An eighth of the largest f16: gradients of later steps may be larger.
+_ROOM = 8.0
+_HIGHEST = 65504.0 / _ROOM
+_CAST = "convert_element_type"
+
+
+def counterparts(
+    sites: Sequence[Site], reference: Sequence[Site]
+) -> Callable[[Site], Site | None]:
+    """Returns a function of `sites`: the same equation of the reference, or None.
+
+    An equation may have several derivatives of one operation, as a product has: they
+    are told apart by their shape and their order, which the runs share.
+    """
+    known: defaultdict[tuple[Any, ...], list[Site]] = defaultdict(list)
+    for site in reversed(reference):
+        known[site.key, site.shape].append(site)
+    found: dict[int, Site | None] = {}
+    for site in sites:
+        those = known[site.key, site.shape]
+        # The last one stands for what only the policy's run has.
+        found[id(site)] = those.pop() if len(those) > 1 else next(iter(those), None)
+    return lambda site: found[id(site)]
+
+
+def in_half(
+    sites: Sequence[Site], reference: Sequence[Site], direction: str
+) -> Iterator[tuple[Site, str]]:
+    """Yields the sites of the reference that run in half under the policy.
+
+    Args:
+      sites, reference: of the runs with and without the policy.
+      direction: "forward" or "backward".
+
+    Yields:
+      The site of the reference, and the dtype that it has under the policy.
+    """
+    # Several derivatives of one equation may be of one operation: one in half will do.
+    dtypes = {site.key: site.dtype for site in sites if site.is_in_half}
+    for site in reference:
+        if site.direction == direction and site.key in dtypes:
+            yield site, dtypes[site.key]
+
+
+def suggested_loss_scale(
+    sites: Sequence[Site], reference: Sequence[Site], largest_cast: float = 0.0
+) -> float:
+    """Returns the loss scale that makes the best use of f16's range.
+
+    The largest power of two in [1, 2^24] that keeps every backward value that runs in
+    f16 under the policy, as it is in the reference, at or below an eighth of f16's
+    largest, and that keeps what the plan casts to f16 finite. Factors of a derivative,
+    which no scale multiplies, do not count. 2^24 if all values are zero; 1.0 if no
+    power fits, or if nothing backward runs in f16.
+
+    Args:
+      sites, reference: of the runs with and without the policy.
+      largest_cast: the largest backward value, unscaled, that the plan casts to f16:
+        the reference has no such site.
+    """
+    largest = [
+        site.amax
+        for site, dtype in in_half(sites, reference, "backward")
+        if dtype == "f16" and site.scales
+    ]
+    if not largest:
+        return 1.0
+    scale = LARGEST_SCALE
+    # What is cast has to fit; the room above is for what computes in f16.
+    highest = max(*largest, largest_cast / _ROOM)
+    while scale > 1.0 and highest * scale > _HIGHEST:
+        scale /= 2
+    return scale
+
+
+class Need(NamedTuple):
+    """A forward site that needs f32, and how to say it in a policy.
+
+    Attributes:
+      site: the site, of the run under the policy.
+      path: the path of its module, for an entry; None if there is none.
+      name: of the function or the operation, where there is no entry for a module.
+    """
+
+    site: Site
+    path: str | None
+    name: str | None
+
+
+def needs_of(
+    sites: Sequence[Site],
+    reference: Sequence[Site],
+    functions: Collection[str] | None = None,
+) -> list[Need]:
+    """Returns the forward sites that need f32.
+
+    Those in half which overflow their format in the reference, or which make a value
+    that is not finite where the reference is finite.
+
+    Args:
+      sites, reference: of the runs with and without the policy.
+      functions: the names of the jitted functions of the program; by default the last
+        name of a site's module is taken for one.
+    """
+    known = {site.key: site for site in reference}
+    forward = [site for site in sites if site.is_forward]
+    found = [site for site in forward if site.is_in_half and _fails(site, known)]
+    if not found:
+        # What underflowed in half may be divided by, or its logarithm taken, in f32.
+        found = [
+            site
+            for site in forward
+            if _fails(site, known)
+            and (site.path or _function_of(site, functions) is not None)
+        ]
+    needs = []
+    for site in found:
+        reader = _reader(site, forward)
+        if path := site.path or reader.path:
+            needs.append(Need(site, path, None))
+        else:
+            name = None if site.path == "" else _function_of(site, functions)
+            needs.append(Need(site, None, name or reader.operation))
+    return needs
+
+
+def suggested_policy(needs: Sequence[Need], given: PolicyMap) -> PolicyMap:
+    """Returns a policy with f32 for what half precision cannot hold.
+
+    It has an entry for the module of each need. Outside of modules, and for the
+    outermost module's own equations, the default names the jitted function, or else the
+    operation, among those in f32. `given` itself comes back if nothing is needed.
+    """
+    paths = {_pattern(need.path): None for need in needs if need.path is not None}
+    names = {need.name for need in needs if need.name is not None}
+    if not (paths or names):
+        return given
+    full = get_policy("float32")
+    entries = [(p, policy) for p, policy in given.entries if p not in paths]
+    default = _with_full(given.default, names)
+    return PolicyMap(default, [*entries, *((path, full) for path in paths)])
+
+
+def _fails(site: Site, known: dict[tuple[str, str, str], Site]) -> bool:
+    """Whether a site needs f32: out of range, or infinite where f32 is finite."""
+    reference = known.get(site.key)
+    if reference is None:
+        return site.makes_nonfinite  # a cast that the plan inserted
+    if site.is_in_half and reference.overflow(site.dtype) > 0:
+        return True
+    return site.makes_nonfinite and not reference.nonfinite
+
+
+def _function_of(site: Site, functions: Collection[str] | None) -> str | None:
+    """Returns the name of the innermost jitted function around a site, if any."""
+    for name in reversed(site.module.split("/")):
+        if name.isidentifier() and (functions is None or name in functions):
+            return name
+    return None
+
+
+def _reader(site: Site, forward: Sequence[Site]) -> Site:
+    """Returns the site that needs f32: a cast is made for the one that reads.
+
+    What a loop returns to a module is cast in the loop.
+    """
+    if site.operation != _CAST:
+        return site
+    later = [
+        other for other in forward[forward.index(site) :] if other.operation != _CAST
+    ]
+    near = [
+        other
+        for other in later
+        if (other.module, other.source) == (site.module, site.source)
+    ]
+    return next(iter((*near, *later)), site)
+
+
+def _pattern(path: str) -> Pattern:
+    """Returns the pattern of one path: its text, or a regular expression if it must."""
+    plain = re.fullmatch(r"[\w.-]+(/[\w.-]+)*", path) is not None
+    return path if plain else re.compile(re.escape(path))
+
+
+def _with_full(policy: Policy, names: Collection[str]) -> Policy:
+    """Returns a policy with `names` in f32, even if it names them otherwise."""
+    names = {name.replace("-", "_") for name in names}
+    return dataclasses.replace(
+        policy,
+        low=policy.low - names,
+        follow=policy.follow - names,
+        full=policy.full | names,
+    )

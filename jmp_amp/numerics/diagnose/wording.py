@@ -1,0 +1,52 @@
+"""The words for a site: where it is, what it made, and how much of it."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from jmp_amp.numerics.locate.sites import Site
+
+
+def place(site: Site) -> str:
+    """Returns the operation of a site, its module and its line."""
+    return located(site.operation, site.module, site.source)
+
+
+def located(operation: str, module: str, source: str | None) -> str:
+    """Returns an operation, its module and its line."""
+    text = f"{operation} in {module}" if module else operation
+    return text if source is None else f"{text} ({file_name(source)})"
+
+
+def run(site: Site) -> str:
+    """Returns the direction and the dtype of a site, and its first bad turn."""
+    text = f"{site.direction}, {site.dtype}"
+    return text if site.turn is None else f"{text}, turn {site.turn}"
+
+
+def file_name(source: str | None) -> str:
+    return "" if source is None else os.path.basename(source)
+
+
+def number(value: float | None) -> str:
+    """Returns a number with three digits, or all before the point; "" for None."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e5 else f"{value:.3g}"
+
+
+def share(value: float) -> str:
+    """Returns a share as a percentage with two digits; "" for none."""
+    if not value:
+        return ""
+    if value < 0.0001:
+        return "<0.01%"
+    return f"{100 * value:.0f}%" if value >= 0.095 else f"{100 * value:.2g}%"
+
+
+def power(scale: float) -> str:
+    """Returns a loss scale as it may be written in a program."""
+    fraction, exponent = math.frexp(scale)
+    is_large = fraction == 0.5 and exponent > 16
+    return f"2.0**{exponent - 1}" if is_large else f"{scale:.1f}"

@@ -1,0 +1,281 @@
+"""A function and its plan side by side: how far apart each value is.
+
+Every value of this walk is a pair, under the policy and as it is. Both are computed
+equation by equation, in loops and branches too, so that the distance of the two is
+exact and no activation is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jmp_amp.numerics.calls.executables import Compile
+from jmp_amp.numerics.measure import distances
+from jmp_amp.numerics.measure.distances import Distance
+from jmp_amp.numerics.measure.measuring import MOVES
+from jmp_amp.numerics.measure.pair_constructs import Construct
+from jmp_amp.numerics.measure.pairs import Frame, Key, Keys, Pair, united
+from jmp_amp.numerics.measure.programs import options_for
+from jmp_amp.numerics.measure.threaded import Threaded
+from jmp_amp.plan.plan import EquationPlan, Plan
+from jmp_amp.plan.program import binding, jaxprs, meshes, source_code
+from jmp_amp.plan.program.jaxprs import Eqn, Literal, Value, Var
+from jmp_amp.plan.rewrites.rewriting import Shared
+from jmp_amp.plan.walk import Walk
+from jmp_amp.transform.interpreter import Replay
+
+
+class Errors(NamedTuple):
+    """What a run in lockstep tells.
+
+    Attributes:
+      of: for each site, the relative distance of its results.
+      operands: for each site, the sites that its operands come from; for the carry of a
+        loop, those before the loop and in the turn before.
+    """
+
+    of: dict[Key, float]
+    operands: dict[Key, Keys]
+
+    def at(self, key: Key) -> float | None:
+        """Returns the error of a site; that of its operands, if it only moves them."""
+        known = self.of.get(key)
+        if known is None and key in self.operands:
+            return self.of_operands(key)
+        return known
+
+    def of_operands(self, key: Key) -> float:
+        """Returns the largest error among the operands of a site."""
+        largest, seen = 0.0, {key}
+        waiting = [*self.operands.get(key, ())]
+        while waiting:
+            each = waiting.pop()
+            if each in self.of and each != key:
+                largest = max(largest, self.of[each])
+            elif each not in seen:
+                waiting += self.operands.get(each, ())
+            seen.add(each)
+        return largest
+
+
+def errors(
+    compile_: Compile, plan: Plan, arrays: Sequence[Value], traced: Sequence[Value]
+) -> Callable[[], Errors]:
+    """Begins to compile a plan and its function side by side.
+
+    Args:
+      compile_: begins to compile the program.
+      plan: the plan.
+      arrays: its inputs.
+      traced: the same in the dtypes that the function was traced with.
+
+    Returns:
+      A function that runs the program, once.
+    """
+    walk = _Lockstep(meshes.mesh_of(arrays))
+    keys_of: list[list[Keys]] = []
+
+    # An array in both is one input: the program takes no copy of it.
+    others = {
+        i: b for i, (a, b) in enumerate(zip(arrays, traced, strict=True)) if a is not b
+    }
+
+    def run(arrays: Sequence[Value], others: Mapping[int, Value]) -> list[Distance]:
+        full = [others.get(i, each) for i, each in enumerate(arrays)]
+        frame = walk.run(plan, list(map(Pair, arrays, full)), ())
+        keys_of.append(frame.keys)
+        return frame.distances
+
+    compiling = compile_(run, arrays, others, options=lambda: options_for(walk.size))
+
+    def found() -> Errors:
+        apart = jax.device_get(compiling.result()(arrays, others))
+        worst: dict[Key, float] = {}
+        for keys, each in zip(keys_of[-1], apart, strict=True):
+            relative = distances.relative(each).tolist()
+            for key, error in zip(keys, relative, strict=True):
+                worst[key] = max(worst.get(key, 0.0), error)
+        return Errors(worst, walk.operands)
+
+    return found
+
+
+class _Lockstep(Walk[Pair]):
+    """The walk.
+
+    Attributes:
+      path: the way to the body.
+      operands: as in `Errors`.
+      devices: the mesh that the program runs on, see `meshes.mesh_of`.
+      threaded: what runs constructs, and merges the distances of all runs.
+      turns: how often the body runs, as far as the program tells.
+      size: how many values are compared, those of a `while` in one turn.
+    """
+
+    def __init__(self, devices: Mesh | None) -> None:
+        self.devices = devices
+        self.path: tuple[int, ...] = ()
+        self.operands: dict[Key, Keys] = {}
+        self.threaded: Threaded[list[Distance]] = Threaded(
+            lambda a, b: list(map(distances.merged, a, b)),
+            lambda found, axes: [distances.across(each, axes) for each in found],
+        )
+        self.turns = 1
+        self.size = 0
+        self.replay = Replay(recomputes=False)
+        self._here: tuple[tuple[int, ...], str, int] = ((), "out", 0)
+        # Of the frame: pairs to compare, and what inner frames have compared.
+        self._pairs: list[tuple[Key, Pair]] = []
+        self._inner: list[tuple[Keys, Distance]] = []
+
+    def run(
+        self, plan: Plan, pairs: Sequence[Pair], path: tuple[int, ...], times: int = 1
+    ) -> Frame:
+        """Runs a body that may run several times, or on some shards only.
+
+        It runs `times` as often as the body around it, as far as the program tells.
+        """
+        before = self.path, self.turns, self._here, self._pairs, self._inner
+        self.path, self.turns, self._here = path, self.turns * times, (path, "out", 0)
+        self._pairs, self._inner = [], []
+        try:
+            results = self.body(plan, pairs)
+            found = [*self._inner]
+            if self._pairs:
+                compared = [(pair.low, pair.full) for _, pair in self._pairs]
+                # In the order in which they are compared.
+                order = distances.order_of(compared)
+                keys = tuple(self._pairs[i][0] for i in order)
+                compared = [compared[i] for i in order]
+                found.append((keys, distances.distances(compared, self.devices)))
+        finally:
+            self.path, self.turns, self._here, self._pairs, self._inner = before
+        apart = [jax.tree.map(meshes.here, each) for _, each in found]
+        return Frame(results, apart, [keys for keys, _ in found])
+
+    def note(self, keys: Sequence[Keys], found: Sequence[Distance]) -> None:
+        """Notes distances of all runs of an inner body."""
+        self._inner += zip(keys, found, strict=True)
+
+    def compared(self, key: Key, pair: Pair) -> Pair:
+        """Compares a result that `key` stands for; returns it as one that it made."""
+        return self._compare(key, pair, [pair])
+
+    def _compare(self, key: Key, pair: Pair, operands: Sequence[Pair]) -> Pair:
+        """Notes a result of a site; returns it."""
+        known = self.operands.get(key, ())
+        self.operands[key] = united([known, *(each.made for each in operands)])
+        # A literal is no array.
+        low, full = jnp.asarray(pair.low), jnp.asarray(pair.full)
+        self._pairs.append((key, Pair(low, full)))
+        self.size += self.turns * full.size
+        return dataclasses.replace(pair, made=(key,))
+
+    def constant(self, value: Value, var: Var) -> Pair:
+        value = self.replay.constant(value, var)
+        return Pair(value, value)
+
+    def literal(self, atom: Literal, dtype: np.dtype | None, saturate: bool) -> Pair:
+        return Pair(
+            self.replay.literal(atom, dtype, saturate),
+            self.replay.literal(atom, None, False),
+        )
+
+    def dtype_of(self, value: Pair) -> np.dtype | None:
+        return value.low.dtype
+
+    def cast(self, value: Pair, dtype: np.dtype, saturate: bool) -> Pair:
+        low = self.replay.cast(value.low, dtype, saturate)
+        return self._compare(self._next_cast(), Pair(low, value.full), [value])
+
+    def quantised(self, value: Pair, shared: Shared) -> Pair:
+        low = self.replay.quantised(value.low, shared)
+        pair = Pair(low.restored(value.low.dtype), value.full)
+        compared = self._compare(self._next_cast(), pair, [value])
+        return dataclasses.replace(compared, low=low)
+
+    def _next_cast(self) -> Key:
+        identity, place, count = self._here
+        self._here = identity, place, count + 1
+        return identity, f"{place}{count}"
+
+    @contextlib.contextmanager
+    def _at(self, planned: EquationPlan, place: str) -> Iterator[tuple[int, ...]]:
+        before = self._here
+        identity = (*self.path, planned.index)
+        self._here = identity, place, 0
+        try:
+            yield identity
+        finally:
+            self._here = before
+
+    def equation(
+        self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[Pair]]
+    ) -> list[Pair]:
+        with binding.source_of(eqn), self._at(planned, "own") as identity:
+            operands = read()
+            if jaxprs.happens(eqn) and not jaxprs.is_read(eqn):
+                # It was seen when the policy and the reference ran.
+                return [Pair(None, None)] * len(eqn.outvars)
+            if planned.bodies:
+                return self._call(Construct(self, eqn, planned, operands, identity))
+            bound = self.replay.bound(eqn, planned, [x.low for x in operands])
+            full = binding.bind(eqn, [x.full for x in operands[: len(eqn.invars)]])
+            if len(operands) > len(eqn.invars):
+                # It reads what a rewrite computed of its operands, not them.
+                operands = operands[len(eqn.invars) :]
+            made = united([x.made for x in operands])
+            self._written_to(eqn, made, operands)
+            results = []
+            for var, low, other in zip(eqn.outvars, bound, full, strict=True):
+                pair = Pair(low, other, made)
+                if jaxprs.is_mutable(var):
+                    # It has a key of its own, as if it were a site.
+                    key = identity, "mutable"
+                    self.operands[key] = made
+                    pair = dataclasses.replace(pair, made=(key,))
+                elif eqn.primitive.name in MOVES:
+                    self.operands[identity, None] = made
+                elif jaxprs.is_floating(var):
+                    pair = self._compare((identity, None), pair, operands)
+                results.append(pair)
+            return self._written(planned, results)
+
+    def _written_to(self, eqn: Eqn, made: Keys, operands: Sequence[Pair]) -> None:
+        """Notes that what a mutable array holds may come from the other operands."""
+        for atom, pair in zip(eqn.invars, operands, strict=False):
+            if jaxprs.is_mutable(atom):
+                for key in pair.made:
+                    self.operands[key] = united([self.operands.get(key, ()), made])
+
+    def _written(self, planned: EquationPlan, results: Sequence[Pair]) -> list[Pair]:
+        """Returns results in the dtypes that they are kept in."""
+        kept, key = [], None
+        for pair, dtype in zip(results, planned.writes, strict=True):
+            if dtype is not None and pair.low.dtype != dtype:
+                key = key or self._next_cast()
+                low = jax.lax.convert_element_type(pair.low, dtype)
+                pair = self._compare(key, Pair(low, pair.full), [pair])
+            kept.append(pair)
+        return kept
+
+    def _call(self, call: Construct) -> list[Pair]:
+        kinds = jaxprs.is_branch, jaxprs.is_loop, jaxprs.is_shard_map
+        if any(is_one(call.eqn) for is_one in kinds):
+            return call.results()
+        before = self.path, self._here
+        self.path = (*call.identity, 0)
+        if not source_code.is_helper(call.eqn):
+            self._here = self.path, "out", 0
+        try:
+            return self.body(call.planned.bodies[0], call.operands)
+        finally:
+            self.path, self._here = before

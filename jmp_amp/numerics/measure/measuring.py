@@ -1,0 +1,393 @@
+"""Measures the sites of a program while it runs, and tells what was measured.
+
+`Measure` is an observer: its statistic of a body has one row for every value that is
+measured there. A value that only moves another one, or repeats it, is not measured
+again: its site reads the row of the other, as often as it repeats it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jmp_amp.numerics.locate.frames import Entry, Frame, Path
+from jmp_amp.numerics.measure.blocks import order_of
+from jmp_amp.numerics.measure.statistics import (
+    Layout,
+    Worst,
+    counted,
+    layout_of,
+    worst_counted,
+    worst_of,
+)
+from jmp_amp.numerics.measure.watch import Run, bodies_inside
+from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Var, aval_of
+from jmp_amp.policies.dtypes import F16
+
+# The number of a run that never was.
+NEVER = np.uint32(0xFFFFFFFF)
+
+# Operations whose results have the magnitudes of their operand.
+MOVES = frozenset(
+    "reshape squeeze expand_dims transpose rev neg abs copy copy_p "
+    "optimization_barrier stop_gradient".split()
+)
+
+
+# Operations whose results a mutable array held before: others made them.
+_HELD = frozenset("get swap freeze".split())
+
+
+class Count(NamedTuple):
+    """An integer of 64 bits in two of 32, which jax has without x64."""
+
+    low: jax.Array
+    high: jax.Array
+
+    @classmethod
+    def of(cls, value: jax.Array) -> Count:
+        low = value.astype(jnp.uint32)
+        return cls(low, jnp.zeros_like(low))
+
+    def plus(self, other: Count) -> Count:
+        low = self.low + other.low
+        carry = (low < self.low).astype(jnp.uint32)
+        return Count(low, self.high + other.high + carry)
+
+    def across(self, axes: Sequence[str]) -> Count:
+        """Returns the sum over shards."""
+        # In 16 bits each, so that no sum of 2**16 shards wraps.
+        half, mask = jnp.uint32(16), jnp.uint32(0xFFFF)
+        lower = jax.lax.psum(self.low & mask, axes)
+        upper = jax.lax.psum(self.low >> half, axes)
+        high = jax.lax.psum(self.high, axes)
+        low = lower + (upper << half)
+        carried = (low < lower).astype(jnp.uint32)
+        return Count(low, high + (upper >> half) + carried)
+
+
+class Rows(NamedTuple):
+    """What was measured of values of one layout.
+
+    Attributes:
+      counts: those of `statistics.Counted`, of all runs.
+      extremes: as there.
+      bad: uint32[n]: the first run in which not all values were finite, or `NEVER`.
+    """
+
+    counts: Count
+    extremes: jax.Array
+    bad: jax.Array
+
+
+class Measured(NamedTuple):
+    """The statistic of a body.
+
+    Attributes:
+      rows: for each layout, the values that are measured.
+      made: uint32[m]: for each site that makes something, the first run in which its
+        operands were finite and its results not, or `NEVER`.
+      nans: uint32[m]: the first run in which its results held NaN and its operands, at
+        worst, infinities, or `NEVER`.
+      runs: how often the body ran, on all shards.
+      turns: how often it ran on one shard.
+    """
+
+    rows: tuple[Rows, ...]
+    made: jax.Array
+    nans: jax.Array
+    runs: Count
+    turns: Count
+
+
+# The way to a body, and the id of a value in it.
+_Key = tuple[Path, int]
+
+
+class _Source(NamedTuple):
+    """The value whose statistic another one has, `times` over."""
+
+    atom: Atom
+    times: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Table:
+    """What is measured in a body.
+
+    Attributes:
+      entries: the sites, each with the way to the body that it is in.
+      groups: for each layout, the values that are counted: results, and what a cast of
+        the backward pass reads.
+      row: for each of these values its group and its row there.
+      others: operands from outside: only whether they are finite is of interest.
+      sources: for each site, the values that its results have the statistics of.
+      makers: the sites that make something: those that do more than move.
+      reads, results: for each maker, its operands and its results: positions among
+        all rows, and the others after them.
+    """
+
+    entries: tuple[tuple[Path, Entry], ...]
+    groups: tuple[tuple[Layout, tuple[tuple[Path, Atom], ...]], ...]
+    row: dict[_Key, tuple[int, int]]
+    others: tuple[tuple[Path, Atom], ...]
+    sources: tuple[tuple[_Source, ...], ...]
+    makers: tuple[int, ...]
+    reads: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[int, ...], ...]
+
+
+class Measure:
+    """An observer that measures the sites of a program.
+
+    Attributes:
+      tables: what to measure in each body that is seen, see `watch.bodies_inside`.
+      mesh: of the devices that the program runs on, see `meshes.mesh_of`.
+    """
+
+    def __init__(self, frames: Mapping[Path, Frame], mesh: Mesh | None):
+        self.mesh = mesh
+        self._repeated = {path: frame.repeated for path, frame in frames.items()}
+        self._turns = {path: frame.turns for path, frame in frames.items()}
+        self.tables: dict[Path, _Table] = {}
+        seen: set[Path] = set()
+        for path, frame in frames.items():
+            if path not in seen:
+                inside = bodies_inside(frame.body, path)
+                seen.update(inside)
+                here = {p: frames[p] for p in inside if p in frames}
+                self.tables[path] = _table(here)
+
+    @property
+    def size(self) -> int:
+        """How many values are measured, those of a `while` in one turn."""
+        groups = [group for table in self.tables.values() for group in table.groups]
+        return sum(
+            self._turns[path] * math.prod(aval_of(atom).shape)
+            for _, atoms in groups
+            for path, atom in atoms
+        )
+
+    def skips(self, path: Path, index: int) -> bool:
+        return index in self._repeated.get(path, ())
+
+    def nothing(self, path: Path) -> Measured | None:
+        table = self.tables.get(path)
+        if table is None or not table.entries:
+            return None
+        zero = Count.of(jnp.zeros((), jnp.uint32))
+        rows = []
+        for layout, atoms in table.groups:
+            count = len(atoms)
+            rows.append(
+                Rows(
+                    Count.of(jnp.zeros((count, layout.width), jnp.uint32)),
+                    jnp.zeros((count, 2), layout.dtype),
+                    jnp.full(count, NEVER, jnp.uint32),
+                )
+            )
+        made = jnp.full(len(table.makers), NEVER, jnp.uint32)
+        return Measured(tuple(rows), made, made, zero, zero)
+
+    def seen(self, path: Path, run: Run) -> Measured | None:
+        table = self.tables.get(path)
+        if table is None or not table.entries:
+            return None
+
+        def read(place: tuple[Path, Atom]) -> jax.Array:
+            where, atom = place
+            value = atom.val if isinstance(atom, Literal) else run[where][atom]
+            return jnp.asarray(value, aval_of(atom).dtype)
+
+        rows, worst = [], []
+        for layout, atoms in table.groups:
+            found = counted(list(map(read, atoms)), layout, self.mesh)
+            here = worst_counted(found.counts, layout)
+            worst.append(here)
+            first = jnp.where(here > Worst.FINITE, jnp.uint32(0), NEVER)
+            rows.append(Rows(Count.of(found.counts), found.extremes, first))
+        others = worst_of(list(map(read, table.others)), self.mesh)
+        worst = jnp.concatenate([*worst, others, jnp.zeros(1, jnp.int32)])
+        made = nans = jnp.zeros(0, jnp.uint32)
+        if table.makers:
+            before = worst[_matrix(table.reads, len(worst) - 1)].max(axis=1)
+            after = worst[_matrix(table.results, len(worst) - 1)].max(axis=1)
+            is_made = (after > Worst.FINITE) & (before == Worst.FINITE)
+            made = jnp.where(is_made, jnp.uint32(0), NEVER)
+            is_nan = (after == Worst.NAN) & (before < Worst.NAN)
+            nans = jnp.where(is_nan, jnp.uint32(0), NEVER)
+        one = Count.of(jnp.ones((), jnp.uint32))
+        return Measured(tuple(rows), made, nans, one, one)
+
+    def merged(
+        self, before: Measured | None, after: Measured | None
+    ) -> Measured | None:
+        if before is None or after is None:
+            return None
+
+        def first(a: jax.Array, b: jax.Array) -> jax.Array:
+            later = jnp.where(b == NEVER, NEVER, b + before.turns.low)
+            return jnp.where(a == NEVER, later, a)
+
+        rows = tuple(
+            Rows(
+                a.counts.plus(b.counts),
+                jnp.maximum(a.extremes, b.extremes),
+                first(a.bad, b.bad),
+            )
+            for a, b in zip(before.rows, after.rows, strict=True)
+        )
+        return Measured(
+            rows,
+            first(before.made, after.made),
+            first(before.nans, after.nans),
+            before.runs.plus(after.runs),
+            before.turns.plus(after.turns),
+        )
+
+    def across(
+        self, statistic: Measured | None, axes: Sequence[str]
+    ) -> Measured | None:
+        if statistic is None:
+            return None
+        rows = tuple(
+            Rows(
+                each.counts.across(axes),
+                jax.lax.pmax(each.extremes, axes),
+                jax.lax.pmin(each.bad, axes),
+            )
+            for each in statistic.rows
+        )
+        turns = Count(*(jax.lax.pmax(x, axes) for x in statistic.turns))
+        made, nans = (jax.lax.pmin(x, axes) for x in (statistic.made, statistic.nans))
+        return Measured(rows, made, nans, statistic.runs.across(axes), turns)
+
+
+def _matrix(reads: Sequence[Sequence[int]], nothing: int) -> np.ndarray:
+    """Returns positions in rows of one length, filled up with that of `nothing`."""
+    width = max(map(len, reads), default=0) or 1
+    return np.asarray(
+        [[*row, *[nothing] * (width - len(row))] for row in reads], np.int32
+    )
+
+
+def _table(frames: Mapping[Path, Frame]) -> _Table:
+    """Returns what to measure in a body and in those that are seen with it."""
+    entries = [(path, each) for path, frame in frames.items() for each in frame.entries]
+    makers_of = {
+        path: {v: eqn for eqn in frame.body.jaxpr.eqns for v in eqn.outvars}
+        for path, frame in frames.items()
+    }
+    sources = tuple(
+        tuple(_source(v, makers_of[path]) for v in entry.results)
+        for path, entry in entries
+    )
+    # Those that do more than move what another one made, with their operands.
+    makers: dict[int, list[tuple[Path, Atom]]] = {}
+    for number, ((path, entry), found) in enumerate(zip(entries, sources, strict=True)):
+        if entry.operation in _HELD:
+            continue
+        if set(map(id, entry.results)) & {id(source.atom) for source in found}:
+            operands = [_source(v, makers_of[path]).atom for v in entry.operands]
+            makers[number] = [(path, a) for a in operands if not _is_finite(a)]
+    wanted = [
+        (path, source.atom)
+        for (path, _), found in zip(entries, sources, strict=True)
+        for source in found
+    ]
+    wanted += (
+        operand
+        for number, operands in makers.items()
+        if is_scaled_cast(entries[number][1])
+        for operand in operands
+    )
+    groups: dict[Layout, dict[_Key, tuple[Path, Atom]]] = {}
+    for path, atom in wanted:
+        atoms = groups.setdefault(layout_of(aval_of(atom).dtype), {})
+        atoms.setdefault((path, id(atom)), (path, atom))
+    groups = {layout: _in_order(atoms) for layout, atoms in groups.items()}
+    row = {
+        key: (number, index)
+        for number, atoms in enumerate(groups.values())
+        for index, key in enumerate(atoms)
+    }
+    others = {
+        (path, id(atom)): (path, atom)
+        for operands in makers.values()
+        for path, atom in operands
+        if (path, id(atom)) not in row
+    }
+    keys = [*(key for atoms in groups.values() for key in atoms), *others]
+    place = {key: index for index, key in enumerate(keys)}
+    return _Table(
+        tuple(entries),
+        tuple((layout, tuple(atoms.values())) for layout, atoms in groups.items()),
+        row,
+        tuple(others.values()),
+        sources,
+        tuple(makers),
+        tuple(
+            tuple(place[path, id(atom)] for path, atom in operands)
+            for operands in makers.values()
+        ),
+        tuple(
+            tuple(place[entries[n][0], id(source.atom)] for source in sources[n])
+            for n in makers
+        ),
+    )
+
+
+def _in_order(atoms: Mapping[_Key, tuple[Path, Atom]]) -> dict[_Key, tuple[Path, Atom]]:
+    """Returns values in the order in which they are counted."""
+    items, avals = list(atoms.items()), [aval_of(atom) for _, atom in atoms.values()]
+    sizes = [math.prod(each.shape) for each in avals]
+    return dict(items[i] for i in order_of([each.dtype for each in avals], sizes))
+
+
+def is_scaled_cast(entry: Entry) -> bool:
+    """Whether a site casts to f16 what a loss scale multiplies."""
+    is_cast = entry.scales and jaxprs.is_conversion(entry.eqn)
+    return is_cast and aval_of(entry.results[0]).dtype == F16
+
+
+def _is_finite(atom: Atom) -> bool:
+    return isinstance(atom, Literal) and bool(np.isfinite(atom.val).all())
+
+
+def _source(atom: Atom, makers: Mapping[Var, Eqn]) -> _Source:
+    """Returns the value that `atom` moves or repeats: itself, if it does neither."""
+    times = 1
+    while not isinstance(atom, Literal) and atom in makers:
+        eqn = makers[atom]
+        if len(eqn.invars) != 1 or not jaxprs.is_floating(eqn.invars[0]):
+            break
+        (operand,) = eqn.invars
+        if eqn.primitive.name == "broadcast_in_dim":
+            times *= _repeats(operand, atom)
+        elif eqn.primitive.name == "convert_element_type":
+            held, wanted = aval_of(operand).dtype, aval_of(atom).dtype
+            if not np.can_cast(held, wanted) or layout_of(held) != layout_of(wanted):
+                break
+            if wanted.kind == "c" != held.kind:
+                break  # a complex number is two
+        elif eqn.primitive.name not in MOVES or jnp.issubdtype(
+            aval_of(operand).dtype, jnp.complexfloating
+        ):
+            break
+        if times == 0:
+            break
+        atom = operand
+    return _Source(atom, times)
+
+
+def _repeats(operand: Atom, result: Atom) -> int:
+    size = math.prod(aval_of(operand).shape)
+    return math.prod(aval_of(result).shape) // size if size else 0

@@ -1,0 +1,92 @@
+"""The two programs of a diagnosis: under the policy, and the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jmp_amp.numerics.calls.executables import Compile
+from jmp_amp.numerics.calls.losses import LossCall
+from jmp_amp.numerics.calls.options import compiler_options
+from jmp_amp.numerics.locate.frames import Frame, Path, frames_of
+from jmp_amp.numerics.locate.marks import PlanMarks
+from jmp_amp.numerics.measure.measuring import Measure, Measured
+from jmp_amp.numerics.measure.watch import watched
+from jmp_amp.plan.plan import Plan
+from jmp_amp.plan.program import binding, meshes, scope_text
+from jmp_amp.plan.program.jaxprs import Value
+from jmp_amp.transform.interpreter import run
+
+# A program that measures fewer values runs once in less time than LLVM would take.
+_LARGE = 1 << 27
+
+
+def options_for(values: int) -> dict[str, Any]:
+    """Returns the options to compile a program with that measures so many values."""
+    return compiler_options(fast=values < _LARGE)
+
+
+class Program(NamedTuple):
+    """A program that was run and measured.
+
+    Attributes:
+      frames: its bodies, and their sites.
+      measure: what was measured of each.
+      statistics: the statistics, by body; numpy arrays.
+      outputs: what the function returned, as arrays.
+      gradients: one for each differentiated input, of the scaled loss.
+    """
+
+    frames: dict[Path, Frame]
+    measure: Measure
+    statistics: dict[Path, Measured | None]
+    outputs: list[Value]
+    gradients: tuple[Value, ...]
+
+
+def measured(
+    compile_: Compile,
+    call: LossCall,
+    plan: Plan,
+    marks: PlanMarks,
+    arrays: Sequence[Value],
+    scaled: Callable[[Value], Value],
+) -> Callable[[], Program]:
+    """Begins to compile a plan and its derivative, and what measures all sites.
+
+    Args:
+      compile_: begins to compile the program.
+      call: the call of the function.
+      plan: the plan to run; it has the inputs and outputs of the call.
+      marks: those of the plan.
+      arrays: its inputs.
+      scaled: what to do to the loss before it is differentiated.
+
+    Returns:
+      A function that runs the program, once.
+    """
+
+    def replay(values: Sequence[Value]) -> list[Value]:
+        return run(plan, values, marks)
+
+    def scaled_apart(loss: Value) -> Value:
+        with scope_text.noted("scaling"):
+            return scaled(loss)
+
+    traced = binding.trace(call.with_gradients(replay, scaled_apart), arrays)
+    frames = frames_of(traced, marks, call.loss is not None)
+    measure = Measure(frames, meshes.mesh_of(arrays))
+    compiling = compile_(
+        watched(traced, measure), *arrays, options=lambda: options_for(measure.size)
+    )
+
+    def program() -> Program:
+        returned, statistics = compiling.result()(*arrays)
+        count = len(returned) - (len(call.moving) if call.loss is not None else 0)
+        outputs, gradients = list(returned[:count]), tuple(returned[count:])
+        found = jax.device_get(statistics)
+        return Program(frames, measure, found, outputs, gradients)
+
+    return program

@@ -1,0 +1,193 @@
+"""Loops, branches, checkpoints and sharded maps that run again, and are counted.
+
+Each run of a body returns a statistic of fixed size beside its outputs. A construct
+returns one for each of its bodies: that of all turns, of the branches that ran, of all
+shards. So the memory of statistics does not grow with the runs.
+
+A value may be a pytree, such as one array of each of several runs side by side. Then a
+`while` goes on until all have ended, and what has ended stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_amp.plan.program import binding, constructs, jaxprs
+from jmp_amp.plan.program.jaxprs import Eqn, Value
+from jmp_amp.policies.dtypes import PyTree
+
+S = TypeVar("S")  # A statistic: a pytree of arrays, of one structure for each body.
+# (number of the body, its operands) -> its outputs, and the statistic of this run
+RunBody = Callable[[int, list[PyTree]], tuple[Sequence[PyTree], S]]
+# Returns the statistic of a body that never ran.
+Nothing = Callable[[int], S]
+_Ran = tuple[Sequence[PyTree], list[S]]
+# Of a `while`: what goes on, the carry, and the statistics of its two bodies.
+_State = tuple[PyTree, list[PyTree], list[S]]
+
+
+@dataclasses.dataclass
+class Threaded(Generic[S]):
+    """Runs constructs; statistics are a monoid.
+
+    Attributes:
+      merged: returns the statistic of the runs of two.
+      across: returns that of all shards over mesh axes, the same on each.
+      mesh: the `shard_map` equation around, if there is one.
+    """
+
+    merged: Callable[[S, S], S]
+    across: Callable[[S, Sequence[str]], S]
+    mesh: Eqn | None = None
+
+    def run(
+        self, eqn: Eqn, operands: list[PyTree], run: RunBody[S], nothing: Nothing[S]
+    ) -> _Ran[S]:
+        """Returns the results of a construct, and a statistic for each body.
+
+        Args:
+          eqn: the equation: it is in `jaxprs.inner_bodies`, and no jitted call.
+          operands: the values that it reads; the index of a branch is an array.
+          run: runs a body. It may be called for one body more than once.
+          nothing: makes the statistics that the first runs are merged with.
+        """
+        if jaxprs.is_checkpoint(eqn):
+            return _checkpoint(eqn, operands, run)
+        if jaxprs.is_shard_map(eqn):
+            return self._shard_map(eqn, operands, run)
+        count = len(jaxprs.inner_bodies(eqn))
+        none = [self._varying(nothing(number)) for number in range(count)]
+        if jaxprs.is_branch(eqn):
+            return self._branch(operands, run, none)
+        if jaxprs.is_while(eqn):
+            return self._while_loop(eqn, operands, run, none)
+        return self._scan(eqn, operands, run, none)
+
+    def _varying(self, statistic: S) -> S:
+        """Returns a statistic that differs between the shards around, if any."""
+        mesh = self.mesh
+        if mesh is None:
+            return statistic
+        # It may differ along some of the axes already.
+        return jax.tree.map(
+            lambda x: x + constructs.varying(mesh, jnp.zeros((), x.dtype)), statistic
+        )
+
+    def _branch(
+        self, operands: list[PyTree], run: RunBody[S], none: list[S]
+    ) -> _Ran[S]:
+        def branch(number: int, operands: list[PyTree]) -> _Ran[S]:
+            outputs, found = run(number, operands)
+            found = self.merged(none[number], found)
+            return outputs, [*none[:number], found, *none[number + 1 :]]
+
+        index, *others = operands
+        branches = [functools.partial(branch, number) for number in range(len(none))]
+        return jax.lax.switch(index, branches, others)
+
+    def _scan(
+        self, eqn: Eqn, operands: list[PyTree], run: RunBody[S], none: list[S]
+    ) -> _Ran[S]:
+        carried = jaxprs.carried(eqn)
+        consts, count = operands[: carried.start], len(carried)
+
+        def turn(
+            state: tuple[list[PyTree], S], xs: list[PyTree]
+        ) -> tuple[tuple[list[PyTree], S], list[PyTree]]:
+            carry, before = state
+            outputs, found = run(0, [*consts, *carry, *xs])
+            after = self.merged(before, found)
+            return ([*outputs[:count]], after), [*outputs[count:]]
+
+        start, xs = operands[carried.start : carried.stop], operands[carried.stop :]
+        (carry, found), ys = constructs.scan(eqn, turn, (start, none[0]), xs)
+        return [*carry, *ys], [found]
+
+    def _while_loop(
+        self, eqn: Eqn, operands: list[PyTree], run: RunBody[S], none: list[S]
+    ) -> _Ran[S]:
+        """Runs a `while`; a turn runs the condition after the body, to return both.
+
+        Of several runs side by side, those turns count in which all go on.
+        """
+        carried = jaxprs.carried(eqn)
+        for_test, for_turn = (
+            [operands[i] for i in inner.operands if i not in carried]
+            for inner in jaxprs.inner_bodies(eqn)
+        )
+
+        def test(carry: list[PyTree]) -> tuple[PyTree, S]:
+            (goes_on,), found = run(0, [*for_test, *carry])
+            return goes_on, found
+
+        def turn(state: _State[S]) -> _State[S]:
+            goes_on, before, found = state
+            outputs, of_turn = run(1, [*for_turn, *before])
+            after, conditions = [*outputs], jax.tree.leaves(goes_on)
+            # Under `vmap`, each example has a condition: one that has ended stays.
+            if len(conditions) > 1 or np.ndim(conditions[0]):
+                pairs = zip(after, before, strict=True)
+                after = [jax.tree.map(_select, goes_on, *each) for each in pairs]
+            goes_further, of_test = test(after)
+            new = list(map(self.merged, found, (of_test, of_turn)))
+            if len(conditions) > 1:
+                all_go_on = functools.reduce(operator.and_, conditions).any()
+                new = jax.tree.map(functools.partial(_select, all_go_on), new, found)
+            return jax.tree.map(operator.and_, goes_on, goes_further), after, new
+
+        def one_goes_on(state: _State[S]) -> Value:
+            return functools.reduce(operator.or_, jax.tree.leaves(state[0])).any()
+
+        start = [operands[i] for i in carried]
+        goes_on, found = test(start)
+        state = goes_on, start, [self.merged(none[0], found), none[1]]
+        _, carry, found = jax.lax.while_loop(one_goes_on, turn, state)
+        return carry, found
+
+    def _shard_map(self, eqn: Eqn, operands: list[PyTree], run: RunBody[S]) -> _Ran[S]:
+        def shard(*operands: PyTree) -> tuple[Sequence[PyTree], list[S]]:
+            with self._inside(eqn):
+                outputs, found = run(0, [*operands])
+                found = self._varying(found)
+            return outputs, [self.across(found, constructs.mapped_axes(eqn))]
+
+        return constructs.bind_shard_map_with(eqn, shard, operands)
+
+    @contextlib.contextmanager
+    def _inside(self, eqn: Eqn) -> Iterator[None]:
+        before, self.mesh = self.mesh, eqn
+        try:
+            yield
+        finally:
+            self.mesh = before
+
+
+def _checkpoint(eqn: Eqn, operands: list[PyTree], run: RunBody[S]) -> _Ran[S]:
+    """Runs a checkpoint as one call, so that the backward pass recomputes its body."""
+    trees = []
+
+    def flat(*operands: Value) -> list[Value]:
+        outputs, found = run(0, [*operands])
+        leaves, tree = jax.tree.flatten(found)
+        trees.append(tree)
+        return [*outputs, *leaves]
+
+    results = binding.bind_staged(eqn, [binding.trace(flat, operands)], operands)
+    count = len(eqn.outvars)
+    return results[:count], [trees[-1].unflatten(results[count:])]
+
+
+def _select(condition: Value, yes: Value, no: Value) -> Value:
+    """Returns `yes` where a condition holds, else `no`; one, or one per example."""
+    leading = tuple(range(np.ndim(condition)))
+    everywhere = jax.lax.broadcast_in_dim(condition, np.shape(yes), leading)
+    return jax.lax.select(everywhere, yes, no)

@@ -1,0 +1,276 @@
+"""Moves: what a map of policies may say besides the one that it starts from.
+
+A move gives another policy to modules, by path; or f32 to operations outside of
+modules, by name; or another default to everything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from jmp_amp.numerics.tune.groups import Group, Member
+from jmp_amp.plan.tables.operations import PRODUCTS
+from jmp_amp.policies.dtypes import F32
+from jmp_amp.policies.patterns import Pattern, matches_path
+from jmp_amp.policies.policy import Policy
+from jmp_amp.policies.policy_map import PolicyMap
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """One entry of a map, or one name of its default, without the policy.
+
+    Attributes:
+      paths: the modules that it names; empty for a name of the default.
+      name: of a function or an operation that is to run in f32; "" for modules.
+      pattern: what the map has in its place.
+      reaches: the groups that it changes.
+      flops: of their matrix products.
+    """
+
+    paths: frozenset[str]
+    name: str
+    pattern: Pattern
+    reaches: frozenset[Group]
+    flops: int
+
+    def __str__(self) -> str:
+        return f"full={self.name}" if self.name else repr(self.pattern)
+
+
+# The number of a candidate for each move, from 1; 0 is the policy at the start.
+Choice = Mapping[Move, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Menu:
+    """The moves of a program.
+
+    Attributes:
+      start: the map that everything starts from.
+      candidates: the policies that modules may get instead.
+      groups: the groups of the program, by number.
+      known: the paths that a glob might match: those of modules, and those above.
+      leaves: the modules that contain no other group.
+      outside: names of what is in no module but the outermost one.
+      everywhere: names of the same, and of what the other modules compute themselves.
+      parents: the modules that contain other groups, the deepest first.
+      whole: the outermost module, if there is one.
+    """
+
+    start: PolicyMap
+    candidates: tuple[Policy, ...]
+    groups: tuple[Group, ...]
+    known: frozenset[str]
+    leaves: tuple[Move, ...]
+    outside: tuple[Move, ...]
+    everywhere: tuple[Move, ...]
+    parents: tuple[Move, ...]
+    whole: tuple[Move, ...]
+
+    def levels(self, choice: Choice) -> tuple[int, ...]:
+        """Returns the candidate that each group gets."""
+        paths = {path: level for move, level in choice.items() for path in move.paths}
+        named = {
+            group: level
+            for move, level in choice.items()
+            if move.name
+            for group in move.reaches
+        }
+        return tuple(
+            named.get(group, 0) or _nearest(paths, group.path) for group in self.groups
+        )
+
+    def policies(self, choice: Choice) -> PolicyMap:
+        """Returns the map that a choice of moves makes."""
+        names = sorted(move.name for move in choice if move.name)
+        default = self.start.default.with_full(*names) if names else self.start.default
+        chosen = {
+            move.pattern: self.candidates[level - 1]
+            for move, level in choice.items()
+            if not move.name
+        }
+        kept = [(p, each) for p, each in self.start.entries if p not in chosen]
+        return PolicyMap(default, [*kept, *chosen.items()])
+
+    def joined(self, choice: Choice) -> dict[Move, int]:
+        """Returns the same choice with siblings joined into globs."""
+        made = {move: level for move, level in choice.items() if move.name}
+        for level in sorted({*choice.values()}):
+            alike = [m for m in choice if choice[m] == level and not m.name]
+            paths = {path: m for m in alike for path in m.paths}
+            for pattern, members in _joined(paths, self.known):
+                made[_together(pattern, [paths[each] for each in members])] = level
+        return made
+
+    def coarse(self, moves: Iterable[Move]) -> list[Move]:
+        """Returns moves of which those of siblings are one."""
+        return list(self.joined(dict.fromkeys(moves, 1)))
+
+    def outermost(self, moves: Iterable[Move]) -> list[Move]:
+        """Returns the moves that are in no other parent than the outermost module."""
+        return [
+            move
+            for move in moves
+            if not any(move.reaches < parent.reaches for parent in self.parents)
+        ]
+
+
+def menu_of(
+    start: PolicyMap,
+    candidates: Sequence[Policy],
+    found: Sequence[Member],
+    found_modules: Iterable[str],
+    flops: Mapping[str, int],
+) -> Menu:
+    """Returns the moves of a program.
+
+    Args:
+      start, candidates: see `Menu`.
+      found: the equations that the plan runs in half precision.
+      found_modules: the paths of all modules.
+      flops: of the matrix products of each equation, by identity.
+    """
+    paths = list(dict.fromkeys(each.group.path for each in found))
+    leaves = {
+        path
+        for path in paths
+        if path and not any(each != path and _is_in(each, path) for each in paths)
+    }
+    coarse = {
+        each.group: Group(each.group.path) if each.group.path in leaves else each.group
+        for each in found
+    }
+    groups = tuple(dict.fromkeys(coarse.values()))
+    cost = {group: 0 for group in groups}
+    for each in found:
+        cost[coarse[each.group]] += flops.get(each.identity, 0)
+    modules = [
+        _of_modules(path, [g for g in groups if _is_in(g.path, path)], cost)
+        for path in paths
+        if path
+    ]
+    parents = [move for move in modules if not move.paths <= leaves]
+    named = dict.fromkeys(group.name for group in groups if group.name)
+    names = [
+        name
+        for name in named
+        if any(each.compute_dtype == F32 for each in candidates)
+        and _may_be_named(name, start.default)
+    ]
+    known = {*found_modules, *filter(None, paths)}
+    whole = [_of_modules("", groups, cost)] if "" in known else []
+    for path in [*known]:
+        parts = path.split("/")
+        known |= {"/".join(parts[:end]) for end in range(1, len(parts))}
+    outside = [
+        _of_name(name, [g for g in groups if not g.path], cost) for name in names
+    ]
+    return Menu(
+        start=start,
+        candidates=tuple(candidates),
+        groups=groups,
+        known=frozenset(known),
+        leaves=tuple(move for move in modules if move.paths <= leaves),
+        outside=tuple(move for move in outside if move.reaches),
+        # A product by name is one in every module.
+        everywhere=tuple(
+            _of_name(name, groups, cost)
+            for name in names
+            if name not in PRODUCTS or not modules
+        ),
+        parents=tuple(sorted(parents, key=lambda move: -_depth(move))),
+        whole=tuple(whole),
+    )
+
+
+def _may_be_named(name: str, default: Policy) -> bool:
+    """Whether `with_full` takes a name, and the user has not given it a class."""
+    spelled = name.replace("-", "_")
+    taken = default.low | default.follow | default.full
+    return spelled.isidentifier() and spelled not in taken
+
+
+def _of_modules(
+    path: str, reached: Iterable[Group], flops: Mapping[Group, int]
+) -> Move:
+    reached = frozenset(reached)
+    cost = sum(flops[group] for group in reached)
+    return Move(frozenset((path,)), "", _literal(path), reached, cost)
+
+
+def _of_name(name: str, groups: Iterable[Group], flops: Mapping[Group, int]) -> Move:
+    reached = frozenset(group for group in groups if group.name == name)
+    cost = sum(flops[group] for group in reached)
+    return Move(frozenset(), name, name, reached, cost)
+
+
+def _together(pattern: Pattern, moves: Sequence[Move]) -> Move:
+    if len(moves) == 1:
+        return moves[0]
+    return Move(
+        frozenset(path for move in moves for path in move.paths),
+        "",
+        pattern,
+        frozenset(group for move in moves for group in move.reaches),
+        sum(move.flops for move in moves),
+    )
+
+
+def _joined(
+    paths: Iterable[str], known: Iterable[str]
+) -> list[tuple[Pattern, list[str]]]:
+    """Returns patterns and the paths that they match; each path is in one.
+
+    A glob stands for several paths only if it matches exactly those of them.
+    """
+    remaining = list(paths)
+    deepest = max((path.count("/") for path in remaining), default=0)
+    found: list[tuple[Pattern, list[str]]] = []
+    for place in (None, *range(deepest + 1)):
+        alike: dict[str, list[str]] = {}
+        for path in remaining:
+            alike.setdefault(_generalised(path, place), []).append(path)
+        for glob, members in alike.items():
+            matched = {each for each in known if matches_path(each, glob)}
+            if len(members) > 1 and matched == set(members):
+                found.append((glob, members))
+                remaining = [path for path in remaining if path not in matched]
+    return found + [(_literal(path), [path]) for path in remaining]
+
+
+def _generalised(path: str, place: int | None) -> str:
+    """Returns a glob with `*` for the numbers in a path, or in one of its names."""
+    names = map(_escaped, path.split("/"))
+    return "/".join(
+        re.sub(r"\d+", "*", name) if place in (None, i) else name
+        for i, name in enumerate(names)
+    )
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"[*?[]", r"[\g<0>]", name)
+
+
+def _literal(path: str) -> Pattern:
+    """Returns a pattern that matches one path."""
+    if ";" in path or path.startswith("<") or path != path.strip():
+        return re.compile(re.escape(path))
+    return "/".join(map(_escaped, path.split("/")))
+
+
+def _nearest(levels: Mapping[str, int], path: str) -> int:
+    """Returns the level of a module, or of the nearest one around it."""
+    while path not in levels and path:
+        path = path.rpartition("/")[0]
+    return levels.get(path, 0)
+
+
+def _is_in(path: str, outer: str) -> bool:
+    return path == outer or path.startswith(f"{outer}/")
+
+
+def _depth(move: Move) -> int:
+    return max(path.count("/") for path in move.paths)

@@ -1,0 +1,115 @@
+"""Measuring gradients: programs that are compiled, and their errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import numpy as np
+
+from jmp_amp.numerics.calls.losses import LossCall, RunProgram, check_traced
+from jmp_amp.numerics.calls.options import compiler_options
+from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.jaxprs import Value
+from jmp_amp.policies.policy_map import PolicyMap
+from jmp_amp.reports.costs import matmuls_as_traced
+from jmp_amp.transform.interpreter import run
+
+# A program of smaller inputs runs fast anyway.
+_FEW_ELEMENTS = 2**22
+
+
+class Measured(NamedTuple):
+    """The gradient under a map of policies, as its compiled program computes it.
+
+    Attributes:
+      error: `|g - g32| / |g32|`; inf if a gradient is not finite.
+      cost: the share of the matmul FLOPs of its program in half precision or less.
+    """
+
+    error: float
+    cost: float
+
+
+class Bench:
+    """The gradients of one call of a function, under policies.
+
+    Attributes:
+      loss: traces and plans the call under a map of policies, as `loss_call`.
+      call: the caller's call as written, for errors.
+      compilations: how many programs were compiled.
+      reference: the gradient of the function as it is, flat.
+    """
+
+    def __init__(
+        self, loss: Callable[..., AbstractContextManager[LossCall]], call: str
+    ):
+        self.loss, self.call = loss, call
+        self.compilations = 0
+        self.reference = np.zeros(0)
+        self._measured: dict[PolicyMap, Measured] = {}
+
+    def compiled(
+        self, function: Callable[..., Any], *args: Value, in_haste: bool = False
+    ) -> tuple[Callable[..., Sequence[Value]], float]:
+        """Returns a compiled function, and the share of its matmul FLOPs in half."""
+        self.compilations += 1
+        is_small = sum(np.size(x) for x in args) < _FEW_ELEMENTS
+        options = compiler_options(fast=in_haste and is_small)
+        traced = jax.jit(function).trace(*args)
+        check_traced(traced, args, self.call)
+        found = matmuls_as_traced(jaxprs.body_of(traced.jaxpr), 1)
+        cost = found.flops_in_half / found.flops if found.flops else 0.0
+        return traced.lower().compile(compiler_options=options), cost
+
+    def refer(self, loss: LossCall) -> None:
+        """Measures the reference.
+
+        Raises:
+          ValueError: if it is not finite.
+        """
+        compiled, _ = self.compiled(gradients_of(loss, loss.as_it_is), *loss.arrays)
+        gradients = compiled(*loss.arrays)
+        for key, gradient in zip(loss.keys, gradients, strict=True):
+            if not np.all(np.isfinite(gradient)):
+                raise ValueError(
+                    f"{self.call}: the gradient of fn as it is, without a policy, is "
+                    f"not finite at {key or 'its argument'}. No policy mends that: "
+                    'mend fn first; diagnose(fn, "float32") tells where it begins.'
+                )
+        self.reference = _flat(gradients)
+
+    def error(self, gradients: Sequence[Value]) -> float:
+        """Returns `|g - reference| / |reference|` in f64; inf if it is not finite."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            distance = float(np.linalg.norm(_flat(gradients) - self.reference))
+        size = float(np.linalg.norm(self.reference))
+        if not distance:
+            return 0.0
+        return distance / size if size and math.isfinite(distance) else math.inf
+
+    def measured(self, policies: PolicyMap) -> Measured:
+        """Compiles and runs the call under a map of policies, once for each map."""
+        if policies not in self._measured:
+            with self.loss(policies, notes_modules=False) as loss:
+                plan = loss.plan
+                function = gradients_of(loss, lambda arrays: run(plan, arrays))
+                compiled, cost = self.compiled(function, *loss.arrays)
+                error = self.error(compiled(*loss.arrays))
+            self._measured[policies] = Measured(error, cost)
+        return self._measured[policies]
+
+
+def gradients_of(
+    loss: LossCall, run_program: RunProgram
+) -> Callable[..., tuple[Value, ...]]:
+    """Returns the gradient of a program of a call, a function of its inputs."""
+    return lambda *arrays: loss.with_gradients(run_program)(*arrays)[1]
+
+
+def _flat(gradients: Sequence[Value]) -> np.ndarray:
+    return np.concatenate([np.asarray(x).astype(np.float64).ravel() for x in gradients])

@@ -1,0 +1,328 @@
+"""`tune`: the cheapest policies by module that keep the gradient's error in bounds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_amp.numerics.calls.asked import (
+    Say,
+    check_loss,
+    checked_bound,
+    checked_candidates,
+    shown,
+)
+from jmp_amp.numerics.calls.losses import (
+    LossCall,
+    called_as_it_is,
+    called_beside_f32,
+    check_measured,
+    loss_call,
+)
+from jmp_amp.numerics.calls.options import undisturbed
+from jmp_amp.numerics.measure.own_dtypes import own_dtypes
+from jmp_amp.numerics.tune.flagged import BASE, flagged_run
+from jmp_amp.numerics.tune.gradient_costs import gradient_flops
+from jmp_amp.numerics.tune.groups import (
+    Group,
+    Member,
+    Place,
+    members,
+    module_paths,
+    policies_in_force,
+)
+from jmp_amp.numerics.tune.moves import Menu, menu_of
+from jmp_amp.numerics.tune.searching import Search
+from jmp_amp.numerics.tune.trials import Bench, Measured, gradients_of
+from jmp_amp.numerics.tune.tuning import Step, Tuned, Tuning
+from jmp_amp.plan.dataflow.values import traced_dtype
+from jmp_amp.plan.program import binding
+from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
+from jmp_amp.policies.dtypes import F32, AnyFn, is_half
+from jmp_amp.policies.flags import checked_flag
+from jmp_amp.policies.policy import Policy
+from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
+from jmp_amp.policies.two_calls import Waiting, in_two_calls
+from jmp_amp.reports.reading import read_plan
+from jmp_amp.reports.rows import Equation
+from jmp_amp.training.gradients import Argnums
+from jmp_amp.transform.interpreter import run
+
+
+@in_two_calls
+def tune(
+    fn: AnyFn,
+    policy: Policy | PolicyMap | str = "mixed_float16",
+    *,
+    max_grad_error: float,
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    candidates: Sequence[Policy | str] = ("float32",),
+    progress: bool = False,
+    target: str | None = None,
+) -> Callable[..., Tuning]:
+    """Returns a function that finds policies which keep a gradient accurate enough.
+
+    It takes the arguments of `fn` and returns a `Tuning`. Its `policy` is a `PolicyMap`
+    for `autocast`: `policy`, and another one for as few modules as it takes. The error
+    of the gradient `g` is `|g - g32| / |g32|`, L2 over the whole gradient tree, where
+    `g32` is the gradient of `fn` without any autocast. There is no loss scale: scale
+    the loss in `fn` if f16 gradients underflow.
+
+    * The bound holds for the compiled program of `autocast(fn, tuning.policy)`, which
+      ran on these arguments, compiled with `xla_allow_excess_precision` off.
+    * Each entry is needed: without any single one the bound is broken, measured too.
+      If `policy` alone meets the bound there are no entries.
+    * Modules that contain no other get entries first; their parents, whose entries
+      reach their children too, only if that is not enough. Siblings that got the same
+      policy share a glob, `"blocks/*/attn"`, that matches no other module.
+    * What no module computes, and what the outermost one computes itself, gets f32 by
+      the name of the function that was jitted or has a `custom_jvp`, else by operation:
+      `Policy.with_full` of the map's default.
+
+    One program is compiled that rounds each module's values if a flag of it says so; it
+    tells how much of the error each module makes, and which maps are worth compiling.
+    An autocast inside of `fn` has its own policy, which no map reaches: its error is
+    measured, and `Tuning.notes` say so. They also say what `fn` asks for itself in half
+    precision (`dtype=`, `astype`, half arrays), which is so in `g32` too.
+
+    `fn` runs some hundred times, its callbacks too. nnx objects are left as they were.
+
+    Args:
+      fn: returns one real scalar, or a pair of that and anything if `has_aux`.
+      policy: where to start: a `Policy`, its text, or a `PolicyMap`.
+      max_grad_error: the bound, positive.
+      argnums: which arguments are differentiated, as in `value_and_grad`.
+      has_aux: whether `fn` returns `(loss, aux)`.
+      candidates: policies that modules may get instead, from cheap to dear.
+      progress: whether to show what is being done.
+      target: what the plans are for, as `autocast` takes it. Give the one that you
+        train with.
+
+    Returns:
+      A function of the arguments of `fn`, arrays and no shapes.
+
+    Raises:
+      TypeError: if an argument is of the wrong kind; from the function returned, if
+        `fn` returns no real scalar or nothing can be differentiated.
+      ValueError: if the bound is not positive, `argnums` name an argument twice, or a
+        policy or `target` is unknown; from the function returned, if JAX cannot
+        differentiate `fn`, if its gradient itself is not finite, or if no map of the
+        candidates meets the bound.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> @jax.jit
+      ... def cancel(h, offset):
+      ...     return (h + offset) - offset
+      >>> def loss(w, x, offset):
+      ...     return jnp.mean(cancel(x @ w[0], offset) @ w[1])
+      >>> w, x, offset = jnp.full((2, 4, 4), 0.3), jnp.eye(4), jnp.full((1, 4), 900.0)
+      >>> tuning = amp.tune(loss, max_grad_error=0.01)(w, x, offset)
+      >>> print(tuning.policy, tuning.cost)
+      p=f32,c=f16,o=f32,full=cancel 1.0
+    """
+    call = "tune(fn)"
+    check_measured("tune", fn, argnums)
+    start = as_policy_map(policy, "tune(fn, {})")
+    bound = checked_bound(max_grad_error)
+    others = checked_candidates(candidates)
+    has_aux = checked_flag(has_aux, "tune(fn, has_aux={})")
+    progress = checked_flag(progress, "tune(fn, progress={})")
+    checked_target(target, "tune(fn, target={})")
+    name = getattr(fn, "__name__", type(fn).__name__)
+
+    @undisturbed()
+    def tuned(*args: object, **kwargs: object) -> Tuning:
+        loss = functools.partial(
+            loss_call,
+            fn,
+            args=args,
+            kwargs=kwargs,
+            argnums=argnums,
+            has_aux=has_aux,
+            call=call,
+            cpu=cpu_of(target),
+        )
+        bench = Bench(loss, call)
+        with shown(progress) as say:
+            return _Tuner(bench, start, others, bound, say).tuning(name)
+
+    return Waiting(tuned, f"tune({name})", "Tuning")
+
+
+class _Tuner:
+    """One call of the function that `tune` returns."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        start: PolicyMap,
+        candidates: Sequence[Policy],
+        bound: float,
+        say: Say,
+    ):
+        self.bench = bench
+        self.start = start
+        self.candidates = candidates
+        self.bound = bound
+        self.say = say
+        self.notes: tuple[str, ...] = ()
+
+    def tuning(self, name: str) -> Tuning:
+        bench = self.bench
+        self.say("compiling the function as it is")
+        traced = functools.partial(bench.loss, notes_modules=False)
+        with called_as_it_is(traced, self.start) as loss:
+            check_loss(loss, bench.call)
+            bench.refer(loss)
+        self.say("tracing")
+        noted = functools.partial(bench.loss, notes_modules=True)
+        with called_beside_f32(noted, self.start) as loss:
+            found = list(members(loss.plan, Place()))
+            rows = read_plan(loss.call)
+            menu = self._menu(loss, [m for m in found if not m.group.is_fixed], rows)
+            fixed = dict.fromkeys(m.group for m in found if m.group.is_fixed)
+            groups = (*menu.groups, *fixed)
+            self.say("compiling the program with flags")
+            levels_tell = self._expected(loss, groups)
+        self.notes = tuple(own_dtypes(rows, "tune(fn, {}, max_grad_error=...)(...)"))
+        self.say("measuring modules")
+
+        def alone(those: Collection[Group]) -> float:
+            exact = _levels_of(self.candidates).index(None) + 1
+            return levels_tell(
+                tuple(BASE if group in those else exact for group in groups)
+            )
+
+        def expected(levels: tuple[int, ...]) -> float:
+            return levels_tell((*levels, *(BASE for _ in fixed)))
+
+        sensitivity = {group: alone({group}) for group in menu.groups}
+        search = Search(
+            menu,
+            self.bound,
+            expected,
+            self._measured,
+            lambda: bench.compilations,
+            sensitivity,
+        )
+        policies = search.found()
+        if policies is None:
+            self._give_up(search)
+        before, after = search.steps[self.start], search.steps[policies]
+        paths = {row.identity: row.module for row in rows}
+        together: dict[str, set[Group]] = {}
+        for each in found:
+            group = each.group
+            if group not in groups:
+                group = Group(group.path)  # one group for all of its operations
+            together.setdefault(paths[each.identity], set()).add(group)
+        return Tuning(
+            function=name,
+            policy=policies,
+            max_grad_error=self.bound,
+            error=after.error,
+            error_before=before.error,
+            cost=after.cost,
+            cost_before=before.cost,
+            modules=self._modules(
+                policies, {path: alone(groups) for path, groups in together.items()}
+            ),
+            steps=tuple(Step(str(p), *each) for p, each in search.steps.items()),
+            compilations=bench.compilations,
+            is_minimal=search.is_minimal,
+            notes=self.notes,
+        )
+
+    def _menu(
+        self, loss: LossCall, found: Sequence[Member], rows: Sequence[Equation]
+    ) -> Menu:
+        gradient = gradients_of(loss, lambda arrays: run(loss.plan, arrays))
+        flops = gradient_flops(rows, binding.trace(gradient, loss.arrays))
+        modules = module_paths(loss.plan, Place())
+        return menu_of(self.start, self.candidates, found, modules, flops)
+
+    def _expected(
+        self, loss: LossCall, groups: Sequence[Group]
+    ) -> Callable[[tuple[int, ...]], float]:
+        """Returns the error of the flagged program, given the level of each group."""
+        plan = loss.plan
+        dtypes = [
+            np.dtype(x.dtype) if traced_dtype(v) is not None else None
+            for x, v in zip(loss.arrays, loss.call.jaxpr.jaxpr.invars, strict=True)
+        ]
+        numbers = {group: i for i, group in enumerate(groups)}
+        others = _levels_of(self.candidates)
+
+        def flagged(flags: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+            run = flagged_run(plan, dtypes, flags, numbers, others)
+            return gradients_of(loss, lambda xs: run(loss.as_traced(xs)))(*arrays)
+
+        flags = jnp.zeros(len(numbers), jnp.int32)
+        compiled, _ = self.bench.compiled(flagged, flags, *loss.arrays, in_haste=True)
+        arrays = list(loss.arrays)
+        known: dict[tuple[int, ...], float] = {}
+
+        def expected(levels: tuple[int, ...]) -> float:
+            if levels not in known:
+                chosen = jnp.asarray(levels, jnp.int32)
+                known[levels] = self.bench.error(compiled(chosen, *arrays))
+            return known[levels]
+
+        return expected
+
+    def _measured(self, policies: PolicyMap) -> Measured:
+        count = self.bench.compilations
+        self.say(f"measuring map {count - 1}: {str(policies)[:60]}")
+        return self.bench.measured(policies)
+
+    def _modules(
+        self, policies: PolicyMap, sensitivity: dict[str, float]
+    ) -> dict[str, Tuned]:
+        """Returns what each module of the program got under a map of policies."""
+        noted = functools.partial(self.bench.loss, notes_modules=True)
+        with called_beside_f32(noted, policies) as loss:
+            got = policies_in_force(loss.plan, policies.default)
+            rows = read_plan(loss.call)
+        found: dict[str, Tuned] = {}
+        flops: dict[str, int] = {}
+        for row in rows:
+            flops[row.module] = flops.get(row.module, 0) + row.flops
+        for row in rows:
+            path = row.module
+            if path in found or not (path in sensitivity or flops[path]):
+                continue
+            if row.identity in got:
+                found[path] = Tuned(
+                    got[row.identity], sensitivity.get(path, 0.0), flops[path]
+                )
+        return found
+
+    def _give_up(self, search: Search) -> NoReturn:
+        best, measured = min(search.steps.items(), key=lambda item: item[1].error)
+        remedy = 'Raise the bound, or end candidates with "float32".'
+        if self.candidates[-1].compute_dtype == F32:
+            # Nothing else is half then.
+            remedy = (
+                "Raise the bound: with_policy and cast_inputs(fn, dtype) keep in half "
+                "what they mark, and an autocast inside what its policy says."
+            )
+        told = " ".join([remedy, *self.notes])
+        raise ValueError(
+            f"{self.bench.call}: no policies were found that meet "
+            f"max_grad_error={self.bound!r}. The smallest error is "
+            f"{measured.error:.3g}, with {str(best)!r}. {told}"
+        )
+
+
+def _levels_of(candidates: Sequence[Policy]) -> list[np.dtype | None]:
+    """Returns what the flags above `BASE` round to; the last of all leaves values."""
+    dtypes = [each.compute_dtype for each in candidates]
+    return [*(dtype if is_half(dtype) else None for dtype in dtypes), None]

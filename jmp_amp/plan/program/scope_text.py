@@ -1,0 +1,93 @@
+"""What this package writes into the name stacks of JAX, and what it reads there.
+
+A name scope is text, so it survives `jit`, `grad`, `vmap` and `checkpoint`, needs no
+registry, and serves every library that runs on JAX. These are all of them:
+
+| name                        | what it says                                         |
+| --------------------------- | ---------------------------------------------------- |
+| `amp[p=f32,c=bf16,o=f32]`   | the policy in force                                  |
+| `amp_autocast_<hex>()`      | the policy of an autocast inside of another one      |
+| `amp_inputs()`              | `cast_inputs` has it in the dtype of the policy      |
+| `amp_entries_<depth>_<n>()` | the entries of a map that matched a module           |
+| `amp_module_<hex>()`        | the path of a module, as a `PolicyMap` sees it       |
+| `amp_eqn_<body>_<n>()`      | the equation of a plan                               |
+| `amp_cast_<which>()`        | which inserted cast of that equation                 |
+| `amp_quantised()`           | what makes 8-bit floats of an operand                |
+| `amp_scaling()`             | what is done to a loss for its scale                 |
+
+All but the first are written as JAX writes transformations: `module_names` leaves out
+both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Iterator
+
+import jax
+
+# What JAX writes: in the backward pass, where a checkpoint computes again, and around
+# the body of one.
+BACKWARD, AGAIN = "transpose(", "rematted_computation"
+_NO_MODULES = ("", "checkpoint", AGAIN)
+# The whole of a name, with all three dtypes: a user's own `clamp[0]` is none. Names
+# stand between slashes, and between the parentheses of transformations.
+_POLICY = re.compile(r"(?<![^/(])amp\[(p=\w+,c=\w+,o=\w+[\w,=+]*)\](?![^/)])")
+# The name stack of a derivative reads `transpose(jvp(Block_0))/Dense_0`.
+_TRANSFORM = re.compile(r"\w+\(|\)")
+
+
+def policy_noted(policy: object) -> contextlib.AbstractContextManager[object]:
+    """Returns the scope of a policy."""
+    return jax.named_scope(f"amp[{policy}]")
+
+
+def policies(scopes: str) -> list[tuple[str, str]]:
+    """Returns the policies of name scopes, the outermost first, each with its path."""
+    plain = _TRANSFORM.sub("", scopes)
+    return [(plain[: each.end()], each[1]) for each in _POLICY.finditer(plain)]
+
+
+def without_policies(scopes: str) -> str:
+    """Returns name scopes without policies and names of transformations."""
+    return _TRANSFORM.sub("", _POLICY.sub("", scopes))
+
+
+def module_names(scopes: str) -> list[str]:
+    """Returns the names of modules and of the user's own scopes."""
+    names = without_policies(scopes).split("/")
+    # `jnp.einsum` opens a scope of the name of its subscripts.
+    return [name for name in names if name not in _NO_MODULES and "->" not in name]
+
+
+def noted(kind: str, *values: object) -> contextlib.AbstractContextManager[object]:
+    """Returns the scope of a kind, "module", that says some values."""
+    return jax.named_scope(f"amp_{'_'.join(map(str, [kind, *values]))}()")
+
+
+def notes(kind: str, scopes: str) -> Iterator[list[str]]:
+    """Yields the values of each scope of a kind, the outermost first."""
+    for each in _pattern(kind).findall(scopes):
+        yield each.split("_")[1:]
+
+
+def is_noted(kind: str, scopes: str) -> bool:
+    return f"amp_{kind}()" in scopes
+
+
+@functools.cache
+def _pattern(kind: str) -> re.Pattern[str]:
+    return re.compile(rf"amp_{kind}((?:_\w*)?)\(\)")
+
+
+def text_noted(kind: str, text: str) -> contextlib.AbstractContextManager[object]:
+    """Returns the scope of a kind that says a text of any characters."""
+    return noted(kind, text.encode().hex())
+
+
+def text_of(kind: str, scopes: str) -> str | None:
+    """Returns the text that the innermost scope of a kind says; None without one."""
+    found = [*notes(kind, scopes)]
+    return bytes.fromhex(found[-1][0]).decode() if found else None
