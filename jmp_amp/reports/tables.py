@@ -75,7 +75,10 @@ def as_html(
     for table in tables:
         parts.append("<table>")
         if table.title:
-            parts.append(f"<caption>{html.escape(table.title)}</caption>")
+            # Else it is in the middle, and touches the table above.
+            style = "text-align: left; padding-top: 1em"
+            title = html.escape(table.title)
+            parts.append(f'<caption style="{style}">{title}</caption>')
         parts.append(_html_row("th", table.columns, table))
         parts += [_html_row("td", row, table) for row in table.rows]
         parts.append("</table>")

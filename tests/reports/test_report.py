@@ -933,11 +933,3 @@ def test_products_that_only_tell_the_derivative_what_is_solved_are_not_counted()
         found = amp.explain(gradient, "float32")(a, a).total
         # Two forward, and three for their derivatives.
         assert (found.matmuls, found.flops) == (5, 5 * 2 * 128**3), target
-
-
-def test_a_page_keeps_the_spaces_that_indent_modules_and_columns_do_not_touch():
-    text = explained(MODEL.apply, VARIABLES, X)._repr_html_()
-    cells = re.findall(r'<t[dh] style="([^"]*)">([^<]*)<', text)
-    assert all("padding: 0 0." in style for style, _ in cells)
-    indented = [style for style, cell in cells if cell.startswith("  ")]
-    assert indented and all("white-space: pre" in style for style in indented)
