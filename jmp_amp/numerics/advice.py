@@ -9,10 +9,11 @@ import jax.numpy as jnp
 
 from jmp_amp.numerics.sites import Gradient, Site, or_infinite, scaled
 from jmp_amp.numerics.suggestions import Need, counterparts, in_half, needs_of
-from jmp_amp.numerics.wording import count, listed, number, place, power, run, share
+from jmp_amp.numerics.wording import count, listed, number, place, run, share
 from jmp_amp.policies.dtypes import PyTree, is_half, parse_dtype
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.reports import plain_data
+from jmp_amp.reports.tables import scale_text
 
 # How sentences begin that tell what the suggested policy does.
 ABOUT_POLICY = "amp.autocast(fn, d.policy) "
@@ -179,9 +180,9 @@ def _origin(
         yield f"{told}: {_reason(first, known)}."
     elif _is_scale_at_fault(first, known, scale):
         yield (
-            f"{told}: the loss scale {power(scale)} is too large for this step. Use "
-            f"{power(suggested_scale)}, or amp.dynamic_loss_scale, which skips the "
-            "step and halves the scale."
+            f"{told}: the loss scale {scale_text(scale)} is too large for this step. "
+            f"Use {scale_text(suggested_scale)}, or amp.dynamic_loss_scale, which "
+            "skips the step and halves the scale."
         )
     else:
         wider = " Use mixed_bfloat16, which has f32's range." * (first.dtype == "f16")
@@ -396,11 +397,11 @@ def _underflow(
     told = f"{share(without)} of the backward values that run in f16 underflow to 0"
     told += " without a loss scale"
     if scale > 1.0:
-        told += f", {share(now)} with {power(scale)}"
+        told += f", {share(now)} with {scale_text(scale)}"
     if held < now / 2:
         yield (
-            f"{told}, and {share(held) or 'none'} with {power(suggested)}: train with "
-            f"amp.dynamic_loss_scale({power(suggested)})."
+            f"{told}, and {share(held) or 'none'} with {scale_text(suggested)}: train "
+            f"with amp.dynamic_loss_scale({scale_text(suggested)})."
         )
     else:
         yield f"{told}, and no scale that fits holds many more: use mixed_bfloat16."

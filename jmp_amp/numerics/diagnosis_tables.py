@@ -15,7 +15,7 @@ from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.policies.fp8 import FORMATS
 from jmp_amp.reports import plain_data
 from jmp_amp.reports.report_tables import TOP_LEVEL
-from jmp_amp.reports.tables import Table, shape_text
+from jmp_amp.reports.tables import Table, scale_text, shape_text
 
 # What modules are sorted by, and the figures of each.
 SORTS: dict[str, Callable[[Numbers], float]] = {
@@ -56,7 +56,7 @@ def summary(
     if first is not None:
         parts.append(f"first made by {wording.place(first)}, {wording.run(first)}")
     if gradients:
-        parts.append(f"suggested loss scale {wording.power(loss_scale)}")
+        parts.append(f"suggested loss scale {scale_text(loss_scale)}")
     return f"{function} with {given}: {'; '.join(parts)}"
 
 
@@ -208,7 +208,7 @@ def of_quantised(found: Iterable[EightBits]) -> Table:
             wording.place(each.site),
             each.site.dtype,
             wording.number(each.site.amax),
-            f"2^{math.frexp(each.scales[each.site.dtype])[1] - 1}",
+            f"2**{math.frexp(each.scales[each.site.dtype])[1] - 1}",
             wording.share(each.saturated[each.site.dtype]),
             *(wording.share(each.underflowed[name]) for name in FORMATS),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Collection
 
@@ -54,13 +53,6 @@ def count(value: int) -> str:
     if not value:
         return ""
     return str(value) if value < 10000 else quantity(value).strip()
-
-
-def power(scale: float) -> str:
-    """Returns a loss scale as it may be written in a program."""
-    fraction, exponent = math.frexp(scale)
-    is_large = fraction == 0.5 and exponent > 16
-    return f"2.0**{exponent - 1}" if is_large else f"{scale:.1f}"
 
 
 def listed(names: Collection[str], between: str = ", ") -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -96,6 +97,13 @@ def _html_row(tag: str, cells: Sequence[str], table: Table) -> str:
             style += "; white-space: pre"
         written.append(f'<{tag} style="{style}">{html.escape(cell)}</{tag}>')
     return f"<tr>{''.join(written)}</tr>"
+
+
+def scale_text(scale: float) -> str:
+    """Returns a loss scale as a program may write it: "2**16", "1", "1000"."""
+    fraction, exponent = math.frexp(scale)
+    is_power = fraction == 0.5 and exponent != 1
+    return f"2**{exponent - 1}" if is_power else f"{scale:g}"
 
 
 def shape_text(shape: Sequence[int]) -> str:

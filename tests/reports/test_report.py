@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 
 import jax
@@ -14,6 +15,7 @@ from jax.custom_derivatives import linear_call
 from jax.extend import core
 
 import jmp_amp as amp
+from jmp_amp.reports.tables import scale_text
 from tests.programs import casts_of
 
 
@@ -933,3 +935,11 @@ def test_products_that_only_tell_the_derivative_what_is_solved_are_not_counted()
         found = amp.explain(gradient, "float32")(a, a).total
         # Two forward, and three for their derivatives.
         assert (found.matmuls, found.flops) == (5, 5 * 2 * 128**3), target
+
+
+@pytest.mark.parametrize("scale", [2.0**24, 65536.0, 2.0, 1.0, 0.25, 1000.0, 0.75])
+def test_a_loss_scale_is_shown_as_a_program_writes_it(scale):
+    text = scale_text(scale)
+    assert eval(text) == scale
+    is_power = scale == 2.0 ** round(math.log2(scale))
+    assert ("**" in text) == (is_power and scale != 1.0)
