@@ -118,7 +118,7 @@ WINGS = {
         ("explaining",),
     ),
     "numerics": (
-        ("differentiated", "gradient_costs", "blocks", "watch"),
+        ("differentiated", "gradient_costs", "blocks", "watch", "written"),
         ("losses", "marks", "options", "statistics", "sites", "groups"),
         ("liveness", "tuning"),
         ("frames", "distances", "flagged", "trials", "moves", "asked"),

@@ -126,6 +126,8 @@ def of_modules(
             "lost: the share of values that half precision turns into 0; lost bwd: in "
             "the backward pass, without a loss scale."
         )
+    if any(site.is_constant for site in sites):
+        notes.append("amax: without constants of the program, such as those of a mask.")
     if any(each.error is not None for each in modules.values()):
         notes.append("error: of the worst operation.")
     if left_out := len(modules) - len(rows):
@@ -286,7 +288,7 @@ def of_sites(sites: Iterable[Site], reference: Sequence[Site]) -> list[Table]:
                 site.direction,
                 site.dtype,
                 shape_text(site.shape),
-                wording.number(site.amax),
+                wording.number(site.amax) + " (constant)" * site.is_constant,
                 wording.number(site.amin),
                 wording.share(site.zeros / site.size if site.size else 0.0),
                 wording.count(site.nonfinite) + turn,
