@@ -255,7 +255,7 @@ def table_of(results: Mapping[tuple[str, str, bool], Result]) -> Table:
             *(policy, way, "yes" if poisoned else "no", f"{result.loss:.5f}"),
             f"{result.loss / whole - 1:+.0e}",
             *(f"{result.updates}", f"{result.skips}", f"{result.lost}"),
-            f"2^{np.log2(result.scale):.0f}",
+            f"2**{np.log2(result.scale):.0f}",
         )
     return table
 

@@ -12,7 +12,7 @@ A skipped step changes nothing: the parameters that overflowed and the batch are
 at hand. `amp.diagnose` runs them again, says where the first infinity was made, and
 returns a policy that has f32 where it is needed, and nowhere else:
 
-    mixed_float16: 7 of 60 steps skipped, loss 0.40, loss scale 2^9
+    mixed_float16: 7 of 60 steps skipped, loss 0.40, loss scale 2**9
     ... first made by dot_general in Net/stem (diagnose_nan.py:51), forward, f16 ...
     p=f32,c=f16,o=f32; stem: p=f32,c=f32,o=f32: 0 of 60 steps skipped, loss 0.32, ...
 
@@ -99,7 +99,7 @@ class Trained(NamedTuple):
         mean = np.mean(self.losses[-10:]) if self.losses else np.nan
         return (
             f"{len(self.skipped)} of {steps} steps skipped, loss {mean:.2f}, "
-            f"loss scale 2^{np.log2(self.scale):.0f}"
+            f"loss scale 2**{np.log2(self.scale):.0f}"
         )
 
 

@@ -100,7 +100,7 @@ CAPTION = (
     "loss x: what the loss is multiplied by. final loss: without that, mean of the "
     "last 20 steps. zero grads: gradient entries that are exactly zero, mean of all "
     "steps. half: matmuls and convolutions of a training step that run in half "
-    "precision. saved: activations kept for the backward pass, and the ratio to f32. "
+    "precision. saved MB: activations kept for the backward pass. "
     "step: time of a step; a CPU emulates what is planned for a GPU, so this says "
     "nothing about a GPU or a TPU."
 )
@@ -112,7 +112,7 @@ COLUMNS = (
     "scale",
     "skips",
     "half",
-    "saved",
+    "saved MB",
     "step",
 )
 
@@ -127,20 +127,19 @@ def table_of(
     steps = len(first.metrics["loss"])
     table = Table(
         title=f"{first.model} on 1797 handwritten digits, {steps} steps",
-        caption=caption,
+        caption=f"\n{caption}",
         box=box.SIMPLE_HEAD,
-        collapse_padding=True,
-        pad_edge=False,
+        show_edge=False,
+        padding=0,  # cells of a comparison stand side by side in 80 columns
     )
-    table.add_column("run", min_width=7, overflow="fold")
+    widest = max(len(each.name) for each in results)
+    # A longer name, of a policy with many parts, is folded.
+    table.add_column("run", min_width=min(widest, 18), overflow="fold")
     for column in columns:
-        widest = max(map(len, column.split()))
-        table.add_column(column, justify="right", min_width=widest)
+        table.add_column(column.replace(" ", "\n"), justify="right")
     for result in results:
-        saved = f"{result.saved_bytes / 1e6:.2f}MB"
         step = f"{1e3 * result.step_seconds:.1f}ms"
         if len(results) > 1:
-            saved += f" {result.saved_bytes / first.saved_bytes:.2f}x"
             step = f"{result.step_seconds / first.step_seconds:.2f}x"
         told = {
             "loss x": _factor(result.loss_mult),
@@ -150,7 +149,7 @@ def table_of(
             "scale": _factor(result.metrics["scale"][-1]),
             "skips": str(result.metrics["skipped_total"][-1]),
             "half": "{}/{}".format(*result.matmuls),
-            "saved": saved,
+            "saved MB": f"{result.saved_bytes / 1e6:.2f}",
             "step": step,
         }
         table.add_row(result.name, *(told[column] for column in columns))
@@ -164,7 +163,7 @@ def label(name: str, loss_mult: float) -> str:
 def _factor(value: float) -> str:
     exponent = np.log2(value)
     power_of_two = exponent == round(exponent) and exponent
-    return f"2^{exponent:.0f}" if power_of_two else f"{value:g}"
+    return f"2**{exponent:.0f}" if power_of_two else f"{value:g}"
 
 
 def plot(results: Sequence[Result], path: Path) -> None:

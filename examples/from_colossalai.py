@@ -198,7 +198,7 @@ def row_of(name: str, result: Result, f32: Result | None) -> list[str]:
     return [
         *(name, f"{result.accuracy:.2%}", f"{loss:.4f}"),
         "-" if f32 is None else f"{loss / f32.losses[-20:].mean():.3f}x",
-        *(f"2^{math.log2(metrics['scale']):g}", f"{metrics['skipped_total']}"),
+        *(f"2**{math.log2(metrics['scale']):g}", f"{metrics['skipped_total']}"),
         f"{1 + np.argmax(result.rates)}",
     ]
 

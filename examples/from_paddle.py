@@ -193,7 +193,7 @@ def table_of(results: Mapping[tuple[str, int], Result], title: str) -> Table:
         table.add_row(
             *(level, f"{accumulate}", f"{result.seconds / base.seconds:.2f}x"),
             *(f"{loss:.4f}", f"{loss / whole - 1:+.0e}", f"{result.skips}"),
-            *(f"2^{np.log2(result.scale):.0f}", f"{result.bytes / 1e6:.2f}MB"),
+            *(f"2**{np.log2(result.scale):.0f}", f"{result.bytes / 1e6:.2f}MB"),
         )
     return table
 

@@ -205,7 +205,7 @@ def table_of(results: Mapping[str, Result]) -> Table:
         same = jax.tree.leaves(jax.tree.map(np.array_equal, result.params, mixed))
         table.add_row(
             *(name, f"{result.loss:.4f}", f"{result.accuracy:.2%}", f"{result.skips}"),
-            f"2^{np.log2(result.scale):.4g}",
+            f"2**{np.log2(result.scale):.4g}",
             f"{result.seconds / results['default'].seconds:.2f}x",
             "same" if all(same) else "not",
         )

@@ -341,7 +341,7 @@ def table_of(results: Mapping[str, Result]) -> Table:
     )
     for name, result in results.items():
         rows = [
-            (f"{loss:.3f}", f"{skips}", f"2^{np.log2(scale):.0f}", half)
+            (f"{loss:.3f}", f"{skips}", f"2**{np.log2(scale):.0f}", half)
             for loss, skips, scale, half in zip(
                 result.losses[-100:].mean(axis=0), *result[3:], strict=True
             )

@@ -312,7 +312,7 @@ def table_of(results: Mapping[str, Result], precision: str) -> Table:
             *(name, "x".join(str(result.mesh[axis]) for axis in AXES)),
             *(f"{result.losses[0]:.4f}", f"{result.losses[-1]:.4f}"),
             f"{to_one_device(result, results[ONE_DEVICE]):.1e}",
-            *(f"{result.skips}", f"2^{np.log2(result.scale):.0f}"),
+            *(f"{result.skips}", f"2**{np.log2(result.scale):.0f}"),
             f"{result.bytes_held / 1e6:.2f}MB",
         )
     return table

@@ -13,14 +13,14 @@ as one pixel's part in a mean over a million pixels.
 It prints, among other columns (half: products of a training step in half precision;
 saved: megabytes of activations kept for the backward pass):
 
-    run             loss x  accuracy  final loss  zero grads  scale  skips   half  saved
-    f32                  1    98.16%      0.0206        6.1%      1      0   0/17   7.00
-    bf16                 1    98.32%      0.0209        6.4%      1      0  17/17   3.13
-    f16 + scaling        1    98.32%      0.0205        6.0%   2^18      3  17/17   3.13
-    f16 alone            1    98.49%      0.0203        6.4%      1      0  17/17   3.13
-    f32              2^-20    97.15%      0.1584        6.4%      1      0   0/17   7.00
-    f16 + scaling    2^-20    97.15%      0.1576        6.5%   2^22      0  17/17   3.13
-    f16 alone        2^-20    10.05%      2.9507      100.0%      1      0  17/17   3.13
+    run            loss x  accuracy  final loss  zero grads  scale  skips   half  saved
+    f32                 1    98.16%      0.0206        6.1%      1      0   0/17   7.00
+    bf16                1    98.32%      0.0209        6.4%      1      0  17/17   3.13
+    f16 + scaling       1    98.32%      0.0205        6.0%  2**18      3  17/17   3.13
+    f16 alone           1    98.49%      0.0203        6.4%      1      0  17/17   3.13
+    f32            2**-20    97.15%      0.1584        6.4%      1      0   0/17   7.00
+    f16 + scaling  2**-20    97.15%      0.1576        6.5%  2**22      0  17/17   3.13
+    f16 alone      2**-20    10.05%      2.9507      100.0%      1      0  17/17   3.13
 
 The gradients of the small loss are zero in f16, but for those of the last bias, which
 only the f32 logits read: nothing is learned. With dynamic scaling f16 follows f32. (f32
@@ -108,7 +108,7 @@ CNN_MODEL, MLP_MODEL = CNN(), MLP()
 BY_DEVICE = (
     'target="auto": planned for the device that JAX uses. A CPU with instructions for '
     "bf16 products multiplies bf16 and computes all else in f32; another CPU computes "
-    "all in f32. saved: activations kept for the backward pass, and bf16 copies of "
+    "all in f32. saved MB: activations kept for the backward pass, and bf16 copies of "
     "weights."
 )
 
@@ -363,7 +363,7 @@ def main() -> None:
     cnn = [each for each in results if each.model == "CNN"]
     console.print(digits_report.table_of(cnn))
     if len(cnn) < len(results):
-        columns = "test accuracy", "final loss", "saved", "step"
+        columns = "test accuracy", "final loss", "saved MB", "step"
         mlp = results[len(cnn) :]
         console.print(digits_report.table_of(mlp, BY_DEVICE, columns))
     if options.plot is not None:

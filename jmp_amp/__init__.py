@@ -67,8 +67,8 @@ if TYPE_CHECKING:
     from jmp_amp.policies.policy_map import PolicyMap as PolicyMap
     from jmp_amp.recipes.recipes import Recipe as Recipe
     from jmp_amp.recipes.recipes import recipe as recipe
+    from jmp_amp.reports.explaining import explain as explain
     from jmp_amp.reports.report import Report as Report
-    from jmp_amp.reports.report import explain as explain
     from jmp_amp.training.checkpoints import export_opt_state as export_opt_state
     from jmp_amp.training.checkpoints import export_params as export_params
     from jmp_amp.training.checkpoints import import_opt_state as import_opt_state
@@ -118,7 +118,8 @@ _NAMES = {
     "policies.policy": "Policy get_policy",
     "policies.policy_map": "PolicyMap",
     "recipes.recipes": "Recipe recipe",
-    "reports.report": "Report explain",
+    "reports.explaining": "explain",
+    "reports.report": "Report",
     "training.checkpoints": "export_opt_state export_params import_opt_state",
     "training.finite": "all_finite select_tree",
     "training.gradients": "grad value_and_grad",

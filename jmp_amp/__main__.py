@@ -29,7 +29,7 @@ from jmp_amp.numerics.tune.tuner import tune
 from jmp_amp.plan.program.cpu_target import TARGETS
 from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
-from jmp_amp.reports.report import explain
+from jmp_amp.reports.explaining import explain
 from jmp_amp.training.loss_scale import LossScale, static_loss_scale
 
 _EXPLAIN = """\

@@ -11,7 +11,7 @@ import optax
 
 from jmp_amp.policies.dtypes import F16, F32, PyTree, short_name
 from jmp_amp.recipes.recipes import Recipe, recipe
-from jmp_amp.reports.report import explain
+from jmp_amp.reports.explaining import explain
 from jmp_amp.training.gradients import value_and_grad
 from jmp_amp.training.states import loss_scale_of
 

@@ -31,7 +31,7 @@ def span(sites: Sequence[Site], scale: float) -> tuple[int, int]:
       sites: of all modules and both directions.
       scale: the loss scale that moves f16's lower bound.
     """
-    powers = [power for site in sites for power in site.exponents]
+    powers = [power for site in sites for power in site.own_exponents]
     lowest, _, highest = _bounds("f16")
     lowest -= int(math.log2(scale))
     lowest, highest = min([lowest, *powers]), max([highest, *powers])
@@ -57,7 +57,7 @@ def map_of(
     rows = {path: row for row, path in enumerate(paths)}
     for site in sites:
         if site.direction == direction and site.module in rows:
-            for power, count in site.exponents.items():
+            for power, count in site.own_exponents.items():
                 place = min(max(power, first), last) - first
                 counts[rows[site.module], place] += count
     return counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)

@@ -498,8 +498,8 @@ def test_coming_from_does_what_the_other_systems_do():
     assert told.count("dot_general") == 3 and set(told) == {"dot_general", "add"}
     assert all(line.endswith("its gradient leaves in f32") for line in at_scale[1:])
     scales = {line.split()[0]: line.split()[1:] for line in presets[1:]}
-    assert scales["torch"] == ["2^16", "2000", "1"]
-    assert scales["megatron"] == ["2^32", "1000", "2"]
+    assert scales["torch"] == ["2**16", "2000", "1"]
+    assert scales["megatron"] == ["2**32", "1000", "2"]
     assert len(scales) == 10
 
 

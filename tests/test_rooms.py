@@ -111,10 +111,11 @@ WINGS = {
         ("presets", "gradients", "optimizers", "checkpoints", "weights"),
     ),
     "reports": (
-        ("costs", "rows", "tables", "plain_data", "ways", "bit_words"),
-        ("opaque", "askers", "overruling", "causes", "formats", "folding"),
+        ("costs", "rows", "tables", "plain_data", "ways", "bit_words", "requests"),
+        ("opaque", "askers", "overruling", "causes", "formats", "folding", "sentences"),
         ("reading", "report_tables", "why"),
-        ("report",),
+        ("saved_bytes", "report"),
+        ("explaining",),
     ),
     "numerics": (
         (
@@ -126,7 +127,7 @@ WINGS = {
                     ("asked", "executables"),
                 ),
             ),
-            Folder("locate", (("marks", "sites", "liveness"), ("frames",))),
+            Folder("locate", (("marks", "sites", "liveness", "written"), ("frames",))),
         ),
         (
             Folder(

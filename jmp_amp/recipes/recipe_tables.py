@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-import jax
 from jax.core import Tracer
 
 from jmp_amp.plan.tables.operations import ARITHMETIC
@@ -13,7 +11,7 @@ from jmp_amp.policies.dtypes import F32, short_name
 from jmp_amp.policies.patterns import IfPresent, Pattern, is_optional
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap
-from jmp_amp.reports.tables import Table
+from jmp_amp.reports.tables import Table, scale_text
 from jmp_amp.training.loss_scale import LossScale
 
 _COLUMNS = "parameters compute outputs norms masters".split()
@@ -42,7 +40,8 @@ def of_recipe(
     default = policy.default if isinstance(policy, PolicyMap) else policy
     stored = short_name(default.param_dtype)
     products = "" if default.matmul is None else ", products fp8"
-    value = _power(loss_scale.value)
+    value = loss_scale.value
+    value = "traced" if isinstance(value, Tracer) else scale_text(float(value))
     row = (
         stored,
         f"{short_name(default.compute_dtype)}{products}",
@@ -90,12 +89,3 @@ def _pattern_name(pattern: Pattern) -> str:
     if isinstance(pattern, IfPresent):
         return _pattern_name(pattern.function)
     return getattr(pattern, "__name__", str(pattern))
-
-
-def _power(value: jax.Array) -> str:
-    """A loss scale, as a power of two if it is one."""
-    if isinstance(value, Tracer):
-        return "traced"
-    mantissa, exponent = math.frexp(float(value))
-    is_power = mantissa == 0.5 and exponent != 1
-    return f"2^{exponent - 1}" if is_power else f"{float(value):g}"

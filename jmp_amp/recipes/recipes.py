@@ -64,7 +64,7 @@ class Recipe:
       <BLANKLINE>
        parameters   compute   outputs   norms   masters   loss scale      losses
       ───────────────────────────────────────────────────────────────────────────
-       f16          f16       f32       f32     yes       dynamic, 2^16        1
+       f16          f16       f32       f32     yes       dynamic, 2**16        1
     """
 
     name: str

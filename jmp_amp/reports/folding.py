@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from jmp_amp.reports.rows import Costs
@@ -47,6 +47,19 @@ def folded(modules: Mapping[str, Costs]) -> list[Row]:
     """
     paths = _as_tree(path for path, costs in modules.items() if any(costs))
     return list(_rows(_nodes(paths, modules), 0))
+
+
+def flat(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yields the rows that have sums, each with its whole path as its name.
+
+    Args:
+      rows: of a tree, as `folded` returns them.
+    """
+    around: list[str] = []
+    for depth, name, costs in rows:
+        around[depth:] = [name]
+        if costs is not None and any(costs):
+            yield Row(0, "/".join(around), costs)
 
 
 def _as_tree(paths: Iterable[str]) -> dict[str, dict]:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan.dataflow.values import castable, traced_dtype
 from jmp_amp.plan.plan import EquationPlan, Identity, Plan
-from jmp_amp.plan.program import binding, jaxprs, scope_text, source_code
+from jmp_amp.plan.program import jaxprs, scope_text, source_code
 from jmp_amp.plan.program.dimensions import as_counted, as_number, sides_of
 from jmp_amp.plan.program.jaxprs import Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.rewrites.f32_gradients import NOTE
@@ -33,16 +31,13 @@ from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.reports.askers import asked_for
 from jmp_amp.reports.costs import (
     Matmuls,
-    Residual,
     matmul_of,
     matmuls_as_traced,
-    saved_for_backward,
     turns_of,
 )
 from jmp_amp.reports.formats import in_words_of
 from jmp_amp.reports.opaque import reason_of
-from jmp_amp.reports.rows import Cast, Equation, Kept, Saved
-from jmp_amp.transform.interpreter import run
+from jmp_amp.reports.rows import Cast, Equation
 from jmp_amp.transform.planned import PlannedCall
 from jmp_amp.transform.scopes import decided_inside, entry_of
 
@@ -100,101 +95,6 @@ def _switched_off(policies: PolicyMap) -> dict[int, str]:
         for number, (pattern, policy) in enumerate(policies.entries)
         if policy.matmul is None
     }
-
-
-class SavedBytes(NamedTuple):
-    """What differentiation saves.
-
-    Attributes:
-      saved: what the modules compute; None if there is no derivative.
-      arguments, arguments_without: bytes of the arguments that it keeps as they are,
-        under autocast and without.
-      why_not: why there is no derivative; None if there is one.
-      largest: the arrays of `saved` under autocast, the largest first.
-    """
-
-    saved: tuple[Saved, ...] | None
-    arguments: int = 0
-    arguments_without: int = 0
-    why_not: str | None = None
-    largest: tuple[Kept, ...] = ()
-
-
-def read_saved(call: PlannedCall, equations: Sequence[Equation]) -> SavedBytes:
-    """Returns what differentiation saves, or why there is no derivative.
-
-    Args:
-      call: the planned call.
-      equations: the equations of the plan.
-    """
-    moving = [
-        i
-        for i, value in enumerate(call.arrays)
-        if jnp.issubdtype(value.dtype, jnp.inexact)
-    ]
-    if not moving:
-        return SavedBytes(None, why_not="no argument is floating-point")
-    if not any(jnp.issubdtype(v.dtype, jnp.inexact) for v in call.jaxpr.out_avals):
-        return SavedBytes(None, why_not="no result is floating-point")
-
-    def plain(*values: Value) -> list[Value]:
-        # Caches may come in half precision.
-        traced = [
-            jax.lax.convert_element_type(x, aval_of(v).dtype)
-            if traced_dtype(v) is not None
-            else x
-            for x, v in zip(values, call.jaxpr.jaxpr.invars, strict=True)
-        ]
-        return binding.run_as_traced(jaxprs.body_of(call.jaxpr), traced)
-
-    def planned(*values: Value) -> list[Value]:
-        return run(call.plan, values)
-
-    residuals: list[list[Residual]] = []
-    for fn in (planned, plain):
-        try:
-            residuals.append(saved_for_backward(fn, call.arrays, moving))
-        except Exception as error:  # whatever the function's own rules raise
-            told = str(error).strip().partition("\n")[0] or type(error).__name__
-            return SavedBytes(None, why_not=told)
-    made = [[each for each in found if each.makers] for found in residuals]
-    copies = [[each for each in found if each.of_argument] for found in made]
-    sizes = [_modules_of(each, equations) for each in (*made, *copies)]
-    paths = dict.fromkeys(path for each in sizes for path in each)
-    saved = tuple(Saved(path, *(each.get(path, 0) for each in sizes)) for path in paths)
-    arguments, arguments_without = (
-        sum(each.size for each in found if not each.makers) for found in residuals
-    )
-    rows = [
-        Kept(path, operation, each.shape, short_name(each.dtype), each.size)
-        for each in made[0]
-        for path, operation in [_place_of(each.makers, equations)]
-    ]
-    largest = tuple(sorted(rows, key=lambda row: -row.size))
-    return SavedBytes(saved, arguments, arguments_without, largest=largest)
-
-
-def _modules_of(
-    residuals: Iterable[Residual], equations: Sequence[Equation]
-) -> dict[str, int]:
-    """Returns how many bytes of `residuals` the modules of `equations` keep."""
-    sizes: dict[str, int] = {}
-    for each in residuals:
-        path, _ = _place_of(each.makers, equations)
-        sizes[path] = sizes.get(path, 0) + each.size
-    return sizes
-
-
-def _place_of(makers: Sequence[Eqn], equations: Sequence[Equation]) -> tuple[str, str]:
-    """Returns the module that makes a residual, and the operation."""
-    known = {name for e in equations for name in e.module.split("/")}
-    path = ""
-    for eqn in makers:
-        path = _joined(path, *module_scopes(eqn))
-        # A body that the plan staged anew does not know whose function it was.
-        name = source_code.jitted_name(eqn) or ""
-        path = _joined(path, name if name in known else "")
-    return path, makers[-1].primitive.name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -309,7 +209,7 @@ class _Reader(Walk[_Slot]):
                 casts.append(self._cast(_Slot(var, made), kept, "result"))
         here = dataclasses.replace(
             self.place,
-            module=_joined(self.place.module, *module_scopes(eqn)),
+            module=joined(self.place.module, *module_scopes(eqn)),
             identity=(*self.place.identity, planned.index),
             entry=self._entry(eqn),
             inside=decided_inside(jaxprs.scope_text(eqn), self.place.inside),
@@ -354,7 +254,7 @@ class _Reader(Walk[_Slot]):
             for var, i in zip(plan.body.jaxpr.invars, positions, strict=True)
         ]
         place = _Place(
-            _joined(here.module, source_code.jitted_name(eqn) or ""),
+            joined(here.module, source_code.jitted_name(eqn) or ""),
             here.times * turns_of(eqn),
             here.depth + 1,
             (*here.identity, number),
@@ -483,7 +383,8 @@ def module_scopes(eqn: Eqn) -> list[str]:
     return scope_text.module_names(jaxprs.scope_text(eqn))
 
 
-def _joined(path: str, *names: str) -> str:
+def joined(path: str, *names: str) -> str:
+    """Returns the path of a module and the names of what is inside of it, as one."""
     return "/".join(name for name in (path, *names) if name)
 
 

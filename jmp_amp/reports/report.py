@@ -1,29 +1,19 @@
-"""`explain`: what autocast would do to a function, to be read before it runs."""
+"""`Report`: what autocast does to a function, as plain data and as tables."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
-from jmp_amp.plan.rewrites import cpu_products
-from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.patterns import paths_matching
-from jmp_amp.policies.policy import Policy
-from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
-from jmp_amp.policies.two_calls import Waiting, in_two_calls
-from jmp_amp.reports import plain_data, report_tables, rows, tables
+from jmp_amp.reports import plain_data, report_tables, requests, rows, sentences, tables
 from jmp_amp.reports.askers import by_asker
-from jmp_amp.reports.reading import inputs_of, read_plan, read_saved
 from jmp_amp.reports.rows import Asked, Cast, Costs, Equation, Kept, Reason, Saved
-from jmp_amp.reports.tables import quantity
 from jmp_amp.reports.ways import Frame
 from jmp_amp.reports.why import Why
-from jmp_amp.transform.functions import check_function
-from jmp_amp.transform.planned import planned_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,31 +164,12 @@ class Report:
     @property
     def summary(self) -> str:
         """The operations in half, the casts and the saved bytes, in one sentence."""
-        total, asked = self.total, self.asked
-        others = sum(each.equations for each in asked)
-        parts = [
-            f"{total.in_half - others} of {total.equations} equations in half"
-            + (f" by the policy, {others} by {_askers(asked)}" if asked else "")
-        ]
-        if total.matmuls:
-            share = 100 * total.flops_in_half / total.flops if total.flops else 0.0
-            others = sum(each.matmuls for each in asked)
-            parts.append(
-                f"{total.matmuls_in_half - others} of {total.matmuls} matmuls in half"
-                + (f" by the policy, {others} otherwise" if others else "")
-                + f" ({share:.0f}% of {quantity(total.flops)}FLOP)"
-            )
-        if self.asks_for_fp8:
-            parts.append(_fp8_text(total))
-        elements = quantity(total.cast_elements).strip()
-        parts.append(f"{total.casts} casts of {elements} elements")
+        parts = sentences.plan(self.total, self.asked, self.asks_for_fp8)
         if self.saved is None:
             parts.append(f"not differentiable: {self.not_differentiable}")
         else:
-            parts.append(_saved_text(self))
-            if total.recomputed:
-                plural = "" if total.recomputed == 1 else "s"
-                parts.append(f"{total.recomputed} equation{plural} made again")
+            held = self.arguments, self.arguments_without
+            parts += sentences.saved(self.total, *held)
         where = "" if self.on_cpu is None else f" on this CPU ({self.on_cpu})"
         return f"{self.function} with {self.policy}{where}: {'; '.join(parts)}"
 
@@ -211,6 +182,41 @@ class Report:
 
     def _repr_html_(self) -> str:
         return tables.as_html(self.summary, self._tables())
+
+    def table(self, *, sort: str | None = None, width: int = 100) -> str:
+        """Returns the table of all modules as text, sorted by one of its figures.
+
+        Without `sort` a module stands below the one that it is in, in the order of the
+        program. With it, whole paths stand in one list, the largest figure first.
+
+        Args:
+          sort: "flops", "saved" for the bytes kept for the backward pass, "casts" for
+            the elements cast, or None.
+          width: of the table, in characters.
+
+        Raises:
+          TypeError: if `width` is no int.
+          ValueError: if `sort` is none of these, or `width` below 1.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> import jmp_amp as amp
+          >>> @jax.jit
+          ... def small(w, x):
+          ...     return x @ w
+          >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+          >>> report = amp.explain(lambda w, x: small(w, x[:1]) + x @ w)(x, x)
+          >>> lines = report.table(sort="flops", width=400).splitlines()
+          >>> [line.split("  ")[0].strip() for line in lines[5:7]]
+          ['(top level)', 'small']
+        """
+        requests.check_sort(sort, "Report.table", report_tables.SORTS)
+        requests.check_width(width, "Report.table", 100)
+        return tables.as_text(self.summary, [self._modules(sort)], width)
+
+    def _modules(self, sort: str | None = None) -> tables.Table:
+        saves = self.saved is not None
+        return report_tables.of_modules(self.modules, self.total, saves, sort)
 
     def drill_down(self, module: str = "**", *, width: int = 140) -> str:
         """Returns a table of the equations of some modules.
@@ -236,21 +242,8 @@ class Report:
           >>> print(report.drill_down("", width=100).splitlines()[0])
           2 of 2 equations
         """
-        if not isinstance(module, str):
-            raise TypeError(
-                f"Report.drill_down({module!r}): the path of a module is text. Write a "
-                'glob such as "encoder/*/attention", or "**" for all modules.'
-            )
-        if isinstance(width, bool) or not isinstance(width, int):
-            raise TypeError(
-                f"Report.drill_down(width={width!r}): a width is a number of "
-                "characters. Use an int, such as 140."
-            )
-        if width < 1:
-            raise ValueError(
-                f"Report.drill_down(width={width!r}): no table is so narrow. Use a "
-                "width such as 140."
-            )
+        requests.check_module(module, "Report.drill_down")
+        requests.check_width(width, "Report.drill_down", 140)
         known = paths_matching(self.modules, module)
         chosen = [e for e in self.equations if e.module in known]
         heading = f"{len(chosen)} of {len(self.equations)} equations"
@@ -378,7 +371,7 @@ class Report:
 
     def _tables(self) -> list[tables.Table]:
         shown = [
-            report_tables.of_modules(self.modules, self.total, self.saved is not None),
+            self._modules(),
             report_tables.of_products(
                 self.products if self.asks_for_fp8 else (), self.hardly_pays
             ),
@@ -393,38 +386,6 @@ class Report:
         return [table for table in shown if table.rows]
 
 
-def _askers(asked: Sequence[Asked]) -> str:
-    kinds = dict.fromkeys(each.by.partition(",")[0] for each in asked)
-    return " and ".join(kinds)
-
-
-def _fp8_text(total: Costs) -> str:
-    share = 100 * total.fp8_flops / total.flops if total.flops else 0.0
-    return (
-        f"{total.fp8_matmuls} of {total.matmuls} matmuls in fp8 ({share:.0f}%) of "
-        f"{total.quantisations} quantised arrays"
-    )
-
-
-def _saved_text(report: Report) -> str:
-    """Returns the bytes kept for the backward pass: activations, then arguments.
-
-    Copies of weights in half precision do not grow with the batch, as activations do,
-    and without autocast the weights themselves are kept.
-    """
-    total = report.total
-    saved = total.saved - total.copies
-    without = total.saved_without - total.copies_without
-    text = f"saved for backward {quantity(saved)}B of {quantity(without)}B"
-    if without:
-        text += f" ({saved / without:.2f}x)"
-    held = total.copies + report.arguments
-    held_without = total.copies_without + report.arguments_without
-    if not held + held_without:
-        return text
-    return f"{text}, and of arguments {quantity(held)}B of {quantity(held_without)}B"
-
-
 def _kept(row: Mapping[str, Any]) -> Kept:
     return Kept(**{**row, "shape": plain_data.read_shape(row["shape"])})
 
@@ -433,81 +394,3 @@ def _equation(row: Mapping[str, Any]) -> Equation:
     casts = tuple(Cast(**cast) for cast in row["casts"])
     shapes = tuple(map(plain_data.read_shape, row["shapes"]))
     return Equation(**{**row, "shapes": shapes, "casts": casts})
-
-
-@in_two_calls
-def explain(
-    fn: AnyFn,
-    policy: Policy | PolicyMap | str = "mixed_bfloat16",
-    *,
-    target: str | None = None,
-) -> Callable[..., Report]:
-    """Returns a function that reports the plan of a call of `autocast(fn, policy)`.
-
-    It takes the arguments of `fn`, executes nothing, and returns a `Report`: the dtype
-    of every operation and why, with its source line; the casts; the operations of
-    matrix products in half precision; and the bytes kept for the backward pass. What
-    the numbers do under this plan, `diagnose` measures. `Report.asked` is what is in
-    half whatever the policy says: for an autocast inside of `fn`, or for `fn` itself.
-
-    Args:
-      fn: a function of pytrees, as `autocast` takes it.
-      policy: a `Policy`, a text for `get_policy`, or a `PolicyMap`.
-      target: what the plan is made for, as `autocast` takes it. For "cpu" the reasons
-        begin with "on this CPU", and the saved bytes tell what f32 between products
-        costs: they may be more than without autocast.
-
-    Returns:
-      A function of the arguments of `fn`; in place of arrays it takes
-      `jax.ShapeDtypeStruct`s too.
-
-    Raises:
-      TypeError: if `fn` is not callable, `policy` is no policy or `target` no text.
-      ValueError: if the compute dtype is none of float16, bfloat16 and float32, or
-        `target` is unknown.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import jmp_amp as amp
-      >>> def loss(w, x):
-      ...     return jnp.mean(jax.nn.relu(x @ w) ** 2)
-      >>> w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-      >>> report = amp.explain(loss, "mixed_float16")(w, w)
-      >>> report.total.matmuls_in_half, report.total.matmuls
-      (1, 1)
-      >>> [(r.reason, r.operations) for r in report.stays_full][0]
-      ('only f32 operations read it', ('integer_pow',))
-    """
-    check_function(fn, "explain", "explain", "(*args)")
-    name = getattr(fn, "__name__", type(fn).__name__)
-    policies = as_policy_map(policy, "explain(fn, {})")
-    checked_target(target, "explain(fn, target={})")
-
-    def explained(*args: object, **kwargs: object) -> Report:
-        cpu = cpu_of(target)
-        with planned_call(fn, policies, args, kwargs, "explain(fn)", cpu) as call:
-            equations = read_plan(call)
-            kept = read_saved(call, equations)
-            program = Frame(call.plan, inputs_of(call))
-        decided = {e.decided_by for e in equations if e.from_policy}
-        chosen = [policies.default, *(each for _, each in policies.entries)]
-        asked = {each.compute_dtype for each in chosen}
-        others = [e for e in equations if e.reason not in cpu_products.REASONS]
-        gains = len(others) < len(equations)
-        own = any(e.is_in_half or e.matmuls_in_half > 0 for e in others)
-        named = {n for each in chosen for n in (*each.low, *each.full, *each.follow)}
-        return Report(
-            function=name,
-            policy=str(policies),
-            equations=equations,
-            saved=kept.saved,
-            not_differentiable=kept.why_not,
-            unused_rules=tuple(sorted(named - decided)),
-            arguments=kept.arguments,
-            arguments_without=kept.arguments_without,
-            on_cpu=None if cpu is None else cpu.in_words(asked, gains, own),
-            largest_kept=kept.largest,
-            _program=program,
-        )
-
-    return Waiting(explained, f"explain({name})", "Report")

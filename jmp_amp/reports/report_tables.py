@@ -5,19 +5,29 @@ from __future__ import annotations
 import collections
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from jmp_amp.plan.rewrites.f32_gradients import NOTE
 from jmp_amp.plan.tables.operations import OPERATIONS
 from jmp_amp.plan.tables.rules import FUNCTION_RULES
-from jmp_amp.reports.folding import folded
+from jmp_amp.reports.folding import flat, folded
 from jmp_amp.reports.rows import Asked, Cast, Costs, Equation, Kept, Reason
 from jmp_amp.reports.tables import Table, quantity, shape_text
 
 TOP_LEVEL = "(top level)"
 
 
-def of_modules(modules: Mapping[str, Costs], total: Costs, saves: bool) -> Table:
+# What modules are sorted by, and the figures of each.
+SORTS: dict[str, Callable[[Costs], int]] = {
+    "flops": lambda costs: costs.flops,
+    "saved": lambda costs: costs.saved,
+    "casts": lambda costs: costs.cast_elements,
+}
+
+
+def of_modules(
+    modules: Mapping[str, Costs], total: Costs, saves: bool, sort: str | None = None
+) -> Table:
     """Returns one row for each module, below the module it is in, and one for all.
 
     Equal siblings are one row, see `folding`.
@@ -26,11 +36,14 @@ def of_modules(modules: Mapping[str, Costs], total: Costs, saves: bool) -> Table
       modules: the sums of each, by its path.
       total: the sums of all.
       saves: whether to show the bytes that are saved for the backward pass.
+      sort: one of `SORTS`; then rows are whole paths, the largest first.
     """
     numbers = ("in half", "matmuls", "FLOP", "casts", "elements")
     numbers += ("saved", "without") if saves else ()
     rows = []
     tree = folded(modules)
+    if sort is not None:
+        tree = sorted(flat(tree), key=lambda row: -SORTS[sort](row.costs))
     for depth, name, costs in tree:
         cells = [""] * len(numbers) if costs is None else _figures(costs, saves)
         rows.append(("  " * depth + (name or TOP_LEVEL), *cells))

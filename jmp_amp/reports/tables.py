@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -75,7 +76,10 @@ def as_html(
     for table in tables:
         parts.append("<table>")
         if table.title:
-            parts.append(f"<caption>{html.escape(table.title)}</caption>")
+            # Else it is in the middle, and touches the table above.
+            style = "text-align: left; padding-top: 1em"
+            title = html.escape(table.title)
+            parts.append(f'<caption style="{style}">{title}</caption>')
         parts.append(_html_row("th", table.columns, table))
         parts += [_html_row("td", row, table) for row in table.rows]
         parts.append("</table>")
@@ -93,6 +97,13 @@ def _html_row(tag: str, cells: Sequence[str], table: Table) -> str:
             style += "; white-space: pre"
         written.append(f'<{tag} style="{style}">{html.escape(cell)}</{tag}>')
     return f"<tr>{''.join(written)}</tr>"
+
+
+def scale_text(scale: float) -> str:
+    """Returns a loss scale as a program may write it: "2**16", "1", "1000"."""
+    fraction, exponent = math.frexp(scale)
+    is_power = fraction == 0.5 and exponent != 1
+    return f"2**{exponent - 1}" if is_power else f"{scale:g}"
 
 
 def shape_text(shape: Sequence[int]) -> str:

@@ -230,11 +230,11 @@ def test_two_steps_print_a_row_for_each_way_with_and_without_a_bad_pixel(
     rows = [r.split() for r in capsys.readouterr().out.splitlines() if "mixed_f" in r]
     # Without the loss and its difference to that of the whole batch.
     assert [row[1:-6] + row[-4:] for row in rows] == [
-        ["whole", "batch", "no", "2", "0", "0", "2^16"],
-        ["MultiSteps", "no", "2", "0", "0", "2^16"],
-        ["by", "hand", "no", "2", "0", "0", "2^16"],
-        ["MultiSteps", "yes", "1", "1", "64", "2^15"],
-        ["by", "hand", "yes", "1", "1", "256", "2^15"],
+        ["whole", "batch", "no", "2", "0", "0", "2**16"],
+        ["MultiSteps", "no", "2", "0", "0", "2**16"],
+        ["by", "hand", "no", "2", "0", "0", "2**16"],
+        ["MultiSteps", "yes", "1", "1", "64", "2**15"],
+        ["by", "hand", "yes", "1", "1", "256", "2**15"],
     ]
     losses = [float(row[-6]) for row in rows]
     np.testing.assert_allclose(losses[1:3], losses[0], rtol=TOLERANCE[jnp.float16])

@@ -236,8 +236,8 @@ def test_a_few_steps_print_a_row_for_each_recipe():
         if line.split()[:1] in ([name] for name in names)
     }
     # A first scale asks for one, in f32 too.
-    assert rows["float32"][2:] == ["1.000x", "2^10", "0", "2"]
-    assert rows["fp16"][3:] == ["2^10", "0", "2"]
+    assert rows["float32"][2:] == ["1.000x", "2**10", "0", "2"]
+    assert rows["fp16"][3:] == ["2**10", "0", "2"]
     # Before anything is learned, f16 can hardly be told from f32.
     np.testing.assert_allclose(float(rows["fp16"][2][:-1]), 1, atol=0.01)
 

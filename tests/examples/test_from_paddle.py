@@ -156,10 +156,10 @@ def test_table_compares_each_run_with_o0_of_as_many_batches(monkeypatch, capsys)
     Console().print(from_paddle.table_of(results, "a title"))
     rows = [row.split() for row in capsys.readouterr().out.splitlines() if "^" in row]
     assert rows == [
-        ["O0", "1", "1.00x", "2.0000", "+0e+00", "3", "2^0", "1.00MB"],
-        ["O1", "1", "1.25x", "2.5000", "+2e-01", "3", "2^10", "1.00MB"],
-        ["O0", "10", "1.00x", "20.0000", "+0e+00", "3", "2^0", "1.00MB"],
-        ["O1", "10", "1.25x", "25.0000", "+2e-01", "3", "2^10", "1.00MB"],
+        ["O0", "1", "1.00x", "2.0000", "+0e+00", "3", "2**0", "1.00MB"],
+        ["O1", "1", "1.25x", "2.5000", "+2e-01", "3", "2**10", "1.00MB"],
+        ["O0", "10", "1.00x", "20.0000", "+0e+00", "3", "2**0", "1.00MB"],
+        ["O1", "10", "1.25x", "25.0000", "+2e-01", "3", "2**10", "1.00MB"],
     ]
 
 
@@ -188,7 +188,7 @@ def test_script_prints_a_row_for_each_run_without_a_warning():
     runs = [(level, n) for n in ("1", "2") for level in from_paddle.LEVELS]
     assert [tuple(row[:2]) for row in rows] == runs
     # bf16 has no loss scale.
-    assert {(row[5], row[6]) for row in rows} == {("0", "2^0")}
+    assert {(row[5], row[6]) for row in rows} == {("0", "2**0")}
 
 
 @pytest.mark.slow

@@ -208,11 +208,11 @@ def test_a_few_steps_print_a_row_for_each_run(monkeypatch, capsys):
     rows = [row.split() for row in lines if "^" in row]
     # The run, its skips, its scale and whether its bits are those of the mixed one.
     assert [(" ".join(row[:-6]), *row[-4:-2], row[-1]) for row in rows] == [
-        ("default", "0", "2^0", "not"),
-        ("mixed", "0", "2^16", "same"),
-        ("mixed, resumed", "0", "2^16", "same"),
-        ("default, then mixed", "0", "2^16", "not"),
-        ("torch's scaler", "0", "2^4", rows[-1][-1]),
+        ("default", "0", "2**0", "not"),
+        ("mixed", "0", "2**16", "same"),
+        ("mixed, resumed", "0", "2**16", "same"),
+        ("default, then mixed", "0", "2**16", "not"),
+        ("torch's scaler", "0", "2**4", rows[-1][-1]),
     ]
 
 

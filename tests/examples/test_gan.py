@@ -285,8 +285,8 @@ def test_two_steps_print_a_table_and_digits_and_write_a_plot(
     rows = [line.split() for line in printed.splitlines()]
     (first,) = [row for row in rows if row[:2] == ["mixed_float16", "D"]]
     (second,) = [row for row in rows if row[:1] == ["G"]]
-    assert first[3:] == ["0", "2^16", "29/29"]
-    assert second[2:5] == ["0", "2^16", "14/14"]
+    assert first[3:] == ["0", "2**16", "29/29"]
+    assert second[2:5] == ["0", "2**16", "14/14"]
     assert len(second) == 9
     # A discriminator that knows nothing: two coins to call, and one.
     coin = np.log(2)

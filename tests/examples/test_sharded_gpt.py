@@ -636,7 +636,7 @@ def test_a_few_steps_print_a_table():
     first, last, difference, skips, scale, size = row
     assert name == ONE_DEVICE
     assert abs(float(first) - np.log(len(char_gpt.vocabulary()))) < 1
-    assert (last, difference, skips, scale) == ("inf", "0.0e+00", "1", "2^0")
+    assert (last, difference, skips, scale) == ("inf", "0.0e+00", "1", "2**0")
     assert size.endswith("MB")
 
 
@@ -654,7 +654,7 @@ def test_a_training_is_saved_in_one_layout_and_goes_on_in_another(tmp_path):
     for row in rows.values():
         assert float(row[0]) < before
         assert float(row[2]) <= tolerance("f16")
-        assert row[3:5] == ["0", "2^16"]
+        assert row[3:5] == ["0", "2**16"]
     again = run_script("--layout", "fsdp", "--checkpoint", folder)
     assert again.returncode == 2
     assert "exists already" in again.stderr
@@ -747,7 +747,7 @@ def test_two_processes_train_as_one_does(tmp_path):
 
     rows = rows_of(together(*steps, "--layout", name, "--checkpoint", folder))
     both, alone = rows[name], rows[ONE_DEVICE]
-    assert both[3:5] == alone[3:5] == ["1", "2^15"]
+    assert both[3:5] == alone[3:5] == ["1", "2**15"]
     for found, expected in zip(both[:2], alone[:2], strict=True):
         assert float(found) == pytest.approx(float(expected), tolerance("f16"))
     assert float(both[2]) <= tolerance("f16")

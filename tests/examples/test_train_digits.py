@@ -1,14 +1,17 @@
 """The main job: what a newcomer runs first, and what it promises."""
 
 import functools
+import io
 
 import chex
+import digits_report
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import train_digits
+from rich.console import Console
 
 import jmp_amp as amp
 from jmp_amp.plan.program import cpu_target
@@ -32,9 +35,38 @@ def test_a_few_steps_with_one_policy_print_a_table_and_write_a_plot(tmp_path):
     (row,) = [line.split() for line in done.stdout.splitlines() if "c=f16" in line][1:]
     name, loss_mult, *_, scale, _skips, half, saved, step = row
     assert (name, loss_mult, half) == ("p=f32,c=f16,o=f32", "1", "17/17")
-    assert scale.startswith("2^1")
-    assert saved.endswith("MB") and step.endswith("ms")
+    assert scale.startswith("2**1")
+    assert float(saved) > 0 and step.endswith("ms")
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_cell_is_wrapped_at_80_columns():
+    def run(name, loss_mult, scale):
+        metrics = {"loss": 2.9507, "zero gradients": 1.0, "scale": scale}
+        metrics = {key: np.full(300, value) for key, value in metrics.items()}
+        metrics["skipped_total"] = np.full(300, 13)
+        digits = loss_mult, 0.9816, metrics, (17, 17), 13_130_000, 0.1234
+        return digits_report.Result("CNN", name, *digits)
+
+    compared = [
+        run(each.name, each.loss_mult, 2.0**22) for each in train_digits.comparison()
+    ]
+    alone = [run("p=f32,c=bf16,o=f32", 2.0**-20, 1.0)]
+    by_device = train_digits.BY_DEVICE, ("test accuracy", "final loss", "saved MB")
+    for runs, *options in (
+        (compared,),
+        (alone,),
+        ([run('bf16, target="auto"', 1, 1.0)] * 2, *by_device),
+    ):
+        console = Console(file=io.StringIO(), width=80)
+        console.print(digits_report.table_of(runs, *options))
+        lines = console.file.getvalue().splitlines()
+        rule = next(i for i, line in enumerate(lines) if "──" in line)
+        shown = lines[rule + 1 : rule + 1 + len(runs)]
+        assert not lines[rule + 1 + len(runs)].strip(), "\n".join(lines)
+        for line, each in zip(shown, runs, strict=True):
+            assert line.strip().startswith(each.name), "\n".join(lines)
+            assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize("policy", ["fp17", "c=f16,c=f32", "float64"])

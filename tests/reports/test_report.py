@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 
 import jax
@@ -14,6 +15,7 @@ from jax.custom_derivatives import linear_call
 from jax.extend import core
 
 import jmp_amp as amp
+from jmp_amp.reports.tables import scale_text
 from tests.programs import casts_of
 
 
@@ -935,9 +937,9 @@ def test_products_that_only_tell_the_derivative_what_is_solved_are_not_counted()
         assert (found.matmuls, found.flops) == (5, 5 * 2 * 128**3), target
 
 
-def test_a_page_keeps_the_spaces_that_indent_modules_and_columns_do_not_touch():
-    text = explained(MODEL.apply, VARIABLES, X)._repr_html_()
-    cells = re.findall(r'<t[dh] style="([^"]*)">([^<]*)<', text)
-    assert all("padding: 0 0." in style for style, _ in cells)
-    indented = [style for style, cell in cells if cell.startswith("  ")]
-    assert indented and all("white-space: pre" in style for style in indented)
+@pytest.mark.parametrize("scale", [2.0**24, 65536.0, 2.0, 1.0, 0.25, 1000.0, 0.75])
+def test_a_loss_scale_is_shown_as_a_program_writes_it(scale):
+    text = scale_text(scale)
+    assert eval(text) == scale
+    is_power = scale == 2.0 ** round(math.log2(scale))
+    assert ("**" in text) == (is_power and scale != 1.0)

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jmp_amp.numerics.diagnose.runs import Runs
 from jmp_amp.numerics.diagnose.suggestions import in_half
 from jmp_amp.numerics.diagnose.turns import ran_otherwise
-from jmp_amp.numerics.diagnose.wording import number, place, power, run, share
+from jmp_amp.numerics.diagnose.wording import number, place, run, share
 from jmp_amp.numerics.locate.sites import Site, or_infinite, scaled
 from jmp_amp.numerics.measure.own_dtypes import own_dtypes
 from jmp_amp.policies.dtypes import PyTree, parse_dtype
 from jmp_amp.reports import plain_data
 from jmp_amp.reports.report_tables import listed
-from jmp_amp.reports.tables import count
+from jmp_amp.reports.tables import count, scale_text
 
 # What is not finite without the policy, and what the suggested policy does.
 ITSELF, POLICY = "itself", "policy"
@@ -115,9 +115,9 @@ def _origin(runs: Runs) -> Iterator[str]:
     fits = known is None or not known.overflow(first.dtype)
     if not first.is_forward and runs.scale > 1.0 and first.is_in_half and fits:
         yield (
-            f"{told}: the loss scale {power(runs.scale)} is too large for this step. "
-            f"Use {power(runs.suggested_scale)}, or amp.dynamic_loss_scale, which "
-            "skips the step and halves the scale."
+            f"{told}: the loss scale {scale_text(runs.scale)} is too large for this "
+            f"step. Use {scale_text(runs.suggested_scale)}, or amp.dynamic_loss_scale, "
+            "which skips the step and halves the scale."
         )
     else:
         is_narrow = first.dtype == "f16" and not first.is_forward
@@ -299,11 +299,11 @@ def _underflow(runs: Runs) -> Iterator[str]:
     told = f"{share(without)} of the backward values that run in f16 underflow to 0"
     told += " without a loss scale"
     if scale > 1.0:
-        told += f", {share(now)} with {power(scale)}"
+        told += f", {share(now)} with {scale_text(scale)}"
     if held < now / 2:
         yield (
-            f"{told}, and {share(held) or 'none'} with {power(suggested)}: train with "
-            f"amp.dynamic_loss_scale({power(suggested)})."
+            f"{told}, and {share(held) or 'none'} with {scale_text(suggested)}: train "
+            f"with amp.dynamic_loss_scale({scale_text(suggested)})."
         )
     else:
         yield f"{told}, and no scale that fits holds many more: use mixed_bfloat16."

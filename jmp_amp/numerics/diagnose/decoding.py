@@ -10,6 +10,7 @@ import numpy as np
 
 from jmp_amp.numerics.locate.frames import FORWARD, Entry, Path
 from jmp_amp.numerics.locate.sites import Site
+from jmp_amp.numerics.locate.written import Magnitudes, is_written, written
 from jmp_amp.numerics.measure.lockstep import Errors
 from jmp_amp.numerics.measure.measuring import NEVER, Count, Measured, is_scaled_cast
 from jmp_amp.numerics.measure.programs import Program
@@ -35,6 +36,7 @@ class Places:
         self.rows = {row.identity: row for row in rows}
         self.paths: dict[str, str | None] = {}
         self.sources: dict[str, str | None] = {}
+        self.constants = written(program)
         self._note(jaxprs.body_of(program), (), None, None)
 
     def _note(
@@ -71,6 +73,12 @@ class Places:
             if text in notes:
                 return notes[text]
         return None
+
+    def constants_of(self, entry: Entry) -> Magnitudes:
+        """Returns the large constants that a site may hold: a forward one."""
+        is_forward = entry.direction == FORWARD
+        text = str(Identity(entry.identity))
+        return self.constants.get(text, frozenset()) if is_forward else frozenset()
 
     def source_of(self, entry: Entry) -> str | None:
         row = self.row_of(entry.identity) if entry.is_marked else None
@@ -179,6 +187,7 @@ def _site(
     made, nan = first_made
     bad = next((x for x in first_made if x != never), min(row.bad for row in rows))
     first = aval_of(entry.results[0])
+    amax = max(row.amax for row in rows)
     # A complex number is two.
     size = sum(
         math.prod(aval_of(v).shape) * (1 + (aval_of(v).dtype.kind == "c"))
@@ -193,7 +202,7 @@ def _site(
         shape=tuple(first.shape),
         size=size * runs,
         times=runs,
-        amax=max(row.amax for row in rows),
+        amax=amax,
         amin=min((row.amin for row in rows if row.amin), default=0.0),
         zeros=sum(row.zeros for row in rows),
         nonfinite=sum(row.nonfinite for row in rows),
@@ -207,6 +216,7 @@ def _site(
         path=places.path_of(entry),
         identity=str(entry.identity),
         scales=entry.scales,
+        is_constant=is_written(amax, places.constants_of(entry)),
         reads_floats=any(map(jaxprs.is_floating, entry.eqn.invars)),
     )
 

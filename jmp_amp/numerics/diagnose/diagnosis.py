@@ -14,7 +14,7 @@ from jmp_amp.numerics.locate.sites import Gradient, Numbers, Site, added_up, or_
 from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.policies.patterns import paths_matching
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
-from jmp_amp.reports import plain_data, tables
+from jmp_amp.reports import plain_data, requests, tables
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,6 +125,40 @@ class Diagnosis:
     def _repr_html_(self) -> str:
         return tables.as_html(self.summary, self._tables(), self.advice)
 
+    def table(self, *, sort: str | None = None, width: int = 100) -> str:
+        """Returns the table of all modules as text, sorted by one of its figures.
+
+        Args:
+          sort: "error" of the worst operation, "nonfinite" for the number of
+            values that are not finite, or None for the order of the program.
+          width: of the table, in characters.
+
+        Raises:
+          TypeError: if `width` is no int.
+          ValueError: if `sort` is none of these, or `width` below 1.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> import jmp_amp as amp
+          >>> @jax.jit
+          ... def inside(x):
+          ...     return x @ x
+          >>> x = jnp.full((4, 4), 0.1)
+          >>> d = amp.diagnose(lambda x: inside(x) + 1)(x)
+          >>> lines = d.table(sort="error", width=200).splitlines()
+          >>> [line.split("  ")[0].strip() for line in lines[5:7]]
+          ['inside', '(top level)']
+        """
+        requests.check_sort(sort, "Diagnosis.table", diagnosis_tables.SORTS)
+        requests.check_width(width, "Diagnosis.table", 100)
+        shown = self._modules(sort=sort, is_whole=True)
+        return tables.as_text(self.summary, [shown], width)
+
+    def _modules(self, **options: Any) -> tables.Table:
+        return diagnosis_tables.of_modules(
+            self.modules, self.sites, self.reference, self.first_nonfinite, **options
+        )
+
     def drill_down(self, module: str = "**", *, width: int = 140) -> str:
         """Returns a table of the sites of some modules.
 
@@ -149,7 +183,8 @@ class Diagnosis:
           >>> print(d.drill_down("", width=120).splitlines()[0])
           2 of 2 sites
         """
-        _check_drill_down(module, width)
+        requests.check_module(module, "Diagnosis.drill_down")
+        requests.check_width(width, "Diagnosis.drill_down", 140)
         known = paths_matching((site.module for site in self.sites), module)
         chosen = [site for site in self.sites if site.module in known]
         heading = f"{len(chosen)} of {len(self.sites)} sites"
@@ -249,9 +284,7 @@ class Diagnosis:
 
     def _tables(self) -> list[tables.Table]:
         shown = [
-            diagnosis_tables.of_modules(
-                self.modules, self.sites, self.reference, self.first_nonfinite
-            ),
+            self._modules(),
             diagnosis_tables.of_blame(self.blame),
             diagnosis_tables.of_quantised(self.quantised),
             diagnosis_tables.of_gradients(self.gradients),
@@ -293,21 +326,3 @@ def _policy_from(data: object) -> PolicyMap:
         return PolicyMap.from_dict(data)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError) as error:
         raise ValueError(f"Diagnosis.from_dict: the policy: {error}") from error
-
-
-def _check_drill_down(module: object, width: object) -> None:
-    if not isinstance(module, str):
-        raise TypeError(
-            f"Diagnosis.drill_down({module!r}): the path of a module is text. Write a "
-            'glob such as "encoder/*/attention", or "**" for all modules.'
-        )
-    if isinstance(width, bool) or not isinstance(width, int):
-        raise TypeError(
-            f"Diagnosis.drill_down(width={width!r}): a width is a number of "
-            "characters. Use an int, such as 140."
-        )
-    if width < 1:
-        raise ValueError(
-            f"Diagnosis.drill_down(width={width!r}): no table is so narrow. Use a "
-            "width such as 140."
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 
@@ -15,8 +15,13 @@ from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.policies.fp8 import FORMATS
 from jmp_amp.reports import plain_data
 from jmp_amp.reports.report_tables import TOP_LEVEL, listed
-from jmp_amp.reports.tables import Table, count, shape_text
+from jmp_amp.reports.tables import Table, count, scale_text, shape_text
 
+# What modules are sorted by, and the figures of each.
+SORTS: dict[str, Callable[[Numbers], float]] = {
+    "error": lambda numbers: or_infinite(numbers.error),
+    "nonfinite": lambda numbers: numbers.nonfinite,
+}
 _MOST_MODULES = 24
 _BEGINS = " (begins here)"
 _MOST_BLAMED = 8
@@ -51,7 +56,7 @@ def summary(
     if first is not None:
         parts.append(f"first made by {wording.place(first)}, {wording.run(first)}")
     if gradients:
-        parts.append(f"suggested loss scale {wording.power(loss_scale)}")
+        parts.append(f"suggested loss scale {scale_text(loss_scale)}")
     return f"{function} with {given}: {'; '.join(parts)}"
 
 
@@ -77,6 +82,8 @@ def of_modules(
     sites: Sequence[Site],
     reference: Sequence[Site],
     first: Site | None = None,
+    sort: str | None = None,
+    is_whole: bool = False,
 ) -> Table:
     """Returns one row for each module, in the order of the program.
 
@@ -85,14 +92,20 @@ def of_modules(
       sites, reference: of the runs with and without the policy.
       first: the first site that made a value which is not finite. What follows it, and
         the backward pass, spread that: its module stands first.
+      sort: one of `SORTS`: the largest first.
+      is_whole: whether to show all modules, and not only those with the most trouble.
     """
     begins = first.module if first is not None else None
     if sum(each.nonfinite > 0 for each in modules.values()) < 2:
         begins = None
     elif begins is not None:
         modules = {begins: modules[begins], **modules}
+    if sort is not None:
+        figure = SORTS[sort]
+        ordered = sorted(modules.items(), key=lambda each: -figure(each[1]))
+        modules = dict(ordered)
     lost = [_lost_by_module(sites, reference, d) for d in ("forward", "backward")]
-    shown = _worst(modules)
+    shown = set(modules) if is_whole else _worst(modules)
     numbers = ("amax", "amin", "zeros", "not finite", "lost", "lost bwd", "error")
     rows = [
         (
@@ -113,11 +126,13 @@ def of_modules(
             "lost: the share of values that half precision turns into 0; lost bwd: in "
             "the backward pass, without a loss scale."
         )
+    if any(site.is_constant for site in sites):
+        notes.append("amax: without constants of the program, such as those of a mask.")
     if any(each.error is not None for each in modules.values()):
         notes.append("error: of the worst operation.")
     if left_out := len(modules) - len(rows):
         notes.append(
-            f"{left_out} more modules are no worse: Diagnosis.modules has them."
+            f"{left_out} more modules are no worse: Diagnosis.table() shows them."
         )
     columns = ("module", *numbers)
     return _shown(Table("Modules", columns, rows, numbers, "\n".join(notes)))
@@ -176,6 +191,8 @@ def of_blame(blame: Iterable[Site]) -> Table:
     ]
     columns = (*numbers, "operation", "dtype", "module", "source")
     note = "growth: the error over the largest error of the operands."
+    if left_out := len(rows) - len(rows[:_MOST_BLAMED]):
+        note += f"\n{left_out} more make no more of it: Diagnosis.blame has them."
     title = "Where the error is made"
     return Table(title, columns, rows[:_MOST_BLAMED], numbers, note)
 
@@ -193,7 +210,7 @@ def of_quantised(found: Iterable[EightBits]) -> Table:
             wording.place(each.site),
             each.site.dtype,
             wording.number(each.site.amax),
-            f"2^{math.frexp(each.scales[each.site.dtype])[1] - 1}",
+            f"2**{math.frexp(each.scales[each.site.dtype])[1] - 1}",
             wording.share(each.saturated[each.site.dtype]),
             *(wording.share(each.underflowed[name]) for name in FORMATS),
         )
@@ -203,7 +220,8 @@ def of_quantised(found: Iterable[EightBits]) -> Table:
     if any(share for each in ordered for share in each.underflowed.values()):
         notes.append("0 in ...: the share of values that become 0.")
     if left_out := len(ordered) - len(rows):
-        notes.append(f"{left_out} more arrays lose no larger share.")
+        told = f"{left_out} more arrays lose no larger share"
+        notes.append(f"{told}: Diagnosis.quantised has them.")
     columns = ("array", "", *numbers)
     return _shown(Table("In 8 bits", columns, rows, numbers, "\n".join(notes)))
 
@@ -268,7 +286,7 @@ def of_sites(sites: Iterable[Site], reference: Sequence[Site]) -> list[Table]:
                 site.direction,
                 site.dtype,
                 shape_text(site.shape),
-                wording.number(site.amax),
+                wording.number(site.amax) + " (constant)" * site.is_constant,
                 wording.number(site.amin),
                 wording.share(site.zeros / site.size if site.size else 0.0),
                 count(site.nonfinite) + turn,

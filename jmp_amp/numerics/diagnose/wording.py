@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 from jmp_amp.numerics.locate.sites import Site
@@ -43,10 +42,3 @@ def share(value: float) -> str:
     if value < 0.0001:
         return "<0.01%"
     return f"{100 * value:.0f}%" if value >= 0.095 else f"{100 * value:.2g}%"
-
-
-def power(scale: float) -> str:
-    """Returns a loss scale as it may be written in a program."""
-    fraction, exponent = math.frexp(scale)
-    is_large = fraction == 0.5 and exponent > 16
-    return f"2.0**{exponent - 1}" if is_large else f"{scale:.1f}"

@@ -63,6 +63,8 @@ class Site:
       reads_floats: an operand holds floating-point numbers. A mask or an index that
         becomes a number reads none: its error is that of a decision.
       nans: how many values are NaN.
+      is_constant: a constant of the program is `amax`, such as a mask's -1e9: it says
+        nothing of what the program computes.
       makes_nan: in some run no operand held NaN and a result did: it was made of finite
         values, or of infinities, as in `inf - inf`.
 
@@ -98,6 +100,7 @@ class Site:
     reads_floats: bool = True
     nans: int = 0
     makes_nan: bool = False
+    is_constant: bool = False
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -111,6 +114,14 @@ class Site:
     @property
     def is_in_half(self) -> bool:
         return is_half(parse_dtype(self.dtype))
+
+    @property
+    def own_exponents(self) -> dict[int, int]:
+        """`exponents` without that of a constant."""
+        if not self.is_constant:
+            return self.exponents
+        largest = max(self.exponents, default=0)
+        return {e: count for e, count in self.exponents.items() if e < largest}
 
     @property
     def finite(self) -> int:
@@ -229,7 +240,8 @@ class Numbers:
     """What the numbers of several sites were: those of a module.
 
     Attributes:
-      amax, amin, zeros, nonfinite, size: as of a `Site`, over all of them.
+      amax, amin, zeros, nonfinite, size: as of a `Site`, over all of them; `amax` is
+        without the sites that have that of a constant.
       error: the worst error of a forward site; None if none has one.
 
     Example:
@@ -253,7 +265,7 @@ def added_up(sites: Sequence[Site]) -> Numbers:
     """Returns the numbers of all of `sites`."""
     errors = [site.error for site in sites if site.error is not None]
     return Numbers(
-        amax=max((site.amax for site in sites), default=0.0),
+        amax=max((site.amax for site in sites if not site.is_constant), default=0.0),
         amin=min((site.amin for site in sites if site.amin > 0), default=0.0),
         zeros=sum(site.zeros for site in sites),
         nonfinite=sum(site.nonfinite for site in sites),

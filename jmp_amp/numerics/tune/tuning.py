@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from jmp_amp.numerics.locate.sites import or_infinite
 from jmp_amp.policies.patterns import describe, text_of
 from jmp_amp.policies.policy import Policy, get_policy
 from jmp_amp.policies.policy_map import PolicyMap
-from jmp_amp.reports import plain_data, tables
+from jmp_amp.reports import plain_data, requests, tables
 from jmp_amp.reports.report_tables import TOP_LEVEL
 from jmp_amp.reports.tables import Table, quantity
 
@@ -35,6 +36,13 @@ class Tuned:
     policy: Policy
     sensitivity: float
     flops: int
+
+
+# What modules are sorted by, and the figures of each.
+_SORTS: dict[str, Callable[[Tuned], float]] = {
+    "error": lambda tuned: or_infinite(tuned.sensitivity),
+    "flops": lambda tuned: tuned.flops,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +136,29 @@ class Tuning:
     def _repr_html_(self) -> str:
         return tables.as_html(self.summary, self._tables(), self.notes)
 
+    def table(self, *, sort: str | None = "error", width: int = 100) -> str:
+        """Returns the table of all modules as text, sorted by one of its figures.
+
+        Args:
+          sort: "error" for the sensitivity, "flops", each the largest first, or None
+            for the order of the program.
+          width: of the table, in characters.
+
+        Raises:
+          TypeError: if `width` is no int.
+          ValueError: if `sort` is none of these, or `width` below 1.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jmp_amp as amp
+          >>> tuning = amp.tune(jnp.vdot, max_grad_error=0.1)(jnp.ones(2), jnp.ones(2))
+          >>> print(tuning.table(sort="flops", width=200).splitlines()[3].strip())
+          module        policy              sensitivity   FLOP
+        """
+        requests.check_sort(sort, "Tuning.table", _SORTS)
+        requests.check_width(width, "Tuning.table", 100)
+        return tables.as_text(self.summary, [self._modules(sort)], width)
+
     def _tables(self) -> list[Table]:
         rows = [("(default)", str(self.policy.default))]
         rows += [
@@ -136,6 +167,12 @@ class Tuning:
         ]
         note = "" if self.is_minimal else "Not every entry was shown to be needed."
         policy = Table("Policy", ("modules", "policy"), rows, (), note)
+        return [policy, self._modules("error")]
+
+    def _modules(self, sort: str | None) -> Table:
+        modules = list(self.modules.items())
+        if sort is not None:
+            modules.sort(key=lambda each: -_SORTS[sort](each[1]))
         numbers = ("sensitivity", "FLOP")
         rows = [
             (
@@ -144,11 +181,10 @@ class Tuning:
                 f"{each.sensitivity:.2g}",
                 quantity(each.flops) if each.flops else "",
             )
-            for path, each in self.modules.items()
+            for path, each in modules
         ]
         note = "sensitivity: the gradient error if nothing else runs in half precision."
-        columns = ("module", "policy", *numbers)
-        return [policy, Table("Modules", columns, rows, numbers, note)]
+        return Table("Modules", ("module", "policy", *numbers), rows, numbers, note)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the tuning as dictionaries, lists, numbers and text.

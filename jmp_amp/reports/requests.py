@@ -1,0 +1,39 @@
+"""What users ask a report to show: the errors of a request that it cannot meet."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+
+def check_module(module: object, call: str) -> None:
+    """Raises a TypeError if `module` is no text."""
+    if not isinstance(module, str):
+        raise TypeError(
+            f"{call}({module!r}): the path of a module is text. Write a glob such as "
+            '"encoder/*/attention", or "**" for all modules.'
+        )
+
+
+def check_width(width: object, call: str, usual: int) -> None:
+    """Raises a TypeError if `width` is no int, and a ValueError if it is below 1."""
+    if isinstance(width, bool) or not isinstance(width, int):
+        raise TypeError(
+            f"{call}(width={width!r}): a width is a number of characters. Use an int, "
+            f"such as {usual}."
+        )
+    if width < 1:
+        raise ValueError(
+            f"{call}(width={width!r}): no table is so narrow. Use a width such as "
+            f"{usual}."
+        )
+
+
+def check_sort(sort: object, call: str, figures: Collection[str]) -> None:
+    """Raises a ValueError if `sort` is neither None nor one of the figures."""
+    if sort is not None and sort not in list(figures):
+        *others, last = map(repr, figures)
+        raise ValueError(
+            f"{call}(sort={sort!r}): the table has no such figure. Use "
+            f"{', '.join(others)} or {last}, the largest first, or None for the order "
+            "of the program."
+        )

@@ -1,0 +1,114 @@
+"""What differentiation saves of a planned program, by the module that makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jmp_amp.plan.dataflow.values import traced_dtype
+from jmp_amp.plan.program import binding, jaxprs, source_code
+from jmp_amp.plan.program.jaxprs import Eqn, Value, aval_of
+from jmp_amp.policies.dtypes import short_name
+from jmp_amp.reports.costs import Residual, saved_for_backward
+from jmp_amp.reports.reading import joined, module_scopes
+from jmp_amp.reports.rows import Equation, Kept, Saved
+from jmp_amp.transform.interpreter import run
+from jmp_amp.transform.planned import PlannedCall
+
+
+class SavedBytes(NamedTuple):
+    """What differentiation saves.
+
+    Attributes:
+      saved: what the modules compute; None if there is no derivative.
+      arguments, arguments_without: bytes of the arguments that it keeps as they are,
+        under autocast and without.
+      why_not: why there is no derivative; None if there is one.
+      largest: the arrays of `saved` under autocast, the largest first.
+    """
+
+    saved: tuple[Saved, ...] | None
+    arguments: int = 0
+    arguments_without: int = 0
+    why_not: str | None = None
+    largest: tuple[Kept, ...] = ()
+
+
+def read_saved(call: PlannedCall, equations: Sequence[Equation]) -> SavedBytes:
+    """Returns what differentiation saves, or why there is no derivative.
+
+    Args:
+      call: the planned call.
+      equations: the equations of the plan.
+    """
+    moving = [
+        i
+        for i, value in enumerate(call.arrays)
+        if jnp.issubdtype(value.dtype, jnp.inexact)
+    ]
+    if not moving:
+        return SavedBytes(None, why_not="no argument is floating-point")
+    if not any(jnp.issubdtype(v.dtype, jnp.inexact) for v in call.jaxpr.out_avals):
+        return SavedBytes(None, why_not="no result is floating-point")
+
+    def plain(*values: Value) -> list[Value]:
+        # Caches may come in half precision.
+        traced = [
+            jax.lax.convert_element_type(x, aval_of(v).dtype)
+            if traced_dtype(v) is not None
+            else x
+            for x, v in zip(values, call.jaxpr.jaxpr.invars, strict=True)
+        ]
+        return binding.run_as_traced(jaxprs.body_of(call.jaxpr), traced)
+
+    def planned(*values: Value) -> list[Value]:
+        return run(call.plan, values)
+
+    residuals: list[list[Residual]] = []
+    for fn in (planned, plain):
+        try:
+            residuals.append(saved_for_backward(fn, call.arrays, moving))
+        except Exception as error:  # whatever the function's own rules raise
+            told = str(error).strip().partition("\n")[0] or type(error).__name__
+            return SavedBytes(None, why_not=told)
+    made = [[each for each in found if each.makers] for found in residuals]
+    copies = [[each for each in found if each.of_argument] for found in made]
+    sizes = [_modules_of(each, equations) for each in (*made, *copies)]
+    paths = dict.fromkeys(path for each in sizes for path in each)
+    saved = tuple(Saved(path, *(each.get(path, 0) for each in sizes)) for path in paths)
+    arguments, arguments_without = (
+        sum(each.size for each in found if not each.makers) for found in residuals
+    )
+    rows = [
+        Kept(path, operation, each.shape, short_name(each.dtype), each.size)
+        for each in made[0]
+        for path, operation in [_place_of(each.makers, equations)]
+    ]
+    largest = tuple(sorted(rows, key=lambda row: -row.size))
+    return SavedBytes(saved, arguments, arguments_without, largest=largest)
+
+
+def _modules_of(
+    residuals: Iterable[Residual], equations: Sequence[Equation]
+) -> dict[str, int]:
+    """Returns how many bytes of `residuals` the modules of `equations` keep."""
+    sizes: dict[str, int] = {}
+    for each in residuals:
+        path, _ = _place_of(each.makers, equations)
+        sizes[path] = sizes.get(path, 0) + each.size
+    return sizes
+
+
+def _place_of(makers: Sequence[Eqn], equations: Sequence[Equation]) -> tuple[str, str]:
+    """Returns the module that makes a residual, and the operation."""
+    known = {name for e in equations for name in e.module.split("/")}
+    path = ""
+    for eqn in makers:
+        path = joined(path, *module_scopes(eqn))
+        # A body that the plan staged anew does not know whose function it was.
+        name = source_code.jitted_name(eqn) or ""
+        path = joined(path, name if name in known else "")
+    return path, makers[-1].primitive.name
