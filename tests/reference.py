@@ -102,8 +102,8 @@ def _fields(node: ast.ClassDef) -> list[ast.AnnAssign]:
 
 def _field(node: ast.AnnAssign) -> str:
     text = f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)}"
-    # What `dataclasses.field` says besides the default is of no use to a caller.
-    if node.value is None or "field(" in ast.unparse(node.value):
+    # A call makes a field of it, with or without a default.
+    if node.value is None or isinstance(node.value, ast.Call):
         return text
     return f"{text} = {ast.unparse(node.value)}"
 
@@ -151,7 +151,8 @@ def _text(text: str) -> str:
         is_drawn = re.search(r"^ {2,}\S", block, re.M) and not _is_list(block)
         if is_drawn or re.match(r"=+ =+|>>> ", block):
             block = f"```text\n{textwrap.dedent(block)}\n```"
-        parts.append(block)
+        # What introduces code in reStructuredText.
+        parts.append(re.sub(r"::$", ":", block))
     return "\n\n".join(parts)
 
 
@@ -161,7 +162,8 @@ def _is_list(block: str) -> bool:
 
 def _section(head: str, body: str) -> str:
     if head.startswith("Example"):
-        return f"**{head}**\n\n```pycon\n{body}\n```"
+        code = body.replace("<BLANKLINE>", "")
+        return f"**{head}**\n\n```pycon\n{code}\n```"
     if head in ("Returns", "Source"):
         return f"**{head}** {_text(body)}"
     items = re.split(r"^(?=\S)", body, flags=re.MULTILINE)
