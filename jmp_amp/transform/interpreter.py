@@ -99,7 +99,8 @@ def autocast(
       cast to an integer, or a choice by rank (`argmax`, `top_k`, `argsort`); a range of
       integers longer than half precision can count, and the product of one-hot rows
       with it;
-    * a bound that half precision rounds to an integer: `clip(p, 1e-4, 1 - 1e-4)`;
+    * a bound that half precision would round to 1, or to another round number:
+      `clip(p, 1e-4, 1 - 1e-4)`;
     * in float16, a value multiplied by an argument, up to the next product;
     * an input of linear algebra, back to the product that makes it: the Gram matrix and
       the right side of a linear system, the covariance of a filter, a kernel. The layer
