@@ -15,12 +15,12 @@ saved: megabytes of activations kept for the backward pass):
 
     run            loss x  accuracy  final loss  zero grads  scale  skips   half  saved
     f32                 1    98.16%      0.0206        6.1%      1      0   0/17   7.00
-    bf16                1    98.32%      0.0209        6.4%      1      0  17/17   3.13
-    f16 + scaling       1    98.32%      0.0205        6.0%  2**18      3  17/17   3.13
-    f16 alone           1    98.49%      0.0203        6.4%      1      0  17/17   3.13
+    bf16                1    98.32%      0.0209        6.4%      1      0  17/17   1.94
+    f16 + scaling       1    98.32%      0.0205        6.0%  2**18      3  17/17   1.94
+    f16 alone           1    98.49%      0.0203        6.4%      1      0  17/17   1.94
     f32            2**-20    97.15%      0.1584        6.4%      1      0   0/17   7.00
-    f16 + scaling  2**-20    97.15%      0.1576        6.5%  2**22      0  17/17   3.13
-    f16 alone      2**-20    10.05%      2.9507      100.0%      1      0  17/17   3.13
+    f16 + scaling  2**-20    97.15%      0.1576        6.5%  2**22      0  17/17   1.94
+    f16 alone      2**-20    10.05%      2.9507      100.0%      1      0  17/17   1.94
 
 The gradients of the small loss are zero in f16, but for those of the last bias, which
 only the f32 logits read: nothing is learned. With dynamic scaling f16 follows f32. (f32

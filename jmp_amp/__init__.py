@@ -1,30 +1,34 @@
 """Automatic mixed precision for JAX and Flax.
 
-* Which dtypes: `Policy`, `get_policy`, `half_dtype`; matrix products of 8-bit floats:
-  `Fp8`. By hand, `cast_floating`, `cast_to_half`, `cast_to_full`.
-* A function in mixed precision: `autocast`. Parts of it with a policy of their own:
-  `with_policy`, `full_precision`; kernels and custom rules in half: `cast_inputs`. What
-  it decides, and why: `explain` returns a `Report`, `plots` draws it.
-* What its numbers do: `diagnose` runs it beside f32 and returns a `Diagnosis`: where a
-  value first became infinite or NaN, what underflows, where the error is made, the loss
-  scale and the policy that mend it.
-* One word for all of it: `recipe("O2")` returns a `Recipe`. Code written for DeepMind's
-  jmp runs with `from jmp_amp import jmp`.
-* Exceptions by Flax module: `PolicyMap`, whose patterns see a `ModuleInfo`. As few of
-  them as a bound on the gradient's error needs: `tune` returns a `Tuning`.
-* Parameters in half precision: `cast_params` puts them into the dtypes of their
-  modules' policies. An optimizer that does not lose their small updates:
-  `with_master_weights`, `with_kahan`, `with_stochastic_rounding`. One whose moments
-  take half or a quarter of the bytes: `with_low_precision_state`. Checkpoints that any
-  precision reads: `export_params`, `export_opt_state`, `import_opt_state`.
-* Gradients of a scaled loss: `value_and_grad`, `grad`; the scale is a `LossScale`, made
-  by `dynamic_loss_scale`, `static_loss_scale` or `no_loss_scale`, or as another system
-  has it by `loss_scale_preset`; torch's own state comes and goes by
-  `loss_scale_from_torch` and `loss_scale_to_torch`.
-* An optimizer that skips steps which overflowed: `with_loss_scale`. Its state tells
-  `loss_scale_of`, `last_step_finite` and `metrics`; `keep_if_finite` takes back what
-  else a skipped step wrote, `check_scale` raises after too many; `all_finite` and
-  `select_tree` are what they are made of.
+* Policies: a `Policy` is three dtypes, `get_policy` reads its text, `half_dtype` is
+  what this machine multiplies fastest. `Fp8` has the settings of 8-bit products. A
+  `PolicyMap` gives Flax modules policies of their own; its patterns see a `ModuleInfo`.
+  `cast_floating`, `cast_to_half`, `cast_to_full` cast by hand.
+* Transforms: `autocast` returns a function in mixed precision. `with_policy` and
+  `full_precision` give a part of it another policy; `cast_inputs` puts a kernel or a
+  custom derivative rule into half precision.
+* Loss scaling: `value_and_grad` and `grad` return true gradients of a scaled loss. The
+  scale is a `LossScale`, made by `dynamic_loss_scale`, `static_loss_scale` or
+  `no_loss_scale`; `loss_scale_preset` is that of another system,
+  `loss_scale_from_torch` and `loss_scale_to_torch` read and write the state of torch's
+  GradScaler.
+* Training: `with_loss_scale` is an optimizer that skips steps which overflowed.
+  `loss_scale_of`, `last_step_finite` and `metrics` read its state, `check_scale` raises
+  after too many skips, `keep_if_finite` takes back what else a skipped step wrote;
+  `all_finite` and `select_tree` are the parts of these. `cast_params` stores parameters
+  in half precision, and `with_master_weights`, `with_kahan` and
+  `with_stochastic_rounding` keep their small updates. `with_low_precision_state` stores
+  moments in half or a quarter of the bytes. `export_params`, `export_opt_state` and
+  `import_opt_state` are for checkpoints that any precision reads. `psum_in_f32` adds up
+  half-precision gradients over devices in f32.
+* Reports: `explain` returns a `Report` of what autocast decides, and why.
+* Numerics: `diagnose` runs a function beside f32 and returns a `Diagnosis`: where a
+  value first became infinite or NaN, what underflows, where the error is made, which
+  loss scale and policy mend it. `tune` finds the cheapest `PolicyMap` within a bound on
+  the gradient's error, and returns a `Tuning` of `Step` and `Tuned`.
+* Recipes: `recipe` returns a `Recipe`, the whole setup by a word of another system,
+  such as "O2". The module `jmp` runs code that was written for DeepMind's jmp.
+* Plots: the module `plots` draws reports, diagnoses and tunings.
 
 Example:
   >>> import jax, jax.numpy as jnp, optax

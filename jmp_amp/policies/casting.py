@@ -17,7 +17,7 @@ Tree = TypeVar("Tree")
 def cast_floating(tree: Tree, dtype: DTypeLike) -> Tree:
     """Returns `tree` with its floating-point leaves cast to `dtype`.
 
-    Cast are f16, bf16, f32 and f64 leaves: JAX arrays (they keep their sharding) and
+    Leaves of f16, bf16, f32 and f64 are cast: JAX arrays (they keep their sharding) and
     tracers, numpy arrays and numpy scalars (they stay numpy, on the host), and
     `jax.ShapeDtypeStruct`.
 

@@ -214,8 +214,8 @@ def half_dtype(backend: str | None = None) -> np.dtype:
     """Returns the half-precision dtype that a backend's matrix units work in.
 
     bf16 on TPUs, on CPUs, on AMD GPUs and on NVIDIA GPUs of compute capability 8.0
-    (Ampere) and newer; f16 on older NVIDIA GPUs (Volta, Turing), which have matrix
-    units for no other. If the local GPUs differ, the oldest decides.
+    (Ampere) and newer; f16 on older NVIDIA GPUs (Volta, Turing), whose matrix units
+    multiply no other half dtype. If the local GPUs differ, the oldest decides.
 
     Args:
       backend: "cpu", "gpu", "cuda", "rocm" or "tpu"; by default the one that JAX uses.

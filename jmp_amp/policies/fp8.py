@@ -32,8 +32,9 @@ class Fp8:
     Scales are made of the values themselves, at every step: there is no state. Delayed
     scaling, which keeps a history of maxima, is not built.
 
-    XLA finds the products for cublasLt. Its own kernels, which it may try first,
-    multiply in bf16: set `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`.
+    XLA recognises these products and calls cublasLt. Its own Triton kernels, which it
+    may choose instead, multiply in bf16: set
+    `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`.
 
     Attributes:
       forward: the format of operands, "e4m3": 4 bits of exponent, 3 of mantissa, up to

@@ -71,21 +71,21 @@ class Policy:
       follow: names of operations to run in the dtype that their inputs have.
       matmul: an `Fp8` for matrix products in 8-bit floats, of bf16 operands; None for
         products in `compute_dtype`.
-      saved: which values differentiation keeps for the backward pass, and which it
-        makes again. Matrix products, convolutions, sorts, lookups, collectives, random
-        bits, linear algebra and loops never run twice. "all", "auto" and "least" have
-        the same operations in the same order, and so the same values and gradients.
+      saved: which values are kept for the backward pass, and which are computed again.
+        Matrix products, convolutions, sorts, lookups, collectives, random bits, linear
+        algebra and loops never run twice. "all", "auto" and "least" have the same
+        operations in the same order, and so the same values and gradients.
 
-        * "all": what the derivatives ask for, as without a plan. The default where
-          `compute_dtype` is f32.
+        * "all": every value that the derivatives read, as JAX does without a plan. The
+          default where `compute_dtype` is f32.
         * "least": the least bytes. A minimum cut, in the dtypes of the plan, between
           what cannot be made again and what the backward pass reads.
         * "auto", the default where `compute_dtype` is half: the same inside of loops.
-          In other code, what matrix products read is kept too, and chains of
-          elementwise operations between them are made again from what is kept anyway.
-          XLA is kept from merging both computations only where that pays: in the chain
-          is a function that XLA computes once for all readers (`tanh`, `sin`, `pow`,
-          ...) of 1.5 MiB or more.
+          In other code the inputs of matrix products are kept too, and chains of
+          elementwise operations between them are computed again from values that are
+          kept anyway. A barrier keeps XLA from merging the two computations where it
+          pays: where the chain has a function that XLA computes once for all readers
+          (`tanh`, `sin`, `pow`, ...), of 1.5 MiB or more.
         * "int8", "e4m3": as "least", and activations in half are kept in 8 bits. Values
           and forward mode are those of "all", and gradients are rounded. "int8" has one
           scale for 128 elements of the last axis, their `amax / 127`; "e4m3" has one
@@ -156,7 +156,7 @@ class Policy:
 
     @property
     def says_saved(self) -> bool:
-        """Whether `saved` is another word than the default of the compute dtype."""
+        """Whether `saved` differs from the default of the compute dtype."""
         return not isinstance(self.saved, DefaultWord)
 
     def cast_to_param(self, tree: Tree) -> Tree:
@@ -308,14 +308,14 @@ def get_policy(policy: str | Policy) -> Policy:
     The forms are those of jmp (https://github.com/google-deepmind/jmp), two names of
     Keras, and one of Colossal-AI. Case and spaces do not matter.
 
-    * `"p=f32,c=bf16,o=f32"`, or spelt out `"params=..,compute=..,output=.."`: whatever
-      is left out follows what stands before it, and parameters are f32, so `"c=f16"`
-      is `"p=f32,c=f16,o=f16"`. Operations are added as
+    * `"p=f32,c=bf16,o=f32"`, or spelt out `"params=..,compute=..,output=.."`: a dtype
+      that is left out is the one before it, and parameters are f32, so `"c=f16"` is
+      `"p=f32,c=f16,o=f16"`. Operations are added as
       `"p=f32,c=bf16,o=f32,low=tanh+dot,full=my_loss"`, `saved` as `"c=f16,s=least"`,
       `reduce_dtype` as `"p=f32,c=bf16,r=f32"`.
     * a dtype alone, `"bf16"`, `"float32"`, `"full"`, `"half"`: parameters, computation
-      and outputs have it. `"fp16"` is no mixed precision, as it is in torch and as
-      `amp.recipe("fp16")` is.
+      and outputs have it. `"fp16"` is f16 throughout; the mixed precision that torch
+      calls fp16 is `"mixed_float16"`, or `amp.recipe("fp16")`.
     * `"mixed_bfloat16"`, `"mixed_float16"`: f32 parameters and outputs.
     * `"fp8"`: `"mixed_bfloat16"` with matrix products in 8-bit floats, see `Fp8`. In
       pairs it is `"p=f32,c=bf16,o=f32,m=fp8"`; settings that are not the default are

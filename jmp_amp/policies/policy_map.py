@@ -56,11 +56,11 @@ class PolicyMap:
     and hands on the compute dtype of the policy that reaches it. An entry for a norm
     class itself is taken as it is written.
 
-    Each `PolicyMap` warns once of its entries that matched no module of a program; not
-    of those that a recipe brings along, which are for modules that a model may have.
+    A map warns once of each entry that matches no module of a program. Entries that a
+    recipe adds, for modules that a model may lack, are exempt.
 
-    As text it is `"mixed_bfloat16; **/head: float32; re:blocks/\d+: float32"`: that is
-    what `str` gives, and what is understood wherever a policy is.
+    Its text, `"mixed_bfloat16; **/head: float32; re:blocks/\d+: float32"`, is what
+    `str` returns and what every `policy` argument accepts.
 
     A map is hashable, compares by value and is not a pytree.
 
@@ -127,7 +127,7 @@ class PolicyMap:
 
     @functools.cached_property
     def sees_paths(self) -> bool:
-        """Whether it may tell two modules of one class apart."""
+        """Whether an entry can distinguish two modules of one class."""
         return any(not isinstance(pattern, type) for pattern, _ in self.entries)
 
     def __hash__(self) -> int:

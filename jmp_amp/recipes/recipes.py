@@ -155,9 +155,9 @@ class Recipe:
         """Returns parameters and the state of the optimizer to begin with.
 
         Parameters are cast as `cast_params` does; masters begin with the digits of the
-        f32 originals (but copies that `tx` itself keeps, as schedule-free ones do, with
-        the rounded ones). Arrays that stay f32 are not copied: a step that is given
-        them as donated arguments takes them from the caller too.
+        f32 originals (copies that `tx` itself keeps, as schedule-free optimizers do,
+        begin with the rounded ones). Arrays that stay f32 are not copied: a step that
+        is given them as donated arguments takes them from the caller too.
 
         Args:
           tx: an optimizer that `wrap` returned.
@@ -294,12 +294,12 @@ def recipe(
     mixed_float16, ... Keras       f32        autocast   f32     no      keras
     ================== =========== ========== ========== ======= ======= ============
 
-    Operations that need f32 have it in all of them: O2 and O3, which run whole models
-    in half elsewhere, only store parameters in half. "products" has only matrix
-    products and convolutions in half. bf16 is not scaled by default. "fp16" and "bf16"
-    are mixed precision here; as policies, `get_policy("fp16")`, they are half
-    throughout, parameters and results too. "fp8" is "bf16"
-    with matrix products of 8-bit floats, see `amp.Fp8`; heads (`**/lm_head`, `**/head`,
+    Operations that need f32 run in f32 in all of them: O2 and O3 run whole models in
+    half elsewhere, but here they only store parameters in half. "products": only matrix
+    products and convolutions run in half. There is no loss scale for bf16 by default.
+    "fp16" and "bf16" are mixed precision here; as policies, `get_policy("fp16")`, they
+    are half throughout, parameters and results too. "fp8" is "bf16" with matrix
+    products of 8-bit floats, see `amp.Fp8`; heads (`**/lm_head`, `**/head`,
     `**/logits`, `**/classifier`, `attend` of an embedding) stay bf16. Sources:
     apex/amp/frontend.py; paddle/amp/auto_cast.py; mindspore/train/amp.py;
     colossalai/booster/mixed_precision; keras/src/dtype_policies.

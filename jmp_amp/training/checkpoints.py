@@ -43,11 +43,11 @@ def export_params(
 ) -> Tree:
     """Returns parameters in one dtype, f32 unless asked: for a checkpoint, or to serve.
 
-    Half parameters get the digits that an optimizer keeps of them: the masters of
-    `with_master_weights`, the compensations of `with_kahan`. Batch statistics and all
-    other floats of the tree are cast too; integers, float64, complex numbers, keys and
-    fp8 are not, nor is the collection `_overwrite_with_gradient` of flax's fp8 layers.
-    Arrays are copied: `params` and `opt_state` may be donated afterwards.
+    Half parameters are replaced by their masters (`with_master_weights`), or get their
+    compensation added (`with_kahan`). Batch statistics and all other floats of the tree
+    are cast too; integers, float64, complex numbers, keys and fp8 are not, nor is the
+    collection `_overwrite_with_gradient` of flax's fp8 layers. Arrays are copied:
+    `params` and `opt_state` may be donated afterwards.
 
     Args:
       params: a tree, variables or an `nnx.State`; or an nnx module.
@@ -110,7 +110,7 @@ def export_params(
 
 
 def export_opt_state(opt_state: PyTree) -> PyTree:
-    """Returns an optimizer's state as the optimizer without this library has it.
+    """Returns an optimizer's state without the wrappers of this library.
 
     The states of `with_loss_scale`, `with_master_weights`, `with_kahan`,
     `with_stochastic_rounding` and `with_low_precision_state` are replaced by the states

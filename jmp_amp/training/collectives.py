@@ -16,9 +16,9 @@ from jmp_amp.training.finite import check_mapped, checked_axes
 def psum_in_f32(tree: PyTree, axis_name: Hashable) -> PyTree:
     """Returns the sums of a tree over an axis of devices, added up in float32.
 
-    Call it where `jax.lax.psum` is called: inside of `shard_map`, `pmap` or `vmap`. Of
-    a half-precision leaf each device gets one part from all others, adds it up in
-    float32, and sends the sum, rounded once, to the others. Messages are as small as
+    Call it where `jax.lax.psum` is called: inside of `shard_map`, `pmap` or `vmap`.
+    Each device receives one part of a half-precision leaf from all others, adds it up
+    in float32, and sends the sum to the others, rounded once. Messages are as small as
     those of `psum` in half precision (reduce-scatter and all-gather, Rabenseifner
     2004), and the error does not grow with the number of devices. A sum beyond the
     range of float16 is infinite.

@@ -28,9 +28,9 @@ _SHORTEST_ROW, _SMALLEST = 64, 2**12
 def all_finite(tree: PyTree, axis_name: str | Sequence[str] | None = None) -> jax.Array:
     """Returns whether no leaf of `tree` holds an inf or a NaN: bool[].
 
-    Only inexact leaves are looked at, complex and fp8 ones included; an empty tree is
-    finite. The `_overwrite_with_gradient` collection of flax's fp8 layers is not: an
-    inf in a history of maxima is no overflow of a gradient.
+    Only inexact leaves are checked, complex and fp8 ones too; an empty tree is finite.
+    The collection `_overwrite_with_gradient` of flax's fp8 layers is ignored: an inf in
+    a history of maxima is no overflow of a gradient.
 
     Args:
       tree: any pytree.
@@ -127,7 +127,7 @@ def _all_by_columns(flags: jax.Array) -> jax.Array:
 def select_tree(pred: ArrayLike, a: PyTree, b: PyTree) -> PyTree:
     """Returns `a` if `pred` holds and `b` otherwise, leaf by leaf.
 
-    Both are computed. The one that is not chosen leaves no trace, not even as NaN.
+    Both are computed. A NaN in the other one has no effect.
 
     Args:
       pred: bool[].

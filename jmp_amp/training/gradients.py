@@ -42,23 +42,22 @@ def value_and_grad(
     `loss_scale_of`), or None for no scaling.
 
     The loss comes back as `fn` returned it, neither scaled nor cast. The gradients are
-    unscaled with the scale that scaled them; those of f16 and bf16 arguments come back
-    float32, all others in the dtype of their argument. `aux` is not touched, and a NaN
-    in it has no effect. Nor is the collection `_overwrite_with_gradient` of flax's fp8
-    layers, in `variables` or deeper: what stands there is not a gradient but the next
-    state, as the layers return it.
+    unscaled with the same scale; those of f16 and bf16 arguments are float32, all
+    others have the dtype of their argument. `aux` is returned as it is, and a NaN in it
+    has no effect. So is the collection `_overwrite_with_gradient` of flax's fp8 layers,
+    at any depth: it holds no gradients but the next state of the layers.
 
     A gradient that overflowed is inf or NaN; `with_loss_scale` skips such a step. Keep
     the loss itself in float32, which the mixed policies do: one computed in f16 comes
     back right, but its gradient at a scale of 2**16 starts from inf, so that steps are
-    skipped until the scale has backed off into the range of f16. A loss in f16 or bf16
-    is warned of.
+    skipped until the scale has backed off into the range of f16. There is a warning if
+    the loss is f16 or bf16.
 
-    The gradients of all uses of an f16 or bf16 argument are summed in float32: uses in
-    turns of a loop, in microbatches, rows of a table that are looked up again. For this
-    the function is traced, once, and sees half arrays; the loss is the same, bit for
-    bit. A function that reads the values of its half arguments, as Python's `if` does,
-    is called again without, and its sums are half.
+    If an f16 or bf16 argument is used several times (in iterations of a loop, in
+    microbatches, by lookups of one row), its gradients are summed in float32. For this
+    the function is traced once, with half arrays; the loss is the same, bit for bit. If
+    the function reads the values of its half arguments, as Python's `if` does, it
+    cannot be traced: it is called instead, and these sums are half.
 
     Kernels of f16 and bf16 convolutions are given a memory layout
     (`jax.experimental.layout`), unless they are sharded automatically. `jax.export` of

@@ -72,30 +72,31 @@ def with_low_precision_state(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `inner` with its moments stored in bfloat16 or in 8 bits.
 
-    Encoded are the float32 arrays of the state that have the shape of a parameter, not
-    `()`, and at least `min_size` elements: moments, momentum. Counts, schedules, other
+    It encodes float32 arrays of the state, moments and momentum, that have the shape of
+    a parameter, not `()`, and at least `min_size` elements. Counts, schedules, other
     dtypes and small arrays stay as they are, and so do copies of the parameters, such
     as the `z` of schedule-free: they are weights. `inner` works on the state in
     float32, and the state has the same structure, shapes and dtypes after each step.
 
-    "bfloat16": 2 bytes a number. To nearest, a moment that decays by a thousandth a
-    step stays where it is; with a `key` numbers are rounded at random and right on
-    average, as those of `with_stochastic_rounding`.
+    "bfloat16": 2 bytes a number. Rounded to nearest, a moment that should decay by 0.1%
+    in a step does not move. With a `key` numbers are rounded at random, right on
+    average, as those of `with_stochastic_rounding` are.
 
     "float8": 1 byte, and a scale for 256 numbers in a row (Dettmers et al. 2021,
     arXiv:2110.02861, section 2.1). A block without a minus sign is float8_e5m2, any
     other float8_e4m3fn. A positive number of the former is not rounded to zero. Codes
-    are uint8, in the shape of the parameter. A `key` works here too. An AdamW update
-    that is compiled for an H100 moves 0.71x of the bytes of float32 with "bfloat16" and
-    0.80x with "float8": scales first, and then codes, for which all that is elementwise
-    in `inner` is computed once more. Nothing else is.
+    are uint8, in the shape of the parameter. A `key` rounds them at random too. An
+    AdamW update that is compiled for an H100 moves 0.71x of the bytes of float32 with
+    "bfloat16" and 0.80x with "float8", which computes the elementwise operations of
+    `inner` twice: for the scales, then for the codes.
 
     A state that `inner` leaves as it is keeps its bits, with a key too. Masters and
-    loss scales go around: `with_loss_scale(with_master_weights(
+    loss scales belong outside: `with_loss_scale(with_master_weights(
     with_low_precision_state(tx)), scale)`, and a skipped step leaves codes and random
-    bits alone. So does `optax.MultiSteps`: inside, the gradients that it adds up would
-    be rounded each time. Half parameters need a wrapper around that hands float32 to
-    `inner`; moments that are bfloat16 already are not touched.
+    bits alone. `optax.MultiSteps` belongs outside too: inside, the sums of gradients
+    would be rounded in each micro-step. For half parameters wrap it in
+    `with_master_weights` or its like, so that `inner` gets float32. Moments that are
+    bfloat16 already stay as they are.
 
     Args:
       inner: an optimizer or a chain; extra arguments of `update` reach it.

@@ -56,33 +56,31 @@ def with_loss_scale(
     steps, `check_scale` raises after too many, `keep_if_finite` takes back all other
     values that the step wrote.
 
-    The gradients that `update` is given decide, if `inner` reads them: a frozen part,
-    such as one of `optax.set_to_zero` in an `optax.partition`, skips no step. `inner`
-    reads what `optax.masked` hands on, and what `optax.MultiSteps` adds up. To see what
-    it reads, its `update` is traced once more for each type of the arguments. Put this
-    around the whole chain: a transformation outside, such as `optax.clip`, may hide an
-    overflow from it.
+    Only gradients that `inner` reads are checked: a frozen part, such as one of
+    `optax.set_to_zero` in an `optax.partition`, skips no step. To find out which these
+    are, `update` of `inner` is traced once more for each type of the arguments. Put
+    this around the whole chain: a transformation outside, such as `optax.clip`, may
+    hide an overflow from it.
 
     Gradients of single examples are legal if `inner` adds them up, as
     `optax.contrib.differentially_private_aggregate` does. Each has one axis more than
     its parameter, in front.
 
     Optimizers that evaluate more gradients (`optax.contrib.sam`) or keep several copies
-    of the parameters (`optax.lookahead`) go around it.
+    of the parameters (`optax.lookahead`) belong outside.
 
     `inner` works in float32: f16 and bf16 gradients reach it as float32, f16 and bf16
     parameters too, and so its moments are float32. With `params` given to `update` the
     updates come back in the dtype of half parameters, ready for `optax.apply_updates`;
     in float32 if `inner` is one of `with_master_weights`, `with_kahan` and
-    `with_stochastic_rounding`, which add them without loss.
-    Leaves that are neither float nor complex, and fp8 ones, take no part: `inner` does
-    not see them and their updates are zero.
+    `with_stochastic_rounding`, which add them without loss. `inner` does not see fp8
+    leaves, nor those that are neither float nor complex: their updates are zero.
 
-    Nor does the collection `_overwrite_with_gradient` of flax's fp8 layers, whose
-    "gradients" are the next state: `updates` has there what came in, also in a skipped
-    step and in each micro-step of an accumulation, where the newest replaces the last.
-    It is not for `optax.apply_updates` (apply `updates["params"]`), and
-    `keep_if_finite` takes it back after a skipped step.
+    The collection `_overwrite_with_gradient` of flax's fp8 layers holds the next state
+    of the layers, and no gradients. It comes back in `updates` as it is, in a skipped
+    step and in each micro-step of an accumulation too. It is not for
+    `optax.apply_updates` (apply `updates["params"]`), and `keep_if_finite` takes it
+    back after a skipped step.
 
     For accumulation put this outside: `with_loss_scale(optax.MultiSteps(...))` skips a
     bad micro-step and keeps the sum. Inside, `optax.MultiSteps(with_loss_scale(...))`,

@@ -60,13 +60,13 @@ def cast_params(
     statistics, caches, random number streams and the `_overwrite_with_gradient` of
     flax's fp8 layers are not cast, nor are integers, float64 and fp8.
 
-    A module is known by its class in an nnx module, and in a state of one if `model` is
-    given. A linen tree knows names only: a norm is what linen named `LayerNorm_0`, or
-    holds a `scale` and no `kernel`; with `model`, modules that `setup` makes are known
-    by their class too. A `PolicyMap` finds modules by path in all of them.
+    In an nnx module norms are found by class, and so they are in an `nnx.State` if
+    `model` is given. A linen tree has names only: a norm is called `LayerNorm_0` by
+    linen, or holds a `scale` and no `kernel`; with `model`, modules that `setup` makes
+    are found by class too. A `PolicyMap` finds modules by path in all of them.
 
-    A text for half precision that stores f32, as "mixed_bfloat16" does, is warned of if
-    no parameter was half: none is then.
+    There is a warning if the policy stores f32, as "mixed_bfloat16" does, and no
+    parameter is half: the call changes nothing then.
 
     Args:
       params: linen variables (`{"params": ..., "batch_stats": ...}`) or parameters; an

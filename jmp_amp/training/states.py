@@ -86,8 +86,8 @@ def keep_if_finite(opt_state: PyTree, new: PyTree, old: PyTree) -> PyTree:
     """Returns `new` if the last step was applied, and `old` if it was skipped.
 
     For the values that a step writes besides the parameters: batch statistics, moving
-    averages, fp8 state, step counters. Loss scales in there, and their counters, stay
-    as they are: a whole flax `TrainState` may be given.
+    averages, fp8 state, step counters. A whole flax `TrainState` may be given: loss
+    scales inside of it, and their counters, are not taken back.
 
     Args:
       opt_state: the state that `update` returned in this step, or anything that

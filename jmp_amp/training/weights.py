@@ -61,15 +61,15 @@ def with_master_weights(
     it returns take half-precision parameters to the masters, rounded to nearest:
     `optax.apply_updates` lands exactly there. Float32 parameters have no master.
 
-    A parameter that was changed outside since the last step, so that it is no longer
-    its rounded master, replaces its master.
+    If the caller changed a parameter since the last step, so that it differs from its
+    rounded master, the parameter replaces the master.
 
-    The collection `_overwrite_with_gradient` of flax's fp8 layers passes through: its
-    "gradients", which are the next state, are its updates.
+    The collection `_overwrite_with_gradient` of flax's fp8 layers, their next state, is
+    returned among the updates as it is.
 
-    Together with loss scaling either goes around the other. Accumulation belongs
-    inside: `with_master_weights(optax.MultiSteps(...))`. If the state is sharded and
-    the parameters are not, this is ZeRO's first stage.
+    `with_loss_scale` may stand inside or outside. Accumulation belongs inside:
+    `with_master_weights(optax.MultiSteps(...))`. If the state is sharded and the
+    parameters are not, this is ZeRO's first stage.
 
     Args:
       inner: an optimizer or a chain; extra arguments of `update` reach it.
@@ -148,10 +148,11 @@ def with_stochastic_rounding(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `inner` with half-precision parameters rounded at random.
 
-    A parameter goes to one of the two half-precision numbers around the sum of itself
-    and its update, to the nearer one more often, so that it is right on average (Gupta
-    et al. 2015, arXiv:1502.02551, section 3.2; Zamirai et al. 2020, arXiv:2010.06192).
-    Costs no memory that stays. `inner` works in float32, its moments too.
+    The sum of a parameter and its update is rounded to one of the two half-precision
+    numbers around it, to the nearer one more often, so that it is right on average
+    (Gupta et al. 2015, arXiv:1502.02551, section 3.2; Zamirai et al. 2020,
+    arXiv:2010.06192). It needs no memory between steps. `inner` works in float32, its
+    moments too.
 
     The random bits are made of `key`, a counter in the state and the place of each
     number: `jax.random` makes two words for each step, an integer hash spreads them

@@ -82,27 +82,31 @@ def autocast(
     Loops, branches, calls and sharded maps are entered. Half precision is for what
     matrix units read and for what is stored between layers. Float32 is
 
-    * what the function returns in float32, made so by the operation that makes it,
-      whatever else reads it: elements that nobody wrote keep their bits;
-    * what a loop keeps over its turns: the carry of a `scan` that starts as an argument
-      or a constant, or that no layer reads. A layer multiplies by another matrix in
-      each turn, a slice of what the loop goes through. A stream between layers, which a
-      product or an embedding lookup began, is half. (So the stream of layers that share
-      their weights, a universal transformer, is float32 in a loop.)
-    * an argument plus what is made of it (`y + dt * f(y)`: a state), and the difference
-      of an argument and an activation. What is only added, such as a bias, follows. An
-      array that the function closes over is an argument;
-    * what becomes an index: all that leads to `floor`, `ceil`, `round`, a cast to an
-      integer, or a choice by rank (`argmax`, `top_k`, `argsort`); a grid that counts
-      further than half precision does, and the product of one-hot rows with it;
-    * a bound that half precision rounds onto a round number: `clip(p, 1e-4, 1 - 1e-4)`;
-    * in float16, what an argument scales, from one product to the next;
-    * what linear algebra reads, back to the product: the Gram matrix and the right side
-      of a linear system, the covariance of a filter, a kernel. A layer whose result is
-      solved stays half, and so does a layer in front of a Gram matrix;
+    * a float32 result of the function: the operation that makes it runs in float32,
+      even if others read it in half. Elements that no scatter writes keep their bits;
+    * the carry of a loop, if it starts as an argument or a constant, or if no layer
+      reads it. A layer is a product with other weights in each iteration, a slice of
+      the scanned input. A stream between such layers, begun by a product or an
+      embedding lookup, is half. (If all iterations share their weights, as in a
+      universal transformer, it is float32.)
+    * the sum of an argument and a value computed from it (`y + dt * f(y)`, the state of
+      a solver), and the difference of an argument and an activation. A bias, which is
+      only added, has the dtype of its operands. An array that the function closes over
+      is an argument;
+    * a value that becomes an index: every operation before `floor`, `ceil`, `round`, a
+      cast to an integer, or a choice by rank (`argmax`, `top_k`, `argsort`); a range of
+      integers longer than half precision can count, and the product of one-hot rows
+      with it;
+    * a bound that half precision would round to 1, or to another round number:
+      `clip(p, 1e-4, 1 - 1e-4)`;
+    * in float16, a value multiplied by an argument, up to the next product;
+    * an input of linear algebra, back to the product that makes it: the Gram matrix and
+      the right side of a linear system, the covariance of a filter, a kernel. The layer
+      before a solver stays half, and so does the one before a Gram matrix;
     * distances by a product, `|a|**2 - 2 * a @ b.T + |b|**2`, and second moments less
       squared means, `y.T @ y / n - outer(m, m)`: their digits cancel;
-    * what `stop_gradient` alone reads, back to the product: no derivative saves it;
+    * a value that only `stop_gradient` reads, back to the product that makes it, since
+      no derivative saves it;
     * the body of a `while_loop` that runs until a float of its body is small enough;
     * a product with `precision=` HIGH or HIGHEST, one without a free dimension (`vdot`,
       which is a sum), and the functions of `jnp.linalg`, `jax.scipy.linalg` and
@@ -112,33 +116,33 @@ def autocast(
     `einsum("i,j->ij", positions, frequencies)` is float32 as `positions[:, None] *
     frequencies` is.
 
-    `amp.explain(fn, policy)(*args).why(identity)` tells why an operation has its dtype.
+    `amp.explain(fn, policy)(*args).why(identity)` explains the dtype of an operation.
 
-    The gradients of a table are summed in float32 over all lookups of a row. Those of a
-    lookup of activations are, if it reads each row 16 times in the mean; else the sum
-    is half, which costs digits where one row is looked up hundreds of times.
+    The gradient of a lookup table is summed in float32. If the table is an activation,
+    the sum is float32 only where each row is read 16 times on average; otherwise it is
+    half, and a row that is read hundreds of times loses digits.
 
-    What the backward pass keeps is a part of the plan, see `saved` of `Policy`. Inside
-    of loops it is the least. Elsewhere elementwise chains are made again from what is
-    kept anyway. The operations and their order are those of `saved="all"`, and so are
-    values and gradients bit for bit, where XLA fuses them alike. With "int8" and "e4m3"
-    what is kept in half is kept in 8 bits, and gradients are rounded.
+    The plan also decides which values are kept for the backward pass, see `saved` of
+    `Policy`: inside of loops as few bytes as possible; elsewhere all but chains of
+    elementwise operations, which are computed again. Operations and their order are
+    those of `saved="all"`, and so are values and gradients, bit for bit where XLA fuses
+    them alike. "int8" and "e4m3" keep half arrays in 8 bits, which rounds gradients.
 
-    What is left alone: integers, booleans, complex, float64, fp8 and PRNG keys; dtypes
-    that the program asks for, such as `x.astype(jnp.bfloat16)`; and, computed as they
-    were traced, `custom_vjp` functions, callbacks and Pallas kernels that `cast_inputs`
-    does not mark. In a float32 program `x.astype(jnp.float32)` is no operation and
-    asks for nothing: `full_precision` does.
+    These are left as they are: integers, booleans, complex, float64, fp8 and PRNG keys;
+    dtypes that the program asks for, such as `x.astype(jnp.bfloat16)`; and, computed as
+    they were traced, `custom_vjp` functions, callbacks and Pallas kernels that
+    `cast_inputs` does not mark. In a float32 program `x.astype(jnp.float32)` leaves no
+    operation to see: mark the function with `full_precision`.
 
     A Flax layer that is given `dtype=jnp.float32` computes in float32, as if it were
     marked with `full_precision`. An entry of a `PolicyMap` that names the layer wins.
     A dtype that the modules around it have too, or their configuration, is that of the
     model: it says nothing about one layer, and the policy decides.
 
-    nnx modules may be arguments or closed over: what the function writes to them
-    reaches the caller's objects, as under `nnx.jit`. What a linen model writes comes
-    out of `autocast(model.apply)`; a method of linen that `autocast` decorates may make
-    parameters, but write nothing later.
+    nnx modules may be arguments or closed over: the caller's objects get the values
+    that the function writes, as under `nnx.jit`. `autocast(model.apply)` returns the
+    variables that a linen model writes. A linen method that `autocast` decorates may
+    create parameters, but cannot write variables later.
 
     Args:
       fn: a function of pytrees. Arguments that are no arrays (numbers of Python and

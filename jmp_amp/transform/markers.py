@@ -39,15 +39,15 @@ R = TypeVar("R")
 
 
 def with_policy(policy: Policy | str) -> Callable[[Marked], Marked]:
-    """Returns a decorator: under autocast, what it marks runs with `policy`.
+    """Returns a decorator that gives a function its own policy under autocast.
 
     It marks a function, a method, a Flax module class (the result is a subclass) or a
     module (the result shares its parameters), linen or nnx.
 
     The innermost policy wins: that of a marked function over that of `autocast`, and
-    that of a marked function inside it over both. Values that leave the function come
-    in the policy's `output_dtype`: half precision goes on in half precision, and what
-    reads an f32 result of activations runs in f32.
+    that of a marked function inside it over both. Results have the policy's
+    `output_dtype`: operations that read a half result go on in half precision, and
+    those that read an f32 result of activations run in f32.
 
     It holds under every transformation of JAX, and outside `autocast` it does nothing.
 
@@ -135,8 +135,7 @@ def _marked_module(
 def full_precision(fn: Marked) -> Marked:
     """Returns `fn` that computes in float32 under autocast: `with_policy("float32")`.
 
-    In float32 code `x.astype(jnp.float32)` is no operation and leaves no trace; this is
-    how to say it.
+    In float32 code `x.astype(jnp.float32)` is no operation: mark the function instead.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -156,12 +155,13 @@ def _name(fn: AnyFn) -> str:
 
 
 def cast_inputs(fn: Callable[P, R], dtype: DTypeLike | None = None) -> Callable[P, R]:
-    """Returns `fn` that is traced with its float inputs in `dtype` under autocast.
+    """Returns `fn` with its floating inputs cast to `dtype` under autocast.
 
     For functions that autocast does not look into: a `custom_vjp`, a Pallas kernel, an
-    attention kernel that takes half precision only. They see half-precision arrays,
-    and so do their derivative rules; their half-precision results stay half for what
-    follows. The code around them sees results in float32, as it does without autocast.
+    attention kernel that takes half precision only. They get half-precision arrays, and
+    so do their derivative rules. Operations of autocast that follow read their results
+    in half. Python code that asks for the dtype of a result sees float32, as it does
+    without autocast.
 
     Only float32, bfloat16 and float16 arrays are cast. Outside autocast `fn` is called
     as it is.
