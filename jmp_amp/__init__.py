@@ -103,7 +103,7 @@ if TYPE_CHECKING:
     from jmp_amp.training.weights import (
         with_stochastic_rounding as with_stochastic_rounding,
     )
-    from jmp_amp.transform.interpreter import autocast as autocast
+    from jmp_amp.transform.autocasting import autocast as autocast
     from jmp_amp.transform.markers import cast_inputs as cast_inputs
     from jmp_amp.transform.markers import full_precision as full_precision
     from jmp_amp.transform.markers import with_policy as with_policy
@@ -137,7 +137,7 @@ _NAMES = {
     "training.states": "check_scale keep_if_finite last_step_finite loss_scale_of "
     "metrics",
     "training.weights": "with_kahan with_master_weights with_stochastic_rounding",
-    "transform.interpreter": "autocast",
+    "transform.autocasting": "autocast",
     "transform.markers": "cast_inputs full_precision with_policy",
 }
 __version__ = "0.1.0"

@@ -15,7 +15,7 @@ import numpy as np
 from jmp_amp.plan.program.dimensions import Dimensions
 from jmp_amp.plan.rewrites.cpu_products import half_product
 from jmp_amp.policies.dtypes import BF16, F16, F32, short_name
-from jmp_amp.transform.interpreter import autocast
+from jmp_amp.transform.autocasting import autocast
 
 ROUNDS = 30
 _DTYPES = (F32, BF16, F16)

@@ -99,6 +99,7 @@ WINGS = {
         ("markers", "calls", "derivatives", "widened", "blocks"),
         ("planned",),
         ("interpreter",),
+        ("autocasting",),
     ),
     "training": (
         ("overwritten", "rounding", "reading"),

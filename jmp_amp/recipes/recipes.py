@@ -33,7 +33,7 @@ from jmp_amp.training.parameters import cast_params
 from jmp_amp.training.states import LossScaleState
 from jmp_amp.training.structures import nodes_of
 from jmp_amp.training.weights import with_kahan
-from jmp_amp.transform.interpreter import autocast
+from jmp_amp.transform.autocasting import autocast
 
 _Model = nn.Module | nnx.Module | None
 P = ParamSpec("P")

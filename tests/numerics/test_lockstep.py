@@ -11,7 +11,7 @@ from jax import lax
 from jmp_amp.numerics.measure.lockstep import errors
 from jmp_amp.numerics.measure.pair_constructs import Construct
 from jmp_amp.policies.policy_map import as_policy_map
-from jmp_amp.transform.interpreter import planned_call
+from jmp_amp.transform.planned import planned_call
 
 X = jnp.full((2, 2), 0.5)
 
