@@ -24,7 +24,7 @@ class Folder(NamedTuple):
 # are above its own row. The rows of some wings hold folders, and a folder has rows too.
 WINGS = {
     "policies": (
-        ("dtypes", "patterns", "flags", "arguments"),
+        ("dtypes", "patterns", "flags", "arguments", "tracebacks"),
         ("fp8", "casting", "saved_words", "operation_names"),
         ("policy",),
         ("policy_map", "two_calls"),

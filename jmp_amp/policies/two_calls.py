@@ -11,6 +11,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+from jmp_amp.policies.tracebacks import own_frames_hidden
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -74,7 +76,8 @@ class Waiting:
         self._run, self._first, self._result = run, first, result
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
+        with own_frames_hidden:
+            return self._run(*args, **kwargs)
 
     def __repr__(self) -> str:
         return (

@@ -15,6 +15,7 @@ from flax import nnx
 from jmp_amp.policies.arguments import holds_arrays, warn, written
 from jmp_amp.policies.dtypes import F16, AnyFn, PyTree, is_half
 from jmp_amp.policies.flags import checked_flag
+from jmp_amp.policies.tracebacks import own_frames_hidden
 from jmp_amp.policies.two_calls import in_two_calls
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.overwritten import map_not_overwritten
@@ -116,7 +117,8 @@ def grad(
 
     @functools.wraps(both, updated=())
     def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        value, gradients = both(*args, **kwargs)
+        with own_frames_hidden:
+            value, gradients = both(*args, **kwargs)
         return (gradients, value[1]) if has_aux else gradients
 
     return gradient
@@ -153,9 +155,10 @@ def _differentiated(
             loss, aux = _checked(fn(*args, **kwargs), call, has_aux, holomorphic)
             return (loss if scaler is None else scaler.scale(loss)), (loss, aux)
 
-        (_, (loss, aux)), gradients = _value_and_grad(
-            scaled, argnums, args, kwargs, has_aux=True, **options
-        )
+        with own_frames_hidden:
+            (_, (loss, aux)), gradients = _value_and_grad(
+                scaled, argnums, args, kwargs, has_aux=True, **options
+            )
         _warn_of_half(jnp.result_type(loss), call)
         if scaler is None:
             gradients = map_not_overwritten(promote_gradient, gradients)

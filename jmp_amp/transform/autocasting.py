@@ -16,6 +16,7 @@ from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
+from jmp_amp.policies.tracebacks import own_frames_hidden
 from jmp_amp.policies.two_calls import in_two_calls
 from jmp_amp.transform import linen_modules, scopes
 from jmp_amp.transform.functions import check_function, wraps
@@ -200,7 +201,8 @@ def autocast(
             return fn(*args, **kwargs)
         outer = scopes.active()
         cpu = cpu_of(target)
-        with planned_call(fn, policies, args, kwargs, "autocast(fn)", cpu) as call:
+        planned = planned_call(fn, policies, args, kwargs, "autocast(fn)", cpu)
+        with own_frames_hidden, planned as call:
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in call.arrays):
                 raise TypeError(
                     "autocast(fn): an argument is a jax.ShapeDtypeStruct, which has no "
