@@ -127,3 +127,20 @@ def test_a_body_in_bodies_is_traced_once(around, monkeypatch):
     errors_of(nested(3, around), X)
     # Two branches, or a condition and a body, at each depth; a scan has one.
     assert sorted(ran) == [0, 0, 0] + [1, 1, 1] * (around is not turns)
+
+
+def test_errors_count_in_the_turns_that_both_make():
+    def fn(x, w):
+        y = (x @ w)[0, 0]
+
+        def goes_on(both):
+            return both[0].astype(jnp.float32) * 0.5 + 2040.0 < y
+
+        # Powers of two have no error in any dtype.
+        step = lambda both: (both[0] + 1, both[1] * 2)  # noqa: E731
+        return lax.while_loop(goes_on, step, (jnp.int32(0), jnp.float32(1)))[1]
+
+    # 2049 in bf16 is 2048: the function makes 18 turns, and the plan at most 16.
+    found = errors_of(fn, jnp.full((1, 1), 2049.0), jnp.ones((1, 1)))
+    bodies = [(of[1], error) for (of, _), error in found.of.items() if len(of) == 3]
+    assert [error for number, error in bodies if number == 1] == [0.0]
