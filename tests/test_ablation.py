@@ -1,11 +1,25 @@
 """Each rule of the plan has a test, and programs that need it: see `ablation.py`."""
 
+import json
+import statistics
 from pathlib import Path
 
 import pytest
 
 from jmp_amp.plan.choose.pins import PINS
 from tests.ablation import RULES, kept, programs, signature, switched_off
+from tests.ablation_on_h100 import EXPERIMENTS, TRADE_OFFS
+
+COMPILED = Path(__file__).with_name("ablation_on_h100.json")
+# Trade-offs without which no large model of the zoo needs 1 % more memory: what they
+# are for.
+NO_MEMORY = {
+    "grows": "edges of a graph that look up nodes; a shape of gcn",
+    "misfit": "the largest constants, which half does not hold",
+    "moves_parameters": "nothing that was measured",
+    "stored_in_half": "nothing that was measured",
+    "worth_f32": "digits: what only f32 operations read is not rounded",
+}
 
 TESTS = Path(__file__).parent / "plan" / "rules"
 # Rules that change no plan of the zoo, shapes, idioms and loops: the test that fails
@@ -34,6 +48,26 @@ def test_every_rule_has_a_row_and_a_test():
 def test_every_rule_has_a_program_that_needs_it():
     without = {rule for rule, row in kept().items() if not row["programs"]}
     assert without == ONLY_UNIT_TESTS.keys()
+
+
+def test_trade_offs_that_buy_no_memory_are_known():
+    models = json.loads(COMPILED.read_text())["models"].values()
+    most = {
+        rule: max(
+            rows[rule]["temp"] / rows[""]["temp"] for rows in models if rule in rows
+        )
+        for rule in TRADE_OFFS
+    }
+    assert {rule for rule, ratio in most.items() if ratio < 1.01} == NO_MEMORY.keys()
+
+
+def test_elementwise_operations_in_f32_need_more_memory():
+    """The experiment: half only where something is stored in half."""
+    models = json.loads(COMPILED.read_text())["models"].values()
+    for name in EXPERIMENTS:
+        found = [rows for rows in models if name in rows]
+        ratios = [rows[name]["temp"] / rows[""]["temp"] for rows in found]
+        assert statistics.median(ratios) > 1.03 and max(ratios) > 1.3
 
 
 @pytest.mark.slow
