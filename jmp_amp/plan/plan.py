@@ -25,7 +25,7 @@ from jmp_amp.plan.program.jaxprs import (
     inner_bodies,
     variables,
 )
-from jmp_amp.plan.program.regions import Region
+from jmp_amp.plan.program.regions import Entries, Region
 from jmp_amp.plan.rewrites.rewriting import Rewrite
 from jmp_amp.plan.tables.operations import OpClass
 from jmp_amp.plan.tables.rules import Rule
@@ -160,6 +160,7 @@ class Plan:
       needs: for each input, whether the backward pass needs it.
       moved: the f32 variables that are moved parameters, with the dtype of their casts:
         the cast goes before the move, and gradients are f32, see `Policy.reduce_dtype`.
+      entries: of a whole program, those of the map that match its name scopes.
     """
 
     body: Body
@@ -169,6 +170,7 @@ class Plan:
     blocks: tuple[Block, ...] = ()
     needs: tuple[bool, ...] | None = None
     moved: Mapping[Var, np.dtype] = dataclasses.field(default_factory=dict)
+    entries: Entries = ()
 
     @functools.cached_property
     def readers(self) -> dict[Var, list[int]]:

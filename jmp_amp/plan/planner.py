@@ -40,7 +40,7 @@ from jmp_amp.plan.program.jaxprs import (
     Var,
     aval_of,
 )
-from jmp_amp.plan.program.regions import Region, region_at
+from jmp_amp.plan.program.regions import Entries, Region, outermost
 from jmp_amp.plan.rewrites.f32_gradients import f32_gradients, moves_parameter
 from jmp_amp.plan.rewrites.rewriting import Readers
 from jmp_amp.plan.saved.blocks import Saving, find_blocks
@@ -55,6 +55,7 @@ def plan_program(
     stored: Sequence[np.dtype | None],
     states: Sequence[np.dtype | None],
     cpu: Cpu | None = None,
+    entries: Entries = (),
 ) -> Plan:
     """Returns the plan of a traced function whose arguments are all free.
 
@@ -66,9 +67,10 @@ def plan_program(
         else None.
       states: for each output that updates a state, the dtype of the state; else None.
       cpu: the CPU that it is for; None for a GPU or a TPU.
+      entries: those of a map that match name scopes of the program.
     """
     body = jaxprs.body_of(closed_jaxpr)
-    region = region_at("", policy, cpu)
+    region = outermost(policy, cpu, entries)
     argument = Known(Origin.FREE, None, region, frozenset((Trait.PARAMETER,)))
     outputs = [
         _returned(v, state, policy)
@@ -79,9 +81,10 @@ def plan_program(
         for v, dtype in zip(body.jaxpr.invars, stored, strict=True)
     ]
     uses = tuple(map(_returned_use, outputs))
-    return _plan(
+    plan = _plan(
         body, [argument] * len(reads), reads, outputs, uses, region, None, Saving.BESIDE
     )
+    return dataclasses.replace(plan, entries=entries) if entries else plan
 
 
 def plan_derivative_rule(

@@ -234,8 +234,15 @@ def matches(pattern: Pattern, info: ModuleInfo, inside: Inside | None = None) ->
         found = inside(names)
         return found is not None and _matches_names(info.path, found)
     if isinstance(pattern, re.Pattern):
-        return pattern.fullmatch("/".join(info.path)) is not None
+        return matches_names(pattern, info.path)
     return bool(pattern(info))
+
+
+def matches_names(pattern: Pattern, names: Sequence[str]) -> bool:
+    """Whether a pattern is a text that matches the names of modules or scopes."""
+    if isinstance(pattern, re.Pattern):
+        return pattern.fullmatch("/".join(names)) is not None
+    return isinstance(pattern, str) and _matches_names(names, _names(pattern))
 
 
 def _matches_names(path: Sequence[str], pattern: Sequence[str]) -> bool:

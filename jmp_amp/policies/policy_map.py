@@ -24,6 +24,7 @@ from jmp_amp.policies.patterns import (
     describe,
     is_optional,
     matches,
+    matches_names,
     pattern_from,
     text_of,
 )
@@ -52,12 +53,16 @@ class PolicyMap:
     * a `re.Pattern`, which has to match the whole path, `blocks/0/attn`;
     * a function of a `ModuleInfo` that returns whether it matches.
 
+    Globs and regular expressions match named scopes too, where no Flax module runs:
+    what `jax.named_scope` names, and the layers of libraries that open such scopes, as
+    Haiku and Keras do. Inside of a Flax module they are for modules alone.
+
     A norm layer (`BatchNorm`, `LayerNorm`, `GroupNorm`, `RMSNorm`, ...) computes in f32
     and hands on the compute dtype of the policy that reaches it. An entry for a norm
     class itself is taken as it is written.
 
-    A map warns once of each entry that matches no module of a program. Entries that a
-    recipe adds, for modules that a model may lack, are exempt.
+    A map warns once of each entry that matches no module and no scope of a program.
+    Entries that a recipe adds, for modules that a model may lack, are exempt.
 
     Its text, `"mixed_bfloat16; **/head: float32; re:blocks/\d+: float32"`, is what
     `str` returns and what every `policy` argument accepts.
@@ -310,6 +315,23 @@ def matching_nearest(
         name = info.path[end - 1] if end else None
         found += matching(policies, ModuleInfo(info.path[:end], cls, name), inside)
     return found + matching(policies, info, inside)
+
+
+def entries_of_scopes(
+    policies: PolicyMap, scopes: Iterable[tuple[str, ...]]
+) -> tuple[tuple[Pattern, Policy], ...]:
+    """Returns the entries that match name scopes; `scopes` are the names of each."""
+    texts = [n for n, (each, _) in enumerate(policies.entries) if not callable(each)]
+    if not texts:
+        return ()
+    names = set(scopes)
+    found = [
+        number
+        for number in texts
+        if any(matches_names(policies.entries[number][0], each) for each in names)
+    ]
+    policies._memory.matched.update(found)
+    return tuple(policies.entries[number] for number in found)
 
 
 def unmatched(policies: PolicyMap) -> list[int]:

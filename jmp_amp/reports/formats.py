@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from jmp_amp.plan.plan import Identity, Plan
 from jmp_amp.plan.program import jaxprs
-from jmp_amp.plan.program.regions import Region, region_at, region_of
+from jmp_amp.plan.program.regions import Region, outermost, region_of
 from jmp_amp.policies.dtypes import BF16
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap
@@ -46,7 +46,7 @@ def in_words_of(
     """Returns the rows of a plan with reasons that know the format and norms."""
     chosen = {policies.default, *(policy for _, policy in policies.entries)}
     norms = {norm_policy(each) for each in chosen} - chosen
-    where = dict(_regions(plan, region_at("", policies.default, None)))
+    where = dict(_regions(plan, outermost(policies.default, None, plan.entries)))
     return tuple(_reworded(row, where.get(row.identity), norms) for row in rows)
 
 

@@ -17,11 +17,17 @@ import numpy as np
 from flax import errors, nnx
 
 from jmp_amp.plan.dataflow.dead_code import without_dead_code
-from jmp_amp.plan.program import binding
+from jmp_amp.plan.program import binding, jaxprs
 from jmp_amp.plan.program.cpu_target import Cpu
 from jmp_amp.plan.program.jaxprs import ClosedJaxpr
+from jmp_amp.plan.program.regions import Entries, scopes_in
 from jmp_amp.policies.dtypes import F32, AnyFn, PyTree, is_half
-from jmp_amp.policies.policy_map import PolicyMap, unmatched, warn_of_unmatched
+from jmp_amp.policies.policy_map import (
+    PolicyMap,
+    entries_of_scopes,
+    unmatched,
+    warn_of_unmatched,
+)
 from jmp_amp.transform import scopes
 from jmp_amp.transform.closures import Closures, find_objects
 from jmp_amp.transform.linen_modules import CACHE, Variables, dict_keys, intercepted
@@ -60,6 +66,7 @@ class TracedCall(NamedTuple):
       seen: the same, and writes nothing: objects come back as they are.
       numbered: returns the arguments, positional and others, as they would be if every
         array were its number among `arrays`, an array of numpy.
+      entries: those of the map that match name scopes outside of Flax modules.
     """
 
     jaxpr: ClosedJaxpr
@@ -69,6 +76,7 @@ class TracedCall(NamedTuple):
     returned: Callable[[Sequence[PyTree]], PyTree]
     seen: Callable[[Sequence[PyTree]], PyTree]
     numbered: Callable[[], tuple[tuple[PyTree, ...], dict[str, PyTree]]]
+    entries: Entries = ()
 
 
 @contextlib.contextmanager
@@ -137,6 +145,7 @@ def traced_call(
                     "module around it, where nothing that is traced may stay. Write "
                     "autocast(model.apply, policy); with_policy(policy) marks a method."
                 )
+        entries = entries_of_scopes(policies, scopes_in(jaxprs.body_of(jaxpr)))
         if unmatched(policies):
             program = jaxpr.pretty_print(name_stack=True, use_color=False)
             warn_of_unmatched(policies, matched=scopes.noted(program, depth))
@@ -149,6 +158,7 @@ def traced_call(
             returned=functools.partial(outputs.returned, call, traced.arrays),
             seen=functools.partial(outputs.seen, traced.arrays),
             numbered=traced.numbered,
+            entries=entries,
         )
 
 

@@ -75,7 +75,12 @@ def planned_call(
     """
     with traced_call(fn, policies, args, kwargs, call, notes_modules, cpu) as traced:
         plan = plan_program(
-            traced.jaxpr, policies.default, traced.stored, traced.states, cpu
+            traced.jaxpr,
+            policies.default,
+            traced.stored,
+            traced.states,
+            cpu,
+            traced.entries,
         )
         warn_of_unused_names(plan, policies)
         yield PlannedCall(

@@ -246,6 +246,8 @@ def module_scope(
         if matched:
             noted = scope_text.noted("entries", found.depth, *matched)
             stack.enter_context(noted)
+        if found.policies.sees_paths:
+            stack.enter_context(scope_text.noted(scope_text.FLAX))
         if found.notes_modules:
             path = "/".join(info.path)
             stack.enter_context(scope_text.text_noted("module", path))

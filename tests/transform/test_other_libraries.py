@@ -27,19 +27,19 @@ def code_of(library: str) -> str:
     return code
 
 
-def products(fn: Any, *args: Any) -> list[tuple[str, str]]:
-    rows = amp.explain(fn, "mixed_bfloat16")(*args).equations
+def products(fn: Any, policy: Any, *args: Any) -> list[tuple[str, str]]:
+    rows = amp.explain(fn, policy)(*args).equations
     return [(row.module.rpartition("/")[2], row.dtype) for row in rows if row.matmuls]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_marked_layer_is_f32_and_explain_lists_the_layers(library, monkeypatch):
+def test_a_layer_by_its_name_is_f32_and_explain_lists_the_layers(library, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     pytest.importorskip(library)
     names: dict[str, Any] = {"jax": jax, "jnp": jnp, "amp": amp}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         exec(code_of(library), names)
-        found = products(names["fn"], *names["args"])
+        found = products(names["fn"], names["policy"], *names["args"])
     assert [dtype for _, dtype in found] == ["bf16", "f32"]
     assert names["outputs"].dtype == jnp.float32
     layers = ["eqx.nn.Linear"] * 2 if library == "equinox" else ["body", "head"]
@@ -54,4 +54,4 @@ def test_a_named_scope_is_listed_and_a_marked_function_in_it_is_f32():
     head = amp.full_precision(layer)
     x = jnp.ones((4, 4))
     fn = lambda x, w: head(jax.nn.relu(layer(x, w, "body")), w, "head")  # noqa: E731
-    assert products(fn, x, x) == [("body", "bf16"), ("head", "f32")]
+    assert products(fn, "mixed_bfloat16", x, x) == [("body", "bf16"), ("head", "f32")]

@@ -17,7 +17,7 @@ from jmp_amp.plan.dataflow.values import traced_dtype
 from jmp_amp.plan.plan import EquationPlan, Identity, Plan
 from jmp_amp.plan.program import jaxprs, source_code
 from jmp_amp.plan.program.jaxprs import Atom, Eqn
-from jmp_amp.plan.program.regions import Region, region_at, region_of
+from jmp_amp.plan.program.regions import Region, outermost, region_of
 from jmp_amp.plan.tables.operations import OPERATIONS
 from jmp_amp.policies.dtypes import F32, is_half
 from jmp_amp.policies.policy import Policy
@@ -140,8 +140,9 @@ def module_paths(plan: Plan, place: Place) -> set[str]:
 def policies_in_force(plan: Plan, default: Policy) -> dict[str, Policy]:
     """Returns the policy of the region that each equation is in, by its identity."""
     regions: dict[tuple[int, ...], Region] = {}
+    outer = outermost(default, None, plan.entries)
     for where, eqn, planned in equations(plan, Place()):
-        around = regions.get(where.identity[:-1], region_at("", default, None))
+        around = regions.get(where.identity[:-1], outer)
         here = (*where.identity, planned.index)
         regions[here] = region_of(jaxprs.scope_text(eqn), around)
     return {str(Identity(here)): region.asked for here, region in regions.items()}

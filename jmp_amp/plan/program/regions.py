@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from jmp_amp.plan.program import scope_text
+from jmp_amp.plan.program import jaxprs, scope_text
 from jmp_amp.plan.program.cpu_target import Cpu
+from jmp_amp.plan.program.jaxprs import Body
 from jmp_amp.policies.dtypes import is_half
+from jmp_amp.policies.patterns import Pattern, matches_names
 from jmp_amp.policies.policy import Policy, get_policy
+
+# Entries of a `PolicyMap` whose patterns are text.
+Entries = tuple[tuple[Pattern, Policy], ...]
 
 
 class Region(NamedTuple):
@@ -23,6 +29,8 @@ class Region(NamedTuple):
         what was asked.
       saved: what is kept for the backward pass. A policy in f32 that does not say it,
         as that of a norm, has that of the region around it.
+      entries: the entries of a map that match scopes, outside of Flax modules.
+      names: of the scopes around it, as the patterns of these entries see them.
     """
 
     path: str
@@ -30,6 +38,8 @@ class Region(NamedTuple):
     asked: Policy
     cpu: Cpu | None = None
     saved: str = "all"
+    entries: Entries = ()
+    names: tuple[str, ...] = ()
 
     def holds(self, other: Region) -> bool:
         """Whether `other` is this region or lies inside it."""
@@ -48,18 +58,64 @@ def region_at(
     saved = policy.saved
     if outer is not None and not is_half(asked.compute_dtype) and not asked.says_saved:
         saved = outer.saved
-    return Region(path, policy, asked, cpu, saved)
+    region = Region(path, policy, asked, cpu, saved)
+    if outer is None:
+        return region
+    return region._replace(entries=outer.entries, names=outer.names)
+
+
+def outermost(asked: Policy, cpu: Cpu | None, entries: Entries) -> Region:
+    """Returns the region of a program, outside of every scope."""
+    return region_at("", asked, cpu)._replace(entries=entries)
 
 
 def region_of(scopes: str, outer: Region) -> Region:
     """Returns the region that the name scopes of an equation of `outer` say."""
-    return outer if "amp[" not in scopes else _region_of(scopes, outer)
+    return outer if not (outer.entries or "amp[" in scopes) else _of(scopes, outer)
 
 
 @functools.lru_cache(maxsize=4096)
-def _region_of(scopes: str, outer: Region) -> Region:
+def _of(scopes: str, outer: Region) -> Region:
     region = outer
-    for path, text in scope_text.policies(scopes):
+    if scope_text.is_noted(scope_text.FLAX, scopes):
+        # There patterns are for modules.
+        region = region._replace(entries=())
+    for path, name in scope_text.parts(scopes):
         path = f"{outer.path}/{path}" if outer.path else path
-        region = region_at(path, get_policy(text), outer.cpu, region)
+        text = scope_text.policy_in(name)
+        found = get_policy(text) if text else None
+        if region.entries and text is None:
+            region = region._replace(names=(*region.names, name))
+            found = policy_of(region.entries, region.names)
+        if found is not None and (text or found != region.asked):
+            region = region_at(path, found, outer.cpu, region)
     return region
+
+
+def policy_of(entries: Entries, names: tuple[str, ...]) -> Policy | None:
+    """Returns the policy of the latest entry that matches the names of scopes."""
+    return next(
+        (policy for each, policy in reversed(entries) if matches_names(each, names)),
+        None,
+    )
+
+
+def scopes_in(body: Body, around: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yields the names of each scope of a program that is in no Flax module.
+
+    They are the names that lead to it, those of the scopes `around` the body first.
+    """
+    seen: dict[int, tuple[str, ...] | None] = {}
+    for eqn in body.jaxpr.eqns:
+        stack = id(eqn.source_info.name_stack)
+        if stack not in seen:
+            text = jaxprs.scope_text(eqn)
+            in_flax = scope_text.is_noted(scope_text.FLAX, text)
+            names = None if in_flax else (*around, *scope_text.module_names(text))
+            seen[stack] = names
+            for end in range(len(around), len(names or ())):
+                yield (names or ())[: end + 1]
+        names = seen[stack]
+        if names is not None:
+            for inner in jaxprs.inner_bodies(eqn):
+                yield from scopes_in(inner.body, names)

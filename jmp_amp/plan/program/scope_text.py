@@ -10,6 +10,7 @@ registry, and serves every library that runs on JAX. These are all of them:
 | `amp_inputs()`              | `cast_inputs` has it in the dtype of the policy      |
 | `amp_entries_<depth>_<n>()` | the entries of a map that matched a module           |
 | `amp_module_<hex>()`        | the path of a module, as a `PolicyMap` sees it       |
+| `amp_flax()`                | a Flax module runs, and its map has text patterns    |
 | `amp_eqn_<body>_<n>()`      | the equation of a plan                               |
 | `amp_cast_<which>()`        | which inserted cast of that equation                 |
 | `amp_quantised()`           | what makes 8-bit floats of an operand                |
@@ -28,6 +29,7 @@ from collections.abc import Iterator
 
 import jax
 
+FLAX = "flax"
 # What JAX writes: in the backward pass, where a checkpoint computes again, and around
 # the body of one.
 BACKWARD, AGAIN = "transpose(", "rematted_computation"
@@ -35,6 +37,7 @@ _NO_MODULES = ("", "checkpoint", AGAIN)
 # The whole of a name, with all three dtypes: a user's own `clamp[0]` is none. Names
 # stand between slashes, and between the parentheses of transformations.
 _POLICY = re.compile(r"(?<![^/(])amp\[(p=\w+,c=\w+,o=\w+[\w,=+]*)\](?![^/)])")
+_NAME = re.compile(r"[^/]+")
 # The name stack of a derivative reads `transpose(jvp(Block_0))/Dense_0`.
 _TRANSFORM = re.compile(r"\w+\(|\)")
 
@@ -50,6 +53,19 @@ def policies(scopes: str) -> list[tuple[str, str]]:
     return [(plain[: each.end()], each[1]) for each in _POLICY.finditer(plain)]
 
 
+def parts(scopes: str) -> list[tuple[str, str]]:
+    """Returns the names of policies, modules and scopes, each with its path."""
+    plain = _TRANSFORM.sub("", scopes)
+    found = [(plain[: each.end()], each[0]) for each in _NAME.finditer(plain)]
+    return [(path, name) for path, name in found if _is_module(name)]
+
+
+def policy_in(name: str) -> str | None:
+    """Returns the policy that a name says; None if it is that of a scope."""
+    found = _POLICY.fullmatch(name)
+    return found and found[1]
+
+
 def without_policies(scopes: str) -> str:
     """Returns name scopes without policies and names of transformations."""
     return _TRANSFORM.sub("", _POLICY.sub("", scopes))
@@ -57,9 +73,12 @@ def without_policies(scopes: str) -> str:
 
 def module_names(scopes: str) -> list[str]:
     """Returns the names of modules and of the user's own scopes."""
-    names = without_policies(scopes).split("/")
+    return [*filter(_is_module, without_policies(scopes).split("/"))]
+
+
+def _is_module(name: str) -> bool:
     # `jnp.einsum` opens a scope of the name of its subscripts.
-    return [name for name in names if name not in _NO_MODULES and "->" not in name]
+    return name not in _NO_MODULES and "->" not in name
 
 
 def noted(kind: str, *values: object) -> contextlib.AbstractContextManager[object]:
