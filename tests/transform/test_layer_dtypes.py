@@ -158,6 +158,8 @@ def test_dtype_that_a_part_of_a_model_is_given_counts():
 
     around = Around(nn.Dense(8), Block(dtype=jnp.float32))
     assert of_linen(around) == [HALF, FULL, FULL]
+    # As the whole model it hands the dtype on.
+    assert of_linen(Block(dtype=jnp.float32)) == [HALF, HALF]
 
 
 def test_layer_that_is_the_whole_model():

@@ -51,7 +51,7 @@ def test_pattern_gives_a_scope_its_policy(pattern):
 
 def test_a_scope_is_in_the_scopes_around_it():
     assert of(model, {"net": "float32"}) == [FULL, FULL]
-    assert of(model, {"net": "float32", "**/head": "bf16"}) == [FULL, HALF]
+    assert of(model, {"net": "float32", "net/head": "bf16"}) == [FULL, HALF]
     # The latest entry wins, and a pattern of the whole path is for no part of it.
     assert of(model, {"**/head": "float32", "net/*": "bf16"}) == [HALF, HALF]
     with pytest.warns(UserWarning, match="'head' matched no module"):
