@@ -110,13 +110,8 @@ def traced_call(
     nodes = [node for node in nodes if not isinstance(node, nnx.GraphDef)]
     outer = scopes.active()
     depth = 0 if outer is None else outer.depth + 1
-    active = scopes.Active(
-        policies.default,
-        policies,
-        depth=depth,
-        notes_modules=notes_modules,
-        cpu=cpu,
-    )
+    told = {"depth": depth, "notes_modules": notes_modules, "cpu": cpu}
+    active = scopes.Active(policies.default, policies, **told)
     with nnx.update_context(tag := object()):
         objects = Objects(nodes, depth, call, tag)
         in_cache = [CACHE in dict_keys(path) for path, _ in paths]
@@ -130,11 +125,8 @@ def traced_call(
                 jaxpr = _traced(traced)
             except Exception as error:
                 are_arrays = map(is_array, traced.values)
-                all_paths = [
-                    *(path for path, _ in paths),
-                    *(None for _ in objects.states),
-                ]
-                inputs = list(itertools.compress(all_paths, are_arrays))
+                known = [path for path, _ in paths] + [None] * len(objects.states)
+                inputs = list(itertools.compress(known, are_arrays))
                 explain_traced_values(error, call, fn, inputs)
                 raise
             if is_widened:
