@@ -7,7 +7,7 @@ compiled again where one of them has moved: the tests then judge what is read fr
 new program. Otherwise they judge what was kept.
 
 `training_figures.json` has the outcomes of trainings likewise. A training is known by
-the jaxprs of all that it compiles, by the source of its example, and by versions.
+the jaxprs of all that it compiles, by the code of its example, and by versions.
 
     KEPT_FIGURES=again python -m pytest -m "slow or not slow" tests
     KEPT_FIGURES=write python -m pytest -m "slow or not slow" tests/zoo/test_zoo.py ...
@@ -18,6 +18,7 @@ the figures of what moved; remove the file to make them all anew.
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import hashlib
 import importlib.metadata
@@ -38,6 +39,7 @@ from tests import dry_run, h100
 FILE = Path(__file__).with_name("h100_figures.json")
 TRAININGS = Path(__file__).with_name("training_figures.json")
 _OF_TRAININGS = ("flax", "jax", "jaxlib", "numpy", "optax", "scikit-learn")
+_WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef)
 NOTHING: dict[str, Any] = {"versions": {}, "programs": {}}
 
 
@@ -115,7 +117,7 @@ def training(
       modules: the examples that it runs.
       file: where they are kept.
     """
-    texts = [dry_run.programs_of(train, modules), *map(inspect.getsource, modules)]
+    texts = [dry_run.programs_of(train, modules), *map(_code_of, modules)]
     ran, mode, current = digest("\n".join(texts)), _mode(), _versions(*_OF_TRAININGS)
     kept = json.loads(file.read_text()) if file.exists() else NOTHING
     found = kept["programs"].get(name)
@@ -126,6 +128,15 @@ def training(
     if mode == "write":
         keep(name, found, current, file)
     return found["figures"]
+
+
+def _code_of(module: types.ModuleType) -> str:
+    """Returns the code of a module without comments and docstrings."""
+    tree = ast.parse(inspect.getsource(module))
+    for node in ast.walk(tree):
+        if isinstance(node, _WITH_DOCSTRING) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return ast.dump(tree)
 
 
 def _mode() -> str:

@@ -142,11 +142,29 @@ class TestTrainings:
             text["versions"]["optax"] = "0.1.0"
             training.file.write_text(json.dumps(text))
         if moved == "source":
-            monkeypatch.setattr(kept.inspect, "getsource", lambda module: "another")
+            monkeypatch.setattr(kept.inspect, "getsource", lambda module: "x = 2")
         rate = 0.25 if moved == "program" else 0.5
         found = training(rate)
         np.testing.assert_allclose(found["end"], self.by_hand(rate), rtol=1e-6)
         assert training.ran == [0.5, rate]
+
+    def test_prose_of_the_source_does_not_count(self, training, monkeypatch):
+        def source(prose, code):
+            text = (
+                f'"""{prose}"""\n# {prose}\ndef f():\n    """{prose}"""\n    {code}\n'
+            )
+            monkeypatch.setattr(kept.inspect, "getsource", lambda module: text)
+
+        monkeypatch.setenv("KEPT_FIGURES", "write")
+        source("One.", "return 1")
+        training(0.5)
+        monkeypatch.delenv("KEPT_FIGURES")
+        source("Another.", "return 1")
+        training(0.5)
+        assert training.ran == [0.5]
+        source("One.", "return 2")
+        training(0.5)
+        assert training.ran == [0.5, 0.5]
 
     def test_what_was_kept_is_what_is_judged(self, training, monkeypatch):
         monkeypatch.setenv("KEPT_FIGURES", "write")
