@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from jmp_amp.exponent_maps import draw_map, draw_ranges, map_of, span
 from jmp_amp.numerics.diagnose.diagnosis import Diagnosis
-from jmp_amp.numerics.tune.tuning import Tuning
+from jmp_amp.numerics.tune.tuning import Tuned, Tuning
 from jmp_amp.reports.report import Report
 from jmp_amp.reports.report_tables import TOP_LEVEL
 from jmp_amp.reports.rows import Costs
-from jmp_amp.reports.tables import quantity
+from jmp_amp.reports.tables import quantity, scale_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +23,8 @@ _HALF, _FULL, _CASTS = "#2a6f97", "#d9a441", "#6c757d"
 _EIGHT = "#013a63"
 _KEPT, _MORE = "#468c72", "#cfe3da"
 _FAILED = "#b3261e"
+_POLICIES = (_FULL, _HALF, _KEPT, "#a05195", _CASTS)
+_MOST_MAPS = 8
 
 
 def explain(report: Report) -> Figure:
@@ -123,8 +125,26 @@ def diagnose(diagnosis: Diagnosis) -> Figure:
             label.set_color(_FAILED if path in failed else "black")
     for axes in grid[:, 1]:
         axes.tick_params(labelleft=False)
+    caption = _caption(diagnosis.loss_scale, bool(failed))
+    figure.supxlabel(caption, fontsize="small", wrap=True)
     figure.suptitle(diagnosis.summary, fontsize="small", wrap=True)
     return figure
+
+
+def _caption(loss_scale: float, fails: bool) -> str:
+    """Returns what lines, greys and colours of a diagnosis stand for."""
+    parts = [
+        "greys: the darker, the more of a module's values have the power of two",
+        "pale ends of bars: subnormal numbers, with fewer digits",
+        "dotted: the range of f16",
+    ]
+    if loss_scale > 1.0:
+        scale = scale_text(loss_scale)
+        parts.append(f"dashed: its lower end with the suggested loss scale {scale}")
+    if fails:
+        parts.append("red: made a value that is not finite")
+    lines = ["; ".join(parts[:2]), "; ".join(parts[2:])]
+    return "\n".join(lines)
 
 
 def _check(value: object, kind: type, name: str, how: str) -> None:
@@ -192,11 +212,14 @@ def _bars(
 
 
 def tune(tuning: Tuning) -> Figure:
-    """Returns a matplotlib `Figure`: the gradient error against the FLOP in half.
+    """Returns a matplotlib `Figure`: the measured maps, and the modules' sensitivities.
 
-    Each map of policies that was measured is a point; a thin line joins them in their
-    order. The large point is the result, the dashed line is the bound. Errors that are
-    not finite are drawn at the top, errors of zero at the bottom.
+    Left is the gradient error against the FLOP in half. Each map of policies that was
+    measured is a point with its number; a thin line joins them in their order, and
+    below stands what each map adds to the policy at the start. The large point is the
+    result, the dashed line is the bound. Right are the modules, the most sensitive
+    first, in the colour of the policy that each got; of more than thirty the first are
+    shown. What is not finite is drawn at the end of the axis, zero at its beginning.
 
     Raises:
       ImportError: without matplotlib.
@@ -208,29 +231,93 @@ def tune(tuning: Tuning) -> Figure:
       >>> loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))
       >>> w = x = jnp.ones((4, 4))
       >>> tuning = amp.tune(loss, max_grad_error=0.1)(w, x)
-      >>> [axes.get_ylabel() for axes in amp.plots.tune(tuning).axes]
-      ['gradient error']
+      >>> curve, bars = amp.plots.tune(tuning).axes
+      >>> curve.get_ylabel(), bars.get_xlabel()
+      ('gradient error', 'sensitivity')
     """
     _check(tuning, Tuning, "tune", "amp.tune(fn, policy, max_grad_error=0.01)(*args)")
-    finite = [s.error for s in tuning.steps if 0 < s.error < float("inf")]
-    finite.append(tuning.max_grad_error)
-    top, bottom = 10 * max(finite), min(finite) / 10
+    modules = tuning.by_figure("error")[:_MOST_MODULES]
+    figure = _figure("tune", (11, 4.2 + 0.14 * len(modules)))
+    curve, bars = figure.subplots(1, 2)
+    _draw_steps(curve, tuning)
+    maps = _draw_numbers(curve, tuning)
+    _draw_sensitivities(bars, modules)
+    figure.suptitle(tuning.summary, fontsize="small", wrap=True)
+    figure.supxlabel("\n".join(maps), x=0.01, ha="left", fontsize="small")
+    return figure
+
+
+def _draw_steps(axes: Axes, tuning: Tuning) -> None:
+    shown = _on_log([*(s.error for s in tuning.steps), tuning.error], tuning)
     costs = [100 * step.cost for step in tuning.steps]
-    errors = [min(max(step.error, bottom), top) for step in tuning.steps]
-    figure = _figure("tune", (6.4, 4.2))
-    axes = figure.subplots()
-    axes.plot(costs, errors, color=_CASTS, linewidth=0.6)
-    axes.scatter(costs, errors, color=_HALF, label="measured", zorder=3)
-    result = min(max(tuning.error, bottom), top)
-    axes.scatter([100 * tuning.cost], [result], s=90, color=_FULL, label="result")
+    axes.plot(costs, shown[:-1], color=_CASTS, linewidth=0.6)
+    axes.scatter(costs, shown[:-1], color=_HALF, label="measured", zorder=3)
+    axes.scatter([100 * tuning.cost], shown[-1:], s=90, color=_FULL, label="result")
     axes.axhline(tuning.max_grad_error, color=_KEPT, linestyle="--", label="bound")
     axes.set_yscale("log")
     axes.set_xlabel("matmul FLOP in half precision, %")
     axes.set_ylabel("gradient error")
     axes.legend(frameon=False, fontsize="small")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(tuning.summary, fontsize="small", wrap=True)
-    return figure
+
+
+def _draw_numbers(axes: Axes, tuning: Tuning) -> list[str]:
+    """Writes the numbers of maps at their points; returns a line for each map.
+
+    Maps with one error and one cost share a point.
+    """
+    points: dict[tuple[float, float], list[int]] = {}
+    shown = _on_log([step.error for step in tuning.steps], tuning)
+    for number, (step, error) in enumerate(zip(tuning.steps, shown, strict=True)):
+        points.setdefault((100 * step.cost, error), []).append(number)
+    for point, numbers in points.items():
+        text = ", ".join(map(str, numbers))
+        place = {"xytext": (5, 5), "textcoords": "offset points"}
+        axes.annotate(text, point, fontsize="small", **place)
+    start = tuning.steps[0].policy if tuning.steps else ""
+    lines = []
+    for number, step in enumerate(tuning.steps[:_MOST_MAPS]):
+        added = step.policy.removeprefix(start).lstrip("; ") if number else "the start"
+        lines.append(f"{number}: {_shortened(added or 'the start again')}")
+    left_out = len(tuning.steps) - len(lines)
+    return lines + [f"{left_out} more: Tuning.steps has them"] * bool(left_out)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 140 else f"{text[:137]}..."
+
+
+def _on_log(errors: list[float], tuning: Tuning) -> list[float]:
+    """Returns errors as a log axis has them: what is not finite is at the end."""
+    known = [*(step.error for step in tuning.steps), tuning.max_grad_error]
+    return _clipped(errors, known)
+
+
+def _clipped(numbers: list[float], known: list[float]) -> list[float]:
+    finite = [each for each in known if 0 < each < float("inf")] or [1.0]
+    top, bottom = 10 * max(finite), min(finite) / 10
+    # A comparison with NaN is false: it is at the end too.
+    return [max(each, bottom) if each < top else top for each in numbers]
+
+
+def _draw_sensitivities(axes: Axes, modules: list[tuple[str, Tuned]]) -> None:
+    sensitivities = [each.sensitivity for _, each in modules]
+    widths = _clipped(sensitivities, sensitivities)
+    policies = list(dict.fromkeys(str(each.policy) for _, each in modules))
+    for number, policy in enumerate(policies):
+        rows = [i for i, (_, each) in enumerate(modules) if str(each.policy) == policy]
+        color = _POLICIES[number % len(_POLICIES)]
+        axes.barh(rows, [widths[i] for i in rows], color=color, label=policy)
+    axes.set_xscale("log")
+    axes.set_xlim(left=min(widths, default=1.0) / 2)
+    axes.tick_params(axis="x", which="minor", labelbottom=False)  # they touch
+    axes.set_xlabel("sensitivity")
+    labels = [_label(path) for path, _ in modules]
+    axes.set_yticks(range(len(labels)), labels, fontsize="small")
+    axes.set_ylim(max(len(labels), 1) - 0.5, -0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    if policies:
+        axes.legend(frameon=False, fontsize="small")
 
 
 def __dir__() -> list[str]:

@@ -146,6 +146,16 @@ def test_ranges_of_formats_and_failing_modules_are_marked():
     assert labels["down"] == "black" != labels["up"]
 
 
+def test_a_caption_tells_what_lines_greys_and_colours_stand_for():
+    caption = amp.plots.diagnose(diagnosed()).get_supxlabel()
+    for words in ("greys: ", "pale ends of bars: ", "dotted: the range of f16"):
+        assert words in caption
+    assert "dashed: its lower end with the suggested loss scale 2**10" in caption
+    assert "red: made a value that is not finite" in caption
+    caption = amp.plots.diagnose(diagnosis([site()], [site()])).get_supxlabel()
+    assert "dotted" in caption and "dashed" not in caption and "red" not in caption
+
+
 def test_of_many_modules_those_that_fail_are_shown():
     sites = [site(module=f"m{i}", makes_nonfinite=i == 70) for i in range(80)]
     _, _, forward, _ = amp.plots.diagnose(diagnosis(sites, sites)).axes

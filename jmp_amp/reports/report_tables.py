@@ -43,7 +43,9 @@ def of_modules(
     rows = []
     tree = folded(modules)
     if sort is not None:
-        tree = sorted(flat(tree), key=lambda row: -SORTS[sort](row.costs))
+        figure = SORTS[sort]
+        # All rows of `flat` have sums.
+        tree = sorted(flat(tree), key=lambda row: -figure(row.costs or total))
     for depth, name, costs in tree:
         cells = [""] * len(numbers) if costs is None else _figures(costs, saves)
         rows.append(("  " * depth + (name or TOP_LEVEL), *cells))

@@ -141,13 +141,56 @@ def test_a_tuning_comes_back_from_json_and_reads_as_a_table(stack):
     assert "block_3/layer" in str(tuning) and "<table>" in tuning._repr_html_()
 
 
-def test_its_plot_has_a_point_for_each_step(stack):
+def test_its_plot_has_a_point_for_each_step_with_the_number_of_the_map(stack):
     pytest.importorskip("matplotlib")
     *_, tuning = stack
-    (axes,) = amp.plots.tune(tuning).axes
+    figure = amp.plots.tune(tuning)
+    axes, _ = figure.axes
     points = {tuple(p) for line in axes.collections for p in line.get_offsets()}
     finite = [s for s in tuning.steps if np.isfinite(s.error) and s.error > 0]
     assert {(100 * s.cost, s.error) for s in finite} <= points
+    numbers = [n for each in axes.texts for n in each.get_text().split(", ")]
+    assert sorted(map(int, numbers)) == list(range(len(tuning.steps)))
+    for each in axes.texts:
+        for number in map(int, each.get_text().split(", ")):
+            step = tuning.steps[number]
+            assert each.xy == pytest.approx((100 * step.cost, step.error))
+    lines = figure.get_supxlabel().split("\n")
+    assert lines[0] == "0: the start"
+    number = tuning.steps.index(next(s for s in tuning.steps if "block_3" in s.policy))
+    assert lines[number].startswith(f"{number}: block_3/layer: p=f32,c=f32,o=f32")
+
+
+def test_its_plot_has_a_bar_for_each_module_in_the_colour_of_its_policy(stack):
+    pytest.importorskip("matplotlib")
+    *_, tuning = stack
+    modules = dict(tuning.modules)
+    modules["a"] = dataclasses.replace(modules.popitem()[1], sensitivity=np.inf)
+    modules["b"] = dataclasses.replace(modules["a"], sensitivity=0.0)
+    _, axes = amp.plots.tune(dataclasses.replace(tuning, modules=modules)).axes
+    labels = [each.get_text() for each in axes.get_yticklabels()]
+    order = sorted(modules, key=lambda path: -modules[path].sensitivity)
+    assert labels == [path or "(top level)" for path in order]
+    assert labels[0] == "a" and labels[-1] == "b"
+    bars = {}
+    for container in axes.containers:
+        for bar in container:
+            row = round(bar.get_y() + bar.get_height() / 2)
+            bars[order[row]] = container.get_label(), bar.get_facecolor(), bar
+    assert {path: each[0] for path, each in bars.items()} == {
+        path: str(each.policy) for path, each in modules.items()
+    }
+    assert len({each[:2] for each in bars.values()}) == len(axes.containers) == 2
+    for path, (*_, bar) in bars.items():
+        if path not in ("a", "b"):
+            assert bar.get_width() == modules[path].sensitivity
+    longest = max(each.sensitivity for p, each in modules.items() if p != "a")
+    assert longest < bars["a"][2].get_width() < np.inf
+    assert (
+        0
+        < bars["b"][2].get_width()
+        < min(each.sensitivity for p, each in modules.items() if p != "b")
+    )
 
 
 def test_a_loose_bound_needs_no_entry():

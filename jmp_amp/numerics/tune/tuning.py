@@ -159,6 +159,13 @@ class Tuning:
         requests.check_width(width, "Tuning.table", 100)
         return tables.as_text(self.summary, [self._modules(sort)], width)
 
+    def by_figure(self, sort: str | None) -> list[tuple[str, Tuned]]:
+        """Returns the paths of `modules` and what they got, as `table` sorts them."""
+        modules = list(self.modules.items())
+        if sort is not None:
+            modules.sort(key=lambda each: -_SORTS[sort](each[1]))
+        return modules
+
     def _tables(self) -> list[Table]:
         rows = [("(default)", str(self.policy.default))]
         rows += [
@@ -170,9 +177,6 @@ class Tuning:
         return [policy, self._modules("error")]
 
     def _modules(self, sort: str | None) -> Table:
-        modules = list(self.modules.items())
-        if sort is not None:
-            modules.sort(key=lambda each: -_SORTS[sort](each[1]))
         numbers = ("sensitivity", "FLOP")
         rows = [
             (
@@ -181,7 +185,7 @@ class Tuning:
                 f"{each.sensitivity:.2g}",
                 quantity(each.flops) if each.flops else "",
             )
-            for path, each in modules
+            for path, each in self.by_figure(sort)
         ]
         note = "sensitivity: the gradient error if nothing else runs in half precision."
         return Table("Modules", ("module", "policy", *numbers), rows, numbers, note)
