@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from jmp_amp.exponent_maps import draw_map, draw_ranges, map_of, span
 from jmp_amp.numerics.diagnose.diagnosis import Diagnosis
-from jmp_amp.numerics.tune.tuning import Tuned, Tuning
+from jmp_amp.numerics.tune.tuning import Tuned, Tuning, by_figure
 from jmp_amp.reports.report import Report
 from jmp_amp.reports.report_tables import TOP_LEVEL
 from jmp_amp.reports.rows import Costs
@@ -236,7 +236,7 @@ def tune(tuning: Tuning) -> Figure:
       ('gradient error', 'sensitivity')
     """
     _check(tuning, Tuning, "tune", "amp.tune(fn, policy, max_grad_error=0.01)(*args)")
-    modules = tuning.by_figure("error")[:_MOST_MODULES]
+    modules = by_figure(tuning, "error")[:_MOST_MODULES]
     figure = _figure("tune", (11, 4.2 + 0.14 * len(modules)))
     curve, bars = figure.subplots(1, 2)
     _draw_steps(curve, tuning)

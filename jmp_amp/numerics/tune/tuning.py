@@ -159,13 +159,6 @@ class Tuning:
         requests.check_width(width, "Tuning.table", 100)
         return tables.as_text(self.summary, [self._modules(sort)], width)
 
-    def by_figure(self, sort: str | None) -> list[tuple[str, Tuned]]:
-        """Returns the paths of `modules` and what they got, as `table` sorts them."""
-        modules = list(self.modules.items())
-        if sort is not None:
-            modules.sort(key=lambda each: -_SORTS[sort](each[1]))
-        return modules
-
     def _tables(self) -> list[Table]:
         rows = [("(default)", str(self.policy.default))]
         rows += [
@@ -185,7 +178,7 @@ class Tuning:
                 f"{each.sensitivity:.2g}",
                 quantity(each.flops) if each.flops else "",
             )
-            for path, each in self.by_figure(sort)
+            for path, each in by_figure(self, sort)
         ]
         note = "sensitivity: the gradient error if nothing else runs in half precision."
         return Table("Modules", ("module", "policy", *numbers), rows, numbers, note)
@@ -276,3 +269,11 @@ def _fields(record: Any) -> dict[str, Any]:
     return {
         each.name: getattr(record, each.name) for each in dataclasses.fields(record)
     }
+
+
+def by_figure(tuning: Tuning, sort: str | None) -> list[tuple[str, Tuned]]:
+    """Returns the paths of `modules` and what they got, as `Tuning.table` sorts them."""
+    modules = list(tuning.modules.items())
+    if sort is not None:
+        modules.sort(key=lambda each: -_SORTS[sort](each[1]))
+    return modules
