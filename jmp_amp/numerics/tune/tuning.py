@@ -272,7 +272,7 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 def by_figure(tuning: Tuning, sort: str | None) -> list[tuple[str, Tuned]]:
-    """Returns the paths of `modules` and what they got, as `Tuning.table` sorts them."""
+    """Returns the paths of modules and what they got, as `Tuning.table` sorts them."""
     modules = list(tuning.modules.items())
     if sort is not None:
         modules.sort(key=lambda each: -_SORTS[sort](each[1]))
