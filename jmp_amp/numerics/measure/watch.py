@@ -163,14 +163,17 @@ class _Watch(Generic[S]):
                 continue
             here, operands = (*path, index), list(map(read, eqn.invars))
             inner = jaxprs.inner_bodies(eqn)
+            inside: Statistics[S] = {}
             with binding.source_of(eqn):
                 if not inner:
                     results = _computed_once(eqn, binding.bind(eqn, operands))
                 elif runs_inside(eqn):
                     (each,) = inner
-                    results = self.run(each.body, operands, (*here, 0), whole, found)
+                    results = self.run(each.body, operands, (*here, 0), whole, inside)
                 else:
-                    results = self.construct(eqn, operands, here, found)
+                    results = self.construct(eqn, operands, here, inside)
+            # The equation may run in another mesh than those around it.
+            found |= jax.tree.map(meshes.here, inside)
             values.update(zip(eqn.outvars, results, strict=True))
         return list(map(read, jaxpr.outvars))
 
@@ -186,7 +189,7 @@ class _Watch(Generic[S]):
             lambda number: self.nothing(bodies[number], (*here, number)),
         )
         for each in inside:
-            found |= jax.tree.map(meshes.here, each)
+            found |= each
         return results
 
 
