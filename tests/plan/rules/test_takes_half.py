@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 import jmp_amp as amp
-from jmp_amp.plan.program.regions import scope
+from jmp_amp.plan.program.scope_text import policy_noted
 from tests.plan.rules import BF16, F32, W, X, planned
 
 NORM = amp.Policy("float32", "float32", "bfloat16")
@@ -12,7 +12,7 @@ NORM = amp.Policy("float32", "float32", "bfloat16")
 def test_takes_half():
     def norm(x, w):
         h = jnp.sin(x @ w)
-        with scope(NORM):
+        with policy_noted(NORM):
             return jnp.exp(h) @ w
 
     def nearest(x, w):
