@@ -62,8 +62,8 @@ class Recipe:
       >>> print(amp.recipe("O2", half_dtype="float16"))
       O2 of Apex
       <BLANKLINE>
-       parameters   compute   outputs   norms   masters   loss scale      losses
-      ───────────────────────────────────────────────────────────────────────────
+       parameters   compute   outputs   norms   masters   loss scale       losses
+      ────────────────────────────────────────────────────────────────────────────
        f16          f16       f32       f32     yes       dynamic, 2**16        1
     """
 
