@@ -210,7 +210,8 @@ def autocast(
                     "jax.eval_shape(autocast(fn), *args) for the shapes."
                 )
             # Inside another autocast the scope tells the outer one whose policy it is.
-            nested = nullcontext() if outer is None else scopes.inside(policies.default)
+            told = PolicyMap(policies.default, call.plan.entries)
+            nested = nullcontext() if outer is None else scopes.inside(told)
             with nested:
                 results = _results(call)
             avals = call.jaxpr.out_avals

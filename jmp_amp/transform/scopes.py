@@ -130,12 +130,15 @@ def measuring(how: Measured) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def inside(policy: Policy) -> Iterator[None]:
+def inside(policies: PolicyMap) -> Iterator[None]:
     """Opens the scopes of an autocast inside of another one, which reads them.
 
-    It reads whose policy is in force, and `decided_inside` that it was not its own.
+    It reads whose policies are in force, and `decided_inside` that they were not its
+    own. `policies` has the entries that match named scopes; Flax modules have said
+    theirs.
     """
-    with policy_noted(policy), scope_text.text_noted("autocast", str(policy)):
+    default = policy_noted(policies.default)
+    with default, scope_text.text_noted("autocast", str(policies)):
         yield
 
 
@@ -154,7 +157,8 @@ def decided_inside(scopes: str, outer: str | None) -> str | None:
       scopes: the name scopes of the equation.
       outer: the same of the equation that calls its body.
     """
-    found = scope_text.text_of("autocast", scopes)
+    # Of a map, the default.
+    found = (scope_text.text_of("autocast", scopes) or "").partition(";")[0]
     return found or outer or ("" if scope_text.is_noted("inputs", scopes) else outer)
 
 

@@ -180,3 +180,35 @@ def test_blocks_of_one_scope_are_planned_alike():
         return x
 
     assert of(deep, {"net/head": "float32"}) == [HALF, FULL] * 3
+
+
+def test_scopes_of_an_autocast_inside_of_another_are_those_of_its_own_map():
+    inner = amp.autocast(model, amp.PolicyMap("bf16", {"net/head": "float32"}))
+    plain = amp.autocast(model, "mixed_bfloat16")
+
+    def loop(ws, x):
+        turn = lambda x, _: (inner(ws, x).astype(x.dtype), None)  # noqa: E731
+        return jax.lax.scan(turn, x, length=2)[0]
+
+    outer = {"**/body": "float32"}
+    both = lambda ws, x: 2.0 * inner(ws, model(ws, x))  # noqa: E731
+    assert of(both, outer) == [FULL, HALF, HALF, FULL]
+    assert of(lambda ws, x: 2.0 * inner(ws, x), {}) == [HALF, FULL]
+    assert of(loop, {}) == [HALF, FULL]
+    with pytest.warns(UserWarning, match="'net/head' matched no module"):
+        # The outer map is not for what another autocast decides.
+        assert of(plain, {"net/head": "float32"}) == [HALF, HALF]
+
+
+def test_an_autocast_in_a_flax_module_sees_the_scopes_of_its_function():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, ws, x):
+            policies = amp.PolicyMap("mixed_bfloat16", {"net/head": "float32"})
+            return amp.autocast(model, policies)(ws, nn.Dense(8)(x))
+
+    net = Net()
+    params = net.init(jax.random.key(0), WS, X)
+    policies = amp.PolicyMap("mixed_bfloat16", {"Dense_0": "float32"})
+    found = products(amp.autocast(net.apply, policies), params, WS, X)
+    assert found == [FULL, HALF, FULL]

@@ -12,6 +12,7 @@ from jmp_amp.plan.program.jaxprs import Body
 from jmp_amp.policies.dtypes import is_half
 from jmp_amp.policies.patterns import Pattern, matches_names
 from jmp_amp.policies.policy import Policy, get_policy
+from jmp_amp.policies.policy_map import as_policy_map
 
 # Entries of a `PolicyMap` whose patterns are text.
 Entries = tuple[tuple[Pattern, Policy], ...]
@@ -76,15 +77,19 @@ def region_of(scopes: str, outer: Region) -> Region:
 
 @functools.lru_cache(maxsize=4096)
 def _of(scopes: str, outer: Region) -> Region:
-    region = outer
-    if scope_text.is_noted(scope_text.FLAX, scopes):
-        # There patterns are for modules.
-        region = region._replace(entries=())
+    # In a Flax module patterns are for modules.
+    inner = scope_text.of_innermost(scopes)
+    in_flax = scope_text.is_noted(scope_text.FLAX, inner)
+    region = outer._replace(entries=()) if in_flax else outer
     for path, name in scope_text.parts(scopes):
         path = f"{outer.path}/{path}" if outer.path else path
-        text = scope_text.policy_in(name)
+        text, policies = scope_text.policy_in(name), scope_text.autocast_in(name)
         found = get_policy(text) if text else None
-        if region.entries and text is None:
+        if policies is not None:
+            # Inside of it the patterns of its own map hold, and no others.
+            entries = as_policy_map(policies, "autocast(fn, {})").entries
+            region = region._replace(entries=() if in_flax else entries, names=())
+        elif region.entries and text is None:
             region = region._replace(names=(*region.names, name))
             found = policy_of(region.entries, region.names)
         if found is not None and (text or found != region.asked):
@@ -101,21 +106,26 @@ def policy_of(entries: Entries, names: tuple[str, ...]) -> Policy | None:
 
 
 def scopes_in(body: Body, around: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yields the names of each scope of a program that is in no Flax module.
+    """Yields the names of each scope of a program that patterns are for.
 
-    They are the names that lead to it, those of the scopes `around` the body first.
+    A scope of a Flax module is none, nor is one of another autocast. The names are
+    those that lead to the scope; those `around` the body come first.
     """
     seen: dict[int, tuple[str, ...] | None] = {}
     for eqn in body.jaxpr.eqns:
         stack = id(eqn.source_info.name_stack)
         if stack not in seen:
-            text = jaxprs.scope_text(eqn)
-            in_flax = scope_text.is_noted(scope_text.FLAX, text)
-            names = None if in_flax else (*around, *scope_text.module_names(text))
-            seen[stack] = names
+            seen[stack] = names = _names_of(jaxprs.scope_text(eqn), around)
             for end in range(len(around), len(names or ())):
                 yield (names or ())[: end + 1]
         names = seen[stack]
         if names is not None:
             for inner in jaxprs.inner_bodies(eqn):
                 yield from scopes_in(inner.body, names)
+
+
+def _names_of(scopes: str, around: tuple[str, ...]) -> tuple[str, ...] | None:
+    is_of_flax = scope_text.is_noted(scope_text.FLAX, scopes)
+    if is_of_flax or scope_text.of_innermost(scopes) != scopes:
+        return None
+    return (*around, *scope_text.module_names(scopes))

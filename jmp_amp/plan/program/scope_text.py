@@ -6,7 +6,8 @@ registry, and serves every library that runs on JAX. These are all of them:
 | name                        | what it says                                         |
 | --------------------------- | ---------------------------------------------------- |
 | `amp[p=f32,c=bf16,o=f32]`   | the policy in force                                  |
-| `amp_autocast_<hex>()`      | the policy of an autocast inside of another one      |
+| `amp_autocast_<hex>()`      | the policy of an autocast inside of another one, and |
+|                             | entries of its map that match named scopes           |
 | `amp_inputs()`              | `cast_inputs` has it in the dtype of the policy      |
 | `amp_entries_<depth>_<n>()` | the entries of a map that matched a module           |
 | `amp_module_<hex>()`        | the path of a module, as a `PolicyMap` sees it       |
@@ -30,6 +31,7 @@ from collections.abc import Iterator
 import jax
 
 FLAX = "flax"
+_INNER = "amp_autocast_"
 # What JAX writes: in the backward pass, where a checkpoint computes again, and around
 # the body of one.
 BACKWARD, AGAIN = "transpose(", "rematted_computation"
@@ -54,10 +56,29 @@ def policies(scopes: str) -> list[tuple[str, str]]:
 
 
 def parts(scopes: str) -> list[tuple[str, str]]:
-    """Returns the names of policies, modules and scopes, each with its path."""
-    plain = _TRANSFORM.sub("", scopes)
+    """Returns the names of policies, modules and scopes, each with its path.
+
+    The notes of autocasts inside of others are among them, see `autocast_in`.
+    """
+    plain = _TRANSFORM.sub(_as_name, scopes)
     found = [(plain[: each.end()], each[0]) for each in _NAME.finditer(plain)]
     return [(path, name) for path, name in found if _is_module(name)]
+
+
+def _as_name(transform: re.Match[str]) -> str:
+    return transform[0][:-1] if transform[0].startswith(_INNER) else ""
+
+
+def autocast_in(name: str) -> str | None:
+    """Returns the policies that the note of an inner autocast says, if it is one."""
+    if not name.startswith(_INNER):
+        return None
+    return bytes.fromhex(name.removeprefix(_INNER)).decode()
+
+
+def of_innermost(scopes: str) -> str:
+    """Returns the name scopes that the innermost autocast has opened."""
+    return scopes.rpartition(_INNER)[2]
 
 
 def policy_in(name: str) -> str | None:
