@@ -190,9 +190,11 @@ def test_scopes_of_an_autocast_inside_of_another_are_those_of_its_own_map():
         turn = lambda x, _: (inner(ws, x).astype(x.dtype), None)  # noqa: E731
         return jax.lax.scan(turn, x, length=2)[0]
 
-    outer = {"**/body": "float32"}
-    both = lambda ws, x: 2.0 * inner(ws, model(ws, x))  # noqa: E731
-    assert of(both, outer) == [FULL, HALF, HALF, FULL]
+    def both(ws, x):
+        with jax.named_scope("around"):
+            return 2.0 * inner(ws, model(ws, x))
+
+    assert of(both, {"around/net/body": "float32"}) == [FULL, HALF, HALF, FULL]
     assert of(lambda ws, x: 2.0 * inner(ws, x), {}) == [HALF, FULL]
     assert of(loop, {}) == [HALF, FULL]
     with pytest.warns(UserWarning, match="'net/head' matched no module"):
