@@ -7,7 +7,8 @@ compiled again where one of them has moved: the tests then judge what is read fr
 new program. Otherwise they judge what was kept.
 
 `training_figures.json` has the outcomes of trainings likewise. A training is known by
-the jaxprs of all that it compiles, by the code of its example, and by versions.
+the jaxprs of all that it compiles, by the code of its example, by versions, and by the
+code of `jmp_amp.training`, which runs outside of compiled programs too.
 
     KEPT_FIGURES=again python -m pytest -m "slow or not slow" tests
     KEPT_FIGURES=write python -m pytest -m "slow or not slow" tests/zoo/test_zoo.py ...
@@ -39,6 +40,7 @@ from tests import dry_run, h100
 FILE = Path(__file__).with_name("h100_figures.json")
 TRAININGS = Path(__file__).with_name("training_figures.json")
 _OF_TRAININGS = ("flax", "jax", "jaxlib", "numpy", "optax", "scikit-learn")
+_TRAINING = sorted((Path(__file__).parents[1] / "jmp_amp" / "training").glob("*.py"))
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef)
 NOTHING: dict[str, Any] = {"versions": {}, "programs": {}}
 
@@ -117,7 +119,8 @@ def training(
       modules: the examples that it runs.
       file: where they are kept.
     """
-    texts = [dry_run.programs_of(train, modules), *map(_code_of, modules)]
+    sources = [*map(inspect.getsource, modules), *map(Path.read_text, _TRAINING)]
+    texts = [dry_run.programs_of(train, modules), *map(_code_of, sources)]
     ran, mode, current = digest("\n".join(texts)), _mode(), _versions(*_OF_TRAININGS)
     kept = json.loads(file.read_text()) if file.exists() else NOTHING
     found = kept["programs"].get(name)
@@ -130,9 +133,9 @@ def training(
     return found["figures"]
 
 
-def _code_of(module: types.ModuleType) -> str:
-    """Returns the code of a module without comments and docstrings."""
-    tree = ast.parse(inspect.getsource(module))
+def _code_of(source: str) -> str:
+    """Returns the code of a source without comments and docstrings."""
+    tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, _WITH_DOCSTRING) and ast.get_docstring(node) is not None:
             node.body = node.body[1:]

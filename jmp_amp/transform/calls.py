@@ -110,8 +110,9 @@ def traced_call(
     nodes = [node for node in nodes if not isinstance(node, nnx.GraphDef)]
     outer = scopes.active()
     depth = 0 if outer is None else outer.depth + 1
-    told = {"depth": depth, "notes_modules": notes_modules, "cpu": cpu}
-    active = scopes.Active(policies.default, policies, **told)
+    active = scopes.Active(
+        policies.default, policies, depth=depth, notes_modules=notes_modules, cpu=cpu
+    )
     with nnx.update_context(tag := object()):
         objects = Objects(nodes, depth, call, tag)
         in_cache = [CACHE in dict_keys(path) for path, _ in paths]

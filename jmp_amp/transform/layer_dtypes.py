@@ -1,7 +1,7 @@
 """Layers that are written to compute in float32: `nn.Dense(10, dtype=jnp.float32)`.
 
-In float32 code the argument leaves no equation. So the module itself is asked. A dtype
-that the whole model has says nothing about one layer: it was handed on to all of them.
+In float32 code the argument changes no equation. So the attribute of the module is
+read. A dtype that the whole model has says nothing about one layer: all of them got it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ def asks_for_f32(module: object, around: Sequence[object]) -> bool:
 
 
 def linen_modules_around(module: nn.Module) -> list[nn.Module]:
-    """Returns the linen modules that a bound module is a part of, the innermost first.
-
-    A module that is given as an argument has the one that calls it around it as well.
-    """
+    """Returns the linen modules around a bound module, the innermost first."""
     found, parent = [], module.parent
     while isinstance(parent, nn.Module):
         found.append(parent)
