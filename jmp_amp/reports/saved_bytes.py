@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from jmp_amp.plan.dataflow.values import traced_dtype
-from jmp_amp.plan.program import binding, jaxprs, source_code
-from jmp_amp.plan.program.jaxprs import Eqn, Value, aval_of
+from jmp_amp.plan.program import source_code
+from jmp_amp.plan.program.jaxprs import Eqn, Value
 from jmp_amp.policies.dtypes import short_name
 from jmp_amp.reports.costs import Residual, saved_for_backward
 from jmp_amp.reports.reading import joined, module_scopes
@@ -54,18 +52,11 @@ def read_saved(call: PlannedCall, equations: Sequence[Equation]) -> SavedBytes:
     if not any(jnp.issubdtype(v.dtype, jnp.inexact) for v in call.jaxpr.out_avals):
         return SavedBytes(None, why_not="no result is floating-point")
 
-    def plain(*values: Value) -> list[Value]:
-        # Caches may come in half precision.
-        traced = [
-            jax.lax.convert_element_type(x, aval_of(v).dtype)
-            if traced_dtype(v) is not None
-            else x
-            for x, v in zip(values, call.jaxpr.jaxpr.invars, strict=True)
-        ]
-        return binding.run_as_traced(jaxprs.body_of(call.jaxpr), traced)
-
     def planned(*values: Value) -> list[Value]:
         return run(call.plan, values)
+
+    def plain(*values: Value) -> list[Value]:
+        return call.as_it_is(values)
 
     residuals: list[list[Residual]] = []
     for fn in (planned, plain):
