@@ -14,7 +14,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -24,11 +24,14 @@ import jax
 import jmp_amp
 from jmp_amp import plots
 from jmp_amp.doctor import examine
+from jmp_amp.numerics.diagnose import diagnosis_tables
 from jmp_amp.numerics.diagnose.diagnosing import diagnose
+from jmp_amp.numerics.tune import tuning
 from jmp_amp.numerics.tune.tuner import tune
 from jmp_amp.plan.program.cpu_target import TARGETS
 from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
+from jmp_amp.reports import report_tables
 from jmp_amp.reports.explaining import explain
 from jmp_amp.training.loss_scale import LossScale, static_loss_scale
 
@@ -136,6 +139,7 @@ def _add_explain(commands: _Commands) -> None:
         "print what autocast would do to a function",
         _EXPLAIN,
         "mixed_bfloat16",
+        report_tables.SORTS,
     )
     command.set_defaults(run=_explain)
     command.add_argument(
@@ -150,6 +154,7 @@ def _add_diagnose(commands: _Commands) -> None:
         "run a function, and print what its numbers do",
         _DIAGNOSE,
         "mixed_float16",
+        diagnosis_tables.SORTS,
     )
     command.set_defaults(run=_diagnose)
     command.add_argument(
@@ -170,6 +175,7 @@ def _add_tune(commands: _Commands) -> None:
         "find the policies that keep a gradient accurate",
         _TUNE,
         "mixed_float16",
+        tuning.SORTS,
     )
     command.set_defaults(run=_tune)
     command.add_argument(
@@ -185,7 +191,12 @@ def _add_tune(commands: _Commands) -> None:
 
 
 def _about_a_function(
-    commands: _Commands, name: str, summary: str, description: str, policy: str
+    commands: _Commands,
+    name: str,
+    summary: str,
+    description: str,
+    policy: str,
+    sorts: Iterable[str],
 ) -> argparse.ArgumentParser:
     """Returns the parser of a command with a function, its arguments and a policy."""
     command = commands.add_parser(
@@ -202,6 +213,8 @@ def _about_a_function(
         help="such as 'mixed_float16; **/head: float32'; default: %(default)s",
     )
     add("--args", metavar="NAME", help="the function that returns the arguments")
+    what = "print all modules too, the largest figure first: "
+    add("--sort", choices=[*sorts], help=f"{what}%(choices)s", metavar="FIGURE")
     add("--json", action="store_true", help="print the whole of it as JSON")
     add("--html", metavar="FILE", type=Path, help="write it as a page for a browser")
     add("--plot", metavar="FILE", type=Path, help="draw it: plan.png, plan.svg, ...")
@@ -307,7 +320,12 @@ def _show(found: Any, options: argparse.Namespace, plot: Callable[[Any], Any]) -
     except (ImportError, OSError, ValueError) as error:
         # No matplotlib, no such folder, no such kind of picture.
         raise _Mistake(f"{error}") from error
-    print(found.to_json(indent=1) if options.json else found)
+    if options.json:
+        print(found.to_json(indent=1))
+        return
+    print(found)
+    if options.sort is not None:
+        print(f"\n{found.table(sort=options.sort)}")
 
 
 def _policy(text: str, call: str) -> PolicyMap:

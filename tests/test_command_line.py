@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -25,6 +26,15 @@ def scaled():
 
 def a_list():
     return list(loss_args())
+
+def blocks(x):
+    with jax.named_scope("narrow"):
+        x = x @ jnp.ones((16, 2))
+    with jax.named_scope("wide"):
+        return x @ jnp.ones((2, 512))
+
+def blocks_args():
+    return (jnp.ones((4, 16)),)
 
 def alone(x):
     return x
@@ -96,6 +106,17 @@ def test_equations_are_printed_when_asked_for(project, capsys):
         out = capsys.readouterr().out
         assert out.count("dot_general   [4,16]") == count
     assert "'no/such' matches no module" in out
+
+
+def test_modules_are_printed_by_the_figure_that_they_are_sorted_by(project, capsys):
+    assert main(["explain", f"{project}:blocks", "--sort", "flops"]) == 0
+    table = capsys.readouterr().out.rpartition("Modules")[2]
+    # 2 * 4 * 2 * 512 operations, and 2 * 4 * 16 * 2.
+    assert re.findall("narrow|wide", table) == ["wide", "narrow"]
+    with pytest.raises(SystemExit) as error:
+        main(["explain", f"{project}:blocks", "--sort", "error"])
+    assert error.value.code == 2
+    assert "choose from flops, saved, casts" in capsys.readouterr().err.replace("'", "")
 
 
 def test_the_plan_is_for_the_target_that_is_named(project, capsys):

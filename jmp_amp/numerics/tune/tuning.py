@@ -39,7 +39,7 @@ class Tuned:
 
 
 # What modules are sorted by, and the figures of each.
-_SORTS: dict[str, Callable[[Tuned], float]] = {
+SORTS: dict[str, Callable[[Tuned], float]] = {
     "error": lambda tuned: or_infinite(tuned.sensitivity),
     "flops": lambda tuned: tuned.flops,
 }
@@ -155,7 +155,7 @@ class Tuning:
           >>> print(tuning.table(sort="flops", width=200).splitlines()[3].strip())
           module        policy              sensitivity   FLOP
         """
-        requests.check_sort(sort, "Tuning.table", _SORTS)
+        requests.check_sort(sort, "Tuning.table", SORTS)
         requests.check_width(width, "Tuning.table", 100)
         return tables.as_text(self.summary, [self._modules(sort)], width)
 
@@ -275,5 +275,5 @@ def by_figure(tuning: Tuning, sort: str | None) -> list[tuple[str, Tuned]]:
     """Returns the paths of modules and what they got, as `Tuning.table` sorts them."""
     modules = list(tuning.modules.items())
     if sort is not None:
-        modules.sort(key=lambda each: -_SORTS[sort](each[1]))
+        modules.sort(key=lambda each: -SORTS[sort](each[1]))
     return modules
