@@ -9,12 +9,15 @@ new program. Otherwise they judge what was kept.
 `training_figures.json` has the outcomes of trainings likewise. A training is known by
 the jaxprs of all that it compiles, by the code of its example, by versions, and by the
 code of `jmp_amp.training`, which runs outside of compiled programs too.
+`error_figures.json` has the errors of programs that run here, against f32 or f64: they
+are known by their jaxprs, by the modules that they and their arguments are from, and by
+versions. Another CPU may round otherwise: the first line below runs them all.
 
     KEPT_FIGURES=again python -m pytest -m "slow or not slow" tests
     KEPT_FIGURES=write python -m pytest -m "slow or not slow" tests/zoo/test_zoo.py ...
 
-The first compiles and trains all, whatever was kept. The second, in one process, keeps
-the figures of what moved; remove the file to make them all anew.
+The first compiles, trains and runs all, whatever was kept. The second keeps the figures
+of what moved; remove the file to make them all anew.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ from tests import dry_run, h100
 
 FILE = Path(__file__).with_name("h100_figures.json")
 TRAININGS = Path(__file__).with_name("training_figures.json")
-_OF_TRAININGS = ("flax", "jax", "jaxlib", "numpy", "optax", "scikit-learn")
+ERRORS = Path(__file__).with_name("error_figures.json")
+_OF_RUNS = ("flax", "jax", "jaxlib", "numpy", "optax", "scikit-learn")
 _TRAINING = sorted((Path(__file__).parents[1] / "jmp_amp" / "training").glob("*.py"))
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef)
 NOTHING: dict[str, Any] = {"versions": {}, "programs": {}}
@@ -110,24 +114,37 @@ def training(
     modules: Sequence[types.ModuleType],
     file: Path = TRAININGS,
 ) -> dict[str, Any]:
-    """Returns the figures of `train()`, which runs if they are not kept.
+    """Returns the figures of a training, see `outcome`; `modules` are its examples."""
+    return outcome(name, train, read, modules, file, _TRAINING)
+
+
+def outcome(
+    name: str,
+    run: Callable[[], Any],
+    read: Callable[[Any], Any],
+    modules: Sequence[types.ModuleType],
+    file: Path = ERRORS,
+    sources: Sequence[Path] = (),
+) -> Any:
+    """Returns the figures of `run()`, which runs if they are not kept.
 
     Args:
-      name: of the training, in the file.
-      train: a function without arguments. It bears zeros, see `dry_run`.
+      name: in the file.
+      run: a function without arguments. It bears zeros, see `dry_run`.
       read: what it returns -> the figures, which JSON can hold.
-      modules: the examples that it runs.
+      modules: those whose code runs outside of what is compiled.
       file: where they are kept.
+      sources: files whose code runs outside of it too.
     """
-    sources = [*map(inspect.getsource, modules), *map(Path.read_text, _TRAINING)]
-    texts = [dry_run.programs_of(train, modules), *map(_code_of, sources)]
-    ran, mode, current = digest("\n".join(texts)), _mode(), _versions(*_OF_TRAININGS)
+    code = [*map(inspect.getsource, modules), *map(Path.read_text, sources)]
+    texts = [dry_run.programs_of(run, modules), *map(_code_of, code)]
+    ran, mode, current = digest("\n".join(texts)), _mode(), _versions(*_OF_RUNS)
     kept = json.loads(file.read_text()) if file.exists() else NOTHING
     found = kept["programs"].get(name)
     same = found and found["traced"] == ran and kept["versions"] == current
     if same and mode != "again":
         return found["figures"]
-    found = {"traced": ran, "figures": json.loads(json.dumps(read(train())))}
+    found = {"traced": ran, "figures": json.loads(json.dumps(read(run())))}
     if mode == "write":
         keep(name, found, current, file)
     return found["figures"]

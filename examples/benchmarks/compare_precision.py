@@ -52,7 +52,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -300,14 +300,19 @@ def references(case: Case, seeds: int) -> tuple[list[Any], list[Any]]:
     return samples, measures.float64_gradients(with_state(case.loss), samples)
 
 
-def gradient_errors(case: Case, dtype: str, program: str, seeds: int) -> list[float]:
-    """Returns the relative gradient error of each seed against f64."""
+def gradients(case: Case, dtype: str, program: str, seeds: int) -> list[tuple]:
+    """Returns the gradient of each seed, and what it is in f64."""
     loss = program_loss(case, dtype, program)
     gradient = measures.gradient(with_state(loss), dtype)
     return [
-        measures.relative_error(gradient(*sample), reference)
+        (gradient(*sample), reference)
         for sample, reference in zip(*references(case, seeds), strict=True)
     ]
+
+
+def gradient_errors(gradients: Iterable[tuple]) -> list[float]:
+    """Returns the relative errors of gradients, each beside what it is in f64."""
+    return [measures.relative_error(*both) for both in gradients]
 
 
 def figures(model: str, dtype: str, program: str, gpu: bool, seeds: int) -> dict:
@@ -326,7 +331,7 @@ def figures(model: str, dtype: str, program: str, gpu: bool, seeds: int) -> dict
             )
             row |= compiled_figures(compiled)
         if seeds:
-            row["errors"] = gradient_errors(small, dtype, program, seeds)
+            row["errors"] = gradient_errors(gradients(small, dtype, program, seeds))
     # A program that does not run is a line of the table, not the end of it.
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}

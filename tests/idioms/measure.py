@@ -8,6 +8,8 @@ sample is near zero, its relative error says nothing.
 from __future__ import annotations
 
 import math
+import sys
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmp_amp as amp
+from tests import kept, measures
+from tests.idioms import row
 from tests.idioms.row import Idiom
 from tests.measures import EXACTLY_AS_WRITTEN, LOSS_SCALE, OPTIMISED
 
@@ -164,7 +168,30 @@ def leaves(idiom: Idiom, dtype: str, policy: Transform | None = None) -> list[Le
       dtype: the name of the half precision dtype.
       policy: the transformation of its function that is measured; None is `autocast`.
     """
-    inputs, found = run(idiom, dtype, policy)
+    return compared(idiom, dtype, *run(idiom, dtype, policy))
+
+
+def kept_leaves(idiom: Idiom, dtype: str) -> list[Leaf]:
+    """Returns the errors under `autocast`, of now or of before, see `kept.outcome`."""
+    rows = kept.outcome(
+        f"idiom {idiom.name} {dtype}",
+        lambda: run(idiom, dtype, None),
+        lambda found: compared(idiom, dtype, *found),
+        modules_of(idiom),
+    )
+    return [Leaf(*each) for each in rows]
+
+
+def modules_of(idiom: Idiom) -> list[types.ModuleType]:
+    """Returns the modules whose code makes an idiom and measures it."""
+    names = (idiom.fn.__module__, row.__name__, measures.__name__, __name__)
+    return [sys.modules[name] for name in names]
+
+
+def compared(
+    idiom: Idiom, dtype: str, inputs: Any, found: dict[str, Any]
+) -> list[Leaf]:
+    """Returns the errors of what `run` returns."""
     rows = []
     for number, kind in enumerate(("value", "gradient")):
         trees = {name: both[number] for name, both in found.items()}

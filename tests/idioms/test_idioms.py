@@ -23,7 +23,7 @@ each_half = pytest.mark.parametrize("dtype", HALF)
 
 
 def wrong(idiom: Idiom, dtype: str) -> list[measure.Leaf]:
-    return [leaf for leaf in measure.leaves(idiom, dtype) if not leaf.is_right]
+    return [leaf for leaf in measure.kept_leaves(idiom, dtype) if not leaf.is_right]
 
 
 def rounded(tree, dtype):

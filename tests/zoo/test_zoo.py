@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 from benchmarks import compare_precision
 
-from tests import h100, measures, zoo
+from tests import h100, kept, measures, zoo
 from tests.zoo import language
 from tests.zoo.hand_written import BRANCHING
 from tests.zoo.on_h100 import kept_figures
@@ -234,15 +234,22 @@ class TestOnH100:
 
 
 @functools.cache
-def errors(case: zoo.Case, dtype: str, program: str) -> list[float]:
-    return compare_precision.gradient_errors(case, dtype, program, seeds=15)
+def errors(name: str, case: zoo.Case, dtype: str, program: str) -> list[float]:
+    return kept.outcome(
+        f"{name} {dtype} {program}",
+        lambda: compare_precision.gradients(case, dtype, program, seeds=15),
+        compare_precision.gradient_errors,
+        [compare_precision, measures],
+    )
 
 
-def compared(case: zoo.Case, dtype: str, program: str) -> measures.Comparison:
+def compared(
+    name: str, case: zoo.Case, dtype: str, program: str
+) -> measures.Comparison:
     """Returns how a program compares with the twin, if it is no worse."""
-    ours = errors(case, dtype, program)
+    ours = errors(name, case, dtype, program)
     assert np.isfinite(ours).all()
-    found = measures.compare(ours, errors(case, dtype, "twin"))
+    found = measures.compare(ours, errors(name, case, dtype, "twin"))
     assert found.p_worse > SIGNIFICANCE, found
     return found
 
@@ -250,7 +257,7 @@ def compared(case: zoo.Case, dtype: str, program: str) -> measures.Comparison:
 @pytest.mark.slow
 @each_program(zoo.MODELS, measures.HALF)
 def test_gradient_is_as_close_to_float64_as_by_hand(model, program, dtype):
-    found = compared(zoo.CASES[model, "small"], dtype, program)
+    found = compared(f"zoo {model}", zoo.CASES[model, "small"], dtype, program)
     if program == "forward":
         assert found.ratio <= SMOOTH_MARGIN, found
 
@@ -261,7 +268,7 @@ def test_gradient_is_as_close_to_float64_as_by_hand(model, program, dtype):
 def test_gradient_is_as_close_to_float64_as_by_hand_where_a_rounding_flips_branches(
     model, dtype
 ):
-    compared(BRANCHING[model], dtype, "forward")
+    compared(f"branching {model}", BRANCHING[model], dtype, "forward")
 
 
 class TestDecoding:
