@@ -37,7 +37,7 @@ class Net(nnx.Module):
         return jnp.tanh(self.norm(x @ self.kernel[...])) @ self.head[...]
 
 
-PARAMS = Block().init(jax.random.key(5), X)
+PARAMS = jax.jit(Block().init)(jax.random.key(5), X)
 
 
 def cross_entropy(logits):
@@ -285,7 +285,7 @@ class Half(nn.Module):
         return nn.Dense(16, name="high")(x.astype(jnp.float32))
 
 
-HALF = Half().init(jax.random.key(0), X)
+HALF = jax.jit(Half().init)(jax.random.key(0), X)
 
 
 def half_by_module(params):

@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 
 NET, X = Net(), jnp.ones((2, 4))
-VARIABLES = NET.init(jax.random.key(0), X)
+VARIABLES = jax.jit(NET.init)(jax.random.key(0), X)
 
 
 def info(path, cls=Block, method="__call__"):

@@ -194,34 +194,43 @@ def test_no_loss_scale_is_one():
 # What survives
 
 
-def copies(loss_scale):
-    def scan(s):
-        return jax.lax.scan(lambda s, _: (s, None), s, None, length=2)[0]
+def scanned(loss_scale):
+    return jax.lax.scan(lambda s, _: (s, None), loss_scale, None, length=2)[0]
 
+
+def mapped(loss_scale):
     batched = jax.tree.map(lambda leaf: leaf[None], loss_scale)
-    other = amp.dynamic_loss_scale(2.0)
+    adjusted = jax.vmap(lambda s: s.adjust(True))(batched)
+    return jax.tree.map(lambda leaf: leaf[0], adjusted)
+
+
+def from_state_dict(loss_scale):
+    saved = serialization.to_state_dict(loss_scale)
+    return serialization.from_state_dict(amp.dynamic_loss_scale(2.0), saved)
+
+
+def from_bytes(loss_scale):
     saved = serialization.to_bytes(loss_scale)
-    return {
-        "jit": jax.jit(lambda s: s)(loss_scale),
-        "scan": scan(loss_scale),
-        "tree_map": jax.tree.map(lambda leaf: leaf, loss_scale),
-        "vmap": jax.tree.map(
-            lambda leaf: leaf[0], jax.vmap(lambda s: s.adjust(True))(batched)
-        ),
-        "deepcopy": copy.deepcopy(loss_scale),
-        "pickle": pickle.loads(pickle.dumps(loss_scale)),
-        "state_dict": serialization.from_state_dict(
-            other, serialization.to_state_dict(loss_scale)
-        ),
-        "msgpack": serialization.from_bytes(other, saved),
-        "replace": dataclasses.replace(loss_scale),
-        "device_get": jax.device_get(loss_scale),
-    }
+    return serialization.from_bytes(amp.dynamic_loss_scale(2.0), saved)
 
 
-@pytest.mark.parametrize("way", copies(amp.dynamic_loss_scale()))
+COPIES = {
+    "jit": lambda loss_scale: jax.jit(lambda s: s)(loss_scale),
+    "scan": scanned,
+    "tree_map": lambda loss_scale: jax.tree.map(lambda leaf: leaf, loss_scale),
+    "vmap": mapped,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda loss_scale: pickle.loads(pickle.dumps(loss_scale)),
+    "state_dict": from_state_dict,
+    "msgpack": from_bytes,
+    "replace": dataclasses.replace,
+    "device_get": jax.device_get,
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
 def test_every_setting_survives(way):
-    found = copies(amp.dynamic_loss_scale(**SETTINGS))[way]
+    found = COPIES[way](amp.dynamic_loss_scale(**SETTINGS))
     for name, value in SETTINGS.items():
         if name != "init_scale":
             assert getattr(found, name) == value, name
@@ -231,7 +240,7 @@ def test_every_setting_survives(way):
 
 def test_a_checkpoint_keeps_the_counters():
     loss_scale = amp.dynamic_loss_scale(**SETTINGS).adjust(False).adjust(True)
-    found = copies(loss_scale)["msgpack"]
+    found = from_bytes(loss_scale)
     chex.assert_trees_all_equal(found, loss_scale)
     assert kinds(found) == kinds(loss_scale)
 

@@ -1,5 +1,6 @@
 """Programs that `jax.export` traces with sizes that are told when they run."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ class Case(NamedTuple):
     """A loss of parameters and arrays whose shapes are text, `b, s, 16`."""
 
     loss: Callable[..., jax.Array]
-    params: Any
+    params: Callable[[], Any]
     shapes: tuple[str, ...]
     dtype: Any = jnp.float32
 
@@ -52,13 +53,14 @@ class Case(NamedTuple):
         return found
 
 
+@functools.cache
 def arrays(*shapes: tuple[int, ...]) -> list[jax.Array]:
     keys = jax.random.split(jax.random.key(7), len(shapes))
     return [jax.random.normal(k, s) / 4 for k, s in zip(keys, shapes, strict=True)]
 
 
 MATRIX, VECTOR = (WIDTH, WIDTH), (WIDTH,)
-LAYERS = arrays(MATRIX, VECTOR, MATRIX, VECTOR)
+LAYERS = functools.partial(arrays, MATRIX, VECTOR, MATRIX, VECTOR)
 
 
 def mlp(p, x):
@@ -144,13 +146,16 @@ class Attention(nnx.Module):
         return x + self.attend(self.norm(nnx.gelu(self.first(x))))
 
 
-GRAPH, STATE = nnx.split(Attention(nnx.Rngs(0)))
+@functools.cache
+def split_attention():
+    return nnx.split(Attention(nnx.Rngs(0)))
 
 
 def of_nnx(state, x):
-    return jnp.mean(nnx.merge(GRAPH, state)(x) ** 2)
+    return jnp.mean(nnx.merge(split_attention()[0], state)(x) ** 2)
 
 
+@functools.cache
 def initial(model: nn.Module, *shape: int, dtype: Any = jnp.float32) -> Any:
     return jax.jit(model.init)(jax.random.key(1), jnp.ones(shape, dtype))
 
@@ -160,21 +165,28 @@ CASES = {
     "mlp of blocks": Case(mlp, LAYERS, ("16 * b, 16",)),
     "convolutions": Case(
         lambda p, x: jnp.mean(Convolutions().apply(p, x) ** 2),
-        initial(Convolutions(), 2, 8, 8, 3),
+        functools.partial(initial, Convolutions(), 2, 8, 8, 3),
         ("b, 8, 8, 3",),
     ),
     "language": Case(
-        language, initial(Language(), 2, 4, dtype=jnp.int32), ("b, s",) * 2, jnp.int32
+        language,
+        functools.partial(initial, Language(), 2, 4, dtype=jnp.int32),
+        ("b, s",) * 2,
+        jnp.int32,
     ),
     "scan over time": Case(over_time, LAYERS, ("s, b, 16",)),
     "lstm": Case(
-        recurrent, initial(nn.RNN(nn.LSTMCell(WIDTH)), 2, 4, WIDTH), ("b, s, 16",)
+        recurrent,
+        functools.partial(initial, nn.RNN(nn.LSTMCell(WIDTH)), 2, 4, WIDTH),
+        ("b, s, 16",),
     ),
-    "experts": Case(experts, arrays(MATRIX, (16, 16, 16), MATRIX), ("b, 16",)),
+    "experts": Case(
+        experts, functools.partial(arrays, MATRIX, (16, 16, 16), MATRIX), ("b, 16",)
+    ),
     "dropout": Case(dropout, LAYERS, ("b, 16",)),
     "contrasts": Case(contrasts, LAYERS, ("b, 16",)),
     "checkpointed": Case(checkpointed, LAYERS, ("b, 16",)),
-    "nnx": Case(of_nnx, STATE, ("b, s, 16",)),
+    "nnx": Case(of_nnx, lambda: split_attention()[1], ("b, s, 16",)),
 }
 each_case = pytest.mark.parametrize("name", CASES)
 
@@ -199,14 +211,14 @@ def dtypes(jaxpr: Any) -> list[tuple[str, ...]]:
 def test_sizes_that_are_told_later_change_no_dtype(name, policy):
     case = CASES[name]
     fn = gradient(case, policy)
-    symbolic = dtypes(jax.make_jaxpr(fn)(case.params, *case.symbolic()))
-    assert symbolic == dtypes(jax.make_jaxpr(fn)(case.params, *case.arrays(SIZES[1])))
+    symbolic = dtypes(jax.make_jaxpr(fn)(case.params(), *case.symbolic()))
+    assert symbolic == dtypes(jax.make_jaxpr(fn)(case.params(), *case.arrays(SIZES[1])))
 
 
 @each_policy
 def test_a_batch_of_blocks_is_multiplied_in_8_bits(policy):
     case = CASES["mlp of blocks"]
-    jaxpr = jax.make_jaxpr(gradient(case, policy))(case.params, *case.symbolic())
+    jaxpr = jax.make_jaxpr(gradient(case, policy))(case.params(), *case.symbolic())
     found = any("float8_e4m3fn" in each for each in dtypes(jaxpr))
     assert found == (not isinstance(policy, str))
 
@@ -222,17 +234,17 @@ def test_a_batch_of_blocks_is_multiplied_in_8_bits(policy):
 def test_exported_gradients_are_those_of_the_program(name, policy):
     case = CASES[name]
     fn = gradient(case, policy)
-    exported = jax.export.export(fn)(case.params, *case.symbolic())
+    exported = jax.export.export(fn)(case.params(), *case.symbolic())
     loss = jax.export.export(jax.jit(amp.autocast(case.loss, policy)))
-    loss = loss(case.params, *case.symbolic())
+    loss = loss(case.params(), *case.symbolic())
     # A GPU and a TPU lower it too, though nothing of them is here.
-    jax.export.export(fn, platforms=["cuda", "tpu"])(case.params, *case.symbolic())
+    jax.export.export(fn, platforms=["cuda", "tpu"])(case.params(), *case.symbolic())
 
     def of_exported(params, *batch):
         return jax.value_and_grad(loss.call)(params, *batch)
 
     for sizes in SIZES:
-        args = case.params, *case.arrays(sizes)
+        args = case.params(), *case.arrays(sizes)
         wanted, *found = (
             jax.jit(each, compiler_options=EXACTLY_AS_WRITTEN)(*args)
             for each in (fn, exported.call, of_exported)
@@ -252,9 +264,9 @@ def test_an_exported_model_keeps_its_derivative_when_it_is_stored():
     pytest.importorskip("flatbuffers")
     case = CASES["mlp"]
     loss = jax.jit(amp.autocast(case.loss))
-    exported = jax.export.export(loss)(case.params, *case.symbolic())
+    exported = jax.export.export(loss)(case.params(), *case.symbolic())
     stored = jax.export.deserialize(exported.serialize(vjp_order=1))
-    args = case.params, *case.arrays(SIZES[0])
+    args = case.params(), *case.arrays(SIZES[0])
     found, wanted = jax.grad(stored.call)(*args), jax.grad(loss)(*args)
     for a, b in zip(found, wanted, strict=True):
         eps = float(jnp.finfo(jnp.bfloat16).eps)
@@ -270,9 +282,9 @@ def test_products_of_a_cpu_are_exported_with_sizes_that_are_told_later(
     fn = gradient(case, "mixed_bfloat16", target="cpu")
     pinned = jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")
     exported = jax.export.export(fn, disabled_checks=[pinned])
-    args = case.params, *case.symbolic()
+    args = case.params(), *case.symbolic()
     assert "bf16" in exported(*args).mlir_module()
-    concrete = case.params, *case.arrays(SIZES[1])
+    concrete = case.params(), *case.arrays(SIZES[1])
     assert dtypes(jax.make_jaxpr(fn)(*args)) == dtypes(jax.make_jaxpr(fn)(*concrete))
 
 
@@ -281,7 +293,7 @@ def test_a_report_of_sizes_that_are_told_later_counts_one_example(name):
     case = CASES[name]
     ones = case.arrays({"b": 1, "s": 1})
     explain = amp.explain(case.loss)
-    symbolic, one = (explain(case.params, *x) for x in (case.symbolic(), ones))
+    symbolic, one = (explain(case.params(), *x) for x in (case.symbolic(), ones))
     assert symbolic.total.matmuls == one.total.matmuls
     if name != "mlp of blocks":
         assert symbolic.total.flops == one.total.flops
