@@ -148,6 +148,35 @@ class TestTrainings:
         np.testing.assert_allclose(found["end"], self.by_hand(rate), rtol=1e-6)
         assert training.ran == [0.5, rate]
 
+    def test_code_of_the_library_counts_where_it_runs_beside_what_is_compiled(
+        self, training, monkeypatch, tmp_path
+    ):
+        monkeypatch.setenv("KEPT_FIGURES", "write")
+        source = tmp_path / "weights.py"
+        monkeypatch.setattr(kept, "_TRAINING", [source])
+        for rate, code in ((0.5, "x = 1"), (0.5, "x = 1  # one"), (0.5, "x = 2")):
+            source.write_text(code)
+            training(rate)
+        assert training.ran == [0.5, 0.5]
+
+    def test_errors_of_a_program_are_kept_in_whatever_json_holds(self, tmp_path):
+        rows = []
+
+        def read(found):
+            rows.append(found)
+            return [["value", float("inf")], ["gradient", float(found[0])]]
+
+        def errors(scale, mode):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("KEPT_FIGURES", mode)
+                run = lambda: jax.jit(lambda x: x * scale)(jnp.ones(3))  # noqa: E731
+                return kept.outcome("it", run, read, [], tmp_path / "errors.json")
+
+        expected = [["value", np.inf], ["gradient", 2.0]]
+        assert errors(2.0, "write") == errors(2.0, "") == expected
+        assert len(rows) == 1
+        assert errors(3.0, "") == [["value", np.inf], ["gradient", 3.0]]
+
     def test_prose_of_the_source_does_not_count(self, training, monkeypatch):
         def source(prose, code):
             text = (
