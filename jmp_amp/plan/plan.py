@@ -53,8 +53,7 @@ class EquationPlan:
       dtype: the dtype of the computation; None if the mode says all.
       reason: why, in words.
       reads: the dtype in which each operand is read; None for one left as it is.
-      yields: the dtype of each result as it is computed.
-      writes: the dtype in which each result is kept.
+      writes: the dtype of each result.
       rewrite: how it is bound, if not as traced.
       saturate: constants that overflow `dtype` become its largest finite value.
       bodies: the plans of its bodies: of calls, loops and branches.
@@ -70,7 +69,6 @@ class EquationPlan:
     dtype: np.dtype | None
     reason: str
     reads: Dtypes
-    yields: Dtypes
     writes: Dtypes
     rewrite: Rewrite | None = None
     saturate: bool = False
@@ -81,8 +79,7 @@ class EquationPlan:
     f32_gradients: tuple[int, ...] = ()
 
 
-# A variable, and the dtype in which it is kept; None is the dtype that it is made in,
-# before it is cast to the one that it is held in.
+# A variable, and the dtype in which it is kept; None for one that is never cast.
 Key = tuple[Var, np.dtype | None]
 
 
@@ -235,8 +232,7 @@ def _as_traced(body: Body, known: dict[int, Plan]) -> Plan:
                 None,
                 _AS_TRACED.reason,
                 reads,
-                yields=writes,
-                writes=writes,
+                writes,
                 bodies=bodies,
             )
         )
