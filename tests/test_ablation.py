@@ -23,7 +23,6 @@ TESTS = Path(__file__).parent / "plan" / "rules"
 # Rules that change no plan of the zoo, shapes, idioms and loops: the test that fails
 # without them.
 ONLY_UNIT_TESTS = {
-    "begun_stream": "test_report: linear layers behind a lookup",
     "exact": "test_ends: a factor of a solution",
     "f32_result": "test_plan: products and convolutions with an f32 result",
     "form": "test_ends: a covariance that is mapped",
