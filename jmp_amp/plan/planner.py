@@ -56,6 +56,7 @@ def plan_program(
     states: Sequence[np.dtype | None],
     cpu: Cpu | None = None,
     entries: Entries = (),
+    norms: frozenset[Policy] = frozenset(),
 ) -> Plan:
     """Returns the plan of a traced function whose arguments are all free.
 
@@ -68,9 +69,10 @@ def plan_program(
       states: for each output that updates a state, the dtype of the state; else None.
       cpu: the CPU that it is for; None for a GPU or a TPU.
       entries: those of a map that match name scopes of the program.
+      norms: the policies that only norms have, for reasons in words.
     """
     body = jaxprs.body_of(closed_jaxpr)
-    region = outermost(policy, cpu, entries)
+    region = outermost(policy, cpu, entries, norms)
     argument = Known(Origin.FREE, None, region, frozenset((Trait.PARAMETER,)))
     outputs = [
         _returned(v, state, policy)

@@ -155,7 +155,7 @@ class Flows:
         region: Region,
         around: _Around,
     ) -> Step:
-        rule = rules.rule_for(eqn, region.policy, around.inherited)
+        rule = rules.rule_for(eqn, region, around.inherited)
         if index in around.facts.inner:
             return self._call(index, eqn, views, region, rule, around)
         assert rule is not None
