@@ -60,7 +60,7 @@ class _Waits:
 
     def _through(self, flow: Flow, outputs: tuple[bool, ...]) -> list[bool]:
         jaxpr = flow.body.jaxpr
-        found = set(_booleans(compress(jaxpr.outvars, outputs)))
+        found = _booleans(compress(jaxpr.outvars, outputs))
         for eqn, step in zip(reversed(jaxpr.eqns), reversed(flow.steps), strict=True):
             if found.isdisjoint(eqn.outvars):
                 continue
@@ -77,11 +77,8 @@ class _Waits:
 
 def _booleans(atoms: Iterable[Atom]) -> set[Var]:
     # A token has no dtype.
-    return {
-        v
-        for v in jaxprs.variables(list(atoms))
-        if getattr(v.aval, "dtype", None) == np.bool_
-    }
+    found = jaxprs.variables([*atoms])
+    return {v for v in found if getattr(v.aval, "dtype", None) == np.bool_}
 
 
 def _compares_activations(eqn: Eqn, step: Step) -> bool:
