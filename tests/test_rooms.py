@@ -113,7 +113,7 @@ WINGS = {
     ),
     "reports": (
         ("costs", "rows", "tables", "plain_data", "ways", "bit_words", "requests"),
-        ("opaque", "askers", "overruling", "causes", "formats", "folding", "sentences"),
+        ("opaque", "askers", "overruling", "causes", "folding", "sentences"),
         ("reading", "report_tables", "why"),
         ("saved_bytes", "report"),
         ("explaining",),
@@ -335,6 +335,33 @@ def test_module_uses_public_jax_only(module):
 def test_jaxprs_and_binding_alone_use_jax_extend(module):
     extends = any(is_in(name, "jax.extend") for name in used(module))
     assert extends == (module in ("plan.program.jaxprs", "plan.program.binding"))
+
+
+def is_prose(node: ast.AST) -> bool:
+    """Whether an expression is a reason in words."""
+    name = getattr(node, "attr", getattr(node, "id", None))
+    return name in ("reason", "reasons", "REASONS", "in_bf16")
+
+
+def decided_by_prose(node: ast.AST) -> bool:
+    """Whether code decides by the text of a reason.
+
+    It compares one, looks one up or looks for one in a text. It may ask for `None`.
+    """
+    if isinstance(node, ast.Compare):
+        parts = [node.left, *node.comparators]
+        asks = any(isinstance(n, ast.Constant) and n.value is None for n in parts)
+        return not asks and any(is_prose(n) for part in parts for n in ast.walk(part))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        looks = node.func.attr in ("get", "replace", "startswith", "endswith", "find")
+        return looks and any(map(is_prose, (*node.args, node.func.value)))
+    return isinstance(node, ast.Subscript) and is_prose(node.slice)
+
+
+@each_module
+def test_nothing_is_decided_by_the_words_of_a_reason(module):
+    found = [ast.unparse(node) for node in nodes(module) if decided_by_prose(node)]
+    assert not found, f"{module}.py compares prose: {found}"
 
 
 def test_no_module_shares_a_name_with_an_export():

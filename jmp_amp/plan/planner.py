@@ -27,6 +27,7 @@ from jmp_amp.plan.choose.flows import Flow, Step, carry_dtype
 from jmp_amp.plan.choose.held import Held
 from jmp_amp.plan.choose.modes import Demands, Dtypes, Mode, demand_of
 from jmp_amp.plan.dataflow.gelus import Gelus
+from jmp_amp.plan.dataflow.solver import once
 from jmp_amp.plan.dataflow.values import Known, Origin, Trait, traced_dtype
 from jmp_amp.plan.plan import EquationPlan, Plan, RuleContext
 from jmp_amp.plan.program import jaxprs, source_code
@@ -56,6 +57,7 @@ def plan_program(
     states: Sequence[np.dtype | None],
     cpu: Cpu | None = None,
     entries: Entries = (),
+    norms: frozenset[Policy] = frozenset(),
 ) -> Plan:
     """Returns the plan of a traced function whose arguments are all free.
 
@@ -68,9 +70,10 @@ def plan_program(
       states: for each output that updates a state, the dtype of the state; else None.
       cpu: the CPU that it is for; None for a GPU or a TPU.
       entries: those of a map that match name scopes of the program.
+      norms: the policies that only norms have, for reasons in words.
     """
     body = jaxprs.body_of(closed_jaxpr)
-    region = outermost(policy, cpu, entries)
+    region = outermost(policy, cpu, entries, norms)
     argument = Known(Origin.FREE, None, region, frozenset((Trait.PARAMETER,)))
     outputs = [
         _returned(v, state, policy)
@@ -155,7 +158,7 @@ def _plan(
     inherited: Rule | None,
     saving: Saving,
 ) -> Plan:
-    flow = Flows().through(body, tuple(known), region, inherited)
+    flow = Flows().of_program(body, tuple(known), region, inherited)
     outcome = Consumers().of(flow, uses)
     alive = (True,) * len(reads)
     return _Planner().settle(flow, outcome, tuple(reads), tuple(outputs), saving, alive)
@@ -165,12 +168,11 @@ class _Planner:
     """The last pass; through each body once for the dtypes that go in and out."""
 
     def __init__(self) -> None:
-        self._plans: dict[object, Plan] = {}
         # By the outcome, which alike equations share, and the dtypes of the operands.
         self._by_outcome: dict[tuple[Outcome, Dtypes], _Dtypes] = {}
         self._gelus = Gelus()
-        self._asking: dict[Flow, bool] = {}
 
+    @once
     def settle(
         self,
         flow: Flow,
@@ -192,9 +194,6 @@ class _Planner:
           alive: whether each input is an argument of the program.
           curved: whether each output leads to a `tanh`, see `Gelus`.
         """
-        key = outcome, inputs, outputs, saving, alive, curved
-        if key in self._plans:
-            return self._plans[key]
         jaxpr = flow.body.jaxpr
         values = Held(flow, inputs, alive)
         asks = self._asks(flow)
@@ -209,10 +208,8 @@ class _Planner:
             equations = _beside_readers(jaxpr, equations, before_tanh)
         plan = Plan(flow.body, tuple(equations), outputs, values.free_in_f32())
         blocks, needs = find_blocks(flow, plan, values, saving)
-        self._plans[key] = dataclasses.replace(
-            plan, blocks=blocks, needs=needs, moved=_moved(flow, plan)
-        )
-        return self._plans[key]
+        moved = _moved(flow, plan)
+        return dataclasses.replace(plan, blocks=blocks, needs=needs, moved=moved)
 
     def _equations(
         self,
@@ -278,19 +275,18 @@ class _Planner:
             bodies = [settled(body, writes, saving) for body in range(len(bodies))]
         return _called(index, eqn, step, outcome.reason, reads, writes, bodies)
 
+    @once
     def _asks(self, flow: Flow) -> bool:
         """Whether a rewrite in a body, or inside of it, asks what reads its results."""
-        if flow not in self._asking:
-            self._asking[flow] = any(
-                any(map(self._asks, step.flows))
-                or (
-                    step.decision is not None
-                    and step.decision.rewrite is not None
-                    and step.decision.rewrite.beside is not None
-                )
-                for step in flow.steps
+        return any(
+            any(map(self._asks, step.flows))
+            or (
+                step.decision is not None
+                and step.decision.rewrite is not None
+                and step.decision.rewrite.beside is not None
             )
-        return self._asking[flow]
+            for step in flow.steps
+        )
 
     def _equation(
         self, index: int, eqn: Eqn, step: Step, outcome: Outcome, values: Held

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from jmp_amp.plan.dataflow.values import traced_dtype
+from jmp_amp.plan.plan import EquationPlan
 from jmp_amp.plan.program.jaxprs import Atom, Eqn
-from jmp_amp.plan.tables.operations import OPERATIONS
 from jmp_amp.policies.dtypes import is_half
 from jmp_amp.reports.rows import Asked, Equation
 
@@ -16,12 +16,15 @@ PROGRAM = "the program itself"
 AUTOCAST = "an autocast inside"
 
 
-def asked_for(row: Equation, eqn: Eqn, inside: str | None) -> Equation:
+def asked_for(
+    row: Equation, eqn: Eqn, planned: EquationPlan, inside: str | None
+) -> Equation:
     """Returns the row of an equation, and who asks for half precision there.
 
     Args:
       row: the row.
       eqn: its equation.
+      planned: its plan.
       inside: as `scopes.decided_inside` tells.
     """
     if not _is_half(row):
@@ -33,15 +36,25 @@ def asked_for(row: Equation, eqn: Eqn, inside: str | None) -> Equation:
     else:
         return row
     # What a call is that runs as traced, or why a product is not fp8, says more.
-    operation = OPERATIONS.get(row.operation)
-    is_told = operation is not None and row.reason != operation.group.reason
-    if not (row.is_opaque or (row.matmuls and is_told)):
+    if not (row.is_opaque or (row.matmuls and not _is_by_table(planned))):
         row = dataclasses.replace(row, reason=f"asked for by {by}")
     return dataclasses.replace(row, asked_by=by)
 
 
 def _is_half(row: Equation) -> bool:
     return row.is_in_half or row.matmuls_in_half > 0
+
+
+def _is_by_table(planned: EquationPlan) -> bool:
+    """Whether the table alone decides an equation, and nothing else is told of it."""
+    decision = planned.decision
+    return (
+        decision is not None
+        and decision.words is None
+        and planned.rule.group is not None
+        and planned.option is None
+        and not planned.f32_gradients
+    )
 
 
 def _is_traced_in_half(eqn: Eqn) -> bool:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 
-from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
-from jmp_amp.plan.rewrites import cpu_products
+import numpy as np
+
+from jmp_amp.plan.program.cpu_target import Cpu, checked_target, cpu_of
+from jmp_amp.plan.rewrites.cpu_products import is_cpu_product
 from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.policies.two_calls import Waiting, in_two_calls
 from jmp_amp.reports.reading import inputs_of, read_plan
 from jmp_amp.reports.report import Report
+from jmp_amp.reports.rows import Equation
 from jmp_amp.reports.saved_bytes import read_saved
 from jmp_amp.reports.ways import Frame
 from jmp_amp.transform.functions import check_function
@@ -75,9 +78,6 @@ def explain(
         decided = {e.decided_by for e in equations if e.from_policy}
         chosen = [policies.default, *(each for _, each in policies.entries)]
         asked = {each.compute_dtype for each in chosen}
-        others = [e for e in equations if e.reason not in cpu_products.REASONS]
-        gains = len(others) < len(equations)
-        own = any(e.is_in_half or e.matmuls_in_half > 0 for e in others)
         named = {n for each in chosen for n in (*each.low, *each.full, *each.follow)}
         return Report(
             function=name,
@@ -88,9 +88,23 @@ def explain(
             unused_rules=tuple(sorted(named - decided)),
             arguments=kept.arguments,
             arguments_without=kept.arguments_without,
-            on_cpu=None if cpu is None else cpu.in_words(asked, gains, own),
+            on_cpu=None if cpu is None else _on_cpu(cpu, asked, equations, program),
             largest_kept=kept.largest,
             _program=program,
         )
 
     return Waiting(explained, f"explain({name})", "Report")
+
+
+def _on_cpu(
+    cpu: Cpu, asked: Set[np.dtype], equations: Sequence[Equation], program: Frame
+) -> str:
+    """Returns what a CPU makes of the half precision that a policy asks for."""
+
+    def is_its_own(each: Equation) -> bool:
+        place = program.place(each.identity) if each.identity else None
+        return place is not None and is_cpu_product(place.planned.rewrite)
+
+    others = [each for each in equations if not is_its_own(each)]
+    own = any(each.is_in_half or each.matmuls_in_half > 0 for each in others)
+    return cpu.in_words(asked, len(others) < len(equations), own)

@@ -35,7 +35,6 @@ from jmp_amp.reports.costs import (
     matmuls_as_traced,
     turns_of,
 )
-from jmp_amp.reports.formats import in_words_of
 from jmp_amp.reports.opaque import reason_of
 from jmp_amp.reports.rows import Cast, Equation
 from jmp_amp.transform.planned import PlannedCall
@@ -71,7 +70,7 @@ def read_plan(call: PlannedCall) -> tuple[Equation, ...]:
                 casts=tuple(returned),
             )
         )
-    return in_words_of(found, plan, call.policies)
+    return tuple(found)
 
 
 def inputs_of(call: PlannedCall) -> tuple[np.dtype | None, ...]:
@@ -216,7 +215,7 @@ class _Reader(Walk[_Slot]):
             equations, returned = self._inside(eqn, planned, plan, number, here)
             rows += equations
             casts += returned
-        row = asked_for(_row(eqn, planned, here, casts), eqn, here.inside)
+        row = asked_for(_row(eqn, planned, here, casts), eqn, planned, here.inside)
         if quantisations:
             row = dataclasses.replace(row, quantisations=quantisations)
         if not planned.bodies and self._is_again(planned):

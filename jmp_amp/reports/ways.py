@@ -67,6 +67,14 @@ class Frame:
         carried = [i for i, at in enumerate(operands) if at in self.caller.carried]
         return range(carried[0], carried[-1] + 1) if carried else range(0)
 
+    def place(self, identity: str) -> Place:
+        """Returns the equation of an identity that is told from this body."""
+        first, *way = map(int, identity.split("."))
+        at = Place(self, first)
+        for number, index in zip(way[::2], way[1::2], strict=True):
+            at = Place(at.inner[number], index)
+        return at
+
     def input_of(self, atom: Atom) -> int | None:
         """Returns which input of the body a value is; None if it is none."""
         inputs = self.plan.body.jaxpr.invars

@@ -11,11 +11,10 @@ import numpy as np
 
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Literal
-from jmp_amp.plan.tables.operations import OPERATIONS, OpClass
+from jmp_amp.plan.tables.operations import OpClass
 from jmp_amp.policies.dtypes import F32, short_name
 from jmp_amp.reports.bit_words import ENDS, MADE, ORIGINS, words_of, words_of_traits
 from jmp_amp.reports.causes import carry_words, causes_of, pin_id
-from jmp_amp.reports.formats import forms_of
 from jmp_amp.reports.overruling import how_to_overrule
 from jmp_amp.reports.rows import Equation
 from jmp_amp.reports.tables import shape_text
@@ -47,24 +46,13 @@ class Why:
 
     def text(self, row: Equation) -> str:
         """Returns what decided an equation, line by line."""
-        at = self._place(row.identity)
+        at = self.program.place(row.identity)
         shapes = " ".join(map(shape_text, row.shapes)) or "no result"
         where = [f"shape {shapes}"] + [f"module {row.module}"] * bool(row.module)
         where += [f"at {row.source}"] * bool(row.source)
         head = f"Equation {at.label}: {', '.join(where)}."
         told = self._of_call if at.planned.bodies else self._of_equation
-        lines = [head, *told(at, row), how_to_overrule(row, at.eqn)]
-        text, reason = "\n".join(lines), at.planned.reason
-        if row.reason in forms_of(reason):
-            text = text.replace(reason, row.reason)
-        return text
-
-    def _place(self, identity: str) -> Place:
-        first, *way = map(int, identity.split("."))
-        at = Place(self.program, first)
-        for number, index in zip(way[::2], way[1::2], strict=True):
-            at = Place(at.inner[number], index)
-        return at
+        return "\n".join([head, *told(at, row), how_to_overrule(row, at.eqn)])
 
     # One equation.
 
@@ -203,15 +191,9 @@ def _class_of(at: Place) -> str:
     if rule.from_user:
         which = f"{rule.op_class.value} operations"
         return f"{text}: the policy names {rule.decided_by!r} among its {which}."
-    # A negative power of an integer is a power.
-    row = OPERATIONS.get("pow" if rule.decided_by == "reciprocal" else name)
-    if row is not None:
-        group = row.group
-        if (group.op_class, group.reason) == (rule.op_class, rule.reason):
-            source = f"source: {group.source}"
-            return (
-                f"{text}: the table of operations gives it, {rule.reason} ({source})."
-            )
+    if rule.group is not None:
+        source = f"source: {rule.group.source}"
+        return f"{text}: the table of operations gives it, {rule.reason} ({source})."
     if rule.decided_by == name:
         return f"{text}: its parameters and dtypes give it, {rule.reason}."
     if rule.decided_by == "precision":

@@ -15,8 +15,10 @@ from jmp_amp.plan.program import binding, jaxprs
 from jmp_amp.plan.program.cpu_target import Cpu
 from jmp_amp.plan.program.jaxprs import ClosedJaxpr, Value, aval_of
 from jmp_amp.policies.dtypes import AnyFn, PyTree
+from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.transform.calls import traced_call
+from jmp_amp.transform.scopes import norm_policy
 from jmp_amp.transform.unused_names import warn_of_unused_names
 
 
@@ -81,6 +83,7 @@ def planned_call(
             traced.states,
             cpu,
             traced.entries,
+            _norms(policies),
         )
         warn_of_unused_names(plan, policies)
         yield PlannedCall(
@@ -93,3 +96,9 @@ def planned_call(
             policies,
             cpu,
         )
+
+
+def _norms(policies: PolicyMap) -> frozenset[Policy]:
+    """Returns the policies of norms that the map gives to no other module."""
+    chosen = {policies.default, *(policy for _, policy in policies.entries)}
+    return frozenset(map(norm_policy, chosen)) - chosen

@@ -115,7 +115,7 @@ def decisions(layers):
     body = jaxprs.body_of(jax.make_jaxpr(stack)(X, W))
     region = region_at("", amp.Policy(), None)
     inputs = (Known(Origin.FREE, None, region),) * 2
-    flow = Flows().through(body, inputs, region, None)
+    flow = Flows().of_program(body, inputs, region, None)
     found = [step.decision for step in flow.steps if step.decision is not None]
     assert len(found) > 8 * layers
     return len(set(map(id, found)))

@@ -52,7 +52,7 @@ def written(name):
 
 def test_every_row_is_complete():
     for group in GROUPS:
-        assert group.rows and len(group.reason) > 10 and group.source
+        assert group.rows and len(group.words.reason) > 10 and group.source
         for row in group.rows:
             assert isinstance(row.cost, Cost) and isinstance(row.saves, Saves)
             assert row.role is None or isinstance(row.role, Role)

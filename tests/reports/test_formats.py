@@ -9,8 +9,9 @@ from flax import linen as nn
 import jmp_amp as amp
 from jmp_amp.plan.tables.operations import GROUPS
 from jmp_amp.plan.tables.rules import FULL_FUNCTIONS
-from jmp_amp.reports.formats import IN_BF16
 
+ALL = [group.words for group in GROUPS] + [words for words, _ in FULL_FUNCTIONS]
+IN_BF16 = {each.reason: each.in_bf16 for each in ALL if each.in_bf16}
 X, W = jnp.ones((8, 16)), jnp.ones((16, 16))
 MIXED = ("mixed_float16", "mixed_bfloat16")
 
@@ -26,7 +27,7 @@ def without_bf16(reason):
 
 
 def test_every_reason_of_the_tables_that_is_about_f16_has_a_form_for_bf16():
-    reasons = [group.reason for group in GROUPS] + [*FULL_FUNCTIONS]
+    reasons = {each.reason for each in ALL}
     assert {each for each in reasons if is_of_f16(without_bf16(each))} == {*IN_BF16}
     assert not any(is_of_f16(without_bf16(each)) for each in IN_BF16.values())
 
@@ -89,6 +90,7 @@ def test_a_norm_is_f32_by_itself_and_another_module_by_its_policy(policy):
 
 def test_why_has_the_reason_of_the_row():
     report = amp.explain(everything, "mixed_bfloat16")(X, W)
-    (row,) = (e for e in report.equations if e.operation == "exp")
-    text = report.why(row.identity)
-    assert row.reason in text and not is_of_f16(without_bf16(text))
+    texts = {row: report.why(row.identity) for row in report.equations}
+    (row,) = (row for row in texts if row.operation == "exp")
+    assert row.reason in texts[row]
+    assert not any(is_of_f16(without_bf16(text)) for text in texts.values())

@@ -21,7 +21,7 @@ from jmp_amp.plan.dataflow.ends import Destinations, End, Ends, settled
 from jmp_amp.plan.dataflow.facts import BodyFacts, Facts, of_arguments
 from jmp_amp.plan.dataflow.joins import after_turn, one_of
 from jmp_amp.plan.dataflow.recursions import NONE, Cycle, Cycles, recursions_of
-from jmp_amp.plan.dataflow.solver import forward
+from jmp_amp.plan.dataflow.solver import forward, once
 from jmp_amp.plan.dataflow.sources import (
     Sources,
     all_translated,
@@ -32,7 +32,7 @@ from jmp_amp.plan.dataflow.sources import (
 )
 from jmp_amp.plan.dataflow.values import Known, Origin, Trait, is_inexact
 from jmp_amp.plan.program import jaxprs
-from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Inner, Jaxpr, Literal, Var
+from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Literal, Var
 from jmp_amp.plan.program.regions import Region, region_of
 from jmp_amp.plan.tables import rules
 from jmp_amp.plan.tables.operations import PRODUCTS
@@ -40,97 +40,86 @@ from jmp_amp.plan.tables.rules import Rule
 from jmp_amp.policies.dtypes import is_half
 
 
+class Called(NamedTuple):
+    """What is known where a body is called.
+
+    Attributes:
+      inputs: what is known of each of its inputs.
+      region: the policy scope that it is called in.
+      inherited: the rule that the name of its caller gives to all of it.
+      ends: what becomes of each of its outputs.
+      facts: what its inputs are made of.
+      groups: the groups that its inputs are in, see `groups_of`.
+      cycles: its recursive products.
+    """
+
+    inputs: tuple[Known, ...]
+    region: Region
+    inherited: Rule | None
+    ends: tuple[End, ...]
+    facts: Facts
+    groups: tuple[int, ...]
+    cycles: Cycles
+
+
 class Flows:
     """Follows values through bodies; each body once for what is known of its inputs."""
 
     def __init__(self) -> None:
-        self._flows: dict[object, Flow] = {}
         self._destinations = Destinations()
         self._decided = Decided()
-        self._used: dict[int, collections.Counter[Var]] = {}
 
-    def _uses(self, jaxpr: Jaxpr) -> collections.Counter[Var]:
+    @once
+    def _uses(self, body: Body) -> collections.Counter[Var]:
         """Returns how often each variable of a body is read.
 
         A call does not read an operand that its body does not read.
         """
-        if id(jaxpr) not in self._used:
-            read = list(jaxpr.outvars)
-            for eqn in jaxpr.eqns:
-                inner = jaxprs.inner_bodies(eqn)
-                inside = {
-                    i
-                    for (body, operands) in inner
-                    for i, var in zip(operands, body.jaxpr.invars, strict=True)
-                    if self._uses(body.jaxpr)[var]
-                }
-                read += [eqn.invars[i] for i in inside] if inner else eqn.invars
-            self._used[id(jaxpr)] = collections.Counter(jaxprs.variables(read))
-        return self._used[id(jaxpr)]
+        read = list(body.jaxpr.outvars)
+        for eqn in body.jaxpr.eqns:
+            inner = jaxprs.inner_bodies(eqn)
+            inside = {
+                i
+                for (called, operands) in inner
+                for i, var in zip(operands, called.jaxpr.invars, strict=True)
+                if self._uses(called)[var]
+            }
+            read += [eqn.invars[i] for i in inside] if inner else eqn.invars
+        return collections.Counter(jaxprs.variables(read))
 
-    def through(
+    def of_program(
         self,
         body: Body,
         inputs: tuple[Known, ...],
         region: Region,
         inherited: Rule | None,
-        ends: tuple[End, ...] | None = None,
-        facts: Facts | None = None,
-        groups: tuple[int, ...] | None = None,
-        cycles: Cycles | None = None,
     ) -> Flow:
-        """Returns the flow through `body`, given what is known of its inputs.
+        """Returns the flow through a body that nothing of its program calls."""
+        ends = (Ends.OTHERWISE,) * len(body.jaxpr.outvars)
+        around = ends, of_arguments(body), (0,) * len(inputs), recursions_of(body)
+        return self.through(body, Called(inputs, region, inherited, *around))
 
-        Args:
-          body: the body.
-          inputs: one for each of its inputs.
-          region: the policy scope that it is called in.
-          inherited: the rule that the name of its caller gives to all of it.
-          ends: what becomes of each of its outputs; None if the program returns them.
-          facts: what its inputs are made of; None if it is the program.
-          groups: the groups that its inputs are in, see `groups_of`.
-          cycles: its recursive products; None if it is the program.
-        """
-        if ends is None:
-            ends = (Ends.OTHERWISE,) * len(body.jaxpr.outvars)
-        if facts is None:
-            facts = of_arguments(body)
-        if groups is None:
-            groups = (0,) * len(inputs)
-        if cycles is None:
-            cycles = recursions_of(body)
-        key = id(body.jaxpr), inputs, region, inherited, ends, facts, groups, cycles
-        if key not in self._flows:
-            self._flows[key] = self._through(
-                body, inputs, region, inherited, ends, facts, groups, cycles
-            )
-        return self._flows[key]
-
-    def _through(
-        self,
-        body: Body,
-        inputs: tuple[Known, ...],
-        region: Region,
-        inherited: Rule | None,
-        ends: tuple[End, ...],
-        facts: Facts,
-        groups: tuple[int, ...],
-        cycles: Cycles,
-    ) -> Flow:
-        jaxpr = body.jaxpr
-        uses = self._uses(jaxpr)
+    @once
+    def through(self, body: Body, called: Called) -> Flow:
+        """Returns the flow through a body, given what is known where it is called."""
+        jaxpr, region = body.jaxpr, called.region
+        uses = self._uses(body)
         known = {
             var: each.shared(each.is_shared or uses[var] > 1)
-            for var, each in zip(jaxpr.invars, inputs, strict=True)
+            for var, each in zip(jaxpr.invars, called.inputs, strict=True)
         }
         for var, const in zip(jaxpr.constvars, body.consts, strict=True):
             limits = constants.bounds_of_constant(const)
             traits = frozenset((Trait.PARAMETER,))
             known[var] = Known(Origin.FREE, limits, region, traits)
-        found = self._destinations.of(body, ends, facts)
-        made = self._destinations.facts.of(body, facts)
-        recursive = dict(cycles.products), dict(cycles.inner)
-        around = _Around(inherited, made, Sources(jaxpr, groups), found, *recursive)
+        around = _Around(
+            called.inherited,
+            self._destinations.facts.of(body, called.facts),
+            Sources(jaxpr, called.groups),
+            self._destinations.of(body, called.ends, called.facts),
+            dict(called.cycles.products),
+            dict(called.cycles.inner),
+        )
         steps = []
         # By the identity of name stacks: equations of one scope have the same one.
         regions: dict[int, Region] = {}
@@ -155,7 +144,7 @@ class Flows:
         region: Region,
         around: _Around,
     ) -> Step:
-        rule = rules.rule_for(eqn, region.policy, around.inherited)
+        rule = rules.rule_for(eqn, region, around.inherited)
         if index in around.facts.inner:
             return self._call(index, eqn, views, region, rule, around)
         assert rule is not None
@@ -202,7 +191,7 @@ class Flows:
         tangent and of a solution.
         """
         step = self._through_bodies(index, eqn, views, region, rule, around)
-        if jaxprs.is_while(eqn) and rule is None and is_solver(step):
+        if jaxprs.is_while(eqn) and rule is None and is_solver(eqn, step):
             return self._through_bodies(index, eqn, views, region, SOLVER, around)
         return step
 
@@ -228,11 +217,15 @@ class Flows:
         layers: dict[int, int] = {}
 
         def outputs(number: int, inputs: Sequence[_Part]) -> list[_Part]:
-            each = region, rule, ends[number], facts[number], cycles[number]
-            flow = flows[number] = self._through_body(eqn, inputs, inner[number], *each)
+            body, positions = inner[number]
+            known = _entering(eqn, [each.known for each in inputs], positions)
+            groups = groups_of(tuple([each.sources for each in inputs]))
+            each = ends[number], facts[number], groups, cycles[number]
+            flow = self.through(body, Called(known, region, rule, *each))
+            flows[number] = flow
             # The condition of a loop, its first body, hands nothing to the next turn.
             carried = jaxprs.carried(eqn) if number == len(inner) - 1 else range(0)
-            made, layers[number] = _made_of(flow, inner[number].operands, carried)
+            made, layers[number] = _made_of(flow, positions, carried)
             outside = all_translated(tuple(made), tuple(read))
             return list(map(_Part, flow.outputs, outside))
 
@@ -254,23 +247,6 @@ class Flows:
             tuple(flows[number] for number in range(len(inner))),
             rule,
         )
-
-    def _through_body(
-        self,
-        eqn: Eqn,
-        inputs: Sequence[_Part],
-        inner: Inner,
-        region: Region,
-        rule: Rule | None,
-        ends: tuple[End, ...],
-        facts: Facts,
-        cycles: Cycles,
-    ) -> Flow:
-        """Returns the flow through a body of `eqn`, given its inputs."""
-        known = _entering(eqn, [each.known for each in inputs], inner.operands)
-        groups = groups_of(tuple([each.sources for each in inputs]))
-        around = rule, ends, facts, groups, cycles
-        return self.through(inner.body, known, region, *around)
 
 
 class _Part(NamedTuple):

@@ -147,7 +147,7 @@ def _by_class(at: Standing, rewrite: Rewrite | None) -> Decision:
     if at.rule.op_class is OpClass.FULL:
         made = Origin.FREE if at.origin == Origin.FREE else Origin.FULL
         mode = Mode.CONVERSION if jaxprs.is_conversion(at.eqn) else Mode.IN_DTYPE
-        return decided(at, mode, F32, at.rule.reason, made)
+        return decided(at, mode, F32, None, made)
     return _follow(at, rewrite)
 
 
@@ -164,7 +164,7 @@ def _keep(at: Standing) -> Decision:
             reason = "bound to the dtypes that it was traced in"
         rule = Rule(OpClass.KEEP, reason, rule.decided_by)
     known = Known(origin, None, at.region)
-    return Decision(rule, Mode.AS_TRACED, None, rule.reason, known)
+    return Decision(rule, Mode.AS_TRACED, None, None, known)
 
 
 def _low(at: Standing, rewrite: Rewrite | None) -> Decision:
@@ -179,11 +179,17 @@ def _low(at: Standing, rewrite: Rewrite | None) -> Decision:
     if misfit is not None:
         return decided(at, Mode.IN_DTYPE, F32, misfit, Origin.FULL)
     if not is_half(low):
-        reason = why_f32(at) or "the policy computes in f32"
+        reason = why_f32(at) or _by_policy(at)
         return decided(at, Mode.IN_DTYPE, low, reason, Origin.FULL)
     saturate = any(Trait.OVERSIZED in v.traits for v in at.operands)
-    reason = why_not(at) or at.rule.reason
-    return decided(at, Mode.IN_DTYPE, low, reason, Origin.LOW, saturate)
+    return decided(at, Mode.IN_DTYPE, low, why_not(at), Origin.LOW, saturate)
+
+
+def _by_policy(at: Standing) -> str:
+    """Returns why an operation is f32 whose policy is, in words."""
+    if at.region.asked in at.region.norms:
+        return "a norm computes in f32, whatever the policy around it"
+    return "the policy computes in f32"
 
 
 def _pinned(at: Standing, pin: Pin) -> Decision:
@@ -253,8 +259,7 @@ def _spreads_function(at: Standing) -> bool:
 def _in_f32(at: Standing) -> Decision:
     """Returns the decision for an operation where all but products are f32."""
     if at.region.cpu is None or at.region.asked.compute_dtype == F32:
-        reason = "the policy computes in f32"
-        return decided(at, Mode.IN_DTYPE, F32, reason, Origin.FULL)
+        return decided(at, Mode.IN_DTYPE, F32, _by_policy(at), Origin.FULL)
     reason = "on a CPU all but products is f32"
     # For the products that read it, see `cpu_products`.
     oversized = (

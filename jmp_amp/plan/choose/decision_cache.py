@@ -35,18 +35,7 @@ class Decided:
         end: End,
         is_recursive: bool,
     ) -> Decision:
-        """Returns the decision for `eqn`, which calls nothing.
-
-        Args:
-          eqn: the equation.
-          rule: its rule from the table.
-          region: the policy scope that it is in.
-          views: what it sees of each of its operands.
-          facts: what each of its operands is made of.
-          is_related: whether its first two operands are made of one input.
-          end: what becomes of its results.
-          is_recursive: whether it is a product of a loop that is a numerical method.
-        """
+        """Returns the decision for `eqn`, see `decide`."""
         key = (
             eqn.primitive,
             tuple(eqn.params.values()),

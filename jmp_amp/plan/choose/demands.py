@@ -19,7 +19,7 @@ from jmp_amp.plan.choose import modes
 from jmp_amp.plan.choose.flows import Flow, Step, carry_dtype
 from jmp_amp.plan.choose.modes import Demand, Demands, Mode, demand_of
 from jmp_amp.plan.choose.records import Decision, Option
-from jmp_amp.plan.dataflow.solver import backward
+from jmp_amp.plan.dataflow.solver import backward, entering, once
 from jmp_amp.plan.dataflow.values import Known, Origin, Trait, is_exact, is_move
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Var
@@ -83,10 +83,10 @@ class Consumers:
     """Goes back through flows; through each once for the uses of its outputs."""
 
     def __init__(self) -> None:
-        self._outcomes: dict[tuple[Flow, Uses], BodyOutcome] = {}
         # By the decision, which alike equations share.
         self._by_decision: dict[tuple[Decision, Uses], Outcome] = {}
 
+    @once
     def of(self, flow: Flow, outputs: Uses) -> BodyOutcome:
         """Returns the outcome of every equation of a body.
 
@@ -94,8 +94,6 @@ class Consumers:
           flow: the forward pass over it.
           outputs: how its outputs are used.
         """
-        if (flow, outputs) in self._outcomes:
-            return self._outcomes[flow, outputs]
         jaxpr = flow.body.jaxpr
         used: dict[Var, Use] = {}
 
@@ -125,9 +123,7 @@ class Consumers:
             for atom, wanted in zip(eqn.invars, outcome.operands, strict=True):
                 use(atom, wanted, step.region)
         inputs = tuple(used.get(var, UNUSED) for var in jaxpr.invars)
-        outcome = BodyOutcome(tuple(reversed(outcomes)), inputs, outputs)
-        self._outcomes[flow, outputs] = outcome
-        return outcome
+        return BodyOutcome(tuple(reversed(outcomes)), inputs, outputs)
 
     def _equation(self, eqn: Eqn, step: Step, results: Uses) -> Outcome:
         assert step.decision is not None
@@ -149,13 +145,12 @@ class Consumers:
             # The next turn reads it, in the dtype that it is carried in.
             return Use(carry[carried[number]], max(now.times, 1))
 
-        backward(eqn, results, inputs, turned, UNUSED, UNUSED)
+        back = backward(eqn, results, inputs, turned, UNUSED, UNUSED)
         bodies = tuple(found[number] for number in range(len(step.flows)))
         operands = [UNUSED] * len(eqn.invars)
-        for (_, positions), body in zip(step.inner, bodies, strict=True):
-            for i, inside in zip(positions, body.inputs, strict=True):
-                demand = operands[i].demand | inside.demand
-                operands[i] = Use(demand, max(operands[i].times, inside.times))
+        for i, inside in entering(eqn, back):
+            demand = operands[i].demand | inside.demand
+            operands[i] = Use(demand, max(operands[i].times, inside.times))
         for i in _read_every_turn(eqn, flow):
             if operands[i].times:
                 operands[i] = operands[i]._replace(times=2)

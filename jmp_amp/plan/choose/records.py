@@ -54,7 +54,7 @@ class Decision:
       rule: the class of the operation, and the name that decided it.
       mode: how it treats the dtypes of its operands.
       dtype: the dtype of the computation; None if the mode says all.
-      reason: why, in words.
+      words: why, in words; None if the rule says it.
       result: what is known of the results, but for the region that they are made in.
       options: alternatives; the first whose condition on the consumers holds is taken.
       of: for each operand, whether the results count as made of it; a parameter that
@@ -68,7 +68,7 @@ class Decision:
     rule: Rule
     mode: Mode
     dtype: np.dtype | None
-    reason: str
+    words: str | None
     result: Known
     options: tuple[Option, ...] = ()
     of: tuple[bool, ...] = ()
@@ -76,6 +76,11 @@ class Decision:
     saturate: bool = False
     standing: Standing | None = None
     pin: Pin | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why, in words."""
+        return self.rule.reason if self.words is None else self.words
 
     def option(self, readers: Demand, once: bool) -> Option | None:
         """Returns the first option whose condition holds.
@@ -98,10 +103,10 @@ def decided(
     at: Standing,
     mode: Mode,
     dtype: np.dtype | None,
-    reason: str,
+    words: str | None,
     origin: Origin,
     saturate: bool = False,
 ) -> Decision:
     """Returns a decision for an equation where it stands."""
     known = Known(origin, None, at.region)
-    return Decision(at.rule, mode, dtype, reason, known, saturate=saturate, standing=at)
+    return Decision(at.rule, mode, dtype, words, known, saturate=saturate, standing=at)

@@ -6,11 +6,16 @@ that counts, or that waits for an integer such as a token, is no solver.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import compress
+
 import numpy as np
 
 from jmp_amp.plan.choose.flows import Flow, Step
+from jmp_amp.plan.dataflow.solver import Back, backward, entering, in_any_turn
 from jmp_amp.plan.dataflow.values import Origin
-from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Var, aval_of
+from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.jaxprs import Atom, Eqn, Var, aval_of
 from jmp_amp.plan.tables.operations import OpClass
 from jmp_amp.plan.tables.rules import Rule
 
@@ -20,69 +25,60 @@ SOLVER = Rule(
 _COMPARES = frozenset("eq ne lt le gt ge eq_to lt_to le_to".split())
 
 
-def is_solver(step: Step) -> bool:
+def is_solver(eqn: Eqn, step: Step) -> bool:
     """Whether the `while` loop that `step` went through is a solver."""
-    (_, condition_operands), (_, body_operands) = step.inner
-    condition, body = step.flows
-    constants = len(condition_operands) - len(body.outputs)
-    (decided,) = condition.body.jaxpr.outvars
-    found, inputs = _decisive(condition, [decided])
-    seen: set[int] = set()
-    # Of the condition's inputs, booleans that the body makes.
-    waiting = [i - constants for i in inputs]
-    while waiting and not found:
-        i = waiting.pop()
-        if i < 0 or i in seen:
-            continue
-        seen.add(i)
-        found, inputs = _decisive(body, [body.body.jaxpr.outvars[i]])
-        first = len(body_operands) - len(body.outputs)
-        waiting += [j - first for j in inputs]
-    return found
+    waits = _Waits()
+    waits.inside(eqn, step, [False] * len(eqn.outvars), True)
+    return waits.for_float
 
 
-def _decisive(flow: Flow, atoms: list[Atom]) -> tuple[bool, list[int]]:
-    """Returns whether booleans of a body compare floats, and its inputs in them."""
-    jaxpr = flow.body.jaxpr
-    makers = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    inputs = {v: i for i, v in enumerate(jaxpr.invars)}
-    reached: list[int] = []
-    seen: set[Var] = set()
-    atoms = list(atoms)
-    while atoms:
-        atom = atoms.pop()
-        if isinstance(atom, Literal) or atom in seen or not _is_boolean(atom):
-            continue
-        seen.add(atom)
-        if atom in inputs:
-            reached.append(inputs[atom])
-        if atom not in makers:
-            continue
-        eqn, step = jaxpr.eqns[makers[atom]], flow.steps[makers[atom]]
-        if step.flows:
-            inside = _inside(eqn, step, atom)
-            if inside is None:
-                return True, []
-            atoms += inside
-        elif _compares_activations(eqn, step):
-            return True, []
-        else:
-            atoms += eqn.invars
-    return False, reached
+class _Waits:
+    """Goes back from the end of a loop, by the booleans that decide it.
+
+    Attributes:
+      for_float: whether one of them compares activations.
+    """
+
+    for_float = False
+
+    def inside(
+        self, eqn: Eqn, step: Step, results: Sequence[bool], decided: bool = False
+    ) -> list[Back[bool]]:
+        """Returns which inputs of the bodies of a call are waited for.
+
+        Args:
+          eqn: the call, the loop or the branch.
+          step: the forward pass over it.
+          results: which of its results are waited for.
+          decided: whether the boolean is that ends the loop.
+        """
+
+        def inputs(number: int, outputs: tuple[bool, ...]) -> list[bool]:
+            return self._through(step.flows[number], outputs)
+
+        return backward(eqn, results, inputs, in_any_turn, False, decided)
+
+    def _through(self, flow: Flow, outputs: tuple[bool, ...]) -> list[bool]:
+        jaxpr = flow.body.jaxpr
+        found = _booleans(compress(jaxpr.outvars, outputs))
+        for eqn, step in zip(reversed(jaxpr.eqns), reversed(flow.steps), strict=True):
+            if found.isdisjoint(eqn.outvars):
+                continue
+            if step.flows:
+                back = self.inside(eqn, step, [v in found for v in eqn.outvars])
+                inside = entering(eqn, back)
+                found |= _booleans(eqn.invars[i] for i, waits in inside if waits)
+            elif _compares_activations(eqn, step):
+                self.for_float = True
+            else:
+                found |= _booleans(eqn.invars)
+        return [v in found for v in jaxpr.invars]
 
 
-def _inside(eqn: Eqn, step: Step, result: Var) -> list[Atom] | None:
-    """Returns the booleans that a result of a call is made of; None for a float."""
-    position = list(eqn.outvars).index(result)
-    made_of: list[Atom] = []
-    for (_, operands), inner in zip(step.inner, step.flows, strict=True):
-        if len(inner.outputs) != len(eqn.outvars):
-            continue  # the condition of an inner loop
-        found, inputs = _decisive(inner, [inner.body.jaxpr.outvars[position]])
-        if found:
-            return None
-        made_of += [eqn.invars[operands[i]] for i in inputs]
-    return made_of
+def _booleans(atoms: Iterable[Atom]) -> set[Var]:
+    # A token has no dtype.
+    found = jaxprs.variables([*atoms])
+    return {v for v in found if getattr(v.aval, "dtype", None) == np.bool_}
 
 
 def _compares_activations(eqn: Eqn, step: Step) -> bool:
@@ -96,8 +92,3 @@ def _compares_activations(eqn: Eqn, step: Step) -> bool:
             for v, view in zip(eqn.invars, step.views, strict=True)
         )
     )
-
-
-def _is_boolean(atom: Atom) -> bool:
-    # A token has no dtype.
-    return getattr(atom.aval, "dtype", None) == np.bool_

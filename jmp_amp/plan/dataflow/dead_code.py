@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.core import ShapedArray
 
-from jmp_amp.plan.dataflow.solver import backward, in_any_turn
+from jmp_amp.plan.dataflow.solver import backward, entering, in_any_turn, once
 from jmp_amp.plan.program import binding, jaxprs
 from jmp_amp.plan.program.jaxprs import (
     Atom,
@@ -40,13 +40,13 @@ def without_dead_code(program: ClosedJaxpr) -> ClosedJaxpr:
     objects.
     """
     count = len(jaxprs.body_of(program).jaxpr.outvars)
-    return _Living().of(program, (True,) * count).program
+    return _Living().of(program, (True,) * count, None).program
 
 
 def inputs_read(program: ClosedJaxpr, *, is_differentiated: bool = False) -> Alive:
     """Returns which inputs a program reads: if differentiated, or when it runs."""
     count = len(jaxprs.body_of(program).jaxpr.outvars)
-    return _Living(is_differentiated).of(program, (True,) * count).inputs
+    return _Living(is_differentiated).of(program, (True,) * count, None).inputs
 
 
 class _Body(NamedTuple):
@@ -70,10 +70,10 @@ class _Living:
 
     def __init__(self, is_differentiated: bool = True) -> None:
         self.is_differentiated = is_differentiated
-        self._found: dict[object, _Body] = {}
 
+    @once
     def of(
-        self, program: Jaxpr | ClosedJaxpr, outputs: Alive, carry: int | None = None
+        self, program: Jaxpr | ClosedJaxpr, outputs: Alive, carry: int | None
     ) -> _Body:
         """Returns what is alive in a body.
 
@@ -82,14 +82,6 @@ class _Living:
           outputs: which of its outputs are read.
           carry: for a loop, the input that its first output is in the next turn.
         """
-        key = id(program), outputs, carry
-        if key not in self._found:
-            self._found[key] = self._of(program, outputs, carry)
-        return self._found[key]
-
-    def _of(
-        self, program: Jaxpr | ClosedJaxpr, outputs: Alive, carry: int | None
-    ) -> _Body:
         jaxpr = jaxprs.body_of(program).jaxpr
         zeros = _Zeros()
         outvars = list(jaxpr.outvars)
@@ -122,7 +114,7 @@ class _Living:
             if solved is None:
                 return eqn, (True,) * len(eqn.invars)
             program, positions = solved
-            read = set(compress(positions, self.of(program, results).inputs))
+            read = set(compress(positions, self.of(program, results, None).inputs))
             return eqn, tuple(i in read for i in range(len(eqn.invars)))
         programs = jaxprs.inner_programs(eqn)
         carry = jaxprs.first_carried(eqn)
@@ -136,14 +128,13 @@ class _Living:
             found[number] = self.of(program, outputs, handed_on)
             return found[number].inputs
 
-        backward(eqn, results, inputs, in_any_turn, False, True)
+        back = backward(eqn, results, inputs, in_any_turn, False, True)
         bodies = [found[number] for number in range(len(programs))]
         operands = {i for _, positions in inner for i in positions}
         # What no body gets is the number of a branch.
         read = set(range(len(eqn.invars))) - operands
         read.update(i for i, v in enumerate(eqn.invars) if not _has_zeros(v))
-        for (_, positions), body in zip(inner, bodies, strict=True):
-            read.update(compress(positions, body.inputs))
+        read.update(i for i, is_read in entering(eqn, back) if is_read)
         if self.is_differentiated and jaxprs.is_custom_jvp(eqn):
             # Its rule may read the tangent of what its body does not read.
             read.update(range(len(eqn.invars)))

@@ -39,7 +39,7 @@ from jmp_amp.plan.dataflow.facts import (
     subtracts_parts,
     weighs_solution,
 )
-from jmp_amp.plan.dataflow.solver import Back, backward
+from jmp_amp.plan.dataflow.solver import Back, backward, entering, once
 from jmp_amp.plan.dataflow.values import castable
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Literal, Var, aval_of
@@ -143,9 +143,9 @@ class Destinations:
     """Finds them, in each body once for what becomes of its outputs."""
 
     def __init__(self) -> None:
-        self._found: dict[object, dict[Var, End]] = {}
         self.facts = FactFinder()
 
+    @once
     def of(self, body: Body, outputs: tuple[End, ...], inputs: Facts) -> dict[Var, End]:
         """Returns what becomes of the variables of `body`.
 
@@ -154,35 +154,34 @@ class Destinations:
           outputs: what becomes of each of its outputs outside of it.
           inputs: what is known of its inputs.
         """
-        key = id(body.jaxpr), outputs, inputs
-        if key not in self._found:
-            jaxpr = body.jaxpr
-            found: dict[Var, End] = {}
-            for atom, end in zip(jaxpr.outvars, outputs, strict=True):
-                _add(found, [atom], end)
-            facts = self.facts.of(body, inputs)
-            # What later equations read, and callers.
-            read = set(jaxprs.variables(jaxpr.outvars))
-            for index, eqn in reversed(list(enumerate(jaxpr.eqns))):
-                ranked = _ranked(eqn, read) if eqn.primitive.name in RANKS else ()
-                read.update(jaxprs.variables(eqn.invars))
-                if index in facts.inner:
-                    self._inside(eqn, found, facts.inner[index])
-                    continue
-                results = Ends.NONE
-                for var in eqn.outvars:
-                    results |= found.get(var, Ends.NONE)
-                operands = list(map(facts.of, eqn.invars))
-                made = Made.NOTHING
-                if results & Ends.MOMENT:
-                    made = any_of(map(facts.of, eqn.outvars))
-                end = end_of_operands(eqn, results, operands, made)
-                _add(found, _selected(eqn), end)
-                _add(found, ranked, Ends.INDEX)
-                if end & Ends.FACTOR and eqn.primitive.name in PRODUCTS:
-                    _add(found, _between(eqn, facts), Ends.FORM)
-            self._found[key] = found
-        return self._found[key]
+        jaxpr = body.jaxpr
+        found: dict[Var, End] = {}
+        for atom, end in zip(jaxpr.outvars, outputs, strict=True):
+            _add(found, [atom], end)
+        facts = self.facts.of(body, inputs)
+        # What later equations read, and callers.
+        read = set(jaxprs.variables(jaxpr.outvars))
+        for index, eqn in reversed(list(enumerate(jaxpr.eqns))):
+            ranked = _ranked(eqn, read) if eqn.primitive.name in RANKS else ()
+            read.update(jaxprs.variables(eqn.invars))
+            if index in facts.inner:
+                bodies = self._back(eqn, found, facts.inner[index])
+                for i, end in entering(eqn, bodies):
+                    _add(found, [eqn.invars[i]], end)
+                continue
+            results = Ends.NONE
+            for var in eqn.outvars:
+                results |= found.get(var, Ends.NONE)
+            operands = list(map(facts.of, eqn.invars))
+            made = Made.NOTHING
+            if results & Ends.MOMENT:
+                made = any_of(map(facts.of, eqn.outvars))
+            end = end_of_operands(eqn, results, operands, made)
+            _add(found, _selected(eqn), end)
+            _add(found, ranked, Ends.INDEX)
+            if end & Ends.FACTOR and eqn.primitive.name in PRODUCTS:
+                _add(found, _between(eqn, facts), Ends.FORM)
+        return found
 
     def outputs(
         self, eqn: Eqn, found: dict[Var, End], inputs: Sequence[Facts]
@@ -218,12 +217,6 @@ class Destinations:
             return bodies
         # What leads to no linear algebra in this turn may do so in the next one.
         return back(bodies[-1].outputs, ~Ends.NONE)
-
-    def _inside(self, eqn: Eqn, found: dict[Var, End], inputs: Sequence[Facts]) -> None:
-        bodies = self._back(eqn, found, inputs)
-        for (_, operands), body in zip(jaxprs.inner_bodies(eqn), bodies, strict=True):
-            for i, end in zip(operands, body.inputs, strict=True):
-                _add(found, [eqn.invars[i]], end)
 
 
 def _add(found: dict[Var, End], atoms: Sequence[Atom], end: End) -> None:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from jmp_amp.plan.dataflow.solver import forward
+from jmp_amp.plan.dataflow.solver import forward, once
 from jmp_amp.plan.dataflow.values import castable
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.dimensions import (
@@ -149,20 +149,16 @@ class BodyFacts:
 class FactFinder:
     """Finds the facts of a program, in each body once for those of its inputs."""
 
-    def __init__(self) -> None:
-        self._found: dict[object, BodyFacts] = {}
-
+    @once
     def of(self, body: Body, inputs: Facts) -> BodyFacts:
         """Returns the facts of the variables of a body, given those of its inputs."""
-        key = id(body.jaxpr), inputs
-        if key not in self._found:
-            found = self._found[key] = BodyFacts(body, inputs)
-            for var in body.jaxpr.constvars:
-                found.known[var] = found.new(Made.NOTHING)
-            for index, eqn in enumerate(body.jaxpr.eqns):
-                results = self._results(index, eqn, found)
-                found.known.update(zip(eqn.outvars, results, strict=True))
-        return self._found[key]
+        found = BodyFacts(body, inputs)
+        for var in body.jaxpr.constvars:
+            found.known[var] = found.new(Made.NOTHING)
+        for index, eqn in enumerate(body.jaxpr.eqns):
+            results = self._results(index, eqn, found)
+            found.known.update(zip(eqn.outvars, results, strict=True))
+        return found
 
     def _results(self, index: int, eqn: Eqn, found: BodyFacts) -> Sequence[Fact]:
         operands = [found.of(atom) for atom in eqn.invars]

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from jmp_amp.plan.dataflow.constants import Bounds, bounds_of_constant, bounds_of_result
 from jmp_amp.plan.dataflow.facts import makes_solutions
-from jmp_amp.plan.dataflow.solver import forward
+from jmp_amp.plan.dataflow.solver import forward, once
 from jmp_amp.plan.dataflow.values import is_inexact
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.dimensions import as_number, is_larger
@@ -91,16 +91,11 @@ class Traced(NamedTuple):
 class Paths:
     """Follows paths through bodies, each body once for those of its inputs."""
 
-    def __init__(self) -> None:
-        self._found: dict[object, Traced] = {}
-
+    @once
     def through(
         self, body: Body, inputs: tuple[Path, ...], loops: tuple[Loop, ...]
     ) -> Traced:
         """Returns the paths of a body, given those of its inputs and what is around."""
-        key = id(body.jaxpr), inputs, loops
-        if key in self._found:
-            return self._found[key]
         paths = dict(zip(body.jaxpr.invars, inputs, strict=True))
         for var, const in zip(body.jaxpr.constvars, body.consts, strict=True):
             paths[var] = Path(ANYTHING, number=bounds_of_constant(const))
@@ -117,8 +112,7 @@ class Paths:
                 results = _results(eqn, operands)
                 divided |= _divisors(eqn, operands)
             paths.update(zip(eqn.outvars, results, strict=True))
-        self._found[key] = Traced(body, paths, inner, divided)
-        return self._found[key]
+        return Traced(body, paths, inner, divided)
 
     def _inside(
         self, eqn: Eqn, operands: list[Path], loops: tuple[Loop, ...]

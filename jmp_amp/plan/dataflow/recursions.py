@@ -31,10 +31,10 @@ from jmp_amp.plan.dataflow.paths import (
     is_activation,
     union,
 )
-from jmp_amp.plan.dataflow.solver import backward
+from jmp_amp.plan.dataflow.solver import backward, entering, once
 from jmp_amp.plan.dataflow.values import is_inexact
 from jmp_amp.plan.program import jaxprs
-from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Jaxpr, Literal, Var
+from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Literal, Var
 from jmp_amp.plan.tables.operations import PRODUCTS, Kind, Role, kind_of, role_of
 
 # A number of a step, times all turns. Smaller ones scale the rounding of a product
@@ -108,44 +108,33 @@ NONE = Cycles()
 
 def recursions_of(body: Body) -> Cycles:
     """Returns the recursive products of a program."""
-    if not _multiplies_in_turns(body.jaxpr, False, {}):
+    uses = _Uses()
+    if not uses.multiply_in_turns(body, False):
         return NONE
     traced = Paths().through(body, (Path(ANYTHING),) * len(body.jaxpr.invars), ())
-    return _Uses().through(traced, (Use(),) * len(body.jaxpr.outvars), ())[1]
-
-
-def _multiplies_in_turns(
-    jaxpr: Jaxpr, in_loop: bool, found: dict[tuple[int, bool], bool]
-) -> bool:
-    """Whether a loop of a program has a product."""
-    key = id(jaxpr), in_loop
-    if key not in found:
-        found[key] = any(
-            (in_loop and eqn.primitive.name in PRODUCTS)
-            or any(
-                _multiplies_in_turns(
-                    inner.body.jaxpr, in_loop or jaxprs.is_loop(eqn), found
-                )
-                for inner in jaxprs.inner_bodies(eqn)
-            )
-            for eqn in jaxpr.eqns
-        )
-    return found[key]
+    return uses.through(traced, (Use(),) * len(body.jaxpr.outvars), ())[1]
 
 
 class _Uses:
     """Goes back from what is read, in each body once for what reads its outputs."""
 
-    def __init__(self) -> None:
-        self._found: dict[object, tuple[list[Use], Cycles]] = {}
+    @once
+    def multiply_in_turns(self, body: Body, in_loop: bool) -> bool:
+        """Whether a loop of a program has a product."""
+        return any(
+            (in_loop and eqn.primitive.name in PRODUCTS)
+            or any(
+                self.multiply_in_turns(inner.body, in_loop or jaxprs.is_loop(eqn))
+                for inner in jaxprs.inner_bodies(eqn)
+            )
+            for eqn in body.jaxpr.eqns
+        )
 
+    @once
     def through(
         self, traced: Traced, outputs: tuple[Use, ...], loops: tuple[Loop, ...]
     ) -> tuple[list[Use], Cycles]:
         """Returns the uses of the inputs of a body, and its recursive products."""
-        key = id(traced), outputs, loops
-        if key in self._found:
-            return self._found[key]
         jaxpr = traced.body.jaxpr
         uses: dict[Var, Use] = {}
         _add(uses, jaxpr.outvars, outputs)
@@ -172,8 +161,7 @@ class _Uses:
         found = [uses.get(v, Use()) for v in jaxpr.invars]
         cycles = Cycles(tuple(products.items()), tuple(inner.items()))
         matrices = {v for v, use in uses.items() if use.is_matrix}
-        self._found[key] = found, _with_first_steps(cycles, traced, matrices)
-        return self._found[key]
+        return found, _with_first_steps(cycles, traced, matrices)
 
     def _inside(
         self,
@@ -202,13 +190,10 @@ class _Uses:
 
         operands, whole = [Use()] * len(eqn.invars), jaxprs.read_every_turn(eqn)
         found = backward(eqn, results, inputs, turned, Use(), Use())
-        for (_, positions), back in zip(jaxprs.inner_bodies(eqn), found, strict=True):
-            for i, (added, otherwise, is_matrix) in zip(
-                positions, back.inputs, strict=True
-            ):
-                is_matrix = is_matrix and (loop is None or i in whole)
-                outside = Use(added & ~own, otherwise & ~own, is_matrix)
-                operands[i] = _read(operands[i], outside)
+        for i, (added, otherwise, is_matrix) in entering(eqn, found):
+            is_matrix = is_matrix and (loop is None or i in whole)
+            outside = Use(added & ~own, otherwise & ~own, is_matrix)
+            operands[i] = _read(operands[i], outside)
         numbered = [cycles[number] for number in range(len(bodies))]
         if loop is not None:
             numbered = [

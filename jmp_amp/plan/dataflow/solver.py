@@ -6,18 +6,41 @@ joins what it knows of both; of a loop's carry it knows what holds in every turn
 of these is here, once for all analyses.
 
 The fixpoint of a loop ends if each fact only appears, or only disappears, from turn to
-turn.
+turn. A body that is called often is gone through once for what is known around it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 from jmp_amp.plan.program import jaxprs
-from jmp_amp.plan.program.jaxprs import Eqn
+from jmp_amp.plan.program.jaxprs import Body, Eqn
 
 V = TypeVar("V")
+S = TypeVar("S")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def once(through: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Makes a method that goes through a body remember what it returned.
+
+    The object of the method remembers it for each body, its first argument, and all
+    other arguments. Two bodies are the same if they are one object.
+    """
+
+    @functools.wraps(through)
+    def remembered(analysis: S, body: object, *known: Any) -> R:
+        memory = vars(analysis).setdefault("_remembered", {})
+        one = body.jaxpr if isinstance(body, Body) else body
+        key = (through, id(one), *known)
+        if key not in memory:
+            memory[key] = through(analysis, body, *known)  # type: ignore
+        return memory[key]
+
+    return remembered  # type: ignore
 
 
 class Through(NamedTuple, Generic[V]):
@@ -110,6 +133,12 @@ def backward(
             return bodies
         bodies = [*bodies[: count - 1], Back(outputs, inputs(count - 1, outputs))]
         read = bodies[-1].inputs[first:][:carry]
+
+
+def entering(eqn: Eqn, bodies: Sequence[Back[V]]) -> Iterator[tuple[int, V]]:
+    """Yields each operand that goes into a body, and what is known of it there."""
+    for (_, operands), body in zip(jaxprs.inner_bodies(eqn), bodies, strict=True):
+        yield from zip(operands, body.inputs, strict=True)
 
 
 def in_any_turn(carry: int, now: bool, read: bool) -> bool:

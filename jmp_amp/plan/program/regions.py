@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jmp_amp.plan.program import jaxprs, scope_text
 from jmp_amp.plan.program.cpu_target import Cpu
 from jmp_amp.plan.program.jaxprs import Body
-from jmp_amp.policies.dtypes import is_half
+from jmp_amp.policies.dtypes import BF16, is_half
 from jmp_amp.policies.patterns import Pattern, matches_names
 from jmp_amp.policies.policy import Policy, get_policy
 from jmp_amp.policies.policy_map import as_policy_map
@@ -32,6 +32,7 @@ class Region(NamedTuple):
         as that of a norm, has that of the region around it.
       entries: the entries of a map that match scopes, outside of Flax modules.
       names: of the scopes around it, as the patterns of these entries see them.
+      norms: the policies that only norms have.
     """
 
     path: str
@@ -41,6 +42,12 @@ class Region(NamedTuple):
     saved: str = "all"
     entries: Entries = ()
     names: tuple[str, ...] = ()
+    norms: frozenset[Policy] = frozenset()
+
+    @property
+    def speaks_of_bf16(self) -> bool:
+        """Whether reasons speak of bf16; a norm hands on the half dtype around it."""
+        return BF16 in (self.asked.compute_dtype, self.asked.output_dtype)
 
     def holds(self, other: Region) -> bool:
         """Whether `other` is this region or lies inside it."""
@@ -62,12 +69,17 @@ def region_at(
     region = Region(path, policy, asked, cpu, saved)
     if outer is None:
         return region
-    return region._replace(entries=outer.entries, names=outer.names)
+    return region._replace(entries=outer.entries, names=outer.names, norms=outer.norms)
 
 
-def outermost(asked: Policy, cpu: Cpu | None, entries: Entries) -> Region:
+def outermost(
+    asked: Policy,
+    cpu: Cpu | None,
+    entries: Entries,
+    norms: frozenset[Policy] = frozenset(),
+) -> Region:
     """Returns the region of a program, outside of every scope."""
-    return region_at("", asked, cpu)._replace(entries=entries)
+    return region_at("", asked, cpu)._replace(entries=entries, norms=norms)
 
 
 def region_of(scopes: str, outer: Region) -> Region:

@@ -48,7 +48,8 @@ _SMALLEST_SIDE, _SMALLEST_FACE, _FEWEST_TERMS = 32, 2**12, 2**19
 
 def cpu_product(at: Standing) -> Rewrite | None:
     """Returns the rewrite of a product, where the plan is for a CPU that gains."""
-    if at.region.cpu is None or at.rule.op_class is not OpClass.LOW:
+    cpu, asked = at.region.cpu, at.region.asked.compute_dtype
+    if cpu is None or asked == F32 or at.rule.op_class is not OpClass.LOW:
         return None
     if why_f32(at) is not None:
         return None
@@ -62,11 +63,11 @@ def cpu_product(at: Standing) -> Rewrite | None:
 def why_f32(at: Standing) -> str | None:
     """Returns why a low operation runs in f32 on the CPU of the plan, in words.
 
-    None if it does not.
+    None if it does not, and if the policy says it.
     """
     cpu, asked = at.region.cpu, at.region.asked.compute_dtype
     if cpu is None or asked == F32:
-        return "the policy computes in f32"
+        return None
     if asked != BF16:
         return f"on this CPU: XLA computes products of {short_name(asked)} in f32"
     if not cpu.native:
@@ -330,7 +331,8 @@ _DOT = _rewrites(_bind_dot, "on this CPU: bf16 x bf16 -> f32")
 _POINTWISE = _rewrites(
     _bind_pointwise, "on this CPU: a product over channels, bf16 x bf16 -> f32"
 )
-# The reasons of all products that run as a CPU multiplies bf16.
-REASONS = frozenset(
-    each.reason for found in (_DOT, _POINTWISE) for each in found.values()
-)
+
+
+def is_cpu_product(rewrite: Rewrite | None) -> bool:
+    """Whether a product runs as a CPU multiplies bf16."""
+    return rewrite in (*_DOT.values(), *_POINTWISE.values())

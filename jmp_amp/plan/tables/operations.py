@@ -107,13 +107,27 @@ class Row(NamedTuple):
     once: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
+class Words(NamedTuple):
+    """A reason in the words of each half format.
+
+    Where f16 has no range, bf16 has no digits.
+
+    Attributes:
+      reason: the words; for f16, if those for bf16 are others.
+      in_bf16: the words for bf16, if they are others.
+    """
+
+    reason: str
+    in_bf16: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Group:
     """Operations that share a class for one reason."""
 
     op_class: OpClass
     kind: Kind
-    reason: str
+    words: Words
     source: str
     rows: tuple[Row, ...]
 
@@ -135,7 +149,7 @@ class Operation(NamedTuple):
 
 CHEAP, DEAR, BOUND = Cost.CHEAP, Cost.DEAR, Cost.BOUND
 NOTHING, RESULT, OPERANDS = Saves.NOTHING, Saves.RESULT, Saves.OPERANDS
-_FOLLOWS = "elementwise or structural"
+_FOLLOWS = Words("elementwise or structural")
 
 
 def _named(
@@ -149,14 +163,17 @@ GROUPS = (
     Group(
         OpClass.LOW,
         Kind.PRODUCT,
-        "matrix units multiply half precision and accumulate in f32",
+        Words("matrix units multiply half precision and accumulate in f32"),
         "[torch] lower_precision_fp; [paddle] white list; [apex] FP16_FUNCS",
         _named(DEAR, OPERANDS, "dot_general conv_general_dilated ragged_dot_general"),
     ),
     Group(
         OpClass.FULL,
         Kind.FUNCTION,
-        "grows or shrinks faster than its argument: f16 has no range for it",
+        Words(
+            "grows or shrinks faster than its argument: f16 has no range for it",
+            "grows or shrinks faster than its argument: bf16 has no digits for it",
+        ),
         "[torch] fp32: exp, expm1, pow, reciprocal, sinh, cosh, tan; [apex] FP32_FUNCS",
         (
             Row("exp", CHEAP, RESULT, np.exp, Role.CURVES),
@@ -179,7 +196,7 @@ GROUPS = (
     Group(
         OpClass.FULL,
         Kind.FUNCTION,
-        "ill-conditioned near the ends of its domain: half has no digits for it",
+        Words("ill-conditioned near the ends of its domain: half has no digits for it"),
         "[torch] fp32: log*, acos, asin, erfinv; [paddle] black list: atanh",
         (
             Row("log", CHEAP, OPERANDS, np.log, Role.CURVES),
@@ -192,14 +209,18 @@ GROUPS = (
     Group(
         OpClass.FULL,
         Kind.FUNCTION,
-        "its derivative squares its argument: above 255.9 the square overflows f16",
+        Words(
+            "its derivative squares its argument: above 255.9 the square overflows f16",
+            "its derivative squares its argument and divides: bf16 has no digits for "
+            "it",
+        ),
         "[jax] ad.defjvp of asinh_p and atan2_p",
         _named(CHEAP, OPERANDS, "asinh atan2"),
     ),
     Group(
         OpClass.FULL,
         Kind.FUNCTION,
-        "a special function, evaluated in f32 on every backend",
+        Words("a special function, evaluated in f32 on every backend"),
         "[xla] fp32; XLA expands them to hundreds of f32 operations",
         _named(
             DEAR,
@@ -211,7 +232,11 @@ GROUPS = (
     Group(
         OpClass.FULL,
         Kind.REDUCTION,
-        "a sum or product of many terms loses digits, and overflows above 65504 in f16",
+        Words(
+            "a sum or product of many terms loses digits, and overflows above 65504 in "
+            "f16",
+            "a sum or product of many terms loses digits, and bf16 has three",
+        ),
         "[torch] fp32_set_opt_dtype: sum, prod, cumsum, cumprod, norm",
         (
             Row("reduce_sum", CHEAP, NOTHING, role=Role.SUMS),
@@ -229,7 +254,7 @@ GROUPS = (
     Group(
         OpClass.FULL,
         Kind.ALGEBRA,
-        "linear algebra and FFT have no half-precision kernels",
+        Words("linear algebra and FFT have no half-precision kernels"),
         "[xla] fp32: cholesky, qr, svd, triangular_solve, ...",
         _named(
             DEAR,

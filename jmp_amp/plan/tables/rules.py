@@ -19,40 +19,76 @@ import jax.numpy as jnp
 from jmp_amp.plan.program import jaxprs, source_code
 from jmp_amp.plan.program.dimensions import is_sum_of_products
 from jmp_amp.plan.program.jaxprs import Eqn, Traceback
-from jmp_amp.plan.tables.operations import OPERATIONS, PRODUCTS, OpClass
+from jmp_amp.plan.program.regions import Region
+from jmp_amp.plan.tables.operations import (
+    OPERATIONS,
+    PRODUCTS,
+    Group,
+    OpClass,
+    Words,
+)
 from jmp_amp.policies.policy import Policy
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """The class of an operation and why; `decided_by` is the name that matched."""
+    """The class of an operation and why.
+
+    Attributes:
+      op_class: the class.
+      reason: why, in words.
+      decided_by: the name that matched.
+      from_user: whether the policy has the name.
+      group: the group of the table that the rule is from, if it is from there.
+      in_bf16: why, where bf16 is asked for, if the words are others there.
+    """
 
     op_class: OpClass
     reason: str
     decided_by: str
     from_user: bool = False
+    group: Group | None = None
+    in_bf16: str | None = None
+
+    @functools.cached_property
+    def for_bf16(self) -> Rule:
+        """The same rule in words for bf16."""
+        if self.in_bf16 is None:
+            return self
+        return dataclasses.replace(self, reason=self.in_bf16, in_bf16=None)
 
 
-# The names of functions by the reason for which they run in f32.
-FULL_FUNCTIONS = {
+# Functions that run in f32: the reason, and their names.
+FULL_FUNCTIONS = (
     # [torch] fp32_set_opt_dtype: softmax, log_softmax; fp32: logsumexp, softplus
-    "a softmax sums exponentials: f32 until after the division": (
-        "softmax log_softmax logsumexp logmeanexp logaddexp logaddexp2 softplus"
+    (
+        Words("a softmax sums exponentials: f32 until after the division"),
+        "softmax log_softmax logsumexp logmeanexp logaddexp logaddexp2 softplus",
     ),
     # [torch] fp32: norm, layer_norm, ...; `jnp.linalg.norm` squares in half.
-    "squares and sums: above 255.9 the square overflows f16": (
-        "norm var std standardize global_norm vector_norm"
+    (
+        Words(
+            "squares and sums: above 255.9 the square overflows f16",
+            "squares and sums lose digits, and bf16 has three",
+        ),
+        "norm var std standardize global_norm vector_norm",
     ),
-    "a least-squares fit: half has no digits for it": "polyfit",
-    "a special function is a series whose terms cancel": (
+    (Words("a least-squares fit: half has no digits for it"), "polyfit"),
+    (
+        Words("a special function is a series whose terms cancel"),
         "betaln beta poch zeta polygamma multigammaln factorial spence expn expi exp1 "
-        "hyp1f1 hyp2f1 bessel_jn"
+        "hyp1f1 hyp2f1 bessel_jn",
     ),
-    "a histogram counts what lies between its edges, both ends too": (
-        "histogram histogram_bin_edges histogram2d histogramdd"
+    (
+        Words("a histogram counts what lies between its edges, both ends too"),
+        "histogram histogram_bin_edges histogram2d histogramdd",
     ),
     # [torch] fp32: *_loss, kl_div, cosine_similarity; the names are optax's
-    "a loss is where f16 gradients begin: in f32 it cannot overflow": (
+    (
+        Words(
+            "a loss is where f16 gradients begin: in f32 it cannot overflow",
+            "a loss is a sum of small differences: bf16 has three digits for it",
+        ),
         "l2_loss squared_error huber_loss log_cosh hinge_loss cosine_similarity "
         "cosine_distance sigmoid_binary_cross_entropy softmax_cross_entropy "
         "safe_softmax_cross_entropy softmax_cross_entropy_with_integer_labels "
@@ -61,12 +97,12 @@ FULL_FUNCTIONS = {
         "generalized_kl_divergence sigmoid_focal_loss ntxent triplet_margin_loss "
         "ranking_softmax_loss perceptron_loss sparsemax_loss multiclass_hinge_loss "
         "multiclass_perceptron_loss multiclass_sparsemax_loss dice_loss "
-        "binary_dice_loss multiclass_generalized_dice_loss"
+        "binary_dice_loss multiclass_generalized_dice_loss",
     ),
-}
+)
 FUNCTION_RULES = {
-    name: Rule(OpClass.FULL, reason, name)
-    for reason, names in FULL_FUNCTIONS.items()
+    name: Rule(OpClass.FULL, words.reason, name, in_bf16=words.in_bf16)
+    for words, names in FULL_FUNCTIONS
     for name in names.split()
 }
 # As `cumsum` and `cumprod` in the table. Matrix products inside stay products.
@@ -98,17 +134,23 @@ _RULE_OF_FILE = {
     for function, reason, names in _FULL_MODULES
 }
 PRIMITIVE_RULES = {
-    name: Rule(operation.group.op_class, operation.group.reason, name)
-    for name, operation in OPERATIONS.items()
+    name: Rule(
+        group.op_class,
+        group.words.reason,
+        name,
+        group=group,
+        in_bf16=group.words.in_bf16,
+    )
+    for name, (_, group) in OPERATIONS.items()
 }
 
 # `einsum("i,j->ij")` multiplies as `*` does.
 ELEMENTWISE_PRODUCT = dataclasses.replace(
-    PRIMITIVE_RULES["mul"], decided_by="dot_general"
+    PRIMITIVE_RULES["mul"], decided_by="dot_general", group=None
 )
 
 
-def rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
+def rule_for(eqn: Eqn, region: Region, inherited: Rule | None) -> Rule | None:
     """Returns the rule of `eqn`, or None if it calls a body that decides for itself.
 
     The most specific name wins: the user's names before the built-in ones, and among
@@ -116,9 +158,15 @@ def rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
 
     Args:
       eqn: the equation.
-      policy: the policy in force; its `low`, `full` and `follow` names are the user's.
+      region: where it is. The `low`, `full` and `follow` names of its policy are the
+        user's, and the reason is in the words of the half format that it asks for.
       inherited: the rule that a function name gave to the call that `eqn` is inside of.
     """
+    found = _rule_for(eqn, region.policy, inherited)
+    return found.for_bf16 if found is not None and region.speaks_of_bf16 else found
+
+
+def _rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
     name = eqn.primitive.name
     user = _rules_of(policy)
     if user:
