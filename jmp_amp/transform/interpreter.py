@@ -150,7 +150,7 @@ class Replay(Walk[Value]):
             bound = self.bound(eqn, planned, operands[:before], held)
             for x, dtype in zip(bound, planned.writes, strict=True):
                 assert dtype is None or x.dtype == dtype, (eqn, x.dtype, dtype)
-            return self.marks.results(eqn, bound)
+            return list(self.marks.results(eqn, bound))
 
     def bound(
         self,

@@ -206,10 +206,10 @@ class Flows:
     ) -> Step:
         """Follows values through bodies that a rule is given to, see `_call`."""
         inner, facts = jaxprs.inner_bodies(eqn), around.facts.inner[index]
-        cycles = around.cycles.get(index, (NONE,) * len(inner))
         sources = around.sources
-        read = [sources.of(atom) for atom in eqn.invars]
+        read = tuple([sources.of(atom) for atom in eqn.invars])
         starts = _in_region(views, region)
+        cycles = around.cycles.get(index, (NONE,) * len(inner))
         cycles = _of_streams(eqn, starts, cycles)
         ends = self._destinations.outputs(eqn, around.ends, facts)
         flows: dict[int, Flow] = {}
@@ -221,31 +221,27 @@ class Flows:
             known = _entering(eqn, [each.known for each in inputs], positions)
             groups = groups_of(tuple([each.sources for each in inputs]))
             each = ends[number], facts[number], groups, cycles[number]
-            flow = self.through(body, Called(known, region, rule, *each))
-            flows[number] = flow
+            called = Called(known, region, rule, *each)
+            flow = flows[number] = self.through(body, called)
             # The condition of a loop, its first body, hands nothing to the next turn.
             carried = jaxprs.carried(eqn) if number == len(inner) - 1 else range(0)
             made, layers[number] = _made_of(flow, positions, carried)
-            outside = all_translated(tuple(made), tuple(read))
-            return list(map(_Part, flow.outputs, outside))
+            return list(map(_Part, flow.outputs, all_translated(tuple(made), read)))
 
         def turned(operand: int, now: _Part, update: _Part) -> _Part:
             each = starts[operand], now.known, update.known
             known = after_turn(eqn, operand, *each, bool(layers[0] >> operand & 1))
             return _Part(known, now.sources | update.sources)
 
-        parts = list(map(_Part, starts, read))
-        operands, made = forward(eqn, parts, outputs, turned, _joined)
+        given = [*map(_Part, starts, read)]
+        operands, made = forward(eqn, given, outputs, turned, _joined)
         sources.write(eqn.outvars, [each.sources for each in made])
         sources.layers |= translated(union([*layers.values()]), read)
         return Step(
             region,
             tuple([each.known for each in operands]),
             _saved(eqn, region, [each.known for each in made]),
-            None,
-            inner,
-            tuple(flows[number] for number in range(len(inner))),
-            rule,
+            *(None, inner, tuple([flows[n] for n in range(len(inner))]), rule),
         )
 
 
