@@ -156,15 +156,14 @@ def test_one_module_at_two_places_has_the_policy_of_its_first_path():
     assert itself(Twice(), amp.PolicyMap(BF16, {"first": F32})) == [F32] * 2
 
 
-def test_a_part_that_is_given_beside_the_whole_has_its_path_in_the_whole():
-    policy = amp.PolicyMap(BF16, {"first/up": F32})
-
-    def forward(part, whole, x):
-        return whole.second(part(x))
-
-    model = NnxNet()
-    fn = amp.autocast(forward, policy)
-    assert products(lambda x: fn(model.first, model, x), X) == [F32] + [HALF] * 3
+@pytest.mark.parametrize(("path", "full"), [("first", 2), ("first/up", 1)])
+def test_a_part_that_is_given_beside_the_whole_has_its_path_in_the_whole(path, full):
+    model, policy = NnxNet(), amp.PolicyMap(BF16, {path: F32})
+    report = amp.explain(lambda part, whole, x: whole.second(part(x)), policy)(
+        model.first, model, X
+    )
+    dtypes = [e.dtype for e in report.equations if e.matmuls]
+    assert dtypes == ["f32"] * full + ["bf16"] * (4 - full)
 
 
 def test_a_part_that_is_called_alone_has_the_entry_of_what_is_around_it():
@@ -195,7 +194,7 @@ def test_two_jitted_layers_are_told_apart_by_the_classes_around_them():
             jitted = nnx.jit(lambda layer, x: layer(x))
             return jitted(self.b.inner, jitted(self.a.inner, x))
 
-    for way in (itself, as_argument):
+    for way in (as_argument, as_state):
         assert way(Two(), amp.PolicyMap(BF16, {Other: F32})) == [HALF, F32]
 
 
