@@ -83,12 +83,12 @@ def contents(params: Any) -> dict[str, Any]:
 def replicas(axis_name: str | None) -> dict[str, Any]:
     """One step of replicas with gradients of their own, one of them not finite."""
     mesh = sharded.mesh_of(sharded.LAYOUTS["data parallel"])
-    tx = sharded.scaled_adam(axis_name)
+    tx, step = sharded.replicas(axis_name, check_vma=True)
     everywhere = NamedSharding(mesh, P())
     params = jax.tree.map(lambda leaf: placed(leaf, everywhere), sharded.parameters())
     rows = NamedSharding(mesh, P("data"))
     batch = jax.tree.map(lambda leaf: placed(leaf, rows), BATCHES[1])
-    _, state = sharded.replicas(tx, check_vma=True)(params, tx.init(params), batch)
+    _, state = step(params, tx.init(params), batch)
     return {"scale": sharded.on_every_device(amp.metrics(state)["scale"])}
 
 

@@ -393,8 +393,9 @@ def _hook(nodes: Sequence[object]) -> None:
         for path, module in modules.items():
             around = [modules.get(path[:end]) for end in range(len(path))]
             found.append((path, around, module))
-    # What is given by itself and as a part of another has the path in the other.
-    for path, around, module in sorted(found, key=lambda each: not each[0]):
+    # What is given by itself and as a part of another has the path in the other, which
+    # is the longer one; and so have its own parts.
+    for path, around, module in sorted(found, key=lambda each: -len(each[0])):
         if _ADDRESS in vars(module):
             continue
         classes = (nnx.Module if m is None else _original(type(m)) for m in around)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from train_digits import CNN, State, digits
+from train_digits import CNN
 
 import jmp_amp as amp
 from tests import h100
-from tests.scripts import refusal, run_example
+from tests.examples.tutorials import cnn_batch, cnn_variables
 
 F16 = jnp.float16
 F16_EPS = float(jnp.finfo(F16).eps)
@@ -32,35 +32,9 @@ def recipe(level):
     return from_apex.recipe_for(level)
 
 
-@functools.cache
-def variables():
-    """First parameters, and statistics as a training might have left them."""
-    rng = np.random.default_rng(0)
-    params, batch_stats = (
-        CNN()
-        .init(jax.random.key(0), np.zeros((1, 8, 8, 1), np.float32), train=False)
-        .values()
-    )
-    drawn = {
-        "mean": lambda s: rng.normal(0, 0.1, s),
-        "var": lambda s: rng.uniform(1, 2, s),
-    }
-    batch_stats = {
-        module: {k: np.float32(drawn[k](v.shape)) for k, v in leaves.items()}
-        for module, leaves in batch_stats.items()
-    }
-    return params, batch_stats
-
-
 def bits(tree):
     leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(tree))
     return {jax.tree_util.keystr(path): leaf.tobytes() for path, leaf in leaves}
-
-
-def batch_of(number, data=None):
-    data = digits()[0] if data is None else data
-    chosen = slice(64 * number, 64 * (number + 1))
-    return {name: values[chosen] for name, values in data.items()}
 
 
 # The levels
@@ -73,7 +47,7 @@ def test_overrides_are_read_as_text_as_in_apex():
     ((level, found),) = options.recipes.items()
     assert level == "O2" and found.keep_batchnorm_fp32 is False
     assert not found.loss_scale.dynamic and float(found.loss_scale.value) == 128
-    params, _ = variables()
+    params, _ = cnn_variables()
     assert found.cast_params(params)["BatchNorm_0"]["scale"].dtype == F16
     kept = recipe("O2").cast_params(params)
     assert kept["BatchNorm_0"]["scale"].dtype == jnp.float32
@@ -92,7 +66,7 @@ def test_what_is_stored_and_saved_falls_from_level_to_level():
     found = [from_apex.memory_of(recipe(level)) for level in from_apex.LEVELS]
     assert found[0].saved > found[1].saved >= found[2].saved >= found[3].saved
     assert found[0].stored == found[1].stored >= found[2].stored > found[3].stored
-    params, _ = variables()
+    params, _ = cnn_variables()
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     # A weight and two moments in f32; then f16 and what it lacks of f32; then f16. Of
     # the rest, norms and scalars, there is little.
@@ -114,24 +88,6 @@ def test_memory_on_an_h100_falls_from_level_to_level():
     assert found[1].temporary - workspace < 0.6 * (found[0].temporary - workspace)
 
 
-@pytest.mark.slow
-def test_a_skipped_step_takes_back_the_batch_statistics():
-    level = recipe("O2")
-    tx = from_apex.make_optimizer(level, 10)
-    step = from_apex.jitted(from_apex.make_step(level, tx))
-    params, opt_state = level.init(tx, variables()[0])
-    state, batch = State(params, variables()[1], opt_state), batch_of(0)
-    bad = batch | {"image": batch["image"].copy()}
-    bad["image"][0, 3, 3, 0] = np.inf
-
-    skipped, _ = step(state, bad, jax.random.key(0))
-    assert bits(skipped[:2]) == bits(state[:2])
-    assert float(amp.loss_scale_of(skipped.opt_state).value) == 2.0**15
-    made, _ = step(skipped, batch, jax.random.key(0))
-    assert bits(made.batch_stats) != bits(state.batch_stats)
-    assert int(amp.metrics(made.opt_state)["applied"]) == 1
-
-
 # Fine-tuning in eval mode
 
 
@@ -141,7 +97,7 @@ STEPS = 25
 @functools.cache
 def tuned(begins, head_alone=False):
     """O2, some steps on from parameters that are f32 or stored in f16."""
-    level, (params, batch_stats) = recipe("O2"), variables()
+    level, (params, batch_stats) = recipe("O2"), cnn_variables()
     if begins == "f16":
         params = level.cast_params(params)
     with jax.numpy_dtype_promotion("standard"):
@@ -153,7 +109,7 @@ def tuned(begins, head_alone=False):
 @pytest.mark.slow
 @pytest.mark.parametrize("begins", ["f32", "f16"])
 def test_fine_tuning_in_eval_mode_learns_and_leaves_the_statistics(begins):
-    params, batch_stats = variables()
+    params, batch_stats = cnn_variables()
     found = tuned(begins)
     assert bits(found.state.batch_stats) == bits(batch_stats)
     assert found.losses[-3:].mean() < 0.5 * found.losses[0]
@@ -168,7 +124,7 @@ def test_fine_tuning_in_eval_mode_learns_and_leaves_the_statistics(begins):
 
 @pytest.mark.slow
 def test_tuning_the_head_alone_leaves_all_other_parameters():
-    params, batch_stats = variables()
+    params, batch_stats = cnn_variables()
     found = tuned("f32", head_alone=True)
     stored, start = bits(found.state.params), bits(recipe("O2").cast_params(params))
     moved = {path for path in start if stored[path] != start[path]}
@@ -178,7 +134,7 @@ def test_tuning_the_head_alone_leaves_all_other_parameters():
 
 @pytest.mark.slow
 def test_masters_begin_with_the_digits_of_what_was_exported():
-    level, (params, _) = recipe("O2"), variables()
+    level, (params, _) = recipe("O2"), cnn_variables()
     tx, _ = from_apex.fine_tuner(level, False)
     exact = level.export_params(*level.init(tx, params))
     rounded = level.export_params(*level.init(tx, level.cast_params(params)))
@@ -192,8 +148,8 @@ def test_masters_begin_with_the_digits_of_what_was_exported():
 
 @pytest.mark.parametrize("level", ["O2", pytest.param("O3", marks=pytest.mark.slow)])
 def test_gradients_through_batch_norm_in_eval_mode_are_those_of_f32(level):
-    params, batch_stats = variables()
-    batch = batch_of(0)
+    params, batch_stats = cnn_variables()
+    batch = cnn_batch(0)
 
     def plain_loss(params):
         logits = CNN().apply(
@@ -222,57 +178,6 @@ def test_gradients_through_batch_norm_in_eval_mode_are_those_of_f32(level):
         bound = (2 if module == "Dense_1" else 40) * F16_EPS
         wrong = norm(jax.tree.map(jnp.subtract, grads[module], expected[module]))
         assert 0 < wrong <= bound * norm(expected[module]), module
-
-
-# The program
-
-
-@pytest.mark.parametrize(
-    "arguments, call",
-    [
-        (["--opt-level", "02"], lambda: amp.recipe("02", "float16")),
-        (
-            ["--opt-level", "O1", "--keep-batchnorm-fp32", "True"],
-            lambda: amp.recipe("O1", "float16", keep_batchnorm_fp32="True"),
-        ),
-        (
-            ["--opt-level", "O2", "--keep-batchnorm-fp32", "yes"],
-            lambda: amp.recipe("O2", "float16", keep_batchnorm_fp32="yes"),
-        ),
-        (
-            ["--opt-level", "O2", "--loss-scale", "128x"],
-            lambda: amp.recipe("O2", "float16", loss_scale="128x"),
-        ),
-        (["--loss-scale", "0"], lambda: amp.recipe("O0", "float16", loss_scale="0")),
-    ],
-)
-def test_a_wrong_option_gets_the_error_of_the_library_in_one_line(
-    arguments, call, capsys
-):
-    with pytest.raises((TypeError, ValueError)) as expected:
-        call()
-    message = refusal(capsys, lambda: from_apex.parse(arguments))
-    assert message.endswith(f"error: {expected.value}\n")
-    assert message.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_a_few_steps_print_both_tables():
-    done = run_example(
-        "from_apex", "--opt-level", "O3", "--loss-scale", "128", "--steps", "2"
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [
-        line.split() for line in done.stdout.splitlines() if line.split()[:1] == ["O3"]
-    ]
-    level, *fine_tuned = rows
-    assert level[3:5] == ["128", "0"] and level[-1] == "-"
-    assert np.isfinite(float(level[2]))
-    assert "not compiled: ask for it with --h100" in " ".join(done.stdout.split())
-    assert [row[1:3] for row in fine_tuned] == [
-        *(["f32", "all"], ["f16", "all"], ["f32", "the"]),
-    ]
-    assert all(row[-3:] == ["as", "they", "were"] for row in fine_tuned)
 
 
 @functools.cache

@@ -12,7 +12,6 @@ import pytest
 from flax import nnx
 
 import jmp_amp as amp
-from tests.scripts import refusal, run_example
 
 ORACLE = json.loads(
     (Path(__file__).parents[1] / "oracle/scalers_other.json").read_text()
@@ -191,55 +190,6 @@ def test_every_parameter_of_the_scaler_reaches_it(name, value):
     assert not recipes["bf16"].loss_scale.dynamic
     asked = from_colossalai.parse(["--mixed-precision", "bf16", option, str(value)])
     assert asked.recipes["bf16"].loss_scale.dynamic
-
-
-@pytest.mark.parametrize(
-    "arguments, call",
-    [
-        (["--mixed-precision", "fp61"], lambda: amp.recipe("fp61")),
-        (["--hysteresis", "-1"], lambda: amp.recipe("fp16", hysteresis=-1)),
-        (["--initial-scale", "0"], lambda: amp.recipe("fp16", init_scale=0.0)),
-        (["--growth-factor", "0.5"], lambda: amp.recipe("fp16", growth_factor=0.5)),
-        (["--backoff-factor", "2"], lambda: amp.recipe("fp16", backoff_factor=2.0)),
-    ],
-)
-def test_a_wrong_option_gets_the_error_of_the_library_in_one_line(
-    arguments, call, capsys
-):
-    with pytest.raises((TypeError, ValueError, NotImplementedError)) as expected:
-        call()
-    message = refusal(capsys, lambda: from_colossalai.parse(arguments))
-    assert message.endswith(f"error: {expected.value}\n")
-    assert message.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--steps", "0"], ["--warmup", "-1"], ["--warmup", f"{STEPS}"]]
-)
-def test_a_number_that_makes_no_sense_is_refused(arguments, capsys):
-    assert f"{' '.join(arguments)}: " in refusal(
-        capsys, lambda: from_colossalai.parse(arguments)
-    )
-
-
-@pytest.mark.slow
-def test_a_few_steps_print_a_row_for_each_recipe():
-    names = ("float32", "fp16")
-    options = [each for name in names for each in ("--mixed-precision", name)]
-    done = run_example(
-        "from_colossalai", *options, "--steps", "3", "--initial-scale", "1024"
-    )
-    assert done.returncode == 0, done.stderr
-    rows = {
-        line.split()[0]: line.split()[1:]
-        for line in done.stdout.splitlines()
-        if line.split()[:1] in ([name] for name in names)
-    }
-    # A first scale asks for one, in f32 too.
-    assert rows["float32"][2:] == ["1.000x", "2**10", "0", "2"]
-    assert rows["fp16"][3:] == ["2**10", "0", "2"]
-    # Before anything is learned, f16 can hardly be told from f32.
-    np.testing.assert_allclose(float(rows["fp16"][2][:-1]), 1, atol=0.01)
 
 
 @functools.cache

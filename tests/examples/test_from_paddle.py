@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 import jmp_amp as amp
+from tests.examples.tutorials import as_f64, gradients, movement_error
 from tests.rounding import eps
-from tests.scripts import refusal, run_example
 
 WIDTH, BATCH, STEPS, PIECES, RATE = 32, 8, 20, 10, 0.16
 BOTH_WAYS = pytest.mark.parametrize("accumulate", [1, PIECES])
@@ -31,23 +31,16 @@ def trained(level, accumulate, half_dtype="float16"):
         )
 
 
-def as_f64(tree):
-    return jax.tree.map(np.float64, jax.device_get(tree))
+def mean_square(label):
+    def loss(outputs):
+        error = outputs - label
+        return np.mean(error**2), 2 * error / error.size
+
+    return loss
 
 
-def gradients(params, data, label):
-    """The loss of SimpleNet and its gradients, by hand."""
-    inputs = [data]
-    for name in ("linear1", "linear2", "linear3"):
-        h = inputs[-1] @ params[name]["kernel"] + params[name]["bias"]
-        inputs.append(np.maximum(h, 0.0) if name != "linear3" else h)
-    error = inputs.pop() - label
-    cotangent, grads = 2 * error / error.size, {}
-    for name in ("linear3", "linear2", "linear1"):
-        x = inputs.pop()
-        grads[name] = {"kernel": x.T @ cotangent, "bias": cotangent.sum(axis=0)}
-        cotangent = (cotangent @ params[name]["kernel"].T) * (x > 0)
-    return np.mean(error**2), grads
+def first_params():
+    return from_paddle.first_params(0, width=WIDTH)
 
 
 @functools.cache
@@ -56,33 +49,16 @@ def plain_training(accumulate):
 
     The guide adds gradients up: `accumulate` times the mean over all their images.
     """
-    params = as_f64(from_paddle.first_params(0, width=WIDTH))
+    params = as_f64(first_params())
     batches = np.float64(from_paddle.batches(STEPS, 0, WIDTH, BATCH))
     losses, rate = [], RATE * accumulate
     for first in range(0, STEPS, accumulate):
         window = batches[first : first + accumulate]
-        losses += [gradients(params, *batch)[0] for batch in window]
+        losses += [gradients(params, x, mean_square(y))[0] for x, y in window]
         data, label = window.swapaxes(0, 1).reshape(2, -1, WIDTH)
-        _, grads = gradients(params, data, label)
+        _, grads = gradients(params, data, mean_square(label))
         params = jax.tree.map(lambda p, g: p - rate * g, params, grads)
     return params, np.array(losses)
-
-
-def movement_error(params, expected):
-    """How far off from what training changes, relative to that."""
-    first = as_f64(from_paddle.first_params(0, width=WIDTH))
-    moved, wanted = (
-        np.concatenate(
-            [
-                np.ravel(np.float64(now) - before)
-                for now, before in zip(
-                    jax.tree.leaves(tree), jax.tree.leaves(first), strict=True
-                )
-            ]
-        )
-        for tree in (params, expected)
-    )
-    return np.linalg.norm(moved - wanted) / np.linalg.norm(wanted)
 
 
 @BOTH_WAYS
@@ -90,7 +66,7 @@ def test_o0_trains_as_plain_sgd_on_the_batches_that_are_added_up(accumulate):
     result = trained("O0", accumulate)
     params, losses = plain_training(accumulate)
     # Measured: 9 eps, and 5 of the losses.
-    assert movement_error(result.params, params) < 32 * eps("float32")
+    assert movement_error(result.params, params, first_params()) < 32 * eps("float32")
     np.testing.assert_allclose(result.losses, losses, rtol=16 * eps("float32"))
     assert (result.skips, result.scale) == (0, 1)
 
@@ -101,7 +77,7 @@ def test_half_precision_trains_as_plain_sgd_does_to_its_precision(level, accumul
     result = trained(level, accumulate)
     params, losses = plain_training(accumulate)
     # Measured: 0.4 eps, and 0.08 of the losses. Less would not be half precision.
-    error = movement_error(result.params, params)
+    error = movement_error(result.params, params, first_params())
     assert eps("float16") / 16 < error < eps("float16")
     np.testing.assert_allclose(result.losses, losses, rtol=eps("float16") / 4)
     assert (result.skips, result.scale) == (0, 1024)
@@ -161,34 +137,6 @@ def test_table_compares_each_run_with_o0_of_as_many_batches(monkeypatch, capsys)
         ["O0", "10", "1.00x", "20.0000", "+0e+00", "3", "2**0", "1.00MB"],
         ["O1", "10", "1.25x", "25.0000", "+2e-01", "3", "2**10", "1.00MB"],
     ]
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ("--steps 0", "--steps 0: "),
-        ("--accumulate 0", "--accumulate 0: "),
-        ("--width -1", "--width -1: "),
-        ("--batch 0", "--batch 0: "),
-        ("--half-dtype fp17", "unknown dtype 'fp17'"),
-        ("--half-dtype f32", "half_dtype='f32' is no half dtype"),
-    ],
-)
-def test_option_that_makes_no_sense_is_refused_in_one_line(arguments, message, capsys):
-    error = refusal(capsys, lambda: from_paddle.parse(arguments.split()))
-    assert message in error and error.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_script_prints_a_row_for_each_run_without_a_warning():
-    sizes = "--steps 4 --seed 1 --width 16 --batch 4 --accumulate 2 --half-dtype bf16"
-    done = run_example("from_paddle", *sizes.split(), columns=88)
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if "2**" in line]
-    runs = [(level, n) for n in ("1", "2") for level in from_paddle.LEVELS]
-    assert [tuple(row[:2]) for row in rows] == runs
-    # bf16 has no loss scale.
-    assert {(row[5], row[6]) for row in rows} == {("0", "2**0")}
 
 
 @pytest.mark.slow

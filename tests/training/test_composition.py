@@ -2,7 +2,6 @@
 
 import functools
 import re
-from types import SimpleNamespace
 
 import chex
 import jax
@@ -10,20 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from flax.training.train_state import TrainState
 
 import jmp_amp as amp
 from tests.measures import relative_error
-
-HALF = (jnp.float16, jnp.bfloat16)
-
+from tests.training.wrappers import HALF, dynamic
 
 usual_promotion = pytest.mark.usefixtures("optax_promotion")
-
-
-def dynamic(scale=2.0**10, **settings):
-    return amp.dynamic_loss_scale(scale, **settings)
 
 
 def walk(tx, gradients, params=None):
@@ -206,6 +197,8 @@ def test_multi_steps_outside_writes_nothing_after_a_bad_micro_step(mean, bad):
         "skipped_in_a_row": 4,
         "applied": 1,
     }
+    with pytest.raises(FloatingPointError):
+        amp.check_scale(state, 3)
 
 
 @usual_promotion
@@ -624,111 +617,3 @@ def test_a_loss_scaled_by_hand_gives_the_same_numbers(dtype):
     # Without a scale the first is lost to f16.
     lost = amp.grad(loss_fn)(params)[0]
     assert (lost == 0.0) == (dtype == jnp.float16)
-
-
-# Carriers
-
-
-def linear_run(bads, every):
-    """Descent along a fixed slope, its scale and counters: in numpy, in float64."""
-    run = SimpleNamespace(w=np.array([1.0, 2.0]), scale=64.0, applied=0, good=0)
-    for bad in bads:
-        if bad:
-            run.scale, run.good = run.scale / 2.0, 0
-            continue
-        run.w = run.w - 0.25 * np.array([0.5, -0.25])
-        run.applied, run.good = run.applied + 1, run.good + 1
-        if run.good == every:
-            run.scale, run.good = run.scale * 2.0, 0
-    return run
-
-
-BADS = np.array([0, 0, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0], bool)
-
-
-def descent():
-    return amp.with_loss_scale(optax.sgd(0.25), dynamic(64.0, growth_interval=2))
-
-
-def linear_loss(w, bad):
-    slope = jnp.array([0.5, -0.25])
-    return jnp.sum(w.astype(jnp.float32) * slope) * jnp.where(bad, jnp.inf, 1.0)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-def test_a_train_state_is_carried_through_scan_and_compiled_once(dtype):
-    def step(state, bad):
-        loss_fn = lambda params: linear_loss(params["w"], bad)  # noqa: E731
-        gradients = amp.grad(loss_fn)(state.params, loss_scale=state)
-        new = state.apply_gradients(grads=gradients)
-        # Flax counts every step; the steps applied are counted like this.
-        new = new.replace(step=amp.keep_if_finite(new, new.step, state.step))
-        return new, amp.loss_scale_of(new).value
-
-    chex.clear_trace_counter()
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def epoch(state, bads):
-        return jax.lax.scan(step, state, bads)
-
-    state = TrainState.create(
-        apply_fn=None, params={"w": jnp.array([1.0, 2.0], dtype)}, tx=descent()
-    )
-    scales = []
-    for bads in BADS.reshape(3, 4):
-        state, values = epoch(state, bads)
-        scales.extend(values.tolist())
-    expected = [linear_run(BADS[: n + 1], 2) for n in range(len(BADS))]
-    assert scales == [run.scale for run in expected]
-    assert state.params["w"].dtype == dtype
-    np.testing.assert_array_equal(state.params["w"], expected[-1].w)
-    assert state.step == amp.metrics(state)["applied"] == expected[-1].applied
-
-
-class Weights(nnx.Module):
-    def __init__(self, dtype):
-        self.w = nnx.Param(jnp.array([1.0, 2.0], dtype))
-        self.seen = nnx.BatchStat(jnp.zeros(()))
-
-    def loss(self, bad):
-        loss = linear_loss(self.w[...], bad)
-        self.seen[...] += 1.0 + 0.0 * loss
-        return loss
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-def test_an_nnx_optimizer_is_carried_through_scan_and_compiled_once(dtype):
-    chex.clear_trace_counter()
-
-    @nnx.jit
-    @chex.assert_max_traces(n=1)
-    def epoch(model, optimizer, bads):
-        graph, start = nnx.split((model, optimizer))
-
-        def step(carry, bad):
-            model, optimizer = nnx.merge(graph, carry)
-            before = nnx.clone(model)
-            _, gradients = amp.value_and_grad(Weights.loss)(
-                model, bad, loss_scale=optimizer
-            )
-            optimizer.update(model, gradients)
-            amp.keep_if_finite(optimizer, model, before)
-            carry = nnx.state((model, optimizer))
-            return nnx.as_pure(carry), amp.loss_scale_of(optimizer).value
-
-        last, scales = jax.lax.scan(step, nnx.as_pure(start), bads)
-        nnx.update((model, optimizer), last)
-        return scales
-
-    model = Weights(dtype)
-    optimizer = nnx.Optimizer(model, descent(), wrt=nnx.Param)
-    scales = []
-    for bads in BADS.reshape(3, 4):
-        scales.extend(epoch(model, optimizer, jnp.asarray(bads)).tolist())
-    expected = [linear_run(BADS[: n + 1], 2) for n in range(len(BADS))]
-    assert scales == [run.scale for run in expected]
-    assert model.w[...].dtype == dtype
-    np.testing.assert_array_equal(model.w[...], expected[-1].w)
-    assert model.seen[...] == expected[-1].applied
-    assert amp.metrics(optimizer)["applied"] == expected[-1].applied

@@ -16,12 +16,13 @@ import pytest
 from optax import contrib
 
 import jmp_amp as amp
+from tests.training.wrappers import kinds
 
 # Decays of a weak dtype meet integer counts all over optax.
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 
-def parameters(dtype=jnp.float32):
+def parameters(dtype):
     return {
         "w": jnp.array([[1.0, -2.0, 0.5], [0.5, 4.0, -3.0]], dtype),
         "b": jnp.array([0.25, -1.0, 2.0], dtype),
@@ -63,6 +64,32 @@ def objective(params):
 
 # How each is made, and what `update` is given besides gradients, state and parameters.
 OPTIMIZERS = {
+    "sgd": (lambda: optax.sgd(0.1), no_arguments),
+    "momentum": (lambda: optax.sgd(0.1, momentum=0.9), no_arguments),
+    "adam": (lambda: optax.adam(0.1), no_arguments),
+    "schedule": (
+        lambda: optax.adamw(optax.linear_schedule(0.1, 0.0, 10)),
+        no_arguments,
+    ),
+    "inject": (
+        lambda: optax.inject_hyperparams(optax.adamw)(
+            optax.linear_schedule(0.1, 0.0, 10), b1=0.8
+        ),
+        no_arguments,
+    ),
+    "clip": (
+        lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
+        no_arguments,
+    ),
+    "multi_steps": (lambda: optax.MultiSteps(optax.adam(0.1), 2), no_arguments),
+    "bf16_moment": (lambda: optax.adam(0.1, mu_dtype=jnp.bfloat16), no_arguments),
+    "noise": (
+        lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
+        no_arguments,
+    ),
+    "adafactor": (lambda: optax.adafactor(0.1), no_arguments),
+    "lion": (lambda: optax.lion(0.1), no_arguments),
+    "ema": (lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)), no_arguments),
     "acprop": (lambda: contrib.acprop(0.1), no_arguments),
     "ademamix": (lambda: contrib.ademamix(0.1), no_arguments),
     "adopt": (lambda: contrib.adopt(0.1), no_arguments),
@@ -109,7 +136,10 @@ OPTIMIZERS = {
 def optimizer(name):
     """The optimizer, its `update` compiled, and its extra arguments."""
     make, extra = OPTIMIZERS[name]
-    inner = optax.with_extra_args_support(make())
+    inner = make()
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    inner = optax.with_extra_args_support(inner)
 
     @functools.partial(jax.jit, static_argnames=("value_fn", "obj_fn"))
     def update(updates, state, params, **arguments):
@@ -134,15 +164,21 @@ def plain_run(inner, extra, dtype):
     return params, state
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# Inside all of them see f32: one half dtype will do, and some beside it.
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, jnp.float16) for name in OPTIMIZERS),
+        *((name, jnp.float32) for name in ("adam", "lbfgs", "multi_steps", "muon")),
+    ],
+)
 def test_an_optimizer_walks_as_it_does_without_a_scale(name, dtype):
     inner, extra = optimizer(name)
     expected, expected_state = plain_run(inner, extra, dtype)
     tx = amp.with_loss_scale(inner, amp.dynamic_loss_scale(16.0, growth_interval=2))
     params = parameters(dtype)
     state = tx.init(params)
-    scales = []
+    begun, scales = kinds((params, state)), []
     for x in batches():
         before = params, state.inner_state
         loss, gradients = amp.value_and_grad(loss_fn)(params, x, loss_scale=state)
@@ -155,6 +191,8 @@ def test_an_optimizer_walks_as_it_does_without_a_scale(name, dtype):
     assert scales == [16.0, 32.0, 16.0, 16.0, 8.0, 4.0, 4.0]
     chex.assert_trees_all_equal(params, expected)
     chex.assert_trees_all_equal(state.inner_state, expected_state)
+    # As a scan demands it.
+    assert kinds((params, state)) == begun
     assert not any(
         jnp.all(leaf == start)
         for leaf, start in zip(

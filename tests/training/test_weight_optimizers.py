@@ -31,21 +31,21 @@ from jmp_amp.training.rounding import (
 )
 from tests import h100
 from tests.measures import OPTIMISED
+from tests.training.wrappers import (
+    BF16,
+    F16,
+    F32,
+    HALF,
+    STORING,
+    gradients_at,
+    many_parameters,
+    outside_and_inside,
+    standard,
+    stepper,
+)
 
-BF16, F16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")
-HALF = (BF16, F16)
 (SEEDS,) = random_seeds(jax.random.key(3), 0, 1)
 each_half = pytest.mark.parametrize("dtype", HALF, ids=str)
-
-# Optax adds f32 updates to half parameters, and Adam raises a float to a step count.
-standard = functools.partial(jax.numpy_dtype_promotion, "standard")
-
-WRAPPERS = {
-    "masters": amp.with_master_weights,
-    "kahan": amp.with_kahan,
-    "stochastic": lambda inner: amp.with_stochastic_rounding(inner, jax.random.key(7)),
-}
-each_wrapper = pytest.mark.parametrize("name", WRAPPERS)
 
 
 def bits(array: Any) -> np.ndarray:
@@ -54,30 +54,6 @@ def bits(array: Any) -> np.ndarray:
 
 def assert_same_bits(a: Any, b: Any) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(bits(x), bits(y)), a, b)
-
-
-def parameters(dtype: Any, seed: int = 0) -> dict[str, jax.Array]:
-    """Half-precision weights over many magnitudes, and an f32 bias."""
-    rng = np.random.default_rng(seed)
-    w = rng.standard_normal(4096) * 2.0 ** -rng.integers(0, 12, 4096)
-    return {"w": jnp.asarray(w, F32).astype(dtype), "b": jnp.ones(3, F32)}
-
-
-def gradients_at(step: int, like: Any) -> Any:
-    rng = np.random.default_rng(1000 + step)
-    return jax.tree.map(
-        lambda p: jnp.asarray(rng.standard_normal(p.shape), F32).astype(p.dtype), like
-    )
-
-
-def stepper(tx: optax.GradientTransformation) -> Any:
-    @functools.partial(jax.jit, compiler_options=OPTIMISED)
-    def step(params: Any, state: Any, gradients: Any) -> Any:
-        with standard():
-            updates, state = tx.update(gradients, state, params)
-            return optax.apply_updates(params, updates), state
-
-    return step
 
 
 # Rounding
@@ -208,12 +184,9 @@ def test_rows_beyond_two_to_the_32_have_other_random_bits():
 
 
 @each_half
-@pytest.mark.parametrize("order", ["alone", "scale outside", "scale inside"])
-@each_wrapper
-def test_small_updates_are_not_lost(name, order, dtype):
-    tx = (orders(name, optax.sgd(1.0)) | {"alone": WRAPPERS[name](optax.sgd(1.0))})[
-        order
-    ]
+@pytest.mark.parametrize("name", STORING | outside_and_inside(STORING))
+def test_small_updates_are_not_lost(name, dtype):
+    tx = (STORING | outside_and_inside(STORING))[name](optax.sgd(1.0))
     params = jnp.ones(5000, dtype)
     gradient = jnp.full(5000, -1e-3 if dtype == BF16 else -1e-4, F32)
     step, state = stepper(tx), tx.init(params)
@@ -226,7 +199,7 @@ def test_small_updates_are_not_lost(name, order, dtype):
     assert (naive == 1.0).all()
     expected = 1.0 + 100 * (1e-3 if dtype == BF16 else 1e-4)
     eps = float(jnp.finfo(dtype).eps)
-    if name == "stochastic":
+    if name.startswith("stochastic"):
         # Each of 100 roundings has a variance of at most (eps / 2)**2.
         spread = eps / 2 * math.sqrt(100 / 5000)
         found = np.asarray(params, np.float64)
@@ -243,9 +216,9 @@ def test_small_updates_are_not_lost(name, order, dtype):
 @pytest.mark.parametrize("jit", [False, True])
 def test_updates_land_exactly_on_the_rounded_master(dtype, jit):
     tx = amp.with_master_weights(optax.sgd(1.0))
-    params = parameters(dtype)
+    params = many_parameters(dtype)
     state = tx.init(params)
-    step = stepper(tx) if jit else stepper(tx).__wrapped__
+    step = stepper(tx, **OPTIMISED) if jit else stepper(tx, **OPTIMISED).__wrapped__
     for index in range(20):
         gradients = gradients_at(index, params)
         before = state.masters["w"]
@@ -269,7 +242,7 @@ def test_updates_land_exactly_from_a_large_weight_to_a_small_one(dtype):
     params = jnp.asarray(starts).astype(dtype)
     state = tx.init(params)
     gradient = params.astype(F32) - goals
-    params, state = stepper(tx)(params, state, gradient)
+    params, state = stepper(tx, **OPTIMISED)(params, state, gradient)
     np.testing.assert_array_equal(params, state.masters.astype(dtype))
     np.testing.assert_allclose(state.masters, goals, atol=2.0**-24 * 1000)
 
@@ -293,7 +266,7 @@ def test_updates_land_exactly_where_the_last_product_is_not_rounded(dtype):
     left = 10.0 ** rng.uniform(-9, -3, 10_000)
     gradient = jnp.asarray(np.float64(params) * (1 - left) * 3, F32)
     tx = amp.with_master_weights(optax.sgd(1 / 3))
-    found, state = stepper(tx)(params, tx.init(params), gradient)
+    found, state = stepper(tx, **OPTIMISED)(params, tx.init(params), gradient)
     np.testing.assert_array_equal(found, state.masters.astype(dtype))
     exact = np.float64(params) - np.float64(np.float32(1 / 3)) * np.float64(gradient)
     np.testing.assert_allclose(state.masters, exact, atol=2.0 * 2.0**-24)
@@ -335,7 +308,7 @@ def test_every_half_number_lands_exactly_on_the_rounded_master(dtype, jit, kind)
     # The last product of an optimizer is not to be contracted with the sum.
     tx = amp.with_master_weights(optax.identity())
     stored = jnp.asarray(params).astype(dtype)
-    step = stepper(tx) if jit else stepper(tx).__wrapped__
+    step = stepper(tx, **OPTIMISED) if jit else stepper(tx, **OPTIMISED).__wrapped__
     found, state = step(stored, tx.init(stored), jnp.asarray(update))
 
     with np.errstate(all="ignore"), warnings.catch_warnings():
@@ -404,7 +377,7 @@ def test_masters_begin_with_the_digits_of_the_original():
 
 def test_a_leaf_in_float32_has_no_master():
     tx = amp.with_master_weights(optax.sgd(1.0))
-    params = parameters(BF16)
+    params = many_parameters(BF16)
     masters = jax.tree.leaves(tx.init(params).masters)
     assert [leaf.shape for leaf in masters] == [(4096,)]
 
@@ -466,7 +439,7 @@ def test_a_number_is_its_rounding_and_the_remainder(dtype):
 @each_half
 def test_compensation_gives_a_parameter_the_digits_of_float32(dtype):
     tx = amp.with_kahan(optax.sgd(1.0))
-    params = parameters(dtype)
+    params = many_parameters(dtype)
     step, state = stepper(tx), tx.init(params)
     exact = np.float64(params["w"])
     largest = np.abs(exact)
@@ -486,22 +459,6 @@ def test_compensation_gives_a_parameter_the_digits_of_float32(dtype):
 
 
 @each_half
-def test_a_zero_update_changes_no_bit(dtype):
-    params = parameters(dtype)
-    for wrapper in WRAPPERS.values():
-        tx = wrapper(optax.sgd(1.0))
-        step = stepper(tx)
-        small = jax.tree.map(lambda g: g.astype(F32) / 3, gradients_at(0, params))
-        some, state = step(params, tx.init(params), small)
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        after, still = step(some, state, zeros)
-        assert_same_bits(after, some)
-        for kept in ("masters", "compensation"):
-            if hasattr(state, kept):
-                chex.assert_trees_all_equal(getattr(still, kept), getattr(state, kept))
-
-
-@each_half
 def test_a_zero_update_does_not_round_a_tie_again(dtype):
     # Halfway down to an even neighbour: rounded anew it would go there.
     params = jnp.asarray([1 + float(jnp.finfo(dtype).eps)], dtype)
@@ -517,7 +474,7 @@ def test_a_zero_update_does_not_round_a_tie_again(dtype):
 
 def kept_after_one_step(name: str) -> Any:
     """A step on bf16 weights as one program, its input bf16: what it keeps."""
-    tx = WRAPPERS[name](optax.sgd(1.0))
+    tx = STORING[name](optax.sgd(1.0))
     params = jnp.asarray(np.linspace(0.5, 2.0, 256), BF16)
 
     def two_steps(params, gradient):
@@ -532,15 +489,15 @@ def kept_after_one_step(name: str) -> Any:
     return two_steps, params, jnp.full(256, 1e-3, F32)
 
 
-@pytest.mark.parametrize("excess", [True, False])
 @pytest.mark.parametrize("name", ["masters", "kahan"])
-def test_rounding_survives_the_excess_precision_of_xla(name, excess):
+def test_rounding_survives_the_excess_precision_of_xla(name):
     fn, params, gradient = kept_after_one_step(name)
-    options = {"xla_allow_excess_precision": excess}
-    program = jax.jit(fn).lower(params, gradient).compile(options)
-    found, kept = program(params, gradient)
-    expected, expected_kept = fn(params, gradient)
-    assert_same_bits(found, expected)
+    lowered = jax.jit(fn).lower(params, gradient)
+    (found, kept), as_written = (
+        lowered.compile({"xla_allow_excess_precision": excess})(params, gradient)
+        for excess in (True, False)
+    )
+    assert_same_bits((found, kept), as_written)
     exact = np.float64(params) - 2e-3
     if name == "kahan":
         assert jnp.any(kept != 0)
@@ -549,7 +506,6 @@ def test_rounding_survives_the_excess_precision_of_xla(name, excess):
     else:
         np.testing.assert_array_equal(found, kept.astype(BF16))
         np.testing.assert_allclose(kept, exact, rtol=2.0**-22)
-    assert_same_bits(kept, expected_kept)
 
 
 @h100.needs_compiler
@@ -563,69 +519,6 @@ def test_rounding_survives_in_the_program_of_a_gpu(name):
 
 
 # Together with loss scaling, accumulation, parts of a tree
-
-
-def orders(name: str, inner: Any) -> dict[str, Any]:
-    scale = amp.dynamic_loss_scale(2.0**10)
-    return {
-        "scale outside": amp.with_loss_scale(WRAPPERS[name](inner), scale),
-        "scale inside": WRAPPERS[name](amp.with_loss_scale(inner, scale)),
-    }
-
-
-@pytest.mark.parametrize("order", ["scale outside", "scale inside"])
-@each_wrapper
-def test_a_poisoned_run_equals_the_run_over_its_clean_steps(name, order):
-    with standard():
-        tx = orders(name, optax.adamw(1e-2))[order]
-    step = stepper(tx)
-
-    def run(poisoned: set[int]) -> Any:
-        params = parameters(BF16)
-        state = tx.init(params)
-        for index in range(12):
-            if index in poisoned:
-                bad = gradients_at(index, params)
-                bad["w"] = bad["w"].at[index].set(jnp.nan)
-                before = params
-                params, state = step(params, state, bad)
-                assert_same_bits(params, before)
-            params, state = step(params, state, gradients_at(index, params))
-        return params, state
-
-    (clean, clean_state), (found, state) = run(set()), run({2, 3, 7})
-    assert_same_bits(found, clean)
-    assert amp.metrics(state)["skipped_total"] == 3
-    exported = amp.export_params(found, state)
-    assert_same_bits(exported, amp.export_params(clean, clean_state))
-
-
-@each_wrapper
-def test_half_parameters_are_optimized_in_float32(name):
-    with standard():
-        for tx in [
-            WRAPPERS[name](optax.adam(1e-2)),
-            *orders(name, optax.adam(1e-2)).values(),
-        ]:
-            params = parameters(F16)
-            state = tx.init(params)
-            _, after = stepper(tx)(params, state, gradients_at(0, params))
-            chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
-            for moments in ("mu", "nu"):
-                found = optax.tree.get(after, moments)
-                assert {leaf.dtype for leaf in found.values()} == {F32}
-
-
-@pytest.mark.parametrize("order", ["scale outside", "scale inside"])
-@each_wrapper
-def test_float16_gradients_too_small_for_adam_are_no_trouble(name, order):
-    # Squared in f16 they are zero, and so is Adam's epsilon.
-    with standard():
-        tx = orders(name, optax.adam(1e-2))[order]
-    params = jnp.ones(4, F16)
-    state = tx.init(params)
-    params, _ = stepper(tx)(params, state, jnp.full(4, 1e-7, F16))
-    np.testing.assert_allclose(params, 0.99, atol=5e-3)
 
 
 def test_accumulation_inside_of_masters_sums_in_float32():
@@ -689,64 +582,7 @@ def test_clipping_inside_of_masters_has_float32_norms():
     np.testing.assert_allclose(state.masters, -(0.5**0.5), rtol=2.0**-22)
 
 
-@each_wrapper
-def test_leaves_that_are_not_trained_take_no_part(name):
-    tx = WRAPPERS[name](optax.sgd(1.0))
-    params = {
-        "w": jnp.ones(2, BF16),
-        "steps": jnp.int32(3),
-        "fp8": jnp.ones(2, jnp.float8_e4m3fn),
-        "key": jax.random.key(0),
-        "name": "model",
-    }
-    gradients = {**params, "steps": np.zeros((), jax.dtypes.float0)}
-    updates, _ = tx.update(gradients, tx.init(params), params)
-    assert updates["steps"] == 0
-    assert (updates["fp8"] == 0).all()
-    assert updates["name"] == "model"
-    np.testing.assert_array_equal(updates["w"], -1.0)
-
-
-@each_wrapper
-def test_a_step_compiles_once_and_scans(name):
-    tx = WRAPPERS[name](optax.sgd(1e-3, momentum=0.9))
-    params = parameters(BF16)
-    chex.clear_trace_counter()
-
-    @jax.jit
-    @chex.assert_max_traces(1)
-    def step(params, state):
-        with standard():
-            updates, state = tx.update(gradients_at(0, params), state, params)
-            return optax.apply_updates(params, updates), state
-
-    eager = params, tx.init(params)
-    for _ in range(4):
-        eager = step(*eager)
-    plain = stepper(tx).__wrapped__  # its options are for a call from outside
-    scanned, _ = jax.lax.scan(
-        lambda carry, _: (plain(*carry, gradients_at(0, params)), None),
-        (params, tx.init(params)),
-        length=4,
-    )
-    assert_same_bits(eager[0], scanned[0])
-
-
 # At the ends of the range, and after changes from outside
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-@each_half
-def test_a_weight_that_leaves_the_range_waits_at_its_end(name, dtype):
-    largest = float(jnp.finfo(dtype).max)
-    tx = WRAPPERS[name](optax.sgd(1.0))
-    params = jnp.full(4, largest, dtype)
-    step, state = stepper(tx), tx.init(params)
-    # Up by a thousandth of it, nothing, and down by half of it.
-    for gradient in (-1e-3 * largest, 0.0, 0.5 * largest):
-        params, state = step(params, state, jnp.full(4, gradient, F32))
-        assert jnp.isfinite(params).all()
-    np.testing.assert_allclose(np.float64(params), 0.5 * largest, rtol=0.02)
 
 
 @pytest.mark.parametrize("wrapper", [amp.with_master_weights, amp.with_kahan])
@@ -783,32 +619,6 @@ def test_an_optimizer_that_begins_from_the_parameters_begins_from_the_originals(
     chex.assert_trees_all_equal(state.inner_state.z, original)
 
 
-@pytest.mark.parametrize("wrapper", [amp.with_master_weights, amp.with_kahan])
-def test_what_is_kept_is_sharded_as_the_parameters_are(wrapper):
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharding = jax.sharding.NamedSharding(mesh, jax.P("d"))
-    original = numbers_of_weights()
-    params = jax.device_put(
-        jax.tree.map(lambda leaf: leaf.astype(BF16), original), sharding
-    )
-    for originals in (original, jax.tree.map(np.asarray, original)):
-        state = wrapper(optax.adam(0.1), init_from=originals).init(params)
-        kept = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
-        assert len(kept) == 3
-        assert {leaf.sharding for leaf in kept} == {sharding}
-
-
-@each_wrapper
-def test_a_state_that_optax_has_mapped_says_that_it_is_not_known(name):
-    tx = WRAPPERS[name](optax.sgd(1.0, momentum=0.9))
-    params = {"w": jnp.ones(2, BF16)}
-    mapped = optax.tree.map_params(tx, lambda leaf: leaf, tx.init(params))
-    with pytest.raises(ValueError, match=r"Map it with jax\.tree\.map instead"):
-        tx.update(params, mapped, params)
-    copied = jax.tree.map(lambda leaf: leaf, tx.init(params))
-    tx.update(params, copied, params)
-
-
 def test_bits_go_on_for_some_parameters_while_others_are_skipped():
     scaled = amp.with_loss_scale(optax.sgd(1.0), amp.no_loss_scale())
     parts = optax.partition({"x": scaled, "y": optax.sgd(1.0)}, {"x": "x", "y": "y"})
@@ -831,11 +641,16 @@ def test_random_bits_are_those_of_the_key_and_the_step():
     params = jnp.ones(512, BF16)
     gradient = jnp.full(512, 1e-3, F32)
 
-    def after(seed: int, steps: int) -> jax.Array:
+    @functools.cache
+    def optimizer(seed: int) -> Any:
         tx = amp.with_stochastic_rounding(optax.sgd(1.0), jax.random.key(seed))
+        return tx, stepper(tx)
+
+    def after(seed: int, steps: int) -> jax.Array:
+        tx, step = optimizer(seed)
         now, state = params, tx.init(params)
         for _ in range(steps):
-            now, state = stepper(tx)(now, state, gradient)
+            now, state = step(now, state, gradient)
         return now
 
     assert_same_bits(after(0, 1), after(0, 1))
@@ -867,13 +682,13 @@ def test_random_bits_do_not_depend_on_the_sharding():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     tx = amp.with_stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
     params, gradient = jnp.ones(4096, BF16), jnp.full(4096, 1e-3, F32)
-    state = tx.init(params)
-    expected, _ = stepper(tx)(params, state, gradient)
+    step, state = stepper(tx), tx.init(params)
+    expected, _ = step(params, state, gradient)
     for spec in (jax.P(), jax.P("d")):
         place = functools.partial(
             jax.device_put, device=jax.sharding.NamedSharding(mesh, spec)
         )
-        found, _ = stepper(tx)(place(params), state, place(gradient))
+        found, _ = step(place(params), state, place(gradient))
         assert_same_bits(found, expected)
         for shard in found.addressable_shards:
             assert_same_bits(shard.data, expected[shard.index])
@@ -897,100 +712,6 @@ def test_keys_of_the_old_style_and_of_other_generators_are_keys():
     assert len(np.unique(stepper(rbg)(params, rbg.init(params), gradient)[0])) == 2
 
 
-# Mistakes
-
-
-@each_wrapper
-def test_an_update_without_parameters_is_refused(name):
-    tx = WRAPPERS[name](optax.sgd(1.0))
-    state = tx.init(jnp.ones(2, BF16))
-    with pytest.raises(ValueError, match=r"no parameters.*update\(gradients, state, p"):
-        tx.update(jnp.ones(2), state)
-
-
-@each_wrapper
-def test_gradients_of_another_structure_are_refused(name):
-    tx = WRAPPERS[name](optax.sgd(1.0))
-    params = {"a": jnp.ones(2, BF16)}
-    with pytest.raises(ValueError, match=r"first difference at \['b'\]"):
-        tx.update({"b": jnp.ones(2)}, tx.init(params), params)
-    with pytest.raises(ValueError, match=r"has shape \(3,\) but the parameter has"):
-        tx.update({"a": jnp.ones(3)}, tx.init(params), params)
-
-
-@each_wrapper
-def test_parameters_that_were_cast_after_init_are_refused(name):
-    tx = WRAPPERS[name](optax.sgd(1.0))
-    state = tx.init({"a": jnp.ones(2)})
-    half = {"a": jnp.ones(2, BF16)}
-    with pytest.raises(ValueError, match=r"at \['a'\] is bfloat16 now, but init saw"):
-        tx.update(half, state, half)
-
-
-@each_wrapper
-def test_parameters_in_another_half_dtype_than_at_init_are_refused(name):
-    params = {"a": jnp.ones(2, BF16)}
-    alone = WRAPPERS[name](optax.sgd(1.0))
-    scaled = amp.with_loss_scale(alone, amp.no_loss_scale())
-    cases = ((alone, F16), (alone, F32), (scaled, F16), (scaled, F32))
-    for tx, dtype in cases:
-        now = jax.tree.map(lambda leaf, d=dtype: leaf.astype(d), params)
-        with pytest.raises(ValueError, match=r"\['a'\] is .*, but init saw bfloat16"):
-            tx.update(now, tx.init(params), now)
-
-
-@each_wrapper
-def test_something_that_is_no_optimizer_is_refused(name):
-    with pytest.raises(TypeError, match=r"not an optax transformation. Pass the"):
-        WRAPPERS[name](1e-3)
-
-
-LOSS_SCALE = amp.with_loss_scale(optax.identity(), amp.no_loss_scale())
-# The masters of the first part are overwritten in each step.
-FOLLOWED = {
-    "with_loss_scale": lambda tx, params: amp.with_loss_scale(
-        optax.chain(tx, optax.scale(2.0)), amp.no_loss_scale()
-    ).init(params),
-    "loss_scale_of": lambda tx, params: amp.loss_scale_of(
-        optax.chain(tx, LOSS_SCALE).init(params)
-    ),
-    "value_and_grad": lambda tx, params: amp.value_and_grad(
-        lambda params: jnp.sum(params["w"].astype(F32))
-    )(params, loss_scale=optax.chain(optax.clip(1.0), tx, LOSS_SCALE).init(params)),
-    "export_params": lambda tx, params: amp.export_params(
-        params, optax.chain(tx, optax.scale(2.0)).init(params)
-    ),
-}
-
-
-@each_wrapper
-@pytest.mark.parametrize("call", FOLLOWED)
-def test_what_comes_after_a_transformation_that_stores_half_weights_is_warned_of(
-    call, name
-):
-    tx, params = WRAPPERS[name](optax.sgd(0.1)), {"w": jnp.ones(2, BF16)}
-    told = f"{call}.*comes after the transformation of {type(tx.init(params)).__name__}"
-    with pytest.warns(UserWarning, match=told) as caught:
-        FOLLOWED[call](tx, params)
-    assert len(caught) == 1 and caught[0].filename == __file__
-
-
-@each_wrapper
-def test_a_transformation_in_front_of_one_that_stores_half_weights_is_not(name):
-    tx = optax.chain(optax.clip(1.0), WRAPPERS[name](optax.adam(0.1)))
-    tx, params = amp.with_loss_scale(tx, amp.no_loss_scale()), {"w": jnp.ones(2, BF16)}
-    state = tx.init(params)
-    amp.loss_scale_of(state)
-    amp.export_params(params, state)
-
-
-@each_wrapper
-def test_storing_twice_is_refused(name):
-    tx = WRAPPERS[name](amp.with_kahan(optax.sgd(1.0)))
-    with pytest.raises(ValueError, match=r"has a KahanState already"):
-        tx.init(jnp.ones(2, BF16))
-
-
 # nnx
 
 
@@ -1003,14 +724,15 @@ class Layer(nnx.Module):
         return self.norm(self.dense(x))
 
 
-@each_wrapper
+@pytest.mark.parametrize("name", [*STORING, "nothing stored"])
 def test_an_nnx_optimizer_trains_half_parameters(name):
     original = Layer(nnx.Rngs(0))
     model = amp.cast_params(original, "bf16")
-    options = {"init_from": original} if name == "masters" else {}
-    tx = WRAPPERS[name](optax.sgd(1e-4))
+    tx, rate = optax.sgd(1e-4), 1e-4
     if name == "masters":
-        tx = amp.with_master_weights(optax.sgd(1e-4), **options)
+        tx = amp.with_master_weights(tx, init_from=original)
+    else:
+        tx = STORING.get(name, lambda inner: inner)(tx)
     tx = amp.with_loss_scale(tx, amp.dynamic_loss_scale())
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 4)), F32)
@@ -1027,17 +749,17 @@ def test_an_nnx_optimizer_trains_half_parameters(name):
 
     for _ in range(3):
         step(model, optimizer)
+    assert amp.metrics(optimizer)["applied"] == 3
     kernel = model.dense.kernel[...]
     assert kernel.dtype == BF16
     assert model.norm.scale[...].dtype == F32
-    exported = amp.export_params(model, optimizer)
-    assert exported.dense.kernel[...].dtype == F32
-    np.testing.assert_array_equal(exported.dense.kernel[...].astype(BF16), kernel)
+    exported = amp.export_params(model, optimizer).dense.kernel[...]
+    assert exported.dtype == F32
+    np.testing.assert_array_equal(exported.astype(BF16), kernel)
     if name == "masters":
-        assert jnp.any(exported.dense.kernel[...] != original.dense.kernel[...])
-        np.testing.assert_allclose(
-            exported.dense.kernel[...], original.dense.kernel[...], atol=1e-2
-        )
+        first = original.dense.kernel[...]
+        assert jnp.any(exported != first)
+        np.testing.assert_allclose(exported, first, atol=100 * rate)
 
 
 # linen, with module policies
@@ -1045,7 +767,7 @@ def test_an_nnx_optimizer_trains_half_parameters(name):
 
 def test_half_parameters_of_a_policy_map_have_masters_and_the_others_do_not():
     model = nn.Sequential([nn.Dense(4), nn.LayerNorm(), nn.Dense(2)])
-    original = model.init(jax.random.key(0), jnp.ones((1, 3)))
+    original = jax.jit(model.init)(jax.random.key(0), jnp.ones((1, 3)))
     policy = amp.PolicyMap("bf16", {"layers_2": "float32"})
     params = amp.cast_params(original, policy, model=model)
     tx = amp.with_master_weights(optax.sgd(0.1), init_from=original)

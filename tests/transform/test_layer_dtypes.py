@@ -1,7 +1,7 @@
 """Layers with `dtype=float32` of their own: autocast keeps them in float32."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -12,7 +12,8 @@ from flax import linen as nn
 from flax import nnx
 
 import jmp_amp as amp
-from jmp_amp.plan.program import jaxprs
+from tests.programs import products
+from tests.transform.flax_models import in_linen, in_nnx
 
 X = jnp.linspace(-1.0, 1.0, 32).reshape(4, 8)
 
@@ -77,7 +78,8 @@ class InSetup(nn.Module):
 
 
 class NnxHead(nnx.Module):
-    def __init__(self, head: Any, rngs: nnx.Rngs):
+    def __init__(self, head: Any = jnp.float32):
+        rngs = nnx.Rngs(0)
         self.body = nnx.Linear(8, 8, rngs=rngs)
         self.layers = nnx.List([nnx.Linear(8, 8, dtype=head, rngs=rngs)])
 
@@ -86,35 +88,22 @@ class NnxHead(nnx.Module):
 
 
 class NnxModel(nnx.Module):
-    def __init__(self, config: Config, rngs: nnx.Rngs):
-        self.config = config
-        self.layer = nnx.Linear(8, 8, dtype=config.dtype, rngs=rngs)
+    def __init__(self) -> None:
+        self.config = Config()
+        self.layer = nnx.Linear(8, 8, dtype=self.config.dtype, rngs=nnx.Rngs(0))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.layer(x)
 
 
-def products(fn: Callable[..., Any], *args: Any) -> list[str]:
-    """Returns the dtype of the operands of each matrix product of `fn(*args)`."""
-
-    def found(body: Any) -> Iterator[str]:
-        for eqn in body.jaxpr.eqns:
-            if eqn.primitive.name == "dot_general":
-                dtypes = {var.aval.dtype.name for var in eqn.invars}
-                yield "/".join(sorted(dtypes))
-            for inner in jaxprs.inner_bodies(eqn):
-                yield from found(inner.body)
-
-    return list(found(jaxprs.body_of(jax.make_jaxpr(fn)(*args))))
-
-
 def of_linen(model: nn.Module, policy: Any = "mixed_bfloat16") -> list[str]:
-    params = model.init(jax.random.key(0), X)
-    return products(amp.autocast(model.apply, policy), params, X)
+    built = in_linen(model, X)
+    return products(built.under(policy), built.variables, X)
 
 
-def of_nnx(model: nnx.Module, policy: Any = "mixed_bfloat16") -> list[str]:
-    return products(amp.autocast(lambda model, x: model(x), policy), model, X)
+def of_nnx(make: Callable[[], nnx.Module], policy: Any = "mixed_bfloat16") -> list[str]:
+    built = in_nnx(make)
+    return products(built.under(policy), built.variables, X)
 
 
 HALF, FULL = "bfloat16", "float32"
@@ -123,13 +112,13 @@ HALF, FULL = "bfloat16", "float32"
 @pytest.mark.parametrize("dtype", [jnp.float32, "float32", jnp.dtype("float32")])
 def test_layer_with_its_own_f32_computes_in_f32(dtype):
     assert of_linen(Head(dtype)) == [HALF, FULL]
-    assert of_nnx(NnxHead(dtype, nnx.Rngs(0))) == [HALF, FULL]
+    assert of_nnx(lambda: NnxHead(dtype)) == [HALF, FULL]
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_layer_without_one_follows_the_policy(dtype):
     assert of_linen(Head(dtype)) == [HALF, HALF]
-    assert of_nnx(NnxHead(dtype, nnx.Rngs(0))) == [HALF, HALF]
+    assert of_nnx(lambda: NnxHead(dtype)) == [HALF, HALF]
 
 
 def test_layers_of_setup_and_of_lists():
@@ -145,7 +134,26 @@ def test_layers_of_setup_and_of_lists():
 )
 def test_dtype_of_the_whole_model_is_handed_on(model):
     assert set(of_linen(model)) == {HALF}
-    assert of_nnx(NnxModel(Config(), nnx.Rngs(0))) == [HALF]
+    assert of_nnx(NnxModel) == [HALF]
+
+
+def test_dtype_is_handed_on_through_a_part_that_has_none():
+    class Part(nn.Module):
+        given: Any
+
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.Dense(8, dtype=self.given)(x)
+
+    class Whole(nn.Module):
+        dtype: Any = None
+
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return Part(self.dtype)(x)
+
+    assert of_linen(Whole(dtype=jnp.float32)) == [HALF]
+    assert of_linen(Part(jnp.float32)) == [FULL]
 
 
 def test_dtype_that_a_part_of_a_model_is_given_counts():
@@ -164,14 +172,17 @@ def test_dtype_that_a_part_of_a_model_is_given_counts():
 
 def test_layer_that_is_the_whole_model():
     assert of_linen(nn.Dense(8, dtype=jnp.float32)) == [FULL]
-    assert of_nnx(nnx.Linear(8, 8, dtype=jnp.float32, rngs=nnx.Rngs(0))) == [FULL]
+    assert of_nnx(lambda: nnx.Linear(8, 8, dtype=jnp.float32, rngs=nnx.Rngs(0))) == [
+        FULL
+    ]
 
 
 def test_layers_whose_dtype_nobody_gave():
     """Some have float32 by default, or the dtype of their table."""
 
     class Words(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs):
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
             self.embed = nnx.Embed(8, 8, rngs=rngs)
             self.cell = nnx.SimpleCell(8, 8, rngs=rngs)
 
@@ -179,9 +190,9 @@ def test_layers_whose_dtype_nobody_gave():
             h = self.embed(jnp.arange(4))
             return self.embed.attend(self.cell(h, x)[1])
 
-    words = Words(nnx.Rngs(0))
+    words = Words()
     assert words.embed.dtype == words.cell.dtype == jnp.float32
-    assert set(of_nnx(words)) == {HALF}
+    assert set(of_nnx(Words)) == {HALF}
 
 
 def test_layers_that_layers_are_made_of():
@@ -202,7 +213,7 @@ def test_entry_that_names_what_is_around_it_does_not():
     policies = amp.PolicyMap("float32", {"second": "mixed_bfloat16"})
     assert of_linen(Around(nn.Dense(8), Head()), policies) == [FULL, HALF, FULL]
     policies = amp.PolicyMap("float32", {NnxHead: "mixed_bfloat16"})
-    assert of_nnx(NnxHead(jnp.float32, nnx.Rngs(0)), policies) == [HALF, FULL]
+    assert of_nnx(NnxHead, policies) == [HALF, FULL]
 
 
 def test_marked_layer_has_its_mark():

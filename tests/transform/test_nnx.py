@@ -1,92 +1,38 @@
-"""nnx modules under autocast: their policies and norms, and the same model in linen."""
+"""nnx alone: how functions come by modules, names, and the same models in linen.
+
+What is asked of linen and nnx alike is in `test_modules.py` and `test_norms.py`.
+"""
 
 import functools
 import re
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from benchmarks import compare_precision
 from flax import linen as nn
 from flax import nnx
-from flax.training.train_state import TrainState
 
 import jmp_amp as amp
 from tests import h100, measures
 from tests.programs import dtypes_of, equations, products
-from tests.rounding import half_of, one_policy
+from tests.rounding import BF16, F16, POLICIES
+from tests.transform.flax_models import F32, NnxBlock, NnxNet, NnxWideBlock
 from tests.zoo.case import Case
 from tests.zoo.on_h100 import kept_figures
 from tests.zoo.vision import cross_entropy, random_images
 
-BF16, F16 = "mixed_bfloat16", "mixed_float16"
-POLICIES = (BF16, F16)
 X = jax.random.normal(jax.random.key(0), (8, 16))
-SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
-
-each_policy = pytest.mark.parametrize("policy", POLICIES)
-each_policy_slowly = pytest.mark.parametrize(
-    "policy", [F16, pytest.param(BF16, marks=pytest.mark.slow)]
-)
+HALF = "bfloat16"
 
 
 @pytest.fixture(autouse=True)
 def standard_promotion():
-    # Flax's own layers mix weak and strong dtypes, optax.adam likewise.
+    # Flax's own layers mix weak and strong dtypes.
     with jax.numpy_dtype_promotion("standard"):
         yield
-
-
-class Attention(nnx.Module):
-    def __init__(self, rngs):
-        self.query = nnx.Linear(16, 16, rngs=rngs)
-        self.out = Wide(16, 16, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(nnx.softmax(self.query(x)))
-
-
-class Wide(nnx.Linear):
-    pass
-
-
-class Block(nnx.Module):
-    def __init__(self, rngs):
-        self.attention = Attention(rngs)
-        self.mlp = nnx.Sequential(
-            nnx.Linear(16, 16, rngs=rngs), nnx.relu, nnx.Linear(16, 16, rngs=rngs)
-        )
-
-    def __call__(self, x):
-        return x + self.mlp(self.attention(x))
-
-
-class Model(nnx.Module):
-    def __init__(self, rngs=None):
-        rngs = rngs or nnx.Rngs(0)
-        self.stem = nnx.Linear(16, 16, rngs=rngs)
-        self.blocks = nnx.List(Block(rngs) for _ in range(3))
-        self.head = nnx.Linear(16, 16, use_bias=False, rngs=rngs)
-
-    def __call__(self, x):
-        return self.predict(self.features(x))
-
-    def features(self, x):
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def predict(self, x):
-        return self.head(x)
-
-
-BLOCK = ("attention/query", "attention/out", "mlp/layers/0", "mlp/layers/2")
-PATHS = ("stem", *(f"blocks/{i}/{path}" for i in range(3) for path in BLOCK), "head")
 
 
 def as_argument(model, policy):
@@ -149,126 +95,53 @@ WAYS = [
     around_remat,
     of_a_copy,
 ]
-ENTRIES = {
-    "class": ({Attention: "float32"}, r"blocks/./attention/.*"),
-    "class of layers": ({nnx.Linear: "float32"}, r".*"),
-    "subclass": ({Wide: "float32"}, r"blocks/./attention/out"),
-    "subclass beats class": ({nnx.Linear: "float32", Wide: BF16}, r"(?!.*/out$).*"),
-    "own match beats parents": (
-        {"**/query": BF16, Block: "float32"},
-        r"blocks/(?!.*query$).*",
-    ),
-    "latest wins": ({"**/query": BF16, Wide: BF16, "**/out": "float32"}, r".*/out"),
-    "glob": ({"head": "float32"}, r"head"),
-    "glob at any depth": ({"**/head": "float32"}, r"head"),
-    "glob with an index": ({"blocks/0/**": "float32"}, r"blocks/0/.*"),
-    "glob of indices": ({"blocks/[12]": "float32"}, r"blocks/[12]/.*"),
-    "glob of a part": ({"blocks/*/mlp": "float32"}, r"blocks/./mlp/.*"),
-    "glob inside of a list": ({"blocks/1/mlp/layers/2": "float32"}, r"blocks/1/.*2"),
-    "everything": ({"": "float32"}, r".*"),
-    "back to half": ({"": "float32", "blocks/2": BF16}, r"(?!blocks/2/).*"),
-    "regex": ({re.compile(r"blocks/\d/attention"): "float32"}, r".*attention/.*"),
-    "predicate": (
-        {lambda info: info.name == "2" and len(info.path) == 2: "float32"},
-        r"blocks/2/.*",
-    ),
-    "predicate of a method": (
-        {lambda info: info.method == "predict": "float32"},
-        r"head",
-    ),
-    "predicate of a class": (
-        {lambda info: issubclass(info.cls, Wide): "float32"},
-        r".*/out",
-    ),
-}
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_a_policy_reaches_the_modules_that_its_pattern_names_and_no_others(entry):
-    entries, full = ENTRIES[entry]
-    expected = ["float32" if re.fullmatch(full, p) else "bfloat16" for p in PATHS]
-    assert 0 < expected.count("float32")
-    policy = amp.PolicyMap(BF16, entries)
-    assert as_argument(Model(), policy) == expected
-    report = amp.explain(lambda m, x: m(x), policy)(Model(), X)
-    found = {e.module: e.dtype for e in report.equations if e.matmuls}
-    head = "Model/Model.predict/head"  # It is called by a method with a name.
-    names = {p: f"Model/Model.features/{p}" for p in PATHS} | {"head": head}
-    assert {p: found[names[p]] for p in PATHS} == {
-        p: SHORT[dtype] for p, dtype in zip(PATHS, expected, strict=True)
-    }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_policy_reaches_a_module_however_the_function_comes_by_it(way):
     policy = amp.PolicyMap(
-        F16, {Attention: "float32", "blocks/1": BF16, re.compile("head"): "float32"}
+        F16, {NnxWideBlock: F32, "first/up": BF16, re.compile("head"): F32}
     )
-    expected = [
-        "float32"
-        if "attention" in path or path == "head"
-        else "bfloat16"
-        if path.startswith("blocks/1")
-        else "float16"
-        for path in PATHS
+    expected = ["bfloat16", "float16", F32, F32, F32]
+    assert way(NnxNet(), policy) == expected
+
+
+def test_a_report_names_modules_by_their_paths_and_methods():
+    report = amp.explain(lambda m, x: m(x), BF16)(NnxNet(), X)
+    assert [e.module for e in report.equations if e.matmuls] == [
+        "NnxNet/NnxNet.encode/first/up",
+        "NnxNet/NnxNet.encode/first/down",
+        "NnxNet/second/up",
+        "NnxNet/second/down",
+        "NnxNet/head",
     ]
-    assert way(Model(), policy) == expected
 
 
-@one_policy
-def test_the_backward_products_of_a_module_have_its_policy(policy):
-    graphdef, state = nnx.split(Model())
-    policies = amp.PolicyMap(policy, {"blocks/1": "float32", "head": "float32"})
-
-    @functools.partial(amp.autocast, policy=policies)
-    def loss(state, x):
-        return jnp.mean(jnp.square(nnx.merge(graphdef, state)(x)))
-
-    # By the weights and by the input, but for that of the stem.
-    full = 3 * sum(p.startswith(("blocks/1", "head")) for p in PATHS)
-    for gradient in (jax.grad(loss), jax.jit(jax.grad(jax.checkpoint(loss)))):
-        found = products(gradient, state, X)
-        recomputed = len(found) - (3 * len(PATHS) - 1)
-        assert recomputed in (0, len(PATHS), len(PATHS) - 1)
-        assert found.count("float32") - full in ((0,) if not recomputed else (4, 5))
-        assert set(found) == {"float32", half_of(policy)}
-
-
-def test_a_policy_reaches_layers_in_a_scan_and_under_vmap():
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def stack(rngs):
-        return Block(rngs)
-
-    class Stack(nnx.Module):
+def test_an_index_of_a_list_is_a_name_in_the_path():
+    class Blocks(nnx.Module):
         def __init__(self):
-            self.layers = stack(nnx.Rngs(0))
-            self.head = nnx.Linear(16, 16, rngs=nnx.Rngs(1))
+            rngs = nnx.Rngs(0)
+            self.blocks = nnx.List(NnxBlock(16, 16, 16, rngs) for _ in range(3))
 
         def __call__(self, x):
-            @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-            @nnx.remat
-            def forward(x, layer):
-                return layer(x)
+            for block in self.blocks:
+                x = block(x)
+            return x
 
-            return self.head(forward(x, self.layers))
-
-    for entries, expected in (
-        ({Attention: "float32"}, ["float32"] * 2 + ["bfloat16"] * 3),
-        ({Wide: "float32"}, ["bfloat16", "float32"] + ["bfloat16"] * 3),
-        ({"head": "float32"}, ["bfloat16"] * 4 + ["float32"]),
-        ({nnx.Sequential: F16}, ["bfloat16"] * 2 + ["float16"] * 2 + ["bfloat16"]),
+    for entries, full in (
+        ({"blocks/0/**": F32}, [1, 1, 0, 0, 0, 0]),
+        ({"blocks/[12]": F32}, [0, 0, 1, 1, 1, 1]),
+        ({"blocks/*/down": F32}, [0, 1, 0, 1, 0, 1]),
+        ({re.compile(r"blocks/\d/up"): F32}, [1, 0, 1, 0, 1, 0]),
+        (
+            {lambda info: info.name == "2" and len(info.path) == 2: F32},
+            [0] * 4 + [1] * 2,
+        ),
+        ({"": F32, "blocks/2": BF16}, [1, 1, 1, 1, 0, 0]),
     ):
-        policy = amp.PolicyMap(BF16, entries)
-        found = products(lambda x, p=policy: amp.autocast(Stack(), p)(x), X)
-        assert found == expected
-
-    def over_batches(model, x):
-        return nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(model, x[None])
-
-    model, policy = Model(), amp.PolicyMap(BF16, {Attention: "float32"})
-    found = products(lambda x: amp.autocast(over_batches, policy)(model, x), X)
-    assert found == ["float32" if "attention" in path else "bfloat16" for path in PATHS]
+        expected = [F32 if each else HALF for each in full]
+        for way in (itself, as_argument):
+            assert way(Blocks(), amp.PolicyMap(BF16, entries)) == expected
 
 
 def test_one_module_at_two_places_has_the_policy_of_its_first_path():
@@ -280,63 +153,67 @@ def test_one_module_at_two_places_has_the_policy_of_its_first_path():
         def __call__(self, x):
             return self.second(self.first(x))
 
-    assert itself(Twice(), amp.PolicyMap(BF16, {"first": "float32"})) == ["float32"] * 2
+    assert itself(Twice(), amp.PolicyMap(BF16, {"first": F32})) == [F32] * 2
+
+
+@pytest.mark.parametrize(("path", "full"), [("first", 2), ("first/up", 1)])
+def test_a_part_that_is_given_beside_the_whole_has_its_path_in_the_whole(path, full):
+    model, policy = NnxNet(), amp.PolicyMap(BF16, {path: F32})
+    report = amp.explain(lambda part, whole, x: whole.second(part(x)), policy)(
+        model.first, model, X
+    )
+    dtypes = [e.dtype for e in report.equations if e.matmuls]
+    assert dtypes == ["f32"] * full + ["bf16"] * (4 - full)
+
+
+def test_a_part_that_is_called_alone_has_the_entry_of_what_is_around_it():
+    model, policy = NnxNet(), amp.PolicyMap(BF16, {NnxWideBlock: F32})
+    fn = amp.autocast(lambda m, x: m.second.up(m.first.up.kernel[...].T[:16]), policy)
+    assert products(lambda x: fn(model, x), X) == [F32]
+
+
+def test_a_method_that_is_given_as_a_function_is_called_by_its_name():
+    policy = amp.PolicyMap(BF16, {lambda info: info.method == "encode": F32})
+    fn, model = amp.autocast(NnxNet.encode, policy), NnxNet()
+    assert products(lambda x: fn(model, x), X) == [F32, F32]
+
+
+def test_two_jitted_layers_are_told_apart_by_the_classes_around_them():
+    class Around(nnx.Module):
+        def __init__(self):
+            self.inner = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+    class Other(Around):
+        pass
+
+    class Two(nnx.Module):
+        def __init__(self):
+            self.a, self.b = Around(), Other()
+
+        def __call__(self, x):
+            jitted = nnx.jit(lambda layer, x: layer(x))
+            return jitted(self.b.inner, jitted(self.a.inner, x))
+
+    for way in (as_argument, as_state):
+        assert way(Two(), amp.PolicyMap(BF16, {Other: F32})) == [HALF, F32]
 
 
 def test_a_module_that_is_made_inside_has_the_policy_of_its_class():
-    def forward(x):
-        model = Model(nnx.Rngs(0))
-        return model(x)
-
-    policy = amp.PolicyMap(BF16, {Attention: "float32", "**": BF16})
+    policy = amp.PolicyMap(BF16, {NnxBlock: F32, "**": BF16})
     with warnings.catch_warnings():
         # It may be no part of what the function is given: then it has no path.
         warnings.simplefilter("ignore")
-        found = products(amp.autocast(forward, policy), X)
-    assert len(found) == len(PATHS)
-    assert set(found) <= {"float32", "bfloat16"}
+        found = products(amp.autocast(lambda x: NnxNet()(x), policy), X)
+    assert len(found) == 5 and set(found) <= {F32, HALF}
 
 
 def test_an_entry_that_matches_no_module_is_named_with_the_closest_path():
-    policy = amp.PolicyMap(BF16, {"blocks/0/atention": "float32"})
-    with pytest.warns(UserWarning, match=r"blocks/0/atention.*blocks/0/attention"):
-        amp.autocast(Model(), policy)(X)
-    policy = amp.PolicyMap(BF16, {nn.ConvTranspose: "float32"})
+    policy = amp.PolicyMap(BF16, {"second/donw": F32})
+    with pytest.warns(UserWarning, match=r"second/donw.*second/down"):
+        amp.autocast(NnxNet(), policy)(X)
+    policy = amp.PolicyMap(BF16, {nn.ConvTranspose: F32})
     with pytest.warns(UserWarning, match="a class of linen"):
-        amp.autocast(Model(), policy)(X)
-
-
-def test_marks_of_classes_and_modules_hold_inside_of_maps():
-    class Marked(Model):
-        def __init__(self):
-            super().__init__()
-            self.blocks[1] = amp.full_precision(self.blocks[1])
-            self.head = amp.with_policy(F16)(nnx.Linear)(16, 16, rngs=nnx.Rngs(0))
-
-    policy = amp.PolicyMap(
-        BF16, {nnx.Linear: BF16, "blocks/2": "float32", "head": BF16}
-    )
-    expected = ["float16" if path == "head" else "bfloat16" for path in PATHS]
-    for i, path in enumerate(PATHS):
-        # The linear layers in the marked block are reached by an entry of their own.
-        if path.startswith("blocks/1"):
-            expected[i] = "bfloat16"
-    model = Marked()
-    classes = [type(each) for _, each in nnx.iter_graph(model)]
-    for way in (itself, as_argument, as_state):
-        assert way(model, policy) == expected
-    policy = amp.PolicyMap(BF16, {"blocks/2": "float32"})
-    expected = [
-        "float16"
-        if path == "head"
-        else "float32"
-        if path.startswith(("blocks/1", "blocks/2"))
-        else "bfloat16"
-        for path in PATHS
-    ]
-    for way in (itself, as_argument, as_state):
-        assert way(model, policy) == expected
-    assert [type(each) for _, each in nnx.iter_graph(model)] == classes
+        amp.autocast(NnxNet(), policy)(X)
 
 
 def test_results_of_a_module_leave_in_the_output_dtype_of_its_policy():
@@ -354,148 +231,6 @@ def test_results_of_a_module_leave_in_the_output_dtype_of_its_policy():
         fn = amp.autocast(Watched(), policy)
         assert dtypes_of(fn, X, primitive="sin") == [(expected,) * 2]
         assert products(fn, X) == ["float16", "bfloat16"]
-
-
-# Norms
-
-
-NORMS = {
-    "BatchNorm": lambda rngs: nnx.BatchNorm(16, rngs=rngs),
-    "BatchNorm in eval": lambda rngs: nnx.BatchNorm(
-        16, use_running_average=True, rngs=rngs
-    ),
-    "LayerNorm": lambda rngs: nnx.LayerNorm(16, rngs=rngs),
-    "GroupNorm": lambda rngs: nnx.GroupNorm(16, num_groups=4, rngs=rngs),
-    "RMSNorm": lambda rngs: nnx.RMSNorm(16, rngs=rngs),
-    "InstanceNorm": lambda rngs: nnx.InstanceNorm(16, rngs=rngs),
-}
-
-
-class AroundNorm(nnx.Module):
-    def __init__(self, make):
-        rngs = nnx.Rngs(0)
-        self.up = nnx.Linear(16, 16, rngs=rngs)
-        self.norm = make(rngs)
-        self.down = nnx.Linear(16, 16, rngs=rngs)
-
-    def __call__(self, x):
-        return self.down(jnp.sin(self.norm(self.up(x))))
-
-
-IMAGES = X.reshape(2, 4, 16)
-
-
-@one_policy
-@pytest.mark.parametrize("norm", NORMS)
-def test_a_norm_computes_in_f32_and_hands_on_half(norm, policy):
-    model = AroundNorm(NORMS[norm])
-    report = amp.explain(lambda m, x: m(x), policy)(model, IMAGES)
-    inside = [e for e in report.equations if e.module.endswith("/norm")]
-    assert any(e.operation == "rsqrt" for e in inside)
-    assert {e.dtype for e in inside} == {"f32"}
-    short = SHORT[half_of(policy)]
-    outside = {e.dtype for e in report.equations if e.operation in ("sin", "add")}
-    assert short in outside
-    graphdef, state = nnx.split(model)
-    forward = lambda state, x: nnx.merge(graphdef, state)(x)  # noqa: E731
-    fn = amp.autocast(forward, policy)
-    assert dtypes_of(fn, state, IMAGES, primitive="sin") == [(half_of(policy),) * 2]
-    assert products(fn, state, IMAGES) == [half_of(policy)] * 2
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_a_norm_of_large_values_does_not_overflow(norm):
-    """The squares of 1000 are beyond f16, and a mean over 16 of them too."""
-    model, plain = AroundNorm(NORMS[norm]), AroundNorm(NORMS[norm])
-    for each in (model, plain):
-        each.up.kernel[...] = jnp.eye(16) * 1000
-    expected = plain(IMAGES)
-    found = amp.autocast(model, F16)(IMAGES)
-    eps = float(jnp.finfo(jnp.float16).eps)
-    size = float(jnp.max(jnp.abs(expected)))
-    # f16 does not know 1000 times 2 ** -11, and in eval that comes through.
-    roundings = 4000 if norm == "BatchNorm in eval" else 16
-    np.testing.assert_allclose(found, expected, atol=roundings * eps * size)
-    if norm == "BatchNorm":
-        for a, b in (
-            (model.norm.mean, plain.norm.mean),
-            (model.norm.var, plain.norm.var),
-        ):
-            assert a.dtype == jnp.float32
-            np.testing.assert_allclose(a[...], b[...], rtol=16 * eps, atol=1)
-
-
-@pytest.mark.parametrize("policy", [*POLICIES, "bf16", "f16"])
-def test_batch_statistics_are_f32_whatever_the_policy(policy):
-    model = AroundNorm(NORMS["BatchNorm"])
-    plain = AroundNorm(NORMS["BatchNorm"])
-    plain(IMAGES)
-    amp.autocast(model, policy)(IMAGES)
-    assert model.norm.mean.dtype == model.norm.var.dtype == jnp.float32
-    eps = float(jnp.finfo(amp.get_policy(policy).compute_dtype).eps)
-    np.testing.assert_allclose(model.norm.var[...], plain.norm.var[...], rtol=8 * eps)
-    # Not rounded to half: they are f32 numbers.
-    half = amp.get_policy(policy).compute_dtype
-    rounded = model.norm.var[...].astype(half).astype(jnp.float32)
-    assert jnp.any(rounded != model.norm.var[...])
-
-
-def raw(leaf):
-    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-
-
-@each_policy_slowly
-@pytest.mark.parametrize("wrapper", [nnx.WeightNorm, nnx.SpectralNorm])
-def test_a_norm_of_weights_computes_in_f32_and_the_layer_in_half(wrapper, policy):
-    class Wrapped(nnx.Module):
-        def __init__(self):
-            rngs = nnx.Rngs(0)
-            linear = nnx.Linear(16, 16, rngs=rngs)
-            self.down = nnx.Linear(16, 16, rngs=rngs)
-            self.norm = (
-                nnx.WeightNorm(linear, rngs=rngs)
-                if wrapper is nnx.WeightNorm
-                else nnx.SpectralNorm(linear, update_stats=True, rngs=rngs)
-            )
-
-        def __call__(self, x):
-            return self.down(jnp.sin(self.norm(x)))
-
-    model, plain = Wrapped(), Wrapped()
-    expected = plain(X)
-    found = amp.autocast(model, policy)(X)
-    eps = float(jnp.finfo(half_of(policy)).eps)
-    np.testing.assert_allclose(found, expected, atol=16 * eps)
-    for (path, a), (_, b) in zip(
-        nnx.to_flat_state(nnx.state(model)),
-        nnx.to_flat_state(nnx.state(plain)),
-        strict=True,
-    ):
-        a, b = map(raw, (a, b))
-        if jnp.issubdtype(a.dtype, jnp.floating):
-            assert a.dtype == b.dtype == jnp.float32, path
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=str(path))
-    report = amp.explain(lambda m, x: m(x), policy)(Wrapped(), X)
-    short = SHORT[half_of(policy)]
-    assert [e.dtype for e in report.equations if e.operation == "sin"] == [short]
-    by_operation = {(e.operation, e.dtype) for e in report.equations}
-    assert ("dot_general", short) in by_operation
-    reductions = {d for operation, d in by_operation if operation.startswith("reduce")}
-    assert reductions <= {"f32"}
-
-
-def test_an_entry_for_a_norm_class_is_taken_as_it_is_written():
-    model = AroundNorm(NORMS["LayerNorm"])
-    # Where another entry reaches it, it hands on half and not f32, as that one says.
-    for entries, expected in (
-        ({nnx.LayerNorm: BF16}, "float32"),
-        ({nnx.LayerNorm: "p=f32,c=f32,o=bf16"}, "float16"),
-        ({"norm": BF16}, "float16"),
-        ({AroundNorm: BF16}, "bfloat16"),
-        ({"norm": BF16, nnx.LayerNorm: "p=f32,c=f32,o=f32"}, "float32"),
-    ):
-        fn = amp.autocast(model, amp.PolicyMap(F16, entries))
-        assert dtypes_of(fn, X, primitive="sin") == [(expected,) * 2], entries
 
 
 # The same model in linen
@@ -633,7 +368,7 @@ def test_the_same_model_in_linen_has_the_same_plan_and_results(policy, train):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("train", [False, True])
-@each_policy
+@pytest.mark.parametrize("policy", POLICIES)
 def test_the_same_model_in_linen_has_the_same_gradients(policy, train):
     linen, variables, model, image, tokens = mixers()
 
@@ -655,8 +390,7 @@ def test_the_same_model_in_linen_has_the_same_gradients(policy, train):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@one_policy
-def test_attention_has_the_same_products_in_linen(policy):
+def test_attention_has_the_same_products_in_linen():
     class Linen(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -672,9 +406,9 @@ def test_attention_has_the_same_products_in_linen(policy):
             return self.attention(x)
 
     x = X.reshape(2, 4, 16)
-    variables = Linen().init(jax.random.key(0), x)
-    of_linen = amp.explain(Linen().apply, policy)(variables, x)
-    of_nnx = amp.explain(lambda m, x: m(x), policy)(Nnx(), x)
+    variables = jax.eval_shape(Linen().init, jax.random.key(0), x)
+    of_linen = amp.explain(Linen().apply, BF16)(variables, x)
+    of_nnx = amp.explain(lambda m, x: m(x), BF16)(nnx.eval_shape(Nnx), x)
 
     def matmuls(report):
         return sorted(
@@ -684,65 +418,8 @@ def test_attention_has_the_same_products_in_linen(policy):
         )
 
     assert matmuls(of_nnx) == matmuls(of_linen)
-    assert {dtype for _, dtype in matmuls(of_nnx)} == {SHORT[half_of(policy)]}
+    assert {dtype for _, dtype in matmuls(of_nnx)} == {"bf16"}
     assert len(matmuls(of_nnx)) == 6
-
-
-# linen's train state, for a step that is skipped
-
-
-class SmallLinen(nn.Module):
-    @nn.compact
-    def __call__(self, x, train=True):
-        x = nn.Dense(16)(x)
-        x = nn.BatchNorm(not train)(x)
-        return nn.Dense(4)(nn.relu(x))
-
-
-class State(TrainState):
-    batch_stats: Any = None
-
-
-def test_a_skipped_step_leaves_a_train_state_as_it_was():
-    model = SmallLinen()
-    variables = model.init(jax.random.key(0), X)
-    tx = amp.with_loss_scale(optax.adam(0.05), amp.dynamic_loss_scale(2.0**10))
-    state = State.create(
-        apply_fn=model.apply,
-        params=variables["params"],
-        tx=tx,
-        batch_stats=variables["batch_stats"],
-    )
-    apply = amp.autocast(functools.partial(model.apply, mutable=["batch_stats"]), F16)
-
-    @jax.jit
-    def step(state, x):
-        def loss_fn(params):
-            variables = {"params": params, "batch_stats": state.batch_stats}
-            y, updates = apply(variables, x)
-            return jnp.mean(jnp.square(y - 1.0)), updates["batch_stats"]
-
-        (loss, stats), gradients = amp.value_and_grad(loss_fn, has_aux=True)(
-            state.params, loss_scale=state
-        )
-        new = state.apply_gradients(grads=gradients)
-        stats = amp.keep_if_finite(new, stats, state.batch_stats)
-        return new.replace(batch_stats=stats), loss
-
-    state, first = step(state, X)
-    skipped, loss = step(state, X.at[0, 0].set(jnp.inf))
-    assert not jnp.isfinite(loss) and not amp.last_step_finite(skipped)
-    for name in ("params", "batch_stats"):
-        found, expected = getattr(skipped, name), getattr(state, name)
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
-    inner = [s.opt_state.inner_state for s in (skipped, state)]
-    jax.tree.map(np.testing.assert_array_equal, *inner)
-    assert amp.loss_scale_of(skipped).value == 2.0**9
-    for leaf, old in zip(jax.tree.leaves(skipped), jax.tree.leaves(state), strict=True):
-        assert leaf.dtype == old.dtype
-    for _ in range(3):
-        skipped, last = step(skipped, X)
-    assert amp.last_step_finite(skipped) and last < first
 
 
 # The zoo in nnx: what it costs, against the same model written by hand
@@ -927,9 +604,9 @@ def test_gradient_is_as_close_to_float64_as_by_hand(name, dtype):
 
 
 def test_jaxprs_hold_no_scopes_of_modules_outside_of_autocast():
-    model = Model()
+    model = NnxNet()
     names = [
         str(e.source_info.name_stack)
         for e in equations(jax.make_jaxpr(lambda x: model(x))(X))
     ]
-    assert not any("blocks" in name or "amp[" in name for name in names)
+    assert not any("second" in name or "amp[" in name for name in names)
