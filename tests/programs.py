@@ -75,6 +75,12 @@ def reason_of(
     return [e.reason for e in report.equations if e.operation == operation][-1]
 
 
+def saved(fn: Callable[..., Any], arg: Any, shape: tuple[int, ...]) -> list[str]:
+    """The dtypes of the arrays of a shape that a backward pass keeps; none is made."""
+    backward = jax.eval_shape(lambda x: jax.vjp(fn, x)[1], arg)
+    return [x.dtype.name for x in jax.tree.leaves(backward) if x.shape == shape]
+
+
 def casts_of(fn: Callable[..., Any], *args: Any) -> list[tuple[str, ...]]:
     """The conversions between two float dtypes, as (shape, from, to)."""
     return [

@@ -46,6 +46,11 @@ def decoded(apply, cache):
     return jnp.concatenate(outputs, axis=1), cache
 
 
+@functools.cache
+def decoded_in_f32():
+    return decoded(apply, variables()["cache"])[0]
+
+
 def dtypes(cache):
     return {x.dtype.name for x in jax.tree.leaves(cache)}
 
@@ -55,7 +60,7 @@ def dtypes(cache):
 def test_a_half_precision_cache_of_linen_stays_so_and_decodes_as_f32(
     policy, half, output
 ):
-    wanted, _ = decoded(apply, variables()["cache"])
+    wanted = decoded_in_f32()
     policy = amp.get_policy(policy)
     if output == "half":
         policy = policy.with_output_dtype(half)
@@ -68,8 +73,8 @@ def test_a_half_precision_cache_of_linen_stays_so_and_decodes_as_f32(
     np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=0, atol=atol)
 
 
-@each_half
-def test_a_half_precision_cache_is_written_and_read_without_a_cast(policy, half):
+def test_a_half_precision_cache_is_written_and_read_without_a_cast():
+    policy, half = HALF[0]
     cast = amp.cast_floating(variables()["cache"], half)
     jaxpr = jax.make_jaxpr(amp.autocast(apply, policy))(cast, X[:, :1])
     shape = jax.tree.leaves(cast)[1].shape
@@ -81,24 +86,23 @@ def test_a_half_precision_cache_is_written_and_read_without_a_cast(policy, half)
     assert of_caches == [("dynamic_update_slice", half)] * 2
 
 
-@each_half
-def test_a_half_precision_cache_of_nnx_stays_so_and_decodes_as_f32(policy, half):
-    def made(dtype):
-        layer = nnx.MultiHeadAttention(2, 8, decode=True, rngs=nnx.Rngs(0))
-        layer.init_cache(X.shape, dtype=dtype)
-        return layer
+def decoded_by_nnx(dtype, transform=lambda fn: fn):
+    """All tokens, one after another, and the layer with its cache after them."""
+    layer = nnx.MultiHeadAttention(2, 8, decode=True, rngs=nnx.Rngs(0))
+    layer.init_cache(X.shape, dtype=dtype)
+    call = nnx.jit(transform(lambda layer, x: layer(x)))
+    steps = [call(layer, X[:, t : t + 1]) for t in range(LENGTH)]
+    return jnp.concatenate(steps, axis=1), layer
 
-    def tokens(call, layer):
-        steps = [call(layer, X[:, t : t + 1]) for t in range(LENGTH)]
-        return jnp.concatenate(steps, axis=1)
 
-    wanted = tokens(lambda layer, x: layer(x), made(jnp.float32))
-    layer = made(half)
-    found = tokens(amp.autocast(lambda layer, x: layer(x), policy), layer)
-    assert layer.cached_key[...].dtype == layer.cached_value[...].dtype == half
-    assert int(layer.cache_index[...]) == LENGTH
-    atol = 8 * float(jnp.finfo(half).eps) * float(jnp.max(jnp.abs(wanted)))
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)
+def test_a_half_precision_cache_of_nnx_stays_so_and_decodes_as_f32():
+    wanted, _ = decoded_by_nnx(jnp.float32)
+    for policy, half in HALF:
+        found, layer = decoded_by_nnx(half, lambda fn, p=policy: amp.autocast(fn, p))
+        assert layer.cached_key[...].dtype == layer.cached_value[...].dtype == half
+        assert int(layer.cache_index[...]) == LENGTH
+        atol = 8 * float(jnp.finfo(half).eps) * float(jnp.max(jnp.abs(wanted)))
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)
 
 
 def test_a_program_that_takes_its_half_precision_cache_is_traced_with_it():
@@ -120,8 +124,8 @@ def test_a_mistake_is_told_of_as_it_was_made_with_half_precision_caches_too():
         amp.autocast(fn)({"cache": jnp.zeros((2, 8), jnp.bfloat16)}, X)
 
 
-@each_half
-def test_what_is_saved_of_a_program_with_half_precision_caches_is_told(policy, half):
+def test_what_is_saved_of_a_program_with_half_precision_caches_is_told():
+    policy, half = HALF[0]
     cast = amp.cast_floating(variables()["cache"], half)
     report = amp.explain(apply, policy)(cast, X[:, :1])
     assert report.not_differentiable is None

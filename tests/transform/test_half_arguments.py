@@ -42,6 +42,7 @@ class Scanned(nn.Module):
 TOKENS = jnp.arange(12).reshape(3, 4)
 
 
+@functools.cache
 def half_and_full() -> tuple[Any, Any]:
     params = jax.jit(Scanned().init)(jax.random.key(0), TOKENS)
     half = amp.cast_params(params, STORED)
@@ -66,8 +67,8 @@ def test_gradients_are_those_of_float32_parameters_in_the_dtype_of_each():
         return jnp.sum(apply(params, TOKENS) ** 2)
 
     apply = amp.autocast(Scanned().apply, STORED)
-    found = jax.grad(functools.partial(loss, apply))(half)
-    expected = jax.grad(functools.partial(loss, Scanned().apply))(full)
+    found = jax.jit(jax.grad(functools.partial(loss, apply)))(half)
+    expected = jax.jit(jax.grad(functools.partial(loss, Scanned().apply)))(full)
     for leaf, like, wanted in zip(
         *map(jax.tree.leaves, (found, half, expected)), strict=True
     ):
@@ -160,9 +161,9 @@ def test_a_half_cache_beside_half_parameters_stays_half_in_nnx(policy):
         layer.init_cache((4, 3, 8), dtype=dtype)
         return layer
 
-    expected = made(F32)(TOKEN)
+    expected = nnx.jit(lambda layer, x: layer(x))(made(F32), TOKEN)
     layer = amp.cast_params(made(BF16), STORED)
-    found = amp.autocast(lambda layer, x: layer(x), policy)(layer, TOKEN)
+    found = nnx.jit(amp.autocast(lambda layer, x: layer(x), policy))(layer, TOKEN)
     assert layer.cached_key[...].dtype == layer.cached_value[...].dtype == BF16
     assert layer.query.kernel[...].dtype == BF16
     np.testing.assert_allclose(found.astype(F32), expected, atol=8 * EPS)

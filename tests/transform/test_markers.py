@@ -14,11 +14,13 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax import lax
-from jax.experimental import pallas as pl
 
 import jmp_amp as amp
-from tests.measures import compiled
-from tests.programs import casts_of, dtypes_of, equations, products, results_of
+from tests.constructs import ROWS
+from tests.constructs.branches import layer
+from tests.constructs.calls import pallas_double
+from tests.constructs.regions import PLACES, around, attention, traced_in
+from tests.programs import casts_of, dtypes_of, equations, products, results_of, saved
 from tests.rounding import (
     BF16,
     F16,
@@ -27,6 +29,7 @@ from tests.rounding import (
     ROUNDINGS,
     W,
     X,
+    assert_only_rounded,
     eps,
     half_of,
     mean_square,
@@ -35,76 +38,36 @@ from tests.rounding import (
 )
 
 
-def layer(h, w):
-    return jnp.tanh(h @ w)
-
-
-# Each calls `block` between two matrix products, in a construct of its own.
-PLACES = {
-    "plain": lambda block, h, w: block(h, w),
-    "jit": lambda block, h, w: jax.jit(block)(h, w),
-    "checkpoint": lambda block, h, w: jax.checkpoint(block)(h, w),
-    "scan": lambda block, h, w: lax.scan(
-        lambda h, _: (block(h, w), None), h, None, length=2
-    )[0],
-    "vmap": lambda block, h, w: jax.vmap(lambda x: block(x[None], w)[0])(h),
-    "cond": lambda block, h, w: lax.cond(w[0, 0] < 9, block, lambda h, w: h, h, w),
-    "while": lambda block, h, w: lax.fori_loop(
-        0, 2 + (w[0, 0] > 9).astype(int), lambda _, h: block(h, w), h
-    ),
-    "scan_of_jit_of_checkpoint": lambda block, h, w: lax.scan(
-        lambda h, _: (jax.jit(jax.checkpoint(block))(h, w), None), h, None, length=2
-    )[0],
-}
-
-
-def around(place, block):
-    return lambda w: mean_square(PLACES[place](block, X @ w, w) @ w)
-
-
-@one_policy
-@pytest.mark.parametrize("place", sorted(PLACES))
-def test_a_region_has_its_own_policy_wherever_it_is(place, policy):
-    half = half_of(policy)
-    fn = amp.autocast(around(place, amp.full_precision(layer)), policy)
-    assert products(fn, W) == [half, "float32", half]
+@pytest.mark.parametrize("place", PLACES)
+def test_a_region_has_its_own_policy_wherever_it_is(place):
+    fn = amp.autocast(around(place, amp.full_precision(layer)), BF16)
+    assert products(fn, W) == ["bfloat16", "float32", "bfloat16"]
     assert results_of(fn, W, primitive="tanh") == ["float32"]
-    other = "float16" if half == "bfloat16" else "bfloat16"
-    fn = amp.autocast(around(place, amp.with_policy(f"mixed_{other}")(layer)), policy)
-    assert products(fn, W) == [half, other, half]
+    fn = amp.autocast(around(place, amp.with_policy(F16)(layer)), BF16)
+    assert products(fn, W) == ["bfloat16", "float16", "bfloat16"]
 
 
-@one_policy
 @pytest.mark.parametrize("place", sorted(set(PLACES) - {"while"}))
-def test_the_backward_products_of_a_region_have_its_policy(place, policy):
-    half = half_of(policy)
-    fn = amp.autocast(around(place, amp.full_precision(layer)), policy)
-    found = products(jax.grad(fn), W)
+def test_the_backward_products_of_a_region_have_its_policy(place):
+    loss = ROWS[f"f32_in_{place}"].loss
+    found = products(jax.grad(amp.autocast(loss, BF16)), W)
     # One forward (or two, recomputed), and two backward: by `h` and by `w`.
     assert found.count("float32") in (3, 4)
-    assert found.count(half) == len(found) - found.count("float32") == 5
+    assert found.count("bfloat16") == len(found) - found.count("float32") == 5
 
 
-@pytest.mark.parametrize("place", sorted(set(PLACES) - {"while"}))
-def test_value_and_gradient_with_a_region_are_those_of_f32(place):
-    expected = jax.jit(jax.value_and_grad(around(place, layer)))(W)
-    for policy in POLICIES:
-        fn = amp.autocast(around(place, amp.full_precision(layer)), policy)
-        found = jax.jit(jax.value_and_grad(fn))(W)
-        for a, b in zip(found, expected, strict=True):
-            assert a.dtype == jnp.float32
-            assert relative_error(a, b) < ROUNDINGS * eps(policy)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_wholly_full_precision_function_has_no_half_precision(place):
+    fn = amp.autocast(amp.full_precision(around(place, layer)), F16)
+    found = {
+        v.aval.dtype.name
+        for eqn in equations(jax.make_jaxpr(fn)(W))
+        for v in (*eqn.invars, *eqn.outvars)
+    }
+    assert "float32" in found and found.isdisjoint(("bfloat16", "float16"))
 
 
-@pytest.mark.parametrize("place", sorted(PLACES))
-def test_a_wholly_full_precision_function_is_the_function(place):
-    fn = around(place, layer)
-    found = jax.jit(amp.autocast(amp.full_precision(fn), F16))(W)
-    np.testing.assert_allclose(found, jax.jit(fn)(W), rtol=1e-5)
-    assert set(products(amp.autocast(amp.full_precision(fn), F16), W)) == {"float32"}
-
-
-@pytest.mark.parametrize("place", sorted(PLACES))
+@pytest.mark.parametrize("place", PLACES)
 def test_outside_autocast_a_region_changes_nothing(place):
     plain = str(jax.make_jaxpr(around(place, layer))(W))
     for mark in (amp.full_precision, amp.with_policy("bf16"), amp.cast_inputs):
@@ -341,96 +304,34 @@ def test_threads_have_policies_of_their_own():
 # cast_inputs
 
 
-traced_in = []
-
-
-@jax.custom_vjp
-def attention(q, k):
-    traced_in.append(q.dtype.name)
-    return jax.nn.softmax(q @ k.T) @ k
-
-
-def attention_forward(q, k):
-    traced_in.append(q.dtype.name)
-    return attention(q, k), (q, k)
-
-
-def attention_backward(kept, g):
-    q, k = kept
-    traced_in.extend([q.dtype.name, g.dtype.name])
-    _, backward = jax.vjp(lambda q, k: jax.nn.softmax(q @ k.T) @ k, q, k)
-    dq, dk = backward(g)
-    # Three times the true derivative: it shows whether the rule is used.
-    return 3 * dq, 3 * dk
-
-
-attention.defvjp(attention_forward, attention_backward)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_custom_vjp_is_traced_in_half_and_its_results_stay_half(policy):
-    half = half_of(policy)
-
+def test_a_custom_vjp_is_traced_in_half_and_its_results_stay_half():
     def fn(w, attend):
         h = X @ w
         h = h + attend(h, h)
         return mean_square(jnp.tanh(h) @ w)
 
     traced_in.clear()
-    mixed = amp.autocast(lambda w: fn(w, amp.cast_inputs(attention)), policy)
-    gradient = compiled(jax.grad(mixed))(W)
-    assert set(traced_in) == {half} and len(traced_in) >= 4
-    expected = jax.jit(jax.grad(lambda w: fn(w, attention)))(W)
-    assert gradient.dtype == jnp.float32
-    assert relative_error(gradient, expected) < 2 * ROUNDINGS * eps(policy)
-    assert products(mixed, W) == [half] * 4
-    assert set(products(jax.grad(mixed), W)) == {half}
-    assert results_of(mixed, W, primitive="add")[-1] == half
-    assert results_of(mixed, W, primitive="tanh") == [half]
-    backward = jax.eval_shape(lambda w: jax.vjp(mixed, w)[1], W)
-    kept = [x for x in jax.tree.leaves(backward) if x.shape == (8, 16)]
-    assert kept and sum(x.dtype == jnp.float32 for x in kept) <= 1
+    mixed = amp.autocast(lambda w: fn(w, amp.cast_inputs(attention)))
+    assert set(products(jax.grad(mixed), W)) == {"bfloat16"}
+    assert set(traced_in) == {"bfloat16"} and len(traced_in) >= 4
+    assert products(mixed, W) == ["bfloat16"] * 4
+    assert results_of(mixed, W, primitive="add")[-1] == "bfloat16"
+    assert results_of(mixed, W, primitive="tanh") == ["bfloat16"]
+    kept = saved(mixed, W, (8, 16))
+    assert kept and kept.count("float32") <= 1
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("place", sorted(PLACES))
-def test_cast_inputs_works_wherever_it_is(place, policy):
-    def block(h, w):
-        return amp.cast_inputs(attention)(h @ w, h)
+def test_a_pallas_kernel_is_traced_in_half():
+    def fn(w):
+        return jnp.tanh(amp.cast_inputs(pallas_double)(X @ w) + X @ w) @ w
 
-    fn = amp.autocast(around(place, block), policy)
-    assert set(products(fn, W)) == {half_of(policy)}
-    plain = around(place, lambda h, w: attention(h @ w, h))
-    if place == "while":
-        found, expected = (jax.jit(f)(W) for f in (fn, plain))
-    else:
-        found, expected = (jax.jit(jax.grad(f))(W) for f in (fn, plain))
-    assert found.dtype == jnp.float32
-    assert relative_error(found, expected) < 2 * ROUNDINGS * eps(policy)
-
-
-def doubled(x):
-    def kernel(x_ref, o_ref):
-        o_ref[...] = x_ref[...] * jnp.asarray(2, x_ref.dtype)
-
-    return pl.pallas_call(
-        kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True
-    )(x)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_pallas_kernel_is_traced_in_half(policy):
-    half = half_of(policy)
-    fn = amp.autocast(
-        lambda w: jnp.tanh(amp.cast_inputs(doubled)(X @ w) + X @ w) @ w, policy
-    )
-    assert dtypes_of(fn, W, primitive="pallas_call") == [(half, half)]
-    assert results_of(fn, W, primitive="tanh") == [half]
-    expected = jnp.tanh(3 * X @ W) @ W
-    assert relative_error(fn(W), expected) < ROUNDINGS * eps(policy)
-    casts = [c for c in casts_of(fn, W) if c[0] == "(8, 16)"]
+    mixed = amp.autocast(fn)
+    assert dtypes_of(mixed, W, primitive="pallas_call") == [("bfloat16", "bfloat16")]
+    assert results_of(mixed, W, primitive="tanh") == ["bfloat16"]
+    casts = [c for c in casts_of(mixed, W) if c[0] == "(8, 16)"]
     # x into the products, and the result into f32: none around the kernel.
-    assert casts.count(("(8, 16)", half, "float32")) <= 1
+    assert casts.count(("(8, 16)", "bfloat16", "float32")) <= 1
+    assert_only_rounded(lambda transform, w: transform(fn)(w))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
@@ -499,112 +400,13 @@ def test_gradients_of_parameters_of_cast_inputs_are_summed_in_f32():
         np.testing.assert_allclose(gradient[0, 0], np.sum(xs, dtype="f8"), rtol=1e-6)
 
 
-# Regions and rules, loops and devices
+# Regions and rules
 
 
-full = amp.full_precision
-half_out = amp.with_policy("p=f32,c=f16,o=f16")
-
-
-@jax.custom_jvp
-def marked_rule(x):
-    return full(jnp.sin)(x)
-
-
-marked_rule.defjvp(
-    lambda p, t: (marked_rule(*p), full(lambda x, dx: 5 * jnp.cos(x) * dx)(*p, *t))
-)
-
-
-@jax.custom_vjp
-def marked_backward(x):
-    return full(jnp.sin)(x)
-
-
-marked_backward.defvjp(
-    lambda x: (marked_backward(x), x),
-    lambda x, g: (full(lambda x, g: 3 * g * jnp.cos(x))(x, g),),
-)
-
-
-def sharded(w):
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=auto)
-    rows, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
-
-    def block(x, w):
-        h = full(jnp.tanh)(x @ w)
-        return lax.psum(amp.cast_inputs(jnp.matmul)(h, w), "data")
-
-    fn = jax.shard_map(block, mesh=mesh, in_specs=(rows, whole), out_specs=whole)
-    return mean_square(full(fn)(X @ w, w) @ w + fn(X, w))
-
-
-MIXTURES = {
-    "rule_of_custom_jvp": lambda w: mean_square(marked_rule(X @ w) @ w),
-    "rule_of_custom_vjp": lambda w: mean_square(marked_backward(X @ w) @ w),
-    "shard_map": sharded,
-    "scan_in_cast_inputs": lambda w: mean_square(
-        amp.cast_inputs(
-            lambda h, w: lax.scan(lambda h, _: (layer(h, w), h), h, None, length=3)
-        )(X @ w, w)[1]
-        @ w
-    ),
-    "softmax_in_cast_inputs": lambda w: mean_square(
-        amp.cast_inputs(jax.nn.softmax)(X @ w) @ w
-    ),
-    "cast_inputs_in_cast_inputs": lambda w: mean_square(
-        amp.cast_inputs(
-            lambda h, w: amp.cast_inputs(lambda h: jnp.tanh(h) * 2)(h @ w) @ w
-        )(X @ w, w)
-    ),
-    "full_in_cast_inputs": lambda w: mean_square(
-        amp.cast_inputs(lambda h, w: full(lambda h: jnp.exp(-(h**2)))(h) @ w)(X @ w, w)
-    ),
-    "cast_inputs_to_f32": lambda w: mean_square(
-        amp.cast_inputs(lambda h: jnp.exp(-(h**2)), jnp.float32)(X @ w) @ w
-    ),
-    "carry_through_a_region": lambda w: mean_square(
-        lax.scan(lambda h, _: (half_out(layer)(h, w) + h, None), X @ w, None, length=3)[
-            0
-        ]
-    ),
-    "scan_in_a_region": lambda w: mean_square(
-        full(
-            lambda h: lax.scan(
-                lambda h, _: (half_out(layer)(h, w) + h, None), h, None, length=3
-            )[0]
-        )(X @ w)
-        @ w
-    ),
-    "branches_with_policies": lambda w: mean_square(
-        lax.cond(w[0, 0] < 9, full(layer), half_out(lambda h, w: h), X @ w, w) @ w
-    ),
-}
-
-
-@pytest.mark.parametrize("name", sorted(MIXTURES))
-def test_regions_mixed_with_other_constructs_are_those_of_f32(name):
-    fn = MIXTURES[name]
-
-    def everything(w):
-        functions = [amp.autocast(fn, policy) for policy in POLICIES]
-        return [jax.value_and_grad(f)(w) for f in (fn, *functions)]
-
-    options = {"xla_allow_excess_precision": False}
-    expected, *mixed = jax.jit(everything, compiler_options=options)(W)
-    # A region in f16 is f16 under bf16 too, and the other way round.
-    for found, policy in zip(mixed, POLICIES, strict=True):
-        for a, b in zip(found, expected, strict=True):
-            assert a.dtype == jnp.float32
-            assert relative_error(a, b) < ROUNDINGS * eps(policy)
-
-
-@one_policy
-def test_a_region_in_the_rule_of_a_custom_jvp_has_its_policy(policy):
-    gradient = jax.grad(amp.autocast(MIXTURES["rule_of_custom_jvp"], policy))
+def test_a_region_in_the_rule_of_a_custom_jvp_has_its_policy():
+    gradient = jax.grad(amp.autocast(ROWS["region_in_custom_jvp"].loss))
     assert set(results_of(gradient, W, primitive="cos")) == {"float32"}
-    assert set(products(gradient, W)) == {half_of(policy)}
+    assert set(products(gradient, W)) == {"bfloat16"}
 
 
 # Modules and methods
@@ -651,23 +453,9 @@ def test_a_scope_that_the_user_names_stays_inside_a_region():
     assert "mine/dot_general" in lowered.as_text(debug_info=True)
 
 
-def test_twice_is_once_with_regions():
-    def fn(w):
-        h = amp.full_precision(layer)(X @ w, w)
-        return amp.cast_inputs(attention)(h @ w, h) @ w
-
-    once = amp.autocast(fn, F16)
-    twice = amp.autocast(once, F16)
-    assert text(twice, W) == text(once, W)
-
-
 def test_a_region_survives_being_differentiated_inside_autocast():
-    def fn(w):
-        return jax.grad(lambda w: mean_square(amp.full_precision(layer)(X @ w, w)))(w)
-
-    found = products(amp.autocast(fn, BF16), W)
+    found = products(amp.autocast(ROWS["region_in_gradient"].fn), W)
     assert found.count("float32") == 3 and found.count("bfloat16") == 2
-    assert relative_error(amp.autocast(fn, BF16)(W), fn(W)) < ROUNDINGS * eps(BF16)
 
 
 def test_constants_that_f16_cannot_hold_are_right_on_both_sides_of_a_region():
