@@ -213,16 +213,16 @@ class Flows:
         cycles = _of_streams(eqn, starts, cycles)
         ends = self._destinations.outputs(eqn, around.ends, facts)
         flows: dict[int, Flow] = {}
-        # The operands that the layers of each body read, in any turn.
-        layers: dict[int, int] = {}
+        layers: dict[int, int] = {}  # operands that layers of a body read in any turn
 
         def outputs(number: int, inputs: Sequence[_Part]) -> list[_Part]:
             body, positions = inner[number]
             known = _entering(eqn, [each.known for each in inputs], positions)
             groups = groups_of(tuple([each.sources for each in inputs]))
             each = ends[number], facts[number], groups, cycles[number]
-            flow = self.through(body, Called(known, region, rule, *each))
-            flows[number] = flow
+            flow = flows[number] = self.through(
+                body, Called(known, region, rule, *each)
+            )
             # The condition of a loop, its first body, hands nothing to the next turn.
             carried = jaxprs.carried(eqn) if number == len(inner) - 1 else range(0)
             made, layers[number] = _made_of(flow, positions, carried)
