@@ -207,9 +207,8 @@ class Flows:
         """Follows values through bodies that a rule is given to, see `_call`."""
         inner, facts = jaxprs.inner_bodies(eqn), around.facts.inner[index]
         cycles = around.cycles.get(index, (NONE,) * len(inner))
-        sources = around.sources
+        sources, starts = around.sources, _in_region(views, region)
         read = [sources.of(atom) for atom in eqn.invars]
-        starts = _in_region(views, region)
         cycles = _of_streams(eqn, starts, cycles)
         ends = self._destinations.outputs(eqn, around.ends, facts)
         flows: dict[int, Flow] = {}
@@ -220,9 +219,8 @@ class Flows:
             known = _entering(eqn, [each.known for each in inputs], positions)
             groups = groups_of(tuple([each.sources for each in inputs]))
             each = ends[number], facts[number], groups, cycles[number]
-            flow = flows[number] = self.through(
-                body, Called(known, region, rule, *each)
-            )
+            called = Called(known, region, rule, *each)
+            flow = flows[number] = self.through(body, called)
             # The condition of a loop, its first body, hands nothing to the next turn.
             carried = jaxprs.carried(eqn) if number == len(inner) - 1 else range(0)
             made, layers[number] = _made_of(flow, positions, carried)
