@@ -46,8 +46,19 @@ def with_a_flag(x, w):
     return lax.while_loop(lambda c: c[1], turn, (x, True, 0))
 
 
+def with_the_flag_of_the_turn_before(x, w):
+    def turn(carry):
+        y, (_, is_far), count = carry
+        new = 0.5 * jnp.tanh(y @ w) + x
+        return new, (is_far, jnp.max(abs(new - y)) > 1e-5), count + 1
+
+    return lax.while_loop(lambda c: c[1][0], turn, (x, (True, True), 0))
+
+
 @each_policy
-@pytest.mark.parametrize("solve", [fixed_point, with_a_flag])
+@pytest.mark.parametrize(
+    "solve", [fixed_point, with_a_flag, with_the_flag_of_the_turn_before]
+)
 def test_a_solver_runs_in_f32_and_stops(solve, policy):
     assert products(amp.autocast(solve, policy), X, W) == ["float32"]
     y, _, count = jax.jit(amp.autocast(solve, policy))(X, W)

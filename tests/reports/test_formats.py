@@ -72,6 +72,35 @@ def test_modules_of_two_formats_have_the_reasons_of_each():
     assert "bf16 has no digits" in reasons["Outer/two"]
 
 
+def test_a_norm_has_the_reasons_of_the_format_around_it():
+    model = nn.Sequential([nn.Dense(16), nn.LayerNorm()])
+    params = model.init(jax.random.key(0), X)
+    for policy, is_f16 in zip(MIXED, (True, False), strict=True):
+        rows = amp.explain(model.apply, policy)(params, X).equations
+        (reason,) = {row.reason for row in rows if row.operation == "reduce_sum"}
+        assert is_of_f16(without_bf16(reason)) == is_f16
+
+
+def test_who_asks_for_a_product_is_its_reason_unless_more_is_told():
+    def fn(x, w):
+        return x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+
+    for policy, reason in (
+        ("mixed_bfloat16", "asked for by the program itself"),
+        ("fp8", "an operand has its dtype from the program"),
+    ):
+        rows = amp.explain(fn, policy)(X, W).equations
+        (row,) = (row for row in rows if row.operation == "dot_general")
+        assert (row.reason, row.asked_by) == (reason, "the program itself")
+
+
+def test_a_class_that_parameters_give_is_not_the_one_of_the_table():
+    report = amp.explain(lambda x, y: jnp.einsum("i,j->ij", x, y) @ W)(X[0], W[0])
+    outer, product = (e for e in report.equations if e.operation == "dot_general")
+    assert "its parameters and dtypes give it" in report.why(outer)
+    assert "the table of operations gives it" in report.why(product)
+
+
 @pytest.mark.parametrize("policy", MIXED)
 def test_a_norm_is_f32_by_itself_and_another_module_by_its_policy(policy):
     model = nn.Sequential([nn.Dense(16), nn.LayerNorm(), nn.Dense(4), jnp.tanh])

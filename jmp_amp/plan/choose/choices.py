@@ -213,8 +213,7 @@ class Flows:
         cycles = _of_streams(eqn, starts, cycles)
         ends = self._destinations.outputs(eqn, around.ends, facts)
         flows: dict[int, Flow] = {}
-        # The operands that the layers of each body read, in any turn.
-        layers: dict[int, int] = {}
+        layers: dict[int, int] = {}  # operands that layers of a body read in any turn
 
         def outputs(number: int, inputs: Sequence[_Part]) -> list[_Part]:
             body, positions = inner[number]
