@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -69,7 +70,8 @@ def _recorded(texts: dict[str, None]) -> Iterator[None]:
             key = jitted, structure, tuple(map(_type_of, leaves))
             if key not in known:
                 traced = jitted.trace(*args, **kwargs)
-                texts[f"{traced.jaxpr} {sorted(options)}"] = None
+                consts = list(map(_digest, traced.jaxpr.consts))
+                texts[f"{traced.jaxpr} {consts} {sorted(options)}"] = None
                 known[key] = jax.tree.map(_zeros, traced.out_info)
             return known[key]
 
@@ -79,6 +81,13 @@ def _recorded(texts: dict[str, None]) -> Iterator[None]:
 
     with mock.patch.object(jax, "jit", dry_jit):
         yield
+
+
+def _digest(const: Any) -> str:
+    """Returns a hash of an array that a program closes over; its text has none."""
+    if jnp.issubdtype(const.dtype, jax.dtypes.prng_key):
+        const = jax.random.key_data(const)
+    return hashlib.sha256(np.asarray(const).tobytes()).hexdigest()[:16]
 
 
 def _type_of(leaf: Any) -> Any:

@@ -13,6 +13,7 @@ from jax import lax
 import jmp_amp as amp
 from jmp_amp.plan.plan import Result
 from jmp_amp.plan.program import jaxprs
+from tests.measures import EXACTLY_AS_WRITTEN
 from tests.programs import equations
 
 WORDS = ("all", "auto", "least")
@@ -31,8 +32,7 @@ def autocast(fn, word, half="bf16"):
 
 def exact(fn, *args):
     """Runs a function compiled so that f16 and bf16 are rounded where they are said."""
-    options = {"xla_allow_excess_precision": False}
-    return jax.jit(fn).lower(*args).compile(compiler_options=options)(*args)
+    return jax.jit(fn, compiler_options=EXACTLY_AS_WRITTEN)(*args)
 
 
 def norm(x):

@@ -99,21 +99,21 @@ def on_h100(model: str, dtype: str, program: str) -> dict[str, Any]:
     return kept_figures(f"zoo {model}", zoo.CASES[model, "large"], dtype, program)
 
 
-@functools.cache
-def loss_and_gradient(model: str, dtype: str, program: str) -> tuple[float, Any]:
+def loss_and_gradient(model: str, dtype: str, program: str) -> tuple[Any, Any]:
     """Returns those of the first sample; f16 with a loss scale."""
     case = zoo.CASES[model, "small"]
     params, batch = jax.jit(case.sample)(jax.random.key(0))
     loss = compare_precision.program_loss(case, dtype, program)
     scale = measures.LOSS_SCALE[dtype]
 
-    def scaled(params: Any, batch: Any) -> jax.Array:
-        return loss(params, batch) * scale
+    def unscaled(params: Any, batch: Any) -> Any:
+        scaled = lambda params: loss(params, batch) * scale  # noqa: E731
+        found = jax.value_and_grad(scaled)(params)
+        return jax.tree.map(lambda x: x / scale, found)
 
-    value, gradient = jax.jit(
-        jax.value_and_grad(scaled), compiler_options=measures.EXACTLY_AS_WRITTEN
-    )(params, batch)
-    return float(value) / scale, jax.tree.map(lambda g: g / scale, gradient)
+    return jax.jit(unscaled, compiler_options=measures.EXACTLY_AS_WRITTEN)(
+        params, batch
+    )
 
 
 def test_sizes_of_every_model_are_the_same_program():
@@ -175,11 +175,22 @@ def test_float32_program_is_computed_in_float64_where_its_parameters_are_float64
     ],
 )
 def test_half_precision_gradient_is_that_of_the_float32_program(model, dtype, program):
-    value, gradient = loss_and_gradient(model, dtype, program)
-    expected_value, expected = loss_and_gradient(model, "float32", "f32")
+    def read(both: Any) -> list[float]:
+        (value, gradient), (expected_value, expected) = both
+        error = measures.relative_error(gradient, expected)
+        return [float(value), float(expected_value), error]
+
+    value, expected, error = kept.outcome(
+        f"first sample of {model} {dtype} {program}",
+        lambda: [
+            loss_and_gradient(model, dtype, program),
+            loss_and_gradient(model, "float32", "f32"),
+        ],
+        read,
+        [compare_precision, measures],
+    )
     eps = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(value, expected_value, rtol=2 * eps)
-    error = measures.relative_error(gradient, expected)
+    np.testing.assert_allclose(value, expected, rtol=2 * eps)
     assert error < (32 if model in DISCRETE else 8) * eps
 
 
