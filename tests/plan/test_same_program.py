@@ -175,11 +175,12 @@ def ids(reasons: dict[str, str]) -> dict[str, str]:
     return {each: why for why, text in reasons.items() for each in text.split()}
 
 
-def case(*values: str) -> Any:
+def case(*values: str, slow: bool = False) -> Any:
     """A parameter set; one that is expected to fail does."""
     name = "-".join(values)
     why = ids(EXPECTED).get(name)
     marks = [] if why is None else [pytest.mark.xfail(strict=SAME_CUTS, reason=why)]
+    marks += [pytest.mark.slow] * slow
     return pytest.param(*values, id=name, marks=marks)
 
 
@@ -195,7 +196,10 @@ WITH_BRANCHES = names_with(r"lax\.(cond|switch)\(")
 @pytest.mark.parametrize(
     ("name", "way", "dtype"),
     [
-        case(name, [*CUTS][number % len(CUTS)], HALF[number // len(CUTS) % 2])
+        case(
+            *(name, [*CUTS][number % len(CUTS)], HALF[number // len(CUTS) % 2]),
+            slow=number % 4 > 0,
+        )
         for number, name in enumerate(IDIOMS)
     ],
 )
