@@ -47,15 +47,14 @@ class Rule:
     reason: str
     decided_by: str
     from_user: bool = False
-    group: Group | None = None
-    in_bf16: str | None = None
+    group: Group | None = dataclasses.field(default=None, compare=False)
+    in_bf16: str | None = dataclasses.field(default=None, compare=False)
 
     @functools.cached_property
     def for_bf16(self) -> Rule:
         """The same rule in words for bf16."""
-        if self.in_bf16 is None:
-            return self
-        return dataclasses.replace(self, reason=self.in_bf16, in_bf16=None)
+        reason = self.in_bf16 or self.reason
+        return dataclasses.replace(self, reason=reason, in_bf16=None)
 
 
 # Functions that run in f32: the reason, and their names.
@@ -163,7 +162,9 @@ def rule_for(eqn: Eqn, region: Region, inherited: Rule | None) -> Rule | None:
       inherited: the rule that a function name gave to the call that `eqn` is inside of.
     """
     found = _rule_for(eqn, region.policy, inherited)
-    return found.for_bf16 if found is not None and region.speaks_of_bf16 else found
+    if found is None or found.in_bf16 is None or not region.speaks_of_bf16:
+        return found
+    return found.for_bf16
 
 
 def _rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
