@@ -166,19 +166,25 @@ def _mode() -> str:
 
 
 def keep(name: str, found: dict[str, Any], current: dict[str, str], file: Path) -> None:
-    """Writes the figures of one program; those of other versions are dropped."""
-    with open(file, "a+") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        stream.seek(0)
-        kept = json.loads(stream.read() or json.dumps(NOTHING))
+    """Writes the figures of one program; those of other versions are dropped.
+
+    Other processes write as well, one after the other, and read at any time.
+    """
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        kept = json.loads(file.read_text()) if file.exists() else NOTHING
         same = kept["versions"] == current
         programs = (kept["programs"] if same else {}) | {name: found}
-        stream.truncate(0)
         # One line for each program.
         lines = (
             f"{json.dumps(n)}: {json.dumps(programs[n])}" for n in sorted(programs)
         )
         text = ",\n".join(lines)
-        stream.write(
+        fresh = file.with_suffix(".new")
+        fresh.write_text(
             f'{{"versions": {json.dumps(current)}, "programs": {{\n{text}\n}}}}\n'
         )
+        os.replace(fresh, file)
+    finally:
+        os.close(folder)
