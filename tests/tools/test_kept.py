@@ -90,6 +90,14 @@ def test_a_hash_tells_programs_apart_but_not_addresses():
     assert kept.digest("f32[2]") != kept.digest("f32[3]")
 
 
+def jnp_full(value: int) -> jax.Array:
+    return jnp.full(2, value)
+
+
+def np_full(value: int) -> np.ndarray:
+    return np.full(2, value)
+
+
 @functools.cache
 def step_of(rate: float):
     return jax.jit(lambda w: w - rate * jnp.sin(w), donate_argnums=0)
@@ -234,6 +242,24 @@ class TestDryRun:
         assert (
             len({plain, text(jnp.bfloat16), text(jnp.float32, donate_argnums=0)}) == 3
         )
+
+    @pytest.mark.parametrize("inside", [False, True])
+    @pytest.mark.parametrize("make", [jnp_full, np_full, jax.random.key])
+    def test_arrays_that_a_program_closes_over_make_another(self, make, inside):
+        def text(number):
+            const = make(number)
+
+            def fn(x):
+                if make is jax.random.key:
+                    return x + jax.random.uniform(const)
+                return x + jnp.asarray(const, jnp.float32)[:2]
+
+            def run():
+                jax.jit(jax.jit(fn) if inside else fn)(jnp.ones(()))
+
+            return dry_run.programs_of(run, [])
+
+        assert text(3) == text(3) != text(4)
 
     def test_what_is_jitted_inside_of_what_is_jitted_is_a_part_of_it(self):
         def outer(x):
