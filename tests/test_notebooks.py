@@ -459,6 +459,7 @@ def printed_lines(name):
     return ["".join(printed_by(cell)).splitlines() for cell in code_cells(notebook)]
 
 
+@pytest.mark.slow
 def test_coming_from_trains_alike_by_the_words_of_all_systems():
     found = [line.split() for line in printed_lines("03_coming_from")[0]]
     stored = {system: dtype for system, _, _, dtype, *_ in found}

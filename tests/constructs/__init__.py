@@ -29,17 +29,16 @@ for _file in (algebra, arrays, branches, calls, devices, loops, regions, rules):
     ROWS |= {n: x if isinstance(x, Row) else Row(x) for n, x in _file.ROWS.items()}
 
 
-def rows(*tags: str, slow: str | None = "slow") -> Any:
+def rows(*tags: str, slow: str | None = "slow", every: int = 1) -> Any:
     """Parametrises a test by the rows with all of these tags.
 
-    Those that are tagged `slow` are slow tests; None are none.
+    Those that are tagged `slow` are slow tests; None are none. Of the others one in
+    `every` runs by default.
     """
     assert not {*tags, slow} - {*TAGS, None}
+    found = {n: each.tags for n, each in ROWS.items() if each.tags.issuperset(tags)}
+    fast = [name for name, each in found.items() if slow not in each][::every]
+    marks = [pytest.mark.slow]
     return pytest.mark.parametrize(
-        "name",
-        [
-            pytest.param(name, marks=pytest.mark.slow if slow in each.tags else ())
-            for name, each in ROWS.items()
-            if each.tags.issuperset(tags)
-        ],
+        "name", [pytest.param(n, marks=marks * (n not in fast)) for n in found]
     )

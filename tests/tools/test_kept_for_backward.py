@@ -182,6 +182,7 @@ class TestModels:
             expected = each / np.sqrt((each**2).mean(-1, keepdims=True) + 1e-6)
             np.testing.assert_allclose(found, expected, rtol=64 * EPS, atol=64 * EPS)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["gpt", "llama", "mlp"])
     def test_layers_in_a_loop_compute_what_they_do_one_by_one(self, name):
         values = []
@@ -204,6 +205,7 @@ class TestModels:
             assert len(products) == 2 * 8 + 1
             assert all(":bf16[" in line.split("=")[0] for line in products)
 
+    @pytest.mark.slow
     def test_words_have_one_gradient_bit_for_bit(self):
         size = kept_for_backward.MODELS["mlp_scanned"].small
         with jax.numpy_rank_promotion("allow"):
@@ -217,6 +219,7 @@ class TestModels:
 
 
 class TestArguments:
+    @pytest.mark.slow
     def test_figures_are_written_and_printed(self, tmp_path, capsys):
         file = tmp_path / "found.json"
         options = ["--no-gpu", "--model", "mlp_unrolled", "--rounds", "1"]

@@ -20,6 +20,9 @@ NAMES = ("mlp-256", "lstm")
 EPS = float(jnp.finfo(jnp.bfloat16).eps)
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     file = tmp_path_factory.mktemp("results") / "run.json"

@@ -168,8 +168,15 @@ def plain_run(inner, extra, dtype):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, jnp.float16) for name in OPTIMIZERS),
-        *((name, jnp.float32) for name in ("adam", "lbfgs", "multi_steps", "muon")),
+        *(
+            pytest.param(name, jnp.float16, marks=[pytest.mark.slow] * (i % 3 > 0))
+            for i, name in enumerate(OPTIMIZERS)
+        ),
+        ("adam", jnp.float32),
+        *(
+            pytest.param(name, jnp.float32, marks=pytest.mark.slow)
+            for name in ("lbfgs", "multi_steps", "muon")
+        ),
     ],
 )
 def test_an_optimizer_walks_as_it_does_without_a_scale(name, dtype):

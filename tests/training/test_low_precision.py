@@ -211,7 +211,13 @@ def test_bfloat16_to_nearest_is_a_cast():
 # Which leaves, and what the optimizer sees
 
 
-@each_optimizer
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (i % 3 > 0))
+        for i, name in enumerate(OPTIMIZERS)
+    ],
+)
 def test_updates_are_those_of_the_optimizer_on_the_decoded_state(name):
     inner, params = OPTIMIZERS[name](), parameters()
     tx = low(inner, "float8")
@@ -316,7 +322,13 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(place, marks=[pytest.mark.slow] * (i % 3 > 0))
+        for i, place in enumerate(PLACES)
+    ],
+)
 def test_it_descends_wherever_it_is(place):
     half = place in ("masters", "kahan, scaled")
     # Where it is does not depend on how it stores; 8 bits compile longer.

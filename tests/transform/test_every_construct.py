@@ -29,7 +29,7 @@ def derivative(name, fn):
     return jax.value_and_grad(fn)
 
 
-@rows()
+@rows(every=2)
 def test_value_and_derivative_are_those_of_f32(name):
     row = ROWS[name]
     assert_only_rounded(

@@ -206,8 +206,14 @@ def dtypes(jaxpr: Any) -> list[tuple[str, ...]]:
     ]
 
 
-@each_policy
-@each_case
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        pytest.param(name, policy, marks=[pytest.mark.slow] * ((i + j) % 3 > 0))
+        for i, name in enumerate(CASES)
+        for j, policy in enumerate(POLICIES)
+    ],
+)
 def test_sizes_that_are_told_later_change_no_dtype(name, policy):
     case = CASES[name]
     fn = gradient(case, policy)
@@ -226,8 +232,14 @@ def test_a_batch_of_blocks_is_multiplied_in_8_bits(policy):
 @pytest.mark.parametrize(
     "name, policy",
     [
-        *(("mlp", POLICIES[1]), ("mlp of blocks", POLICIES[2])),
-        *(("language", POLICIES[0]), ("scan over time", POLICIES[1])),
+        ("mlp", POLICIES[1]),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                *(("mlp of blocks", POLICIES[2]), ("language", POLICIES[0])),
+                ("scan over time", POLICIES[1]),
+            )
+        ),
     ],
     ids=["mlp f16", "mlp fp8", "language bf16", "scan f16"],
 )
