@@ -16,7 +16,7 @@ import dataclasses
 import json
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -205,6 +205,7 @@ RULES: dict[str, Rule] = {
     "adds_parameters": without_option(
         lambda o, r: _is_free_in_half(o, r) and not o.once
     ),
+    "stored_in_half": without_option(lambda o, _: o.store is not None),
     # Rewrites.
     **{
         row.__name__: without_rewrite(row)
@@ -217,10 +218,12 @@ RULES: dict[str, Rule] = {
 
 
 @contextlib.contextmanager
-def switched_off(rule: str) -> Iterator[None]:
+def switched_off(
+    rule: str, rules: Mapping[str, Rule] = types.MappingProxyType(RULES)
+) -> Iterator[None]:
     """Plans are made without a rule."""
     with contextlib.ExitStack() as stack:
-        for owner, name, off in RULES[rule]:
+        for owner, name, off in rules[rule]:
             changed = off(getattr(owner, name))
             stack.enter_context(mock.patch.object(owner, name, changed))
         yield

@@ -53,7 +53,8 @@ class EquationPlan:
       dtype: the dtype of the computation; None if the mode says all.
       reason: why, in words.
       reads: the dtype in which each operand is read; None for one left as it is.
-      writes: the dtype of each result.
+      yields: the dtype of each result as it is computed.
+      writes: the dtype in which each result is kept.
       rewrite: how it is bound, if not as traced.
       saturate: constants that overflow `dtype` become its largest finite value.
       bodies: the plans of its bodies: of calls, loops and branches.
@@ -69,6 +70,7 @@ class EquationPlan:
     dtype: np.dtype | None
     reason: str
     reads: Dtypes
+    yields: Dtypes
     writes: Dtypes
     rewrite: Rewrite | None = None
     saturate: bool = False
@@ -79,7 +81,8 @@ class EquationPlan:
     f32_gradients: tuple[int, ...] = ()
 
 
-# A variable, and the dtype in which it is kept; None for one that is never cast.
+# A variable, and the dtype in which it is kept; None is the dtype that it is made in,
+# before it is cast to the one that it is held in.
 Key = tuple[Var, np.dtype | None]
 
 
@@ -232,7 +235,8 @@ def _as_traced(body: Body, known: dict[int, Plan]) -> Plan:
                 None,
                 _AS_TRACED.reason,
                 reads,
-                writes,
+                yields=writes,
+                writes=writes,
                 bodies=bodies,
             )
         )

@@ -346,7 +346,9 @@ def _called(
     rule = step.inherited or Rule(OpClass.FOLLOW, reason, name)
     context = RuleContext(step.views, step.region, step.inherited)
     return EquationPlan(
-        *(index, rule, Mode.CALL, None, reason, reads, writes),
+        *(index, rule, Mode.CALL, None, reason, reads),
+        yields=writes,
+        writes=writes,
         bodies=tuple(bodies),
         rule_context=context if jaxprs.is_custom_jvp(eqn) else None,
     )
@@ -369,6 +371,7 @@ class _Dtypes(NamedTuple):
     """The dtypes of an equation, as in `EquationPlan`."""
 
     reads: Dtypes
+    yields: Dtypes
     writes: Dtypes
 
 
@@ -382,7 +385,10 @@ def _dtypes(eqn: Eqn, step: Step, outcome: Outcome, held: Dtypes) -> _Dtypes:
     activations = [view.origin != Origin.FREE for view in step.views]
     reads = modes.read(mode, dtype, eqn, held, activations)
     made = dtype if rewrite is None else rewrite.result or dtype
-    return _Dtypes(reads, modes.computed(mode, made, eqn, reads))
+    yields = modes.computed(mode, made, eqn, reads)
+    return _Dtypes(
+        reads, yields, modes.computed(mode, outcome.store or made, eqn, reads)
+    )
 
 
 def _beside_readers(

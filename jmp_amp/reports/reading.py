@@ -199,10 +199,13 @@ class _Reader(Walk[_Slot]):
         operands = self._noted("operand")
         # A cast of the program's own is not one that the plan inserts.
         casts = [] if jaxprs.is_conversion(eqn) else operands
-        slots = [
-            _Slot(var, dtype, planned.index)
-            for var, dtype in zip(eqn.outvars, planned.writes, strict=True)
-        ]
+        slots = []
+        for var, made, kept in zip(
+            eqn.outvars, planned.yields, planned.writes, strict=True
+        ):
+            slots.append(_Slot(var, kept, planned.index))
+            if made is not None and kept is not None and made != kept:
+                casts.append(self._cast(_Slot(var, made), kept, "result"))
         here = dataclasses.replace(
             self.place,
             module=joined(self.place.module, *module_scopes(eqn)),

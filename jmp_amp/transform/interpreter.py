@@ -148,9 +148,17 @@ class Replay(Walk[Value]):
             before = len(operands) - len(planned.f32_gradients)
             held = dict(zip(planned.f32_gradients, operands[before:], strict=True))
             bound = self.bound(eqn, planned, operands[:before], held)
-            for x, dtype in zip(bound, planned.writes, strict=True):
-                assert dtype is None or x.dtype == dtype, (eqn, x.dtype, dtype)
-            return list(self.marks.results(eqn, bound))
+            bound = self.marks.results(eqn, bound)
+            if keeps := self.keeps():
+                bound = [
+                    self.kept(x, (v, None)) if (v, None) in keeps else x
+                    for v, x in zip(eqn.outvars, bound, strict=True)
+                ]
+            with self.marks.cast():
+                return [
+                    x if dtype is None else binding.converted(x, dtype)
+                    for x, dtype in zip(bound, planned.writes, strict=True)
+                ]
 
     def bound(
         self,

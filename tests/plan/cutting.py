@@ -92,7 +92,7 @@ def decided(program: Program, policy: str) -> Rows:
             name = path + _name_of(eqn, program.names)
             if not planned.bodies and name != path:
                 # One that is left as it is computes in the dtype of its results.
-                dtype = planned.dtype or next(filter(None, planned.writes), None)
+                dtype = planned.dtype or next(filter(None, planned.yields), None)
                 row = Row(eqn.primitive.name, dtype, planned.reason)
                 rows.setdefault(name, set()).add(row)
             for body in planned.bodies:

@@ -247,7 +247,7 @@ class _Lockstep(Walk[Pair]):
                 elif jaxprs.is_floating(var):
                     pair = self._compare((identity, None), pair, operands)
                 results.append(pair)
-            return results
+            return self._written(planned, results)
 
     def _written_to(self, eqn: Eqn, made: Keys, operands: Sequence[Pair]) -> None:
         """Notes that what a mutable array holds may come from the other operands."""
@@ -255,6 +255,17 @@ class _Lockstep(Walk[Pair]):
             if jaxprs.is_mutable(atom):
                 for key in pair.made:
                     self.operands[key] = united([self.operands.get(key, ()), made])
+
+    def _written(self, planned: EquationPlan, results: Sequence[Pair]) -> list[Pair]:
+        """Returns results in the dtypes that they are kept in."""
+        kept, key = [], None
+        for pair, dtype in zip(results, planned.writes, strict=True):
+            if dtype is not None and pair.low.dtype != dtype:
+                key = key or self._next_cast()
+                low = jax.lax.convert_element_type(pair.low, dtype)
+                pair = self._compare(key, Pair(low, pair.full), [pair])
+            kept.append(pair)
+        return kept
 
     def _call(self, call: Construct) -> list[Pair]:
         kinds = jaxprs.is_branch, jaxprs.is_loop, jaxprs.is_shard_map

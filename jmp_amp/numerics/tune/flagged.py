@@ -154,9 +154,14 @@ class Flagged(Walk[Held]):
                 in_8_bits = self._in_8_bits(eqn, planned.rewrite, operands)
                 is_base = self._flag(group) == BASE
                 results = [jax.lax.select(is_base, in_8_bits, *results)]
+        made = zip(results, planned.yields, planned.writes, strict=True)
         return [
-            Held(self._rounded(Held(x, made), _half(made), group), made, group=group)
-            for x, made in zip(results, planned.writes, strict=True)
+            Held(
+                self._rounded(Held(x, kept), _half(computed) or _half(kept), group),
+                kept,
+                group=group,
+            )
+            for x, computed, kept in made
         ]
 
     def _in_8_bits(

@@ -153,8 +153,10 @@ def is_rounded(eqn: Eqn, planned: EquationPlan) -> bool:
     if planned.bodies or planned.mode in _EXACT:
         return False
     reads = zip(planned.reads, eqn.invars, strict=True)
-    results = zip(planned.writes, eqn.outvars, strict=True)
-    return any(is_half(dtype) and _is_f32(v) for dtype, v in (*reads, *results))
+    results = zip(planned.yields, planned.writes, eqn.outvars, strict=True)
+    return any(is_half(dtype) and _is_f32(v) for dtype, v in reads) or any(
+        (is_half(made) or is_half(kept)) and _is_f32(v) for made, kept, v in results
+    )
 
 
 def _is_f32(atom: Atom) -> bool:

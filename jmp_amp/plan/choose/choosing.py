@@ -99,7 +99,7 @@ def decide(
     return dataclasses.replace(
         made,
         result=result,
-        options=tuple(options(at, made, result, falls)),
+        options=tuple(options(at, made, result, saved, falls)),
         of=made_of(at, made),
         rewrite=rewrite,
         standing=at,

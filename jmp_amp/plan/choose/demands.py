@@ -58,6 +58,7 @@ class Outcome:
       dtype: the dtype of the computation; None if the mode says all.
       reason: why, in words.
       operands: how the equation uses its operands.
+      store: the dtype in which the results are kept, if not the computation's.
       bodies: the outcomes of its bodies.
       option: the option that was taken, if one was.
     """
@@ -66,6 +67,7 @@ class Outcome:
     dtype: np.dtype | None
     reason: str
     operands: Uses
+    store: np.dtype | None = None
     bodies: tuple[BodyOutcome, ...] = ()
     option: Option | None = None
 
@@ -176,7 +178,9 @@ def _taken(eqn: Eqn, step: Step, results: Uses) -> Outcome:
     mode, dtype, reason = decision.mode, decision.dtype, decision.reason
     option = decision.option(readers, once=not repeatedly)
     if option is not None:
-        mode, dtype, reason = Mode.IN_DTYPE, option.dtype, option.reason
+        reason = option.reason
+        if option.dtype is not None:
+            mode, dtype = Mode.IN_DTYPE, option.dtype
     if (
         readers == Demands.AS_IS
         and is_move(eqn)
@@ -192,7 +196,8 @@ def _taken(eqn: Eqn, step: Step, results: Uses) -> Outcome:
             each | kept if each and _hands_on_kept(eqn, view) else each
             for each, view in zip(asked, step.views, strict=True)
         )
-    return Outcome(mode, dtype, reason, _uses(asked), option=option)
+    store = None if option is None else option.store
+    return Outcome(mode, dtype, reason, _uses(asked), store, option=option)
 
 
 # A program has thousands of equations, and a handful of these.

@@ -104,7 +104,7 @@ def read(
 
 
 def computed(mode: Mode, dtype: np.dtype | None, eqn: Eqn, reads: Dtypes) -> Dtypes:
-    """Returns the dtype in which an equation makes each result."""
+    """Returns the dtype in which an equation yields each result."""
     if mode in (Mode.PASSED_ON, Mode.CONVERSION):
         return reads
     return tuple(

@@ -26,14 +26,16 @@ class Option:
       readers: the condition: consumers read the results in exactly these dtypes. With
         `Demands.AS_IS`: only comparisons read them.
       reason: why, in words.
-      dtype: the dtype to compute in.
+      dtype: the dtype to compute in; None leaves the computation as decided.
+      store: the dtype to keep the results in; None keeps that of the computation.
       once: the condition as well: the results are read at most once.
       some: the condition is that one of the consumers reads, or keeps, them so.
     """
 
     readers: Demand
     reason: str
-    dtype: np.dtype
+    dtype: np.dtype | None = None
+    store: np.dtype | None = None
     once: bool = False
     some: bool = False
 
@@ -91,7 +93,7 @@ class Decision:
         """
         for option in self.options:
             # A comparison may look for the constant.
-            saturates = self.saturate and option.dtype != F32
+            saturates = self.saturate and option.dtype not in (None, F32)
             if option.holds(readers, once) and not (
                 saturates and readers & Demands.AS_IS
             ):

@@ -146,7 +146,7 @@ _RISES = (
 
 
 def options(
-    at: Standing, made: Decision, result: Known, falls: bool
+    at: Standing, made: Decision, result: Known, saved: bool, falls: bool
 ) -> Iterator[Option]:
     """Yields the options of a decision, the first to be taken first.
 
@@ -154,6 +154,7 @@ def options(
       at: the equation.
       made: the decision.
       result: what is known of its results.
+      saved: whether autodiff saves the results in f32.
       falls: whether f32 operands may be cast to half before it.
     """
     low = at.half
@@ -181,11 +182,15 @@ def options(
         if unfit([*at.operands, result], low) is None:
             reason = "moves parameters that only half precision reads"
             yield Option(half, reason, low, once=True)
-    adds = free and role_of(at.name) is Role.ADDS and result.bounds is None
-    if adds and all(aval_of(v).dtype == F32 for v in at.eqn.outvars):
+    computed = free and not is_move(at.eqn) and result.bounds is None
+    computed = computed and all(aval_of(v).dtype == F32 for v in at.eqn.outvars)
+    if computed and role_of(at.name) is Role.ADDS:
         # Made in f32 and stored in half, XLA would keep the f32 sum for an f32 reader,
         # such as a norm. What is looked up hands gradients on to its lookup alone.
         is_sum = not stays or any(Trait.LOOKED_UP in v.traits for v in at.operands)
         if is_sum and all(v.is_parameter for v in at.operands):
             reason = "adds up parameters that only half precision reads"
             yield Option(half, reason, low)
+    if (computed and not stays) or saved:
+        # Made of parameters and read twice, the sum of its gradients would be half.
+        yield Option(half, made.reason, store=low, once=not saved)

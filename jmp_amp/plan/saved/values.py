@@ -292,39 +292,46 @@ class Values:
             self.nodes[n].words.add(word)
         facts = _Facts(path, eqn.primitive.name, again, moves)
         results = [
-            self._result(facts, var, dtype, operands)
-            for var, dtype in zip(eqn.outvars, planned.writes, strict=True)
+            self._result(facts, var, made, kept, operands)
+            for var, made, kept in zip(
+                eqn.outvars, planned.yields, planned.writes, strict=True
+            )
         ]
         if needs.results:
-            for made in results:
+            for made, _ in results:
                 self.nodes[made].uses.append((top, NEEDED))
                 self.nodes[made].anyway |= keeps
                 self.nodes[made].keeps_result = again
         decides = self._in_eight_bits and compares(eqn)
-        for made in results:
+        for made, kept in results:
             self.nodes[made].decides = decides
             self.nodes[made].words.add(word)
-        return results
+            self.nodes[kept].words.add(word)
+        return [kept for _, kept in results]
 
     def _result(
         self,
         facts: _Facts,
         var: Var,
-        dtype: np.dtype | None,
+        made: np.dtype | None,
+        kept: np.dtype | None,
         operands: Sequence[int],
-    ) -> int:
-        """Returns the node of a result."""
+    ) -> tuple[int, int]:
+        """Returns the nodes of a result as it is made and as it is kept."""
         path, operation, again, moves = facts
-        size, dtype = _size(var, dtype)
-        return self._add(
+        size, dtype = _size(var, made)
+        converted = None not in (made, kept) and made != kept
+        key = var, None if converted else dtype
+        n = self._add(
             Node(
-                *(size, dtype, operands, path, (var, dtype), operation),
+                *(size, dtype, operands, path, key, operation),
                 is_free=again and all(self.nodes[n].is_free for n in operands),
                 is_slice=any(self.nodes[n].is_slice for n in operands),
                 is_active=moves and jaxprs.is_floating(var),
                 again=again,
             )
         )
+        return n, self._cast(n, var, kept, path) if converted else n
 
     def _read(
         self,

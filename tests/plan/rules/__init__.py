@@ -57,6 +57,12 @@ def planned_equations(
 def planned(*program: Any, **how: str) -> list[str]:
     """The dtypes that each equation computes its result in, see `planned_equations`."""
     found = planned_equations(*program, **how)
+    return [str(each.yields[0]) for each in found if each.yields[0]]
+
+
+def stored(*program: Any, **how: str) -> list[str]:
+    """The dtypes that the results are kept in, see `planned_equations`."""
+    found = planned_equations(*program, **how)
     return [str(each.writes[0]) for each in found if each.writes[0]]
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.plan.rules import F16, F32, W, X, planned
+from tests.plan.rules import F16, F32, W, X, stored
 
 
 def masked(constant):
@@ -17,6 +17,6 @@ def masked(constant):
 def test_oversized():
     options = {"of": "jit", "half": F16}
     # The product that reads it makes -65504 of it, not infinity.
-    assert planned(masked(-1e9), X, W, **options)[0] == F32
-    assert planned(masked(-1e9), X, W, **options, without="oversized")[0] == F16
-    assert planned(masked(-1e4), X, W, **options)[0] == F16
+    assert stored(masked(-1e9), X, W, **options)[0] == F32
+    assert stored(masked(-1e9), X, W, **options, without="oversized")[0] == F16
+    assert stored(masked(-1e4), X, W, **options)[0] == F16
