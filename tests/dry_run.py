@@ -19,9 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+_ARRAY = jax.Array | np.ndarray
+
 
 def programs_of(run: Callable[[], Any], modules: Sequence[types.ModuleType]) -> str:
     """Returns the text of all programs that `run` compiles, in their order.
+
+    The text has hashes of the arrays that a program closes over, and of those that it
+    is called with first.
 
     Args:
       run: called once. It must bear zeros as results.
@@ -70,8 +75,9 @@ def _recorded(texts: dict[str, None]) -> Iterator[None]:
             key = jitted, structure, tuple(map(_type_of, leaves))
             if key not in known:
                 traced = jitted.trace(*args, **kwargs)
-                consts = list(map(_digest, traced.jaxpr.consts))
-                texts[f"{traced.jaxpr} {consts} {sorted(options)}"] = None
+                given = [x for x in leaves if isinstance(x, _ARRAY)]
+                arrays = list(map(_digest, (*traced.jaxpr.consts, *given)))
+                texts[f"{traced.jaxpr} {arrays} {sorted(options)}"] = None
                 known[key] = jax.tree.map(_zeros, traced.out_info)
             return known[key]
 
@@ -83,16 +89,15 @@ def _recorded(texts: dict[str, None]) -> Iterator[None]:
         yield
 
 
-def _digest(const: Any) -> str:
-    """Returns a hash of an array that a program closes over; its text has none."""
-    if jnp.issubdtype(const.dtype, jax.dtypes.prng_key):
-        const = jax.random.key_data(const)
-    return hashlib.sha256(np.asarray(const).tobytes()).hexdigest()[:16]
+def _digest(array: Any) -> str:
+    """Returns a hash of an array: the text of a program has none of its numbers."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return hashlib.sha256(np.asarray(array).tobytes()).hexdigest()[:16]
 
 
 def _type_of(leaf: Any) -> Any:
-    is_array = isinstance(leaf, jax.Array | np.ndarray)
-    return jax.typeof(leaf) if is_array else leaf
+    return jax.typeof(leaf) if isinstance(leaf, _ARRAY) else leaf
 
 
 def _zeros(like: Any) -> jax.Array:

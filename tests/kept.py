@@ -9,8 +9,8 @@ new program. Otherwise they judge what was kept.
 `training_figures.json` has the outcomes of trainings likewise. A training is known by
 the jaxprs of all that it compiles, by the code of its example, by versions, and by the
 code of `jmp_amp.training`, which runs outside of compiled programs too.
-`error_figures.json` has the errors of programs that run here, against f32 or f64: they
-are known by their jaxprs, by the modules that they and their arguments are from, and by
+`error_figures.json` has the errors of programs that run here, against f32 or f64. They
+are known by their jaxprs and arguments, by the modules that measure them, and by
 versions. Another CPU may round otherwise: the first line below runs them all.
 
     KEPT_FIGURES=again python -m pytest -m "slow or not slow" tests

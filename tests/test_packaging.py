@@ -58,3 +58,13 @@ def test_links_of_the_files_for_contributors_lead_somewhere(name):
     text = (folder / f"{name}.md").read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert (folder / target).exists(), target
+
+
+def test_tests_that_train_are_where_ci_looks_for_them():
+    marked = {
+        path.parent.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "mark." + "trains" in path.read_text()
+    }
+    assert marked == {"tests/examples"}
+    assert '-m "slow and trains" tests/examples' in (ROOT / ".ci/run").read_text()

@@ -151,7 +151,8 @@ def apart(name, run):
             for x, y in zip(each, whole, strict=True)
         ]
 
-    return outcome(f"apart {name}", run, read, [sys.modules[run.__module__]])
+    modules = {each: sys.modules[each] for each in (__name__, run.__module__)}
+    return outcome(f"apart {name}", run, read, [*modules.values()])
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 import jmp_amp as amp
+from jmp_amp.plan.dataflow.solver import once
 from jmp_amp.plan.dataflow.sources import over_turns, positions
 from jmp_amp.plan.planner import plan_program
 from jmp_amp.plan.program import binding
@@ -143,3 +144,28 @@ def test_what_loops_make_their_results_of_is_the_closure_over_turns():
 
         found = over_turns(tuple(map(bits, reads)), bits(layers), range(2, 7))
         assert (list(found[0]), found[1]) == ([*map(bits, closed)], bits(read))
+
+
+def test_what_is_remembered_of_a_body_is_of_no_later_one():
+    class Body:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+    class Analysis:
+        asked = 0
+
+        @once
+        def of(self, body: Body, known: int) -> int:
+            self.asked += 1
+            return body.number + known
+
+    analysis, body = Analysis(), Body(7)
+    # Where a body dies, CPython gives its identity to the next one.
+    assert [analysis.of(Body(n), 1) for n in range(99)] == list(range(1, 100))
+    assert [analysis.of(body, 1), analysis.of(body, 1), analysis.of(body, 2)] == [
+        8,
+        8,
+        9,
+    ]
+    assert analysis.asked == 99 + 2
+    assert Analysis().of(body, 3) == 10

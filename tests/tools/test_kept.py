@@ -261,6 +261,16 @@ class TestDryRun:
 
         assert text(3) == text(3) != text(4)
 
+    @pytest.mark.parametrize("make", [jnp_full, np_full, jax.random.key])
+    def test_arrays_that_a_program_is_called_with_first_make_another(self, make):
+        def text(number):
+            def run():
+                jax.jit(lambda x: x)(make(number))
+
+            return dry_run.programs_of(run, [])
+
+        assert text(3) == text(3) != text(4)
+
     def test_what_is_jitted_inside_of_what_is_jitted_is_a_part_of_it(self):
         def outer(x):
             return jax.jit(jnp.sin)(x) * 2

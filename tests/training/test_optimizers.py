@@ -155,6 +155,25 @@ def test_half_parameters_are_optimized_in_float32(dtype):
         )
 
 
+@adam_works
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_gradients_train_float32_parameters(dtype):
+    tx, params = amp.with_loss_scale(optax.adamw(1e-3), dynamic()), parameters()
+    updates, _ = tx.update(parameters(dtype), tx.init(params), params)
+    plain = optax.adamw(1e-3)
+    expected, _ = plain.update(parameters(), plain.init(params), params)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6)
+    assert {leaf.dtype for leaf in updates.values()} == {jnp.dtype("float32")}
+
+
+@adam_works
+def test_adam_works_on_gradients_whose_square_float16_cannot_hold():
+    tx, params = amp.with_loss_scale(optax.adam(0.5), dynamic()), jnp.ones(2, "float16")
+    gradients = jnp.array([1e-5, -3e4], jnp.float16)
+    updates, _ = tx.update(gradients, tx.init(params), params)
+    np.testing.assert_allclose(updates, [-0.5, 0.5], rtol=2e-3)
+
+
 def test_small_scaled_float16_gradients_are_unscaled_in_float32():
     tx = amp.with_loss_scale(
         optax.sgd(1.0), amp.static_loss_scale(2.0**15), unscale=True

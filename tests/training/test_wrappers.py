@@ -230,7 +230,7 @@ def test_leaves_that_are_not_trained_take_no_part(name):
     assert (updates["fp8"] == 0).all() and updates["fp8"].dtype == params["fp8"].dtype
     assert updates["key"] is params["key"] and updates["frozen"] is None
     # The first step of Adam is its rate.
-    np.testing.assert_allclose(np.float32(updates["w"]), -0.5, rtol=0.01)
+    np.testing.assert_allclose(np.float32(updates["w"]), -0.5, rtol=1e-3)
     # Without what is no array, it compiles.
     del params["key"]
     arrays = {**params, "step": jnp.int32(0)}

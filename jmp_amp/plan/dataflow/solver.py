@@ -28,7 +28,8 @@ def once(through: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
     """Makes a method that goes through a body remember what it returned.
 
     The object of the method remembers it for each body, its first argument, and all
-    other arguments. Two bodies are the same if they are one object.
+    other arguments. Two bodies are the same if they are one object. That object stays
+    alive with the memory: else a later body might have its identity.
     """
 
     @functools.wraps(through)
@@ -37,8 +38,8 @@ def once(through: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
         one = body.jaxpr if isinstance(body, Body) else body
         key = (through, id(one), *known)
         if key not in memory:
-            memory[key] = through(analysis, body, *known)  # type: ignore
-        return memory[key]
+            memory[key] = one, through(analysis, body, *known)  # type: ignore
+        return memory[key][1]
 
     return remembered  # type: ignore
 
