@@ -162,10 +162,6 @@ def test_what_is_remembered_of_a_body_is_of_no_later_one():
     analysis, body = Analysis(), Body(7)
     # Where a body dies, CPython gives its identity to the next one.
     assert [analysis.of(Body(n), 1) for n in range(99)] == list(range(1, 100))
-    assert [analysis.of(body, 1), analysis.of(body, 1), analysis.of(body, 2)] == [
-        8,
-        8,
-        9,
-    ]
+    assert [analysis.of(body, known) for known in (1, 1, 2)] == [8, 8, 9]
     assert analysis.asked == 99 + 2
     assert Analysis().of(body, 3) == 10
