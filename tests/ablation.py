@@ -16,7 +16,7 @@ import dataclasses
 import json
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -218,12 +218,10 @@ RULES: dict[str, Rule] = {
 
 
 @contextlib.contextmanager
-def switched_off(
-    rule: str, rules: Mapping[str, Rule] = types.MappingProxyType(RULES)
-) -> Iterator[None]:
+def switched_off(rule: str) -> Iterator[None]:
     """Plans are made without a rule."""
     with contextlib.ExitStack() as stack:
-        for owner, name, off in rules[rule]:
+        for owner, name, off in RULES[rule]:
             changed = off(getattr(owner, name))
             stack.enter_context(mock.patch.object(owner, name, changed))
         yield
