@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import ast
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import inspect
@@ -61,6 +62,7 @@ def versions() -> dict[str, str]:
     return found | {"described GPU": digest(h100.H100)}
 
 
+@functools.cache
 def _versions(*names: str) -> dict[str, str]:
     return {
         name: importlib.metadata.version(name)
@@ -90,7 +92,7 @@ def figures(
     jaxpr = jax.jit(fn, **jit_options).trace(*args).jaxpr
     traced = digest(f"{jaxpr} {sorted(jit_options.items())}")
     mode = _mode()
-    kept = json.loads(file.read_text()) if file.exists() else NOTHING
+    kept = _read(file)
     found = kept["programs"].get(name)
     current = versions()
     # Without a compiler its version is unknown: then that of the figures will do.
@@ -139,7 +141,7 @@ def outcome(
     code = [*map(inspect.getsource, modules), *map(Path.read_text, sources)]
     texts = [dry_run.programs_of(run, modules), *map(_code_of, code)]
     ran, mode, current = digest("\n".join(texts)), _mode(), _versions(*_OF_RUNS)
-    kept = json.loads(file.read_text()) if file.exists() else NOTHING
+    kept = _read(file)
     found = kept["programs"].get(name)
     same = found and found["traced"] == ran and kept["versions"] == current
     if same and mode != "again":
@@ -150,6 +152,7 @@ def outcome(
     return found["figures"]
 
 
+@functools.cache
 def _code_of(source: str) -> str:
     """Returns the code of a source without comments and docstrings."""
     tree = ast.parse(source)
@@ -157,6 +160,14 @@ def _code_of(source: str) -> str:
         if isinstance(node, _WITH_DOCSTRING) and ast.get_docstring(node) is not None:
             node.body = node.body[1:]
     return ast.dump(tree)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return _parsed(file.read_text()) if file.exists() else NOTHING
+
+
+# What is kept is asked for a thousand times.
+_parsed = functools.lru_cache(maxsize=4)(json.loads)
 
 
 def _mode() -> str:
@@ -173,7 +184,7 @@ def keep(name: str, found: dict[str, Any], current: dict[str, str], file: Path) 
     folder = os.open(file.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
-        kept = json.loads(file.read_text()) if file.exists() else NOTHING
+        kept = _read(file)
         same = kept["versions"] == current
         programs = (kept["programs"] if same else {}) | {name: found}
         # One line for each program.
