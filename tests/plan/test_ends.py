@@ -357,9 +357,14 @@ def bootstrapped(x, w, half=None):
 @each_policy
 def test_a_target_is_as_exact_as_by_hand(policy):
     half = amp.get_policy(policy).compute_dtype
-    exact = jax.grad(bootstrapped, argnums=1)(X, W)
-    by_hand = jax.grad(lambda w: bootstrapped(X, w, half))(W)
-    found = jax.grad(amp.autocast(bootstrapped, policy), argnums=1)(X, W)
+    exact, by_hand, found = (
+        jax.jit(jax.grad(fn, argnums=1))(X, W)
+        for fn in (
+            bootstrapped,
+            lambda x, w: bootstrapped(x, w, half),
+            amp.autocast(bootstrapped, policy),
+        )
+    )
     assert relative_error(found, exact) <= 1.5 * relative_error(by_hand, exact)
 
 
