@@ -358,6 +358,25 @@ def test_a_mask_in_a_selection_saturates_for_half_readers_alone(policy):
     assert product == other == amp.autocast(read, policy)(x, w) == 0.0
 
 
+def test_a_mask_that_saturates_may_be_a_number_and_keeps_what_is_infinite():
+    def of_a_number(x, w):
+        h = jnp.where(x[0, 0] > 0, (x @ w)[0, 0], -1e9)
+        return jnp.broadcast_to(h, (8, 16)) @ jnp.zeros((16, 16))
+
+    def read(mask):
+        return lambda x, w: jnp.where(x > 0, x @ w, mask[None]) @ (w / 1024)
+
+    x, w = -jnp.ones((8, 16)), jnp.ones((16, 16))
+    found = amp.autocast(of_a_number, "mixed_float16")(x, w)
+    np.testing.assert_array_equal(found, np.zeros((8, 16)))
+    mask = np.full(16, -1e9, np.float32)
+    finite = amp.autocast(read(mask), "mixed_float16")(x, w)
+    np.testing.assert_array_equal(finite, np.full((8, 16), -65504 / 64, np.float16))
+    mask[3] = -np.inf
+    infinite = amp.autocast(read(mask), "mixed_float16")(x, w)
+    np.testing.assert_array_equal(infinite, np.full((8, 16), -np.inf))
+
+
 def test_an_exact_operation_is_not_cast_early_for_nothing(half):
     # A selection rounds nothing: in f32 its derivative would keep f32 zeros.
     def attend(x, w):
