@@ -36,10 +36,16 @@ def mean_square(x):
     return jnp.mean(jnp.square(x))
 
 
-def assert_only_rounded(results, transform=amp.autocast, roundings=ROUNDINGS, args=W):
+def assert_only_rounded(
+    results,
+    transform=amp.autocast,
+    roundings=ROUNDINGS,
+    args=W,
+    policies=POLICIES,
+):
     """Compares the trees that `results(transform, *args)` gives with the f32 program's.
 
-    Both policies are compiled together: one compilation costs more than all that the
+    All policies are compiled together: one compilation costs more than all that the
     programs compute.
     """
     args = args if isinstance(args, tuple) else (args,)
@@ -49,12 +55,12 @@ def assert_only_rounded(results, transform=amp.autocast, roundings=ROUNDINGS, ar
             "plain": results(lambda fn: fn, *args),
             **{
                 policy: results(functools.partial(transform, policy=policy), *args)
-                for policy in POLICIES
+                for policy in policies
             },
         }
 
     found = jax.jit(everything, compiler_options=EXACTLY_AS_WRITTEN)(*args)
-    for policy in POLICIES:
+    for policy in policies:
         trees = found[policy], found["plain"]
         for a, b in zip(*map(jax.tree.leaves, trees), strict=True):
             assert a.dtype == b.dtype and a.shape == b.shape

@@ -69,7 +69,7 @@ ROWS = {
             [lambda h: h, lambda h: layer(h, w), lambda h: h * 2.0],
             X @ w,
         ),
-        *("once", "transformed", "slow transformations"),
+        "once",
     ),
     "cond_in_scan_in_cond": cond_in_scan_in_cond,
     "masked_branch": row(masked_branch, "half"),

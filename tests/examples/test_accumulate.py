@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jmp_amp as amp
-from tests.scripts import refusal, run_example
+from tests.scripts import refusal
 
 PIECES = 4
 DTYPES = {"float32": jnp.float32, "mixed_float16": jnp.float16}
@@ -257,11 +257,14 @@ def test_option_that_makes_no_sense_is_refused(arguments, message, monkeypatch, 
 
 
 @pytest.mark.slow
-def test_script_compares_both_policies_without_a_warning():
-    done = run_example("accumulate", "--steps", "1", "--seed", "1", columns=88)
-    assert done.returncode == 0, done.stderr
+def test_script_compares_both_policies_without_a_warning(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", "accumulate.py --steps 1 --seed 1".split())
+    monkeypatch.setenv("COLUMNS", "88")
+    with multi_steps_mixes_dtypes():
+        accumulate.main()
+    printed = capsys.readouterr().out
     for policy in accumulate.POLICIES:
-        assert done.stdout.count(f" {policy} ") == 5
+        assert printed.count(f" {policy} ") == 5
 
 
 @pytest.mark.slow

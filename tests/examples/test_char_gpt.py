@@ -54,10 +54,9 @@ def trained(policy, model=TINY, steps=20):
         return char_gpt.train(policy, steps, model=model)
 
 
-@pytest.mark.parametrize(
-    "policy", [pytest.param("mixed_bfloat16", marks=pytest.mark.slow), "mixed_float16"]
-)
-def test_three_steps_of_the_script_print_a_table_and_a_text(policy):
+@pytest.mark.slow
+def test_three_steps_of_the_script_print_a_table_and_a_text():
+    policy = "mixed_float16"
     options = "--steps 3 --seed 1 --length 30 --layers 2 --width 32".split()
     done = run_example("char_gpt", "--policy", policy, *options, columns=88)
     assert done.returncode == 0, done.stderr
@@ -69,8 +68,7 @@ def test_three_steps_of_the_script_print_a_table_and_a_text(policy):
     nothing = np.log(len(char_gpt.vocabulary()))
     assert abs(float(train_loss) - nothing) < 1
     assert abs(float(validation_loss) - nothing) < 1
-    assert (skips, half) == ("0", "34/34")
-    assert scale == ("65536" if policy == "mixed_float16" else "1")
+    assert (skips, half, scale) == ("0", "34/34", "65536")
     assert saved.endswith("MB")
     assert float(ratio.removesuffix("x")) < 1
     assert char_gpt.PROMPT in written
@@ -177,7 +175,7 @@ def test_run_that_was_saved_goes_on_as_if_it_had_not_stopped():
 
     def new():
         params = jax.tree.map(jnp.copy, first_params())
-        return params, tx.init(params)
+        return params, jax.jit(tx.init)(params)
 
     with adam_mixes_dtypes():
         straight = run(new(), range(6))
@@ -188,11 +186,16 @@ def test_run_that_was_saved_goes_on_as_if_it_had_not_stopped():
     chex.assert_trees_all_equal(resumed, straight)
 
 
+@functools.cache
+def trained_by_the_caller():
+    tx = amp.with_loss_scale(optax.sgd(0.0), amp.static_loss_scale(8.0))
+    return char_gpt.train("mixed_float16", 2, model=TINY, tx=tx, params=first_params())
+
+
 def test_optimizer_and_parameters_can_be_the_callers_own():
     params = first_params()
     given = jax.tree.map(np.array, params)
-    tx = amp.with_loss_scale(optax.sgd(0.0), amp.static_loss_scale(8.0))
-    result = char_gpt.train("mixed_float16", 2, model=TINY, tx=tx, params=params)
+    result = trained_by_the_caller()
     # With a learning rate of 0 nothing moves.
     chex.assert_trees_all_equal(result.params, given)
     assert result.scale == 8
@@ -222,7 +225,7 @@ def test_every_matmul_of_a_training_step_is_in_half(policy):
     assert trained("float32").matmuls == (0, len(operands))
 
 
-@pytest.mark.parametrize("policy", char_gpt.POLICIES)
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_layers_are_still_scanned_and_computed_again_in_the_backward_pass(policy):
     scans = [
         eqn for eqn in equations(step_program(policy)) if eqn.primitive.name == "scan"
@@ -265,21 +268,17 @@ def test_only_the_residual_stream_is_kept_of_a_layer(policy):
     # One activation of the model's width, and the layer's dropout key.
     stream = jnp.zeros((char_gpt.BATCH, 16, 32), HALF.get(policy, jnp.float32))
     assert in_three - in_two == stream.nbytes + jax.random.key_data(key).nbytes
-    assert trained(policy).saved == (in_two, kept(char_gpt.make_loss(TINY.apply)))
+    result = trained_by_the_caller() if policy == "mixed_float16" else trained(policy)
+    assert result.saved == (in_two, kept(char_gpt.make_loss(TINY.apply)))
 
 
-@pytest.mark.parametrize("policy", char_gpt.POLICIES)
-def test_sample_is_as_long_as_asked_of_the_vocabulary_and_the_same_again(policy):
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_sample_changes_with_its_seed_and_not_with_its_length(policy):
     write = functools.partial(char_gpt.sample, first_params(), policy)
     written = write(40, model=TINY)
     assert len(written) == 40
     assert set(written) <= set(char_gpt.vocabulary())
     assert written == write(40, model=TINY)
-
-
-def test_sample_changes_with_its_seed_and_not_with_its_length():
-    write = functools.partial(char_gpt.sample, first_params(), "mixed_bfloat16")
-    written = write(40, model=TINY)
     assert write(1, model=TINY) == written[0]
     assert write(40, seed=1, model=TINY) != written
 

@@ -83,8 +83,16 @@ def test_the_script_tells_the_story(monkeypatch, capsys, tmp_path):
     plot = tmp_path / "numbers.png"
     arguments = ["diagnose_nan.py", "--steps", str(STEPS), "--plot", str(plot)]
     monkeypatch.setattr(sys, "argv", arguments)
+    # What it would train has been trained.
+    asked = []
+    monkeypatch.setattr(
+        diagnose_nan,
+        "train",
+        lambda policy, *rest: asked.append(rest) or trained(policy),
+    )
     with jax.numpy_dtype_promotion("standard"):
         diagnose_nan.main()
+    assert asked == [(STEPS, 0)] * 2
     first, *_ = printed = capsys.readouterr().out.splitlines()
     skipped = len(trained("mixed_float16").skipped)
     assert f"mixed_float16: {skipped} of {STEPS} steps skipped" in first

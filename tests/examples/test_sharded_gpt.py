@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from sharded_gpt import Result, Trainer
 import jmp_amp as amp
 from tests import h100
 from tests.measures import relative_error
-from tests.scripts import refusal, with_devices_of_its_own
+from tests.scripts import refusal
 from tests.training.test_processes import TIMEOUT, run_together
 from tests.training.test_sharded_scaling import collectives, on_every_device, shards
 
@@ -48,23 +47,24 @@ def slow(*values: Any) -> Any:
 
 
 CUT_UP = [name for name in LAYOUTS if name != ONE_DEVICE]
-# Compiling a layout takes seven seconds: two of them by default, and those share one
-# compilation with all tests.
-DEFAULT = {("fsdp", "f16"), ("pipeline", "f16")}
-# The other precisions where the most differs from the other layouts.
-SOME = {
-    "f16": CUT_UP,
-    "bf16": ("fsdp_tensor", "pipeline_zero1"),
-    "float32": ("pipeline_data_tensor",),
-    "bf16_weights": ("zero1", "fsdp_tensor"),
-    "f16_weights": ("zero1", "pipeline_zero1"),
-}
-RUNS = [
-    (name, precision) if (name, precision) in DEFAULT else slow(name, precision)
-    for precision, names in SOME.items()
-    for name in names
+# Compiling a layout takes seven seconds. Each way to cut is in one of these, alone or
+# with another: what they do not have is a part of one that they have. All tests of a
+# layout share one compilation.
+F16_RUNS = [
+    *("fsdp", "pipeline"),
+    *map(slow, ("zero1_tensor", "pipeline_zero1", "pipeline_data_tensor")),
 ]
-F16_RUNS = [name if (name, "f16") in DEFAULT else slow(name) for name in CUT_UP]
+RUNS = [
+    *(("fsdp", "f16"), ("pipeline", "f16")),
+    *(
+        slow(name, "f16")
+        for name in ("zero1_tensor", "pipeline_zero1", "pipeline_data_tensor")
+    ),
+    slow("fsdp_tensor", "bf16"),
+    slow("pipeline_data_tensor", "float32"),
+    slow("fsdp_tensor", "bf16_weights"),
+    slow("pipeline_zero1", "f16_weights"),
+]
 
 
 @functools.cache
@@ -90,15 +90,11 @@ def begun(name: str, precision: str) -> tuple[Trainer, Any]:
     return trainer._replace(begin=lambda seed: placed(trainer, state)), state
 
 
+@functools.cache
 def trained(name: str, precision: str, steps: int = STEPS, **options: Any) -> Result:
     trainer, _ = begun(name, precision)
     with standard():
         return sharded_gpt.train(trainer, steps, rows=ROWS, context=CONTEXT, **options)
-
-
-@functools.cache
-def finished(name: str, precision: str) -> Result:
-    return trained(name, precision)
 
 
 def batch_of(step: int) -> dict[str, np.ndarray]:
@@ -166,21 +162,10 @@ def gradient_of(name: str, policy: str) -> tuple[Any, Any]:
         return jax.device_get(gradient(params, sharded_gpt.put(weighted_batch(), rows)))
 
 
-THREE_AXES = "pipeline_data_tensor"
 # ZeRO's first stage cuts the state of the optimizer alone: its gradients are those of
 # the layout without it.
-GRADIENTS = [name for name in CUT_UP if "zero1" not in name]
-
-
-def test_layouts_without_a_gradient_test_have_the_parameters_of_one_with_it():
-    tested = [LAYOUTS[name] for name in GRADIENTS]
-    for name in set(CUT_UP) - set(GRADIENTS):
-        assert LAYOUTS[name]._replace(state=None) in tested, name
-
-
 @pytest.mark.parametrize(
-    "name",
-    [n if n == THREE_AXES else slow(n) for n in (ONE_DEVICE, *GRADIENTS)],
+    "name", ["pipeline_data_tensor", *map(slow, (ONE_DEVICE, "fsdp_tensor"))]
 )
 def test_gradients_in_f32_are_those_of_the_model_that_knows_of_no_layout(name):
     loss, grads = gradient_of(name, "float32")
@@ -202,8 +187,8 @@ def test_gradients_in_f32_are_those_of_the_model_that_knows_of_no_layout(name):
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        *(slow(name, "mixed_float16") for name in GRADIENTS),
-        slow("fsdp_tensor", "mixed_bfloat16"),
+        slow("fsdp_tensor", "mixed_float16"),
+        slow("pipeline", "mixed_float16"),
         slow("pipeline_data_tensor", "mixed_bfloat16"),
     ],
 )
@@ -222,7 +207,7 @@ def test_gradients_in_half_are_as_accurate_as_those_of_one_device(name, policy):
 
 @pytest.mark.parametrize(("name", "precision"), RUNS)
 def test_losses_are_those_of_one_device(name, precision):
-    found, alone = finished(name, precision), finished(ONE_DEVICE, precision)
+    found, alone = trained(name, precision), trained(ONE_DEVICE, precision)
     np.testing.assert_allclose(found.losses, alone.losses, rtol=tolerance(precision))
     assert alone.losses[-1] < 0.9 * alone.losses[0]
     assert (found.skips, found.scale) == (alone.skips, alone.scale)
@@ -232,11 +217,11 @@ def test_losses_are_those_of_one_device(name, precision):
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "f16", "bf16_weights", "f16_weights"])
 def test_half_precision_trains_as_f32_does(precision):
-    expected = finished(ONE_DEVICE, "float32").losses
+    expected = trained(ONE_DEVICE, "float32").losses
     # Here every logit is rounded, not in another order but at all: eps and not eps / 4.
     rtol = 4 * tolerance(precision)
     np.testing.assert_allclose(
-        finished(ONE_DEVICE, precision).losses, expected, rtol=rtol
+        trained(ONE_DEVICE, precision).losses, expected, rtol=rtol
     )
 
 
@@ -310,7 +295,7 @@ def test_a_run_goes_on_after_an_overflow(name):
     alone = trained(ONE_DEVICE, "f16", 4, poison=1)
     assert sharded_gpt.to_one_device(result, alone) <= tolerance("f16")
     # The third step saw what the first one had written.
-    clean = finished(name, "f16")
+    clean = trained(name, "f16")
     assert result.losses[0] == clean.losses[0] and result.losses[2] > clean.losses[2]
     # It is compiled once, whatever happens.
     assert trainer.step._cache_size() == 1
@@ -355,20 +340,20 @@ def shares(tree: Any) -> tuple[float, float]:
     return max(large), held / sum(leaf.size for leaf in leaves)
 
 
-@pytest.mark.parametrize("precision", ["f16", "bf16_weights"])
 @pytest.mark.parametrize(
-    ("name", "parameters", "moments"),
+    ("name", "precision", "parameters", "moments"),
     [
-        ("data", 1, 1),
-        ("zero1", 1, 1 / 8),
-        ("fsdp", 1 / 8, 1 / 8),
-        ("tensor", 1 / 8, 1 / 8),
-        ("pipeline", 1 / 8, 1 / 8),
-        ("zero1_tensor", 1 / 2, 1 / 8),
-        ("fsdp_tensor", 1 / 8, 1 / 8),
-        ("pipeline_data", 1 / 4, 1 / 4),
-        ("pipeline_zero1", 1 / 4, 1 / 8),
-        ("pipeline_data_tensor", 1 / 2, 1 / 2),
+        ("data", "f16", 1, 1),
+        ("zero1", "f16", 1, 1 / 8),
+        ("zero1", "bf16_weights", 1, 1 / 8),
+        ("fsdp", "f16", 1 / 8, 1 / 8),
+        ("tensor", "bf16_weights", 1 / 8, 1 / 8),
+        ("pipeline", "f16", 1 / 8, 1 / 8),
+        ("zero1_tensor", "f16", 1 / 2, 1 / 8),
+        ("fsdp_tensor", "bf16_weights", 1 / 8, 1 / 8),
+        ("pipeline_data", "bf16_weights", 1 / 4, 1 / 4),
+        ("pipeline_zero1", "f16", 1 / 4, 1 / 8),
+        ("pipeline_data_tensor", "f16", 1 / 2, 1 / 2),
     ],
 )
 def test_a_device_holds_its_part_of_what_the_layout_cuts(
@@ -384,7 +369,7 @@ def test_a_device_holds_its_part_of_what_the_layout_cuts(
 
 @pytest.mark.parametrize("name", F16_RUNS)
 def test_the_arrays_of_a_training_lie_as_the_layout_says(name):
-    result = finished(name, "f16")
+    result = trained(name, "f16")
     like = trainer_of(name, "f16").like
     arrays = result.params, result.opt_state
     for leaf, wanted in zip(
@@ -409,13 +394,9 @@ def assert_same(found: Any, expected: Any) -> None:
 
 MOVES = [
     ("fsdp", "pipeline", "f16"),
-    slow("fsdp", "fsdp", "f16"),
-    slow("pipeline", "fsdp", "f16"),
-    slow("fsdp", "tensor", "f16"),
     slow("pipeline_data_tensor", ONE_DEVICE, "f16"),
-    slow("zero1", "fsdp_tensor", "bf16_weights"),
-    slow("pipeline_zero1", "zero1", "f16_weights"),
-    slow("fsdp_tensor", "pipeline_zero1", "bf16"),
+    slow("pipeline_zero1", ONE_DEVICE, "f16_weights"),
+    slow("fsdp_tensor", "fsdp_tensor", "bf16_weights"),
 ]
 
 
@@ -478,7 +459,10 @@ def program_of(name: str, precision: str, reduce: str | None) -> str:
             ),
             sharded_gpt.batch_of(0, 0, 64, WIDE.context),
         )
-        return trainer.step.lower(*trainer.like, batch).compile().as_text()
+        lowered = trainer.step.lower(*trainer.like, batch)
+        # Without Triton it takes less time.
+        options: Any = {"xla_gpu_enable_triton_gemm": False}
+        return lowered.compile(compiler_options=options).as_text()
 
 
 def moved(name: str, precision: str, reduce: str | None = None) -> Moved:
@@ -499,14 +483,11 @@ def of_dtype(found: Moved, dtype: str) -> dict[str, list[int]]:
     return {how: sizes for (how, each), sizes in found.items() if each == dtype}
 
 
+# `test_sharded_weights.py` has smaller programs in the default suite.
 @h100.needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        ("fsdp", "bf16"),
-        slow("fsdp", "f16_weights"),
-        slow("fsdp_tensor", "bf16"),
-    ],
+    ("name", "precision"), [("fsdp", "bf16"), ("fsdp_tensor", "f16_weights")]
 )
 def test_fsdp_gathers_parameters_and_scatters_gradients_in_half(name, precision):
     half = precision.removesuffix("_weights")
@@ -527,43 +508,36 @@ def test_fsdp_gathers_parameters_and_scatters_gradients_in_half(name, precision)
 
 @h100.needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16"])
-def test_data_parallelism_reduces_gradients_in_half(precision):
-    found = moved("data", precision)
-    assert set(found) == {("all-reduce", precision), ("all-reduce", "f32")}
+def test_data_parallelism_reduces_gradients_in_half():
+    found = moved("data", "bf16")
+    assert set(found) == {("all-reduce", "bf16"), ("all-reduce", "f32")}
     one_layer = 4 * KERNELS["attention"] + 2 * KERNELS["feed-forward"]
     head = TABLES["token"]
     # The gradient of a table is summed in f32, of all its rows.
     table = TABLES["token"]
     assert table <= sum(found["all-reduce", "f32"]) <= 1.05 * table
     least = one_layer + TABLES["position"] + head
-    assert least <= sum(found["all-reduce", precision]) <= 1.01 * least
+    assert least <= sum(found["all-reduce", "bf16"]) <= 1.01 * least
 
 
 @h100.needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "precision", "stored"),
+    ("precision", "stored"),
     # Weights are gathered as they are stored: the policy `bf16` stores f32.
-    [
-        ("zero1", "bf16", "f32"),
-        ("zero1", "bf16_weights", "bf16"),
-        ("zero1_tensor", "f16_weights", "f16"),
-    ],
+    [("bf16", "f32"), ("bf16_weights", "bf16")],
 )
 def test_zero1_scatters_gradients_in_half_and_gathers_weights_as_they_are_stored(
-    name, precision, stored
+    precision, stored
 ):
-    half = precision.removesuffix("_weights")
-    found = moved(name, precision)
+    found = moved("zero1", precision)
     reduced = {dtype: n for (how, dtype), n in found.items() if how == "reduce-scatter"}
     # The gradient of a lookup is summed in f32, that of the head's product is not.
-    assert set(reduced) == {half, "f32"}
+    assert set(reduced) == {"bf16", "f32"}
     assert reduced["f32"] == [TABLES["token"] // DEVICES]
-    layers = 8 // (1 if name == "zero1" else 2)
     gathered = found["all-gather", stored]
     for elements in KERNELS.values():
-        assert layers * elements in gathered
+        assert 8 * elements in gathered
     if stored != "f32":
         # Norms have f32 parameters, eight layers of 512.
         f32 = of_dtype(found, "f32")
@@ -573,49 +547,29 @@ def test_zero1_scatters_gradients_in_half_and_gathers_weights_as_they_are_stored
 
 @h100.needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["f16"])
-def test_tensor_parallelism_adds_up_activations_in_half(precision):
-    found = moved("tensor", precision)
+def test_tensor_parallelism_adds_up_activations_in_half():
+    found = moved("tensor", "f16")
     activations = 64 * 64 * 512
     # After attention and after the feed-forward part, forward and backward; and the
     # first of them again, for the backward pass.
-    assert found["all-reduce", precision].count(activations) == 5
+    assert found["all-reduce", "f16"].count(activations) == 5
     assert not of_dtype(found, "f32")
-
-
-STAGED = ["pipeline", "pipeline_data", "pipeline_data_tensor"]
 
 
 @h100.needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16"])
-@pytest.mark.parametrize("name", STAGED)
-def test_stages_hand_on_half_precision(name, precision):
-    found = moved(name, precision)
+def test_stages_hand_on_half_precision():
+    found = moved("pipeline_data_tensor", "bf16")
     # Tables alone are gathered in f32, and their gradients are summed in f32.
     f32 = of_dtype(found, "f32")
     assert f32.pop("all-gather") == [TABLES["token"], TABLES["position"]]
-    if name == "pipeline":
-        assert not f32
-    else:
-        (gradients,) = f32.pop("all-reduce")
-        assert TABLES["token"] <= gradients <= 1.05 * TABLES["token"] and not f32
+    (gradients,) = f32.pop("all-reduce")
+    assert TABLES["token"] <= gradients <= 1.05 * TABLES["token"] and not f32
     # From stage to stage, there and back.
-    rows = 64 if name == "pipeline" else 32
-    assert found["collective-permute", precision].count(rows // 8 * 64 * 512) >= 2
+    assert found["collective-permute", "bf16"].count(32 // 8 * 64 * 512) >= 2
 
 
 # The command
-
-
-def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", str(SCRIPT), *arguments],
-        env=with_devices_of_its_own(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
 
 
 def rows_of(printed: str) -> dict[str, list[str]]:
@@ -626,38 +580,21 @@ def rows_of(printed: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-def test_a_few_steps_print_a_table():
-    done = run_script(
-        *("--layout", ONE_DEVICE, "--precision", "float32"),
-        *("--steps", "2", "--poison", "1"),
-    )
-    assert done.returncode == 0, done.stderr
-    ((name, row),) = rows_of(done.stdout).items()
+def test_a_few_steps_print_a_table(capsys):
+    with standard():
+        sharded_gpt.main(
+            [
+                "--layout",
+                ONE_DEVICE,
+                *"--precision float32 --steps 2 --poison 1".split(),
+            ]
+        )
+    ((name, row),) = rows_of(capsys.readouterr().out).items()
     first, last, difference, skips, scale, size = row
     assert name == ONE_DEVICE
     assert abs(float(first) - np.log(len(char_gpt.vocabulary()))) < 1
     assert (last, difference, skips, scale) == ("inf", "0.0e+00", "1", "2**0")
     assert size.endswith("MB")
-
-
-@pytest.mark.slow
-def test_a_training_is_saved_in_one_layout_and_goes_on_in_another(tmp_path):
-    folder = str(tmp_path / "state")
-    saved = run_script("--layout", "fsdp", "--steps", "3", "--checkpoint", folder)
-    assert saved.returncode == 0, saved.stderr
-    other = ["--layout", "pipeline_zero1"]
-    done = run_script(*other, "--steps", "2", "--resume", folder)
-    assert done.returncode == 0, done.stderr
-    rows = rows_of(done.stdout)
-    assert list(rows) == [ONE_DEVICE, "pipeline_zero1"]
-    before = float(rows_of(saved.stdout)["fsdp"][1])
-    for row in rows.values():
-        assert float(row[0]) < before
-        assert float(row[2]) <= tolerance("f16")
-        assert row[3:5] == ["0", "2**16"]
-    again = run_script("--layout", "fsdp", "--checkpoint", folder)
-    assert again.returncode == 2
-    assert "exists already" in again.stderr
 
 
 @pytest.mark.parametrize(
@@ -730,7 +667,7 @@ def test_options_choose_layouts_beside_one_device(options, chosen, monkeypatch, 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("processes")
-def test_two_processes_train_as_one_does(tmp_path):
+def test_two_processes_train_as_one_does_which_goes_on(tmp_path, capsys):
     folder = str(tmp_path / "state")
     name, steps = "pipeline_data_tensor", ["--steps", "3", "--poison", "1"]
 
@@ -751,10 +688,12 @@ def test_two_processes_train_as_one_does(tmp_path):
     for found, expected in zip(both[:2], alone[:2], strict=True):
         assert float(found) == pytest.approx(float(expected), tolerance("f16"))
     assert float(both[2]) <= tolerance("f16")
-    # What two processes wrote, one reads.
-    done = run_script("--steps", "1", "--layout", "tensor", "--resume", folder)
-    assert done.returncode == 0, done.stderr
-    assert float(rows_of(done.stdout)["tensor"][2]) <= tolerance("f16")
+    # What two processes wrote, one reads, and goes on with it on one device.
+    with standard():
+        sharded_gpt.main(["--layout", ONE_DEVICE, "--steps", "2", "--resume", folder])
+    (row,) = rows_of(capsys.readouterr().out).values()
+    assert float(row[1]) < float(row[0]) < float(both[0])
+    assert row[3:5] == ["1", "2**15"]
 
 
 @h100.needs_compiler

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import sys
 
 import chex
 import digits_report
@@ -78,12 +79,11 @@ def test_policy_that_is_none_gets_the_error_of_the_library_in_one_line(policy, c
     assert message.count("\n") == 1
 
 
-def test_script_stops_at_a_wrong_policy_without_a_traceback():
-    done = run_example("train_digits", "--policy", "fp17")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert ": error: " in done.stderr and "unknown policy 'fp17'" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_script_stops_at_a_wrong_policy_without_a_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_digits.py", "--policy", "fp17"])
+    message = refusal(capsys, train_digits.main)
+    assert message.startswith("train_digits.py: error: ")
+    assert "unknown policy 'fp17'" in message
 
 
 @pytest.mark.parametrize(
@@ -121,18 +121,19 @@ def new_state(tx):
     init = jax.jit(functools.partial(train_digits.CNN().init, train=False))
     variables = init(jax.random.key(0), first_batch()["image"])
     params, batch_stats = variables["params"], variables["batch_stats"]
-    return train_digits.State(params, batch_stats, tx.init(params))
+    return train_digits.State(params, batch_stats, jax.jit(tx.init)(params))
 
 
 @pytest.mark.filterwarnings("ignore:.*the loss is:UserWarning")
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
 def test_loss_and_gradients_mix_no_dtypes(policy):
     policy = amp.get_policy(policy)
-    state = new_state(amp.with_loss_scale(optax.sgd(0.1), SCALE))
+    tx = amp.with_loss_scale(optax.sgd(0.1), SCALE)
+    state = jax.eval_shape(lambda: new_state(tx))
     gradient = amp.value_and_grad(train_digits.make_loss(policy), has_aux=True)
     (loss, _), grads = jax.eval_shape(
-        functools.partial(gradient, loss_scale=state.opt_state),
-        *(state.params, state.batch_stats, first_batch(), jax.random.key(0)),
+        lambda state, *args: gradient(*state[:2], *args, loss_scale=state.opt_state),
+        *(state, first_batch(), jax.random.key(0)),
     )
     assert {g.dtype.name for g in jax.tree.leaves(grads)} == {"float32"}
     assert loss.shape == ()

@@ -3,6 +3,8 @@
 What one of them shows beside that is tested in a file of its own.
 """
 
+import sys
+
 import chex
 import from_apex
 import from_colossalai
@@ -17,7 +19,7 @@ from flax import serialization
 import jmp_amp as amp
 from tests.examples import tutorials
 from tests.rounding import eps
-from tests.scripts import refusal, run_example
+from tests.scripts import refusal
 
 # Slow tests share their trainings: one process has them all (`--dist loadgroup`).
 pytestmark = pytest.mark.xdist_group("tutorials")
@@ -181,33 +183,34 @@ def test_wrong_option_gets_the_error_of_the_library(
     assert error.endswith(f"error: {expected.value}\n")
 
 
-# Scripts, as their reader runs them: arguments, and the first words of rows
+# Scripts: arguments, and the words of what they print. That of mindspore has a test of
+# its own, and `train_digits` is run as its reader runs it.
 
 
-def words(done):
-    assert done.returncode == 0, done.stderr
-    return [line.split() for line in done.stdout.splitlines()]
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """Returns a function that runs a script and returns the words of its lines."""
+
+    def run(module, arguments, columns=88):
+        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *arguments.split()])
+        monkeypatch.setenv("COLUMNS", str(columns))
+        module.main()
+        return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+    return run
 
 
 @pytest.mark.slow
-def test_script_of_torch_prints_a_row_for_each_run():
-    done = run_example("from_torch", "--steps", "4", columns=88)
-    assert done.returncode == 0, done.stderr
+def test_script_of_torch_prints_a_row_for_each_run(printed):
+    told = " ".join(word for row in printed(from_torch, "--steps 4") for word in row)
     for name in from_torch.RUNS:
-        assert f" {name} " in done.stdout
+        assert f" {name} " in told
 
 
 @pytest.mark.slow
-def test_script_of_mindspore_says_whether_bits_are_the_same():
-    rows = words(run_example("from_mindspore", "--steps", "2", columns=88))
-    assert sum(row[-1:] == ["same"] for row in rows) == 2
-
-
-@pytest.mark.slow
-def test_script_of_paddle_prints_a_row_for_each_run():
+def test_script_of_paddle_prints_a_row_for_each_run(printed):
     sizes = "--steps 4 --seed 1 --width 16 --batch 4 --accumulate 2 --half-dtype bf16"
-    rows = words(run_example("from_paddle", *sizes.split(), columns=88))
-    rows = [row for row in rows if "2**0" in row]
+    rows = [row for row in printed(from_paddle, sizes) if "2**0" in row]
     runs = [(level, n) for n in ("1", "2") for level in from_paddle.LEVELS]
     assert [tuple(row[:2]) for row in rows] == runs
     # bf16 has no loss scale.
@@ -215,9 +218,9 @@ def test_script_of_paddle_prints_a_row_for_each_run():
 
 
 @pytest.mark.slow
-def test_script_of_apex_prints_both_tables():
+def test_script_of_apex_prints_both_tables(printed):
     options = "--opt-level O3 --loss-scale 128 --steps 2"
-    found = words(run_example("from_apex", *options.split()))
+    found = printed(from_apex, options, columns=120)
     level, *fine_tuned = [row for row in found if row[:1] == ["O3"]]
     assert level[3:5] == ["128", "0"] and level[-1] == "-"
     assert np.isfinite(float(level[2]))
@@ -230,11 +233,11 @@ def test_script_of_apex_prints_both_tables():
 
 
 @pytest.mark.slow
-def test_script_of_colossalai_prints_a_row_for_each_recipe():
+def test_script_of_colossalai_prints_a_row_for_each_recipe(printed):
     names = ("float32", "fp16")
-    options = [each for name in names for each in ("--mixed-precision", name)]
-    options += ["--steps", "3", "--initial-scale", "1024"]
-    found = words(run_example("from_colossalai", *options))
+    options = [f"--mixed-precision {name}" for name in names]
+    options += ["--steps 3 --initial-scale 1024"]
+    found = printed(from_colossalai, " ".join(options), columns=120)
     rows = {row[0]: row[1:] for row in found if row[:1] in ([name] for name in names)}
     # A first scale asks for one, in f32 too.
     assert rows["float32"][2:] == ["1.000x", "2**10", "0", "2"]

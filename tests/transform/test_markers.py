@@ -276,19 +276,26 @@ def test_an_error_inside_a_region_leaves_no_policy_behind():
 
 def test_threads_have_policies_of_their_own():
     net = Net()
-    variables = net.init(KEY, X)
-    helper = jax.jit(lambda v, x: amp.full_precision(layer)(net.apply(v, x), W[:4, :4]))
+    variables = jax.jit(net.init)(KEY, X)
+
+    def made():
+        return jax.jit(
+            lambda v, x: amp.full_precision(layer)(net.apply(v, x), W[:4, :4])
+        )
+
+    helper = made()
     expected = {
         policy: text(amp.autocast(helper, policy), variables, X) for policy in POLICIES
     }
     expected[None] = text(helper, variables, X)
-    jax.clear_caches()
+    # Traced anew, by the threads.
+    helper = made()
     wait = threading.Barrier(3)
     wrong = []
 
     def work(policy):
         wait.wait()
-        for _ in range(5):
+        for _ in range(3):
             fn = helper if policy is None else amp.autocast(helper, policy)
             if text(fn, variables, X) != expected[policy]:
                 wrong.append(policy)

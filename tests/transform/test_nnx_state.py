@@ -236,10 +236,9 @@ WAYS = {
 }
 
 
-@each_policy
 @pytest.mark.parametrize("way", WAYS)
-def test_a_module_is_found_and_ends_as_without_autocast(way, policy):
-    assert_as_without_autocast(WAYS[way], policy)
+def test_a_module_is_found_and_ends_as_without_autocast(way):
+    assert_as_without_autocast(WAYS[way])
 
 
 @pytest.mark.parametrize("fn", [of_a_global, of_a_helper])
@@ -415,11 +414,10 @@ DEEDS = {
 }
 
 
-@each_policy
 @pytest.mark.parametrize("deed", DEEDS)
-def test_a_module_ends_as_without_autocast_whatever_is_done_to_it(deed, policy):
+def test_a_module_ends_as_without_autocast_whatever_is_done_to_it(deed):
     deed = DEEDS[deed]
-    assert_as_without_autocast(lambda amped, m: amped(deed)(m, X), policy)
+    assert_as_without_autocast(lambda amped, m: amped(deed)(m, X))
 
 
 # nnx.jit returns no strings and no booleans.
@@ -661,15 +659,14 @@ def call_model(model, x):
     return model(x)
 
 
-@each_policy
 @pytest.mark.parametrize(
     "model",
     quick(MODELS, *(MODELS.keys() - {"derived", "list", "sequential", "slots"})),
 )
-def test_a_model_of_any_shape_ends_as_without_autocast(model, policy):
+def test_a_model_of_any_shape_ends_as_without_autocast(model):
     make = MODELS[model]
     assert_as_without_autocast(
-        lambda amped, m: [amped(call_model)(m, X) for _ in range(2)], policy, make
+        lambda amped, m: [amped(call_model)(m, X) for _ in range(2)], make=make
     )
 
 
@@ -714,8 +711,7 @@ def test_a_decode_cache_is_written_step_by_step(policy):
 
 
 @pytest.mark.slow
-@each_policy
-def test_a_decode_cache_is_written_in_a_loop_and_may_be_started_inside(policy):
+def test_a_decode_cache_is_written_in_a_loop_and_may_be_started_inside():
     tokens = X.reshape(2, 4, 16)
 
     def scanned(amped, attention):
@@ -725,7 +721,7 @@ def test_a_decode_cache_is_written_in_a_loop_and_may_be_started_inside(policy):
 
         return amped(steps)(attention, tokens)
 
-    assert_as_without_autocast(scanned, policy, decoding)
+    assert_as_without_autocast(scanned, make=decoding)
 
     def started_inside(amped, attention):
         def run(attention, x):
@@ -734,7 +730,7 @@ def test_a_decode_cache_is_written_in_a_loop_and_may_be_started_inside(policy):
 
         return amped(run)(attention, tokens[:, :1])
 
-    assert_as_without_autocast(started_inside, policy, decoding)
+    assert_as_without_autocast(started_inside, make=decoding)
 
 
 @pytest.mark.slow
@@ -871,13 +867,12 @@ INSIDE = {
 }
 
 
-@each_policy
 @pytest.mark.parametrize(
     "construct",
     quick(INSIDE, "jit", "remat", "cond on one side", "while", "lax.scan, closed over"),
 )
-def test_nnx_transformations_inside_write_as_without_autocast(construct, policy):
-    assert_as_without_autocast(lambda amped, m: amped(INSIDE[construct])(m, X), policy)
+def test_nnx_transformations_inside_write_as_without_autocast(construct):
+    assert_as_without_autocast(lambda amped, m: amped(INSIDE[construct])(m, X))
 
 
 THROUGH = {
@@ -887,12 +882,11 @@ THROUGH = {
 }
 
 
-@each_policy
 @pytest.mark.parametrize("through", quick(THROUGH, "scan of remat"))
-def test_stacked_layers_inside_write_as_without_autocast(through, policy):
+def test_stacked_layers_inside_write_as_without_autocast(through):
     through = THROUGH[through]
     assert_as_without_autocast(
-        lambda amped, m: [amped(through)(m, X) for _ in range(2)], policy, stacked
+        lambda amped, m: [amped(through)(m, X) for _ in range(2)], make=stacked
     )
 
 
@@ -928,10 +922,9 @@ AROUND = {
 }
 
 
-@each_policy
 @pytest.mark.parametrize("construct", quick(AROUND, "scan of remat"))
-def test_autocast_inside_of_nnx_maps_writes_as_without(construct, policy):
-    assert_as_without_autocast(AROUND[construct], policy, stacked)
+def test_autocast_inside_of_nnx_maps_writes_as_without(construct):
+    assert_as_without_autocast(AROUND[construct], make=stacked)
 
 
 def mean_square_of(m, x):
@@ -979,18 +972,17 @@ GRADIENTS = {
 }
 
 
-@each_policy
 @pytest.mark.parametrize(
     "gradient",
     quick(
         GRADIENTS, "has_aux", "DiffState", "amp", "two argnums", "inside, closed over"
     ),
 )
-def test_gradients_of_modules_are_those_without_autocast(gradient, policy):
+def test_gradients_of_modules_are_those_without_autocast(gradient):
     def program(amped, model):
         return nnx.as_pure(GRADIENTS[gradient](amped, model))
 
-    assert_as_without_autocast(program, policy)
+    assert_as_without_autocast(program)
 
 
 def test_gradients_of_closed_over_arrays_reach_a_state():
@@ -1109,14 +1101,13 @@ def test_disabled_autocast_is_the_function_itself():
     assert amp.autocast(model, enabled=False) is model
 
 
-@each_policy
-def test_a_jitted_step_compiles_once(policy):
+def test_a_jitted_step_compiles_once():
     traces = []
 
     @nnx.jit
     def step(model, x):
         traces.append(None)
-        return amp.autocast(lambda m, x: m(x), policy)(model, x)
+        return amp.autocast(lambda m, x: m(x))(model, x)
 
     model = Net()
     for _ in range(3):
