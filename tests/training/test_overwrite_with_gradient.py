@@ -357,8 +357,7 @@ def test_a_clipped_norm_does_not_count_the_collection():
 
 
 def test_parameters_are_cast_and_exported_without_the_collection():
-    variables = small_tree()[0]
-    variables["params"]["w"] = jnp.array([1.001, 2.003])
+    variables = first_variables()
     recipe = amp.recipe("O2", half_dtype="bfloat16")
     tx = recipe.wrap(optax.sgd(0.1))
     stored, opt_state = recipe.init(tx, variables)
