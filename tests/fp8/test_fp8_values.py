@@ -92,7 +92,7 @@ class Linen(nn.Module):
 
 
 def test_linen_and_nnx_modules_have_fp8_gradients():
-    variables = Linen().init(jax.random.key(0), X)
+    variables = jax.jit(Linen().init)(jax.random.key(0), X)
     kernels = [variables["params"][f"Dense_{i}"] for i in range(2)]
 
     class Nnx(nnx.Module):

@@ -296,6 +296,7 @@ def test_it_works_inside_shard_map():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     x = jnp.arange(8.0)
 
+    @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
     def run(w, x):
         loss_fn = lambda w: jnp.sum(jax.lax.pmean(w * x, "d"))  # noqa: E731
