@@ -42,9 +42,10 @@ def whole_arrays(name: str) -> dict[str, Any]:
     """Trains under `jit` with arrays that lie as in the layout called `name`."""
     layout = sharded.LAYOUTS[name]
     mesh, tx = sharded.mesh_of(layout), sharded.scaled_adam()
-    shardings = sharded.shardings_of(sharded.parameters(), mesh, layout.specs)
-    params = jax.tree.map(placed, sharded.parameters(), shardings)
-    state = tx.init(params)
+    start = sharded.parameters(), tx.init(sharded.parameters())
+    # Placed as a step returns them, or it would be compiled twice.
+    shardings = sharded.shardings_of(start, mesh, layout.specs)
+    params, state = jax.tree.map(placed, start, shardings)
     step = jax.jit(sharded.half_step(tx))
     rows = NamedSharding(mesh, layout.batch)
     losses, kept = [], True

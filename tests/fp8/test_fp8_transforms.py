@@ -64,7 +64,8 @@ def test_every_way_to_a_gradient_gives_it():
         }
 
     found = everything(PARAMS, X)
-    assert_close(gradients(), jax.grad(exact_loss)(PARAMS, X), 2 * E5M2_ERROR)
+    exact = compiled(jax.grad(exact_loss))(PARAMS, X)
+    assert_close(gradients(), exact, 2 * E5M2_ERROR)
     for name, each in found.items():
         assert_same(each, gradients()), name
 
@@ -118,9 +119,10 @@ def test_forward_and_reverse_mode_agree_on_a_jacobian():
 
 
 def test_gradients_of_examples_are_those_of_a_loop_bit_by_bit():
-    xs = jnp.stack([numbers(16, 64, seed=i, scale=4.0**i) for i in range(4)])
+    xs = np.stack([numbers(16, 64, seed=i, scale=4.0**i) for i in range(4)])
     each = compiled(jax.grad(loss))
     mapped = compiled(jax.vmap(jax.grad(loss), in_axes=(None, 0)))(PARAMS, xs)
+    mapped = jax.tree.map(np.asarray, mapped)
     for i, x in enumerate(xs):
         assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], mapped), each(PARAMS, x))
 
@@ -146,7 +148,7 @@ def test_the_gradient_of_mapped_examples_is_the_sum():
 
 # Loops and branches
 
-STACK = jnp.stack([numbers(32, 32, seed=i, scale=0.2) for i in range(4)])
+STACK = np.stack([numbers(32, 32, seed=i, scale=0.2) for i in range(4)])
 STATE = numbers(16, 32, seed=9)
 
 
@@ -164,7 +166,7 @@ def scanned(stack, x, wrap=lambda fn: fn):
 def whiled(stack, x):
     def turn(carry):
         i, x = carry
-        return i + 1, jnp.tanh(x @ stack[i])
+        return i + 1, jnp.tanh(x @ jnp.asarray(stack)[i])
 
     return jax.lax.while_loop(lambda carry: carry[0] < 4, turn, (0, x))[1]
 
@@ -202,6 +204,11 @@ LOOPS = {
 }
 
 
+@functools.cache
+def plainly(policy):
+    return compiled(jax.value_and_grad(squared(unrolled, policy)))(STACK, STATE)
+
+
 FAST = ("scan", "saves 8 bits")
 
 
@@ -219,11 +226,9 @@ def test_loops_branches_and_checkpoints_have_the_gradient_of_the_plain_program(f
 
     # What a loop carries may be f32 where straight code has half: a number at a tie of
     # its cotangent's 8 bits then goes the other way.
-    expected = compiled(jax.value_and_grad(squared(unrolled)))(STACK, STATE)
-    exact = jax.value_and_grad(squared(unrolled, "float32"))(STACK, STATE)
     found = both(STACK, STATE)
-    assert_close(found, expected, E5M2_ERROR)
-    assert_close(found, exact, 2 * E5M2_ERROR)
+    assert_close(found, plainly("fp8"), E5M2_ERROR)
+    assert_close(found, plainly("float32"), 2 * E5M2_ERROR)
     jaxpr_of = jax.grad(squared(fn))
     assert "float8_e5m2" in quantisations(jaxpr_of, STACK, STATE)
 
@@ -269,14 +274,14 @@ def test_a_second_derivative_is_refused_and_names_place_and_remedy(second, head,
 
     fn = jax.jit(fn) if jit else fn
     with pytest.raises(NotImplementedError) as raised:
-        second(fn, w)
+        jax.eval_shape(functools.partial(second, fn), w)
     for part in ("second derivative", "test_fp8_transforms.py", "mixed_bfloat16"):
         assert part in str(raised.value)
 
 
 def test_a_second_derivative_names_the_module():
     net = nn.Sequential([nn.Dense(16), nn.Dense(16)])
-    variables = net.init(jax.random.key(0), X)
+    variables = jax.jit(net.init)(jax.random.key(0), X)
 
     def fn(variables):
         policy = amp.PolicyMap("mixed_bfloat16", {"**/layers_1": "fp8"})
@@ -294,7 +299,7 @@ def test_a_second_derivative_past_an_fp8_product_is_there():
         y = amp.autocast(lambda x, w: x @ w, "fp8")(X[:16, :16], fixed)
         return jnp.sum((scale * y) ** 3)
 
-    found = jax.grad(jax.grad(fn))(jnp.float32(2.0))
+    found = compiled(jax.grad(jax.grad(fn)))(np.float32(2.0))
     q = [reference.quantised(each).exact() for each in (X[:16, :16], fixed)]
     expected = 12 * np.sum((q[0] @ q[1]) ** 3)
     assert abs(found - expected) < 0.02 * abs(expected)
@@ -302,4 +307,5 @@ def test_a_second_derivative_past_an_fp8_product_is_there():
 
 def test_the_policy_of_the_remedy_has_second_derivatives():
     fn = lambda w: jnp.sum(amp.autocast(jnp.dot, "mixed_bfloat16")(X, w) ** 2)  # noqa: E731
-    assert jnp.isfinite(jax.jvp(jax.grad(fn), (W,), (W,))[1]).all()
+    found = compiled(lambda w: jax.jvp(jax.grad(fn), (w,), (w,))[1])(W)
+    assert np.isfinite(found).all()

@@ -92,7 +92,7 @@ class Linen(nn.Module):
 
 
 def test_linen_and_nnx_modules_have_fp8_gradients():
-    variables = Linen().init(jax.random.key(0), X)
+    variables = jax.jit(Linen().init)(jax.random.key(0), X)
     kernels = [variables["params"][f"Dense_{i}"] for i in range(2)]
 
     class Nnx(nnx.Module):
@@ -118,6 +118,6 @@ def test_linen_and_nnx_modules_have_fp8_gradients():
     state = nnx.jit(nnx.grad(nnx_loss))(module)
     for layer, params in zip((state.first, state.last), linen.values(), strict=True):
         assert_close(layer.kernel[...], params["kernel"], 4 * HALF_EPS)
-    exact = jax.grad(lambda v: jnp.mean(Linen().apply(v, X) ** 2))(variables)
+    exact = jax.jit(jax.grad(lambda v: jnp.mean(Linen().apply(v, X) ** 2)))(variables)
     assert_close(linen, exact["params"], 2 * E5M2_ERROR)
     assert quantisations(jax.grad(linen_loss), variables).count("float8_e5m2") == 2

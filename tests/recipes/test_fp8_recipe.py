@@ -108,7 +108,7 @@ def tokens() -> jax.Array:
 
 
 def called(model: nn.Module, given: jax.Array) -> tuple[Callable[..., Any], tuple]:
-    return model.apply, (model.init(jax.random.key(0), given), given)
+    return model.apply, (jax.jit(model.init)(jax.random.key(0), given), given)
 
 
 def products(recipe: amp.Recipe, fn: Callable[..., Any], args: tuple) -> dict[str, str]:
@@ -183,12 +183,12 @@ def test_why_a_head_is_not_fp8_is_told():
 def test_a_model_without_heads_gets_no_warning_of_entries_it_does_not_know():
     fn, args = called(Model(None), x())
     recipe = amp.recipe("fp8")
-    assert recipe.autocast(fn)(*args).dtype == F32
+    assert jax.eval_shape(recipe.autocast(fn), *args).dtype == F32
     recipe.cast_params(args[0]["params"])
     # Neither with more entries behind them.
     policy = recipe.policy
     more = amp.PolicyMap(policy.default, [*policy.entries, ("up", "float32")])
-    amp.autocast(fn, more)(*args)
+    jax.eval_shape(amp.autocast(fn, more), *args)
 
 
 def test_an_excluded_layer_that_is_not_there_warns():
@@ -267,8 +267,8 @@ def test_the_gradient_is_that_of_float32_to_the_digits_of_the_formats():
     def loss_of(apply: Callable[..., Any]) -> Callable[..., Any]:
         return lambda params: jnp.mean(apply(params, given) ** 2)
 
-    grads = jax.grad(loss_of(amp.recipe("fp8").autocast(fn)))(params)
-    true_grads = jax.grad(loss_of(fn))(params)
+    grads = jax.jit(jax.grad(loss_of(amp.recipe("fp8").autocast(fn))))(params)
+    true_grads = jax.jit(jax.grad(loss_of(fn)))(params)
     error = optax.tree.norm(optax.tree.sub(grads, true_grads))
     # A number of e5m2 is wrong by at most an eighth, one of e4m3 by half of that.
     bound = float(jnp.finfo("float8_e5m2").eps) / 2

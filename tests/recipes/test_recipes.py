@@ -40,14 +40,15 @@ class Model(nn.Module):
         return nn.Dense(4, name="head")(nn.relu(x))
 
 
-def data() -> tuple[jax.Array, jax.Array]:
+def data() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((64, 8)).astype(np.float32)
-    return jnp.asarray(x), jnp.asarray(x[:, :4] * 2.0)
+    return x, x[:, :4] * np.float32(2.0)
 
 
+@functools.cache
 def variables() -> Any:
-    return Model().init(jax.random.key(0), data()[0])
+    return jax.jit(Model().init)(jax.random.key(0), data()[0])
 
 
 def dtypes(tree: Any) -> dict[str, str]:
@@ -57,7 +58,7 @@ def dtypes(tree: Any) -> dict[str, str]:
     }
 
 
-def train(recipe: amp.Recipe, steps: int = 30) -> tuple[Any, Any, list[float]]:
+def train(recipe: amp.Recipe) -> tuple[Any, Any, list[float]]:
     """Trains the model as the README does; the same lines for every recipe."""
     apply = recipe.autocast(functools.partial(Model().apply, mutable=["batch_stats"]))
     x, y = data()
@@ -80,7 +81,7 @@ def train(recipe: amp.Recipe, steps: int = 30) -> tuple[Any, Any, list[float]]:
         return optax.apply_updates(params, updates), new, opt_state, loss
 
     losses = []
-    for _ in range(steps):
+    for _ in range(30):
         params, stats, opt_state, loss = step(params, stats, opt_state)
         losses.append(float(loss))
     return params, opt_state, losses
@@ -111,14 +112,36 @@ def test_levels_have_the_properties_of_apex(level, cast, keeps, masters, dynamic
 
 
 @functools.cache
-def f32_losses() -> list[float]:
-    return train(amp.recipe("O0"))[2]
+def trained_in_f32() -> tuple[Any, Any, list[float]]:
+    return train(amp.recipe("O0"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Names in other systems of what is trained below under the first one.
+SAME = {
+    "O0": ("float32",),
+    "O1": ("auto",),
+    "mixed_float16": ("fp16", "fp16_apex"),
+    "bf16": ("mixed_bfloat16",),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_names_of_one_setup_differ_in_the_scaler_alone(name):
+    def setup(name: str) -> dict[str, Any]:
+        fields = dict(vars(amp.recipe(name)))
+        dynamic = fields.pop("loss_scale").dynamic
+        del fields["name"], fields["system"]
+        return fields | {"dynamic": dynamic}
+
+    for other in SAME[name]:
+        assert setup(other) == setup(name)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in sum(SAME.values(), ())])
 def test_every_recipe_trains_with_the_same_lines(name):
-    f32 = f32_losses()
-    params, opt_state, losses = train(amp.recipe(name))
+    f32 = trained_in_f32()[2]
+    result = trained_in_f32() if name == "O0" else train(amp.recipe(name))
+    params, opt_state, losses = result
     assert f32[-1] < 0.2 * f32[0]
     # Weights that are merely rounded are not held to this.
     if name != "O3":
@@ -400,7 +423,7 @@ def test_a_word_in_the_place_of_another_override_is_pointed_at():
 def test_a_recipe_skips_on_all_devices_of_an_axis():
     recipe = amp.recipe("O1", "f16")
     tx = recipe.wrap(optax.sgd(1.0), axis_name="d")
-    update = jax.vmap(tx.update, axis_name="d", in_axes=(0, None))
+    update = jax.jit(jax.vmap(tx.update, axis_name="d", in_axes=(0, None)))
     updates, _ = update(jnp.array([1.0, jnp.nan]), tx.init(jnp.float32(0.0)))
     assert not updates.any()
 
@@ -448,6 +471,7 @@ def test_an_nnx_module_is_trained_with_an_nnx_optimizer(name):
 
     recipe = amp.recipe(name, "bf16")
     original = Layer(nnx.Rngs(0))
+    before = jax.device_get(nnx.to_pure_dict(nnx.state(original)))
     tx = recipe.wrap(optax.sgd(1e-2))
     model, optimizer = recipe.init(tx, original)
     stored = F32 if name == "O1" else BF16
@@ -474,20 +498,9 @@ def test_an_nnx_module_is_trained_with_an_nnx_optimizer(name):
     losses = [float(step(model, optimizer)) for _ in range(20)]
     assert losses[-1] < losses[0]
     assert model.dense.kernel[...].dtype == stored
-
-
-@pytest.mark.parametrize("name", ["O1", "O2"])
-def test_training_an_nnx_module_leaves_the_one_it_was_made_of_alone(name):
-    recipe = amp.recipe(name, "float16")
-    tx = recipe.wrap(optax.sgd(0.1))
-    given = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    before = jax.device_get(nnx.to_pure_dict(nnx.state(given)))
-    with standard():
-        model, optimizer = recipe.init(tx, given)
-        grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-        optimizer.update(model, grads)
-        assert (jax.device_get(model.kernel[...]) != before["kernel"]).all()
-    chex.assert_trees_all_equal(nnx.to_pure_dict(nnx.state(given)), before)
+    assert (model.dense.kernel[...].astype(F32) != before["dense"]["kernel"]).any()
+    # The module that it was made of is left alone.
+    chex.assert_trees_all_equal(nnx.to_pure_dict(nnx.state(original)), before)
 
 
 def test_batch_norm_runs_in_eval_mode_at_o2():
@@ -495,9 +508,10 @@ def test_batch_norm_runs_in_eval_mode_at_o2():
     recipe = amp.recipe("O2", "f16")
     params = recipe.cast_params(variables())
     x, _ = data()
+    apply = Model(train=False).apply
     with standard():
-        found = recipe.autocast(Model(train=False).apply)(params, x)
-    expected = Model(train=False).apply(variables(), x)
+        found = recipe.autocast(apply)(params, x)
+    expected = jax.jit(apply)(variables(), x)
     assert found.dtype == F32
     np.testing.assert_allclose(found, expected, atol=8 * float(jnp.finfo(F16).eps))
 
@@ -559,11 +573,11 @@ def test_outputs_are_cast():
     assert found.dtype == F16
 
 
-@pytest.mark.parametrize("name", ["O1", "O2", "OD", "mixed_float16"])
+@pytest.mark.parametrize("name", ["O2", "OD", "mixed_float16"])
 def test_what_is_not_enabled_is_exactly_float32(name):
     recipe = amp.recipe(name, enabled=False)
-    params, opt_state, losses = train(recipe, 5)
-    expected, _, expected_losses = train(amp.recipe("O0"), 5)
+    params, opt_state, losses = train(recipe)
+    expected, _, expected_losses = trained_in_f32()
     chex.assert_trees_all_equal(params, expected)
     assert losses == expected_losses
     assert amp.loss_scale_of(opt_state).value == 1.0
@@ -580,7 +594,7 @@ def test_several_losses_have_scales_of_their_own():
     params, opt_state = recipe.init(tx, jnp.ones(3))
     losses = (lambda p: jnp.sum(p) * 2, lambda p: jnp.sum(p) * jnp.inf)
     grads = [
-        amp.grad(loss)(params, loss_scale=scale)
+        jax.jit(amp.grad(loss))(params, loss_scale=scale)
         for loss, scale in zip(losses, scales, strict=True)
     ]
     adjusted = [

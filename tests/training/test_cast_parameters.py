@@ -212,7 +212,7 @@ class Boxed(nn.Module):
 
 
 def test_boxes_of_partitioned_parameters_stay():
-    variables = Boxed().init(jax.random.key(0), X)
+    variables = jax.jit(Boxed().init)(jax.random.key(0), X)
     found = amp.cast_params(variables, "bf16")
     assert jax.tree.structure(found) == jax.tree.structure(variables)
     kernel = found["params"]["Dense_0"]["kernel"]
@@ -243,7 +243,7 @@ def test_stacked_layers_of_scan_and_transformed_names_are_known():
             x, _ = scanned()(x, None)
             return nn.jit(nn.LayerNorm)()(nn.remat(nn.LayerNorm)()(x))
 
-    variables = Stack().init(jax.random.key(0), X)
+    variables = jax.jit(Stack().init)(jax.random.key(0), X)
     for path, dtype in dtypes(amp.cast_params(variables, "bf16")["params"]).items():
         assert dtype == (F32 if "LayerNorm" in path else BF16), path
 
@@ -304,7 +304,7 @@ class MyDense(nn.Dense):
 
 def test_modules_made_by_setup_are_known_by_their_class_if_the_model_is_given():
     with jax.numpy_dtype_promotion("standard"):
-        variables = SetUp().init(jax.random.key(0), X)
+        variables = jax.jit(SetUp().init)(jax.random.key(0), X)
     for given in (variables, variables["params"]):
         found = amp.cast_params(given, "bf16", model=SetUp())
         found = dtypes(found.get("params", found))
@@ -319,7 +319,7 @@ def test_modules_made_by_setup_are_known_by_their_class_if_the_model_is_given():
 
 def test_entries_for_classes_find_modules_made_by_setup_if_the_model_is_given():
     with jax.numpy_dtype_promotion("standard"):
-        variables = SetUp().init(jax.random.key(0), X)
+        variables = jax.jit(SetUp().init)(jax.random.key(0), X)
     policy = amp.PolicyMap("bf16", {MyDense: "float32", SetUpInner: "f16"})
     found = amp.cast_params(variables, policy, model=SetUp())
     found = dtypes(found["params"])
@@ -701,7 +701,7 @@ def test_a_class_that_a_linen_tree_does_not_tell_is_warned_about_with_a_remedy()
         def __call__(self, x):
             return nn.Dense(2, name="head")(nn.Dense(3, name="up")(x))
 
-    params = Named().init(jax.random.key(0), jnp.ones((1, 4)))
+    params = jax.jit(Named().init)(jax.random.key(0), jnp.ones((1, 4)))
     policy = "p=bf16,c=bf16,o=f32"
     by_class = amp.PolicyMap(policy, {nn.Dense: "float32"})
     with pytest.warns(UserWarning, match=r"Dense matched no module.*give a glob such"):

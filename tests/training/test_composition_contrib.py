@@ -295,10 +295,10 @@ def test_a_line_search_goes_on_from_the_value_and_gradient_in_the_wrapped_state(
     value_and_grad = optax.value_and_grad_from_state(fn)
 
     def descend(tx, params, bad):
-        @functools.partial(jax.jit, static_argnames="bad")
-        def step(params, state, bad):
+        @jax.jit
+        def step(params, state, factor):
             value, gradient = value_and_grad(params, state=state)
-            gradient = gradient * jnp.nan if bad else gradient
+            gradient = gradient * factor
             updates, state = tx.update(
                 gradient, state, params, value=value, grad=gradient, value_fn=fn
             )
@@ -306,7 +306,8 @@ def test_a_line_search_goes_on_from_the_value_and_gradient_in_the_wrapped_state(
 
         state, values = tx.init(params), []
         for is_bad in bad:
-            params, state, value = step(params, state, is_bad)
+            factor = np.float32(np.nan if is_bad else 1.0)
+            params, state, value = step(params, state, factor)
             values.append(float(value))
         return params, state, values
 

@@ -148,11 +148,8 @@ def test_a_gradient_is_the_sum_of_thousands_of_uses(uses, dtype):
 
 
 def test_a_gradient_is_the_sum_of_uses_that_are_written_out():
-    near(
-        amp.grad(lambda w: unrolled(w, 512))(full("bfloat16", 3)),
-        np.ones(3),
-        "bfloat16",
-    )
+    gradient = jax.jit(amp.grad(lambda w: unrolled(w, 320)))
+    near(gradient(full("bfloat16", 3)), np.ones(3), "bfloat16")
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -381,8 +378,9 @@ class Net(nnx.Module):
         return self.linear(x)
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "jit"), [("bfloat16", False), ("float16", True)], ids=["eager", "jit"]
+)
 def test_an_nnx_module_sums_in_f32_and_keeps_what_it_wrote(dtype, jit):
     def loss(net, xs):
         y = net(xs[0])
@@ -410,8 +408,8 @@ def test_an_nnx_module_sums_in_f32_and_keeps_what_it_wrote(dtype, jit):
 
 def test_linen_variables_are_differentiated_in_f32():
     model = nn.Dense(8, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
-    variables = model.init(jax.random.key(0), ONES[0])
+    variables = jax.jit(model.init)(jax.random.key(0), ONES[0])
     loss = lambda v, x: total(model.apply(v, x.reshape(-1, 8))) / ROWS  # noqa: E731
     x = jnp.ones((ROWS, 8), jnp.bfloat16)
-    gradients = amp.grad(loss)(variables, x)["params"]
+    gradients = jax.jit(amp.grad(loss))(variables, x)["params"]
     near(gradients["bias"], np.ones(8), "bfloat16")

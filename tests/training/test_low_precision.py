@@ -25,7 +25,7 @@ from jmp_amp.training.rounding import random_seeds
 from jmp_amp.training.state_codes import CODES, Bfloat16Code, Float8Code, decoded
 from tests import kept
 from tests.training import moments_on_digits
-from tests.training.wrappers import CODING, F32, KEY, gradients_at, kinds
+from tests.training.wrappers import CODING, F32, KEY, gradients_at, kinds, stepper
 
 (SEEDS,) = random_seeds(KEY, 0, 1)
 OPTIMIZERS = {
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 def parameters() -> dict[str, jax.Array]:
     rng = np.random.default_rng(0)
-    shapes = {"w": (32, 64), "odd": (37, 45), "b": (64,)}
+    shapes = {"w": (32, 64), "b": (45,)}
     return {
         name: jnp.asarray(rng.standard_normal(shape), F32)
         for name, shape in shapes.items()
@@ -62,19 +62,24 @@ def codes_of(tree: Any) -> list[Any]:
     return [node for node in nodes if isinstance(node, CODES)]
 
 
-def after_steps(tx: Any, params: Any, steps: int) -> tuple[Any, Any]:
-    @jax.jit
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = tx.init(params)
+def after_steps(step: Any, params: Any, state: Any, steps: int) -> tuple[Any, Any]:
     for index in range(steps):
         params, state = step(params, state, gradients_at(index, params))
     return params, state
 
 
 # Codes
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def encoded(kind: Any, numbers: Any, seeds: Any = None) -> Any:
+    return kind.encoded(numbers, seeds)
+
+
+@jax.jit
+def decoded_and_again(code: Any, seeds: Any = None) -> Any:
+    numbers = code.decoded()
+    return numbers, type(code).encoded(numbers, seeds)
 
 
 def numbers_of_blocks() -> np.ndarray:
@@ -109,40 +114,34 @@ def in_numpy(block: np.ndarray) -> tuple[np.ndarray, float]:
     return scaled.astype(dtype).view(np.uint8), -scale if signed else scale
 
 
-@pytest.mark.parametrize("jit", [False, True])
-def test_codes_and_scales_are_those_of_numpy(jit):
+def test_codes_and_scales_are_those_of_numpy():
     numbers = numbers_of_blocks()
-    encode = jax.jit(Float8Code.encoded) if jit else Float8Code.encoded
-    code = encode(jnp.asarray(numbers))
     expected = [in_numpy(numbers[at : at + 256]) for at in range(0, numbers.size, 256)]
-    np.testing.assert_array_equal(code.scales, [scale for _, scale in expected])
-    np.testing.assert_array_equal(
-        code.codes, np.concatenate([codes for codes, _ in expected])
-    )
+    for code in (
+        Float8Code.encoded(jnp.asarray(numbers)),
+        encoded(Float8Code, numbers),
+    ):
+        np.testing.assert_array_equal(code.scales, [scale for _, scale in expected])
+        np.testing.assert_array_equal(
+            code.codes, np.concatenate([codes for codes, _ in expected])
+        )
 
 
-@pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("seeds", [None, SEEDS], ids=["nearest", "random"])
-def test_what_is_decoded_and_not_changed_has_the_same_bits(seeds, jit):
-    numbers = jnp.asarray(numbers_of_blocks())
+def test_what_is_decoded_and_not_changed_has_the_same_bits(seeds):
     for kind in CODES:
-
-        def again(code: Any, seeds: Any, kind: Any = kind) -> Any:
-            return kind.encoded(code.decoded(), seeds)
-
-        code = kind.encoded(numbers, seeds)
+        code = encoded(kind, numbers_of_blocks(), seeds)
         for other in [None, *random_seeds(KEY, 1, 1)]:
-            found = (jax.jit(again) if jit else again)(code, other)
-            chex.assert_trees_all_equal(found, code)
+            chex.assert_trees_all_equal(decoded_and_again(code, other)[1], code)
 
 
 @pytest.mark.parametrize("seeds", [None, SEEDS], ids=["nearest", "random"])
-@pytest.mark.parametrize("size", [1, 255, 256, 257, 1000])
+@pytest.mark.parametrize("size", [1, 256, 257])
 def test_an_error_is_at_most_a_place_of_the_number_or_of_the_block(size, seeds):
     rng = np.random.default_rng(size)
     numbers = rng.standard_normal(size).astype(F32)
     numbers[::256] = -3
-    found = np.asarray(Float8Code.encoded(jnp.asarray(numbers), seeds).decoded())
+    found = np.asarray(decoded_and_again(encoded(Float8Code, numbers, seeds))[0])
     # e4m3: 3 bits of mantissa, and 2**-9 steps below; its end is 448.
     place = np.maximum(np.abs(numbers) / 8, 2.0**-9 / 224 * np.abs(numbers).max())
     assert (np.abs(found - numbers) <= place * (0.5 if seeds is None else 1)).all()
@@ -155,7 +154,8 @@ def test_rounding_at_random_is_unbiased(kind, number, sign):
     draws = 100 * 255
     numbers = np.full((100, 256), sign * number, F32)
     numbers[:, 0] = sign
-    found = np.float64(kind.encoded(jnp.asarray(numbers), SEEDS).decoded()[:, 1:])
+    code = encoded(kind, numbers, SEEDS)
+    found = np.float64(decoded_and_again(code)[0])[:, 1:]
     low, high = found.min(), found.max()
     if sign * number == np.float32(-1.1e-6) and kind is Float8Code:
         # Half a subnormal step of e4m3 around zero.
@@ -171,12 +171,12 @@ def test_a_block_that_is_not_finite_is_nan_and_leaves_the_others_alone():
     numbers = np.ones((3, 256), F32)
     numbers[0, 3], numbers[1, 4] = np.inf, np.nan
     for seeds in [None, SEEDS]:
-        code = Float8Code.encoded(jnp.asarray(numbers), seeds)
-        found = np.asarray(code.decoded())
+        code = encoded(Float8Code, numbers, seeds)
+        found, again = decoded_and_again(code, seeds)
         assert np.isnan(found[:2]).all()
         np.testing.assert_array_equal(found[2], 1)
         np.testing.assert_array_equal(np.isnan(code.scales), [[True], [True], [False]])
-        chex.assert_trees_all_equal(Float8Code.encoded(code.decoded(), seeds), code)
+        chex.assert_trees_all_equal(again, code)
 
 
 @pytest.mark.parametrize("seeds", [None, SEEDS], ids=["nearest", "random"])
@@ -184,18 +184,19 @@ def test_a_block_that_is_not_finite_is_nan_and_leaves_the_others_alone():
 def test_numbers_at_both_ends_of_float32_stay_finite_and_keep_their_bits(sign, seeds):
     end = np.finfo(np.float32).max
     for number in [end, end / 1.01, 1e-37, 2.0**-126, 1e-39]:
-        numbers = jnp.full(256, sign * np.float32(number))
-        code = Float8Code.encoded(numbers, seeds)
-        assert jnp.isfinite(code.decoded()).all()
-        chex.assert_trees_all_equal(Float8Code.encoded(code.decoded(), seeds), code)
+        code = encoded(Float8Code, np.full(256, sign * np.float32(number)), seeds)
+        found, again = decoded_and_again(code, seeds)
+        assert np.isfinite(found).all()
+        chex.assert_trees_all_equal(again, code)
 
 
 def test_a_minus_zero_does_not_change_the_format_of_a_block():
     numbers = np.float32([1.125, -1e-9] + [0.0] * 254)
-    code = Float8Code.encoded(jnp.asarray(numbers))
+    code = encoded(Float8Code, numbers)
     assert code.scales[0] < 0
-    np.testing.assert_array_equal(code.decoded()[:2], [1.125, 0])
-    chex.assert_trees_all_equal(Float8Code.encoded(code.decoded()), code)
+    found, again = decoded_and_again(code)
+    np.testing.assert_array_equal(found[:2], [1.125, 0])
+    chex.assert_trees_all_equal(again, code)
 
 
 def test_bfloat16_to_nearest_is_a_cast():
@@ -214,8 +215,8 @@ def test_bfloat16_to_nearest_is_a_cast():
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (i % 3 > 0))
-        for i, name in enumerate(OPTIMIZERS)
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "rmsprop"))
+        for name in OPTIMIZERS
     ],
 )
 def test_updates_are_those_of_the_optimizer_on_the_decoded_state(name):
@@ -275,14 +276,18 @@ def test_weights_in_the_state_stay_in_float32():
     tx = low(optax.contrib.schedule_free_adamw(1e-2), "float8")
     state = tx.init(params)
     chex.assert_trees_all_equal(state.inner_state.z, params)
-    assert len(codes_of(state)) == 3
+    assert len(codes_of(state)) == 2
 
 
 @pytest.mark.parametrize(("way", "bound"), [("bfloat16", 0.51), ("float8", 0.26)])
 def test_bytes_of_moments(way, bound):
-    params = {"w": jnp.ones((512, 512)), "odd": jnp.ones((333, 111))}
+    shapes = {"w": (512, 512), "odd": (333, 111)}
+    params = {name: jax.ShapeDtypeStruct(s, F32) for name, s in shapes.items()}
     sizes = [
-        sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(params)))
+        sum(
+            leaf.size * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(jax.eval_shape(tx.init, params))
+        )
         for tx in (low(optax.adamw(1e-3), way), optax.adamw(1e-3))
     ]
     assert sizes[0] <= bound * sizes[1]
@@ -303,7 +308,7 @@ def composed(place: str, way: str) -> Any:
         return optax.MultiSteps(low(adam, way), 2)
     if place == "partition":
         parts = {"a": low(adam, way), "b": low(optax.sgd(0.1, momentum=0.9), way)}
-        return optax.partition(parts, {"w": "a", "odd": "b", "b": "b"})
+        return optax.partition(parts, {"w": "a", "b": "b"})
     if place == "inject outside":
         return optax.inject_hyperparams(lambda rate: low(optax.adamw(rate), way))(
             rate=1e-2
@@ -359,19 +364,18 @@ def test_optax_can_map_over_the_codes():
     assert mapped.inner_state[0].count == 0
 
 
-@pytest.mark.parametrize("way", ["float8 at random"])
-def test_orbax_restores_a_run_at_the_same_bits(way, tmp_path):
-    tx, params = low(optax.adamw(1e-2), way), parameters()
-    params, state = after_steps(tx, params, 2)
+def test_orbax_restores_a_run_at_the_same_bits(tmp_path):
+    tx, params = low(optax.adamw(1e-2), "float8 at random"), parameters()
+    step = stepper(tx)
+    params, state = after_steps(step, params, tx.init(params), 2)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
         found = checkpointer.restore(tmp_path / "state", tx.init(params))
     chex.assert_trees_all_equal(found, state)
     assert kinds(found) == kinds(state)
-    grads, update = gradients_at(9, params), jax.jit(tx.update)
     chex.assert_trees_all_equal(
-        update(grads, found, params), update(grads, state, params)
+        after_steps(step, params, found, 1), after_steps(step, params, state, 1)
     )
 
 
@@ -379,7 +383,7 @@ def test_orbax_restores_a_run_at_the_same_bits(way, tmp_path):
 def test_checkpoints_get_float32_and_hand_it_back(way):
     inner, params = optax.adamw(1e-2), parameters()
     tx = amp.with_loss_scale(low(inner, way), amp.no_loss_scale())
-    _, state = after_steps(tx, params, 2)
+    _, state = after_steps(stepper(tx), params, tx.init(params), 2)
     exported = amp.export_opt_state(state)
     assert kinds(exported) == kinds(inner.init(params))
     chex.assert_trees_all_equal(exported, decoded(state.inner_state.inner_state))
@@ -389,7 +393,7 @@ def test_checkpoints_get_float32_and_hand_it_back(way):
         back.inner_state.inner_state, state.inner_state.inner_state
     )
     # And from a run in float32.
-    _, plain = after_steps(inner, params, 2)
+    _, plain = after_steps(stepper(inner), params, inner.init(params), 2)
     found = amp.export_opt_state(amp.import_opt_state(tx.init(params), plain))
     place = 2.0**-3 if "float8" in way else 2.0**-8
     for mine, theirs in zip(found[0].nu.values(), plain[0].nu.values(), strict=True):
@@ -398,9 +402,10 @@ def test_checkpoints_get_float32_and_hand_it_back(way):
 
 def test_an_nnx_optimizer_is_exported_too():
     model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
-    plain = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-    mine = nnx.Optimizer(model, low(optax.adam(1e-2), "float8"), wrt=nnx.Param)
-    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    tx = optax.sgd(1e-2, momentum=0.9)
+    plain = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    mine = nnx.Optimizer(model, low(tx, "float8"), wrt=nnx.Param)
+    grads = jax.tree.map(np.ones_like, nnx.state(model, nnx.Param))
     for _ in range(2):
         mine.update(model, grads)
     exported = amp.export_opt_state(mine.opt_state)
@@ -410,8 +415,13 @@ def test_an_nnx_optimizer_is_exported_too():
     chex.assert_trees_all_equal(nnx.as_pure(back), nnx.as_pure(mine.opt_state))
 
 
-@pytest.mark.parametrize("way", ["float8", "float8 at random"])
-@pytest.mark.parametrize("spec", [PartitionSpec("d"), PartitionSpec(None, "d")])
+@pytest.mark.parametrize(
+    ("way", "spec"),
+    [
+        ("float8", PartitionSpec("d")),
+        ("float8 at random", PartitionSpec(None, "d")),
+    ],
+)
 def test_codes_are_sharded_as_their_parameter(way, spec):
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
     sharding = NamedSharding(mesh, spec)
@@ -431,17 +441,18 @@ def test_codes_are_sharded_as_their_parameter(way, spec):
 
 
 @pytest.mark.parametrize("way", ["float8", "float8 at random"])
-@pytest.mark.parametrize("size", [1e-3, 1e-4, 1e-5])
-def test_a_small_gradient_beside_large_ones_does_not_make_a_large_step(way, size):
+def test_a_small_gradient_beside_large_ones_does_not_make_a_large_step(way):
     # Its second moment is size**2 of that of its block: in fp8 it would be zero.
-    params = jnp.zeros((4, 64))
-    grads = jnp.ones((4, 64)).at[1].set(size).at[2].set(-size)
-    tx = low(optax.adam(1.0), way)
-    state, plain = tx.init(params), optax.adam(1.0).init(params)
+    params, grads = np.zeros((3, 4, 64), F32), np.ones((3, 4, 64), F32)
+    for block, size in zip(grads, [1e-3, 1e-4, 1e-5], strict=True):
+        block[1], block[2] = size, -size
+    tx, inner = low(optax.adam(1.0), way), optax.adam(1.0)
+    update, update_plain = jax.jit(tx.update), jax.jit(inner.update)
+    state, plain = tx.init(params), inner.init(params)
     for _ in range(3):
-        updates, state = tx.update(grads, state, params)
-        expected, plain = optax.adam(1.0).update(grads, plain, params)
-    assert (jnp.abs(updates) <= 2 * jnp.abs(expected)).all()
+        updates, state = update(grads, state, params)
+        expected, plain = update_plain(grads, plain, params)
+    assert (np.abs(updates) <= 2 * np.abs(expected)).all()
 
 
 @pytest.mark.parametrize("way", ["bfloat16 at random", "float8"])

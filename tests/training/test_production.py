@@ -49,19 +49,20 @@ def optimizer() -> optax.GradientTransformation:
         return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 
 
-def batch(step: int) -> tuple[jax.Array, jax.Array]:
+def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(step)
     x = rng.standard_normal((16, 16)).astype(np.float32)
-    return jnp.asarray(x), jnp.asarray(x[:, :8] * 2 - 1)
+    return x, x[:, :8] * 2 - 1
 
 
+@functools.cache
 def original() -> Any:
-    return Model().init(jax.random.key(0), batch(0)[0])
+    return jax.jit(Model().init)(jax.random.key(0), batch(0)[0])
 
 
 @functools.cache
 def setup(storage: str, policy: str, static_scale: float | None) -> Any:
-    """The optimizer and the jitted step, compiled once for all runs with them.
+    """The optimizer, the jitted step, and what a run begins with, for all runs.
 
     The step adds `fault`, a tree like the parameters, to the gradients.
     """
@@ -101,7 +102,10 @@ def setup(storage: str, policy: str, static_scale: float | None) -> Any:
             state,
         )
 
-    return tx, step
+    params, stats = original()["params"], original()["batch_stats"]
+    params = params if storage == "float32" else half(params)
+    with standard():
+        return tx, step, (params, stats, params, tx.init(params))
 
 
 class Run:
@@ -113,13 +117,7 @@ class Run:
         policy: str = "mixed_bfloat16",
         static_scale: float | None = None,
     ):
-        self.tx, self.step = setup(storage, policy, static_scale)
-        variables = original()
-        params, self.stats = variables["params"], variables["batch_stats"]
-        self.params = params if storage == "float32" else half(params)
-        self.average = jax.tree.map(jnp.copy, self.params)
-        with standard():
-            self.state = self.tx.init(self.params)
+        self.tx, self.step, self.carry = setup(storage, policy, static_scale)
 
     @property
     def carry(self) -> Any:
@@ -129,12 +127,10 @@ class Run:
     def carry(self, carry: Any) -> None:
         self.params, self.stats, self.average, self.state = carry
 
-    def no_fault(self) -> Any:
-        return jax.tree.map(lambda p: jnp.zeros(p.shape), self.params)
-
-    def train(self, steps: range) -> Run:
+    def train(self, steps: range, fault: float = 0.0) -> Run:
+        added = jax.tree.map(lambda p: np.full(p.shape, fault, np.float32), self.params)
         for index in steps:
-            self.carry = self.step(self.carry, batch(index), self.no_fault())
+            self.carry = self.step(self.carry, batch(index), added)
         return self
 
 
@@ -251,7 +247,8 @@ def test_a_float32_run_goes_on_with_half_weights():
     f32 = Run("float32", static_scale=1.0).train(range(6))
     plain_state = amp.export_opt_state(f32.state)
     with standard():
-        chex.assert_trees_all_equal_structs(plain_state, plain_tx.init(f32.params))
+        first = jax.eval_shape(plain_tx.init, f32.params)
+        chex.assert_trees_all_equal_structs(plain_state, first)
     for storage in ("masters", "kahan", "stochastic"):
         mixed = Run(storage)
         params = half(f32.params)
@@ -276,19 +273,22 @@ def test_a_float32_run_goes_on_with_half_weights():
 def test_a_mixed_run_goes_on_in_float32(storage):
     mixed = Run(storage).train(range(6))
     exported = amp.export_params(mixed.params, mixed.state)
-    assert_same(jax.tree.map(jnp.copy, half(exported)), mixed.params)
+    assert_same(half(exported), mixed.params)
     assert {leaf.dtype for leaf in jax.tree.leaves(exported)} == {jnp.dtype("float32")}
     state = amp.export_opt_state(mixed.state)
     tx = optimizer()
+
+    @functools.partial(jax.jit, static_argnums=0)
+    @standard()
+    def step(tx: Any, params: Any, state: Any) -> Any:
+        updates, state = tx.update(exported, state, params)
+        return optax.apply_updates(params, updates), state
+
     with standard():
-        chex.assert_trees_all_equal_structs(state, tx.init(exported))
-        updates, _ = jax.jit(tx.update)(exported, state, exported)
+        chex.assert_trees_all_equal_structs(state, jax.eval_shape(tx.init, exported))
     # And what f32 does next is what the mixed run does next.
-    with standard():
-        update = jax.jit(mixed.tx.update)
-        mixed_updates, after = update(exported, mixed.state, mixed.params)
-        params = optax.apply_updates(mixed.params, mixed_updates)
-        expected = optax.apply_updates(exported, updates)
+    expected, _ = step(tx, exported, state)
+    params, after = step(mixed.tx, mixed.params, mixed.state)
     found = amp.export_params(params, after)
     chex.assert_trees_all_close(found, expected, rtol=2.0**-22, atol=2.0**-30)
 
@@ -341,20 +341,20 @@ def faults(seed: int, steps: int, share: float, like: Any) -> list[Any]:
         if rng.random() < share:
             leaf = rng.choice(np.array(jax.tree.leaves(tree), object))
             leaf.flat[rng.integers(leaf.size)] = rng.choice([np.nan, np.inf, -np.inf])
-        found.append(jax.tree.map(jnp.asarray, tree))
+        found.append(tree)
     return found
 
 
 @pytest.mark.parametrize("devices", [1, 8])
 @each_storage
 def test_a_run_with_faults_equals_the_run_over_its_clean_steps(storage, devices):
-    steps = 40
+    steps = 16
     faulty, clean = on_mesh(Run(storage), devices), on_mesh(Run(storage), devices)
     clean.train(range(1))
     faulty.train(range(1))
     compiled = faulty.step._cache_size()
     skipped = 0
-    for index, fault in enumerate(faults(3, steps, 0.1, faulty.params)):
+    for index, fault in enumerate(faults(3, steps, 0.2, faulty.params)):
         if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(fault)):
             skipped += 1
         else:
@@ -374,7 +374,7 @@ def test_float16_with_faults_equals_its_clean_steps_at_one_scale():
     faulty, clean = (
         Run("masters", "mixed_float16", static_scale=2.0**10) for _ in range(2)
     )
-    for index, fault in enumerate(faults(5, 30, 0.2, faulty.params)):
+    for index, fault in enumerate(faults(5, 16, 0.3, faulty.params)):
         if all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(fault)):
             clean.carry = clean.step(clean.carry, batch(index), fault)
         faulty.carry = faulty.step(faulty.carry, batch(index), fault)
@@ -387,11 +387,7 @@ def test_float16_with_faults_equals_its_clean_steps_at_one_scale():
 
 def test_check_scale_tells_when_the_last_finite_step_was():
     run = Run()
-    bad = jax.tree.map(lambda p: jnp.full(p.shape, jnp.nan), run.params)
-    for index in range(3):
-        run.carry = run.step(run.carry, batch(index), run.no_fault())
-    for index in range(4):
-        run.carry = run.step(run.carry, batch(index), bad)
+    run.train(range(3)).train(range(4), fault=np.nan)
     amp.check_scale(run.state, 4)
     message = (
         r"4 steps in a row .*4 skipped and 3 applied in all, the last finite step was "
@@ -402,8 +398,6 @@ def test_check_scale_tells_when_the_last_finite_step_was():
 
 
 def test_check_scale_says_if_no_step_was_finite():
-    run = Run()
-    bad = jax.tree.map(lambda p: jnp.full(p.shape, jnp.nan), run.params)
-    run.carry = run.step(run.carry, batch(0), bad)
+    run = Run().train(range(1), fault=np.nan)
     with pytest.raises(FloatingPointError, match="applied in all, none was finite"):
         amp.check_scale(run.state, 0)

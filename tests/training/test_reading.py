@@ -53,12 +53,14 @@ def stepped(inner, grads, jit):
         return update(grads, tx.init(PARAMS), PARAMS)
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("inner", FROZEN.values(), ids=FROZEN)
-def test_a_frozen_part_that_is_not_finite_stops_nothing(inner, jit):
+@pytest.mark.parametrize(
+    ("name", "jit"), [*((name, True) for name in FROZEN), ("partition", False)]
+)
+def test_a_frozen_part_that_is_not_finite_stops_nothing(name, jit):
+    inner = FROZEN[name]
     found, state = stepped(inner, gradients(frozen=jnp.nan), jit)
     assert amp.last_step_finite(state) and amp.loss_scale_of(state).value == 1024.0
-    expected, _ = inner.update(gradients(), inner.init(PARAMS), PARAMS)
+    expected, _ = jax.jit(inner.update)(gradients(), inner.init(PARAMS), PARAMS)
     np.testing.assert_allclose(found["body"], expected["body"], rtol=1e-6)
     np.testing.assert_array_equal(found["frozen"], jnp.zeros(4))
 
@@ -71,10 +73,11 @@ def test_a_trained_part_that_is_not_finite_is_skipped(inner, jit):
     np.testing.assert_array_equal(found["body"], jnp.zeros((2, 3)))
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("inner", READ.values(), ids=READ)
-def test_what_the_optimizer_reads_skips_the_step(inner, jit):
-    found, state = stepped(inner, gradients(frozen=jnp.nan), jit)
+@pytest.mark.parametrize(
+    ("name", "jit"), [*((name, True) for name in READ), ("trained", False)]
+)
+def test_what_the_optimizer_reads_skips_the_step(name, jit):
+    found, state = stepped(READ[name], gradients(frozen=jnp.nan), jit)
     assert not amp.last_step_finite(state)
     assert all(not leaf.any() for leaf in jax.tree.leaves(found))
 
@@ -114,12 +117,10 @@ def per_example(norm):
     )
 
 
-@pytest.mark.parametrize("jit", [False, True])
-def test_gradients_of_single_examples_are_clipped_and_summed(jit):
-    examples = jax.tree.map(
-        lambda x: jax.random.normal(jax.random.key(x.size), (5, *x.shape)), PARAMS
-    )
-    found, state = stepped(per_example(0.5), examples, jit)
+def test_gradients_of_single_examples_are_clipped_and_summed():
+    draw = np.random.default_rng(0).standard_normal
+    examples = jax.tree.map(lambda x: draw((5, *x.shape), np.float32), PARAMS)
+    found, state = stepped(per_example(0.5), examples, jit=True)
     flat = np.concatenate(
         [np.asarray(leaf, np.float64).reshape(5, -1) for leaf in examples.values()], 1
     )
@@ -128,8 +129,9 @@ def test_gradients_of_single_examples_are_clipped_and_summed(jit):
     ours = np.concatenate([np.ravel(leaf) for leaf in found.values()])
     np.testing.assert_allclose(ours, -mean, rtol=1e-5)
     assert amp.last_step_finite(state)
-    bad = examples | {"frozen": examples["frozen"].at[3].set(jnp.nan)}
-    assert not amp.last_step_finite(stepped(per_example(0.5), bad, jit)[1])
+    examples["frozen"][3] = np.nan
+    _, state = stepped(per_example(0.5), examples, jit=True)
+    assert not amp.last_step_finite(state)
 
 
 @pytest.mark.parametrize("inner", [optax.sgd(0.1), optax.sgd(0.1, 0.9)])
@@ -146,10 +148,10 @@ def test_a_batch_that_nothing_reduces_is_refused(inner):
 
 def test_check_scale_names_what_is_not_finite():
     tx = optax.MultiSteps(amp.with_loss_scale(optax.sgd(0.1), amp.no_loss_scale()), 2)
-    state = tx.init(PARAMS)
+    state, update = tx.init(PARAMS), jax.jit(tx.update)
     for _ in range(4):
         with jax.numpy_dtype_promotion("standard"):
-            _, state = tx.update(gradients(body=jnp.nan), state, PARAMS)
+            _, state = update(gradients(body=jnp.nan), state, PARAMS)
     with pytest.raises(FloatingPointError, match=r"is \.acc_grads\['body'\]\. "):
         amp.check_scale(state, 0)
 
@@ -177,5 +179,5 @@ def test_replicas_agree():
     body = jnp.stack([PARAMS["body"], jnp.full((2, 3), jnp.inf)])
     grads = {"body": body, "frozen": jnp.full((2, 4), jnp.nan)}
     step = functools.partial(tx.update, state=tx.init(PARAMS), params=PARAMS)
-    _, state = jax.vmap(step, axis_name="replica")(grads)
+    _, state = jax.jit(jax.vmap(step, axis_name="replica"))(grads)
     assert not state.last_finite.any()

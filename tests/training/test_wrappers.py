@@ -91,28 +91,29 @@ def all_but_counters(state: Any) -> dict[str, Any]:
 
 @functools.cache
 def compiled(name: str) -> Any:
-    """A wrapped optimizer, its step, and a list that grows when it is traced."""
+    """A first state, a step, and a list that grows when the step is traced."""
     tx, traces = EVERYWHERE[name](optax.adamw(1e-2)), []
 
     def step(*args: Any) -> Any:
         traces.append(name)
         return stepper(tx)(*args)
 
-    return tx, jax.jit(step), traces
+    return tx.init(first(name)), jax.jit(step), traces
 
 
 @pytest.mark.parametrize("name", SKIPPING | ALL_IN_ONE)
 def test_a_poisoned_run_equals_the_run_over_its_clean_steps(name):
-    tx, step, traces = compiled(name)
+    begun, step, traces = compiled(name)
 
     def run(poisoned: set[int]) -> Any:
-        params = first(name)
-        state = tx.init(params)
+        params, state = first(name), begun
         for index in range(5):
             gradients = gradients_at(index, params)
             if index in poisoned:
                 leaf = "b" if index == 3 else "w"
-                bad = gradients | {leaf: gradients[leaf].at[index - 1].set(jnp.nan)}
+                spoiled = np.array(gradients[leaf])
+                spoiled[index - 1] = np.nan
+                bad = gradients | {leaf: spoiled}
                 before = params, all_but_counters(state)
                 params, state = step(params, state, bad)
                 # Every leaf: moments, counts, digits, codes, random bits.
@@ -136,13 +137,13 @@ def test_a_poisoned_run_equals_the_run_over_its_clean_steps(name):
 
 @pytest.mark.parametrize("name", SKIPPING | ALL_IN_ONE)
 def test_a_checkpoint_restores_every_field(name):
-    (tx, step, _), params = compiled(name), first(name)
-    params, state = step(params, tx.init(params), gradients_at(0, params))
-    bad = jax.tree.map(lambda leaf: leaf * jnp.nan, params)
+    (begun, step, _), params = compiled(name), first(name)
+    params, state = step(params, begun, gradients_at(0, params))
+    bad = jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), params)
     params, state = step(params, state, bad)
     saved, gradients = serialization.to_bytes(state), gradients_at(1, params)
     for found in (
-        serialization.from_bytes(tx.init(params), saved),
+        serialization.from_bytes(begun, saved),
         pickle.loads(pickle.dumps(state)),
     ):
         chex.assert_trees_all_equal(found, state)
@@ -150,19 +151,19 @@ def test_a_checkpoint_restores_every_field(name):
         chex.assert_trees_all_equal(resumed, expected)
 
 
-@pytest.mark.parametrize("name", EVERYWHERE)
+# Around a loss scale and in one, the poisoned runs are traced once.
+@each_wrapper
 def test_a_state_keeps_its_type_in_scan(name):
-    tx, params = EVERYWHERE[name](optax.adamw(1e-2)), first(name)
-    state, gradients = tx.init(params), gradients_at(0, params)
-    step = stepper(tx)
+    tx, params = WRAPPERS[name](optax.adamw(1e-2)), first(name)
+    gradients, step = gradients_at(0, params), stepper(tx)
 
-    def scanned(carry: Any) -> Any:
+    def scanned(params: Any) -> Any:
         # It refuses a carry that changes its type.
         steps = lambda carry, _: (step(*carry, gradients), None)  # noqa: E731
-        return jax.lax.scan(steps, carry, length=3)[0]
+        return jax.lax.scan(steps, (params, tx.init(params)), length=3)[0]
 
-    jax.eval_shape(scanned, (params, state))
-    assert not any(getattr(x, "weak_type", False) for x in jax.tree.leaves(state))
+    states = tx.init(params), jax.eval_shape(scanned, params)[1]
+    assert not any(getattr(x, "weak_type", False) for x in jax.tree.leaves(states))
 
 
 @each_that_stores
@@ -200,7 +201,13 @@ def test_half_parameters_are_optimized_in_float32(name):
             assert {leaf.dtype for leaf in found.values()} == {F32}
 
 
-@pytest.mark.parametrize("name", SCALING | outside_and_inside(STORING) | ALL_IN_ONE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("loss scale", "masters, scale outside", "masters, scale inside"),
+        *("kahan, scale outside", "stochastic, scale inside"),
+    ],
+)
 def test_float16_gradients_too_small_for_adam_are_no_trouble(name):
     # Squared in f16 they are zero, and so is Adam's epsilon.
     tx, params = EVERYWHERE[name](optax.adam(1e-2)), jnp.ones(4, F16)
@@ -211,7 +218,7 @@ def test_float16_gradients_too_small_for_adam_are_no_trouble(name):
 
 @pytest.mark.parametrize("name", SCALING | STORING)
 def test_leaves_that_are_not_trained_take_no_part(name):
-    tx = WRAPPERS[name](optax.adam(0.5))
+    tx = WRAPPERS[name](optax.sgd(0.5, momentum=0.9))
     params = {
         "w": jnp.ones(2, BF16),
         "step": jnp.int32(3),
@@ -229,8 +236,7 @@ def test_leaves_that_are_not_trained_take_no_part(name):
     assert not updates["mask"].any()
     assert (updates["fp8"] == 0).all() and updates["fp8"].dtype == params["fp8"].dtype
     assert updates["key"] is params["key"] and updates["frozen"] is None
-    # The first step of Adam is its rate.
-    np.testing.assert_allclose(np.float32(updates["w"]), -0.5, rtol=1e-3)
+    np.testing.assert_array_equal(updates["w"], -0.5)
     # Without what is no array, it compiles.
     del params["key"]
     arrays = {**params, "step": jnp.int32(0)}
@@ -300,7 +306,7 @@ def test_none_in_place_of_an_update_changes_nothing(name, dtype):
     tx = EVERYWHERE[name](inner)
     params = {"a": jnp.ones(2, dtype), "b": {"c": jnp.ones(3, dtype)}}
     grads = {"a": jnp.ones(2), "b": {"c": jnp.full(3, 3.0)}}
-    updates, _ = tx.update(grads, tx.init(params), params)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
     np.testing.assert_array_equal(updates["a"], [0.0, 0.0])
     np.testing.assert_array_equal(updates["b"]["c"], [-3.0, -3.0, -3.0])
 
@@ -382,7 +388,7 @@ def test_an_optimizer_that_changes_its_state_is_refused_by_leaf(name):
         tx = WRAPPERS[name](inner)
         call = "inner changed " if coding else "with_loss_scale: inner changed "
         with pytest.raises((TypeError, ValueError), match=f"{call}.*({message})"):
-            tx.update(params, tx.init(params), params)
+            jax.eval_shape(lambda p, tx=tx: tx.update(p, tx.init(p), p), params)
 
 
 @each_that_stores
@@ -415,9 +421,10 @@ def test_wrapping_twice_is_refused(inside):
     }.get(inside, (CODING["float8"], "LowPrecisionState already"))
     inner = optax.chain(optax.clip(1.0), WRAPPERS[inside](optax.adam(1.0)))
     outers = STORING.values() if inside in STORING else [outer]
+    weights = jax.ShapeDtypeStruct((2,), BF16 if inside in STORING else F32)
     for wrapper in outers:
         with pytest.raises(ValueError, match=message):
-            wrapper(inner).init(jnp.ones(2, BF16 if inside in STORING else F32))
+            jax.eval_shape(wrapper(inner).init, weights)
 
 
 # After a transformation that stores half weights
