@@ -117,9 +117,11 @@ PLANTED: dict[str, tuple] = {
 
 # Each of these is one program.
 TOGETHER = (
-    ["turn of a scan", "branch", "parameter"],
+    ["turn of a scan", "parameter"],
     ["shards"],
-    pytest.param(["vmap", "remat", "custom_jvp", "jitted"], marks=pytest.mark.slow),
+    pytest.param(
+        ["branch", "vmap", "remat", "custom_jvp", "jitted"], marks=pytest.mark.slow
+    ),
 )
 
 
