@@ -149,6 +149,9 @@ def executed(name):
         # The kernel of a reader has none of the settings of the suite.
         ours = ("XLA_FLAGS", "MPLBACKEND", "PYTHONWARNINGS")
         env = {key: value for key, value in os.environ.items() if key not in ours}
+        if name not in TRAIN:
+            # What is compiled here runs a few times: it is not worth optimising.
+            env["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
         client = NotebookClient(
             notebook,
             kernel_manager_class=ThisPython,
@@ -469,6 +472,7 @@ def test_coming_from_trains_alike_by_the_words_of_all_systems():
     assert losses == [losses[-1]] * len(found)
 
 
+@pytest.mark.slow
 def test_coming_from_does_what_the_other_systems_do():
     _, torch, apex, paddle, mindspore, colossalai, keras, jmp, *others = printed_lines(
         "03_coming_from"

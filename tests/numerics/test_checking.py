@@ -42,7 +42,7 @@ def assert_finite(fn, policy, *args, scale=1.0):
 @pytest.mark.parametrize("name", FINITE_ITSELF)
 def test_where_no_entry_keeps_it_finite_the_default_becomes_f32(name):
     fn, policy, args = FINITE_ITSELF[name]
-    assert amp.all_finite(jax.value_and_grad(fn)(*args))
+    assert amp.all_finite(jax.jit(jax.value_and_grad(fn))(*args))
     d = amp.diagnose(fn, policy)(*args)
     assert not d.is_finite and d.policy == amp.PolicyMap("float32")
     assert "the default of d.policy is f32" in d.advice[-1]
@@ -59,7 +59,7 @@ class Quotient(nn.Module):
 
 
 def test_entries_stay_unless_they_are_what_is_not_finite():
-    params = Quotient().init(jax.random.key(0), SMALL)
+    params = jax.jit(Quotient().init)(jax.random.key(0), SMALL)
 
     def loss(params, x):
         return jnp.sum(1 / Quotient().apply(params, x))

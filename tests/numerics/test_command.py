@@ -71,34 +71,26 @@ def project(folder, monkeypatch):
     return "a_model_to_diagnose"
 
 
-def test_a_finite_run_is_status_0_and_is_printed(project, capsys):
-    assert main(["diagnose", f"{project}:loss"]) == 0
+def test_a_finite_run_is_status_0_and_its_sites_are_printed_if_asked(project, capsys):
+    command = ["diagnose", f"{project}:loss"]
+    assert main(command) == 0
     shown = capsys.readouterr()
     assert "loss with p=f32,c=f16,o=f32: value 4" in shown.out and shown.err == ""
     assert "sites" not in shown.out
+    assert main([*command, "--module", "**"]) == 0
+    out = capsys.readouterr().out
+    assert " backward " in out and " forward " in out
 
 
 def test_what_is_not_finite_is_status_1_and_another_policy_mends_it(project, capsys):
     command = ["diagnose", f"{project}:loss", "--args", "large"]
-    assert main(command) == 1
-    assert "value inf" in capsys.readouterr().out
-    mended = [*command, "--policy", "float32", "--module", "no/such"]
-    assert main(mended) == 0
-    assert "'no/such' matches no module" in capsys.readouterr().out
-
-
-def test_json_is_a_diagnosis_that_reads_back(project, capsys):
-    command = ["diagnose", f"{project}:loss", "--args", "large", "--json"]
-    assert main(command) == 1
+    assert main([*command, "--json"]) == 1
     text = capsys.readouterr().out
     assert Diagnosis.from_json(text).value == math.inf
     assert json.loads(text)["is_finite"] is False
-
-
-def test_sites_of_modules_are_printed_when_asked_for(project, capsys):
-    assert main(["diagnose", f"{project}:loss", "--module", "**"]) == 0
-    out = capsys.readouterr().out
-    assert " backward " in out and " forward " in out
+    mended = [*command, "--policy", "float32", "--module", "no/such"]
+    assert main(mended) == 0
+    assert "'no/such' matches no module" in capsys.readouterr().out
 
 
 def test_options_reach_the_diagnosis(project, capsys):

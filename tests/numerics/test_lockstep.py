@@ -73,16 +73,15 @@ def key_bits(x):
     return jax.random.key_data(key(x)).astype(jnp.int32)
 
 
-@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
-def test_what_is_no_float_comes_from_each_site_once(chain):
+def test_what_is_no_float_comes_from_each_site_once():
     def fn(x):
-        made = jax.tree.leaves(chain(x @ x))
+        made = jax.tree.leaves([chain(x @ x) for chain in CHAINS.values()])
         # Of a move is told what it comes from, as it is known.
         return [leaf.reshape(-1, 1) for leaf in made]
 
     operands = errors_of(fn, X).operands
     moved = [keys for (_, cast), keys in operands.items() if cast is None and keys]
-    assert moved
+    assert len(moved) >= len(jax.tree.leaves(jax.eval_shape(fn, X)))
     for keys in operands.values():
         assert max(collections.Counter(keys).values(), default=1) == 1
 
@@ -124,9 +123,9 @@ def test_a_body_in_bodies_is_traced_once(around, monkeypatch):
     monkeypatch.setattr(
         Construct, "run", lambda *args: ran.append(args[1]) or run(*args)
     )
-    errors_of(nested(3, around), X)
+    errors_of(nested(2, around), X)
     # Two branches, or a condition and a body, at each depth; a scan has one.
-    assert sorted(ran) == [0, 0, 0] + [1, 1, 1] * (around is not turns)
+    assert sorted(ran) == [0, 0] + [1, 1] * (around is not turns)
 
 
 def test_errors_count_in_the_turns_that_both_make():

@@ -29,9 +29,10 @@ def test_a_row_that_a_mask_covers_is_told_where_it_becomes_nan():
                 weights = jax.nn.softmax(scores)
             return total + jnp.sum(weights), None
 
-        return jax.lax.scan(turn, jnp.float32(0), allowed)[0]
+        # It has no gradient, so it returns no number.
+        return jax.lax.scan(turn, jnp.float32(0), allowed)[0][None]
 
-    w, x = jnp.ones((5, 6)), jnp.ones((4, 5))
+    w, x = np.ones((5, 6), np.float32), np.ones((4, 5), np.float32)
     d = amp.diagnose(loss, "mixed_float16")(w, x, allowed)
     # No operation makes the infinities of a mask.
     assert d.first_nonfinite is None and jnp.isnan(d.value)

@@ -88,7 +88,7 @@ class Block(nn.Module):
 
 class Stack(nn.Module):
     faults: tuple[int, ...]
-    layers: int = 6
+    layers: int = 4
 
     @nn.compact
     def __call__(self, x, offset):
@@ -98,20 +98,20 @@ class Stack(nn.Module):
 
 
 def linen_loss(model):
-    params = model.init(jax.random.key(0), X, OFFSET)
+    params = jax.jit(model.init)(jax.random.key(0), X, OFFSET)
     return params, lambda params, x, offset: jnp.mean(model.apply(params, x, offset))
 
 
 @pytest.fixture(scope="module")
 def stack():
-    params, loss = linen_loss(Stack((3,)))
+    params, loss = linen_loss(Stack((2,)))
     args = params, X, OFFSET
     return loss, args, amp.tune(loss, max_grad_error=4e-3)(*args)
 
 
-def test_of_six_blocks_the_faulty_one_alone_gets_f32(stack):
+def test_of_four_blocks_the_faulty_one_alone_gets_f32(stack):
     loss, args, tuning = stack
-    assert patterns(tuning) == {"block_3/layer": F32}
+    assert patterns(tuning) == {"block_2/layer": F32}
     assert_meets_its_bound_and_needs_every_entry(tuning, loss, *args)
 
 
@@ -119,13 +119,13 @@ def test_a_tuning_tells_what_each_module_got_and_how_much_error_it_made(stack):
     loss, args, tuning = stack
     paths = set(amp.explain(loss, "mixed_float16")(*args).modules)
     assert set(tuning.modules) <= paths
-    fault = tuning.modules["Stack/block_3/layer"]
+    fault = tuning.modules["Stack/block_2/layer"]
     assert fault.policy == F32 and fault.flops == 2 * 2 * 8**3
     others = [each for each in tuning.modules.values() if each is not fault]
     assert all(fault.sensitivity > 20 * each.sensitivity for each in others)
-    # Of six layers of equal cost one left half precision, forward and backward.
+    # Of four layers of equal cost one left half precision, forward and backward.
     assert tuning.cost_before == 1.0
-    assert tuning.cost == pytest.approx(5 / 6)
+    assert tuning.cost == pytest.approx(3 / 4)
     assert tuning.compilations <= 6 and tuning.is_minimal
     first, last = tuning.steps[0], tuning.steps[-1]
     assert (first.error, first.cost) == (tuning.error_before, 1.0)
@@ -136,9 +136,9 @@ def test_a_tuning_comes_back_from_json_and_reads_as_a_table(stack):
     *_, tuning = stack
     assert amp.Tuning.from_json(tuning.to_json()) == tuning
     assert json.loads(tuning.to_json())["policy"]["policies"] == {
-        "block_3/layer": "p=f32,c=f32,o=f32"
+        "block_2/layer": "p=f32,c=f32,o=f32"
     }
-    assert "block_3/layer" in str(tuning) and "<table>" in tuning._repr_html_()
+    assert "block_2/layer" in str(tuning) and "<table>" in tuning._repr_html_()
 
 
 def test_its_plot_has_a_point_for_each_step_with_the_number_of_the_map(stack):
@@ -157,8 +157,8 @@ def test_its_plot_has_a_point_for_each_step_with_the_number_of_the_map(stack):
             assert each.xy == pytest.approx((100 * step.cost, step.error))
     lines = figure.get_supxlabel().split("\n")
     assert lines[0] == "0: the start"
-    number = tuning.steps.index(next(s for s in tuning.steps if "block_3" in s.policy))
-    assert lines[number].startswith(f"{number}: block_3/layer: p=f32,c=f32,o=f32")
+    number = tuning.steps.index(next(s for s in tuning.steps if "block_2" in s.policy))
+    assert lines[number].startswith(f"{number}: block_2/layer: p=f32,c=f32,o=f32")
 
 
 def test_its_plot_has_a_bar_for_each_module_in_the_colour_of_its_policy(stack):
@@ -435,7 +435,7 @@ def test_of_two_modules_that_would_do_the_cheaper_one_gets_f32():
     """Nobody asks for the gradient of the input: the first has 4 products of 10."""
     model = TwoThatCancel()
     x = jax.random.normal(jax.random.key(102), (32, 16))
-    params = model.init(jax.random.key(2), x)
+    params = jax.jit(model.init)(jax.random.key(2), x)
 
     def loss(params, x):
         return jnp.mean(jnp.square(model.apply(params, x)))
@@ -524,7 +524,7 @@ def test_the_reference_of_what_cast_inputs_marks_is_f32():
     rng = np.random.default_rng(0)
     w, x = (jnp.asarray(rng.standard_normal((n, 8)), jnp.float32) for n in (8, 16))
     tuning = amp.tune(loss, max_grad_error=1e-4)(w, x)
-    exact = np.asarray(jax.grad(loss)(w, x), np.float64)
+    exact = np.asarray(jax.jit(jax.grad(loss))(w, x), np.float64)
 
     def error(policy):
         found = jax.jit(jax.grad(amp.autocast(loss, policy)))(w, x)
@@ -534,7 +534,7 @@ def test_the_reference_of_what_cast_inputs_marks_is_f32():
     assert tuning.error_before == pytest.approx(error("mixed_float16"), rel=0.1)
 
 
-@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("jitted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_reference_is_f32_where_cast_inputs_names_a_dtype(jitted):
     half = amp.cast_inputs(lambda h: jnp.tanh(h @ h), jnp.bfloat16)
     half = jax.jit(half) if jitted else half
@@ -580,8 +580,8 @@ def test_the_reference_of_half_parameters_computes_in_f32():
 
     policy = "p=bf16,c=bf16,o=f32"
     tuning = amp.tune(loss, policy, max_grad_error=0.5)(w, x)
-    wide = [each.astype(jnp.float32) for each in (w, x)]
-    exact = np.asarray(jax.grad(loss)(*wide), np.float64)
+    wide = [np.float32(each) for each in (w, x)]
+    exact = np.asarray(jax.jit(jax.grad(loss))(*wide), np.float64)
     found = jax.jit(jax.grad(amp.autocast(loss, policy)))(w, x).astype(jnp.float32)
     # The gradient is bf16 as its parameter is, that of the reference too.
     error = np.linalg.norm(found - exact) / np.linalg.norm(exact)

@@ -141,7 +141,8 @@ def transformed(
     def loss(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sin(fn(x, y) / 8))
 
-    xs, ys = jnp.stack([x, x + 1]), jnp.stack([y, y - 1], -1)
+    left, right = np.asarray(x), np.asarray(y)
+    xs, ys = np.stack([left, left + 1]), np.stack([right, right - 1], -1)
     both = (0, 1)
     gradient = jax.grad(loss, both)
     if mode == "forward":

@@ -282,15 +282,25 @@ def layer(x, w):
     return jnp.tanh(x @ w / 64)
 
 
+def around_a_region(x, w):
+    return amp.with_policy("mixed_bfloat16")(layer)(layer(x, w), w)
+
+
+@functools.cache
+def gradients_in_f64(is_around):
+    """Those of the test below, where no policy is."""
+    inner = around_a_region if is_around else layer
+    with jax.enable_x64(True):
+        wide = [np.float64(each) for each in arrays(SHAPE, SHAPE)]
+        loss = lambda w, x: jnp.sum(layer(inner(x, w), w) ** 2)  # noqa: E731
+        return jax.device_get(jax.jit(jax.grad(loss, (0, 1)))(*wide))
+
+
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "fp8"])
 @pytest.mark.parametrize("place", ["alone", "in a region", "around a region"])
 def test_a_marked_function_is_planned_as_any_other_on_a_cpu(native, policy, place):
     def loss(mark):
-        def inside(x, w):
-            return amp.with_policy("mixed_bfloat16")(layer)(layer(x, w), w)
-
-        kernel = inside if place == "around a region" else layer
-        marked = mark(kernel)
+        marked = mark(around_a_region if place == "around a region" else layer)
         if place == "in a region":
             marked = amp.with_policy("mixed_float16")(marked)
         return lambda w, x: jnp.sum(layer(marked(x, w), w) ** 2)
@@ -304,10 +314,8 @@ def test_a_marked_function_is_planned_as_any_other_on_a_cpu(native, policy, plac
     made = [e.dtype for e in report.equations if e.operation == "tanh"]
     assert set(made) == {"f32"}
     assert "half precision where" not in str(report.on_cpu)
-    with jax.enable_x64(True):
-        wide = [each.astype(jnp.float64) for each in (w, x)]
-        expected = jax.device_get(jax.grad(loss(lambda fn: fn), (0, 1))(*wide))
-    for found, exact in zip(jax.device_get(step(w, x)), expected, strict=True):
+    expected = gradients_in_f64(place == "around a region")
+    for found, exact in zip(jax.jit(step)(w, x), expected, strict=True):
         error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
         assert error < 4 * float(jnp.finfo(BF16).eps)
 
