@@ -5,6 +5,7 @@ their digits nor their range: here they are stored in bfloat16 or in 8 bits, and
 float32 while the optimizer works.
 """
 
+import functools
 import numbers
 from typing import Any, NamedTuple
 
@@ -194,7 +195,7 @@ def _begun(
         for leaf in jax.tree.leaves(node):
             is_moment = not next(are_weights) and getattr(leaf, "dtype", None) == F32
             if is_moment and leaf.shape in shapes and leaf.size >= least:
-                codes, *scales = jax.jit(kind.encoded)(_unknown(leaf))
+                codes, *scales = _first_code(kind, _unknown(leaf))
                 if not isinstance(leaf, Tracer) and leaf.committed:
                     codes = jax.device_put(codes, leaf.sharding)
                 # In place: each array can be freed before the next is encoded. An nnx
@@ -202,6 +203,12 @@ def _begun(
                 around = jax.tree.structure(node).unflatten
                 nodes[index] = kind(*(around([part]) for part in (codes, *scales)))
     return structure.unflatten(nodes)
+
+
+# At module level: moments of one shape are compiled once, for all optimizers.
+@functools.partial(jax.jit, static_argnums=0)
+def _first_code(kind: type[Code], moment: jax.Array) -> Code:
+    return kind.encoded(moment)
 
 
 def _unknown(leaf: jax.Array) -> jax.Array:

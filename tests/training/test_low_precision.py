@@ -279,6 +279,22 @@ def test_weights_in_the_state_stay_in_float32():
     assert len(codes_of(state)) == 2
 
 
+@pytest.mark.parametrize("kind", CODES)
+def test_first_moments_of_one_shape_are_compiled_once(kind, monkeypatch):
+    encode, seen = kind.encoded, []
+
+    def noted(_, numbers):
+        seen.append(numbers.shape)
+        return encode(numbers)
+
+    monkeypatch.setattr(kind, "encoded", classmethod(noted))
+    way = "float8" if kind is Float8Code else "bfloat16"
+    for _ in range(2):
+        # A shape that no other test has.
+        low(optax.adam(1e-2), way).init([np.ones((41, 103), F32)] * 3)
+    assert seen == [(41, 103)]
+
+
 @pytest.mark.parametrize(("way", "bound"), [("bfloat16", 0.51), ("float8", 0.26)])
 def test_bytes_of_moments(way, bound):
     shapes = {"w": (512, 512), "odd": (333, 111)}
