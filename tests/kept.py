@@ -166,7 +166,7 @@ def _read(file: Path) -> dict[str, Any]:
     return _parsed(file.read_text()) if file.exists() else NOTHING
 
 
-# What is kept is asked for a thousand times.
+# What is kept is asked for a thousand times. Nobody changes what this returns.
 _parsed = functools.lru_cache(maxsize=4)(json.loads)
 
 

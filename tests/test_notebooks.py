@@ -134,8 +134,12 @@ def code_cells(notebook):
 
 
 @functools.cache
-def executed(name):
-    """The notebook as a fresh kernel executes it, and what was read back from it."""
+def executed(name, as_read=False):
+    """The notebook as a fresh kernel executes it, and what was read back from it.
+
+    as_read: with all that the kernel of a reader has. In a test a notebook that does
+    not train is compiled without optimising: its programs run a few times.
+    """
     notebook = committed(name)
     for cell in code_cells(notebook):
         cell.outputs, cell.execution_count = [], None
@@ -146,11 +150,10 @@ def executed(name):
         # Sockets in the folder: no ports that another process could have taken.
         sockets = {"transport": "ipc", "connection_file": f"{folder}/kernel.json"}
         folders = ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")
-        # The kernel of a reader has none of the settings of the suite.
+        # The kernel of a reader has no settings of the suite.
         ours = ("XLA_FLAGS", "MPLBACKEND", "PYTHONWARNINGS")
         env = {key: value for key, value in os.environ.items() if key not in ours}
-        if name not in TRAIN:
-            # What is compiled here runs a few times: it is not worth optimising.
+        if not as_read and name not in TRAIN:
             env["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
         client = NotebookClient(
             notebook,
@@ -765,7 +768,7 @@ def test_links_in_notebooks_lead_to_files():
 
 def write(name):
     """Executes a notebook and keeps its outputs, and nothing else of the run."""
-    notebook, _ = executed(name)
+    notebook, _ = executed(name, as_read=True)
     notebook.metadata = committed(name).metadata
     for cell in code_cells(notebook):
         merged = []

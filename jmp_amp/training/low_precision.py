@@ -205,9 +205,12 @@ def _begun(
     return structure.unflatten(nodes)
 
 
-# At module level: moments of one shape are compiled once, for all optimizers.
 @functools.partial(jax.jit, static_argnums=0)
 def _first_code(kind: type[Code], moment: jax.Array) -> Code:
+    """Returns the code of a moment. It is compiled once for each kind and shape.
+
+    A function that is jitted anew at each call is compiled anew as well.
+    """
     return kind.encoded(moment)
 
 

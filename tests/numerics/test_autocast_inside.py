@@ -241,7 +241,6 @@ def test_an_overflow_of_an_autocast_inside_is_not_blamed_on_the_function(is_one)
         return small(x @ w)
 
     weights = {"params": {"kernel": w}}, LargeNnx(), w
-    weights = ({"params": {"kernel": w}}, LargeNnx(), w)
     d = amp.diagnose(decorated if is_one else inside, BF16)(w if is_one else weights, x)
     assert not jnp.isfinite(d.value)
     products = of(d.sites, "dot_general")

@@ -58,10 +58,7 @@ def frozen(x):
     return jnp.sum(jax.freeze(ref) * 3)
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [in_scan, in_branch, in_jitted, frozen],
-)
+@pytest.mark.parametrize("fn", [in_scan, in_branch, in_jitted, frozen])
 def test_a_mutable_array_is_measured_where_it_is_read(fn):
     d = amp.diagnose(fn, "mixed_float16")(X)
     assert float(d.value) == 6 * X.sum() and d.advice == ()

@@ -40,6 +40,17 @@ BY_HALF = {
 }
 
 
+@pytest.mark.slow
+def test_what_depends_on_which_half_it_is_is_compared_in_both():
+    def plan(loss, policy):
+        dtypes = [row.dtype for row in amp.explain(loss, policy)(W).equations]
+        return ["half" if dtype in ("f16", "bf16") else dtype for dtype in dtypes]
+
+    plans = {name: [plan(r.loss, p) for p in POLICIES] for name, r in ROWS.items()}
+    differing = {name for name, (first, second) in plans.items() if first != second}
+    assert differing and differing <= BY_HALF
+
+
 @rows(every=2)
 def test_value_and_derivative_are_those_of_f32(name):
     row = ROWS[name]
