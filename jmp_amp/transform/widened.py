@@ -33,7 +33,15 @@ from jmp_amp.plan.program.jaxprs import (
     aval_of,
 )
 from jmp_amp.plan.program.meshes import explicit_sharding, in_mesh_of, in_row_major
-from jmp_amp.plan.tables.operations import Kind, is_cheap, kind_of
+from jmp_amp.plan.tables.operations import (
+    Also,
+    Kind,
+    Role,
+    is_cheap,
+    kind_of,
+    named,
+    role_of,
+)
 from jmp_amp.policies.dtypes import F32, F64, AnyFn, PyTree
 
 Dtypes = tuple[np.dtype | None, ...]
@@ -181,7 +189,7 @@ class _Replay:
                 operands = list(map(_in_f32, eqn.invars, operands))
             return (_Wide(x, wide.dtype) for x in binding.bind(eqn, _held(operands)))
         if not _is_entered(eqn):
-            if eqn.primitive.name in _SPREADS:
+            if role_of(eqn.primitive.name) in _SPREADS:
                 operands = [_spread(x, aval_of(eqn.outvars[0])) for x in operands]
             rounded = list(map(_rounded, operands))
             if eqn.primitive.name == "conv_general_dilated" and wide is operands[1]:
@@ -292,14 +300,12 @@ def _as_outputs(body: Body, values: Iterable[Value]) -> list[jax.Array]:
 
 
 # Moves that read an element many times, or on many devices: their gradients are sums.
-_REPEATS = frozenset(
-    ("broadcast_in_dim", "broadcast_to", "gather", "tile", "pvary", "pbroadcast")
-)
+_REPEATS = named(Also.REPEATS)
 
 
 # They broadcast dimensions of size 1 too. Others save their operands for a gradient:
 # they would save them as large as the result.
-_SPREADS = frozenset(("add", "sub"))
+_SPREADS = (Role.ADDS, Role.SUBTRACTS)
 
 
 def _spread(value: Value, like: ShapedArray) -> Value:

@@ -1,5 +1,8 @@
 """Every row of the table of operations is complete, and says of JAX what is true."""
 
+import ast
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,3 +157,52 @@ def test_a_primitive_without_a_row_runs_as_traced():
     )
     assert "nextafter" not in OPERATIONS
     assert (equation.op_class, equation.dtype) == ("keep", "f32")
+
+
+ROOT = Path(amp.__file__).parent
+# Each with what its names are.
+OTHER_LISTS = {
+    "plan/tables/operations.py": "the table",
+    "recipes/levels.py": "Paddle's names of operations, with JAX's",
+    "training/recomputed.py": "what XLA computes again in the kernel that reads it",
+}
+
+
+def lists_of_names(source):
+    """The lines of a text that list several primitives of the table."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        words = []
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            words = node.value.split()
+        elif isinstance(node, ast.Set | ast.Tuple | ast.List):
+            words = [getattr(each, "value", None) for each in node.elts]
+        elif isinstance(node, ast.Dict):
+            words = [getattr(each, "value", None) for each in node.keys]
+        known = [word for word in words if word in OPERATIONS]
+        if len(known) > 1 and 2 * len(known) > len(words):
+            found.add(node.lineno)
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    (
+        'A = frozenset(("add", "sub"))',
+        'A = "svd eigh other".split()',
+        'if name in {"neg", "abs"}: pass',
+        'A = {"exp": 1, "log": 2}',
+    ),
+)
+def test_a_list_of_primitives_is_seen(source):
+    assert lists_of_names(source) == [1]
+    assert not lists_of_names('A = name == "add" or "Adds one to what is there"')
+
+
+def test_a_property_of_a_primitive_stands_in_the_table_alone():
+    found = {
+        path.relative_to(ROOT).as_posix(): lines
+        for path in ROOT.rglob("*.py")
+        if (lines := lists_of_names(path.read_text()))
+    }
+    assert set(found) == set(OTHER_LISTS), found

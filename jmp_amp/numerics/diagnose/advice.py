@@ -14,6 +14,7 @@ from jmp_amp.numerics.diagnose.turns import ran_otherwise
 from jmp_amp.numerics.diagnose.wording import number, place, run, share
 from jmp_amp.numerics.locate.sites import Site, or_infinite, scaled
 from jmp_amp.numerics.measure.own_dtypes import own_dtypes
+from jmp_amp.plan.tables.operations import Also, named
 from jmp_amp.policies.dtypes import PyTree, parse_dtype
 from jmp_amp.reports import plain_data
 from jmp_amp.reports.report_tables import listed
@@ -39,24 +40,13 @@ class Finding(NamedTuple):
 _FEW = 1e-3
 # An error, and how much larger than that of its operands, that is worth a word.
 _LARGE_ERROR, _AMPLIFIED = 1e-2, 8.0
-# Defined everywhere: their results are infinite because they are too large. Of the
-# others either may be the case.
-_GROWS = frozenset(
-    "convert_element_type exp exp2 expm1 sinh cosh mul square add add_any sub "
-    "dot_general conv_general_dilated reduce_sum reduce_prod reduce_window_sum cumsum "
-    "cumprod scatter-add".split()
-)
-_MAY_GROW = frozenset("pow integer_pow".split())
-# Defined within bounds: an epsilon does not keep the operand there.
-_BOUNDED = frozenset("acos acosh asin atanh erf_inv".split())
+_GROWS, _MAY_GROW = named(Also.GROWS), named(Also.MAY_GROW)
+_BOUNDED, _ANY_BASIS = named(Also.BOUNDED), named(Also.ANY_BASIS)
 # It keeps an operand away from where the derivative is infinite, as a root's is at 0.
 _WHERE = "jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)"
 # An error of a gradient from which on a sum in half precision may be to blame: some
 # hundred terms.
 _OFF = 1 / 16
-# Their vectors are as right with the other sign, or in another basis: the distance to
-# those of f32 says nothing.
-_FREE = frozenset("svd eigh eig schur".split())
 
 
 def advise(runs: Runs) -> list[Finding]:
@@ -353,7 +343,8 @@ def _error(runs: Runs) -> Iterator[str]:
         site
         for site in runs.sites
         if site.is_forward
-        and site.operation not in _FREE
+        # Vectors that may have the other sign: their distance to f32's says nothing.
+        and site.operation not in _ANY_BASIS
         and is_finite(site)
         and or_infinite(site.error) > _LARGE_ERROR
         and or_infinite(site.amplification) > _AMPLIFIED

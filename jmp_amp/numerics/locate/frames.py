@@ -340,8 +340,9 @@ def _is_one_product(marked: Marked | None) -> bool:
 
 def _is_product(eqn: Eqn, marked: Marked) -> bool:
     """Whether an equation is the product itself, see `_is_one_product`."""
-    names = ("dot_general", "custom_linear_solve", marked.eqn.primitive.name)
-    return eqn.primitive.name in names
+    name = eqn.primitive.name
+    is_product = kind_of(name) is Kind.PRODUCT or name == marked.eqn.primitive.name
+    return is_product or name == "custom_linear_solve"
 
 
 def _fp8(marked: Marked | None) -> Fp8 | None:

@@ -91,14 +91,9 @@ def _result(eqn: Eqn, operands: list[Magnitudes]) -> Magnitudes:
     if role in (Role.ADDS, Role.SUBTRACTS):
         return _sums(*operands)
     moves = kind_of(name) in (Kind.MOVE, Kind.SELECTION)
-    if moves or role in (Role.MULTIPLIES, Role.LIMITS, Role.CHOOSES) or name in _SAME:
+    if moves or role is Role.MULTIPLIES or name == "convert_element_type":
         return _NOTHING.union(*operands)
     return _NOTHING
-
-
-_SAME = frozenset(
-    "neg abs convert_element_type reduce_max reduce_min stop_gradient".split()
-)
 
 
 def _sums(first: Magnitudes, second: Magnitudes) -> Magnitudes:

@@ -30,16 +30,14 @@ from jmp_amp.numerics.measure.statistics import (
 from jmp_amp.numerics.measure.watch import Run, bodies_inside
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Var, aval_of
+from jmp_amp.plan.tables.operations import Also, named
 from jmp_amp.policies.dtypes import F16
 
 # The number of a run that never was.
 NEVER = np.uint32(0xFFFFFFFF)
 
 # Operations whose results have the magnitudes of their operand.
-MOVES = frozenset(
-    "reshape squeeze expand_dims transpose rev neg abs copy copy_p "
-    "optimization_barrier stop_gradient".split()
-)
+MOVES = named(Also.ONE_EACH)
 
 
 # Operations whose results a mutable array held before: others made them.

@@ -5,16 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-from jmp_amp.numerics.measure.measuring import MOVES
+from jmp_amp.plan.tables.operations import Kind, kind_of
 from jmp_amp.reports.askers import AUTOCAST, by_asker
 from jmp_amp.reports.report_tables import listed
 from jmp_amp.reports.rows import Asked, Equation
-
-# A cast alone rounds, but a cache in half that is written and read is no matter.
-_COPIES = MOVES | frozenset(
-    "convert_element_type broadcast_in_dim slice dynamic_slice dynamic_update_slice "
-    "gather scatter concatenate".split()
-)
 
 
 def own_dtypes(rows: Sequence[Equation], call: str) -> Iterator[str]:
@@ -33,7 +27,7 @@ def own_dtypes(rows: Sequence[Equation], call: str) -> Iterator[str]:
                 f"Pass the function without that autocast: {call.format(repr(policy))}."
             )
     own = [row for row in rows if row.asked_by and not is_inside(row.asked_by)]
-    if any(row.operation not in _COPIES for row in own):
+    if not all(_copies(row) for row in own):
         for each in by_asker(own):
             yield (
                 f"The program itself asks for half precision in {_many(each)}. That is "
@@ -41,6 +35,13 @@ def own_dtypes(rows: Sequence[Equation], call: str) -> Iterator[str]:
                 "reaches it. Remove dtype=, astype and half arrays there, and give the "
                 "policy instead."
             )
+
+
+def _copies(row: Equation) -> bool:
+    """Whether an operation is no matter: a cache in half is written and read."""
+    # A cast alone rounds.
+    is_cast = row.operation == "convert_element_type"
+    return is_cast or kind_of(row.operation) is Kind.MOVE
 
 
 def is_inside(asked_by: str) -> bool:

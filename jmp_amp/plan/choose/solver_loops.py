@@ -16,13 +16,12 @@ from jmp_amp.plan.dataflow.solver import Back, backward, entering, in_any_turn
 from jmp_amp.plan.dataflow.values import Origin
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Eqn, Var, aval_of
-from jmp_amp.plan.tables.operations import OpClass
+from jmp_amp.plan.tables.operations import Kind, OpClass, kind_of
 from jmp_amp.plan.tables.rules import Rule
 
 SOLVER = Rule(
     OpClass.FULL, "a solver: its condition reads a float of its body", "while"
 )
-_COMPARES = frozenset("eq ne lt le gt ge eq_to lt_to le_to".split())
 
 
 def is_solver(eqn: Eqn, step: Step) -> bool:
@@ -84,9 +83,9 @@ def _booleans(atoms: Iterable[Atom]) -> set[Var]:
 def _compares_activations(eqn: Eqn, step: Step) -> bool:
     left, *others = eqn.invars
     return (
-        eqn.primitive.name in _COMPARES
-        # `x != x` asks whether it is NaN.
-        and others[0] is not left
+        kind_of(eqn.primitive.name) is Kind.COMPARISON
+        # `x != x` asks whether it is NaN, and the largest of many is no end.
+        and others not in ([], [left])
         and any(
             view.origin != Origin.FREE and np.issubdtype(aval_of(v).dtype, np.floating)
             for v, view in zip(eqn.invars, step.views, strict=True)

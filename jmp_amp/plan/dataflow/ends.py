@@ -47,9 +47,11 @@ from jmp_amp.plan.tables.operations import (
     OPERATIONS,
     PRODUCTS,
     RANKS,
+    Also,
     Kind,
     OpClass,
     Role,
+    named,
 )
 
 # What becomes of a value: a set of the bits of `Ends`.
@@ -88,10 +90,7 @@ _LINEAR_ENDS = Ends.FACTOR | Ends.DISTANCE | Ends.MOMENT | Ends.COORDINATE
 _ELEMENTWISE = Ends.SOLVED | Ends.EXACT | Ends.STREAM | Ends.STOPPED | Ends.OTHERWISE
 _NOTHING_PASSES = (Kind.PRODUCT, Kind.ALGEBRA, Kind.COMPARISON)
 # Linear algebra that divides by numbers that may be small.
-_SOLVES = frozenset(
-    "cholesky cholesky_update custom_linear_solve eig eigh geqrf hessenberg lu qr "
-    "schur svd triangular_solve tridiagonal tridiagonal_solve".split()
-)
+_SOLVES = named(Also.SOLVES) | {"custom_linear_solve"}
 _TERMS = frozenset(
     name
     for name, each in OPERATIONS.items()

@@ -23,9 +23,11 @@ from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Literal, aval_of
 from jmp_amp.plan.tables.operations import (
     OPERATIONS,
     PRODUCTS,
+    Also,
     Kind,
     Role,
     kind_of,
+    named,
     role_of,
 )
 
@@ -70,12 +72,13 @@ class Made:
 _SCALED = ~(Made.SOLUTION | Made.LAST)
 _SUMMED = Made.SQUARES | Made.TOTAL | Made.MOMENT | Made.MIXED_MOMENT
 # What returns the solution of a linear system.
-_SOLUTIONS = frozenset("custom_linear_solve triangular_solve tridiagonal_solve".split())
+_SOLUTIONS = named(Also.SOLUTION) | {"custom_linear_solve"}
 _LINEAR = frozenset(
     name
     for name, each in OPERATIONS.items()
-    if each.kind is Kind.MOVE or each.row.role in (Role.ADDS, Role.SUBTRACTS)
-).union(("neg", "add_any"))
+    if each.kind is Kind.MOVE
+    or each.row.role in (Role.ADDS, Role.SUBTRACTS, Role.NEGATES)
+).union(("add_any",))
 
 
 def makes_solutions(name: str) -> bool:

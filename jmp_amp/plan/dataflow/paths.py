@@ -25,12 +25,30 @@ from jmp_amp.plan.tables.operations import (
     OPERATIONS,
     PRODUCTS,
     Kind,
+    Operation,
     Role,
-    is_rational,
     kind_of,
     role_of,
 )
 
+# The kinds whose operations are arithmetic where their row does not say, if they are no
+# curve and no place.
+_ARITHMETIC = (
+    *(Kind.PRODUCT, Kind.ARITHMETIC, Kind.REDUCTION, Kind.ALGEBRA),
+    *(Kind.MOVE, Kind.SELECTION),
+)
+
+
+def _is_rational(operation: Operation) -> bool:
+    """Whether an operation is a sum, a product, a quotient, a root or a move."""
+    row, kind = operation.row, operation.kind
+    if row.rational is not None:
+        return row.rational
+    return kind in _ARITHMETIC and row.role not in (Role.CURVES, Role.COUNTS)
+
+
+# Asked several times for each equation.
+_RATIONAL = frozenset(name for name, op in OPERATIONS.items() if _is_rational(op))
 # A set of carries has a bit for each of them; this is the bit of all other values.
 ANYTHING: Final = 1
 
@@ -248,7 +266,7 @@ def is_activation(eqn: Eqn, operands: Sequence[Path]) -> bool:
     if role_of(name) is Role.LIMITS:
         # `max(x, 0)`. Of several values the largest is one of them.
         return any(each.number is not None for each in operands)
-    return not (is_rational(name) or makes_solutions(name))
+    return not (name in _RATIONAL or makes_solutions(name))
 
 
 def factors_of(eqn: Eqn) -> range:

@@ -249,7 +249,7 @@ def _operands(eqn: Eqn, use: Use, traced: Traced, loops: Sequence[Loop]) -> list
     factors = factors_of(eqn)
     if not factors:
         moves = kind_of(name) is Kind.MOVE or jaxprs.is_conversion(eqn)
-        if moves or name in ("neg", "reduce_sum"):
+        if moves or role_of(name) is Role.NEGATES or name == "reduce_sum":
             return [use._replace(is_matrix=use.is_matrix and moves)] * len(paths)
         return [Use(0, use.all)] * len(paths)
     found = [Use()] * len(paths)

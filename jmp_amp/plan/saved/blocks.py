@@ -22,11 +22,12 @@ from jmp_amp.plan.program.jaxprs import Eqn, aval_of
 from jmp_amp.plan.saved.cut import Cut, minimum_cut
 from jmp_amp.plan.saved.needs import Part, part_of
 from jmp_amp.plan.saved.values import NEEDED, Node, Path, Values
-from jmp_amp.plan.tables.operations import Role, is_computed_once, role_of
+from jmp_amp.plan.tables.operations import Also, Role, named, role_of
 
 # A barrier costs launches, of 2 microseconds each on an H100: about as long as it takes
 # to write and to read this.
 _BARRIER_BYTES = 3 * 2**19
+_ONCE = named(Also.ONCE)
 
 
 class Saving(enum.Enum):
@@ -279,7 +280,7 @@ def _is_kept_by_xla(made: Sequence[int], nodes: Sequence[Node]) -> bool:
     functions: set[int] = set()
     for i in made:
         node = nodes[i]
-        is_dear = is_computed_once(node.operation) and _is_large(node)
+        is_dear = node.operation in _ONCE and _is_large(node)
         if is_dear or node.is_operand:
             return True
         is_of_function = not functions.isdisjoint(node.made_of)

@@ -62,6 +62,7 @@ class Role(enum.Enum):
 
     ADDS = "adds two terms"
     SUBTRACTS = "subtracts one term from another"
+    NEGATES = "takes the negative"
     MULTIPLIES = "multiplies two factors"
     DIVIDES = "divides by a factor"
     NORMALIZES = "makes the factor of a norm"
@@ -73,6 +74,33 @@ class Role(enum.Enum):
     COUNTS = "makes a whole number, such as an index"
     CURVES = "a dear function of each element: XLA computes it once for all readers"
     HANDS_ON = "each result is one operand: nothing joins their dtypes"
+
+
+class Also(enum.Flag):
+    """What else holds of an operation."""
+
+    NOTHING = 0
+    # It compares elements to say where they are, or to move others.
+    RANKS = enum.auto()
+    # XLA computes it once for all kernels that read it, because it takes long: other
+    # operations on elements it makes again in each of them.
+    ONCE = enum.auto()
+    # It decomposes a matrix: it divides by numbers that may be small.
+    SOLVES = enum.auto()
+    # It solves a linear system: the result is a solution.
+    SOLUTION = enum.auto()
+    # Its vectors are as right with the other sign, or in another basis.
+    ANY_BASIS = enum.auto()
+    # Each result is one element of its operand, or its negative; none is left out.
+    ONE_EACH = enum.auto()
+    # It reads an element many times, or on many devices: its gradient is a sum.
+    REPEATS = enum.auto()
+    # Defined everywhere: a result is infinite because it is too large.
+    GROWS = enum.auto()
+    # A result is infinite because it is too large, or because it is not defined.
+    MAY_GROW = enum.auto()
+    # Defined within bounds: an epsilon does not keep the operand there.
+    BOUNDED = enum.auto()
 
 
 # The result of a function whose operands are the corners of their ranges.
@@ -90,11 +118,9 @@ class Row(NamedTuple):
       limits: the range of its results: fixed, or a function that is monotone in each
         operand; None takes the range of all operands, a guess for a sum or a product.
       role: the part that it plays in a pattern, if any.
-      ranks: whether it compares elements to say where they are, or to move others.
-      once: whether XLA computes it once for all kernels that read it, because it takes
-        long: other operations on elements it makes again in each of them.
+      also: what else holds of it.
       rational: whether it is arithmetic, as in a numerical method, and no activation of
-        a network; None takes what holds of its kind, see `RATIONAL`.
+        a network; None takes what holds of its kind.
     """
 
     name: str
@@ -102,9 +128,8 @@ class Row(NamedTuple):
     saves: Saves
     limits: Limits = None
     role: Role | None = None
-    ranks: bool = False
+    also: Also = Also.NOTHING
     rational: bool | None = None
-    once: bool = False
 
 
 class Words(NamedTuple):
@@ -149,14 +174,21 @@ class Operation(NamedTuple):
 
 CHEAP, DEAR, BOUND = Cost.CHEAP, Cost.DEAR, Cost.BOUND
 NOTHING, RESULT, OPERANDS = Saves.NOTHING, Saves.RESULT, Saves.OPERANDS
+SOLVES, SOLUTION, GROWS = Also.SOLVES, Also.SOLVES | Also.SOLUTION, Also.GROWS
+ONE_EACH, REPEATS, ONCE = Also.ONE_EACH, Also.REPEATS, Also.ONCE
 _FOLLOWS = Words("elementwise or structural")
 
 
 def _named(
-    cost: Cost, saves: Saves, names: str, rational: bool | None = None
+    cost: Cost,
+    saves: Saves,
+    names: str,
+    also: Also = Also.NOTHING,
+    rational: bool | None = None,
 ) -> tuple[Row, ...]:
     """Returns a row for each name in a text."""
-    return tuple(Row(name, cost, saves, rational=rational) for name in names.split())
+    rest = None, None, also, rational
+    return tuple(Row(name, cost, saves, *rest) for name in names.split())
 
 
 GROUPS = (
@@ -165,7 +197,10 @@ GROUPS = (
         Kind.PRODUCT,
         Words("matrix units multiply half precision and accumulate in f32"),
         "[torch] lower_precision_fp; [paddle] white list; [apex] FP16_FUNCS",
-        _named(DEAR, OPERANDS, "dot_general conv_general_dilated ragged_dot_general"),
+        (
+            *_named(DEAR, OPERANDS, "dot_general conv_general_dilated", GROWS),
+            *_named(DEAR, OPERANDS, "ragged_dot_general", GROWS),
+        ),
     ),
     Group(
         OpClass.FULL,
@@ -176,10 +211,10 @@ GROUPS = (
         ),
         "[torch] fp32: exp, expm1, pow, reciprocal, sinh, cosh, tan; [apex] FP32_FUNCS",
         (
-            Row("exp", CHEAP, RESULT, np.exp, Role.CURVES),
-            Row("exp2", CHEAP, RESULT, np.exp2, Role.CURVES),
-            Row("expm1", CHEAP, RESULT, np.expm1),
-            Row("pow", CHEAP, OPERANDS, np.power, rational=True, once=True),
+            Row("exp", CHEAP, RESULT, np.exp, Role.CURVES, GROWS),
+            Row("exp2", CHEAP, RESULT, np.exp2, Role.CURVES, GROWS),
+            Row("expm1", CHEAP, RESULT, np.expm1, also=GROWS),
+            Row("pow", CHEAP, OPERANDS, np.power, None, ONCE | Also.MAY_GROW, True),
             Row(
                 "rsqrt",
                 CHEAP,
@@ -188,9 +223,8 @@ GROUPS = (
                 Role.NORMALIZES,
                 rational=True,
             ),
-            Row("sinh", CHEAP, OPERANDS),
-            Row("cosh", CHEAP, OPERANDS),
-            Row("tan", CHEAP, RESULT, role=Role.CURVES, once=True),
+            *_named(CHEAP, OPERANDS, "sinh cosh", GROWS),
+            Row("tan", CHEAP, RESULT, None, Role.CURVES, ONCE),
         ),
     ),
     Group(
@@ -202,8 +236,8 @@ GROUPS = (
             Row("log", CHEAP, OPERANDS, np.log, Role.CURVES),
             Row("log2", CHEAP, OPERANDS),
             Row("log1p", CHEAP, OPERANDS, np.log1p, Role.CURVES),
-            *_named(CHEAP, OPERANDS, "acos asin acosh atanh"),
-            Row("erf_inv", CHEAP, RESULT),
+            *_named(CHEAP, OPERANDS, "acos asin acosh atanh", Also.BOUNDED),
+            *_named(CHEAP, RESULT, "erf_inv", Also.BOUNDED),
         ),
     ),
     Group(
@@ -239,16 +273,16 @@ GROUPS = (
         ),
         "[torch] fp32_set_opt_dtype: sum, prod, cumsum, cumprod, norm",
         (
-            Row("reduce_sum", CHEAP, NOTHING, role=Role.SUMS),
+            Row("reduce_sum", CHEAP, NOTHING, None, Role.SUMS, GROWS),
             # A scan or a sort inside, which XLA does not fuse.
-            Row("reduce_prod", DEAR, OPERANDS, role=Role.SUMS),
-            Row("cumsum", DEAR, NOTHING, role=Role.SUMS),
-            Row("cumprod", DEAR, OPERANDS, role=Role.SUMS),
+            Row("reduce_prod", DEAR, OPERANDS, None, Role.SUMS, GROWS),
+            Row("cumsum", DEAR, NOTHING, None, Role.SUMS, GROWS),
+            Row("cumprod", DEAR, OPERANDS, None, Role.SUMS, GROWS),
             Row("cumlogsumexp", DEAR, OPERANDS, role=Role.SUMS, rational=False),
-            *_named(DEAR, NOTHING, "reduce_window_sum scatter-add scatter-sub"),
-            *_named(DEAR, OPERANDS, "scatter-mul select_and_scatter_add"),
+            *_named(DEAR, NOTHING, "reduce_window_sum scatter-add scatter-sub", GROWS),
+            *_named(DEAR, OPERANDS, "scatter-mul select_and_scatter_add", GROWS),
             # They send data to other devices.
-            *_named(BOUND, NOTHING, "psum reduce_scatter"),
+            *_named(BOUND, NOTHING, "psum reduce_scatter", GROWS),
         ),
     ),
     Group(
@@ -256,12 +290,16 @@ GROUPS = (
         Kind.ALGEBRA,
         Words("linear algebra and FFT have no half-precision kernels"),
         "[xla] fp32: cholesky, qr, svd, triangular_solve, ...",
-        _named(
-            DEAR,
-            OPERANDS,
-            "cholesky cholesky_update eig eigh fft hessenberg householder_product lu "
-            "lu_pivots_to_permutation qr schur svd symmetric_product triangular_solve "
-            "tridiagonal tridiagonal_solve",
+        (
+            *_named(DEAR, OPERANDS, "cholesky cholesky_update hessenberg lu", SOLVES),
+            *_named(DEAR, OPERANDS, "qr tridiagonal", SOLVES),
+            *_named(DEAR, OPERANDS, "eig eigh schur svd", SOLVES | Also.ANY_BASIS),
+            *_named(DEAR, OPERANDS, "triangular_solve tridiagonal_solve", SOLUTION),
+            *_named(
+                DEAR,
+                OPERANDS,
+                "fft householder_product lu_pivots_to_permutation symmetric_product",
+            ),
         ),
     ),
     Group(
@@ -270,11 +308,12 @@ GROUPS = (
         _FOLLOWS,
         "[exact]",
         (
-            *_named(CHEAP, NOTHING, "broadcast_in_dim broadcast_to reshape transpose"),
-            *_named(CHEAP, NOTHING, "squeeze slice rev pad concatenate"),
+            *_named(CHEAP, NOTHING, "reshape squeeze transpose rev copy", ONE_EACH),
+            *_named(CHEAP, NOTHING, "stop_gradient", ONE_EACH),
+            *_named(CHEAP, NOTHING, "broadcast_in_dim broadcast_to tile", REPEATS),
+            *_named(CHEAP, NOTHING, "slice pad concatenate split stack unstack"),
             Row("dynamic_slice", CHEAP, NOTHING, role=Role.TAKES),
-            *_named(CHEAP, NOTHING, "split stack unstack tile copy stop_gradient"),
-            Row("gather", CHEAP, NOTHING, role=Role.LOOKS_UP),
+            Row("gather", CHEAP, NOTHING, None, Role.LOOKS_UP, REPEATS),
             # They write a whole array for the part of it that changes.
             *_named(DEAR, NOTHING, "dynamic_update_slice scatter"),
             # The policy of a `jax.checkpoint` refers to it.
@@ -284,10 +323,10 @@ GROUPS = (
             *_named(BOUND, NOTHING, "mesh_cast"),
             *_named(BOUND, NOTHING, "with_memory_space_constraint all_gather"),
             *_named(BOUND, NOTHING, "all_gather_invariant all_to_all ppermute"),
-            Row("optimization_barrier", BOUND, NOTHING, role=Role.HANDS_ON),
+            Row("optimization_barrier", BOUND, NOTHING, None, Role.HANDS_ON, ONE_EACH),
             Row("device_put", BOUND, NOTHING, role=Role.HANDS_ON),
-            Row("pvary", BOUND, NOTHING, role=Role.HANDS_ON),
-            Row("pbroadcast", BOUND, NOTHING, role=Role.HANDS_ON),
+            Row("pvary", BOUND, NOTHING, None, Role.HANDS_ON, REPEATS),
+            Row("pbroadcast", BOUND, NOTHING, None, Role.HANDS_ON, REPEATS),
         ),
     ),
     Group(
@@ -299,17 +338,16 @@ GROUPS = (
             Row("select_n", CHEAP, NOTHING, role=Role.CHOOSES),
             Row("max", CHEAP, OPERANDS, np.maximum, Role.LIMITS),
             Row("min", CHEAP, OPERANDS, np.minimum, Role.LIMITS),
-            Row("neg", CHEAP, NOTHING, np.negative),
-            Row("abs", CHEAP, NOTHING, np.abs, rational=False),
+            Row("neg", CHEAP, NOTHING, np.negative, Role.NEGATES, ONE_EACH),
+            Row("abs", CHEAP, NOTHING, np.abs, also=ONE_EACH, rational=False),
             *_named(CHEAP, NOTHING, "clamp", rational=False),
             *_named(CHEAP, OPERANDS, "reduce_max reduce_min"),
             # A scan or a sort inside, which XLA does not fuse.
             *_named(DEAR, NOTHING, "reduce_window_max reduce_window_min cummax cummin"),
-            Row("top_k", DEAR, NOTHING, ranks=True),
-            Row("approx_top_k", DEAR, NOTHING, ranks=True),
+            *_named(DEAR, NOTHING, "top_k approx_top_k", Also.RANKS),
             *_named(DEAR, NOTHING, "select_and_gather_add"),
             *_named(DEAR, NOTHING, "scatter-max scatter-min"),
-            Row("sort", DEAR, NOTHING, role=Role.HANDS_ON, ranks=True),
+            Row("sort", DEAR, NOTHING, None, Role.HANDS_ON, Also.RANKS),
             # They send data to other devices.
             *_named(BOUND, NOTHING, "pmax pmin"),
         ),
@@ -321,8 +359,7 @@ GROUPS = (
         "[exact]",
         (
             *_named(CHEAP, NOTHING, "eq ne lt le gt ge eq_to lt_to le_to is_finite"),
-            Row("argmax", CHEAP, NOTHING, ranks=True),
-            Row("argmin", CHEAP, NOTHING, ranks=True),
+            *_named(CHEAP, NOTHING, "argmax argmin", Also.RANKS),
         ),
     ),
     Group(
@@ -331,27 +368,28 @@ GROUPS = (
         _FOLLOWS,
         "[torch] in no list: promotes to the widest operand",
         (
-            Row("add", CHEAP, NOTHING, np.add, Role.ADDS),
-            Row("sub", CHEAP, NOTHING, np.subtract, Role.SUBTRACTS),
-            Row("mul", CHEAP, OPERANDS, np.multiply, Role.MULTIPLIES),
+            Row("add", CHEAP, NOTHING, np.add, Role.ADDS, GROWS),
+            Row("sub", CHEAP, NOTHING, np.subtract, Role.SUBTRACTS, GROWS),
+            Row("mul", CHEAP, OPERANDS, np.multiply, Role.MULTIPLIES, GROWS),
             Row("div", CHEAP, OPERANDS, np.divide, Role.DIVIDES),
-            *_named(CHEAP, OPERANDS, "integer_pow one_minus_square"),
+            *_named(CHEAP, OPERANDS, "integer_pow", Also.MAY_GROW),
+            *_named(CHEAP, OPERANDS, "one_minus_square"),
             *_named(CHEAP, OPERANDS, "rem", rational=False),
-            Row("square", CHEAP, OPERANDS, np.square),
+            Row("square", CHEAP, OPERANDS, np.square, also=GROWS),
             Row("sqrt", CHEAP, RESULT, np.sqrt),
             Row("cbrt", CHEAP, RESULT),
-            Row("tanh", CHEAP, RESULT, (-1.0, 1.0), Role.CURVES, once=True),
+            Row("tanh", CHEAP, RESULT, (-1.0, 1.0), Role.CURVES, ONCE),
             Row("logistic", CHEAP, RESULT, (-1.0, 1.0), Role.CURVES),
-            Row("sin", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, once=True),
-            Row("cos", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, once=True),
+            Row("sin", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, ONCE),
+            Row("cos", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, ONCE),
             Row("erf", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES),
-            Row("erfc", CHEAP, OPERANDS, role=Role.CURVES, once=True),
-            Row("atan", CHEAP, OPERANDS, rational=False, once=True),
+            Row("erfc", CHEAP, OPERANDS, None, Role.CURVES, ONCE),
+            *_named(CHEAP, OPERANDS, "atan", ONCE, rational=False),
             Row("sign", CHEAP, NOTHING, (-1.0, 1.0), rational=False),
             Row("floor", CHEAP, NOTHING, role=Role.COUNTS),
             Row("ceil", CHEAP, NOTHING, role=Role.COUNTS),
             Row("round", CHEAP, NOTHING, role=Role.COUNTS),
-            *_named(CHEAP, NOTHING, "add_any convert_element_type"),
+            *_named(CHEAP, NOTHING, "add_any convert_element_type", GROWS),
             # It reads nothing: there is nothing to keep in its place.
             Row("iota", BOUND, NOTHING),
             # A size that `jax.export` is told when the program runs.
@@ -361,32 +399,20 @@ GROUPS = (
 )
 
 OPERATIONS = {row.name: Operation(row, group) for group in GROUPS for row in group.rows}
-RANKS = frozenset(name for name, each in OPERATIONS.items() if each.row.ranks)
+
+
+def named(also: Also) -> frozenset[str]:
+    """Returns the names of the primitives of which something else holds."""
+    return frozenset(n for n, each in OPERATIONS.items() if each.row.also & also)
+
+
+RANKS = named(Also.RANKS)
 PRODUCTS = frozenset(n for n, op in OPERATIONS.items() if op.kind is Kind.PRODUCT)
 # Elementwise arithmetic; a recipe that has only products in half keeps it in f32.
 ARITHMETIC = frozenset(
     name for name, op in OPERATIONS.items() if op.kind is Kind.ARITHMETIC
 )
-
-
-# The kinds whose operations are arithmetic where their row does not say.
-RATIONAL = (
-    *(Kind.PRODUCT, Kind.ARITHMETIC, Kind.REDUCTION, Kind.ALGEBRA),
-    *(Kind.MOVE, Kind.SELECTION),
-)
-# Not of a curve, nor of a place.
-_CROSSES = (Role.CURVES, Role.COUNTS)
-
-
-def _is_rational(operation: Operation) -> bool:
-    row = operation.row
-    if row.rational is not None:
-        return row.rational
-    return operation.kind in RATIONAL and row.role not in _CROSSES
-
-
 # Asked several times for each equation.
-_RATIONAL = frozenset(name for name, op in OPERATIONS.items() if _is_rational(op))
 _KINDS = {name: each.kind for name, each in OPERATIONS.items()}
 _ROLES = {name: each.row.role for name, each in OPERATIONS.items()}
 _CHEAP = frozenset(name for name, each in OPERATIONS.items() if each.is_cheap)
@@ -402,11 +428,6 @@ def role_of(name: str) -> Role | None:
     return _ROLES.get(name)
 
 
-def is_rational(name: str) -> bool:
-    """Whether a primitive is arithmetic: sums, products, quotients, roots, moves."""
-    return name in _RATIONAL
-
-
 def is_cheap(name: str) -> bool:
     """Whether a primitive is computed again in the backward pass, not saved."""
     return name in _CHEAP
@@ -419,11 +440,3 @@ _MADE_AGAIN = (_CHEAP | {"iota"}) - {n for n, r in _ROLES.items() if r is Role.L
 def is_made_again(name: str) -> bool:
     """Whether the backward pass may make the result of a primitive again."""
     return name in _MADE_AGAIN
-
-
-_ONCE = frozenset(name for name, each in OPERATIONS.items() if each.row.once)
-
-
-def is_computed_once(name: str) -> bool:
-    """Whether XLA computes a primitive once for all that reads it."""
-    return name in _ONCE
