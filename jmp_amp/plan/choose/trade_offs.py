@@ -64,11 +64,12 @@ def is_worth_f32(at: Standing, made: Decision) -> bool:
         # In f32 only to sum gradients in f32: the lookup is written to memory. The
         # nodes of a graph that its edges look up are written once for each edge.
         return False
-    if role_of(at.name) is Role.ADDS and all(
+    if at.name == "add" and all(
         v.origin != Origin.FREE or Trait.LOOKED_UP in v.traits for v in at.operands
     ):
         # The derivative of an f32 reader saves the sum of a stream, or both terms. A
-        # parameter is there anyway, and what is worth f32 is made again.
+        # parameter is there anyway, and what is worth f32 is made again. A sum that
+        # autodiff makes, of gradients, is seldom differentiated.
         return all(Trait.WORTH_F32 in v.traits for v in at.operands)
     if is_exact(at.eqn) and made.dtype != F32 and not at.end & Ends.COORDINATE:
         # An exact operation may be cast after as well as before, unless the maker of

@@ -78,7 +78,7 @@ _LINEAR = frozenset(
     for name, each in OPERATIONS.items()
     if each.kind is Kind.MOVE
     or each.row.role in (Role.ADDS, Role.SUBTRACTS, Role.NEGATES)
-).union(("add_any",))
+)
 
 
 def makes_solutions(name: str) -> bool:

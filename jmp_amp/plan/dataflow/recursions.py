@@ -244,7 +244,7 @@ def _operands(eqn: Eqn, use: Use, traced: Traced, loops: Sequence[Loop]) -> list
     name, paths = eqn.primitive.name, list(map(traced.of, eqn.invars))
     if is_activation(eqn, paths):
         return [Use()] * len(paths)
-    if role_of(name) in (Role.ADDS, Role.SUBTRACTS) or name == "add_any":
+    if role_of(name) in (Role.ADDS, Role.SUBTRACTS):
         return [Use(use.all)] * len(paths)
     factors = factors_of(eqn)
     if not factors:

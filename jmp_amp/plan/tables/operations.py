@@ -389,7 +389,9 @@ GROUPS = (
             Row("floor", CHEAP, NOTHING, role=Role.COUNTS),
             Row("ceil", CHEAP, NOTHING, role=Role.COUNTS),
             Row("round", CHEAP, NOTHING, role=Role.COUNTS),
-            *_named(CHEAP, NOTHING, "add_any convert_element_type", GROWS),
+            # What autodiff adds: two terms of a gradient.
+            Row("add_any", CHEAP, NOTHING, np.add, Role.ADDS, GROWS),
+            *_named(CHEAP, NOTHING, "convert_element_type", GROWS),
             # It reads nothing: there is nothing to keep in its place.
             Row("iota", BOUND, NOTHING),
             # A size that `jax.export` is told when the program runs.
