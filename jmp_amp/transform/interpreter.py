@@ -83,6 +83,9 @@ class Replay(Walk[Value]):
 
     def literal(self, atom: Literal, dtype: np.dtype | None, saturate: bool) -> Value:
         value = atom.val
+        if not hasattr(value, "dtype"):
+            # JAX writes `where(True, x, y)` with the boolean of Python.
+            value = np.asarray(value, aval_of(atom).dtype)[()]
         if dtype is not None and value.dtype != dtype:
             if saturate and np.isfinite(value):
                 largest = float(jnp.finfo(dtype).max)

@@ -31,14 +31,18 @@ from jmp_amp.plan.program.dimensions import is_larger
 from jmp_amp.plan.program.jaxprs import Eqn, aval_of
 from jmp_amp.plan.rewrites.rewriting import Rewrite
 from jmp_amp.plan.tables.operations import (
+    Also,
     Kind,
     OpClass,
     Role,
     is_cheap,
     kind_of,
+    named,
     role_of,
 )
 from jmp_amp.policies.dtypes import F16, F32, is_half
+
+_SATURATES = named(Also.SATURATES)
 
 
 def misfit_of(at: Standing, dtype: np.dtype) -> str | None:
@@ -100,8 +104,10 @@ def is_saved_in_f32(at: Standing, made: Decision, rewrite: Rewrite | None) -> bo
 def may_fall(at: Standing, made: Decision) -> bool:
     """Whether an operation on f32 values may cast them to half before it.
 
-    Values that are saved in f32 may be cast, and so may the values that a parameter
-    scales in the last step of a norm: else the gradient of that step is kept in f32.
+    Values that are saved in f32 may be cast where they are moved, chosen or scaled, or
+    where a curve saturates. A sum, a difference or a sine of them needs their digits:
+    `c[16:] - c[:-16]` of running sums. So may the values that a parameter scales in the
+    last step of a norm: else the gradient of that step is kept in f32.
     So may the sums that a half-precision value gates, such as the output of a state
     space model: the gradient of the gate needs them, and nobody adds them up again.
     In f16 a value must be in range: a sum that overflows may become a mean.
@@ -121,6 +127,8 @@ def may_fall(at: Standing, made: Decision) -> bool:
     full = [v for v in at.operands if v.origin == Origin.FULL]
     if all(Trait.SAVED_IN_F32 in v.traits for v in full):
         scales = role in (Role.MULTIPLIES, Role.DIVIDES)
+        if not (scales or is_exact(at.eqn) or at.name in _SATURATES):
+            return False
         return low != F16 or not (scales and len(at.activations) < len(at.operands))
     if role is Role.MULTIPLIES and low != F16 and _gates_a_sum(at):
         return True

@@ -95,6 +95,8 @@ class Also(enum.Flag):
     ONE_EACH = enum.auto()
     # It reads an element many times, or on many devices: its gradient is a sum.
     REPEATS = enum.auto()
+    # Its derivative ends where its operand is large: to round that moves no result far.
+    SATURATES = enum.auto()
     # Defined everywhere: a result is infinite because it is too large.
     GROWS = enum.auto()
     # A result is infinite because it is too large, or because it is not defined.
@@ -176,6 +178,7 @@ CHEAP, DEAR, BOUND = Cost.CHEAP, Cost.DEAR, Cost.BOUND
 NOTHING, RESULT, OPERANDS = Saves.NOTHING, Saves.RESULT, Saves.OPERANDS
 SOLVES, SOLUTION, GROWS = Also.SOLVES, Also.SOLVES | Also.SOLUTION, Also.GROWS
 ONE_EACH, REPEATS, ONCE = Also.ONE_EACH, Also.REPEATS, Also.ONCE
+SATURATES = Also.SATURATES
 _FOLLOWS = Words("elementwise or structural")
 
 
@@ -378,11 +381,11 @@ GROUPS = (
             Row("square", CHEAP, OPERANDS, np.square, also=GROWS),
             Row("sqrt", CHEAP, RESULT, np.sqrt),
             Row("cbrt", CHEAP, RESULT),
-            Row("tanh", CHEAP, RESULT, (-1.0, 1.0), Role.CURVES, ONCE),
-            Row("logistic", CHEAP, RESULT, (-1.0, 1.0), Role.CURVES),
+            Row("tanh", CHEAP, RESULT, (-1.0, 1.0), Role.CURVES, ONCE | SATURATES),
+            Row("logistic", CHEAP, RESULT, (-1.0, 1.0), Role.CURVES, SATURATES),
             Row("sin", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, ONCE),
             Row("cos", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, ONCE),
-            Row("erf", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES),
+            Row("erf", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, SATURATES),
             Row("erfc", CHEAP, OPERANDS, None, Role.CURVES, ONCE),
             *_named(CHEAP, OPERANDS, "atan", ONCE, rational=False),
             Row("sign", CHEAP, NOTHING, (-1.0, 1.0), rational=False),
