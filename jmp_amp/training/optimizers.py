@@ -17,10 +17,9 @@ import optax
 from jmp_amp.policies.dtypes import PyTree, is_half
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.training.digits import WEIGHT_STATES, WeightState, warn_of_chain
-from jmp_amp.training.finite import all_finite, check_mapped, checked_axes
+from jmp_amp.training.finite import check_mapped, checked_axes
 from jmp_amp.training.loss_scale import LossScale
-from jmp_amp.training.reading import Reader, only_read
-from jmp_amp.training.skipping import update_or_keep
+from jmp_amp.training.skipping import update_if_finite
 from jmp_amp.training.states import LossScaleState, read_without_target
 from jmp_amp.training.structures import (
     TreeStructure,
@@ -57,8 +56,7 @@ def with_loss_scale(
     values that the step wrote.
 
     Only gradients that `inner` reads are checked: a frozen part, such as one of
-    `optax.set_to_zero` in an `optax.partition`, skips no step. To find out which these
-    are, `update` of `inner` is traced once more for each type of the arguments. Put
+    `optax.set_to_zero` in an `optax.partition`, skips no step. Put
     this around the whole chain: a transformation outside, such as `optax.clip`, may
     hide an overflow from it.
 
@@ -126,12 +124,6 @@ def with_loss_scale(
         )
     axes = checked_axes(axis_name, "with_loss_scale(inner, scale, axis_name={})")
 
-    reader = Reader(
-        lambda gradients, inner_state, params, extra_args: transformation.update(
-            gradients, inner_state, params, **extra_args
-        )
-    )
-
     def init_fn(params: PyTree) -> PyTree:
         return LossScaleState(
             inner_state=owned(_first_state(transformation, params)),
@@ -155,28 +147,37 @@ def with_loss_scale(
         if unscale:
             gradients = state.loss_scale.unscale(gradients)
         trained = None if params is None else taking_part(params)
-        reading = reader(gradients, state.inner_state, trained, extra_args)
-        if is_batch and reading.shapes != tuple(
-            map(np.shape, jax.tree.leaves(trained))
-        ):
-            # Nothing reduces it.
-            check_gradients(*known)
-        # Unscaling keeps an inf or NaN, and with a scale below 1 may make a new one:
-        # checked here, both are seen.
-        finite = all_finite(only_read(gradients, reading), axis_name)
         stores = bool(nodes_of(state.inner_state, WEIGHT_STATES))
         if stores and params is not None:
             check_half(params, state.structure, call)
-        seen = gradients if trained is None else trained
-        with telling_foreign_states(transformation.init, seen, state.inner_state, call):
-            proposed, inner_state = update_or_keep(
-                finite,
-                lambda inner_state: transformation.update(
-                    gradients, inner_state, trained, **extra_args
-                ),
-                state.inner_state,
-                "with_loss_scale: inner changed the type of its state",
+
+        def update(gradients: PyTree) -> tuple[PyTree, PyTree]:
+            return transformation.update(
+                gradients, state.inner_state, trained, **extra_args
             )
+
+        proposed, failure = None, None
+        seen = gradients if trained is None else trained
+        try:
+            with telling_foreign_states(
+                transformation.init, seen, state.inner_state, call
+            ):
+                # Unscaling keeps an inf or NaN, and with a scale below 1 may make a new
+                # one: looked at after it, both are seen.
+                finite, proposed, inner_state = update_if_finite(
+                    update,
+                    gradients,
+                    state.inner_state,
+                    axes,
+                    "with_loss_scale: inner changed the type of its state",
+                )
+        except Exception as error:
+            failure = error
+        if is_batch and _shapes(proposed) != _shapes(trained):
+            # Nothing reduces it.
+            check_gradients(*known)
+        if failure is not None:
+            raise failure
         # Updates that land on a half-precision number are not to be rounded on the way.
         rounded = params is not None and not stores
         proposed = updates_of(proposed, gradients, call)
@@ -184,6 +185,10 @@ def with_loss_scale(
         return chosen, _next_state(finite, state, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
+    return list(map(np.shape, jax.tree.leaves(tree)))
 
 
 def _check_state(state: PyTree) -> None:

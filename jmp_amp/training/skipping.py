@@ -12,7 +12,7 @@ takes 1.02x of the time without a loss scale, and 1.21x with flax's `DynamicScal
 which chooses after the update (`examples/benchmarks/results/weights_on_cpu.json`).
 """
 
-from collections.abc import Callable
+from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,45 +22,66 @@ from jax.typing import ArrayLike
 
 from jmp_amp.plan.program import binding, jaxprs
 from jmp_amp.policies.dtypes import PyTree
-from jmp_amp.training.finite import choose
+from jmp_amp.training.finite import all_finite, choose
+from jmp_amp.training.reading import (
+    TracedUpdate,
+    Update,
+    gradients_read,
+    only_read,
+    traced_update,
+)
+
+_NAMES = "the new state", "the old one"
 
 
-def update_or_keep(
-    finite: jax.Array,
-    update: Callable[[PyTree], tuple[PyTree, PyTree]],
+def update_if_finite(
+    update: Update,
+    gradients: PyTree,
     state: PyTree,
+    axes: Sequence[Hashable],
     call: str,
+) -> tuple[jax.Array, PyTree, PyTree]:
+    """Returns whether gradients are finite, the updates, and the state after them.
+
+    Only gradients that the update reads are looked at. A bad step keeps the old state.
+
+    Args:
+      update: an update of `state`; compiled, it is traced once.
+      gradients: any pytree.
+      state: any pytree.
+      axes: mapped axes to agree over.
+      call: what errors begin with.
+
+    Raises:
+      ValueError, TypeError: if the new state is not of the type of the old one.
+    """
+    if not (axes or any(isinstance(g, Tracer) for g in jax.tree.leaves(gradients))):
+        # Not compiled: every operation is a program of its own.
+        finite = all_finite(gradients)
+        if not finite:
+            finite = all_finite(only_read(gradients, gradients_read(update, gradients)))
+        proposed, new = update(gradients)
+        return finite, proposed, choose(finite, new, state, call, _NAMES)
+    traced = traced_update(update, gradients)
+    finite = all_finite(only_read(gradients, traced.is_read), axes or None)
+    return finite, *_update_or_keep(finite, traced, state, call)
+
+
+def _update_or_keep(
+    finite: jax.Array, update: TracedUpdate, state: PyTree, call: str
 ) -> tuple[PyTree, PyTree]:
-    """Returns `update(state)`: updates, and the new state if `finite`, else the old.
+    """Returns the updates, and the new state if `finite`, else the old one.
 
     Args:
       finite: bool[].
-      update: a function of the state alone, called once.
+      update: the update of `state`.
       state: any pytree.
       call: what errors begin with.
 
     Raises:
       ValueError, TypeError: if the new state is not of the type of the old one.
     """
-    names = "the new state", "the old one"
-    if not isinstance(finite, Tracer):
-        # Not compiled: every operation is a program of its own.
-        proposed, new = update(state)
-        return proposed, choose(finite, new, state, call, names)
-    traced: list[PyTree] = []
-
-    def arrays() -> list[jax.Array]:
-        leaves, structure = jax.tree.flatten(update(state))
-        others = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
-        traced.extend((structure, others))
-        return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-
-    body = jaxprs.body_of(jax.make_jaxpr(arrays)())
-    structure, leaves = traced
-    atoms = iter(body.jaxpr.outvars)
-    proposed, new = structure.unflatten(
-        next(atoms) if leaf is None else leaf for leaf in leaves
-    )
+    proposed, new = update.results
     olds, stored = jax.tree.flatten(state)
     old_of: dict[jaxprs.Var, ArrayLike] = {}
     news = jax.tree.leaves(new)
@@ -68,7 +89,7 @@ def update_or_keep(
         for atom, old in zip(news, olds, strict=True):
             if isinstance(atom, jaxprs.Var) and isinstance(old, jax.Array | np.ndarray):
                 old_of[atom] = old
-    values, chosen = _run(body, finite, old_of)
+    values, chosen = _run(update, finite, old_of)
 
     def value(leaf: PyTree) -> PyTree:
         if isinstance(leaf, jaxprs.Literal):
@@ -80,17 +101,17 @@ def update_or_keep(
         if isinstance(atom, jaxprs.Var) and atom in chosen and old_of[atom] is old:
             olds[index] = values[atom]
     new = jax.tree.map(value, new)
-    kept = choose(finite, new, stored.unflatten(olds), call, names)
+    kept = choose(finite, new, stored.unflatten(olds), call, _NAMES)
     return jax.tree.map(value, proposed), kept
 
 
 def _run(
-    body: jaxprs.Body, finite: jax.Array, old_of: dict[jaxprs.Var, ArrayLike]
+    update: TracedUpdate, finite: jax.Array, old_of: dict[jaxprs.Var, ArrayLike]
 ) -> tuple[dict[jaxprs.Var, jax.Array], set[jaxprs.Var]]:
-    """Runs a body as it was traced, but keeps old values if not `finite`.
+    """Runs an update as it was traced, but keeps old values if not `finite`.
 
     Args:
-      body: a jaxpr without inputs.
+      update: the update.
       finite: bool[].
       old_of: the old values of some of its results.
 
@@ -98,7 +119,9 @@ def _run(
       All values, and the results that were chosen: those that an equation makes, and
       whose type remains what it was.
     """
+    body = update.body
     values = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
+    values.update(zip(body.jaxpr.invars, update.gradients, strict=True))
     chosen = set()
     for eqn in body.jaxpr.eqns:
         operands = [

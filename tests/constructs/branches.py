@@ -88,5 +88,15 @@ ROWS = {
     "vmap_of_switch": lambda w: jax.vmap(
         lambda x, i: lax.switch(i, [lambda h: layer(h, w), lambda h: h, jnp.exp], x @ w)
     )(X, jnp.arange(8) % 3),
+    # JAX writes the boolean into the program as Python's, not as an array.
+    "boolean_of_python": row(
+        lambda w: jnp.where(X.ndim > 1, X @ w, 0.0) @ w, "once", "mapped"
+    ),
+    "booleans_of_python_inside": row(
+        lambda w: lax.scan(
+            lambda h, i: (jnp.where(True, layer(h, w), h) * jnp.sum(w, where=True), i),
+            *(X @ w, jnp.arange(3)),
+        )[0],
+    ),
     "select": lambda w: lax.select(X > 0, X @ w, jnp.zeros((8, 16))) @ w,
 }

@@ -80,16 +80,50 @@ COSTLY = {
 
 
 @pytest.mark.parametrize("name", COSTLY)
-def test_what_reads_a_costly_f32_value_for_half_is_half(name, half):
+def test_what_moves_or_saturates_a_costly_f32_value_for_half_is_half(name, half):
     def fn(w):
-        return jnp.sin(jnp.cos(COSTLY[name](X @ w)) + 1.0) @ w
+        return jnp.tanh(-COSTLY[name](X @ w)) @ w
 
     mixed = autocast(fn, half)
-    found = {
-        name: results_of(mixed, W, primitive=name)[-1] for name in ("cos", "add", "sin")
-    }
-    assert found == {"cos": half, "add": half, "sin": half}
+    found = [results_of(mixed, W, primitive=each)[-1] for each in ("neg", "tanh")]
+    assert found == [half, half]
     assert_loss_is_only_rounded(fn, W, roundings=16)
+
+
+# Their digits are those that the costly value has and half precision has not.
+DELICATE = {
+    "a difference": ("sub", lambda c: c[1:] - c[:-1]),
+    "a difference of lookups": (
+        "sub",
+        lambda c: c[jnp.arange(1, 8)] - c[jnp.arange(7)],
+    ),
+    "a difference, scaled": ("sub", lambda c: 0.5 * (c[1:] - c[:-1])),
+    "less a constant": ("sub", lambda c: c - 300.0),
+    "a phase": ("sin", lambda c: jnp.sin(c)),
+    "the phase of a harmonic": ("cos", lambda c: jnp.cos(3.0 * c)),
+    "a remainder": ("rem", lambda c: lax.rem(c, jnp.ones_like(c))),
+}
+
+
+@pytest.mark.parametrize("operation", DELICATE)
+@pytest.mark.parametrize("name", ("cumsum", "segment_sum", "results_of_a_loop"))
+def test_what_needs_the_digits_of_a_costly_f32_value_has_them(name, operation, half):
+    primitive, delicate = DELICATE[operation]
+
+    def costly(x):
+        return COSTLY[name](300.0 + 0.01 * jnp.tanh(x @ W))
+
+    def fn(x):
+        return delicate(costly(x)) @ W
+
+    mixed = autocast(fn, half)
+    rows = dtypes_of(mixed, X, primitive=primitive)
+    assert {row[-1] for row in rows if row} == {"float32"}
+    read = np.asarray(delicate(np.asarray(jax.jit(costly)(X))), np.float64)
+    # What rounds is the product `x @ w`, and what the last product reads.
+    scale = np.abs(read).max(initial=0.0)
+    wanted = read @ np.asarray(W, np.float64)
+    assert np.abs(jax.jit(mixed)(X) - wanted).max() <= 16 * jnp.finfo(half).eps * scale
 
 
 def test_what_reads_a_cheap_f32_value_is_f32(half):

@@ -94,20 +94,68 @@ def test_an_optimizer_that_reads_values_in_python_is_looked_at_whole():
     assert not amp.last_step_finite(stepped(inner, gradients(frozen=jnp.nan), False)[1])
 
 
-def test_the_update_is_traced_once_for_each_type():
-    calls = []
+@pytest.mark.parametrize(("jit", "calls"), [(False, 3), (True, 1)])
+def test_the_update_is_called_no_more_than_by_itself(jit, calls):
+    called = []
 
     def update(updates, state, params=None):
-        calls.append(None)
+        called.append(None)
         return updates, state
 
     inner = optax.GradientTransformation(lambda params: (), update)
     tx = amp.with_loss_scale(inner, amp.no_loss_scale())
-    state = tx.init(PARAMS)
+    step, state = jax.jit(tx.update) if jit else tx.update, tx.init(PARAMS)
     for _ in range(3):
-        _, state = tx.update(gradients(), state, PARAMS)
-    # Traced once, and run three times.
-    assert len(calls) == 4
+        _, state = step(gradients(), state, PARAMS)
+    assert len(called) == calls
+
+
+def in_phases(jit):
+    """A part that is frozen first, by a set that a function of the optimizer reads."""
+    frozen = {"body"}
+    tx = amp.with_loss_scale(
+        optax.chain(
+            optax.masked(
+                optax.set_to_zero(),
+                lambda tree: {name: name in frozen for name in tree},
+            ),
+            optax.sgd(0.1, 0.9),
+        ),
+        amp.dynamic_loss_scale(1024.0),
+    )
+    state = tx.init(PARAMS)
+    for phase in (frozen.clear, frozen.clear):
+        step = jax.jit(lambda *args: tx.update(*args)) if jit else tx.update
+        updates, state = step(gradients(body=jnp.nan), state, PARAMS)
+        yield updates, state
+        phase()
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_part_that_is_thawed_is_looked_at(jit):
+    (updates, state), (later, thawed) = in_phases(jit)
+    assert amp.last_step_finite(state) and updates["frozen"].all()
+    assert not amp.last_step_finite(thawed) and thawed.skipped_total == 1
+    assert not any(leaf.any() for leaf in jax.tree.leaves(later))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(thawed.inner_state))
+
+
+@pytest.mark.parametrize("extra", [{"freeze": True}, {"epoch": 0}], ids=str)
+def test_a_number_of_python_decides_anew_in_each_step(extra):
+    def update(updates, state, params=None, *, freeze=False, epoch=2, **_):
+        frozen = freeze or epoch < 2
+        zero = jnp.zeros_like(updates["body"])
+        return updates | {"body": zero if frozen else updates["body"]}, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    tx = amp.with_loss_scale(inner, amp.dynamic_loss_scale(1024.0))
+    step = jax.jit(tx.update, static_argnames=("freeze", "epoch"))
+    given = gradients(body=jnp.nan), tx.init(PARAMS), PARAMS
+    for update in (step, tx.update):
+        _, state = update(*given, **extra)
+        assert amp.last_step_finite(state)
+        updates, state = update(*given, **dict.fromkeys(extra, 2 * ("epoch" in extra)))
+        assert not amp.last_step_finite(state) and not updates["body"].any()
 
 
 def per_example(norm):

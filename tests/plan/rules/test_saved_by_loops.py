@@ -1,4 +1,4 @@
-"""What reads the f32 results of a loop for half precision is half."""
+"""What saturates the f32 results of a loop for half precision is half."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,11 +13,17 @@ def running_mean(h):
 
 def test_saved_by_loops():
     def loop(x, w):
-        return jnp.cos(running_mean(x @ w)) @ w
+        return jnp.tanh(running_mean(x @ w)) @ w
 
     def nearest(x, w):
-        return jnp.cos(jnp.exp(x @ w)) @ w
+        return jnp.tanh(jnp.exp(x @ w)) @ w
 
-    assert planned(loop, X, W, of="cos") == [BF16]
-    assert planned(loop, X, W, of="cos", without="saved_by_loops") == [F32]
-    assert planned(nearest, X, W, of="cos") == [F32]
+    assert planned(loop, X, W, of="tanh") == [BF16]
+    assert planned(loop, X, W, of="tanh", without="saved_by_loops") == [F32]
+    assert planned(nearest, X, W, of="tanh") == [F32]
+
+    def differs(x, w):
+        sums = running_mean(x @ w)
+        return (sums[1:] - sums[:-1]) @ w
+
+    assert planned(differs, X, W, of="sub") == [F32]
