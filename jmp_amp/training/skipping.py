@@ -55,9 +55,9 @@ def update_if_finite(
     Raises:
       ValueError, TypeError: if the new state is not of the type of the old one.
     """
-    if not (axes or any(isinstance(g, Tracer) for g in jax.tree.leaves(gradients))):
-        # Not compiled: every operation is a program of its own.
-        finite = all_finite(gradients)
+    compiled = axes or any(isinstance(g, Tracer) for g in jax.tree.leaves(gradients))
+    if not compiled and not isinstance(finite := all_finite(gradients), Tracer):
+        # Every operation is a program of its own.
         if not finite:
             finite = all_finite(only_read(gradients, gradients_read(update, gradients)))
         proposed, new = update(gradients)

@@ -21,6 +21,7 @@ from jmp_amp.plan.choose.pins import (
 )
 from jmp_amp.plan.choose.records import Decision, decided
 from jmp_amp.plan.choose.trade_offs import (
+    follows_saved,
     grows,
     is_saved_in_f32,
     is_worth_f32,
@@ -93,7 +94,9 @@ def decide(
     made = _by_class(at, rewrite)
     if made.result.origin == Origin.FREE:
         rewrite = None
-    saved, falls = is_saved_in_f32(at, made, rewrite), may_fall(at, made)
+    falls = may_fall(at, made)
+    saved = is_saved_in_f32(at, made, rewrite)
+    saved = saved or (follows_saved(at, made) and not falls)
     traits = frozenset(_traits(at, made, saved or falls))
     result = Known(made.result.origin, _limits(at, made), region, traits)
     return dataclasses.replace(

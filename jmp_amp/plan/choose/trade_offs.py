@@ -101,32 +101,44 @@ def is_saved_in_f32(at: Standing, made: Decision, rewrite: Rewrite | None) -> bo
     )
 
 
-def may_fall(at: Standing, made: Decision) -> bool:
-    """Whether an operation on f32 values may cast them to half before it.
+def follows_saved(at: Standing, made: Decision) -> bool:
+    """Whether an operation reads f32 values that are saved, beside half ones perhaps.
 
-    Values that are saved in f32 may be cast where they are moved, chosen or scaled, or
-    where a curve saturates. A sum, a difference or a sine of them needs their digits:
-    `c[16:] - c[:-16]` of running sums. So may the values that a parameter scales in the
-    last step of a norm: else the gradient of that step is kept in f32.
-    So may the sums that a half-precision value gates, such as the output of a state
-    space model: the gradient of the gate needs them, and nobody adds them up again.
-    In f16 a value must be in range: a sum that overflows may become a mean.
+    A sum, a difference or a sine of them needs their digits: `c[16:] - c[:-16]` of
+    running sums. What is kept of it for half readers is its result, in half.
     """
-    low = at.half
-    if not (
-        is_half(low)
+    full = [v for v in at.operands if v.origin == Origin.FULL]
+    return _may_be_half(at, made) and all(Trait.SAVED_IN_F32 in v.traits for v in full)
+
+
+def _may_be_half(at: Standing, made: Decision) -> bool:
+    """Whether nothing but its operands has an operation that follows compute in f32."""
+    return (
+        is_half(at.half)
         and not is_pinned(at)
         and at.rule.op_class is OpClass.FOLLOW
         and not jaxprs.is_conversion(at.eqn)
         and made.dtype == F32
         and made.result.origin == Origin.FULL
-        and misfit_of(at, low) is None
-    ):
+        and misfit_of(at, at.half) is None
+    )
+
+
+def may_fall(at: Standing, made: Decision) -> bool:
+    """Whether an operation on f32 values may cast them to half before it.
+
+    Values that are saved in f32 may be cast where they are moved, chosen or scaled, or
+    where a curve saturates. So may the values that a parameter scales in the last step
+    of a norm: else the gradient of that step is kept in f32.
+    So may the sums that a half-precision value gates, such as the output of a state
+    space model: the gradient of the gate needs them, and nobody adds them up again.
+    In f16 a value must be in range: a sum that overflows may become a mean.
+    """
+    if not _may_be_half(at, made):
         return False
-    role = role_of(at.name)
-    full = [v for v in at.operands if v.origin == Origin.FULL]
-    if all(Trait.SAVED_IN_F32 in v.traits for v in full):
-        scales = role in (Role.MULTIPLIES, Role.DIVIDES)
+    low, role = at.half, role_of(at.name)
+    scales = role in (Role.MULTIPLIES, Role.DIVIDES)
+    if follows_saved(at, made):
         if not (scales or is_exact(at.eqn) or at.name in _SATURATES):
             return False
         return low != F16 or not (scales and len(at.activations) < len(at.operands))
