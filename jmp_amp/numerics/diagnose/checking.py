@@ -255,7 +255,6 @@ def _tried(
 
         inputs = jnp.float32(scale), call.arrays
         compiling = compile_(finite, *inputs, options=lambda: programs.options_for(0))
-        found = _Tried(*map(bool, compiling.result()(*inputs)))
-        if found.is_finite:
-            return found
-        return found._replace(rows=read_plan(call.call))
+        is_finite, is_value_finite = map(bool, compiling.result()(*inputs))
+        rows = () if is_finite else read_plan(call.call)
+        return _Tried(is_finite, is_value_finite, rows)
