@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import ShapedArray
 
 from jmp_amp.plan.dataflow.dead_code import inputs_read
-from jmp_amp.plan.program import binding, jaxprs
+from jmp_amp.plan.program import binding, jaxprs, scope_text
 from jmp_amp.plan.program.dimensions import as_counted
 from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Var
 from jmp_amp.plan.rewrites.fp8_products import NAMES
@@ -152,7 +152,7 @@ class Residual(NamedTuple):
 
     Attributes:
       makers: the calls that contain its equation, outermost first, and the equation;
-        none for an argument.
+        none for an argument. The first is the loop, if it was moved out of one.
       size: in bytes.
       shape: its sizes, symbolic ones as 1.
       dtype: its dtype.
@@ -208,6 +208,7 @@ def saved_for_backward(
 
     jaxpr = jaxprs.body_of(binding.trace(residuals, args)).jaxpr
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    loops = _loops_of_moved(jaxpr.eqns)
     arguments = set(jaxpr.invars)
     kept = dict.fromkeys(
         v for v in jaxprs.variables(jaxpr.outvars) if v in made or v in arguments
@@ -215,7 +216,7 @@ def saved_for_backward(
     avals = map(jaxprs.aval_of, kept)
     return [
         Residual(
-            _makers(made, var) if var in made else (),
+            _with_loop(_makers(made, var), loops) if var in made else (),
             math.prod(as_counted(aval.shape)) * aval.dtype.itemsize,
             as_counted(aval.shape),
             aval.dtype,
@@ -223,6 +224,27 @@ def saved_for_backward(
         )
         for var, aval in zip(kept, avals, strict=True)
     ]
+
+
+def _loops_of_moved(eqns: Sequence[Eqn]) -> dict[Var, Eqn]:
+    """Returns what was moved out of a loop: a result -> the loop.
+
+    JAX computes once, before a loop, what all of its turns keep alike. Of the name
+    scopes it leaves those inside of the body: not even `jvp` is around them.
+    """
+    found: dict[Var, Eqn] = {}
+    loop = None
+    for eqn in reversed(eqns):
+        if scope_text.is_derived(jaxprs.scope_text(eqn)):
+            loop = eqn if jaxprs.is_loop(eqn) else loop
+        elif loop is not None:
+            found.update(dict.fromkeys(eqn.outvars, loop))
+    return found
+
+
+def _with_loop(makers: tuple[Eqn, ...], loops: dict[Var, Eqn]) -> tuple[Eqn, ...]:
+    loop = loops.get(makers[0].outvars[0])
+    return makers if loop is None else (loop, *makers)
 
 
 def _zero_cotangent(result: jax.Array) -> jax.Array | np.ndarray:

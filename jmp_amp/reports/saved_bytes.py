@@ -67,39 +67,77 @@ def read_saved(call: PlannedCall, equations: Sequence[Equation]) -> SavedBytes:
             return SavedBytes(None, why_not=told)
     made = [[each for each in found if each.makers] for found in residuals]
     copies = [[each for each in found if each.of_argument] for found in made]
-    sizes = [_modules_of(each, equations) for each in (*made, *copies)]
+    places = _Places(equations)
+    sizes = [_modules_of(each, places) for each in (*made, *copies)]
     paths = dict.fromkeys(path for each in sizes for path in each)
     saved = tuple(Saved(path, *(each.get(path, 0) for each in sizes)) for path in paths)
     arguments, arguments_without = (
         sum(each.size for each in found if not each.makers) for found in residuals
     )
     rows = [
-        Kept(path, operation, each.shape, short_name(each.dtype), each.size)
+        Kept(
+            places.module_of(each.makers),
+            each.makers[-1].primitive.name,
+            each.shape,
+            short_name(each.dtype),
+            each.size,
+        )
         for each in made[0]
-        for path, operation in [_place_of(each.makers, equations)]
     ]
     largest = tuple(sorted(rows, key=lambda row: -row.size))
     return SavedBytes(saved, arguments, arguments_without, largest=largest)
 
 
-def _modules_of(
-    residuals: Iterable[Residual], equations: Sequence[Equation]
-) -> dict[str, int]:
-    """Returns how many bytes of `residuals` the modules of `equations` keep."""
+def _modules_of(residuals: Iterable[Residual], places: _Places) -> dict[str, int]:
+    """Returns how many bytes of `residuals` the modules of a program keep."""
     sizes: dict[str, int] = {}
     for each in residuals:
-        path, _ = _place_of(each.makers, equations)
+        path = places.module_of(each.makers)
         sizes[path] = sizes.get(path, 0) + each.size
     return sizes
 
 
-def _place_of(makers: Sequence[Eqn], equations: Sequence[Equation]) -> tuple[str, str]:
-    """Returns the module that makes a residual, and the operation."""
-    known = {name for e in equations for name in e.module.split("/")}
-    path = ""
-    for eqn in makers:
-        path = joined(path, *module_scopes(eqn))
-        # A body that the plan staged anew does not know whose function it was.
-        name = source_code.jitted_name(eqn) or ""
-        path = joined(path, name if name in known else "")
-    return path, makers[-1].primitive.name
+class _Places:
+    """The modules of a program, and the lines of code that run in them.
+
+    Attributes:
+      modules: their paths.
+      by_line: those that a line of code runs in.
+      names: every name in a path.
+    """
+
+    def __init__(self, equations: Sequence[Equation]):
+        self.modules = dict.fromkeys(each.module for each in equations)
+        self.by_line: dict[str | None, dict[str, None]] = {}
+        for each in equations:
+            self.by_line.setdefault(each.source, {})[each.module] = None
+        self.names = {name for path in self.modules for name in path.split("/")}
+
+    def module_of(self, makers: Sequence[Eqn]) -> str:
+        """Returns the module that makes a residual, see `Residual.makers`.
+
+        What was moved out of a loop that is itself in a loop or a call lacks the scopes
+        between the two: it is of the module that has the others, and that line.
+        """
+        path = ""
+        for eqn in makers:
+            path = joined(path, *module_scopes(eqn))
+            # A body that the plan staged anew does not know whose function it was.
+            name = source_code.jitted_name(eqn) or ""
+            path = joined(path, name if name in self.names else "")
+        line = source_code.source_line(makers[-1])
+        here = self.by_line.get(line, {}) if line else {}
+        if path in here:
+            return path
+        found = [each for each in here if _lacks_scopes(path, each)]
+        if not found and path and path not in self.modules:
+            found = [each for each in self.modules if _lacks_scopes(path, each)]
+        return found[0] if found else path
+
+
+def _lacks_scopes(path: str, module: str) -> bool:
+    """Whether `path` is that of a module without some of the names in front."""
+    *around, own = path.split("/")
+    *others, last = module.split("/")
+    names = iter(others)
+    return own in ("", last) and all(name in names for name in around)

@@ -71,6 +71,43 @@ def test_entries_stay_unless_they_are_what_is_not_finite():
     assert amp.diagnose(loss, given)(params, SMALL).policy == amp.PolicyMap("float32")
 
 
+class BothPasses(nn.Module):
+    """What `b` reads overflows f16 forward, the gradient that `a` reads backward."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = jnp.tanh(nn.Dense(16, name="a")(x)) * 3e5
+        return nn.Dense(16, name="b")(x)
+
+
+# Of small inputs the kernel of `a` has a small gradient: f16 holds all that its product
+# makes, and not the cotangent that the product reads.
+@pytest.mark.parametrize(("size", "entries"), [(1.0, {"b": "float32"}), (1e-4, {})])
+def test_the_cause_is_that_of_the_policy_that_was_tried(size, entries):
+    model, x = BothPasses(), size * jnp.ones((8, 16))
+    params = jax.jit(model.init)(jax.random.key(0), x)
+
+    def loss(params, x):
+        return jnp.mean(model.apply(params, x) ** 2)
+
+    tried = amp.PolicyMap("mixed_float16", entries)
+    value, gradients = jax.jit(jax.value_and_grad(amp.autocast(loss, tried)))(params, x)
+    assert jnp.isfinite(value) and not amp.all_finite(gradients)
+    d = amp.diagnose(loss, "mixed_float16")(params, x)
+    assert d.policy == amp.PolicyMap("float32", entries)
+    assert_finite(loss, d.policy, params, x)
+    assert d.advice[-1].startswith(f"With {str(tried)!r} the run is not finite")
+    assert "in the backward pass, which mixed_bfloat16 has the range" in d.advice[-1]
+    assert "in BothPasses/a (test_checking.py:" in d.advice[-1]
+    assert not any("autocast(fn, d.policy) has" in each for each in d.advice)
+    # That policy's own diagnosis says the same.
+    first = amp.diagnose(loss, tried)(params, x).first_nonfinite
+    assert (first.module, first.direction) == (
+        "BothPasses/a",
+        "backward",
+    )
+
+
 def test_a_loss_scale_that_is_too_large_is_no_matter_of_the_policy():
     def loss(w, x):
         return jnp.sum(x @ w)

@@ -663,6 +663,78 @@ def test_bytes_are_told_of_the_module_that_keeps_them():
     }
 
 
+SCOPE = jax.named_scope
+
+
+def gated(h, w, gain):
+    """A block whose mask, its zeros and whose gain are the same in every turn."""
+    with SCOPE("block"):
+        with SCOPE("gain"):
+            scale = jnp.exp(gain)
+        h = jnp.tanh(h @ w) * scale
+        with SCOPE("drop"):
+            kept = jax.random.bernoulli(jax.random.key(0), 0.9, h.shape)
+            return jnp.where(kept, h / 0.9, 0.0)
+
+
+def scanned(x, ws, gain):
+    return lax.scan(lambda h, w: (gated(h, w, gain), None), x, ws)[0]
+
+
+def counted_up(x, ws, gain):
+    return lax.fori_loop(0, 3, lambda i, h: gated(h, ws[i], gain), x)
+
+
+def scanned_twice(x, ws, gain):
+    def turn(h, _):
+        with SCOPE("mid"):
+            return scanned(h, ws, gain), None
+
+    return lax.scan(turn, x, length=2)[0]
+
+
+def two_layers(x, ws, gain):
+    for i in range(2):
+        with SCOPE(f"layer{i}"):
+            x = scanned(x, ws, gain)
+    return x
+
+
+@jax.jit
+def called(x, ws, gain):
+    with SCOPE("mid"):
+        return scanned(x, ws, gain)
+
+
+MASK, ZEROS, GAIN = 8 * 16, 8 * 16 * 4, 4
+
+
+@pytest.mark.parametrize(
+    ("fn", "around"),
+    [
+        (scanned, ["net"]),
+        (counted_up, ["net"]),
+        (scanned_twice, ["net/mid"]),
+        (two_layers, ["net/layer0", "net/layer1"]),
+        (called, ["net/called/mid"]),
+    ],
+)
+def test_what_every_turn_of_a_loop_keeps_alike_is_of_the_module_in_the_loop(fn, around):
+    def net(x, ws, gain):
+        with SCOPE("net"):
+            return fn(x, ws, gain)
+
+    report = explained(net, f32(8, 16), f32(3, 16, 16), f32(), policy="float32")
+    saved = {path: costs.saved for path, costs in report.modules.items()}
+    assert {*saved} <= {e.module for e in report.equations}
+    for path in around:
+        assert saved[f"{path}/block/drop"] == MASK + ZEROS
+        assert saved[f"{path}/block/gain"] == GAIN
+    assert {kept.module for kept in report.largest_kept if kept.size == ZEROS} == {
+        f"{path}/block/drop" for path in around
+    }
+
+
 @pytest.mark.parametrize(
     ("fn", "word"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -10,7 +11,7 @@ from jmp_amp.numerics.calls.executables import Compile
 from jmp_amp.numerics.calls.losses import Called, LossCall, called_as_it_is
 from jmp_amp.numerics.diagnose.advice import ITSELF, POLICY, Finding, largest_of
 from jmp_amp.numerics.diagnose.runs import Runs
-from jmp_amp.numerics.diagnose.wording import located, place, share
+from jmp_amp.numerics.diagnose.wording import located, number, place, share
 from jmp_amp.numerics.locate.sites import Site
 from jmp_amp.numerics.measure import programs
 from jmp_amp.numerics.measure.own_dtypes import is_inside
@@ -53,17 +54,18 @@ def checked(
       scale: of the loss, one that the numbers have room for.
       compile_: begins to compile a program.
     """
-    if _is_finite(called, runs.policy, scale, compile_):
+    tried = _tried(called, runs.policy, scale, compile_)
+    if tried.is_finite:
         return runs.policy, [*findings]
     policy, kept = _in_f32(called, runs.policy, scale, compile_)
-    tried = f"With {str(runs.policy)!r} the run is not finite, "
+    told = f"With {str(runs.policy)!r} the run is not finite, "
     if kept:
-        # What is said of that policy does not hold for what is marked.
-        findings = [each for each in findings if each.kind != POLICY]
-        tried += f"and it is not with an f32 default either. {_marked(runs, kept)}"
+        told += f"and it is not with an f32 default either. {_marked(runs, kept)}"
     else:
-        tried += f"so the default of d.policy is f32. {_cause(runs)}"
-    return policy, [*findings, Finding("tried", tried)]
+        told += f"so the default of d.policy is f32. {_cause(runs, tried)}"
+    # What is said of the policy that was tried is not all that d.policy has in f32.
+    findings = [each for each in findings if each.kind != POLICY]
+    return policy, [*findings, Finding("tried", told)]
 
 
 def _in_f32(
@@ -85,7 +87,7 @@ def _in_f32(
             kept = [row for row in read_plan(call.call) if _is_in_half(row)]
         if not kept:
             return policy, []
-        if _is_finite(called, policy, scale, compile_):
+        if _tried(called, policy, scale, compile_).is_finite:
             return policy, []
     return maps[-1], kept
 
@@ -162,22 +164,75 @@ def with_function_tried(
     return [Finding("tried", told), *others], True
 
 
-def _cause(runs: Runs) -> str:
+class _Tried(NamedTuple):
+    """What came of a run under a policy.
+
+    Attributes:
+      is_finite: whether the value and the gradients are finite.
+      is_value_finite: whether the value is.
+      rows: what `read_plan` tells of its equations; of a run that is finite nobody
+        asks for them.
+    """
+
+    is_finite: bool
+    is_value_finite: bool
+    rows: Sequence[Equation] = ()
+
+
+def _cause(runs: Runs, tried: _Tried) -> str:
     """Returns in words why the suggested policy did not help."""
     if any(site.makes_nonfinite and site.is_in_half for site in runs.reference):
         return "What cast_inputs marks without a dtype is f32 then."
-    first = runs.first
-    if first is not None and first.is_in_half and not first.is_forward:
-        wider = ", which mixed_bfloat16 has the range for" * (first.dtype == "f16")
-        return f"It overflows in the backward pass{wider}."
+    if tried.is_value_finite and (told := _overflow_backward(runs, tried)):
+        return told
+    in_half = {row.identity for row in tried.rows if row.is_in_half}
     for site in runs.sites:
-        lost = _underflow(runs, site) if site.is_in_half and site.is_forward else 0.0
+        stays = site.is_in_half and site.is_forward and site.identity in in_half
+        lost = _underflow(runs, site) if stays else 0.0
         if lost > _MANY:
             return (
                 f"{share(lost)} of what {place(site)} makes underflows {site.dtype}: "
                 "f32 there may be all that it takes."
             )
+    if tried.is_value_finite:
+        return "The value is finite with it, and a gradient is not."
     return "Look for what is too large where it is used, not where it is made."
+
+
+def _overflow_backward(runs: Runs, tried: _Tried) -> str:
+    """Returns in words what overflows backward in a policy's run; "" if nothing does.
+
+    That run was not measured: the reference tells what is too large for its formats.
+    """
+    formats = {row.identity: _format_backward(row) for row in tried.rows}
+    found = [
+        site
+        for site in runs.reference
+        if not site.is_forward
+        and (dtype := formats.get(site.identity)) is not None
+        and site.overflow(dtype) > 0
+    ]
+    if not found:
+        return ""
+    # What an equation in half makes, before what is cast for one.
+    keys = {site.key for site in runs.sites if site.is_in_half}
+    most = next((site for site in found if site.key in keys), found[0])
+    wider = ", which mixed_bfloat16 has the range for"
+    wider *= formats[most.identity] == "f16"
+    return (
+        f"It overflows in the backward pass{wider}: what {place(most)} makes there "
+        f"reaches {number(most.amax)} in f32."
+    )
+
+
+def _format_backward(row: Equation) -> str | None:
+    """Returns the format in half that gradients at an equation have; None for f32.
+
+    Where it reads an operand in half as f32, the gradient of the operand is cast back.
+    """
+    read = (cast.source for cast in row.casts if cast.where == "operand")
+    here = (row.dtype, *read) if row.is_in_half else read
+    return next((dtype for dtype in here if is_half(parse_dtype(dtype))), None)
 
 
 def _underflow(runs: Runs, site: Site) -> float:
@@ -186,17 +241,20 @@ def _underflow(runs: Runs, site: Site) -> float:
     return 0.0 if known is None else known.underflow(site.dtype)
 
 
-def _is_finite(
+def _tried(
     called: Called, policies: PolicyMap, scale: float, compile_: Compile
-) -> bool:
-    """Whether a call is finite under a policy; compiles one program."""
+) -> _Tried:
+    """Returns what comes of a run under a policy; compiles one program."""
     with called(policies) as call:
 
-        def finite(scale: Value, arrays: Sequence[Value]) -> Value:
+        def finite(scale: Value, arrays: Sequence[Value]) -> tuple[Value, Value]:
             scaled = static_loss_scale(scale).scale
             both = call.with_gradients(lambda xs: run(call.plan, xs), scaled)
-            return ends_well(call, *both(*arrays))
+            outputs, gradients = both(*arrays)
+            return ends_well(call, outputs, gradients), ends_well(call, outputs, ())
 
         inputs = jnp.float32(scale), call.arrays
         compiling = compile_(finite, *inputs, options=lambda: programs.options_for(0))
-        return bool(compiling.result()(*inputs))
+        is_finite, is_value_finite = map(bool, compiling.result()(*inputs))
+        rows = () if is_finite else read_plan(call.call)
+        return _Tried(is_finite, is_value_finite, rows)

@@ -35,6 +35,7 @@ _INNER = "amp_autocast_"
 # What JAX writes: in the backward pass, where a checkpoint computes again, and around
 # the body of one.
 BACKWARD, AGAIN = "transpose(", "rematted_computation"
+_DERIVED = "jvp("
 _NO_MODULES = ("", "checkpoint", AGAIN)
 # The whole of a name, with all three dtypes: a user's own `clamp[0]` is none. Names
 # stand between slashes, and between the parentheses of transformations.
@@ -95,6 +96,11 @@ def without_policies(scopes: str) -> str:
 def module_names(scopes: str) -> list[str]:
     """Returns the names of modules and of the user's own scopes."""
     return [*filter(_is_module, without_policies(scopes).split("/"))]
+
+
+def is_derived(scopes: str) -> bool:
+    """Whether JAX says that what has these scopes was differentiated."""
+    return _DERIVED in scopes
 
 
 def _is_module(name: str) -> bool:
