@@ -212,6 +212,10 @@ def dynamic_loss_scale(
     * "consecutive" (Apex's `update_scale_hysteresis`): after any finite step.
     * "rearming" (Paddle): after any finite step, and every backoff.
 
+    A checkpoint by `flax.serialization` or pickle brings back all arguments of the run
+    that saved it, whatever those of the target are. Orbax saves the scale and its
+    counters alone: the other arguments are those of the target.
+
     Args:
       init_scale: the first scale, any scalar; the next one within
         `[min_scale, max_scale]` if it lies outside.
