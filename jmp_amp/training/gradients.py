@@ -1,6 +1,5 @@
 """`value_and_grad` and `grad` of a scaled loss: true losses in, true gradients out."""
 
-import contextlib
 import functools
 import inspect
 import numbers
@@ -22,6 +21,7 @@ from jmp_amp.training.overwritten import map_not_overwritten
 from jmp_amp.training.states import SCALES, find_loss_scale
 from jmp_amp.training.structures import is_half_parameter, nodes_of
 from jmp_amp.training.trainable import promote_gradient, promote_half
+from jmp_amp.transform.refusals import asks_for_values
 from jmp_amp.transform.widened import held_in_f32, through_trees
 
 # The positions to differentiate: one or several, as in jax and in nnx.
@@ -57,8 +57,8 @@ def value_and_grad(
     If an f16 or bf16 argument is used several times (in iterations of a loop, in
     microbatches, by lookups of one row), its gradients are summed in float32. For this
     the function is traced once, with half arrays; the loss is the same, bit for bit. If
-    the function reads the values of its half arguments, as Python's `if` does, it
-    cannot be traced: it is called instead, and these sums are half.
+    the function reads values of arrays, as Python's `if` and `f"{x:.2f}"` do, it cannot
+    be traced: it is called instead, and these sums are half.
 
     Kernels of f16 and bf16 convolutions are given a memory layout
     (`jax.experimental.layout`), unless they are sharded automatically. `jax.export` of
@@ -208,8 +208,7 @@ def _value_and_grad(
     wide, dtypes = _widened(trees, chosen)
     if not dtypes or options["holomorphic"] or (kwargs and positions is not None):
         return differentiated(fn)(*args, **kwargs)
-    # Not in an `except`: what comes out of the second call has no other error to tell.
-    with contextlib.suppress(*_ASKS_FOR_VALUES):
+    try:
         if positions is None:
             return differentiated(held_in_f32(fn, dtypes))(*wide, **kwargs)
         held = functools.partial(
@@ -220,16 +219,11 @@ def _value_and_grad(
             args,
             run=lambda pure, trees: pure(*_widened(trees, chosen)[0]),
         )
+    except Exception as error:
+        if not asks_for_values(error):
+            raise
+    # Not in the `except`: what comes out of this call has no other error to tell.
     return differentiated(fn)(*args, **kwargs)
-
-
-# What JAX raises if a function asks for values of arrays that are traced.
-_ASKS_FOR_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
 
 
 def _widened(

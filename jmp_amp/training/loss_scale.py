@@ -94,7 +94,9 @@ class LossScale:
         """Returns `tree` with its inexact leaves divided by the scale.
 
         f16 and bf16 leaves become float32 first, so that a small gradient survives the
-        division. Otherwise as `scale`.
+        division. What is float32 is multiplied by the float32 nearest to 1 / scale, as
+        in torch; float64 and complex128 leaves are divided, and so is all if
+        `max_scale` is above 2**126. Otherwise as `scale`.
 
         Example:
           >>> import jmp_amp as amp
@@ -102,10 +104,16 @@ class LossScale:
           >>> amp.static_loss_scale(2.0**15).unscale(gradients)
           {'frozen': None, 'w': Array(1.526...e-08, dtype=float32)}
         """
-        if self.max_scale > 2.0**126:
-            # The reciprocal of such a scale is a subnormal, which XLA flushes to zero.
-            return _mapped(operator.truediv, tree, self.value)
-        return _mapped(operator.mul, tree, 1.0 / self.value)
+        # Beyond 2**126 it may be a subnormal, which XLA flushes to zero.
+        reciprocal = 1.0 / self.value if self.max_scale <= 2.0**126 else None
+
+        def divided(leaf: jax.Array, scale: jax.Array) -> jax.Array:
+            # The reciprocal has no more than the digits of f32.
+            if leaf.dtype != F32 or reciprocal is None:
+                return leaf / scale
+            return leaf * reciprocal
+
+        return _mapped(divided, tree, self.value)
 
     def adjust(self, finite: ArrayLike) -> Self:
         """Returns the loss scale of the next step, of the same structure and dtypes.
@@ -203,6 +211,10 @@ def dynamic_loss_scale(
       used up, every further overflow backs off.
     * "consecutive" (Apex's `update_scale_hysteresis`): after any finite step.
     * "rearming" (Paddle): after any finite step, and every backoff.
+
+    A checkpoint by `flax.serialization` or pickle brings back all arguments of the run
+    that saved it, whatever those of the target are. Orbax saves the scale and its
+    counters alone: the other arguments are those of the target.
 
     Args:
       init_scale: the first scale, any scalar; the next one within

@@ -49,8 +49,9 @@ def nodes_at(
 
 def first_difference(a: Sequence[str], b: Sequence[str]) -> str:
     """Returns the first key path that only one of the two has."""
-    extra = [path for path in a if path not in set(b)]
-    missing = [path for path in b if path not in set(a)]
+    in_a, in_b = set(a), set(b)
+    extra = [path for path in a if path not in in_b]
+    missing = [path for path in b if path not in in_a]
     return (extra or missing or ["a container without leaves"])[0]
 
 

@@ -174,6 +174,15 @@ def test_an_overflow_reaches_the_caller_as_a_gradient_that_is_not_finite():
     assert gradient == jnp.inf
 
 
+def test_float64_gradients_have_all_their_digits_at_any_scale():
+    with jax.enable_x64(True):
+        scale = amp.static_loss_scale(1000.0)
+        gradient = amp.grad(jnp.sin)(jnp.float64(0.3), loss_scale=scale)
+        assert gradient.dtype == jnp.float64
+        eps = float(jnp.finfo(jnp.float64).eps)
+        np.testing.assert_allclose(gradient, np.cos(0.3), rtol=4 * eps)
+
+
 def test_float64_gradients_stay_float64():
     with jax.enable_x64(True):
         w = jnp.float64(1.0 + 2.0**-40)

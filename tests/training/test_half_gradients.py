@@ -1,6 +1,7 @@
 """Gradients of half parameters are the f32 sums of the gradients of all their uses."""
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -240,6 +241,67 @@ def test_a_function_that_reads_values_of_half_parameters_runs_as_before():
     np.testing.assert_array_equal(amp.grad(loss)(full("float16", 3)), np.ones(3))
     with pytest.raises(jax.errors.TracerBoolConversionError, match="argument w"):
         jax.jit(lambda w: amp.grad(loss)(w))(full("float16", 3))
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "{:.2f}".format,
+        "{:d}".format,
+        functools.partial(operator.mod, "%d"),
+        functools.partial(operator.mod, "%x"),
+    ],
+)
+def test_a_function_that_prints_values_of_a_batch_runs_as_before(shown):
+    printed = []
+
+    def loss(w, x):
+        printed.append(shown(x[0]))
+        return total(w * x.astype(w.dtype))
+
+    w, x = full("bfloat16", 3), jnp.arange(10, 13)
+    if shown(1) == "1.00":
+        x = x.astype(F32)
+    value, gradient = amp.value_and_grad(loss)(w, x)
+    assert value == 0.5 * (10 + 11 + 12)
+    np.testing.assert_array_equal(gradient, [10, 11, 12])
+    assert printed == [shown(x[0])]
+
+
+def test_what_no_function_can_print_is_an_error_as_in_jax():
+    loss = lambda w: (f"{w[0]:.2f}", total(w))[1]  # noqa: E731
+    with pytest.raises(TypeError) as expected:
+        jax.grad(loss)(full("bfloat16", 3))
+    with pytest.raises(TypeError) as found:
+        amp.grad(loss)(full("bfloat16", 3))
+    assert str(found.value) == str(expected.value)
+    assert found.value.__context__ is None
+
+
+class OwnError(TypeError):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("unsupported format string passed to list.__format__"),
+        TypeError("no float: unsupported format string passed to aTracer.__format__"),
+        OwnError("unsupported format string passed to DynamicJaxprTracer.__format__"),
+        TypeError("%d format: a real number is required, not list"),
+    ],
+)
+def test_an_error_like_that_of_a_print_comes_out_of_its_only_call(error):
+    calls = []
+
+    def loss(w):
+        calls.append(None)
+        raise error
+
+    with pytest.raises(TypeError) as found:
+        amp.grad(loss)(full("bfloat16", 3))
+    assert found.value is error
+    assert len(calls) == 1
 
 
 def test_an_error_of_the_function_comes_out_of_its_only_call():

@@ -336,6 +336,33 @@ def test_unscaling_undoes_scaling_exactly():
     chex.assert_trees_all_equal(loss_scale.unscale(loss_scale.scale(tree)), tree)
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_float64_leaves_are_unscaled_with_all_their_digits(jit):
+    with jax.enable_x64(True):
+        unscale = jax.jit(amp.LossScale.unscale) if jit else amp.LossScale.unscale
+        gradient = np.arange(1.0, 100.0)
+        tree = {"f64": jnp.asarray(gradient), "c128": jnp.asarray(gradient * (1 - 3j))}
+        found = unscale(amp.static_loss_scale(1000.0), tree)
+        for name, leaf in tree.items():
+            assert found[name].dtype == leaf.dtype
+            eps = float(jnp.finfo(leaf.dtype).eps)
+            np.testing.assert_allclose(found[name], np.asarray(leaf) / 1e3, rtol=eps)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("jit", [False, True])
+def test_other_leaves_are_multiplied_by_the_reciprocal_in_float32(dtype, jit):
+    # As torch's GradScaler.unscale_: scale.double().reciprocal().float().
+    unscale = jax.jit(amp.LossScale.unscale) if jit else amp.LossScale.unscale
+    gradient = np.arange(1.0, 100.0, dtype=np.float32)
+    expected = gradient * np.float32(1 / 1000.0)
+    assert np.any(expected != gradient / np.float32(1000.0))
+    tree = [jnp.asarray(gradient, dtype), jnp.asarray(gradient * (1 - 1j), "complex64")]
+    real, pair = unscale(amp.static_loss_scale(1000.0), tree)
+    for found, sign in ((real, 1), (pair.real, 1), (pair.imag, -1)):
+        np.testing.assert_array_equal(found, sign * expected, strict=True)
+
+
 @pytest.mark.parametrize("power", [127, -126])
 def test_a_scale_at_the_edge_of_float32_unscales_right(power):
     loss_scale = jax.jit(lambda s: s)(amp.static_loss_scale(2.0**power))

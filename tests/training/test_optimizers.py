@@ -13,6 +13,7 @@ from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
 import jmp_amp as amp
+from jmp_amp.training.structures import first_difference
 from tests.training.wrappers import HALF, dynamic, kinds, parameters
 
 adam_works = pytest.mark.usefixtures("optax_promotion")
@@ -217,6 +218,20 @@ def test_an_empty_tree_is_a_tree_like_any_other():
     assert len({state.structure for state in states}) == 3
     with pytest.raises(ValueError, match=r"but init saw \{\}; first difference at"):
         tx.update({"a": jnp.ones(2)}, states[0])
+
+
+def test_the_first_difference_of_large_trees_is_found_in_one_pass():
+    hashed = []
+
+    class Path(str):
+        def __hash__(self):
+            hashed.append(self)
+            return super().__hash__()
+
+    a, b = ([Path(f"['{i}']") for i in range(n)] for n in (1001, 1000))
+    assert first_difference(a, b) == "['1000']"
+    # Each is put into one set, and looked up in the other.
+    assert len(hashed) <= 2 * (len(a) + len(b))
 
 
 # What the optimizer is given

@@ -177,6 +177,19 @@ def test_a_run_goes_on_from_a_checkpoint_at_the_same_bits(storage, through, tmp_
     assert_same(second.carry, whole.carry)
 
 
+@pytest.mark.parametrize(
+    ("through", "interval"),
+    [(through_orbax, 9), (through_flax, 7), (through_pickle, 7)],
+)
+def test_the_settings_of_a_checkpoint_are_as_the_docstring_says(
+    through, interval, tmp_path
+):
+    saved = amp.dynamic_loss_scale(8.0, growth_interval=7).adjust(True)
+    found = through(saved, amp.dynamic_loss_scale(growth_interval=9), tmp_path)
+    assert found.growth_interval == interval
+    assert (found.value, found.growth_tracker) == (8.0, 1)
+
+
 # Other meshes
 
 
