@@ -90,6 +90,25 @@ def test_what_moves_or_saturates_a_costly_f32_value_for_half_is_half(name, half)
     assert_loss_is_only_rounded(fn, W, roundings=16)
 
 
+def test_a_costly_f32_value_that_joins_a_half_stream_is_half(half):
+    def fn(w):
+        stream = X @ w
+        return jnp.tanh(stream + jnp.cumsum(stream @ w, axis=0)) @ w
+
+    assert results_of(autocast(fn, half), W, primitive="add") == [half]
+    assert_loss_is_only_rounded(fn, W, roundings=16)
+
+
+def test_a_bias_is_added_to_a_costly_f32_value_in_f32_and_half_keeps_the_sum(half):
+    def fn(w, bias):
+        return jax.nn.relu(jnp.cumsum(X @ w, axis=0) + bias) @ w
+
+    mixed = autocast(fn, half)
+    assert results_of(mixed, W, SCALE, primitive="add") == ["float32"]
+    saved = jax.tree.leaves(jax.vjp(lambda w: mixed(w, SCALE), W)[1])
+    assert not [x for x in saved if x.dtype == jnp.float32 and x.shape == (8, 16)]
+
+
 # Their digits are those that the costly value has and half precision has not.
 DELICATE = {
     "a difference": ("sub", lambda c: c[1:] - c[:-1]),

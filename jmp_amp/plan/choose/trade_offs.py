@@ -127,19 +127,20 @@ def _may_be_half(at: Standing, made: Decision) -> bool:
 def may_fall(at: Standing, made: Decision) -> bool:
     """Whether an operation on f32 values may cast them to half before it.
 
-    Values that are saved in f32 may be cast where they are moved, chosen or scaled, or
-    where a curve saturates. So may the values that a parameter scales in the last step
-    of a norm: else the gradient of that step is kept in f32.
-    So may the sums that a half-precision value gates, such as the output of a state
-    space model: the gradient of the gate needs them, and nobody adds them up again.
-    In f16 a value must be in range: a sum that overflows may become a mean.
+    Values that are saved in f32 may be cast where they are moved, chosen or scaled,
+    where a curve saturates, or where they join a half stream. So may the values that a
+    parameter scales in the last step of a norm: else the gradient of that step is kept
+    in f32. So may the sums that a half-precision value gates, such as the output of a
+    state space model: the gradient of the gate needs them, and nobody adds them up
+    again. In f16 a value must be in range: a sum that overflows may become a mean.
     """
     if not _may_be_half(at, made):
         return False
     low, role = at.half, role_of(at.name)
     scales = role in (Role.MULTIPLIES, Role.DIVIDES)
     if follows_saved(at, made):
-        if not (scales or is_exact(at.eqn) or at.name in _SATURATES):
+        joins = role is Role.ADDS and any(v.origin == Origin.LOW for v in at.operands)
+        if not (scales or joins or is_exact(at.eqn) or at.name in _SATURATES):
             return False
         return low != F16 or not (scales and len(at.activations) < len(at.operands))
     if role is Role.MULTIPLIES and low != F16 and _gates_a_sum(at):
