@@ -156,7 +156,6 @@ def with_loss_scale(
                 gradients, state.inner_state, trained, **extra_args
             )
 
-        proposed, failure = None, None
         seen = gradients if trained is None else trained
         try:
             with telling_foreign_states(
@@ -168,16 +167,16 @@ def with_loss_scale(
                     update,
                     gradients,
                     state.inner_state,
-                    axes,
+                    axis_name,
                     "with_loss_scale: inner changed the type of its state",
                 )
-        except Exception as error:
-            failure = error
+        except Exception:
+            if is_batch:
+                check_gradients(*known)
+            raise
         if is_batch and _shapes(proposed) != _shapes(trained):
             # Nothing reduces it.
             check_gradients(*known)
-        if failure is not None:
-            raise failure
         # Updates that land on a half-precision number are not to be rounded on the way.
         rounded = params is not None and not stores
         proposed = updates_of(proposed, gradients, call)

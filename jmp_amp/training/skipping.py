@@ -12,7 +12,7 @@ takes 1.02x of the time without a loss scale, and 1.21x with flax's `DynamicScal
 which chooses after the update (`examples/benchmarks/results/weights_on_cpu.json`).
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def update_if_finite(
     update: Update,
     gradients: PyTree,
     state: PyTree,
-    axes: Sequence[Hashable],
+    axis_name: str | Sequence[str] | None,
     call: str,
 ) -> tuple[jax.Array, PyTree, PyTree]:
     """Returns whether gradients are finite, the updates, and the state after them.
@@ -49,13 +49,14 @@ def update_if_finite(
       update: an update of `state`; compiled, it is traced once.
       gradients: any pytree.
       state: any pytree.
-      axes: mapped axes to agree over.
+      axis_name: mapped axes to agree over.
       call: what errors begin with.
 
     Raises:
       ValueError, TypeError: if the new state is not of the type of the old one.
     """
-    compiled = axes or any(isinstance(g, Tracer) for g in jax.tree.leaves(gradients))
+    leaves = jax.tree.leaves(gradients)
+    compiled = bool(axis_name) or any(isinstance(leaf, Tracer) for leaf in leaves)
     if not compiled and not isinstance(finite := all_finite(gradients), Tracer):
         # Every operation is a program of its own.
         if not finite:
@@ -63,7 +64,7 @@ def update_if_finite(
         proposed, new = update(gradients)
         return finite, proposed, choose(finite, new, state, call, _NAMES)
     traced = traced_update(update, gradients)
-    finite = all_finite(only_read(gradients, traced.is_read), axes or None)
+    finite = all_finite(only_read(gradients, traced.is_read), axis_name)
     return finite, *_update_or_keep(finite, traced, state, call)
 
 
