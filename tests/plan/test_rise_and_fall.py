@@ -199,7 +199,8 @@ def test_a_norm_of_a_costly_f32_value_has_its_digits(half):
     norm = nn.LayerNorm(use_fast_variance=False)
 
     def fn(x):
-        return norm.apply(SCALES, 300.0 + jnp.cumsum(0.1 * jnp.tanh(x @ W), 0)) @ W
+        sums = jnp.cumsum(300.0 + 0.1 * jnp.tanh(x @ W), axis=0)
+        return norm.apply(SCALES, sums) @ W
 
     wanted, found = fn(X), jax.jit(autocast(fn, half))(X)
     assert (
