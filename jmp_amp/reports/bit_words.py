@@ -29,6 +29,7 @@ TRAITS = {
     Trait.FUNCTION_OF_HALF: "it is f32, with the digits of the half values it is of",
     Trait.SHARED: "it has several readers",
     Trait.SAVED_IN_F32: "the backward pass keeps it in f32, whatever reads it",
+    Trait.JOINS_STREAM: "a value that the backward pass keeps in f32 joins a half one",
     Trait.TANGENT: "it is made of a tangent of a derivative rule",
 }
 MADE = {

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from jax import lax
 
 import jmp_amp as amp
@@ -20,6 +21,7 @@ KEYS = jax.random.split(jax.random.key(0), 3)
 X = jax.random.normal(KEYS[0], (8, 16))
 W = jax.random.normal(KEYS[1], (16, 16)) * 0.2
 SCALE = jax.random.uniform(KEYS[2], (1, 16), minval=0.5, maxval=1.5)
+SCALES = {"params": {"scale": jnp.ones(16), "bias": jnp.zeros(16)}}
 IDS = jnp.array([0, 3, 3, 1])
 
 
@@ -191,6 +193,19 @@ def test_a_sum_that_overflows_f16_may_still_become_a_mean(scaled):
         if e.primitive.name in ("div", "mul")
     )
     assert eqn.outvars[0].aval.dtype == jnp.bfloat16
+
+
+def test_a_norm_of_a_costly_f32_value_has_its_digits(half):
+    norm = nn.LayerNorm(use_fast_variance=False)
+
+    def fn(x):
+        sums = jnp.cumsum(300.0 + 0.1 * jnp.tanh(x @ W), axis=0)
+        return norm.apply(SCALES, sums) @ W
+
+    wanted, found = fn(X), jax.jit(autocast(fn, half))(X)
+    assert (
+        np.abs(found - wanted).max() <= 16 * jnp.finfo(half).eps * np.abs(wanted).max()
+    )
 
 
 # What a parameter scales

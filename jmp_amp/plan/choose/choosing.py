@@ -25,6 +25,7 @@ from jmp_amp.plan.choose.trade_offs import (
     grows,
     is_saved_in_f32,
     is_worth_f32,
+    joins_stream,
     may_fall,
     misfit_of,
     options,
@@ -335,6 +336,8 @@ def _traits(at: Standing, made: Decision, saved: bool) -> Iterator[Trait]:
         yield Trait.WORTH_F32
     if saved:
         yield Trait.SAVED_IN_F32
+        if joins_stream(at):
+            yield Trait.JOINS_STREAM
 
 
 def _is_slice(at: Standing) -> bool:

@@ -242,16 +242,15 @@ def _takes_half(known: Known, region: Region) -> bool:
     """Whether a value that enters `region` is rounded to half precision first.
 
     A norm hands on half precision, and takes it too: the values that it normalises are
-    not kept in f32 for its sake, and nor is a dear value that is saved for the backward
-    pass. In f16 such a value may be out of range. Its parameters and statistics are
-    f32.
+    not kept in f32 for its sake, and nor is a stream that a dear f32 value joins. In
+    f16 such a value may be out of range. Its parameters and statistics are f32.
     """
     enters = known.region.path != region.path and known.region.holds(region)
     half = region.policy.output_dtype
-    saved = Trait.SAVED_IN_F32 in known.traits and half != F16
+    is_stream = Trait.JOINS_STREAM in known.traits and half != F16
     return (
         enters
         and is_half(half)
-        and (known.origin != Origin.FULL or saved)
+        and (known.origin != Origin.FULL or is_stream)
         and not known.is_parameter
     )

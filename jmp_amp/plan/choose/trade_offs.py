@@ -111,6 +111,12 @@ def follows_saved(at: Standing, made: Decision) -> bool:
     return _may_be_half(at, made) and all(Trait.SAVED_IN_F32 in v.traits for v in full)
 
 
+def joins_stream(at: Standing) -> bool:
+    """Whether something is added to a half value, which may be a stream."""
+    adds = role_of(at.name) is Role.ADDS
+    return adds and any(v.origin == Origin.LOW for v in at.operands)
+
+
 def _may_be_half(at: Standing, made: Decision) -> bool:
     """Whether nothing but its operands has an operation that follows compute in f32."""
     return (
@@ -139,8 +145,9 @@ def may_fall(at: Standing, made: Decision) -> bool:
     low, role = at.half, role_of(at.name)
     scales = role in (Role.MULTIPLIES, Role.DIVIDES)
     if follows_saved(at, made):
-        joins = role is Role.ADDS and any(v.origin == Origin.LOW for v in at.operands)
-        if not (scales or joins or is_exact(at.eqn) or at.name in _SATURATES):
+        if not (
+            scales or joins_stream(at) or is_exact(at.eqn) or at.name in _SATURATES
+        ):
             return False
         return low != F16 or not (scales and len(at.activations) < len(at.operands))
     if role is Role.MULTIPLIES and low != F16 and _gates_a_sum(at):

@@ -63,6 +63,8 @@ class Trait(enum.Enum):
     # Autodiff keeps it in f32 whatever reads it: to compute it again is too expensive.
     # Operations that follow it inherit the trait.
     SAVED_IN_F32 = "saved in f32"
+    # Such a value joins a half stream between layers.
+    JOINS_STREAM = "joins a half stream"
     # Made of a tangent of a derivative rule: what it becomes has to be linear in it.
     TANGENT = "tangent"
 

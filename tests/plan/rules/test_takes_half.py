@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 import jmp_amp as amp
 from jmp_amp.plan.program.scope_text import policy_noted
-from tests.plan.rules import BF16, F32, W, X, planned
+from tests.plan.rules import BF16, F32, W, X, planned, stored
 
 NORM = amp.Policy("float32", "float32", "bfloat16")
 
@@ -22,3 +22,20 @@ def test_takes_half():
     assert planned(norm, X, W, of="sin") == [BF16]
     assert planned(norm, X, W, of="sin", without="takes_half") == [F32]
     assert planned(nearest, X, W, of="sin") == [F32]
+
+
+def test_takes_the_digits_of_a_dear_value_that_joins_no_stream():
+    def norm(x, w):
+        sums = jnp.cumsum(x @ w, axis=0)
+        with policy_noted(NORM):
+            return jnp.exp(sums) @ w
+
+    def stream(x, w):
+        h = x @ w
+        h = h + jnp.cumsum(jnp.exp(h), axis=0)
+        with policy_noted(NORM):
+            return jnp.exp(h) @ w
+
+    assert stored(norm, X, W, of="cumsum") == [F32]
+    assert planned(stream, X, W, of="add") == [BF16]
+    assert planned(stream, X, W, of="add", without="takes_half") == [F32]
