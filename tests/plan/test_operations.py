@@ -22,9 +22,10 @@ from jmp_amp.plan.tables.operations import (
 from tests import measures
 
 X, Y = jnp.linspace(0.2, 0.8, 7), jnp.linspace(0.3, 0.7, 7)
-TWO_OPERANDS = "add sub mul div rem pow atan2 max min".split()
+TWO_OPERANDS = "add add_any sub mul div rem pow atan2 max min".split()
 # Not a function of `jax.lax` of the same name and operands.
 SPELLED = {
+    "add_any": lax.add,  # what JAX writes for the sum of two cotangents
     "acosh": lambda x: lax.acosh(x + 1.0),
     "clamp": lambda x: lax.clamp(0.3, x, 0.6),
     "integer_pow": lambda x: lax.integer_pow(x, 3),
