@@ -56,9 +56,9 @@ def with_loss_scale(
     values that the step wrote.
 
     Only gradients that `inner` reads are checked: a frozen part, such as one of
-    `optax.set_to_zero` in an `optax.partition`, skips no step. Put
-    this around the whole chain: a transformation outside, such as `optax.clip`, may
-    hide an overflow from it.
+    `optax.set_to_zero` in an `optax.partition`, skips no step. Put this around the
+    whole chain: a transformation outside, such as `optax.clip`, may hide an overflow
+    from it.
 
     Gradients of single examples are legal if `inner` adds them up, as
     `optax.contrib.differentially_private_aggregate` does. Each has one axis more than
@@ -172,6 +172,7 @@ def with_loss_scale(
                 )
         except Exception:
             if is_batch:
+                # That nothing reduces it may be the reason.
                 check_gradients(*known)
             raise
         if is_batch and _shapes(proposed) != _shapes(trained):

@@ -112,7 +112,7 @@ def _run(
     """Runs an update as it was traced, but keeps old values if not `finite`.
 
     Args:
-      update: the update.
+      update: what is run.
       finite: bool[].
       old_of: the old values of some of its results.
 

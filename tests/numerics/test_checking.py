@@ -102,10 +102,7 @@ def test_the_cause_is_that_of_the_policy_that_was_tried(size, entries):
     assert not any("autocast(fn, d.policy) has" in each for each in d.advice)
     # That policy's own diagnosis says the same.
     first = amp.diagnose(loss, tried)(params, x).first_nonfinite
-    assert (first.module, first.direction) == (
-        "BothPasses/a",
-        "backward",
-    )
+    assert (first.module, first.direction) == ("BothPasses/a", "backward")
 
 
 def test_a_loss_scale_that_is_too_large_is_no_matter_of_the_policy():

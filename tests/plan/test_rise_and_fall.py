@@ -103,7 +103,7 @@ def test_a_costly_f32_value_that_joins_a_half_stream_is_half(half):
 
 def test_a_bias_is_added_to_a_costly_f32_value_in_f32_and_half_keeps_the_sum(half):
     def fn(w, bias):
-        return jax.nn.relu(jnp.cumsum(X @ w, axis=0) + bias) @ w
+        return jax.nn.silu(jnp.cumsum(X @ w, axis=0) + bias) @ w
 
     mixed = autocast(fn, half)
     assert results_of(mixed, W, SCALE, primitive="add") == ["float32"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
+from jmp_amp.numerics.measure.measuring import MOVES
 from jmp_amp.plan.tables.operations import Kind, kind_of
 from jmp_amp.reports.askers import AUTOCAST, by_asker
 from jmp_amp.reports.report_tables import listed
@@ -41,7 +42,7 @@ def _copies(row: Equation) -> bool:
     """Whether an operation is no matter: a cache in half is written and read."""
     # A cast alone rounds.
     is_cast = row.operation == "convert_element_type"
-    return is_cast or kind_of(row.operation) is Kind.MOVE
+    return is_cast or row.operation in MOVES or kind_of(row.operation) is Kind.MOVE
 
 
 def is_inside(asked_by: str) -> bool:

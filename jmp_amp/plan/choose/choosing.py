@@ -336,7 +336,7 @@ def _traits(at: Standing, made: Decision, saved: bool) -> Iterator[Trait]:
         yield Trait.WORTH_F32
     if saved:
         yield Trait.SAVED_IN_F32
-        if joins_stream(at):
+        if joins_stream(at) or Trait.JOINS_STREAM in inherited:
             yield Trait.JOINS_STREAM
 
 

@@ -84,7 +84,7 @@ def _compares_activations(eqn: Eqn, step: Step) -> bool:
     left, *others = eqn.invars
     return (
         kind_of(eqn.primitive.name) is Kind.COMPARISON
-        # `x != x` asks whether it is NaN, and the largest of many is no end.
+        # `x != x` asks whether it is NaN, as `is_finite(x)` does.
         and others not in ([], [left])
         and any(
             view.origin != Origin.FREE and np.issubdtype(aval_of(v).dtype, np.floating)

@@ -102,10 +102,10 @@ def is_saved_in_f32(at: Standing, made: Decision, rewrite: Rewrite | None) -> bo
 
 
 def follows_saved(at: Standing, made: Decision) -> bool:
-    """Whether an operation reads f32 values that are saved, beside half ones perhaps.
+    """Whether the f32 operands of an operation are all saved in f32.
 
-    A sum, a difference or a sine of them needs their digits: `c[16:] - c[:-16]` of
-    running sums. What is kept of it for half readers is its result, in half.
+    A sum, a difference or a sine of such values needs their digits: `c[16:] - c[:-16]`
+    of running sums. It computes in f32, and stores its result in half for half readers.
     """
     full = [v for v in at.operands if v.origin == Origin.FULL]
     return _may_be_half(at, made) and all(Trait.SAVED_IN_F32 in v.traits for v in full)
@@ -118,7 +118,7 @@ def joins_stream(at: Standing) -> bool:
 
 
 def _may_be_half(at: Standing, made: Decision) -> bool:
-    """Whether nothing but its operands has an operation that follows compute in f32."""
+    """Whether an operation computes in f32 for one reason: an operand is f32."""
     return (
         is_half(at.half)
         and not is_pinned(at)

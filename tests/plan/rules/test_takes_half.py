@@ -36,6 +36,13 @@ def test_takes_the_digits_of_a_dear_value_that_joins_no_stream():
         with policy_noted(NORM):
             return jnp.exp(h) @ w
 
+    def moved(x, w):
+        h = x @ w
+        h = 0.5 * (h + jnp.cumsum(jnp.exp(h), axis=0)).reshape(4, 2, 16)
+        with policy_noted(NORM):
+            return jnp.exp(h).reshape(8, 16) @ w
+
     assert stored(norm, X, W, of="cumsum") == [F32]
-    assert planned(stream, X, W, of="add") == [BF16]
-    assert planned(stream, X, W, of="add", without="takes_half") == [F32]
+    for fn in (stream, moved):
+        assert planned(fn, X, W, of="add") == [BF16]
+        assert planned(fn, X, W, of="add", without="takes_half") == [F32]
