@@ -49,6 +49,7 @@ MADE = {
     Made.NORMALIZER: "it is the factor of a norm",
     Made.NORMALIZED: "the factor of a norm scales it",
     Made.BROADCAST: "it is a smaller value, broadcast",
+    Made.DIFFERENCE: "it is near zero where a difference is",
 }
 ENDS = {
     Ends.INDEX: "it becomes an index",

@@ -14,9 +14,9 @@ from jmp_amp.plan.choose.modes import Demand, Demands, Mode
 from jmp_amp.plan.choose.pins import is_argument
 from jmp_amp.plan.dataflow.ends import Ends, end_of_operands
 from jmp_amp.plan.dataflow.facts import Made, made_from
-from jmp_amp.plan.dataflow.values import Known, Origin, Trait
+from jmp_amp.plan.dataflow.standing import Standing
+from jmp_amp.plan.dataflow.values import Origin, Trait
 from jmp_amp.plan.program import jaxprs
-from jmp_amp.plan.program.jaxprs import Atom
 from jmp_amp.plan.tables.operations import RANKS, OpClass, Role, role_of
 from jmp_amp.policies.dtypes import F32, is_half
 from jmp_amp.reports.ways import (
@@ -42,34 +42,44 @@ _ENDS_OF_PINS = {
 # The readers on a way to an end that are told; a longer way is cut short.
 _MOST_PASSED = 4
 
-_IsIt = Callable[[Known, Atom], bool]
+# Whether an operand, by its place, is what a pin looks for.
+_IsIt = Callable[[Standing, int], bool]
 
 
-def _is_constant(view: Known, atom: Atom) -> bool:
-    return view.is_constant
+def _is_argument(at: Standing, i: int) -> bool:
+    return is_argument(at.views[i], at.eqn.invars[i])
 
 
-def _is_solution(view: Known, atom: Atom) -> bool:
-    return Trait.SOLUTION in view.traits
+def _is_constant(at: Standing, i: int) -> bool:
+    return at.views[i].is_constant
 
 
-def _is_scale(view: Known, atom: Atom) -> bool:
-    return Trait.SCALED in view.traits or is_argument(view, atom)
+def _is_solution(at: Standing, i: int) -> bool:
+    return Trait.SOLUTION in at.views[i].traits
 
 
-def _is_low(view: Known, atom: Atom) -> bool:
-    return view.origin == Origin.LOW
+def _is_scale(at: Standing, i: int) -> bool:
+    return Trait.SCALED in at.views[i].traits or _is_argument(at, i)
 
 
-def _is_full(view: Known, atom: Atom) -> bool:
-    return view.origin == Origin.FULL
+def _is_difference(at: Standing, i: int) -> bool:
+    return bool(at.facts[i].made & Made.DIFFERENCE)
+
+
+def _is_low(at: Standing, i: int) -> bool:
+    return at.views[i].origin == Origin.LOW
+
+
+def _is_full(at: Standing, i: int) -> bool:
+    return at.views[i].origin == Origin.FULL
 
 
 # What a pin looks for among the operands, and what that is to it.
 _OPERANDS_OF_PINS: Mapping[str, tuple[str, _IsIt]] = {
     "grid": ("is the grid", _is_constant),
-    "state": ("is the state", is_argument),
-    "difference": ("is the argument", is_argument),
+    "state": ("is the state", _is_argument),
+    "difference": ("is the argument", _is_argument),
+    "steep": ("is the difference", _is_difference),
     "solution": ("is the solution", _is_solution),
     "scaled": ("scales it, or is scaled", _is_scale),
 }
@@ -148,10 +158,9 @@ def _to_operand(at: Place, what: str, is_it: _IsIt) -> list[Cause]:
     """Returns the step to the first operand that is the cause."""
     assert at.standing is not None
     for i, view in enumerate(at.standing.views):
-        atom = at.eqn.invars[i]
-        if not is_it(view, atom):
+        if not is_it(at.standing, i):
             continue
-        made = list(makers(at.frame, atom))
+        made = list(makers(at.frame, at.eqn.invars[i]))
         places = [each for each in made if isinstance(each, Place)]
         # Of two branches, one may have made it in half.
         alike = [p for p in places if _origin(p) == view.origin] or places

@@ -79,6 +79,11 @@ def _solution(x, w):
     return jnp.linalg.solve(w, w) @ w
 
 
+def _odds(x, w):
+    p = jax.nn.sigmoid(x @ w)
+    return (p / jnp.maximum(1 - p, 1e-6)) @ w
+
+
 def _power(x, w):
     return jax.lax.scan(lambda v, _: (w @ v, None), x[0], length=9)[0]
 
@@ -118,6 +123,7 @@ BEGUN = {
     "recursion": (_power, (X, W), "dot_general", "scan", "No activation"),
     "distance": (_distance, (X, W), "dot_general", "sub", "sum of squares"),
     "moment": (_moment, (X, W), "dot_general", "sub", "second moment"),
+    "steep": (_odds, (X, W), "div", "sub", "is the difference"),
     "solution": (
         _solution,
         (W, W),

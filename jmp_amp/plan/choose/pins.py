@@ -20,15 +20,18 @@ from jmp_amp.plan.dataflow.values import Known, Origin, Trait, castable, is_inex
 from jmp_amp.plan.program.dimensions import Dimensions, is_in_f32, is_larger
 from jmp_amp.plan.program.jaxprs import Atom, aval_of
 from jmp_amp.plan.tables.operations import (
+    Also,
     Kind,
     OpClass,
     Role,
     is_cheap,
     kind_of,
+    named,
     role_of,
 )
 from jmp_amp.policies.dtypes import F16, F32, is_half
 
+_STEEP = named(Also.STEEP)
 _SCALES = (Role.MULTIPLIES, Role.DIVIDES)
 
 
@@ -124,6 +127,12 @@ def _is_recursive(at: Standing) -> bool:
 
 def _is_moment(at: Standing) -> bool:
     return bool(at.end & Ends.MOMENT)
+
+
+def _is_steep(at: Standing) -> bool:
+    """Whether it divides by a difference of activations, or takes the root of one."""
+    is_steep = at.name in _STEEP and at.views[-1].origin != Origin.FREE
+    return is_steep and bool(at.facts[-1].made & Made.DIFFERENCE)
 
 
 def _weighs_free_solution(at: Standing) -> bool:
@@ -310,6 +319,12 @@ PINS = (
         "a second moment less squared means: their digits cancel",
         _is_moment,
         _never,
+    ),
+    Pin(
+        "steep",
+        "steep where a difference is small: the digits of its terms cancel",
+        _never,
+        _is_steep,
     ),
     Pin(
         "solution",

@@ -35,8 +35,6 @@ from jmp_amp.plan.dataflow.facts import (
     any_of,
     is_linear,
     scales,
-    subtracts_means,
-    subtracts_parts,
     weighs_solution,
 )
 from jmp_amp.plan.dataflow.solver import Back, backward, entering, once
@@ -52,6 +50,7 @@ from jmp_amp.plan.tables.operations import (
     OpClass,
     Role,
     named,
+    role_of,
 )
 
 # What becomes of a value: a set of the bits of `Ends`.
@@ -272,6 +271,26 @@ def _end_beside(eqn: Eqn, facts: Sequence[Fact]) -> End:
     if subtracts_parts(eqn, facts):
         end |= Ends.COORDINATE
     return end
+
+
+def subtracts_parts(eqn: Eqn, facts: Sequence[Fact]) -> bool:
+    """Whether two parts of one value are subtracted: it is a coordinate, perhaps."""
+    if role_of(eqn.primitive.name) is not Role.SUBTRACTS:
+        return False
+    return facts[0].whole == facts[1].whole
+
+
+def subtracts_means(eqn: Eqn, facts: Sequence[Fact]) -> bool:
+    """Whether squared means are subtracted from a second moment, or the other way."""
+    if role_of(eqn.primitive.name) is not Role.SUBTRACTS:
+        return False
+    a, b = (each.made for each in facts)
+    return any(
+        (moment & Made.MOMENT and means & Made.MEANS)
+        or (moment & Made.MIXED_MOMENT and means & (Made.TWO_TOTALS | Made.TWO_SUMS))
+        or (moment & Made.PRODUCT and means & Made.TWO_SUMS)
+        for moment, means in ((a, b), (b, a))
+    )
 
 
 def _ranked(eqn: Eqn, read: Set[Var]) -> Sequence[Atom]:

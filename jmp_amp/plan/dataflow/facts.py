@@ -62,6 +62,8 @@ class Made:
     NORMALIZED: Final = 16384
     # A smaller value, broadcast.
     BROADCAST: Final = 32768
+    # A difference; moved, scaled, raised or bounded; or a number added to one.
+    DIFFERENCE: Final = 65536
     # What is subtracted from a moment.
     MEANS: Final = SQUARED_MEAN | TWO_TOTALS | TWO_SUMS
     TOTAL: Final = SUM | PRODUCT
@@ -70,6 +72,8 @@ class Made:
 
 
 _SCALED = ~(Made.SOLUTION | Made.LAST)
+# What is near zero where no difference in it is.
+_LEAVES_ZERO = (Role.CURVES, Role.COUNTS, Role.DIVIDES)
 _SUMMED = Made.SQUARES | Made.TOTAL | Made.MOMENT | Made.MIXED_MOMENT
 # What returns the solution of a linear system.
 _SOLUTIONS = named(Also.SOLUTION) | {"custom_linear_solve"}
@@ -169,7 +173,7 @@ class FactFinder:
         if not inner:
             if _is_moved(eqn):
                 return [_moved(eqn, operands[0])]
-            made = made_from(eqn, operands)
+            made = made_from(eqn, operands) | _difference(eqn, operands)
             whole = _whole(eqn, operands)
             factors = ()
             if eqn.primitive.name in PRODUCTS:
@@ -356,6 +360,20 @@ def made_from(eqn: Eqn, facts: Sequence[Fact]) -> int:
     return Made.NOTHING
 
 
+def _difference(eqn: Eqn, facts: Sequence[Fact]) -> int:
+    """Returns the bit of a difference if the results are near zero where one is."""
+    name, role = eqn.primitive.name, role_of(eqn.primitive.name)
+    if role is Role.SUBTRACTS:
+        return Made.DIFFERENCE
+    if kind_of(name) not in (Kind.ARITHMETIC, Kind.SELECTION) or role in _LEAVES_ZERO:
+        return Made.NOTHING
+    if role is Role.ADDS:
+        pairs = zip(facts, eqn.invars, strict=True)
+        arrays = [f for f, v in pairs if not _is_number(v)] or facts
+        return functools.reduce(lambda made, f: made & f.made, arrays, Made.DIFFERENCE)
+    return any_of(facts) & Made.DIFFERENCE
+
+
 def _of_two(facts: Sequence[Fact]) -> int:
     """Returns what two sums are that are multiplied by each other."""
     both = facts[0].made & facts[1].made
@@ -407,26 +425,9 @@ def _squares(eqn: Eqn, facts: Sequence[Fact]) -> bool:
 
 def scales(eqn: Eqn) -> bool:
     """Whether an operation multiplies by a number."""
-    return role_of(eqn.primitive.name) in (Role.MULTIPLIES, Role.DIVIDES) and any(
-        isinstance(v, Literal) or not aval_of(v).ndim for v in eqn.invars
-    )
+    scales = role_of(eqn.primitive.name) in (Role.MULTIPLIES, Role.DIVIDES)
+    return scales and any(map(_is_number, eqn.invars))
 
 
-def subtracts_parts(eqn: Eqn, facts: Sequence[Fact]) -> bool:
-    """Whether two parts of one value are subtracted: it is a coordinate, perhaps."""
-    if role_of(eqn.primitive.name) is not Role.SUBTRACTS:
-        return False
-    return facts[0].whole == facts[1].whole
-
-
-def subtracts_means(eqn: Eqn, facts: Sequence[Fact]) -> bool:
-    """Whether squared means are subtracted from a second moment, or the other way."""
-    if role_of(eqn.primitive.name) is not Role.SUBTRACTS:
-        return False
-    a, b = (each.made for each in facts)
-    return any(
-        (moment & Made.MOMENT and means & Made.MEANS)
-        or (moment & Made.MIXED_MOMENT and means & (Made.TWO_TOTALS | Made.TWO_SUMS))
-        or (moment & Made.PRODUCT and means & Made.TWO_SUMS)
-        for moment, means in ((a, b), (b, a))
-    )
+def _is_number(atom: Atom) -> bool:
+    return isinstance(atom, Literal) or not aval_of(atom).ndim

@@ -103,6 +103,8 @@ class Also(enum.Flag):
     MAY_GROW = enum.auto()
     # Defined within bounds: an epsilon does not keep the operand there.
     BOUNDED = enum.auto()
+    # Steep where its last operand is near zero: an error there grows.
+    STEEP = enum.auto()
 
 
 # The result of a function whose operands are the corners of their ranges.
@@ -374,13 +376,13 @@ GROUPS = (
             Row("add", CHEAP, NOTHING, np.add, Role.ADDS, GROWS),
             Row("sub", CHEAP, NOTHING, np.subtract, Role.SUBTRACTS, GROWS),
             Row("mul", CHEAP, OPERANDS, np.multiply, Role.MULTIPLIES, GROWS),
-            Row("div", CHEAP, OPERANDS, np.divide, Role.DIVIDES),
+            Row("div", CHEAP, OPERANDS, np.divide, Role.DIVIDES, Also.STEEP),
             *_named(CHEAP, OPERANDS, "integer_pow", Also.MAY_GROW),
             *_named(CHEAP, OPERANDS, "one_minus_square"),
             *_named(CHEAP, OPERANDS, "rem", rational=False),
             Row("square", CHEAP, OPERANDS, np.square, also=GROWS),
-            Row("sqrt", CHEAP, RESULT, np.sqrt),
-            Row("cbrt", CHEAP, RESULT),
+            Row("sqrt", CHEAP, RESULT, np.sqrt, also=Also.STEEP),
+            Row("cbrt", CHEAP, RESULT, also=Also.STEEP),
             Row("tanh", CHEAP, RESULT, (-1.0, 1.0), Role.CURVES, ONCE | SATURATES),
             Row("logistic", CHEAP, RESULT, (-1.0, 1.0), Role.CURVES, SATURATES),
             Row("sin", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, ONCE),
