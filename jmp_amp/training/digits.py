@@ -6,6 +6,8 @@ and how they are written; training, checkpoints and recipes all ask it. Digits b
 with those of the f32 originals that parameters were cast from, if these are given.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from jmp_amp.policies.dtypes import F32, PyTree, is_castable, is_half
 from jmp_amp.training.rounding import (
     land_on,
     next_on_grid,
+    once_a_shape,
     remainder_of,
     round_at_random,
     with_remainder,
@@ -34,8 +37,14 @@ from jmp_amp.training.structures import (
 )
 
 
-class Half(NamedTuple):
-    """A half-precision parameter.
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("param", "kept"),
+    meta_fields=("dtype",),
+)
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """A half-precision parameter: what computes with one is traced once for a shape.
 
     Attributes:
       param: float32[...], its value.
@@ -83,6 +92,7 @@ class MasterWeightsState(NamedTuple):
         return original
 
     @staticmethod
+    @once_a_shape
     def value(half: Half) -> jax.Array:
         """Returns the number that `half` stands for: float32[...]."""
         # A parameter that was changed outside is no longer its rounded master.
@@ -90,6 +100,7 @@ class MasterWeightsState(NamedTuple):
         return jnp.where(agrees, half.kept, half.param)
 
     @staticmethod
+    @once_a_shape
     def written(half: Half, update: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the update of `half` itself, and its next master: float32[...]."""
         master = MasterWeightsState.value(half) + update
@@ -129,11 +140,13 @@ class KahanState(NamedTuple):
         return remainder_of(original, jnp.asarray(param, F32), param.dtype)
 
     @staticmethod
+    @once_a_shape
     def value(half: Half) -> jax.Array:
         """Returns the number that `half` stands for: float32[...]."""
         return with_remainder(half.param, half.kept, half.dtype)
 
     @staticmethod
+    @once_a_shape
     def written(half: Half, update: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the update of `half` itself, float32[...], and int16[...]."""
         wanted = KahanState.value(half) + update
@@ -160,11 +173,13 @@ class StochasticRoundingState(NamedTuple):
     structure: TreeStructure
 
     @staticmethod
+    @once_a_shape
     def value(half: Half) -> jax.Array:
         """Returns the number that `half` stands for: float32[...]."""
         return half.param
 
     @staticmethod
+    @once_a_shape
     def written(half: Half, update: jax.Array) -> tuple[jax.Array, PyTree]:
         """Returns the update of `half` itself, float32[...], and its seeds."""
         landing = round_at_random(half.param + update, half.dtype, half.kept)

@@ -5,7 +5,6 @@ their digits nor their range: here they are stored in bfloat16 or in 8 bits, and
 float32 while the optimizer works.
 """
 
-import functools
 import numbers
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from jmp_amp.plan.program import jaxprs
-from jmp_amp.policies.dtypes import F32, PyTree
+from jmp_amp.policies.dtypes import F32, PyTree, is_half
 from jmp_amp.training.digits import MasterWeightsState
 from jmp_amp.training.finite import is_inexact
 from jmp_amp.training.recomputed import in_two_passes
@@ -195,7 +194,7 @@ def _begun(
         for leaf in jax.tree.leaves(node):
             is_moment = not next(are_weights) and getattr(leaf, "dtype", None) == F32
             if is_moment and leaf.shape in shapes and leaf.size >= least:
-                codes, *scales = _first_code(kind, _unknown(leaf))
+                codes, *scales = kind.encoded(_unknown(leaf))
                 if not isinstance(leaf, Tracer) and leaf.committed:
                     codes = jax.device_put(codes, leaf.sharding)
                 # In place: each array can be freed before the next is encoded. An nnx
@@ -203,15 +202,6 @@ def _begun(
                 around = jax.tree.structure(node).unflatten
                 nodes[index] = kind(*(around([part]) for part in (codes, *scales)))
     return structure.unflatten(nodes)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _first_code(kind: type[Code], moment: jax.Array) -> Code:
-    """Returns the code of a moment. It is compiled once for each kind and shape.
-
-    A function that is jitted anew at each call is compiled anew as well.
-    """
-    return kind.encoded(moment)
 
 
 def _unknown(leaf: jax.Array) -> jax.Array:
@@ -314,6 +304,11 @@ def _check_structure(new: PyTree, old: PyTree) -> None:
     for (path, leaf), was in pairs:
         types = [(np.shape(part), getattr(part, "dtype", None)) for part in (leaf, was)]
         if types[0] != types[1]:
+            if is_half(types[1][1]) and types[0][1] == F32:
+                remedy = (
+                    "The moments of half parameters are half at first: wrap it, "
+                    f"with_master_weights({_CALL}(optimizer)), so that inner gets f32."
+                )
             raise ValueError(
                 f"{_CALL}: inner changed its state at {path or 'the root'} from "
                 f"{jax.typeof(was)} to {jax.typeof(leaf)}. {remedy}"

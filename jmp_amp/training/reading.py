@@ -44,23 +44,28 @@ def traced_update(update: Update, gradients: PyTree) -> TracedUpdate:
     Raises:
       Exception: what `update` raises.
     """
-    leaves, structure = jax.tree.flatten(gradients)
-    try:
-        return _traced(lambda leaves: update(structure.unflatten(leaves)), leaves)
-    except Exception:
-        traced = _traced(lambda _: update(gradients), [])
-        return traced._replace(is_read=(True,) * len(leaves))
+    traced = _of_gradients(update, gradients)
+    if traced is not None:
+        return traced
+    is_read = (True,) * len(jax.tree.leaves(gradients))
+    return _traced(lambda _: update(gradients), [])._replace(is_read=is_read)
 
 
 def gradients_read(update: Update, gradients: PyTree) -> tuple[bool, ...]:
     """Returns for each leaf whether an update reads it; all if it cannot be traced."""
+    traced = _of_gradients(update, gradients)
+    if traced is None:
+        return (True,) * len(jax.tree.leaves(gradients))
+    return traced.is_read
+
+
+def _of_gradients(update: Update, gradients: PyTree) -> TracedUpdate | None:
     leaves, structure = jax.tree.flatten(gradients)
     try:
-        known = _traced(lambda leaves: update(structure.unflatten(leaves)), leaves)
+        return _traced(lambda leaves: update(structure.unflatten(leaves)), leaves)
     except Exception:
         # It may ask for the values of a gradient. Another error is told when it runs.
-        return (True,) * len(leaves)
-    return known.is_read
+        return None
 
 
 def _traced(

@@ -9,6 +9,7 @@ Everywhere `numbers` and `rounded` are float32 of any shape, the latter on the g
 `dtype`, which is bfloat16 or float16.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +19,10 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp_amp.policies.dtypes import F32
+
+# A function of an array that is traced once for a shape, not once for each leaf. Its
+# operations stand in the program as if it was called.
+once_a_shape = functools.partial(jax.jit, inline=True)
 
 _F16 = np.dtype("float16")
 _UNITS = 2.0**16

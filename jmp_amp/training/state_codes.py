@@ -1,7 +1,8 @@
 """Arrays of an optimizer's state, stored in 16 or 8 bits a number.
 
 A code is a node of the state where the optimizer has a float32 array. Its `codes` have
-the shape of that array, and so of a parameter: they shard as it does.
+the shape of that array, and so of a parameter: they shard as it does. Functions of one
+array are traced once for a shape.
 
 8 bits are floats with a scale for each block of numbers (Dettmers et al. 2021,
 arXiv:2110.02861, section 2.1, "8-bit Optimizers via Block-wise Quantization"). There
@@ -9,6 +10,7 @@ codes are looked up in a table of 256 numbers. Here they are fp8: XLA fuses a ca
 what reads it, and a lookup it does not.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -17,7 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.policies.dtypes import F32, PyTree
-from jmp_amp.training.rounding import Seeds, land_on, random_words, round_at_random
+from jmp_amp.training.rounding import (
+    Seeds,
+    land_on,
+    once_a_shape,
+    random_words,
+    round_at_random,
+)
 
 BLOCK = 256
 
@@ -41,6 +49,7 @@ class Bfloat16Code(NamedTuple):
     codes: jax.Array
 
     @classmethod
+    @functools.partial(once_a_shape, static_argnums=0)
     def encoded(cls, numbers: jax.Array, seeds: Seeds | None = None) -> Self:
         """Returns the code of float32 `numbers`, rounded at random if there are seeds.
 
@@ -91,6 +100,7 @@ class Float8Code(NamedTuple):
     scales: jax.Array
 
     @classmethod
+    @functools.partial(once_a_shape, static_argnums=0)
     def encoded(
         cls,
         numbers: jax.Array,
@@ -106,16 +116,16 @@ class Float8Code(NamedTuple):
           seeds: of `random_seeds`, or None.
           scales: those of `scales_of`, if they are known.
         """
-        if scales is None:
-            scales = cls.scales_of(numbers, seeds)
+        found = scales or Float8Code.scales_of(numbers, seeds)
         blocks = _in_blocks(numbers)
         words = None if seeds is None else random_words(seeds, blocks.shape)
         codes = _codes(
-            blocks, scales.inverses[..., None], scales.is_signed[..., None], words
+            blocks, found.inverses[..., None], found.is_signed[..., None], words
         )
-        return cls(_out_of_blocks(codes, numbers.shape), scales.stored)
+        return cls(_out_of_blocks(codes, numbers.shape), found.stored)
 
     @staticmethod
+    @once_a_shape
     def scales_of(numbers: jax.Array, seeds: Seeds | None = None) -> Scales:
         """Returns the scales that `encoded` finds.
 
@@ -145,6 +155,7 @@ class Float8Code(NamedTuple):
             is_signed,
         )
 
+    @once_a_shape
     def decoded(self) -> jax.Array:
         """Returns the numbers: float32[...]."""
         codes, scales = _in_blocks(self.codes), self.scales[..., None]

@@ -21,6 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_amp as amp
+from jmp_amp.training import state_codes
 from jmp_amp.training.rounding import random_seeds
 from jmp_amp.training.state_codes import CODES, Bfloat16Code, Float8Code, decoded
 from tests import kept
@@ -281,18 +282,19 @@ def test_weights_in_the_state_stay_in_float32():
 
 @pytest.mark.parametrize("kind", CODES)
 def test_first_moments_of_one_shape_are_compiled_once(kind, monkeypatch):
-    encode, seen = kind.encoded, []
+    name = "_codes" if kind is Float8Code else "land_on"
+    encode, seen = getattr(state_codes, name), []
 
-    def noted(_, numbers):
-        seen.append(numbers.shape)
-        return encode(numbers)
+    def noted(*args):
+        seen.append(args[0].size)
+        return encode(*args)
 
-    monkeypatch.setattr(kind, "encoded", classmethod(noted))
+    monkeypatch.setattr(state_codes, name, noted)
     way = "float8" if kind is Float8Code else "bfloat16"
     for _ in range(2):
         # A shape that no other test has.
         low(optax.adam(1e-2), way).init([np.ones((41, 103), F32)] * 3)
-    assert seen == [(41, 103)]
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize(("way", "bound"), [("bfloat16", 0.51), ("float8", 0.26)])
@@ -573,3 +575,12 @@ def test_masters_and_a_second_one_inside_are_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             low(inner, "float8").init(params)
+
+
+def test_half_parameters_without_masters_around_are_told_apart():
+    tx = low(optax.adam(1e-2), "bfloat16")
+    half = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    state = tx.init(half)
+    wide = jax.tree.map(lambda leaf: leaf.astype(F32), half)
+    with pytest.raises(ValueError, match=r"with_master_weights\(with_low_precision_st"):
+        tx.update(wide, state, half)
