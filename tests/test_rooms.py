@@ -45,8 +45,8 @@ WINGS = {
             Folder(
                 "dataflow",
                 (
-                    ("solver", "constants"),
-                    ("dead_code", "gelus", "values"),
+                    ("solver", "constants", "made"),
+                    ("dead_code", "gelus", "values", "signs"),
                     ("joins", "sources", "facts"),
                     ("ends", "paths"),
                     ("recursions",),
@@ -94,7 +94,7 @@ WINGS = {
             *("scopes", "closures", "refusals", "successors", "marking", "functions"),
             *("custom_jvp_rules", "stored_blocks", "unused_names", "layer_dtypes"),
         ),
-        ("nnx_modules",),
+        ("nnx_modules", "outputs"),
         ("linen_modules",),
         ("markers", "calls", "derivatives", "widened", "blocks"),
         ("planned",),

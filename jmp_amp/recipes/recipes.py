@@ -8,7 +8,8 @@ in, whether the optimizer keeps masters, a loss scale. The meaning of a name is 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from itertools import starmap
 from typing import ParamSpec, TypeVar
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jmp_amp.policies.arguments import warn
@@ -86,6 +88,22 @@ class Recipe:
         Each loss has its scale adjusted: `scale.adjust(all_finite(its_grads))`.
         """
         return (self.loss_scale,) * self.num_losses
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, Recipe):
+            return self is other
+        scales = map(jax.tree.leaves, (self.loss_scale, other.loss_scale))
+        pairs = zip(*scales, strict=True)
+        return self._settings() == other._settings() and all(starmap(_is_same, pairs))
+
+    def __hash__(self) -> int:
+        return hash(self._settings())
+
+    def _settings(self) -> tuple[Hashable, ...]:
+        """Returns all but the values of the loss scale."""
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        scale = jax.tree.structure(self.loss_scale)
+        return tuple(scale if each is self.loss_scale else each for each in values)
 
     def autocast(
         self, fn: Callable[P, R], *, target: str | None = None
@@ -352,3 +370,16 @@ def recipe(
 def _has_half(params: PyTree) -> bool:
     leaves = jax.tree.leaves(params)
     return any(is_half(getattr(leaf, "dtype", None)) for leaf in leaves)
+
+
+def _is_same(one: PyTree, other: PyTree) -> bool:
+    """Whether two leaves of loss scales are equal, as far as their values are known."""
+    if one is other:
+        return True
+    for each in (one, other):
+        if isinstance(each, Tracer) or (
+            isinstance(each, jax.Array) and each.is_deleted()
+        ):
+            return False
+    a, b = np.asarray(one), np.asarray(other)
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and bool(np.all(a == b))

@@ -65,9 +65,10 @@ def value_and_grad(
     such a step needs
     `disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]`.
 
-    With an `nnx.Module` among the differentiated arguments it is `nnx.value_and_grad`:
-    the gradients are an `nnx.State`, and the values that the module writes while it
-    runs (batch statistics, random number streams) reach the caller's object.
+    With an `nnx.Module` among the differentiated arguments, or another object of nnx
+    that has variables, it is `nnx.value_and_grad`: the gradients are an `nnx.State`,
+    and the values that the module writes while it runs (batch statistics, random number
+    streams) reach the caller's object.
 
     Args:
       fn: returns a floating scalar, or a pair of that and anything if `has_aux`.
@@ -150,6 +151,13 @@ def _differentiated(
     ) -> PyTree:
         scaler = find_scaler(loss_scale, call)
         _check_bound(signature, args, kwargs, call)
+        chosen = argnums
+        if kwargs and _has_variables((args, kwargs)):
+            if args:
+                several = isinstance(argnums, Sequence)
+                front = _from_front(argnums, len(args))
+                chosen = tuple(front) if several else front[0]
+            args, kwargs = _by_position(fn, args, kwargs)
 
         def scaled(*args: PyTree, **kwargs: PyTree) -> PyTree:
             loss, aux = _checked(fn(*args, **kwargs), call, has_aux, holomorphic)
@@ -157,7 +165,7 @@ def _differentiated(
 
         with own_frames_hidden:
             (_, (loss, aux)), gradients = _value_and_grad(
-                scaled, argnums, args, kwargs, has_aux=True, **options
+                scaled, chosen, args, kwargs, has_aux=True, **options
             )
         _warn_of_half(jnp.result_type(loss), call)
         if scaler is None:
@@ -201,12 +209,15 @@ def _value_and_grad(
     If `fn` asks for the values of half leaves, as Python's `if` does, they stay half.
     """
     positions = module_positions(argnums, args)
+    if positions is not None:
+        # nnx differentiates functions of positions alone.
+        fn, kwargs = functools.partial(fn, **kwargs), {}
     differentiate = jax.value_and_grad if positions is None else nnx.value_and_grad
     chosen = argnums if positions is None else positions
     differentiated = functools.partial(differentiate, argnums=chosen, **options)
     trees = args if positions is None else nnx.to_tree(args)
     wide, dtypes = _widened(trees, chosen)
-    if not dtypes or options["holomorphic"] or (kwargs and positions is not None):
+    if not dtypes or options["holomorphic"]:
         return differentiated(fn)(*args, **kwargs)
     try:
         if positions is None:
@@ -224,6 +235,18 @@ def _value_and_grad(
             raise
     # Not in the `except`: what comes out of this call has no other error to tell.
     return differentiated(fn)(*args, **kwargs)
+
+
+def _by_position(
+    fn: AnyFn, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+    """Returns the arguments with those in their places that were given by name."""
+    try:
+        bound = inspect.signature(fn).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        # It has no signature, or raises the error itself.
+        return args, kwargs
+    return bound.args, bound.kwargs
 
 
 def _widened(
@@ -384,18 +407,32 @@ def module_positions(argnums: Argnums, args: Sequence[PyTree]) -> PyTree | None:
     None if jax does: to it objects of nnx are trees of arrays.
     """
     several = isinstance(argnums, Sequence)
-    positions = [
-        position + len(args) if isinstance(position, int) and position < 0 else position
-        for position in (argnums if several else (argnums,))
-    ]
+    positions = _from_front(argnums, len(args))
     if not any(
         # An nnx.DiffState says itself which argument it means.
         isinstance(position, nnx.DiffState)
-        or nodes_of(args[position : position + 1], nnx.Module)
+        or _has_variables(args[position : position + 1])
         for position in positions
     ):
         return None
     return tuple(positions) if several else positions[0]
+
+
+def _from_front(argnums: Argnums, count: int) -> list[Any]:
+    """Returns the positions of arguments, counted from the first of `count`."""
+    return [
+        each + count if isinstance(each, int) and each < 0 else each
+        for each in (argnums if isinstance(argnums, Sequence) else (argnums,))
+    ]
+
+
+def _has_variables(tree: PyTree) -> bool:
+    """Whether a tree holds a module, or another object of nnx that has variables."""
+    return any(
+        isinstance(node, nnx.Module)
+        or any(isinstance(x, nnx.Variable) for _, x in nnx.iter_graph(node))
+        for _, node in nodes_of(tree, nnx.Pytree)
+    )
 
 
 def _name(fn: AnyFn) -> str:

@@ -12,6 +12,7 @@ from flax import nnx, serialization
 
 from jmp_amp.policies.dtypes import PyTree, is_half
 from jmp_amp.training.overwritten import is_overwritten
+from jmp_amp.transform.refusals import OtherParametersError
 
 
 def leaves_by_path(
@@ -233,14 +234,14 @@ def check_half(params: PyTree, structure: TreeStructure, call: str) -> None:
     """Raises if other parameters are half than those that `init` saw.
 
     Raises:
-      ValueError: with the first difference; the message begins with `call`.
+      OtherParametersError: with the first difference; it begins with `call`.
     """
     now = TreeStructure.of(params)
     if now.matches(structure):
         return
     for path, found, seen in zip(now.paths, now.half, structure.half, strict=True):
         if found != seen and (found or not structure.promoted):
-            raise ValueError(
+            raise OtherParametersError(
                 f"{call}: the parameter at {path or 'the root'} is "
                 f"{found or 'not half'} now, but init saw "
                 f"{seen or 'no half-precision one'}. Call init with the parameters as "

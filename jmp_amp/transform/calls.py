@@ -40,14 +40,13 @@ from jmp_amp.transform.nnx_modules import (
     with_scopes,
     without_scopes,
 )
+from jmp_amp.transform.outputs import ARRAY, OBJECT, Input, Outputs, Unflatten
 from jmp_amp.transform.refusals import (
-    check_result,
+    OtherParametersError,
     explain_traced_values,
     is_about_half,
 )
 from jmp_amp.transform.successors import Successor, successors
-
-Unflatten = Callable[[Sequence[object]], PyTree]
 
 
 class TracedCall(NamedTuple):
@@ -115,13 +114,13 @@ def traced_call(
     )
     with nnx.update_context(tag := object()):
         objects = Objects(nodes, depth, call, tag)
-        in_cache = [CACHE in dict_keys(path) for path, _ in paths]
+        keys = [dict_keys(path) for path, _ in paths]
         unflatten = functools.partial(jax.tree.unflatten, tree)
         with scopes.activate(active), intercepted() as variables:
-            traced = _Call(fn, leaves, in_cache, unflatten, objects, variables)
-            is_widened = is_half(policies.default.param_dtype) and traced.widen(
-                traced.may_widen
-            )
+            traced = _Call(fn, leaves, keys, unflatten, objects, variables)
+            stores_half = is_half(policies.default.param_dtype)
+            if stores_half:
+                traced.widen(traced.may_widen)
             try:
                 jaxpr = _traced(traced)
             except Exception as error:
@@ -130,7 +129,7 @@ def traced_call(
                 inputs = list(itertools.compress(known, are_arrays))
                 explain_traced_values(error, call, fn, inputs)
                 raise
-            if is_widened:
+            if stores_half:
                 traced.keep_successors_half()
             if traced.leaked:
                 raise TypeError(
@@ -162,8 +161,8 @@ def _traced(call: _Call) -> ClosedJaxpr:
     """
     try:
         return without_dead_code(binding.trace(call.run, call.inputs))
-    except Exception:
-        refused_half = call.refused_half
+    except Exception as error:
+        refused_half, was_wide = call.refused_half, any(call.stored)
         for which in (call.is_cache, call.may_widen):
             if refused_half and call.widen(which):
                 with contextlib.suppress(TypeError, jax.dtypes.TypePromotionError):
@@ -172,74 +171,11 @@ def _traced(call: _Call) -> ClosedJaxpr:
         if refused_half and how is not None and how.hands_on_f32:
             with scopes.measuring(how._replace(hands_on_f32=False)):
                 return without_dead_code(binding.trace(call.run, call.inputs))
+        if was_wide and (refused_half or isinstance(error, OtherParametersError)):
+            # Layers that ask for half, or a step whose optimizer began with half.
+            call.narrow()
+            return without_dead_code(binding.trace(call.run, call.inputs))
         raise
-
-
-# In the slot of an output: the next result of the program, the next nnx object.
-_ARRAY, _OBJECT = object(), object()
-
-
-class _Input(NamedTuple):
-    """In the slot of an output that is one of the inputs."""
-
-    position: int
-
-
-class Outputs(NamedTuple):
-    """What a trace found out about the results of a call; holds no tracers.
-
-    Attributes:
-      unflatten: makes the results of their leaves.
-      width: the number of these leaves.
-      slots: for every leaf of the results, and then for every leaf of the nnx objects,
-        where its value comes from: `_ARRAY`, `_OBJECT`, an `_Input`, or the value.
-      states: as in `TracedCall`.
-      successors: the parts of the results that may take the place of an argument.
-      merged: as in `nnx_modules.Written`.
-    """
-
-    unflatten: Unflatten
-    width: int
-    slots: list[object]
-    states: list[np.dtype | None]
-    successors: list[Successor]
-    merged: Callable[[Sequence[object]], list[object]]
-
-    def returned(
-        self, call: str, inputs: Sequence[PyTree], results: Sequence[PyTree]
-    ) -> PyTree:
-        """Returns the results of the call, and writes to nnx objects.
-
-        Args:
-          call: the caller's call as written, for errors.
-          inputs, results: those of the program.
-        """
-        for slot in self.slots[: self.width]:
-            if slot is not _ARRAY and slot is not _OBJECT:
-                check_result(slot, call)
-        filled = self._filled(inputs, results)
-        made = iter(self.merged(filled[self.width :]))
-        leaves = [next(made) if x is _OBJECT else x for x in filled[: self.width]]
-        return self.unflatten(leaves)
-
-    def seen(self, inputs: Sequence[PyTree], results: Sequence[PyTree]) -> PyTree:
-        """Returns the results of the call, and None in place of nnx objects."""
-        filled = self._filled(inputs, results)[: self.width]
-        return self.unflatten([None if x is _OBJECT else x for x in filled])
-
-    def _filled(
-        self, inputs: Sequence[PyTree], results: Sequence[PyTree]
-    ) -> list[PyTree]:
-        """Returns what is in the slots."""
-        remaining = iter(results)
-        return [
-            next(remaining)
-            if slot is _ARRAY
-            else inputs[slot.position]
-            if isinstance(slot, _Input)
-            else slot
-            for slot in self.slots
-        ]
 
 
 class _Call:
@@ -265,7 +201,7 @@ class _Call:
         self,
         fn: AnyFn,
         leaves: Sequence[object],
-        in_cache: Sequence[bool],
+        keys: Sequence[tuple[str, ...]],
         unflatten: Unflatten,
         objects: Objects,
         variables: Variables,
@@ -276,8 +212,12 @@ class _Call:
         are_arrays = list(map(is_array, self.values))
         self.arrays: list[PyTree] = list(itertools.compress(self.values, are_arrays))
         self.inputs = self.arrays
-        each_is_cache = [*in_cache, *objects.caches]
+        each_is_cache = [*(CACHE in each for each in keys), *objects.caches]
         self.is_cache = list(itertools.compress(each_is_cache, are_arrays))
+        position = itertools.count()
+        # For each leaf, which of the arrays it is.
+        self.places = [next(position) if each else None for each in are_arrays]
+        self.keys = list(itertools.compress(keys, are_arrays))
         each_may_widen = [*(True for _ in leaves), *objects.parameters]
         self.may_widen = list(itertools.compress(each_may_widen, are_arrays))
         self.stored: list[np.dtype | None] = [None] * len(self.arrays)
@@ -296,33 +236,37 @@ class _Call:
         ]
         return self.stored != before
 
+    def narrow(self) -> None:
+        """Traces all in the dtypes in which they are given."""
+        self.stored = [None for _ in self.arrays]
+        self.inputs = self.arrays
+
     def keep_successors_half(self) -> None:
-        """Lets results be half that take the place of a half argument.
+        """Lets results be half that take the place of a half array.
 
         They have to be half in the function as it was written: it is traced once more,
-        if it has such results.
+        if it has such results. A state of a function that runs in f32 alone is stored
+        as it was.
         """
         outputs = self.outputs
         if not outputs.successors:
             return
-        try:
-            written = binding.trace(self.run, self.arrays).out_avals
-        except Exception:  # It runs in f32 alone, and returns nothing in half.
-            return
-        finally:
-            self.outputs = outputs
+        written: list[np.dtype | None] = []
+        with contextlib.suppress(Exception):
+            avals = binding.trace(self.run, self.arrays).out_avals
+            written = self.outputs.dtypes(self.arrays, avals)
+        self.outputs = outputs
         position = itertools.count()
-        # For each leaf of the results, which output it is.
-        leaves = [
-            next(position) if slot is _ARRAY else None
-            for slot in outputs.slots[: outputs.width]
-        ]
-        for start, dtypes in outputs.successors:
-            found = leaves[start : start + len(dtypes)]
-            if dtypes == tuple(None if i is None else written[i].dtype for i in found):
-                for i, dtype in zip(found, dtypes, strict=True):
-                    if i is not None and is_half(dtype):
-                        outputs.states[i] = dtype
+        for place, slot in enumerate(outputs.slots):
+            i = next(position) if slot is ARRAY else None
+            if i is None or place not in outputs.successors:
+                continue
+            dtypes, is_state = outputs.successors[place]
+            if len(written) == len(outputs.slots):
+                dtypes &= {written[place]}
+            elif not is_state:
+                continue
+            outputs.states[i] = next(iter(dtypes), outputs.states[i])
 
     def numbered(self) -> PyTree:
         """The arguments, with the number of each array in its place."""
@@ -379,41 +323,67 @@ class _Call:
         """Returns the outputs of the program, and keeps `outputs`."""
         paths, tree = jax.tree_util.tree_flatten_with_path(results, is_leaf=is_node)
         collections = self.variables.written()
-        leaves: list[tuple[PyTree, str | None]] = [
-            (
-                without_scopes(x, self.objects.depth)
-                if isinstance(x, nnx.GraphDef)
-                else x,
-                _collection(collections, path, x),
-            )
-            for path, x in paths
-        ]
+        names = [_variable(collections, path, x) for path, x in paths]
         self.leaked |= self.variables.leaked()
         self.variables.forget()
-        is_object = [is_node(x) and not isinstance(x, nnx.GraphDef) for x, _ in leaves]
-        written = split([x for _, x in itertools.compress(paths, is_object)])
-        slots = [
-            _OBJECT if object_ else _ARRAY if is_array(x) else x
-            for (x, _), object_ in zip(leaves, is_object, strict=True)
+        leaves: list[PyTree] = [
+            without_scopes(x, self.objects.depth) if isinstance(x, nnx.GraphDef) else x
+            for _, x in paths
         ]
-        inputs = {id(x): _Input(i) for i, x in enumerate(arrays)}
+        is_object = [is_node(x) and not isinstance(x, nnx.GraphDef) for x in leaves]
+        written = split(list(itertools.compress(leaves, is_object)))
+        slots = [
+            OBJECT if object_ else ARRAY if is_array(x) else x
+            for x, object_ in zip(leaves, is_object, strict=True)
+        ]
+        inputs = {id(x): Input(i) for i, x in enumerate(arrays)}
         slots += [
-            inputs.get(id(x), _ARRAY) if is_array(x) else x for x in written.leaves
+            inputs.get(id(x), ARRAY) if is_array(x) else x for x in written.leaves
         ]
         caches = set(map(id, written.caches))
-        leaves += [(x, CACHE if id(x) in caches else "state") for x in written.leaves]
-        outputs = [
-            each for each, slot in zip(leaves, slots, strict=True) if slot is _ARRAY
-        ]
-        states = [self._dtype_of(x, state) for x, state in outputs]
-        unflatten = functools.partial(jax.tree.unflatten, tree)
+        kinds = [each[0] if each else None for each in names]
+        kinds += [CACHE if id(x) in caches else "state" for x in written.leaves]
+        befores = list(map(self._stored_under, names))
+        befores += list(map(self._stored_at, written.places))
         args, kwargs = self.unflatten(self.values[: self.count])
         given = [*args, *kwargs.values()] if any(self.stored) else []
         parts = successors(given, results, is_node)
+        outputs, states, found = [], [], {}
+        leaves += written.leaves
+        each = zip(leaves, slots, kinds, befores, strict=True)
+        for place, (x, slot, kind, before) in enumerate(each):
+            if slot is ARRAY:
+                if before is not None and x.dtype == F32:
+                    found[place] = Successor(frozenset((before,)), is_state=True)
+                elif place in parts:
+                    found[place] = parts[place]
+                outputs.append(x)
+                states.append(self._dtype_of(x, kind))
+        unflatten = functools.partial(jax.tree.unflatten, tree)
         self.outputs = Outputs(
-            unflatten, len(paths), slots, states, parts, written.merged
+            unflatten, len(paths), slots, states, found, written.merged
         )
-        return [x for x, _ in outputs]
+        return outputs
+
+    def _stored_under(self, variable: tuple[str, ...] | None) -> np.dtype | None:
+        """Returns the half dtype in which a variable of linen was given, if it was.
+
+        Of several arguments of its name, as of parameters without their collection, all
+        have to be.
+        """
+        found: list[tuple[int, np.dtype | None]] = [
+            (min(len(keys), len(variable)), dtype)
+            for keys, dtype in zip(self.keys, self.stored, strict=False)
+            if variable and _is_end(keys, variable)
+        ]
+        most = max((count for count, _ in found), default=0)
+        dtypes = {dtype for count, dtype in found if count == most}
+        return dtypes.pop() if len(dtypes) == 1 else None
+
+    def _stored_at(self, place: int | None) -> np.dtype | None:
+        """Returns the half dtype in which a leaf of an nnx object was given."""
+        number = None if place is None else self.places[self.count + place]
+        return None if number is None else self.stored[number]
 
     def _dtype_of(self, array: jax.Array, state: str | None) -> np.dtype | None:
         if state == CACHE and array.dtype == F32:
@@ -422,22 +392,27 @@ class _Call:
         return None if state is None else array.dtype
 
 
-def _collection(
+def _variable(
     written: Mapping[int, Sequence[tuple[str, ...]]],
     path: jax.tree_util.KeyPath,
     leaf: object,
-) -> str | None:
-    """Returns the linen collection that an output is a variable of, if it is one.
+) -> tuple[str, ...] | None:
+    """Returns the path of the linen variable that an output is, if it is one.
 
     The array that a variable holds may be another output too, for example if it is
     sown: a variable stands under its names.
     """
     keys = dict_keys(path)
-    for collection, *names in written.get(id(leaf), ()):
-        count = min(len(names), len(keys))
-        if count and tuple(names[-count:]) == keys[-count:]:
-            return collection
+    for variable in written.get(id(leaf), ()):
+        if _is_end(keys, variable[1:]):
+            return variable
     return None
+
+
+def _is_end(keys: tuple[str, ...], names: tuple[str, ...]) -> bool:
+    """Whether one of two paths ends as the other one does."""
+    count = min(len(names), len(keys))
+    return bool(count) and names[-count:] == keys[-count:]
 
 
 def is_array(leaf: object) -> TypeGuard[jax.Array]:

@@ -156,7 +156,14 @@ class Objects:
                 return list(map(context.merge, graphdefs, states))[count:]
 
         caches = list(itertools.compress(leaves, _leaves_of(nnx.Cache, trees)))
-        return Written(leaves, caches, merged)
+        before = jax.tree.unflatten(self.structure, range(len(states)))[:count]
+        places: list[int | None] = []
+        for old, new in zip(before, trees[:count], strict=True):
+            known = dict(jax.tree_util.tree_leaves_with_path(old))
+            paths = jax.tree_util.tree_leaves_with_path(new)
+            places += [known.get(path) for path, _ in paths]
+        places += [None] * (len(leaves) - len(places))
+        return Written(leaves, caches, places, merged)
 
     def _refuse_writes(self, fixed: Sequence[PyTree], states: Sequence[object]) -> None:
         """Raises an error if a copy has other leaves than it was made with."""
@@ -181,12 +188,15 @@ class Written(NamedTuple):
     Attributes:
       leaves: those of the objects that can be written, then those of the outputs.
       caches: those of them that are in an `nnx.Cache`.
+      places: for each, the place of what it was before among the leaves that were given
+        to the objects; None if it is new.
       merged: given values of the leaves, writes them to the caller's objects, and
         returns the outputs.
     """
 
     leaves: list[object]
     caches: list[object]
+    places: list[int | None]
     merged: Callable[[Sequence[object]], list[object]]
 
 

@@ -43,6 +43,13 @@ _FORMATTED = re.compile(
 )
 
 
+class OtherParametersError(ValueError):
+    """Parameters are half where an optimizer saw f32 ones, or the other way round.
+
+    The user's mistake; or a trace gave a whole training step f32 in place of half.
+    """
+
+
 def is_about_half(error: Exception) -> bool:
     """Whether JAX may have refused a dtype because it is a half one.
 

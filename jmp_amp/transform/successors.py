@@ -17,45 +17,51 @@ from jmp_amp.policies.dtypes import PyTree, is_half
 
 
 class Successor(NamedTuple):
-    """A part of the results that has the structure and the shapes of an argument.
+    """A result that may take the place of a half array.
 
     Attributes:
-      start: the position of its first leaf among those of the results.
-      dtypes: those of the leaves of the argument; None where it is no array.
+      dtypes: that of the array, or of several that it may be.
+      is_state: whether both are one variable of linen or nnx.
     """
 
-    start: int
-    dtypes: tuple[np.dtype | None, ...]
+    dtypes: frozenset[np.dtype]
+    is_state: bool
 
 
 def successors(
     arguments: Sequence[PyTree],
     results: PyTree,
     is_leaf: Callable[[object], bool],
-) -> list[Successor]:
-    """Returns the parts of `results` that may take the place of a half argument.
+) -> dict[int, Successor]:
+    """Returns the leaves of `results` that may take the place of a half argument.
 
-    A part is all of the results, or an item of a tuple or a list in them. The argument
-    is a whole one, in the dtypes in which it was given.
+    By their positions. They are in a part that has the structure and the shapes of a
+    whole argument; a part is all of the results, or an item of a tuple or a list there.
 
     Args:
-      arguments: pytrees; leaves are arrays, their shapes and dtypes, or anything.
+      arguments: pytrees; leaves are arrays, their shapes and dtypes, or anything, in
+        the dtypes in which they were given.
       results: a pytree.
       is_leaf: says which objects are leaves besides those of JAX.
     """
-    found: dict[Successor, None] = {}
+    found: dict[int, Successor] = {}
     for given in arguments:
         leaves, structure = jax.tree.flatten(given, is_leaf)
-        dtypes = tuple(x.dtype if _is_array(x) else None for x in leaves)
-        if not any(map(is_half, dtypes)):
-            continue
-        for part, start in _parts(results, is_leaf, 0):
+        halves = {
+            i: x.dtype
+            for i, x in enumerate(leaves)
+            if _is_array(x) and is_half(x.dtype)
+        }
+        for part, start in _parts(results, is_leaf, 0) if halves else ():
             others, same = jax.tree.flatten(part, is_leaf)
             if same == structure and list(map(_shape, others)) == [
                 *map(_shape, leaves)
             ]:
-                found[Successor(start, dtypes)] = None
-    return list(found)
+                for i, dtype in halves.items():
+                    before = found.get(start + i, Successor(frozenset(), False))
+                    dtypes = before.dtypes | {dtype}
+                    found[start + i] = before._replace(dtypes=dtypes)
+    return found
 
 
 def _parts(

@@ -6,6 +6,7 @@ The table of Apex is that of apex/amp/frontend.py.
 from __future__ import annotations
 
 import functools
+import pickle
 from typing import Any
 
 import chex
@@ -305,6 +306,35 @@ def test_a_recipe_prints_while_a_program_is_traced():
         return scale
 
     jax.jit(traced)(2.0)
+
+
+def test_recipes_of_equal_fields_are_equal():
+    runs = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def fn(recipe, x):
+        runs.append(recipe)
+        return recipe.autocast(jnp.sin)(x)
+
+    others = ("O2", {}), ("O1", {"init_scale": 8.0}), ("O1", {"half_dtype": "float16"})
+    for name, options in (("O1", {}), ("O1", {}), *others):
+        recipe = amp.recipe(name, **{"half_dtype": "bfloat16", **options})
+        assert recipe == pickle.loads(pickle.dumps(recipe)) != name
+        fn(recipe, 1.0)
+    assert len(runs) == 1 + len(others)
+
+
+def test_a_recipe_is_itself_when_its_scale_was_donated():
+    recipe = amp.recipe("O1", "float16")
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def step(recipe, scale):
+        return scale.adjust(jnp.asarray(True))
+
+    scale = recipe.loss_scale
+    for _ in range(2):
+        scale = step(recipe, scale)
+    assert recipe == recipe != amp.recipe("O1", "float16")
 
 
 def test_half_parameters_without_masters_are_refused_by_a_recipe_of_f32_ones():

@@ -504,6 +504,73 @@ def test_an_nnx_module_is_found_among_the_arguments(argnums, arguments):
     assert jnp.any(net.norm.mean[...] != 0.0)
 
 
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
+def test_arguments_beside_an_nnx_module_may_be_given_by_name(dtype):
+    def loss_fn(net, x, train=False, *, weight=1.0):
+        return (weight if train else 0.0) * net_loss(net, x)
+
+    gradient_of = amp.grad(loss_fn)
+    expected = gradient_of(Net(dtype), X, True, loss_scale=SCALE)
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(expected))
+    for names in ({"x": X}, {"net": Net(dtype), "x": X}):
+        args = () if "net" in names else (Net(dtype),)
+        found = gradient_of(*args, **names, train=True, weight=2.0, loss_scale=SCALE)
+        half = jax.tree.map(lambda leaf: leaf / 2, found)
+        chex.assert_trees_all_equal(half, expected)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
+        gradient_of(Net(dtype), train=True)
+
+
+def test_sums_of_gradients_are_float32_with_arguments_by_name_too():
+    class Offset(nnx.Module):
+        def __init__(self):
+            self.b = nnx.Param(jnp.ones(1, jnp.bfloat16))
+
+    # 513 is no bfloat16: sums of ones stay at 256.
+    found = amp.grad(lambda net, x: jnp.sum(x + net.b[...].astype(jnp.float32)))
+    gradient = found(Offset(), x=jnp.zeros(513))
+    assert jax.tree.leaves(gradient)[0].tolist() == [513.0]
+
+
+def test_other_objects_of_nnx_are_differentiated_as_modules_are():
+    class Sum(nnx.Variable):
+        pass
+
+    class Counted(nnx.Pytree):
+        def __init__(self):
+            self.w, self.total = nnx.Param(jnp.ones(4)), Sum(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.total[...] += jnp.sum(x)
+            return x * self.w[...][None]
+
+    def loss_fn(net):
+        return jnp.mean(net(X))
+
+    mine, plain = Counted(), Counted()
+    found, expected = amp.grad(loss_fn)(mine), nnx.grad(loss_fn)(plain)
+    chex.assert_trees_all_equal(found, expected)
+    assert mine.total[...] == plain.total[...] == jnp.sum(X)
+
+
+def test_objects_of_nnx_without_variables_are_ordinary_trees():
+    @nnx.dataclass
+    class Plain(nnx.Pytree):
+        w: jax.Array = nnx.data()
+
+    found = amp.grad(lambda plain: jnp.sum(X @ plain.w))(Plain(jnp.ones((4, 4))))
+    np.testing.assert_array_equal(found.w, jnp.broadcast_to(X.sum(0)[:, None], (4, 4)))
+
+
+def test_a_negative_position_counts_what_is_given_by_position():
+    def loss_fn(w, net=None):
+        return jnp.sum(w) + jnp.sum(net(X))
+
+    net = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    found = amp.grad(loss_fn, -1)(jnp.ones(3), net=net)
+    np.testing.assert_array_equal(found, jnp.ones(3))
+
+
 def test_gradients_of_a_half_nnx_module_are_float32():
     gradient_of = nnx.jit(lambda net: amp.grad(net_loss)(net, X, loss_scale=SCALE))
     gradient = gradient_of(Net(jnp.float16))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -299,3 +300,175 @@ def test_a_function_without_such_a_state_is_traced_once():
 
     amp.autocast(fn, STORED)(jnp.ones((8, 4), BF16), X)
     assert runs == [F32]
+
+
+# Half weights that the function writes
+
+
+class Clipped(nnx.Module):
+    """Writes its weight: in half by itself, or by a function that only f32 enters."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.w = nnx.Param(jax.random.normal(jax.random.key(0), (8, 8), dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.w[...] = jnp.clip(self.w[...], -0.5, 0.5)
+        return x @ self.w[...]
+
+
+class Rematted(nnx.Module):
+    """Its call writes variables back as they are."""
+
+    def __init__(self, dtype: Any) -> None:
+        rngs = nnx.Rngs(0)
+        self.inner = nnx.Linear(8, 8, param_dtype=dtype, rngs=rngs)
+
+    @nnx.remat
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("model", (Clipped, Rematted))
+@pytest.mark.parametrize("policy", (STORED, "bf16"))
+@pytest.mark.parametrize("name", ("in f32", "as stored"))
+def test_weights_that_a_module_writes_stay_half(model, policy, name):
+    net, runs = model(BF16), []
+    # Strict promotion refuses half weights beside f32 inputs: it runs in f32 alone.
+    x = X if name == "in f32" else X.astype(BF16)
+    before = jax.tree.leaves(nnx.state(net))
+
+    @nnx.jit
+    @functools.partial(amp.autocast, policy=policy)
+    def call(net, x):
+        runs.append(None)
+        return net(x)
+
+    call(net, x)
+    traced = len(runs)
+    call(net, x)
+    after = jax.tree.leaves(nnx.state(net))
+    assert {leaf.dtype for leaf in after} == {BF16} and len(runs) == traced
+    bound = 0.5 if model is Clipped else np.inf
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(np.clip(a.astype(F32), -bound, bound), b)
+
+
+def test_each_weight_has_the_dtype_that_the_function_writes():
+    """Whatever else it writes: as it is, in f32, a new variable, metadata."""
+
+    class Several(nnx.Module):
+        def __init__(self) -> None:
+            self.same, self.wide, self.half = (
+                nnx.Param(jnp.ones(2, BF16)) for _ in range(3)
+            )
+
+    def write(net: Several) -> None:
+        net.same[...] = net.same[...].astype(BF16)
+        net.wide.set_value(net.wide[...].astype(F32) * jnp.float32(1.001))
+        net.half[...] = net.half[...] * 2
+        net.new = nnx.Variable(net.half[...])
+        net.half.set_metadata("seen", True)
+
+    mine, plain = Several(), Several()
+    amp.autocast(write, STORED)(mine)
+    write(plain)
+    for name in ("same", "wide", "half"):
+        found, expected = (getattr(each, name)[...] for each in (mine, plain))
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_two_half_states_of_one_structure_keep_their_dtypes():
+    half = jnp.ones(3, BF16), jnp.ones(3, jnp.float16)
+    found = amp.autocast(lambda a, b: (a + 1, b + 1), STORED)(*half)
+    assert [each.dtype for each in found] == [each.dtype for each in half]
+
+
+class Average(nn.Module):
+    """Keeps an average of its weight under the name of the weight, in f32."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", nn.initializers.ones, (8, 8), BF16)
+        mean = self.variable("mean", "kernel", lambda: jnp.ones((8, 8), F32))
+        mean.value = 0.875 * mean.value + 0.125 * kernel.astype(F32)
+        return x @ kernel
+
+
+def test_an_f32_variable_of_the_name_of_a_half_weight_stays_f32():
+    net = Average()
+    variables = net.init(jax.random.key(0), X.astype(BF16))
+
+    def step(params, mean):
+        given = {"params": params, "mean": mean}
+        return net.apply(given, X, mutable=["mean"])[1]["mean"]
+
+    mean = jax.tree.map(lambda leaf: 1.0625 * leaf, variables["mean"])
+    found = amp.autocast(step, STORED)(variables["params"], mean)["kernel"]
+    assert found.dtype == F32
+    np.testing.assert_array_equal(found, jnp.full((8, 8), 0.875 * 1.0625 + 0.125))
+
+
+class Memory(nn.Module):
+    """Keeps its last result in a collection of its own."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kept = self.variable("memory", "kept", lambda: jnp.zeros((4, 8), BF16))
+        dense = nn.Dense(8, param_dtype=BF16, dtype=BF16)
+        kept.value = jnp.tanh(dense(x) + kept.value)
+        return kept.value
+
+
+def test_a_loop_carries_half_variables_of_linen():
+    net, x = Memory(), X.astype(BF16)
+    variables = net.init(jax.random.key(0), x)
+    params, memory = variables["params"], {"memory": variables["memory"]}
+    step = amp.autocast(
+        lambda p, m: net.apply({"params": p, **m}, x, mutable=["memory"])[1], STORED
+    )
+    found = jax.lax.fori_loop(0, 3, lambda _, m: step(params, m), memory)
+    expected = memory
+    for _ in range(3):
+        expected = net.apply({"params": params, **expected}, x, mutable=["memory"])[1]
+    (kept,), (wanted,) = jax.tree.leaves(found), jax.tree.leaves(expected)
+    assert kept.dtype == BF16
+    np.testing.assert_allclose(kept.astype(F32), wanted.astype(F32), atol=4 * EPS)
+
+
+def test_each_leaf_of_a_state_is_half_if_the_function_leaves_it_half():
+    def step(state):
+        wide = state["wide"].astype(F32) * 1.5
+        return 0, {"wide": wide, "same": state["same"], "half": state["half"] + 1}
+
+    state = {name: jnp.ones(3, BF16) for name in ("wide", "same", "half")}
+    found = jax.tree.map(jnp.result_type, amp.autocast(step, STORED)(state)[1])
+    assert found == {"wide": F32, "same": BF16, "half": BF16}
+
+
+@pytest.mark.parametrize("name", ("O2", "fp16_naive"))
+def test_a_whole_step_whose_optimizer_began_with_half_weights(name):
+    recipe = amp.recipe(name, **({"half_dtype": "bfloat16"} if name == "O2" else {}))
+    tx = recipe.wrap(optax.sgd(0.125))
+    params, state = recipe.init(tx, {"w": jnp.eye(8)})
+
+    def step(params, state, x):
+        def loss(params):
+            return jnp.mean(jnp.square(x @ params["w"].astype(F32)))
+
+        value, gradients = amp.value_and_grad(loss)(params, loss_scale=state)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    with jax.numpy_dtype_promotion("standard"):
+        expected = step(params, state, X)
+        found = recipe.autocast(step)(params, state, X)
+        report = amp.explain(step, recipe.policy)(params, state, X)
+    assert jax.tree.map(jnp.result_type, found) == jax.tree.map(
+        jnp.result_type, expected
+    )
+    # Half products, and a weight that half rounds.
+    eps = float(jnp.finfo(recipe.cast_model_type).eps)
+    a, b = found[0]["w"], expected[0]["w"]
+    np.testing.assert_allclose(a.astype(F32), b.astype(F32), atol=2 * eps)
+    assert report.total.in_half > 0
