@@ -50,6 +50,7 @@ MADE = {
     Made.NORMALIZED: "the factor of a norm scales it",
     Made.BROADCAST: "it is a smaller value, broadcast",
     Made.DIFFERENCE: "it is near zero where a difference is",
+    Made.NEGATIVE: "it may be negative",
 }
 ENDS = {
     Ends.INDEX: "it becomes an index",

@@ -180,6 +180,28 @@ def test_values_and_gradients_are_those_of_all_bit_for_bit(layer, form):
         assert difference <= rounding * largest and largest > 0
 
 
+def phases(x, w):
+    angles = x @ w
+    turned = jnp.exp(lax.complex(jnp.zeros_like(angles), angles))
+    return jnp.angle(turned[1:] * jnp.conj(turned[:-1])) @ w
+
+
+def filtered(x, w):
+    return jnp.fft.irfft(jnp.fft.rfft(jnp.sin(x @ w)) * jnp.fft.rfft(w[:1])) @ w
+
+
+@pytest.mark.parametrize("layer", (phases, filtered))
+def test_complex_values_are_kept_as_all_keeps_them(layer):
+    def gradient(word):
+        loss = lambda w: jnp.sum(jnp.tanh(layer(X, w)) @ w[0])  # noqa: E731
+        return exact(jax.grad(autocast(loss, word)), W[0])
+
+    expected, *found = map(gradient, WORDS)
+    assert np.isfinite(expected).all() and np.any(expected)
+    for each in found:
+        np.testing.assert_array_equal(each, expected)
+
+
 TRANSFORMED = {
     "jvp": lambda f: lambda w: jax.jvp(f, (w,), (w,)),
     "linearize": lambda f: lambda w: jax.linearize(f, w)[1](w),

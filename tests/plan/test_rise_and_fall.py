@@ -377,10 +377,12 @@ def test_a_sum_of_activations_that_only_f32_reads_is_half(half):
     assert dtypes_of(biased, W, SCALE, primitive="add") == [("float32",) * 3]
 
 
-def test_what_is_looked_up_in_activations_for_f32_is_half(half):
-    fn = autocast(lambda w: jnp.exp(jnp.sin(X @ w)[IDS]) @ w, half)
-    assert results_of(fn, W, primitive="gather") == [half]
-    assert results_of(fn, W, primitive="sin") == [half]
+def test_what_is_looked_up_in_activations_for_f32_is_half_if_it_is_more(half):
+    """Else a lookup rises as a slice does."""
+    for ids, dtype in ((jnp.tile(IDS, 9), half), (IDS[:2], "float32")):
+        fn = autocast(lambda w: jnp.exp(jnp.sin(X @ w)[ids]) @ w, half)  # noqa: B023
+        assert results_of(fn, W, primitive="gather") == [dtype]
+        assert results_of(fn, W, primitive="sin") == [dtype]
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])

@@ -64,9 +64,8 @@ def is_worth_f32(at: Standing, made: Decision) -> bool:
     moving = at.activations
     shared = any(v.is_shared for v in moving)
     looks_up = role_of(at.name) is Role.LOOKS_UP and not at.end & Ends.COORDINATE
-    if looks_up and (not shared or grows(at.eqn)):
-        # In f32 only to sum gradients in f32: the lookup is written to memory. The
-        # nodes of a graph that its edges look up are written once for each edge.
+    if looks_up and grows(at.eqn):
+        # The nodes of a graph that its edges look up are written once for each edge.
         return False
     if at.name == "add" and all(
         v.origin != Origin.FREE or Trait.LOOKED_UP in v.traits for v in at.operands

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
 
+from jmp_amp.plan.dataflow.made import Fact, Facts, Made, any_of, scales, squares
+from jmp_amp.plan.dataflow.signs import sign_of, signs
 from jmp_amp.plan.dataflow.solver import forward, once
 from jmp_amp.plan.dataflow.values import castable
 from jmp_amp.plan.program import jaxprs
@@ -31,49 +32,7 @@ from jmp_amp.plan.tables.operations import (
     role_of,
 )
 
-
-class Made:
-    """The bits of a fact: what a value is made of."""
-
-    NOTHING: Final = 0
-    # That of a linear system, or a product with one.
-    SOLUTION: Final = 1
-    # A value times itself, and times another one.
-    SQUARE: Final = 2
-    TIMES: Final = 4
-    # A sum of squares.
-    SQUARES: Final = 8
-    # A sum of elements, and a sum of products.
-    SUM: Final = 16
-    PRODUCT: Final = 32
-    # A product of squares, or of a value with itself: a second moment; and one of two
-    # values that were multiplied before.
-    MOMENT: Final = 64
-    MIXED_MOMENT: Final = 128
-    # A square of a sum, or of a product; two of these multiplied; two sums multiplied.
-    SQUARED_MEAN: Final = 256
-    TWO_TOTALS: Final = 512
-    TWO_SUMS: Final = 1024
-    # A reduction; and one, or a sum with one, element for element.
-    REDUCED: Final = 2048
-    SUM_OR_TERM: Final = 4096
-    # The factor of a norm, and what it scales.
-    NORMALIZER: Final = 8192
-    NORMALIZED: Final = 16384
-    # A smaller value, broadcast.
-    BROADCAST: Final = 32768
-    # A difference; moved, scaled, raised or bounded; or a number added to one.
-    DIFFERENCE: Final = 65536
-    # What is subtracted from a moment.
-    MEANS: Final = SQUARED_MEAN | TWO_TOTALS | TWO_SUMS
-    TOTAL: Final = SUM | PRODUCT
-    # Of what made a value at last. The other bits are of all that it is made of.
-    LAST: Final = REDUCED | SUM_OR_TERM | NORMALIZER | NORMALIZED | BROADCAST
-
-
 _SCALED = ~(Made.SOLUTION | Made.LAST)
-# What is near zero where no difference in it is.
-_LEAVES_ZERO = (Role.CURVES, Role.COUNTS, Role.DIVIDES)
 _SUMMED = Made.SQUARES | Made.TOTAL | Made.MOMENT | Made.MIXED_MOMENT
 # What returns the solution of a linear system.
 _SOLUTIONS = named(Also.SOLUTION) | {"custom_linear_solve"}
@@ -93,28 +52,6 @@ def makes_solutions(name: str) -> bool:
 def is_linear(name: str) -> bool:
     """Whether a primitive moves its operands, adds or subtracts them."""
     return name in _LINEAR
-
-
-class Fact(NamedTuple):
-    """What is known of a value.
-
-    Attributes:
-      made: what it is made of, a set of the bits of `Made`.
-      value: a number that values of a body share if one is the other moved.
-      whole: a number that they share if they are parts of one value, or of each other.
-      factors: the values that a product multiplied.
-      last: where a transpose has put the last axis, from the end.
-    """
-
-    made: int
-    value: int
-    whole: int
-    factors: tuple[int, ...] = ()
-    last: int = -1
-
-
-# One for each input, or for each output, of a body.
-Facts = tuple[Fact, ...]
 
 
 def of_arguments(body: Body) -> Facts:
@@ -137,7 +74,9 @@ class BodyFacts:
         self.inner: dict[int, list[Facts]] = {}
 
     def of(self, atom: Atom) -> Fact:
-        if isinstance(atom, Literal) or atom not in self.known:
+        if isinstance(atom, Literal):
+            return self.new(sign_of(atom.val))
+        if atom not in self.known:
             return self.new(Made.NOTHING)
         return self.known[atom]
 
@@ -160,8 +99,8 @@ class FactFinder:
     def of(self, body: Body, inputs: Facts) -> BodyFacts:
         """Returns the facts of the variables of a body, given those of its inputs."""
         found = BodyFacts(body, inputs)
-        for var in body.jaxpr.constvars:
-            found.known[var] = found.new(Made.NOTHING)
+        for var, value in zip(body.jaxpr.constvars, body.consts, strict=True):
+            found.known[var] = found.new(sign_of(value))
         for index, eqn in enumerate(body.jaxpr.eqns):
             results = self._results(index, eqn, found)
             found.known.update(zip(eqn.outvars, results, strict=True))
@@ -173,7 +112,7 @@ class FactFinder:
         if not inner:
             if _is_moved(eqn):
                 return [_moved(eqn, operands[0])]
-            made = made_from(eqn, operands) | _difference(eqn, operands)
+            made = made_from(eqn, operands) | signs(eqn, operands)
             whole = _whole(eqn, operands)
             factors = ()
             if eqn.primitive.name in PRODUCTS:
@@ -272,14 +211,6 @@ def _renumbered(fact: Fact, values: _Numbers, wholes: _Numbers) -> Fact:
     )
 
 
-def any_of(facts: Iterable[Fact]) -> int:
-    """Returns what one of several values is made of."""
-    made = Made.NOTHING
-    for each in facts:
-        made |= each.made
-    return made
-
-
 def _made_either(one: Fact, other: Fact) -> int:
     """Returns what a value is made of that is one of two."""
     a, b = one.made, other.made
@@ -346,7 +277,7 @@ def made_from(eqn: Eqn, facts: Sequence[Fact]) -> int:
     normalized = Made.NOTHING
     if role_of(name) is Role.MULTIPLIES and either & Made.NORMALIZER:
         normalized = Made.NORMALIZED
-    if _squares(eqn, facts):
+    if squares(eqn, facts):
         if not either & Made.TOTAL:
             return Made.SQUARE | normalized
         # `m[:, None] * m`: of one value, moved in two ways.
@@ -358,20 +289,6 @@ def made_from(eqn: Eqn, facts: Sequence[Fact]) -> int:
     if role_of(name) is Role.MULTIPLIES:
         return Made.TIMES | _of_two(facts) | normalized
     return Made.NOTHING
-
-
-def _difference(eqn: Eqn, facts: Sequence[Fact]) -> int:
-    """Returns the bit of a difference if the results are near zero where one is."""
-    name, role = eqn.primitive.name, role_of(eqn.primitive.name)
-    if role is Role.SUBTRACTS:
-        return Made.DIFFERENCE
-    if kind_of(name) not in (Kind.ARITHMETIC, Kind.SELECTION) or role in _LEAVES_ZERO:
-        return Made.NOTHING
-    if role is Role.ADDS:
-        pairs = zip(facts, eqn.invars, strict=True)
-        arrays = [f for f, v in pairs if not _is_number(v)] or facts
-        return functools.reduce(lambda made, f: made & f.made, arrays, Made.DIFFERENCE)
-    return any_of(facts) & Made.DIFFERENCE
 
 
 def _of_two(facts: Sequence[Fact]) -> int:
@@ -414,20 +331,3 @@ def weighs(eqn: Eqn, lhs: bool, rhs: bool) -> bool:
 def weighs_solution(eqn: Eqn, facts: Sequence[Fact]) -> bool:
     """As `weighs`, told by the facts of the operands of a product."""
     return weighs(eqn, *(bool(each.made & Made.SOLUTION) for each in facts[:2]))
-
-
-def _squares(eqn: Eqn, facts: Sequence[Fact]) -> bool:
-    name = eqn.primitive.name
-    if role_of(name) is Role.MULTIPLIES:
-        return facts[0].value == facts[1].value
-    return name == "square" or (name == "integer_pow" and eqn.params["y"] == 2)
-
-
-def scales(eqn: Eqn) -> bool:
-    """Whether an operation multiplies by a number."""
-    scales = role_of(eqn.primitive.name) in (Role.MULTIPLIES, Role.DIVIDES)
-    return scales and any(map(_is_number, eqn.invars))
-
-
-def _is_number(atom: Atom) -> bool:
-    return isinstance(atom, Literal) or not aval_of(atom).ndim

@@ -244,6 +244,14 @@ def is_custom_jvp(eqn: Eqn) -> bool:
     return eqn.primitive is primitives.custom_jvp_call_p
 
 
+def is_complex(eqn: Eqn) -> bool:
+    """Whether an operand or a result of an equation is complex."""
+    return any(
+        getattr(getattr(v.aval, "dtype", None), "kind", "") == "c"
+        for v in (*eqn.invars, *eqn.outvars)
+    )
+
+
 def is_custom_vjp(eqn: Eqn) -> bool:
     return eqn.primitive is primitives.custom_vjp_call_p
 

@@ -36,12 +36,13 @@ class Part(enum.Enum):
     OPERATION = "an operation"
     HELPER = "a call that is written out"
     RULE = "a call with a derivative of its own, of operations alone"
-    END = "entered by itself, or an effect: what is before it is not made again after"
+    # `jax.checkpoint` keeps no complex number: jax 0.12 calls `reduce_precision` on it.
+    END = "entered by itself, an effect, or complex: nothing is made again across it"
 
 
 def part_of(eqn: Eqn) -> Part:
     """Returns how an equation takes part in what is kept."""
-    if jaxprs.has_effect(eqn):
+    if jaxprs.has_effect(eqn) or jaxprs.is_complex(eqn):
         return Part.END
     inner = jaxprs.inner_bodies(eqn)
     if not inner:

@@ -384,7 +384,7 @@ GROUPS = (
             Row("sqrt", CHEAP, RESULT, np.sqrt, also=Also.STEEP),
             Row("cbrt", CHEAP, RESULT, also=Also.STEEP),
             Row("tanh", CHEAP, RESULT, (-1.0, 1.0), Role.CURVES, ONCE | SATURATES),
-            Row("logistic", CHEAP, RESULT, (-1.0, 1.0), Role.CURVES, SATURATES),
+            Row("logistic", CHEAP, RESULT, (0.0, 1.0), Role.CURVES, SATURATES),
             Row("sin", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, ONCE),
             Row("cos", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, ONCE),
             Row("erf", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, SATURATES),
