@@ -36,7 +36,7 @@ class Part(enum.Enum):
     OPERATION = "an operation"
     HELPER = "a call that is written out"
     RULE = "a call with a derivative of its own, of operations alone"
-    # `jax.checkpoint` keeps no complex number: jax 0.12 calls `reduce_precision` on it.
+    # `jax.checkpoint` keeps no complex number: it calls `reduce_precision` on it.
     END = "entered by itself, an effect, or complex: nothing is made again across it"
 
 
