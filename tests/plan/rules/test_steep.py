@@ -51,15 +51,18 @@ DIFFERENCES = {
     "moved": lambda d: d.T[::-1].T[:, ::-1],
     "in a call": jax.jit(lambda d: d),
     "a sum of two": lambda d: d + d * d,
-    "a sum with a negative": lambda d: 1 + (d - 1),
-    "a sum with a negative multiple": lambda d: 1 + -0.999 * d,
-    "a sum with a curve that may be negative": lambda d: 1 + jnp.tanh(d),
-    "a sum with a constant times": lambda d: 1 + NEGATIVE * d,
-    "a sum in a call": lambda d: jax.jit(lambda d, factor: 1 + factor * d)(d, -0.999),
-    "a sum with a quotient": lambda d: 1 + d / jnp.sqrt(1 + d * d),
-    "a sum with what is clipped": lambda d: 1 + jnp.clip(d, -1.0, 1.0),
+    "a curve that may be negative": lambda d: 1 + jnp.tanh(d),
 }
+# Sums that are near zero, of a sigmoid and of the product that it is made of.
 NEGATIVE = jnp.full((8, 1), -0.999)
+SUMS = {
+    "a negative": lambda p, h: 1 + -p,
+    "a negative multiple": lambda p, h: 1 + -0.999 * p,
+    "a multiple of a constant": lambda p, h: 1 + NEGATIVE * p,
+    "a multiple in a call": lambda p, h: jax.jit(lambda p, c: 1 + c * p)(p, -0.999),
+    "a quotient of a product": lambda p, h: 1.001 + h / jnp.sqrt(1 + h * h),
+    "what is clipped": lambda p, h: 1.001 + jnp.clip(p, -1.0, 1.0) + jnp.clip(h, -1, 1),
+}
 
 
 @pytest.mark.parametrize("half", ("bfloat16", "float16"))
@@ -86,6 +89,16 @@ def test_a_difference_is_one_whatever_it_becomes(name):
         return (p / DIFFERENCES[name](1 - p)) @ w
 
     assert {*planned(fn, X, W, of="div"), *planned(fn, X, W, of="logistic")} == {F32}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_with_what_may_be_negative_is_a_difference(name):
+    def fn(x, w):
+        h = x @ w
+        p = jax.nn.sigmoid(h)
+        return (p / SUMS[name](p, h)) @ w
+
+    assert planned(fn, X, W, of="div")[-1] == F32
 
 
 @pytest.mark.parametrize("half", ("bfloat16", "float16"))
