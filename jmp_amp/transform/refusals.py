@@ -46,7 +46,8 @@ _FORMATTED = re.compile(
 class OtherParametersError(ValueError):
     """Parameters are half where an optimizer saw f32 ones, or the other way round.
 
-    The user's mistake; or a trace gave a whole training step f32 in place of half.
+    That is a mistake of the user, or the trace of a whole training step was given f32
+    in place of half.
     """
 
 

@@ -56,7 +56,7 @@ def is_linear(name: str) -> bool:
 
 def of_arguments(body: Body) -> Facts:
     """Returns what is known of the arguments of a program: they are all different."""
-    return tuple(Fact(Made.NOTHING, i, i) for i in range(len(body.jaxpr.invars)))
+    return tuple(Fact(sign_of(v), i, i) for i, v in enumerate(body.jaxpr.invars))
 
 
 class BodyFacts:
@@ -75,7 +75,7 @@ class BodyFacts:
 
     def of(self, atom: Atom) -> Fact:
         if isinstance(atom, Literal):
-            return self.new(sign_of(atom.val))
+            return self.new(sign_of(atom))
         if atom not in self.known:
             return self.new(Made.NOTHING)
         return self.known[atom]
@@ -99,8 +99,8 @@ class FactFinder:
     def of(self, body: Body, inputs: Facts) -> BodyFacts:
         """Returns the facts of the variables of a body, given those of its inputs."""
         found = BodyFacts(body, inputs)
-        for var, value in zip(body.jaxpr.constvars, body.consts, strict=True):
-            found.known[var] = found.new(sign_of(value))
+        for var in body.jaxpr.constvars:
+            found.known[var] = found.new(sign_of(var))
         for index, eqn in enumerate(body.jaxpr.eqns):
             results = self._results(index, eqn, found)
             found.known.update(zip(eqn.outvars, results, strict=True))

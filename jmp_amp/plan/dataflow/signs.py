@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jmp_amp.plan.dataflow import constants
 from jmp_amp.plan.dataflow.made import Fact, Made, any_of, is_number, squares
-from jmp_amp.plan.program.jaxprs import Eqn, Literal
+from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal
 from jmp_amp.plan.tables.operations import (
     OPERATIONS,
     PRODUCTS,
@@ -54,7 +53,12 @@ def _is_positive(eqn: Eqn, facts: Sequence[Fact]) -> bool:
     return name == "abs" or is_even or squares(eqn, facts)
 
 
-def sign_of(value: object) -> int:
-    """Returns the fact of a constant: whether some of it is negative."""
-    bounds = constants.bounds_of_constant(value)
-    return Made.NEGATIVE if bounds is not None and bounds[0] < 0 else Made.NOTHING
+def sign_of(atom: Atom) -> int:
+    """Returns the fact of what nothing here made: it may be negative, unless known.
+
+    The sign of a number in the program is known. An array may hold any sign, whether it
+    is an argument or closed over: the plan does not hang on which of the two it is.
+    """
+    if isinstance(atom, Literal) and not np.iscomplexobj(atom.val):
+        return Made.NOTHING if np.all(atom.val >= 0) else Made.NEGATIVE
+    return Made.NEGATIVE

@@ -101,6 +101,22 @@ def test_a_sum_with_what_may_be_negative_is_a_difference(name):
     assert planned(fn, X, W, of="div")[-1] == F32
 
 
+def test_a_factor_of_unknown_sign_is_one_as_an_argument_or_closed_over():
+    """An array that `jax.jit` around makes an argument has the plan that it had."""
+
+    def closes_over(factor):
+        def fn(x, w):
+            p = jax.nn.sigmoid(x @ w)
+            return (p / (1 + factor * p)) @ w
+
+        return fn
+
+    for factor in (NEGATIVE, -NEGATIVE):
+        given = lambda x, w, f: closes_over(f)(x, w)  # noqa: E731
+        assert planned(closes_over(factor), X, W, of="div") == [F32]
+        assert planned(given, X, W, factor, of="div") == [F32]
+
+
 @pytest.mark.parametrize("half", ("bfloat16", "float16"))
 def test_odds_are_as_exact_as_products_alone_in_half_make_them(half):
     rng = np.random.default_rng(0)
