@@ -24,6 +24,7 @@ TESTS = Path(__file__).parent / "plan" / "rules"
 # Rules that change no plan of the zoo, shapes, idioms and loops: the test that fails
 # without them.
 ONLY_UNIT_TESTS = {
+    "derivative": "test_derivative: a kernel of distances, with its gradient inside",
     "exact": "test_ends: a factor of a solution",
     "f32_result": "test_plan: products and convolutions with an f32 result",
     "form": "test_ends: a covariance that is mapped",

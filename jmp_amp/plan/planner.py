@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan.choose import modes
-from jmp_amp.plan.choose.choices import Flows
+from jmp_amp.plan.choose.choices import flow_of
 from jmp_amp.plan.choose.demands import BodyOutcome, Consumers, Outcome, Use, Uses
 from jmp_amp.plan.choose.flows import Flow, Step, carry_dtype
 from jmp_amp.plan.choose.held import Held
@@ -158,7 +158,7 @@ def _plan(
     inherited: Rule | None,
     saving: Saving,
 ) -> Plan:
-    flow = Flows().of_program(body, tuple(known), region, inherited)
+    flow = flow_of(body, tuple(known), region, inherited)
     outcome = Consumers().of(flow, uses)
     alive = (True,) * len(reads)
     return _Planner().settle(flow, outcome, tuple(reads), tuple(outputs), saving, alive)

@@ -17,7 +17,8 @@ from jmp_amp.plan.dataflow.facts import Made, made_from
 from jmp_amp.plan.dataflow.standing import Standing
 from jmp_amp.plan.dataflow.values import Origin, Trait
 from jmp_amp.plan.program import jaxprs
-from jmp_amp.plan.tables.operations import RANKS, OpClass, Role, role_of
+from jmp_amp.plan.program.source_code import users_calls
+from jmp_amp.plan.tables.operations import PRODUCTS, RANKS, OpClass, Role, role_of
 from jmp_amp.policies.dtypes import F32, is_half
 from jmp_amp.reports.ways import (
     Loop,
@@ -122,6 +123,8 @@ def causes_of(at: Place) -> list[Cause]:
         return _to_end(at, *_ENDS_OF_PINS[pin])
     if pin == "recursion":
         return [_to_loop(at)]
+    if pin == "derivative":
+        return [Cause("It is a derivative of", _derived_from(at))]
     if pin is not None:
         return _to_beginning(at, *_OPERANDS_OF_PINS[pin])
     if planned.rule.op_class is not OpClass.FOLLOW:
@@ -141,6 +144,19 @@ def _to_loop(at: Place) -> Cause:
     if around is None:
         return Cause("It has a matrix that a recursion of a loop multiplies by")
     return Cause(f"No activation stands between it and the carry of {around.label}")
+
+
+def _derived_from(at: Place) -> Place:
+    """Returns the product that another one is a derivative of."""
+    frame = at.frame
+    while frame.caller is not None:
+        frame = frame.caller.frame
+    calls = users_calls(at.eqn)
+    return next(
+        each
+        for each in frame.places()
+        if each.eqn.primitive.name in PRODUCTS and users_calls(each.eqn) == calls
+    )
 
 
 def _to_beginning(at: Place, what: str, is_it: _IsIt) -> list[Cause]:

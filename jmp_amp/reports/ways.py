@@ -75,6 +75,14 @@ class Frame:
             at = Place(at.inner[number], index)
         return at
 
+    def places(self) -> Iterator[Place]:
+        """Yields the equations of the body, each before those of its bodies."""
+        for index in range(len(self.plan.equations)):
+            place = Place(self, index)
+            yield place
+            for inner in place.inner:
+                yield from inner.places()
+
     def input_of(self, atom: Atom) -> int | None:
         """Returns which input of the body a value is; None if it is none."""
         inputs = self.plan.body.jaxpr.invars

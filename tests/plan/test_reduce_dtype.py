@@ -266,17 +266,23 @@ def distance(found, expected):
 
 
 @functools.cache
-def gradients(program, policy):
+def gradients(program, policy, inside=False):
+    """The value and gradients; `inside` of autocast, or around it."""
     params = parameters(PROGRAMS[program])
-    fn = program if policy is None else amp.autocast(program, policy)
     positions = tuple(range(len(params)))
-    return jax.jit(jax.value_and_grad(fn, positions))(*params)
+    derived = functools.partial(jax.value_and_grad, argnums=positions)
+    if inside:
+        fn = amp.autocast(derived(program), policy)
+    else:
+        fn = derived(program if policy is None else amp.autocast(program, policy))
+    return jax.jit(fn)(*params)
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
-def test_gradients_leave_in_f32_and_values_stay(program):
-    value, found = gradients(program, REDUCED)
-    other, half = gradients(program, HALF)
+def test_gradients_leave_in_f32_and_values_stay(program, inside):
+    value, found = gradients(program, REDUCED, inside)
+    other, half = gradients(program, HALF, inside)
     # The sum of two weights is f32, and is rounded once.
     assert value == other or program is sum_of_weights
     _, expected = gradients(program, None)
@@ -290,6 +296,40 @@ def test_without_it_the_same_gradients_are_half():
     # So that the test above can fail.
     seen = [digits(g) for each in PROGRAMS for g in gradients(each, HALF)[1]]
     assert np.mean([each < FEW for each in seen]) > 0.5
+
+
+def layers(x, ws):
+    """Layers that one line makes, for the first of which both factors are arguments."""
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x**2)
+
+
+@pytest.mark.parametrize("fn", [layers, jax.jit(layers)], ids=["inline", "jit"])
+def test_inside_activations_have_half_gradients(fn):
+    args = X, parameters([SQUARE] * 3)
+    report = amp.explain(jax.grad(fn, argnums=1), REDUCED)(*args)
+    products = [e for e in report.equations if e.operation == "dot_general"]
+    # Three layers, and the gradients of their weights and of the inputs of two.
+    of_weights = [e for e in products if "gradient of a parameter is f32" in e.reason]
+    assert (len(products), len(of_weights)) == (8, 3)
+
+
+@pytest.mark.parametrize("policy", [HALF, REDUCED], ids=["half", "reduced"])
+def test_a_checkpoint_that_saves_products_runs_none_again(policy):
+    saveable = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+    @functools.partial(jax.checkpoint, policy=saveable)
+    def layer(h, w):
+        return jnp.tanh(jax.nn.gelu(h @ w) @ w.T)
+
+    def loss(ws):
+        return jnp.sum(functools.reduce(layer, ws, X) ** 2)
+
+    gradient = jax.jit(jax.grad(amp.autocast(loss, policy)))
+    compiled = gradient.lower(parameters([SQUARE] * 2)).compile()
+    # Each product, and its two derivatives, but for that of the input.
+    assert compiled.as_text().count(" dot(") == 3 * 4 - 1
 
 
 @pytest.mark.parametrize(

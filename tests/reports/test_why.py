@@ -124,6 +124,13 @@ BEGUN = {
     "distance": (_distance, (X, W), "dot_general", "sub", "sum of squares"),
     "moment": (_moment, (X, W), "dot_general", "sub", "second moment"),
     "steep": (_odds, (X, W), "div", "sub", "is the difference"),
+    "derivative": (
+        jax.grad(lambda x, w: jnp.sum(jnp.exp(-_distance(x, w))), 1),
+        (X, W),
+        "dot_general",
+        "dot_general",
+        "It is a derivative of",
+    ),
     "solution": (
         _solution,
         (W, W),

@@ -9,10 +9,11 @@ fixpoint.
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jmp_amp.plan.choose.decision_cache import Decided
+from jmp_amp.plan.choose.derivatives import derivatives
 from jmp_amp.plan.choose.flows import Flow, Step
 from jmp_amp.plan.choose.modes import Mode
 from jmp_amp.plan.choose.solver_loops import SOLVER, is_solver
@@ -30,6 +31,7 @@ from jmp_amp.plan.dataflow.sources import (
     translated,
     union,
 )
+from jmp_amp.plan.dataflow.standing import Derived
 from jmp_amp.plan.dataflow.values import Known, Origin, Trait, is_inexact
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Literal, Var
@@ -62,12 +64,26 @@ class Called(NamedTuple):
     cycles: Cycles
 
 
+def flow_of(
+    body: Body, inputs: tuple[Known, ...], region: Region, inherited: Rule | None
+) -> Flow:
+    """Returns the flow through a body that nothing of its program calls.
+
+    It goes through the body again if it matters what its products are derived from.
+    """
+    program = body, inputs, region, inherited
+    flow = Flows({}).of_program(*program)
+    derived = dict(derivatives(flow))
+    return Flows(derived).of_program(*program) if derived else flow
+
+
 class Flows:
     """Follows values through bodies; each body once for what is known of its inputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, derived: Mapping[int, Derived]) -> None:
         self._destinations = Destinations()
         self._decided = Decided()
+        self._derived = derived
 
     @once
     def _uses(self, body: Body) -> collections.Counter[Var]:
@@ -162,6 +178,7 @@ class Flows:
             bool(len(read) > 1 and read[0] & read[1]),
             settled(end),
             index in around.recursive,
+            self._derived.get(id(eqn)),
         )
         if decision.mode is Mode.PASSED_ON:
             results = _in_region(views, region)

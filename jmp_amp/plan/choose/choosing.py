@@ -33,7 +33,7 @@ from jmp_amp.plan.choose.trade_offs import (
 from jmp_amp.plan.dataflow import constants
 from jmp_amp.plan.dataflow.ends import End
 from jmp_amp.plan.dataflow.facts import Fact, Made
-from jmp_amp.plan.dataflow.standing import Standing
+from jmp_amp.plan.dataflow.standing import Derived, Standing
 from jmp_amp.plan.dataflow.values import (
     Known,
     Origin,
@@ -67,6 +67,7 @@ def decide(
     is_related: bool,
     end: End,
     is_recursive: bool = False,
+    derived_from: Derived | None = None,
 ) -> Decision:
     """Returns the decision for `eqn`, which calls nothing.
 
@@ -81,23 +82,22 @@ def decide(
       is_related: whether its first two operands are made of one input.
       end: what becomes of its results.
       is_recursive: whether it is a product of a loop that is a numerical method.
+      derived_from: the product that it is a derivative of, if that matters to it.
     """
     if _multiplies(eqn, rule, views):
         rule = ELEMENTWISE_PRODUCT
-    operands = tuple(_floating(eqn, region, views))
-    known = operands, views, facts, is_related, end, is_recursive
-    at = Standing(eqn, rule, region, *known)
+    known = views, facts, is_related, end, is_recursive, derived_from
+    at = Standing(eqn, rule, region, tuple(_floating(eqn, region, views)), *known)
     if rule.op_class is OpClass.FOLLOW and role_of(at.name) is Role.HANDS_ON:
         return decided(at, Mode.PASSED_ON, None, "hands on what it gets", Origin.FREE)
     at.pin = pin_of(at)
-    is_product = rule.op_class is OpClass.LOW
-    rewrite = None if is_product and at.pin is not None else rewrite_of(at)
+    rewrite = None if at.pin and rule.op_class is OpClass.LOW else rewrite_of(at)
     made = _by_class(at, rewrite)
     if made.result.origin == Origin.FREE:
         rewrite = None
     falls = may_fall(at, made)
-    saved = is_saved_in_f32(at, made, rewrite)
-    saved = saved or (follows_saved(at, made) and not falls)
+    follows = not falls and follows_saved(at, made)
+    saved = follows or is_saved_in_f32(at, made, rewrite)
     traits = frozenset(_traits(at, made, saved or falls))
     result = Known(made.result.origin, _limits(at, made), region, traits)
     return dataclasses.replace(

@@ -12,6 +12,7 @@ from jmp_amp.plan.choose.choosing import decide
 from jmp_amp.plan.choose.records import Decision
 from jmp_amp.plan.dataflow.ends import End
 from jmp_amp.plan.dataflow.facts import Fact
+from jmp_amp.plan.dataflow.standing import Derived
 from jmp_amp.plan.dataflow.values import Known
 from jmp_amp.plan.program.jaxprs import Eqn
 from jmp_amp.plan.program.regions import Region
@@ -34,6 +35,7 @@ class Decided:
         is_related: bool,
         end: End,
         is_recursive: bool,
+        derived_from: Derived | None,
     ) -> Decision:
         """Returns the decision for `eqn`, see `decide`."""
         key = (
@@ -45,9 +47,9 @@ class Decided:
             tuple([(view.origin, view.bounds, view.traits) for view in views]),
             # Which value it is, no decision asks.
             tuple([(fact.made, fact.last) for fact in facts]),
-            (rule, region.asked, is_related, end, is_recursive),
+            (rule, region.asked, is_related, end, is_recursive, derived_from),
         )
-        around = rule, region, views, facts, is_related, end, is_recursive
+        around = rule, region, views, facts, is_related, end, is_recursive, derived_from
         try:
             found = self._decisions.get(key)
         except TypeError:  # a parameter that is an array

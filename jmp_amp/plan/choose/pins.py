@@ -125,6 +125,10 @@ def _is_recursive(at: Standing) -> bool:
     return at.is_recursive
 
 
+def _is_derivative(at: Standing) -> bool:
+    return at.derived_from is not None and at.derived_from.pin is not None
+
+
 def _is_moment(at: Standing) -> bool:
     return bool(at.end & Ends.MOMENT)
 
@@ -332,6 +336,7 @@ PINS = (
         _weighs_free_solution,
         _never,
     ),
+    Pin("derivative", "the derivative of a product in f32", _is_derivative, _never),
     Pin(
         "scaled",
         "scaled by an argument, which {half} may have no place for",

@@ -11,6 +11,7 @@ import numpy as np
 from jmp_amp.plan.dataflow.ends import End
 from jmp_amp.plan.dataflow.facts import Fact
 from jmp_amp.plan.dataflow.values import Known, Origin, castable
+from jmp_amp.plan.program.dimensions import Dimensions
 from jmp_amp.plan.program.jaxprs import Eqn, aval_of
 from jmp_amp.plan.program.regions import Region
 from jmp_amp.plan.tables.rules import Rule
@@ -35,6 +36,23 @@ class Pin(NamedTuple):
     makes: Origin = Origin.FULL
 
 
+class Derived(NamedTuple):
+    """A product that another one is a derivative of.
+
+    Attributes:
+      name: the name of its primitive.
+      pin: what pins it to f32, if anything does.
+      dimensions: of a `dot_general`, what it sums over.
+      parameters: for each of its two factors, whether that is made of arguments alone,
+        in f32, in all layers that the same calls have made.
+    """
+
+    name: str
+    pin: Pin | None
+    dimensions: Dimensions | None
+    parameters: tuple[bool, bool]
+
+
 @dataclasses.dataclass(eq=False)
 class Standing:
     """An equation, and what is known where it stands.
@@ -49,6 +67,7 @@ class Standing:
       is_related: whether its first two operands are made of one input.
       end: what becomes of the results, far on.
       is_recursive: whether it is a product of a loop that is a numerical method.
+      derived_from: the product that it is a derivative of, if that matters to it.
       name: that of the operation.
       origin: the greatest one of the operands'.
       pin: what pins it to f32, if anything does.
@@ -63,6 +82,7 @@ class Standing:
     is_related: bool
     end: End
     is_recursive: bool
+    derived_from: Derived | None
     name: str = dataclasses.field(init=False)
     origin: Origin = dataclasses.field(init=False)
     pin: Pin | None = None

@@ -14,7 +14,7 @@ import jax
 import optax
 
 import jmp_amp
-from jmp_amp.plan.program.jaxprs import Eqn, body_of, inner_bodies, is_jit
+from jmp_amp.plan.program.jaxprs import Eqn, Traceback, body_of, inner_bodies, is_jit
 
 # A jitted function of a library with at most so many equations runs in place of its
 # call: `jnp.where` has 3 equations, `jax.nn.log_softmax` 10. Larger ones stay calls, so
@@ -30,6 +30,9 @@ _NOT_A_USERS = (
     os.path.join(os.path.dirname(str(jmp_amp.__file__)), ""),
     *(str(module.__file__) for module in (contextlib, functools)),
 )
+
+# Of each call the identity of the code, and the instruction that calls.
+Calls = tuple[tuple[int, int], ...]
 
 
 def function_name(eqn: Eqn) -> str | None:
@@ -66,6 +69,27 @@ def is_helper(eqn: Eqn) -> bool:
 def in_library(filename: str) -> bool:
     """Whether a source file belongs to JAX, Flax or Optax."""
     return filename.startswith(_LIBRARY_FOLDERS)
+
+
+def users_calls(eqn: Eqn) -> Calls:
+    """Returns the calls outside of JAX that made an equation, innermost first.
+
+    JAX makes a derivative of an equation by the calls that made the equation.
+    """
+    return _users_calls(eqn.source_info.traceback)
+
+
+# The layers of a model are called from the same lines.
+@functools.lru_cache(maxsize=4096)
+def _users_calls(traceback: Traceback | None) -> Calls:
+    if traceback is None:
+        return ()
+    jax_folder, *_ = _LIBRARY_FOLDERS
+    return tuple(
+        (id(code), instruction)
+        for code, instruction in zip(*traceback.raw_frames(), strict=True)
+        if not code.co_filename.startswith(jax_folder)
+    )
 
 
 def source_line(eqn: Eqn) -> str | None:

@@ -124,7 +124,8 @@ def with_f32_gradients(
         tangents: tuple[list[Any], dict[int, Any]],
     ) -> tuple[jax.Array, jax.Array]:
         given, held = primals
-        result = run(given, held)
+        # Policies of `jax.checkpoint` see a product.
+        (result,) = bound(given)
         moving, wide = (
             {i: t for i, t in pairs if not isinstance(t, SymbolicZero)}
             for pairs in (enumerate(tangents[0]), tangents[1].items())
@@ -242,7 +243,7 @@ def linear_in_f32(
     return result
 
 
-def _product_in_f32(eqn: Eqn, operands: Sequence[Value]) -> list[jax.Array]:
+def product_in_f32(eqn: Eqn, operands: Sequence[Value]) -> list[jax.Array]:
     """Runs a product of half operands: its result is f32.
 
     XLA for CPUs makes programs of some that fail when they run (`cpu_products`), so
@@ -272,7 +273,7 @@ def _products_in_f32(body: jaxprs.Body, args: Sequence[Value]) -> list[Value]:
     for eqn in body.jaxpr.eqns:
         operands = list(map(read, eqn.invars))
         is_product = kind_of(eqn.primitive.name) is Kind.PRODUCT
-        run = _product_in_f32 if is_product else binding.bind
+        run = product_in_f32 if is_product else binding.bind
         results = run(eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(v) for v in body.jaxpr.outvars]

@@ -7,14 +7,18 @@ forward mode and derivatives of derivatives: this is a `custom_jvp`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
-from jmp_amp.plan.dataflow.standing import Standing
+from jmp_amp.plan.dataflow.standing import Derived, Standing
+from jmp_amp.plan.dataflow.values import Origin
 from jmp_amp.plan.program import binding, jaxprs
+from jmp_amp.plan.program.dimensions import Dimensions
 from jmp_amp.plan.program.jaxprs import Eqn, Value
+from jmp_amp.plan.rewrites.f32_gradients import product_in_f32
 from jmp_amp.plan.rewrites.rewriting import Rewrite
 from jmp_amp.plan.tables.operations import OpClass
 from jmp_amp.policies.dtypes import F32, is_half
@@ -22,24 +26,74 @@ from jmp_amp.policies.dtypes import F32, is_half
 
 def f32_result(at: Standing) -> Rewrite | None:
     """Returns the rewrite of a product of half operands with an f32 result."""
-    applies = (
-        at.rule.op_class is OpClass.LOW
-        and is_half(at.half)
-        and jaxprs.sums_half_in_f32(at.eqn)
-        and not jaxprs.is_fixed(at.eqn)
-    )
+    applies = _is_low(at) and is_half(at.half) and jaxprs.sums_half_in_f32(at.eqn)
     return _F32_RESULT if applies else None
 
 
+def f32_gradient(at: Standing) -> Rewrite | None:
+    """Returns the rewrite of a product that makes the gradient of a parameter.
+
+    A program has such a product if its derivative is inside of autocast. What autocast
+    is inside of is derived otherwise, see `f32_gradients`.
+    """
+    of = at.derived_from
+    if of is None or at.region.asked.reduce_dtype is None or not is_half(at.low):
+        return None
+    applies = _is_low(at) and any(
+        is_parameter and _is_cotangent(at, of, i)
+        for i, is_parameter in enumerate(of.parameters)
+    )
+    return _F32_GRADIENT if applies else None
+
+
+def _is_low(at: Standing) -> bool:
+    return at.rule.op_class is OpClass.LOW and not jaxprs.is_fixed(at.eqn)
+
+
+def _is_cotangent(at: Standing, of: Derived, i: int) -> bool:
+    """Whether a product makes the cotangent of factor `i` of another one.
+
+    JAX multiplies the cotangent of the result by the other factor.
+    """
+    if at.name != of.name:
+        return False
+    if of.dimensions is None:
+        # That of an image reads the kernel.
+        is_convolution = at.name == "conv_general_dilated"
+        return is_convolution and i == 1 and at.views[1].origin != Origin.FREE
+    back, found = of.dimensions.transposed(i)[0], Dimensions.of(at.eqn)
+    order = 1 - 2 * i
+    return all(
+        {*zip(*expected[::order], strict=True)} == {*zip(*those, strict=True)}
+        for expected, those in ((back.terms, found.terms), (back.batch, found.batch))
+    )
+
+
+def _rewrite(
+    product: Callable[[Eqn, Sequence[Value]], Sequence[jax.Array]],
+    reason: str,
+    derivative_only: bool,
+) -> Rewrite:
+    return Rewrite(
+        functools.partial(_bind, product),
+        reason=reason,
+        result=F32,
+        derivative_only=derivative_only,
+    )
+
+
 def _bind(
-    eqn: Eqn, dtype: np.dtype | None, operands: Sequence[Value]
+    product: Callable[[Eqn, Sequence[Value]], Sequence[jax.Array]],
+    eqn: Eqn,
+    dtype: np.dtype | None,
+    operands: Sequence[Value],
 ) -> Sequence[jax.Array]:
     @jax.custom_jvp
-    def product(*operands: jax.Array) -> jax.Array:
-        (result,) = binding.bind(eqn, operands)
+    def multiplied(*operands: jax.Array) -> jax.Array:
+        (result,) = product(eqn, operands)
         return result
 
-    @product.defjvp
+    @multiplied.defjvp
     def derivative(
         operands: Sequence[jax.Array], tangents: Sequence[jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
@@ -49,14 +103,12 @@ def _bind(
             return result
 
         _, tangent = jax.jvp(in_half, operands, tangents)
-        return product(*operands), tangent.astype(F32)
+        return multiplied(*operands), tangent.astype(F32)
 
-    return [product(*operands)]
+    return [multiplied(*operands)]
 
 
-_F32_RESULT = Rewrite(
-    _bind,
-    reason="half operands, f32 result",
-    result=F32,
-    derivative_only=True,
+_F32_RESULT = _rewrite(binding.bind, "half operands, f32 result", True)
+_F32_GRADIENT = _rewrite(
+    product_in_f32, "half operands: the gradient of a parameter is f32", False
 )

@@ -1,0 +1,83 @@
+"""A derivative of a product that is pinned is pinned, where autocast is around both."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jmp_amp as amp
+from tests.plan.rules import BF16, F32, W, X, planned
+
+
+def squares(a, b):
+    return (a**2).sum(1)[:, None] - 2 * (a @ b.T) + (b**2).sum(1)[None]
+
+
+def kernel(x, w):
+    h = jnp.tanh(x @ w) + 8
+    return jnp.exp(-squares(h, h) / 5).mean()
+
+
+def nearest(x, w):
+    h = jnp.tanh(x @ w)
+    return jnp.exp(h.sum(1)[:, None] - 2 * (h @ h.T)).mean()
+
+
+def test_derivative():
+    # The layer, the squares, their two derivatives, and that of the layer.
+    gradient = jax.grad(kernel, 1)
+    half = [BF16, F32, BF16, BF16, BF16]
+    assert planned(gradient, X, W, of="dot_general") == [BF16, F32, F32, F32, BF16]
+    assert planned(gradient, X, W, of="dot_general", without="derivative") == half
+    found = planned(jax.grad(nearest, 1), X, W, of="dot_general")
+    assert found == [BF16] * 5
+
+
+def mapped(distances, x, w):
+    h = jnp.tanh(x @ w) + 8
+    rows = lax.map(lambda row: jnp.exp(-distances(row[None], h) / 5).mean(), h)
+    return rows.mean()
+
+
+def chosen(distances, x, w):
+    h = jnp.tanh(x @ w) + 8
+    ways = [lambda h, n=n: jnp.exp(-distances(h, h) / n).mean() for n in (5, 6)]
+    return lax.cond(w[0, 0] > 9, ways[1], ways[0], h)
+
+
+def whole(distances, x, w):
+    h = jnp.tanh(x @ w) + 8
+    return jnp.exp(-distances(h, h) / 5).mean()
+
+
+def by_rows(distances, x, w):
+    h = jnp.tanh(x @ w) + 8
+    rows = jax.vmap(lambda row: jnp.exp(-distances(row[None], h) / 5).mean())(h)
+    return rows.mean()
+
+
+def exact(x, w):
+    """The gradient of `kernel`, in f64 of numpy."""
+    x, w = np.float64(x), np.float64(w)
+    h = np.tanh(x @ w)
+    distances = ((h[:, None] - h[None]) ** 2).sum(-1)
+    weights = -np.exp(-distances / 5) / 5 / h.shape[0] ** 2
+    slope = 4 * (weights.sum(1)[:, None] * h - weights @ h)
+    return x.T @ (slope * (1 - h**2))
+
+
+@pytest.mark.parametrize("half", ("bfloat16", "float16"))
+@pytest.mark.parametrize("how", (lambda f: f, jax.jit, jax.checkpoint))
+@pytest.mark.parametrize("program", (whole, mapped, by_rows, chosen))
+def test_a_gradient_inside_is_as_exact_as_one_around(program, how, half):
+    """Distances of points far from zero: their gradient is a difference of products."""
+    rng = np.random.default_rng(0)
+    x, w = (np.float32(rng.normal(size=(16, 16)) / d) for d in (1, 4))
+
+    def loss(w):
+        return program(how(squares), x, w)
+
+    found = jax.jit(amp.autocast(jax.value_and_grad(loss), f"mixed_{half}"))(w)[1]
+    error = np.linalg.norm(found - exact(x, w)) / np.linalg.norm(exact(x, w))
+    assert error < 2 * float(jnp.finfo(half).eps)
