@@ -305,13 +305,24 @@ def layers(x, ws):
     return jnp.sum(x**2)
 
 
-@pytest.mark.parametrize("fn", [layers, jax.jit(layers)], ids=["inline", "jit"])
-def test_inside_activations_have_half_gradients(fn):
-    args = X, parameters([SQUARE] * 3)
-    report = amp.explain(jax.grad(fn, argnums=1), REDUCED)(*args)
-    products = [e for e in report.equations if e.operation == "dot_general"]
+def convolutions(x, ws):
+    for w in ws:
+        w = jnp.broadcast_to(w, (3, 3, *w.shape))
+        made = lax.conv_general_dilated(x, w, (1, 1), "SAME", None, None, IMAGES)
+        x = jnp.tanh(made)
+    return jnp.sum(x**2)
+
+
+@pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["inline", "jit"])
+@pytest.mark.parametrize(
+    ("fn", "x"), [(layers, X), (convolutions, array(5, 2, 8, 8, 16))]
+)
+def test_inside_gradients_of_activations_are_half(fn, x, how):
+    gradient = jax.grad(how(fn), argnums=1)
+    report = amp.explain(gradient, REDUCED)(x, parameters([SQUARE] * 3))
+    products = [e.reason for e in report.equations if e.flops]
     # Three layers, and the gradients of their weights and of the inputs of two.
-    of_weights = [e for e in products if "gradient of a parameter is f32" in e.reason]
+    of_weights = [r for r in products if "the gradient of a parameter is f32" in r]
     assert (len(products), len(of_weights)) == (8, 3)
 
 

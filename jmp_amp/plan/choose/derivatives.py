@@ -32,18 +32,22 @@ def derivatives(flow: Flow) -> Iterator[tuple[int, Derived]]:
         made[users_calls(eqn)].append((eqn, step))
     made.pop((), None)
     for (first, begun), *others in made.values():
-        pin, dimensions = _decision(begun).pin, _dimensions(first)
+        pin, numbers = _decision(begun).pin, _numbers(first)
         layers = [
             (eqn, step)
             for eqn, step in ((first, begun), *others)
-            if _dimensions(eqn) == dimensions
+            if _numbers(eqn) == numbers
         ]
         left, right = (
             all(_is_parameter(eqn, step, i) for eqn, step in layers) for i in (0, 1)
         )
+        dimensions = (
+            Dimensions.of(first) if first.primitive.name == "dot_general" else None
+        )
         of = Derived(first.primitive.name, pin, dimensions, (left, right))
         for eqn, step in others:
-            asks = pin is not None or step.region.asked.reduce_dtype is not None
+            reduces = step.region.asked.reduce_dtype is not None
+            asks = pin is not None or (reduces and _numbers(eqn) != numbers)
             if asks and eqn is not first and _decision(step).pin is None:
                 yield id(eqn), of
 
@@ -64,8 +68,9 @@ def _decision(step: Step) -> Decision:
     return step.decision
 
 
-def _dimensions(eqn: Eqn) -> Dimensions | None:
-    return Dimensions.of(eqn) if eqn.primitive.name == "dot_general" else None
+def _numbers(eqn: Eqn) -> object:
+    """Returns what tells a product from its derivatives."""
+    return eqn.params.get("dimension_numbers")
 
 
 def _is_parameter(eqn: Eqn, step: Step, i: int) -> bool:
