@@ -326,6 +326,16 @@ def test_inside_gradients_of_activations_are_half(fn, x, how):
     assert (len(products), len(of_weights)) == (8, 3)
 
 
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_inside_the_gradient_of_a_half_weight_is_half(stored):
+    def loss(w):
+        return jnp.sum((X.astype(w.dtype) @ w).astype(jnp.float32) ** 2)
+
+    report = amp.explain(jax.grad(loss), REDUCED)(array(1, *SQUARE).astype(stored))
+    reasons = [e.reason for e in report.equations if e.flops]
+    assert ("a parameter is f32" in reasons[-1]) == (stored == "float32")
+
+
 @pytest.mark.parametrize("policy", [HALF, REDUCED], ids=["half", "reduced"])
 def test_a_checkpoint_that_saves_products_runs_none_again(policy):
     saveable = jax.checkpoint_policies.dots_with_no_batch_dims_saveable

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from jmp_amp.plan.choose.flows import Flow, Step
 from jmp_amp.plan.choose.records import Decision
 from jmp_amp.plan.dataflow.standing import Derived
-from jmp_amp.plan.dataflow.values import Origin, castable
+from jmp_amp.plan.dataflow.values import Origin
 from jmp_amp.plan.program.dimensions import Dimensions
-from jmp_amp.plan.program.jaxprs import Eqn, Literal
+from jmp_amp.plan.program.jaxprs import Eqn, aval_of
 from jmp_amp.plan.program.source_code import Calls, users_calls
 from jmp_amp.plan.tables.operations import PRODUCTS
+from jmp_amp.policies.dtypes import F32
 
 
 def derivatives(flow: Flow) -> Iterator[tuple[int, Derived]]:
@@ -76,4 +77,4 @@ def _numbers(eqn: Eqn) -> object:
 def _is_parameter(eqn: Eqn, step: Step, i: int) -> bool:
     """Whether a factor is made of arguments alone, and f32."""
     is_free = step.views[i].origin == Origin.FREE
-    return is_free and castable(eqn.invars[i]) and type(eqn.invars[i]) is not Literal
+    return is_free and aval_of(eqn.invars[i]).dtype == F32

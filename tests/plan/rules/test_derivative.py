@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import jmp_amp as amp
+from jmp_amp.plan.program import source_code
 from tests.plan.rules import BF16, F32, W, X, planned
 
 
@@ -32,6 +33,23 @@ def test_derivative():
     assert planned(gradient, X, W, of="dot_general", without="derivative") == half
     found = planned(jax.grad(nearest, 1), X, W, of="dot_general")
     assert found == [BF16] * 5
+
+
+def test_a_helper_that_is_called_twice_is_no_derivative_of_itself():
+    times = jax.jit(lambda a, b: a @ b.T)
+
+    def fn(x, w):
+        h = jnp.tanh(x @ w)
+        pairs = (h**2).sum(1)[:, None] - 2 * times(h, h) + (h**2).sum(1)[None]
+        return jnp.exp(-pairs), times(jnp.tanh(h), jnp.sin(h))
+
+    assert planned(fn, X, W, of="dot_general") == [BF16, F32, BF16]
+
+
+def test_what_has_no_source_is_no_derivative(monkeypatch):
+    monkeypatch.setattr(source_code, "_users_calls", lambda traceback: ())
+    found = planned(jax.grad(kernel, 1), X, W, of="dot_general")
+    assert found == [BF16, F32, BF16, BF16, BF16]
 
 
 def mapped(distances, x, w):
