@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 import jmp_amp as amp
-from jmp_amp.plan.choose.choices import Flows
+from jmp_amp.plan.choose.choices import flow_of
 from jmp_amp.plan.dataflow.values import Known, Origin
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.regions import region_at
@@ -115,7 +115,7 @@ def decisions(layers):
     body = jaxprs.body_of(jax.make_jaxpr(stack)(X, W))
     region = region_at("", amp.Policy(), None)
     inputs = (Known(Origin.FREE, None, region),) * 2
-    flow = Flows().of_program(body, inputs, region, None)
+    flow = flow_of(body, inputs, region, None)
     found = [step.decision for step in flow.steps if step.decision is not None]
     assert len(found) > 8 * layers
     return len(set(map(id, found)))
