@@ -52,6 +52,10 @@ def transposed(w):
     return end(jnp.tanh(X @ w.T))
 
 
+def first_axes(w):
+    return end(jnp.tanh(lax.dot_general(X.T, w, (((0,), (0,)), ((), ())))))
+
+
 def many_moves(w):
     return end(jnp.tanh(X @ w.reshape(4, 4, 16).transpose(2, 0, 1).reshape(16, 16)))
 
@@ -216,6 +220,7 @@ SQUARE, VECTOR = (16, 16), (16,)
 PROGRAMS = {
     dense: [(16, 24), (24,)],
     transposed: [SQUARE],
+    first_axes: [SQUARE],
     many_moves: [SQUARE],
     experts: [(4, *SQUARE)],
     tied: [SQUARE],
