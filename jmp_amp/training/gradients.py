@@ -55,8 +55,9 @@ def value_and_grad(
     the loss is f16 or bf16.
 
     If an f16 or bf16 argument is used several times (in iterations of a loop, in
-    microbatches, by lookups of one row), its gradients are summed in float32. For this
-    the function is traced once, with half arrays; the loss is the same, bit for bit. If
+    microbatches, by lookups of one row), its gradients are summed in float32. Under a
+    policy with `reduce_dtype="float32"` so are those that products make. For this the
+    function is traced once, with half arrays; the loss is the same, bit for bit. If
     the function reads values of arrays, as Python's `if` and `f"{x:.2f}"` do, it cannot
     be traced: it is called instead, and these sums are half.
 
