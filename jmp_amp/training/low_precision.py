@@ -31,7 +31,7 @@ from jmp_amp.training.state_codes import (
     encoded_like,
     is_code,
 )
-from jmp_amp.training.states import LossScaleState
+from jmp_amp.training.states import LossScaleState, read_without_target
 from jmp_amp.training.structures import (
     TreeStructure,
     check_gradients,
@@ -39,6 +39,7 @@ from jmp_amp.training.structures import (
     key_paths,
     leaves_by_path,
     nodes_of,
+    telling_foreign_states,
 )
 from jmp_amp.training.trainable import owned, with_extra_args
 
@@ -149,8 +150,12 @@ def with_low_precision_state(
 
         def proposed() -> tuple[PyTree, PyTree]:
             before = decoded(state.inner_state)
-            found = transformation.update(updates, before, params, **extra_args)
-            _check_structure(found[1], before)
+            seen = updates if params is None else params
+            with telling_foreign_states(
+                transformation.init, seen, state.inner_state, _CALL
+            ):
+                found = transformation.update(updates, before, params, **extra_args)
+                _check_structure(found[1], before)
             return found
 
         seeds = _seeds(state, implementation)
@@ -327,6 +332,8 @@ def _check_inner(inner_state: PyTree) -> None:
 
 
 def _check_state(state: PyTree, kind: type[Code], key: jax.Array | None) -> None:
+    if isinstance(state, dict | list):
+        raise TypeError(f"{_CALL}: {read_without_target(state)}")
     if not isinstance(state, LowPrecisionState):
         fact = f"a {type(state).__name__}, the state of another optimizer"
     elif (state.key_data is None) != (key is None):
