@@ -57,9 +57,11 @@ def with_loss_scale(
     values that the step wrote.
 
     Only gradients that `inner` reads are checked: a frozen part, such as one of
-    `optax.set_to_zero` in an `optax.partition`, skips no step. Put this around the
-    whole chain: a transformation outside, such as `optax.clip`, may hide an overflow
-    from it.
+    `optax.set_to_zero` in an `optax.partition`, skips no step. A mask that freezes is
+    first in a chain, `optax.chain(optax.transforms.freeze(mask), optax.adamw(1e-3))`:
+    what stands before it reads all gradients, and so does `optax.clip_by_global_norm`
+    before a partition. Put this around the whole chain: a transformation outside, such
+    as `optax.clip`, may hide an overflow from it.
 
     Gradients of single examples are legal if `inner` adds them up, as
     `optax.contrib.differentially_private_aggregate` does. Each has one axis more than
