@@ -90,25 +90,25 @@ def with_low_precision_state(
     elementwise operations of `inner` are computed twice: for the scales, then for the
     codes.
 
-    What an update that is compiled for an H100 moves, of the bytes of float32 (in
-    brackets where they differ with a `key`):
+    What an update that is compiled for an H100 moves, of the bytes of float32, with a
+    `key` or without:
 
-    ================= ========= =============
-    `inner`           bfloat16  float8
-    ================= ========= =============
-    adam, adamw       0.71x     0.80x (0.82x)
-    lion, sgd, trace  0.80x     0.96x
-    ================= ========= =============
+    =========== ======== ======
+    `inner`     bfloat16 float8
+    =========== ======== ======
+    adam, adamw 0.71x    0.83x
+    lion, sgd   0.80x    0.98x
+    =========== ======== ======
 
-    Where XLA stores new moments in float32 between the two, float8 moves 0.9x to 1.4x,
-    with up to 8 temporary bytes a parameter: for parameters whose elements are no
-    multiple of 256, some small convolutions, and optimizers with a third operation
-    between the moments (`rmsprop` with momentum, of parameters of 2**25 elements).
+    Where XLA stores new moments in float32 between the two passes, float8 moves 0.9x to
+    1.4x, with up to 5 temporary bytes a parameter: for parameters whose elements are no
+    multiple of 256, and optimizers that make one moment of the other, as `rmsprop` with
+    momentum does.
 
-    Codes are sharded as the parameter is. Blocks of "float8" are rows of the flattened
-    array: if the part of a device is no whole number of them, as that of 384 columns,
-    XLA gathers the moments, which takes more memory than float32. Shard such parameters
-    by rows, or use "bfloat16".
+    Codes are sharded as the parameter is. Along its last axis that is so for "float8"
+    if the axis is a multiple of 256, and the part of a device one of 32. Else XLA
+    gathers the moments, which takes more memory than float32: shard such parameters by
+    rows, or use "bfloat16".
 
     A state that `inner` leaves as it is keeps its bits, with a key too. Masters and
     loss scales belong outside: `with_loss_scale(with_master_weights(

@@ -1,9 +1,9 @@
 """Arrays of an optimizer's state, stored in 16 or 8 bits a number.
 
 A code is a node of the state where the optimizer has a float32 array. Its `codes` have
-the shape of that array, and so of a parameter, and its sharding. Scales are of blocks
-in a row: they are sharded too if the part of a device is a whole number of blocks; else
-XLA gathers the numbers. Functions of one array are traced once for a shape.
+the shape of that array, and so of a parameter, and its sharding. (Of 8 bits, along the
+last axis, if that is a multiple of 256 and the part of a device one of 32; else XLA
+gathers the numbers.) Functions of one array are traced once for a shape.
 
 8 bits are floats with a scale for each block of numbers (Dettmers et al. 2021,
 arXiv:2110.02861, section 2.1, "8-bit Optimizers via Block-wise Quantization"). There
@@ -29,6 +29,9 @@ from jmp_amp.training.rounding import (
 )
 
 BLOCK = 256
+# Blocks are worked on in parts of this length, and a device may have some of them: its
+# shard of 96 columns is 3 parts and no whole number of blocks.
+_PART = 32
 
 _BF16 = np.dtype(jnp.bfloat16)
 # Bits of float32: a minus sign, infinity, the smallest normal number.
@@ -120,10 +123,10 @@ class Float8Code(NamedTuple):
           scales: those of `scales_of`, if they are known.
         """
         found = scales or Float8Code.scales_of(numbers, seeds)
-        blocks = _in_blocks(numbers)
-        words = None if seeds is None else random_words(seeds, blocks.shape)
+        parts = _in_parts(numbers)
+        words = None if seeds is None else random_words(seeds, parts.shape)
         codes = _codes(
-            blocks, found.inverses[..., None], found.is_signed[..., None], words
+            parts, _of_parts(found.inverses), _of_parts(found.is_signed), words
         )
         return cls(_out_of_blocks(codes, numbers.shape), found.stored)
 
@@ -136,24 +139,15 @@ class Float8Code(NamedTuple):
           numbers: float32[...].
           seeds: of `random_seeds`, or None.
         """
-        bits = jax.lax.bitcast_convert_type(_in_blocks(numbers), jnp.uint32)
-        # Sizes are in the order of their bits, and a minus sign is before all of them.
-        # A CPU takes subnormal numbers for zero.
-        is_signed = jnp.max(bits, axis=-1) >= _SIGN
-        sizes = bits & ~_SIGN
-        if seeds is None:
-            largest = jnp.max(sizes, axis=-1)
-            is_number, is_zero = largest < _INFINITE, largest < _SMALLEST
-            minus, plus = (each.power(largest) for each in (_E4M3, _E5M2))
-        else:
-            # One maximum for both powers of a number, of which the first is the same or
-            # one more: for another XLA would write the numbers to memory.
-            words = random_words(seeds, bits.shape)
-            sums = _E4M3.power(sizes, words) + _E5M2.power(sizes, words)
-            sums = jnp.where(sizes < _SMALLEST, 0, sums)
-            largest = jnp.max(jnp.where(sizes < _INFINITE, sums, _BEYOND), axis=-1)
-            is_number, is_zero = largest < _BEYOND, largest == 0
-            minus, plus = (largest + 1) >> 1, largest >> 1
+        bits = jax.lax.bitcast_convert_type(_in_parts(numbers), jnp.uint32)
+        words = None if seeds is None else random_words(seeds, bits.shape)
+        powers = jnp.max(_powers(bits & ~_SIGN, words), axis=-1)
+        # Those of parts go through memory, in few bytes.
+        largest = jnp.max(_by_block(powers.astype(jnp.uint16)), axis=-1)
+        is_signed = jnp.any(_by_block(jnp.max(bits, axis=-1) >= _SIGN), axis=-1)
+        is_number, is_zero = largest < _BEYOND, largest == 0
+        largest = largest.astype(jnp.uint32)
+        minus, plus = (largest + 1) >> 1, largest >> 1
         minus, plus = _E4M3.scales(minus), _E5M2.scales(plus)
         is_signed = is_signed & ~is_zero
         powers = jnp.where(is_zero, _ONE, jnp.where(is_signed, minus, plus))
@@ -170,7 +164,7 @@ class Float8Code(NamedTuple):
     @once_a_shape
     def decoded(self) -> jax.Array:
         """Returns the numbers: float32[...]."""
-        codes, scales = _in_blocks(self.codes), self.scales[..., None]
+        codes, scales = _in_parts(self.codes), _of_parts(self.scales)
         signed, unsigned = _E4M3.numbers(codes), _E5M2.numbers(codes)
         numbers = jnp.where(scales < 0, signed, unsigned) * jnp.abs(scales)
         return _out_of_blocks(numbers, self.codes.shape)
@@ -287,18 +281,18 @@ _E5M2 = _Format(np.dtype(jnp.float8_e5m2), 15)
 
 
 def _codes(
-    blocks: jax.Array,
+    parts: jax.Array,
     inverses: jax.Array,
     is_signed: jax.Array,
     words: jax.Array | None,
 ) -> jax.Array:
-    """Returns the codes of blocks: uint8[..., n].
+    """Returns the codes of parts of blocks: uint8[..., n].
 
     With as few operations on single numbers as can be: of more, XLA makes several
     kernels for a GPU, with float32 in memory between them.
 
     Args:
-      blocks: float32[..., n].
+      parts: float32[..., n].
       inverses: float32[..., 1], as in `Scales`.
       is_signed: bool[..., 1], as in `Scales`.
       words: random words to round with, uint32[..., n]; None: to nearest.
@@ -308,8 +302,8 @@ def _codes(
         return jnp.where(is_signed, of(_E4M3), of(_E5M2))
 
     # Zero times infinity would be no number.
-    blocks = jnp.where(inverses == 0, 0.0, blocks)
-    scaled = blocks * inverses
+    parts = jnp.where(inverses == 0, 0.0, parts)
+    scaled = parts * inverses
     if words is not None:
         smallest = of_format(lambda each: np.float32(each.info.smallest_normal))
         dropped = of_format(lambda each: each.dropped)
@@ -319,7 +313,7 @@ def _codes(
     # 460 to 448, is not that of all devices.
     tiny = np.float32(_E5M2.info.smallest_subnormal)
     end = of_format(lambda each: np.float32(each.info.max))
-    least = jnp.where(is_signed, -end, jnp.where(blocks >= _NORMAL, tiny, 0.0))
+    least = jnp.where(is_signed, -end, jnp.where(parts >= _NORMAL, tiny, 0.0))
     scaled = jax.lax.clamp(*jnp.broadcast_arrays(least, scaled, end))
     return of_format(lambda each: each.codes(scaled))
 
@@ -346,8 +340,8 @@ def _rounded_at_random(
     return jnp.copysign(rounded, numbers)
 
 
-def _in_blocks(array: jax.Array) -> jax.Array:
-    """Returns `array` as [..., blocks, 256], filled up with zeros.
+def _in_parts(array: jax.Array) -> jax.Array:
+    """Returns `array` as [..., parts of blocks, 32], filled up with zeros.
 
     Blocks are those of the flattened array. Axes that none of them crosses remain, so
     that a sharding of these does.
@@ -356,9 +350,37 @@ def _in_blocks(array: jax.Array) -> jax.Array:
     for axis in reversed(range(array.ndim)):
         size *= array.shape[axis]
         if size % BLOCK == 0:
-            return array.reshape(*array.shape[:axis], size // BLOCK, BLOCK)
+            return array.reshape(*array.shape[:axis], size // _PART, _PART)
     filled = jnp.pad(array.reshape(-1), (0, -array.size % BLOCK))
-    return filled.reshape(-1, BLOCK)
+    return filled.reshape(-1, _PART)
+
+
+def _by_block(of_parts: jax.Array) -> jax.Array:
+    """Returns what is known of parts as [..., blocks, parts of a block]."""
+    *axes, count = of_parts.shape
+    return of_parts.reshape(*axes, count * _PART // BLOCK, BLOCK // _PART)
+
+
+def _of_parts(of_blocks: jax.Array) -> jax.Array:
+    """Returns what is known of blocks for each of their parts: [..., parts, 1]."""
+    return jnp.repeat(of_blocks, BLOCK // _PART, axis=-1)[..., None]
+
+
+def _powers(sizes: jax.Array, words: jax.Array | None = None) -> jax.Array:
+    """Returns the sum of a number's `power` in both dtypes: uint32.
+
+    0 for zero, and `_BEYOND` for what is not finite. The power in float8_e4m3fn is that
+    in float8_e5m2, or one more: of the largest sum in a block both are the largest. For
+    another maximum XLA would write the numbers to memory.
+
+    Args:
+      sizes: uint32[...], the bits of absolute values of float32 numbers.
+      words: random words to round with, uint32[...]; None: to nearest.
+    """
+    sums = _E4M3.power(sizes, words) + _E5M2.power(sizes, words)
+    # A CPU takes subnormal numbers for zero.
+    sums = jnp.where(sizes < _SMALLEST, 0, sums)
+    return jnp.where(sizes < _INFINITE, sums, _BEYOND)
 
 
 def _out_of_blocks(blocks: jax.Array, shape: Sequence[int]) -> jax.Array:

@@ -449,16 +449,19 @@ def test_an_nnx_optimizer_is_exported_too():
 
 
 @pytest.mark.parametrize(
-    ("way", "spec"),
+    ("way", "spec", "columns"),
     [
-        ("float8", PartitionSpec("d")),
-        ("float8 at random", PartitionSpec(None, "d")),
+        ("float8", PartitionSpec("d"), 1024),
+        ("float8 at random", PartitionSpec(None, "d"), 1024),
+        # 192 columns on a device are no whole number of blocks.
+        ("float8", PartitionSpec(None, "d"), 768),
+        ("float8", PartitionSpec("d"), 384),
     ],
 )
-def test_codes_are_sharded_as_their_parameter(way, spec):
+def test_codes_are_sharded_as_their_parameter(way, spec, columns):
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
     sharding = NamedSharding(mesh, spec)
-    whole = jnp.asarray(np.random.default_rng(0).standard_normal((64, 1024)), F32)
+    whole = jnp.asarray(np.random.default_rng(0).standard_normal((64, columns)), F32)
     params = jax.device_put(whole, sharding)
     tx = low(optax.adam(1e-2), way)
     state = tx.init(params)

@@ -85,8 +85,8 @@ def test_an_update_moves_fewer_bytes_and_needs_no_memory(way, masters):
     shapes = low_precision_update.parameters(1024, 2)
     size = sum(leaf.size for leaf in shapes.values())
     assert found["moved"] <= BOUNDS[way] * exact["moved"]
-    # Of float32 moments, 8 bytes a parameter, a thirtieth at most: scales.
-    assert found["temp"] - exact["temp"] <= 8 * size / 30
+    # Of float32 moments, 8 bytes a parameter, a 25th at most: scales, and maxima.
+    assert found["temp"] - exact["temp"] <= 8 * size / 25
 
 
 # Two passes
