@@ -145,8 +145,8 @@ class Float8Code(NamedTuple):
         # Those of parts go through memory, in few bytes.
         largest = jnp.max(_by_block(powers.astype(jnp.uint16)), axis=-1)
         is_signed = jnp.any(_by_block(jnp.max(bits, axis=-1) >= _SIGN), axis=-1)
-        is_number, is_zero = largest < _BEYOND, largest == 0
         largest = largest.astype(jnp.uint32)
+        is_number, is_zero = largest < _BEYOND, largest == 0
         minus, plus = (largest + 1) >> 1, largest >> 1
         minus, plus = _E4M3.scales(minus), _E5M2.scales(plus)
         is_signed = is_signed & ~is_zero
