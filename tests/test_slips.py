@@ -23,6 +23,10 @@ def wrapped(tx):
     return amp.with_loss_scale(tx, SCALE)
 
 
+def low_precision(tx):
+    return amp.with_low_precision_state(tx, min_size=1)
+
+
 ADAM, ADAMW, SGD = optax.adam(0.1), optax.adamw(0.1), optax.sgd(0.1, momentum=0.9)
 STATE = wrapped(ADAM).init(W)
 # As orbax and flax read a checkpoint without a target.
@@ -137,6 +141,11 @@ SLIPS = {
                 lambda x: updated(amp.with_kahan(ADAM), x),
                 TypeError,
             ),
+            (
+                "with_low_precision_state",
+                lambda x: updated(low_precision(ADAM), x),
+                TypeError,
+            ),
         )
     },
     "the raw inner state of orbax": (
@@ -156,8 +165,17 @@ SLIPS = {
             "with_loss_scale": wrapped,
             "with_master_weights": amp.with_master_weights,
             "with_kahan": amp.with_kahan,
+            "with_low_precision_state": low_precision,
         }.items()
     },
+    "the state of other parameters": (
+        lambda: updated(low_precision(ADAM), low_precision(ADAM).init(W[:1])),
+        (
+            TypeError,
+            "with_low_precision_state: update was given the state of another optimizer",
+            "[0].mu has shape (1, 4) in place of (4, 4). Begin with tx.init(params)",
+        ),
+    ),
     "adam's state for adamw": (
         lambda: amp.import_opt_state(wrapped(ADAMW).init(W), ADAM.init(W)),
         (ValueError, "import_opt_state: the state is not", "at [2] (EmptyState)."),

@@ -124,8 +124,16 @@ def place_of(leaf: Any, layout: str, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(*[None] * axis, "devices"))
 
 
-def compiled(layout: str, policy: str, model: GPT) -> Any:
-    """Returns a training step under a policy, compiled for eight described H100s."""
+def compiled(layout: str, policy: str, model: GPT, is_stored_half: bool = False) -> Any:
+    """Returns a training step under a policy, compiled for eight described H100s.
+
+    Args:
+      layout: how parameters are sharded, one of `LAYOUTS`.
+      policy: the text of a policy.
+      model: what is trained.
+      is_stored_half: whether parameters are stored in bfloat16.
+    """
+    differentiate = amp.grad if is_stored_half else jax.grad
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=h100.H100, topology=f"1x1x{DEVICES}"
     )
@@ -141,10 +149,14 @@ def compiled(layout: str, policy: str, model: GPT) -> Any:
 
     def step(params: Any, tokens: jax.Array) -> Any:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            grads = jax.grad(amp.autocast(loss, policy))(params, tokens)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+            grads = differentiate(amp.autocast(loss, policy))(params, tokens)
+        return jax.tree.map(
+            lambda p, g: (p.astype(g.dtype) - 0.1 * g).astype(p.dtype), params, grads
+        )
 
     shapes = jax.eval_shape(model.init, jax.random.key(0), rows)
+    if is_stored_half:
+        shapes = jax.eval_shape(amp.get_policy("bf16").cast_to_param, shapes)
     placed = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=place_of(leaf, layout, mesh)

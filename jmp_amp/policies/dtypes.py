@@ -115,13 +115,14 @@ def parse_dtype(text: str) -> np.dtype | None:
     return half_dtype() if name == "half" else _DTYPES.get(name)
 
 
-def floating_dtype(dtype: DTypeLike, call: str) -> np.dtype:
+def floating_dtype(dtype: DTypeLike, call: str, remedy: str = "") -> np.dtype:
     """Returns `dtype` as a numpy dtype.
 
     Args:
       dtype: a name that `parse_dtype` knows, or anything `jnp.dtype` accepts. Python's
         `float` is f32, or f64 with `jax_enable_x64`.
       call: the call as the user wrote it, with `{}` for the dtype, for the error.
+      remedy: the end of the error, if there is another than `advice`.
 
     Raises:
       TypeError: if it is no dtype, or not one of floats.
@@ -137,17 +138,18 @@ def floating_dtype(dtype: DTypeLike, call: str) -> np.dtype:
         found = None if given is None else _DTYPES.get(given.name)
     if found is not None:
         return found
-    is_text = isinstance(dtype, str)
-    call = call.format(repr(dtype) if is_text or given is None else given.name)
+    remedy = remedy or advice()
+    is_type = isinstance(dtype, type | np.dtype)
+    call = call.format(given.name if given is not None and is_type else repr(dtype))
     if given is not None and not jnp.issubdtype(given, jnp.floating):
-        raise TypeError(f"{call}: {given.name} is not a floating dtype. {advice()}")
-    if is_text:
+        raise TypeError(f"{call}: {given.name} is not a floating dtype. {remedy}")
+    if isinstance(dtype, str):
         hint = ""
         if re.fullmatch(r"mixed_b?float16|fp8|.*=.*", dtype.strip().lower()):
             hint = f" It is the text of a policy: amp.get_policy({dtype!r})."
-        raise ValueError(f"{call}: unknown dtype {dtype!r}.{hint} {advice()}")
+        raise ValueError(f"{call}: unknown dtype {dtype!r}.{hint} {remedy}")
     fact = "that is not a dtype" if given is None else f"JAX has no {given.name}"
-    raise TypeError(f"{call}: {fact}. {advice()}")
+    raise TypeError(f"{call}: {fact}. {remedy}")
 
 
 def reduce_dtype_of(given: DTypeLike | None, call: str) -> np.dtype | None:
@@ -162,13 +164,11 @@ def reduce_dtype_of(given: DTypeLike | None, call: str) -> np.dtype | None:
     """
     if given is None:
         return None
-    dtype = floating_dtype(given, call)
+    fact = "gradients are made and summed in float32, or in the dtype of the operation"
+    remedy = 'that makes them. Use "float32", or None for the latter.'
+    dtype = floating_dtype(given, call, f"{fact[0].upper()}{fact[1:]} {remedy}")
     if dtype != F32:
-        raise ValueError(
-            f"{call.format(repr(given))}: gradients are made and summed in float32, or "
-            "in the dtype of the operation that makes them. Use "
-            '"float32", or None for the latter.'
-        )
+        raise ValueError(f"{call.format(repr(given))}: {fact} {remedy}")
     return dtype
 
 

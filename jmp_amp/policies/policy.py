@@ -93,8 +93,10 @@ class Policy:
           that have a name, arrays of less than 2^13 elements, and what a softmax, a
           `relu` or another comparison reads. A number that is not finite makes its
           block NaN: the gradient shows it.
-      reduce_dtype: the dtype in which gradients of f32 parameters are made and summed
-        over devices: float32, or None for the dtype of the operation. In float32 a
+      reduce_dtype: the dtype in which gradients of parameters are made and summed over
+        devices: float32, or None for the dtype of the operation. It holds for f32
+        parameters, and for half ones under `value_and_grad` and `grad` of this package
+        (`jax.grad` returns gradients in half, as its parameters). In float32 a
         matrix product of the backward pass reads half and writes float32, so what is
         reduced over devices is float32; weights are gathered in half as before. The
         gradient of a convolution's kernel is a product in float32 of half operands.

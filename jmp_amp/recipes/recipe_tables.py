@@ -81,7 +81,7 @@ def _operations(policy: Policy) -> list[str]:
 def _backward(policy: Policy) -> list[str]:
     """Returns sentences on the backward pass, where it is not the default."""
     saved = [f"Saved for backward: {policy.saved}."] if policy.says_saved else []
-    reduced = ["Gradients of f32 parameters are made and summed in f32."]
+    reduced = ["Gradients are made and summed in f32 (of half: amp.value_and_grad)."]
     return saved + reduced * (policy.reduce_dtype is not None)
 
 

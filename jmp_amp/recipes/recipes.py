@@ -342,7 +342,7 @@ def recipe(
           glob it is f32 too.
         * `saved`: what is kept for the backward pass, see `Policy`: "all", "auto",
           "least", "int8" or "e4m3". `reduce_dtype`: "float32" sums gradients over
-          devices in f32.
+          devices in f32, those of half parameters under `amp.value_and_grad`.
         * `master_grad`: gradients are f32 here, whatever this says. `save_dtype`: see
           `Recipe.export_params`.
         * `opt_level`: of "fp16_apex", "O0" to "O3".

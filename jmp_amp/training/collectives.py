@@ -4,7 +4,7 @@ A ring that adds up half-precision numbers rounds at each hop: at 512 devices a 
 wrong by percents. Here each device adds up its part of all arrays in float32.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jmp_amp.policies.dtypes import F32, PyTree, is_half
 from jmp_amp.training.finite import check_mapped, checked_axes
 
 
-def psum_in_f32(tree: PyTree, axis_name: Hashable) -> PyTree:
+def psum_in_f32(tree: PyTree, axis_name: Hashable | Sequence[Hashable]) -> PyTree:
     """Returns the sums of a tree over an axis of devices, added up in float32.
 
     Call it where `jax.lax.psum` is called: inside of `shard_map`, `pmap` or `vmap`.
@@ -25,14 +25,14 @@ def psum_in_f32(tree: PyTree, axis_name: Hashable) -> PyTree:
 
     Args:
       tree: a pytree of arrays, such as gradients.
-      axis_name: the name of the axis, or a tuple of names.
+      axis_name: the name of the axis, or several.
 
     Returns:
       A tree like `tree`. The sums of bfloat16 and float16 leaves are float32, those of
       all others what `jax.lax.psum` returns.
 
     Raises:
-      TypeError: if `axis_name` is no name, such as the number of an axis.
+      TypeError: if `axis_name` is no name, such as the number of an axis, or none.
       NameError: if there is no axis of that name here.
 
     Example:
@@ -44,11 +44,16 @@ def psum_in_f32(tree: PyTree, axis_name: Hashable) -> PyTree:
       Array([6., 6., 6.], dtype=float32)
     """
     axes = checked_axes(axis_name, "psum_in_f32(tree, {})")
+    if not axes:
+        raise TypeError(
+            f"psum_in_f32(tree, {axis_name!r}): there is no axis to add up over. Give "
+            'the name that the mesh of shard_map has, "data", or several.'
+        )
     check_mapped(axes, f"psum_in_f32(tree, {axis_name!r})")
-    return jax.tree.map(lambda leaf: _sum(leaf, axis_name), tree)
+    return jax.tree.map(lambda leaf: _sum(leaf, axes), tree)
 
 
-def _sum(leaf: jax.Array, axis_name: Hashable) -> jax.Array:
+def _sum(leaf: jax.Array, axis_name: tuple[Hashable, ...]) -> jax.Array:
     dtype, size = jnp.result_type(leaf), jnp.size(leaf)
     if not is_half(dtype) or size == 0:
         total = jax.lax.psum(leaf, axis_name)

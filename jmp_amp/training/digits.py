@@ -44,7 +44,9 @@ from jmp_amp.training.structures import (
 )
 @dataclasses.dataclass(frozen=True)
 class Half:
-    """A half-precision parameter: what computes with one is traced once for a shape.
+    """A half-precision parameter, and what an optimizer keeps to add to it.
+
+    What computes with one is traced once for a shape.
 
     Attributes:
       param: float32[...], its value.

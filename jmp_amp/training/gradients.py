@@ -55,8 +55,9 @@ def value_and_grad(
     the loss is f16 or bf16.
 
     If an f16 or bf16 argument is used several times (in iterations of a loop, in
-    microbatches, by lookups of one row), its gradients are summed in float32. For this
-    the function is traced once, with half arrays; the loss is the same, bit for bit. If
+    microbatches, by lookups of one row), its gradients are summed in float32. Under a
+    policy with `reduce_dtype="float32"` so are those that products make. For this the
+    function is traced once, with half arrays; the loss is the same, bit for bit. If
     the function reads values of arrays, as Python's `if` and `f"{x:.2f}"` do, it cannot
     be traced: it is called instead, and these sums are half.
 
@@ -154,9 +155,7 @@ def _differentiated(
         chosen = argnums
         if kwargs and _has_variables((args, kwargs)):
             if args:
-                several = isinstance(argnums, Sequence)
-                front = _from_front(argnums, len(args))
-                chosen = tuple(front) if several else front[0]
+                chosen = _from_front(argnums, len(args))
             args, kwargs = _by_position(fn, args, kwargs)
 
         def scaled(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -406,24 +405,23 @@ def module_positions(argnums: Argnums, args: Sequence[PyTree]) -> PyTree | None:
 
     None if jax does: to it objects of nnx are trees of arrays.
     """
-    several = isinstance(argnums, Sequence)
     positions = _from_front(argnums, len(args))
-    if not any(
+    is_for_nnx = any(
         # An nnx.DiffState says itself which argument it means.
         isinstance(position, nnx.DiffState)
         or _has_variables(args[position : position + 1])
-        for position in positions
-    ):
-        return None
-    return tuple(positions) if several else positions[0]
+        for position in (positions if isinstance(positions, tuple) else (positions,))
+    )
+    return positions if is_for_nnx else None
 
 
-def _from_front(argnums: Argnums, count: int) -> list[Any]:
+def _from_front(argnums: Argnums, count: int) -> PyTree:
     """Returns the positions of arguments, counted from the first of `count`."""
-    return [
-        each + count if isinstance(each, int) and each < 0 else each
-        for each in (argnums if isinstance(argnums, Sequence) else (argnums,))
-    ]
+    if isinstance(argnums, Sequence):
+        return tuple(_from_front(each, count) for each in argnums)
+    if isinstance(argnums, int) and argnums < 0:
+        return argnums + count
+    return argnums
 
 
 def _has_variables(tree: PyTree) -> bool:

@@ -22,6 +22,7 @@ from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.skipping import update_if_finite
 from jmp_amp.training.states import LossScaleState, read_without_target
 from jmp_amp.training.structures import (
+    GradientShapeError,
     TreeStructure,
     check_gradients,
     check_half,
@@ -56,13 +57,16 @@ def with_loss_scale(
     values that the step wrote.
 
     Only gradients that `inner` reads are checked: a frozen part, such as one of
-    `optax.set_to_zero` in an `optax.partition`, skips no step. Put this around the
-    whole chain: a transformation outside, such as `optax.clip`, may hide an overflow
-    from it.
+    `optax.set_to_zero` in an `optax.partition`, skips no step. A mask that freezes is
+    first in a chain, `optax.chain(optax.transforms.freeze(mask), optax.adamw(1e-3))`:
+    what stands before it reads all gradients, and so does `optax.clip_by_global_norm`
+    before a partition. Put this around the whole chain: a transformation outside, such
+    as `optax.clip`, may hide an overflow from it.
 
     Gradients of single examples are legal if `inner` adds them up, as
     `optax.contrib.differentially_private_aggregate` does. Each has one axis more than
-    its parameter, in front.
+    its parameter, in front. What adds them up is first in a chain, outside of other
+    wrappers and of `optax.partition`.
 
     Optimizers that evaluate more gradients (`optax.contrib.sam`) or keep several copies
     of the parameters (`optax.lookahead`) belong outside.
@@ -170,8 +174,8 @@ def with_loss_scale(
                     axis_name,
                     "with_loss_scale: inner changed the type of its state",
                 )
-        except Exception:
-            if is_batch:
+        except Exception as error:
+            if is_batch and not isinstance(error, GradientShapeError):
                 # That nothing reduces it may be the reason.
                 check_gradients(*known)
             raise

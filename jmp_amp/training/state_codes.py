@@ -1,8 +1,9 @@
 """Arrays of an optimizer's state, stored in 16 or 8 bits a number.
 
 A code is a node of the state where the optimizer has a float32 array. Its `codes` have
-the shape of that array, and so of a parameter: they shard as it does. Functions of one
-array are traced once for a shape.
+the shape of that array, and so of a parameter, and its sharding. (Of 8 bits, along the
+last axis, if that is a multiple of 256 and the part of a device one of 32; else XLA
+gathers the numbers.) Functions of one array are traced once for a shape.
 
 8 bits are floats with a scale for each block of numbers (Dettmers et al. 2021,
 arXiv:2110.02861, section 2.1, "8-bit Optimizers via Block-wise Quantization"). There
@@ -28,6 +29,9 @@ from jmp_amp.training.rounding import (
 )
 
 BLOCK = 256
+# Blocks are worked on in parts of this length, and a device may have some of them: its
+# shard of 96 columns is 3 parts and no whole number of blocks.
+_PART = 32
 
 _BF16 = np.dtype(jnp.bfloat16)
 # Bits of float32: a minus sign, infinity, the smallest normal number.
@@ -35,8 +39,10 @@ _SIGN, _INFINITE = np.uint32(0x80000000), np.uint32(0x7F800000)
 _SMALLEST = np.uint32(0x00800000)
 _NORMAL = np.float32(2.0**-126)
 _ONE = np.uint32(0x3F800000)
-# Of 1.75 * 2.0**127.
-_LARGEST = np.uint32(0x7F600000)
+# Of the mantissa: a quarter, less its last bit.
+_QUARTER = np.uint32(0x1FFFFF)
+# Above all sums of two exponents.
+_BEYOND = np.uint32(1024)
 
 
 class Bfloat16Code(NamedTuple):
@@ -73,7 +79,7 @@ class Scales(NamedTuple):
 
     Attributes:
       stored: float32, powers of two, as `Float8Code.scales` has them.
-      inverses: float32, one over their sizes; NaN where all codes are zero.
+      inverses: float32, one over their sizes; 0 where all codes are zero.
       is_signed: bool, whether a block is of float8_e4m3fn.
     """
 
@@ -117,10 +123,10 @@ class Float8Code(NamedTuple):
           scales: those of `scales_of`, if they are known.
         """
         found = scales or Float8Code.scales_of(numbers, seeds)
-        blocks = _in_blocks(numbers)
-        words = None if seeds is None else random_words(seeds, blocks.shape)
+        parts = _in_parts(numbers)
+        words = None if seeds is None else random_words(seeds, parts.shape)
         codes = _codes(
-            blocks, found.inverses[..., None], found.is_signed[..., None], words
+            parts, _of_parts(found.inverses), _of_parts(found.is_signed), words
         )
         return cls(_out_of_blocks(codes, numbers.shape), found.stored)
 
@@ -133,16 +139,16 @@ class Float8Code(NamedTuple):
           numbers: float32[...].
           seeds: of `random_seeds`, or None.
         """
-        bits = jax.lax.bitcast_convert_type(_in_blocks(numbers), jnp.uint32)
+        bits = jax.lax.bitcast_convert_type(_in_parts(numbers), jnp.uint32)
         words = None if seeds is None else random_words(seeds, bits.shape)
-        # Sizes are in the order of their bits, and a minus sign is before all of them.
-        sizes = bits & ~_SIGN
-        largest = jnp.max(sizes, axis=-1)
-        is_signed = jnp.max(bits, axis=-1) >= _SIGN
-        is_number = largest < _INFINITE
-        minus, plus = (each.scales(sizes, largest, words) for each in (_E4M3, _E5M2))
-        # A CPU takes subnormal numbers for zero.
-        is_zero = largest < _SMALLEST
+        powers = jnp.max(_powers(bits & ~_SIGN, words), axis=-1)
+        # Those of parts go through memory, in few bytes.
+        largest = jnp.max(_by_block(powers.astype(jnp.uint16)), axis=-1)
+        is_signed = jnp.any(_by_block(jnp.max(bits, axis=-1) >= _SIGN), axis=-1)
+        largest = largest.astype(jnp.uint32)
+        is_number, is_zero = largest < _BEYOND, largest == 0
+        minus, plus = (largest + 1) >> 1, largest >> 1
+        minus, plus = _E4M3.scales(minus), _E5M2.scales(plus)
         is_signed = is_signed & ~is_zero
         powers = jnp.where(is_zero, _ONE, jnp.where(is_signed, minus, plus))
         sign = jnp.where(is_signed, _SIGN, jnp.uint32(0))
@@ -151,14 +157,14 @@ class Float8Code(NamedTuple):
         inverses = jax.lax.bitcast_convert_type(jnp.uint32(254 << 23) - powers, F32)
         return Scales(
             jnp.where(is_number, stored, jnp.nan),
-            jnp.where(is_number & ~is_zero, inverses, jnp.nan),
+            jnp.where(is_number & ~is_zero, inverses, 0.0),
             is_signed,
         )
 
     @once_a_shape
     def decoded(self) -> jax.Array:
         """Returns the numbers: float32[...]."""
-        codes, scales = _in_blocks(self.codes), self.scales[..., None]
+        codes, scales = _in_parts(self.codes), _of_parts(self.scales)
         signed, unsigned = _E4M3.numbers(codes), _E5M2.numbers(codes)
         numbers = jnp.where(scales < 0, signed, unsigned) * jnp.abs(scales)
         return _out_of_blocks(numbers, self.codes.shape)
@@ -209,51 +215,52 @@ def encoded_like(
 
 
 class _Format(NamedTuple):
-    """A dtype of 8 bits whose largest number is 1.75 * 2**power.
+    """A dtype of 8 bits whose largest number is 1.75 * 2**power_of_largest.
 
     Attributes:
       dtype: the dtype.
-      power: an int.
+      power_of_largest: an int.
     """
 
     dtype: np.dtype
-    power: int
+    power_of_largest: int
 
-    def scales(
-        self, sizes: jax.Array, largest: jax.Array, words: jax.Array | None
-    ) -> jax.Array:
+    def power(self, sizes: jax.Array, words: jax.Array | None = None) -> jax.Array:
+        """Returns the exponents of rounded numbers, one more beyond 1.75 times it.
+
+        The rounded number decides on the scale: encoded again, it has the same. A scale
+        is a power of two, so that the digits are rounded without it.
+
+        Args:
+          sizes: uint32[...], the bits of absolute values of float32 numbers.
+          words: random words to round with, uint32[...]; None: to nearest.
+
+        Returns:
+          uint32[...].
+        """
+        last = (sizes >> (23 - self.info.nmant)) & jnp.uint32(1)
+        added = (self.dropped >> 1) + last if words is None else words & self.dropped
+        return (((sizes + added) & ~self.dropped) + _QUARTER) >> 23
+
+    def scales(self, power: jax.Array) -> jax.Array:
         """Returns the least powers of two that scale blocks into the range.
 
         Args:
-          sizes: uint32[..., n], the bits of the absolute values of float32 numbers.
-          largest: uint32[...], the largest of these.
-          words: random words to round with, uint32[..., n]; None: to nearest.
+          power: uint32[...], the largest `power` in each block.
 
         Returns:
           uint32[...], the bits of float32 numbers.
         """
-        # The rounded number decides on the scale: encoded again, it has the same. A
-        # scale is a power of two, so that the digits are rounded without it.
-        if words is None:
-            last = (largest >> (23 - self.info.nmant)) & jnp.uint32(1)
-            landed = (largest + (self.dropped >> 1) + last) & ~self.dropped
-        else:
-            landed = jnp.max((sizes + (words & self.dropped)) & ~self.dropped, axis=-1)
         # Of numbers beyond a scaled code would be infinite.
-        landed = jnp.minimum(landed, _LARGEST)
-        exponents = (landed >> 23).astype(jnp.int32) - self.power
-        is_above = (landed & jnp.uint32(0x7FFFFF)) > jnp.uint32(0x600000)
+        exponents = jnp.minimum(power, 254).astype(jnp.int32) - self.power_of_largest
         # The smallest number of the dtype, scaled, is the smallest normal float32.
         tiny = int(np.log2(float(self.info.smallest_subnormal)))
-        exponents = jnp.maximum(exponents + is_above.astype(jnp.int32), 1 - tiny)
+        exponents = jnp.maximum(exponents, 1 - tiny)
         return jax.lax.bitcast_convert_type(exponents << 23, jnp.uint32)
 
     def codes(self, numbers: jax.Array) -> jax.Array:
         """Returns what float32 numbers are in this dtype, to nearest: uint8."""
-        # A cast of what is beyond, such as 460 to 448, is not that of all devices.
-        end = float(self.info.max)
-        codes = jnp.clip(numbers, -end, end).astype(self.dtype)
-        return jax.lax.bitcast_convert_type(codes, jnp.uint8)
+        return jax.lax.bitcast_convert_type(numbers.astype(self.dtype), jnp.uint8)
 
     def numbers(self, codes: jax.Array) -> jax.Array:
         """Returns the numbers that uint8 codes stand for, without a scale: float32."""
@@ -274,70 +281,67 @@ _E5M2 = _Format(np.dtype(jnp.float8_e5m2), 15)
 
 
 def _codes(
-    blocks: jax.Array,
+    parts: jax.Array,
     inverses: jax.Array,
     is_signed: jax.Array,
     words: jax.Array | None,
 ) -> jax.Array:
-    """Returns the codes of blocks: uint8[..., n].
+    """Returns the codes of parts of blocks: uint8[..., n].
 
     With as few operations on single numbers as can be: of more, XLA makes several
     kernels for a GPU, with float32 in memory between them.
 
     Args:
-      blocks: float32[..., n].
+      parts: float32[..., n].
       inverses: float32[..., 1], as in `Scales`.
       is_signed: bool[..., 1], as in `Scales`.
       words: random words to round with, uint32[..., n]; None: to nearest.
     """
-    scaled = blocks * inverses
 
     def of_format(of: Callable[[_Format], Any]) -> jax.Array:
         return jnp.where(is_signed, of(_E4M3), of(_E5M2))
 
+    # Zero times infinity would be no number.
+    parts = jnp.where(inverses == 0, 0.0, parts)
+    scaled = parts * inverses
     if words is not None:
-        step = of_format(lambda each: np.float32(each.info.smallest_subnormal))
         smallest = of_format(lambda each: np.float32(each.info.smallest_normal))
-        scaled = jnp.where(
-            jnp.abs(scaled) < smallest,
-            _steps_at_random(scaled, step, words),
-            _digits_at_random(scaled, of_format(lambda each: each.dropped), words),
-        )
+        dropped = of_format(lambda each: each.dropped)
+        scaled = _rounded_at_random(scaled, smallest, dropped, words)
     # Of a second moment that is zero Adam divides by the square root. (A CPU takes
-    # subnormal numbers for zero.)
-    is_above = (blocks >= _NORMAL) & ~is_signed
-    tiny = float(_E5M2.info.smallest_subnormal)
-    scaled = jnp.where(is_above, jnp.maximum(scaled, tiny), scaled)
-    codes = of_format(lambda each: each.codes(scaled))
-    return jnp.where(jnp.isnan(scaled), jnp.uint8(0), codes)
+    # subnormal numbers for zero.) A cast of what is beyond the largest number, such as
+    # 460 to 448, is not that of all devices.
+    tiny = np.float32(_E5M2.info.smallest_subnormal)
+    end = of_format(lambda each: np.float32(each.info.max))
+    least = jnp.where(is_signed, -end, jnp.where(parts >= _NORMAL, tiny, 0.0))
+    scaled = jax.lax.clamp(*jnp.broadcast_arrays(least, scaled, end))
+    return of_format(lambda each: each.codes(scaled))
 
 
-def _digits_at_random(
-    numbers: jax.Array, dropped: jax.Array, words: jax.Array
+def _rounded_at_random(
+    numbers: jax.Array, smallest: jax.Array, dropped: jax.Array, words: jax.Array
 ) -> jax.Array:
-    """Returns numbers without the digits in `dropped`, up or down: float32."""
-    # As in `round_at_random`: random bits carry into the mantissa.
-    bits = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
-    carried = (bits + (words & dropped)) & ~dropped
-    return jax.lax.bitcast_convert_type(carried, F32)
+    """Returns a neighbour of 8 bits of each number, up or down: float32[..., n].
 
-
-def _steps_at_random(
-    numbers: jax.Array, step: jax.Array, words: jax.Array
-) -> jax.Array:
-    """Returns each number as one of the two multiples of `step` around it: float32.
-
-    So are the subnormal numbers of a dtype rounded, which are equally spaced.
+    Args:
+      numbers: float32[..., n].
+      smallest: float32[..., 1], the smallest normal number of the dtype.
+      dropped: uint32[..., 1], the bits of a float32 below its mantissa.
+      words: uint32[..., n], random.
     """
-    steps = numbers / step
-    down = jnp.floor(steps)
-    up = words.astype(F32) * 2.0**-32 < steps - down
+    sizes = jnp.abs(numbers)
+    # Subnormal numbers are equally spaced, as those are that begin with `smallest`.
+    added = jnp.where(sizes < smallest, smallest, 0.0)
+    # As in `round_at_random`: random bits carry into the mantissa.
+    bits = jax.lax.bitcast_convert_type(sizes + added, jnp.uint32)
+    carried = (bits + (words & dropped)) & ~dropped
+    rounded = jax.lax.bitcast_convert_type(carried, F32) - added
     # Zero keeps its sign.
-    return jnp.copysign((down + up.astype(F32)) * step, numbers)
+    return jnp.copysign(rounded, numbers)
 
 
-def _in_blocks(array: jax.Array) -> jax.Array:
-    """Returns `array` as [..., blocks, 256], filled up with zeros.
+def _in_parts(array: jax.Array) -> jax.Array:
+    """Returns `array` as [..., parts of blocks, 32], filled up with zeros.
 
     Blocks are those of the flattened array. Axes that none of them crosses remain, so
     that a sharding of these does.
@@ -346,9 +350,37 @@ def _in_blocks(array: jax.Array) -> jax.Array:
     for axis in reversed(range(array.ndim)):
         size *= array.shape[axis]
         if size % BLOCK == 0:
-            return array.reshape(*array.shape[:axis], size // BLOCK, BLOCK)
+            return array.reshape(*array.shape[:axis], size // _PART, _PART)
     filled = jnp.pad(array.reshape(-1), (0, -array.size % BLOCK))
-    return filled.reshape(-1, BLOCK)
+    return filled.reshape(-1, _PART)
+
+
+def _by_block(of_parts: jax.Array) -> jax.Array:
+    """Returns what is known of parts as [..., blocks, parts of a block]."""
+    *axes, count = of_parts.shape
+    return of_parts.reshape(*axes, count * _PART // BLOCK, BLOCK // _PART)
+
+
+def _of_parts(of_blocks: jax.Array) -> jax.Array:
+    """Returns what is known of blocks for each of their parts: [..., parts, 1]."""
+    return jnp.repeat(of_blocks, BLOCK // _PART, axis=-1)[..., None]
+
+
+def _powers(sizes: jax.Array, words: jax.Array | None = None) -> jax.Array:
+    """Returns the sum of a number's `power` in both dtypes: uint32.
+
+    0 for zero, and `_BEYOND` for what is not finite. The power in float8_e4m3fn is that
+    in float8_e5m2, or one more: of the largest sum in a block both are the largest. For
+    another maximum XLA would write the numbers to memory.
+
+    Args:
+      sizes: uint32[...], the bits of absolute values of float32 numbers.
+      words: random words to round with, uint32[...]; None: to nearest.
+    """
+    sums = _E4M3.power(sizes, words) + _E5M2.power(sizes, words)
+    # A CPU takes subnormal numbers for zero.
+    sums = jnp.where(sizes < _SMALLEST, 0, sums)
+    return jnp.where(sizes < _INFINITE, sums, _BEYOND)
 
 
 def _out_of_blocks(blocks: jax.Array, shape: Sequence[int]) -> jax.Array:

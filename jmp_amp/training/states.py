@@ -218,11 +218,15 @@ def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
 
 
 def _not_finite(opt_state: PyTree, limit: int = 3) -> str:
-    """Returns which leaves of a state are not finite, in words; "" if all are."""
+    """Returns which leaves of a state are not finite, in words; "" if all are.
+
+    A scalar may be infinite, as the best loss of `reduce_on_plateau` is at first.
+    """
     paths = [
         path
         for path, leaf in leaves_by_path(nnx.as_pure(opt_state))
-        if is_inexact(leaf) and not jnp.isfinite(leaf).all()
+        if is_inexact(leaf)
+        and not (jnp.isfinite(leaf) if np.ndim(leaf) else ~jnp.isnan(leaf)).all()
     ]
     if not paths:
         return ""

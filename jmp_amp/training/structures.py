@@ -12,6 +12,7 @@ from flax import nnx, serialization
 
 from jmp_amp.policies.dtypes import PyTree, is_half
 from jmp_amp.training.overwritten import is_overwritten
+from jmp_amp.training.state_codes import is_code
 from jmp_amp.transform.refusals import OtherParametersError
 
 
@@ -130,6 +131,10 @@ serialization.register_serialization_state(
 )
 
 
+class GradientShapeError(ValueError):
+    """The shape of a gradient is not that of its parameter."""
+
+
 def check_gradients(
     gradients: PyTree,
     structure: TreeStructure,
@@ -170,18 +175,44 @@ def check_gradients(
         )
     leaves = leaves_by_path(nnx.as_pure(gradients))
     pairs = list(zip(leaves, jax.tree.leaves(params), strict=True))
-    if batched and len({np.shape(gradient)[:1] for (_, gradient), _ in pairs}) == 1:
-        rows = [(np.shape(gradient), np.shape(param)) for (_, gradient), param in pairs]
-        if all(shape and shape[1:] == one for shape, one in rows):
-            return True
-    for (path, gradient), param in pairs:
-        if np.shape(gradient) != np.shape(param):
-            raise ValueError(
+    rows = [(np.shape(gradient), np.shape(param)) for (_, gradient), param in pairs]
+    are_examples = all(shape and shape[1:] == one for shape, one in rows)
+    counts = sorted({shape[0] for shape, _ in rows}) if are_examples else []
+    if batched and len(counts) == 1:
+        return True
+    for (path, _), (shape, one) in zip(leaves, rows, strict=True):
+        if shape != one:
+            raise GradientShapeError(
                 f"{call}: the gradient at {path or 'the root'} has "
-                f"shape {np.shape(gradient)} but the parameter has {np.shape(param)}. "
-                "Reduce the gradient over the axes that the parameter lacks."
+                f"shape {shape} but the parameter has {one}. "
+                f"{_remedy_of_shape(counts, call)}"
             )
     return False
+
+
+def _remedy_of_shape(counts: Sequence[int], call: str) -> str:
+    """Returns what to do about gradients of other shapes than their parameters.
+
+    Args:
+      counts: their sizes along the first axis, if it is all that the parameters lack.
+      call: what refuses them.
+    """
+    mean = "Reduce the gradient over the axes that the parameter lacks."
+    if not counts:
+        return mean
+    if len(counts) > 1:
+        return (
+            f"The first axis, which the parameters lack, has sizes {counts[0]} and "
+            f"{counts[-1]}. If it is that of examples, give one gradient for each."
+        )
+    wrapped = "optimizer" if call == "with_loss_scale" else f"{call}(optimizer)"
+    return (
+        "If the first axis is that of examples, what adds them up, such as "
+        "optax.contrib.differentially_private_aggregate, comes first, outside of "
+        "other wrappers, optax.partition and MultiSteps: with_loss_scale(optax.chain("
+        f"aggregate, {wrapped}), scale). A mean in its place would not be private. If "
+        f"it is another axis: {mean[0].lower()}{mean[1:]}"
+    )
 
 
 def _remedy(params: PyTree | None) -> str:
@@ -199,22 +230,42 @@ def telling_foreign_states(
 ) -> Iterator[None]:
     """While an optimizer runs inside, its error becomes a TypeError about its state.
 
-    If `state` is not made of the states that `init` makes; else the error stays.
+    If `state` is not made of the states that `init` makes, in their shapes; else the
+    error stays.
     """
     try:
         yield
     except Exception as error:
-        given = own = list(_states_in(state))
+        own, remedy = state, "Begin with tx.init(params) of this one."
         with contextlib.suppress(Exception):
-            own = list(_states_in(jax.eval_shape(init, params)))
-        if given == own or "the state of another optimizer" in str(error):
+            own = jax.eval_shape(init, params)
+        given, own = map(_without_scales, (state, own))
+        names = [", ".join(dict.fromkeys(_states_in(each))) for each in (given, own)]
+        pairs = zip(leaves_by_path(given), leaves_by_path(own), strict=False)
+        others = [
+            each for each in pairs if np.shape(each[0][1]) != np.shape(each[1][1])
+        ]
+        if "the state of another optimizer" in str(error):
             raise  # An optimizer inside has told it.
-        found, wanted = (", ".join(dict.fromkeys(each)) for each in (given, own))
-        raise TypeError(
-            f"{call}: update was given the state of another optimizer: "
-            f"{found or 'none'} in place of {wanted or 'none'}. Begin with "
-            "tx.init(params) of this one."
-        ) from error
+        if list(_states_in(given)) != list(_states_in(own)):
+            found, wanted = (each or "none" for each in names)
+            fact = f"the state of another optimizer: {found} in place of {wanted}"
+        elif others:
+            (path, leaf), (_, like) = others[0]
+            fact = (
+                f"the state of another optimizer, of other parameters: {path or '*'} "
+                f"has shape {np.shape(leaf)} in place of {np.shape(like)}"
+            )
+        else:
+            raise
+        raise TypeError(f"{call}: update was given {fact}. {remedy}") from error
+
+
+def _without_scales(state: PyTree) -> PyTree:
+    """Returns a state with one array for each code in it."""
+    return jax.tree.map(
+        lambda node: node.codes if is_code(node) else node, state, is_leaf=is_code
+    )
 
 
 def _states_in(tree: PyTree) -> Iterator[str]:

@@ -12,6 +12,7 @@ import jax
 from jmp_amp.plan.program import binding
 from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
 from jmp_amp.plan.program.jaxprs import Value
+from jmp_amp.plan.program.scope_text import policy_noted
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
@@ -211,8 +212,11 @@ def autocast(
                 )
             # Inside another autocast the scope tells the outer one whose policy it is.
             told = PolicyMap(policies.default, call.plan.entries)
-            nested = nullcontext() if outer is None else scopes.inside(told)
-            with nested:
+            noted = nullcontext() if outer is None else scopes.inside(told)
+            if outer is None and policies.default.reduce_dtype is not None:
+                # For `value_and_grad`, see `transform.widened`.
+                noted = policy_noted(policies.default)
+            with noted:
                 results = _results(call)
             avals = call.jaxpr.out_avals
             return call.returned(list(map(binding.as_output, results, avals)))

@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan.plan import Block, EquationPlan, Key, Plan
-from jmp_amp.plan.program import binding, constructs, jaxprs, meshes, source_code
+from jmp_amp.plan.program import (
+    binding,
+    constructs,
+    jaxprs,
+    meshes,
+    scope_text,
+    source_code,
+)
 from jmp_amp.plan.program.jaxprs import ClosedJaxpr, Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.rewrites.f32_gradients import as_cast, with_f32_gradients
 from jmp_amp.plan.rewrites.rewriting import Shared
@@ -19,6 +26,7 @@ from jmp_amp.transform.blocks import Run, run_block
 from jmp_amp.transform.derivatives import with_planned_rule
 from jmp_amp.transform.marking import Marks
 from jmp_amp.transform.stored_blocks import Keeper, named
+from jmp_amp.transform.widened import F32_GRADIENTS
 
 # The marks of a plain replay.
 _NO_MARKS = Marks()
@@ -182,7 +190,8 @@ class Replay(Walk[Value]):
             if rewrite is not None and rewrite.bind_f32 is not None:
                 return rewrite.bind_f32(eqn, planned.dtype, operands, held)
             run = functools.partial(self.bound, eqn, planned)
-            return with_f32_gradients(eqn, run, operands, held)
+            with scope_text.noted(F32_GRADIENTS, *held):
+                return with_f32_gradients(eqn, run, operands, held)
         if jaxprs.is_conversion(eqn):
             (source,), (target,) = planned.reads, planned.writes
             if source is not None and target is not None:

@@ -5,11 +5,13 @@ with float32 values in their place. Every use rounds the value anew: the program
 computes the same numbers, and JAX sums the gradients of all uses in float32. An exact
 move of the value (a lookup, a reshape, a broadcast) moves its float32 form, for the
 gradient of a move is a sum too. Calls, branches and loops hand that form to their
-bodies.
+bodies. Where `Policy.reduce_dtype` is float32, as name scopes say, products make the
+gradient of the value in float32.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +22,7 @@ import numpy as np
 from flax import nnx
 from jax.core import ShapedArray, Tracer
 
-from jmp_amp.plan.program import binding, jaxprs
+from jmp_amp.plan.program import binding, jaxprs, scope_text
 from jmp_amp.plan.program.constructs import bind_shard_map
 from jmp_amp.plan.program.jaxprs import (
     Atom,
@@ -33,6 +35,7 @@ from jmp_amp.plan.program.jaxprs import (
     aval_of,
 )
 from jmp_amp.plan.program.meshes import explicit_sharding, in_mesh_of, in_row_major
+from jmp_amp.plan.rewrites.f32_gradients import with_f32_gradients
 from jmp_amp.plan.tables.operations import (
     Also,
     Kind,
@@ -43,8 +46,12 @@ from jmp_amp.plan.tables.operations import (
     role_of,
 )
 from jmp_amp.policies.dtypes import F32, F64, AnyFn, PyTree
+from jmp_amp.policies.policy import get_policy
 
 Dtypes = tuple[np.dtype | None, ...]
+
+# The kind of scope that says which gradients leave a `custom_jvp` of autocast in f32.
+F32_GRADIENTS = "f32"
 
 # In the slot of a result: the next output of the program.
 _OUTPUT = object()
@@ -146,16 +153,21 @@ class _Staged(NamedTuple):
 
 
 class _Replay:
-    """Runs a program; a body is staged once for all its calls."""
+    """Runs a program; a body is staged once for all its calls.
+
+    `reduces` says whether products make gradients in f32, where no scope says it.
+    """
 
     def __init__(self) -> None:
         self.staged: dict[tuple[object, ...], _Staged] = {}
 
-    def outputs(self, body: Body, args: Sequence[Value]) -> list[jax.Array]:
+    def outputs(
+        self, body: Body, args: Sequence[Value], reduces: bool = False
+    ) -> list[jax.Array]:
         """Returns the outputs of a body in their dtypes; inputs may be `_Wide`."""
-        return _as_outputs(body, map(_rounded, self.results(body, args)))
+        return _as_outputs(body, map(_rounded, self.results(body, args, reduces)))
 
-    def results(self, body: Body, args: Sequence[Value]) -> list[Value]:
+    def results(self, body: Body, args: Sequence[Value], reduces: bool) -> list[Value]:
         """Returns the outputs of a body, some of them `_Wide`."""
         jaxpr = body.jaxpr
         eqns = list(filter(jaxprs.runs, jaxpr.eqns))
@@ -175,10 +187,13 @@ class _Replay:
         write(jaxpr.invars, args)
         for eqn in eqns:
             with binding.source_of(eqn):
-                write(eqn.outvars, self._equation(eqn, list(map(read, eqn.invars))))
+                found = self._equation(eqn, list(map(read, eqn.invars)), reduces)
+                write(eqn.outvars, found)
         return list(map(read, jaxpr.outvars))
 
-    def _equation(self, eqn: Eqn, operands: list[Value]) -> Iterable[Value]:
+    def _equation(
+        self, eqn: Eqn, operands: list[Value], reduces: bool
+    ) -> Iterable[Value]:
         wide = next((x for x in operands if isinstance(x, _Wide)), None)
         if wide is None:
             return binding.bind(eqn, operands)
@@ -194,12 +209,17 @@ class _Replay:
             rounded = list(map(_rounded, operands))
             if eqn.primitive.name == "conv_general_dilated" and wide is operands[1]:
                 rounded[1] = in_row_major(rounded[1])
-            return binding.bind(eqn, rounded)
+            if not _reduces(eqn, reduces):
+                return binding.bind(eqn, rounded)
+            return _with_f32_gradients(eqn, operands, rounded)
+        reduces = _reduces(eqn, reduces)
         if jaxprs.is_shard_map(eqn):
-            return self._shard_map(eqn, operands)
-        return self._call(eqn, operands)
+            return self._shard_map(eqn, operands, reduces)
+        return self._call(eqn, operands, reduces)
 
-    def _call(self, eqn: Eqn, operands: Sequence[Value]) -> Iterable[Value]:
+    def _call(
+        self, eqn: Eqn, operands: Sequence[Value], reduces: bool
+    ) -> Iterable[Value]:
         every_turn, carry = jaxprs.read_every_turn(eqn), jaxprs.carried(eqn)
         is_call = not (
             jaxprs.is_loop(eqn) or jaxprs.is_branch(eqn) or jaxprs.is_checkpoint(eqn)
@@ -216,23 +236,28 @@ class _Replay:
 
         operands = list(itertools.starmap(given, enumerate(operands)))
         staged = [
-            self._staged(inner.body, [operands[i] for i in inner.operands], is_call)
+            self._staged(
+                inner.body, [operands[i] for i in inner.operands], is_call, reduces
+            )
             for inner in jaxprs.inner_bodies(eqn)
         ]
         closed = [each.closed for each in staged]
         results = binding.bind_staged(eqn, closed, _held(operands))
         return map(_wide_if, results, staged[0].wide)
 
-    def _staged(self, body: Body, args: Sequence[Value], is_call: bool) -> _Staged:
+    def _staged(
+        self, body: Body, args: Sequence[Value], is_call: bool, reduces: bool
+    ) -> _Staged:
         """Returns a body, staged for such arguments; only a call returns `_Wide`."""
         wide = _dtypes(args)
         reads = tuple(x.value.dtype if isinstance(x, _Wide) else None for x in args)
-        key = id(body.jaxpr), wide, reads, is_call
+        key = id(body.jaxpr), wide, reads, is_call, reduces
         if key not in self.staged:
             returned: list[Dtypes] = []
 
             def run_body(*arrays: Value) -> list[jax.Array]:
-                results = self.results(body, list(map(_wide_if, arrays, wide)))
+                given = list(map(_wide_if, arrays, wide))
+                results = self.results(body, given, reduces)
                 if not is_call:
                     results = list(map(_rounded, results))
                 returned.append(_dtypes(results))
@@ -242,13 +267,15 @@ class _Replay:
             self.staged[key] = _Staged(closed, returned[0])
         return self.staged[key]
 
-    def _shard_map(self, eqn: Eqn, operands: Sequence[Value]) -> list[Value]:
+    def _shard_map(
+        self, eqn: Eqn, operands: Sequence[Value], reduces: bool
+    ) -> list[Value]:
         (inner,), wide = jaxprs.inner_bodies(eqn), _dtypes(operands)
-        return bind_shard_map(
-            eqn,
-            lambda *shards: self.outputs(inner.body, list(map(_wide_if, shards, wide))),
-            _held(operands),
-        )
+
+        def run_body(*shards: Value) -> list[jax.Array]:
+            return self.outputs(inner.body, list(map(_wide_if, shards, wide)), reduces)
+
+        return bind_shard_map(eqn, run_body, _held(operands))
 
 
 def _is_traced(value: object) -> bool:
@@ -317,6 +344,60 @@ def _spread(value: Value, like: ShapedArray) -> Value:
     wide = _cast(value.value, F32)
     axes = range(wide.ndim)
     return _Wide(jax.lax.broadcast_in_dim(wide, like.shape, axes), value.dtype)
+
+
+def _with_f32_gradients(
+    eqn: Eqn, operands: Sequence[Value], rounded: list[Value]
+) -> Sequence[Value]:
+    """Runs an equation. If it is a product, gradients of `_Wide` operands are f32.
+
+    Args:
+      eqn: the equation.
+      operands: its operands.
+      rounded: the same in half.
+    """
+    product, others = _product_of(eqn)
+    if product is None:
+        return binding.bind(eqn, rounded)
+    count = len(product.invars)
+    held = dict(zip(others, rounded[count:], strict=True))
+    for i, x in enumerate(operands):
+        if isinstance(x, _Wide):
+            held[i] = _cast(x.value, F32)
+    bound = functools.partial(binding.bind, product)
+    return with_f32_gradients(product, bound, rounded[:count], held)
+
+
+def _product_of(eqn: Eqn) -> tuple[Eqn | None, list[int]]:
+    """Returns the product that `eqn` is, and the operands whose gradients are f32.
+
+    None if it is no product. Autocast makes a `custom_jvp` of one that reads f32 arrays
+    in half: their gradients are f32, and they are operands behind those of the product.
+    """
+    found: list[int] = []
+    if jaxprs.is_custom_jvp(eqn):
+        notes = [*scope_text.notes(F32_GRADIENTS, str(eqn.source_info.name_stack))]
+        (inner,) = jaxprs.inner_bodies(eqn)
+        jaxpr = inner.body.jaxpr
+        if not notes or len(jaxpr.eqns) != 1:
+            return None, []
+        found, (eqn,) = list(map(int, notes[-1])), jaxpr.eqns
+        is_all = eqn.outvars == jaxpr.outvars
+        if not is_all or eqn.invars != jaxpr.invars[: len(eqn.invars)]:
+            return None, []
+    is_product = kind_of(eqn.primitive.name) is Kind.PRODUCT
+    return (eqn if is_product and not jaxprs.is_fixed(eqn) else None), found
+
+
+def _reduces(eqn: Eqn, around: bool) -> bool:
+    """Whether the policy of an equation has a `reduce_dtype`.
+
+    Args:
+      eqn: the equation.
+      around: whether that of the equation around it has one.
+    """
+    noted = scope_text.policies(str(eqn.source_info.name_stack))
+    return get_policy(noted[-1][1]).reduce_dtype is not None if noted else around
 
 
 def _moves(eqn: Eqn, operands: Sequence[Value]) -> bool:

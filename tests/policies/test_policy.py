@@ -256,7 +256,7 @@ REDUCES = (
         ),
         ("c=f16,r=bf16", f"r='bf16': {REDUCES}"),
         ("c=f16,reduce=f64", f"reduce='f64': {REDUCES}"),
-        ("c=f16,r=fp17", f"r='fp17': unknown dtype 'fp17'. {DTYPES}"),
+        ("c=f16,r=fp17", f"r='fp17': unknown dtype 'fp17'. G{REDUCES[1:]}"),
         ("c=f16,r=f32,reduce_dtype=f32", '"reduce_dtype=" sets reduce_dtype a second'),
         ("r=f32", "reduce_dtype but no dtypes. Say which, for example"),
         ("c=f16,c=f32", '"c=" sets compute_dtype a second time. Set it once.'),
@@ -379,11 +379,13 @@ def test_gradients_are_reduced_in_f32_or_as_they_are_made(given):
         ("int32", TypeError, "Policy(reduce_dtype='int32'): int32 is not a floating"),
         (7, TypeError, "Policy(reduce_dtype=7): that is not a dtype."),
         ("fast", ValueError, "Policy(reduce_dtype='fast'): unknown dtype 'fast'."),
+        ([], TypeError, "Policy(reduce_dtype=[]): "),
     ],
 )
 def test_other_dtypes_to_reduce_in_are_refused(given, kind, message):
-    with raises(kind, message):
+    with raises(kind, message) as raised:
         amp.Policy(reduce_dtype=given)
+    assert str(raised.value).endswith('Use "float32", or None for the latter.')
 
 
 def test_a_recipe_names_itself_in_the_error():

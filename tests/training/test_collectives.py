@@ -109,6 +109,25 @@ def test_its_derivative_is_that_of_a_sum():
     np.testing.assert_array_equal(grads, np.tile([1.0, 2.0, 4.0], (DEVICES, 1)))
 
 
+@pytest.mark.parametrize("axis", [["data"], ("data", "model"), ["data", "model"]])
+def test_axes_may_be_several_in_a_list(axis):
+    parts = jnp.ones((DEVICES, 3), jnp.bfloat16)
+    shape = (DEVICES,) if len(axis) == 1 else (2, DEVICES // 2)
+    found = jax.shard_map(
+        lambda part: amp.psum_in_f32(part[0], axis),
+        mesh=mesh_of(*shape),
+        in_specs=P(tuple(axis)),
+        out_specs=P(),
+    )(parts)
+    np.testing.assert_array_equal(found, np.full(3, DEVICES, np.float32))
+
+
+@pytest.mark.parametrize("axis", [None, (), []])
+def test_no_axis_is_refused(axis):
+    with pytest.raises(TypeError, match=r"psum_in_f32\(tree, .*\): there is no axis"):
+        amp.psum_in_f32(jnp.ones(3, jnp.bfloat16), axis)
+
+
 def test_outside_of_a_map_no_axis_is_known():
     with pytest.raises(NameError, match="no mapped axis is called 'data'"):
         amp.psum_in_f32(jnp.ones(3, jnp.bfloat16), "data")

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_amp as amp
 from jmp_amp.training import state_codes
-from jmp_amp.training.rounding import random_seeds
+from jmp_amp.training.rounding import random_seeds, random_words
 from jmp_amp.training.state_codes import CODES, Bfloat16Code, Float8Code, decoded
 from tests import kept
 from tests.training import moments_on_digits
@@ -126,6 +126,21 @@ def test_codes_and_scales_are_those_of_numpy():
         np.testing.assert_array_equal(
             code.codes, np.concatenate([codes for codes, _ in expected])
         )
+
+
+@pytest.mark.parametrize(("sign", "digits", "top"), [(-1, 3, 448.0), (1, 2, 57344.0)])
+def test_at_random_the_largest_rounded_number_decides_on_the_scale(sign, digits, top):
+    # In each block most numbers are near the largest, some of them beyond 1.75.
+    draw = np.random.default_rng(0)
+    numbers = np.exp2(draw.integers(-90, 90, (999, 1))) * draw.uniform(1, 2, (999, 256))
+    numbers = sign * numbers.astype(np.float32)
+    dropped = np.uint32(2 ** (23 - digits) - 1)
+    words = np.asarray(random_words(SEEDS, numbers.shape))
+    landed = (np.abs(numbers).view(np.uint32) + (words & dropped)) & ~dropped
+    largest = landed.view(np.float32).max(1).astype(np.float64)
+    expected = np.exp2(np.ceil(np.log2(largest / top)))
+    found = np.asarray(encoded(Float8Code, numbers, SEEDS).scales)[:, 0]
+    np.testing.assert_array_equal(found, sign * expected)
 
 
 @pytest.mark.parametrize("seeds", [None, SEEDS], ids=["nearest", "random"])
@@ -434,16 +449,19 @@ def test_an_nnx_optimizer_is_exported_too():
 
 
 @pytest.mark.parametrize(
-    ("way", "spec"),
+    ("way", "spec", "columns"),
     [
-        ("float8", PartitionSpec("d")),
-        ("float8 at random", PartitionSpec(None, "d")),
+        ("float8", PartitionSpec("d"), 1024),
+        ("float8 at random", PartitionSpec(None, "d"), 1024),
+        # 192 columns on a device are no whole number of blocks.
+        ("float8", PartitionSpec(None, "d"), 768),
+        ("float8", PartitionSpec("d"), 384),
     ],
 )
-def test_codes_are_sharded_as_their_parameter(way, spec):
+def test_codes_are_sharded_as_their_parameter(way, spec, columns):
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
     sharding = NamedSharding(mesh, spec)
-    whole = jnp.asarray(np.random.default_rng(0).standard_normal((64, 1024)), F32)
+    whole = jnp.asarray(np.random.default_rng(0).standard_normal((64, columns)), F32)
     params = jax.device_put(whole, sharding)
     tx = low(optax.adam(1e-2), way)
     state = tx.init(params)

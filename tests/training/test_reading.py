@@ -20,7 +20,8 @@ FROZEN = {
     "masked": optax.chain(
         optax.masked(optax.set_to_zero(), ONLY_FROZEN), optax.sgd(0.1, 0.9)
     ),
-    "freeze": optax.chain(
+    "freeze": optax.chain(optax.transforms.freeze(ONLY_FROZEN), optax.sgd(0.1, 0.9)),
+    "selective": optax.chain(
         optax.transforms.selective_transform(
             optax.sgd(0.1, 0.9), freeze_mask=ONLY_FROZEN
         )
@@ -33,6 +34,9 @@ READ = {
         optax.partition(
             {"train": optax.sgd(0.1, 0.9), "frozen": optax.set_to_zero()}, LABELS
         ),
+    ),
+    "frozen behind": optax.chain(
+        optax.sgd(0.1, 0.9), optax.transforms.freeze(ONLY_FROZEN)
     ),
     "added up": optax.MultiSteps(FROZEN["partition"], 2),
     "trained": optax.sgd(0.1, 0.9),
@@ -191,8 +195,36 @@ def test_a_batch_that_nothing_reduces_is_refused(inner):
     ):
         stepped(inner, examples, jit=True)
     ragged = examples | {"frozen": jnp.ones((4, 4))}
-    with pytest.raises(ValueError, match="but the parameter has"):
+    with pytest.raises(ValueError, match="has sizes 4 and 5"):
         stepped(per_example(0.5), ragged, jit=True)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "refuses"),
+    [
+        (lambda tx: amp.with_low_precision_state(tx), "with_low_precision_state"),
+        (lambda tx: amp.with_master_weights(tx), "with_master_weights"),
+        (lambda tx: optax.MultiSteps(tx, 2), "with_loss_scale"),
+        (
+            lambda tx: optax.partition(
+                {"a": tx, "b": optax.set_to_zero()}, {"body": "a", "frozen": "b"}
+            ),
+            "with_loss_scale",
+        ),
+    ],
+)
+def test_what_is_around_an_aggregate_is_told_to_go_behind_it(wrap, refuses):
+    examples = jax.tree.map(lambda x: jnp.ones((5, *x.shape)), PARAMS)
+    shown = "optimizer" if refuses == "with_loss_scale" else f"{refuses}(optimizer)"
+    with pytest.raises(ValueError) as raised:
+        stepped(wrap(per_example(0.5)), examples, jit=True)
+    assert str(raised.value).startswith(f"{refuses}: the gradient at")
+    assert f"with_loss_scale(optax.chain(aggregate, {shown}), scale)" in str(
+        raised.value
+    )
+    first, rest = per_example(0.5), wrap(optax.sgd(1.0))
+    _, state = stepped(optax.chain(first, rest), examples, jit=True)
+    assert amp.last_step_finite(state)
 
 
 def test_check_scale_names_what_is_not_finite():
@@ -203,6 +235,18 @@ def test_check_scale_names_what_is_not_finite():
             _, state = update(gradients(body=jnp.nan), state, PARAMS)
     with pytest.raises(FloatingPointError, match=r"is \.acc_grads\['body'\]\. "):
         amp.check_scale(state, 0)
+
+
+def test_check_scale_blames_no_scalar_that_is_infinite_by_design():
+    plateau = optax.contrib.reduce_on_plateau()
+    tx = amp.with_loss_scale(optax.chain(optax.adam(0.1), plateau), amp.no_loss_scale())
+    with jax.numpy_dtype_promotion("standard"):
+        _, state = jax.jit(tx.update)(
+            gradients(body=jnp.nan), tx.init(PARAMS), PARAMS, value=jnp.float32(1.0)
+        )
+    with pytest.raises(FloatingPointError) as raised:
+        amp.check_scale(state, 0)
+    assert "Not finite in this state" not in str(raised.value)
 
 
 def test_steps_in_a_scan_are_skipped_one_by_one():
