@@ -71,7 +71,8 @@ def _decision(step: Step) -> Decision:
 
 def _numbers(eqn: Eqn) -> object:
     """Returns what tells a product from its derivatives."""
-    return eqn.params.get("dimension_numbers")
+    names = ("dimension_numbers", "ragged_dot_dimension_numbers")
+    return [eqn.params.get(name) for name in names]
 
 
 def _is_parameter(eqn: Eqn, step: Step, i: int) -> bool:

@@ -58,9 +58,8 @@ def _is_cotangent(at: Standing, of: Derived, i: int) -> bool:
     if at.name != of.name:
         return False
     if of.dimensions is None:
-        # That of an image reads the kernel.
-        is_convolution = at.name == "conv_general_dilated"
-        return is_convolution and i == 1 and at.views[1].origin != Origin.FREE
+        # That of an image, or of rows, reads the parameter.
+        return i == 1 and at.views[1].origin != Origin.FREE
     back, found = of.dimensions.transposed(i)[0], Dimensions.of(at.eqn)
     order = 1 - 2 * i
     return all(
