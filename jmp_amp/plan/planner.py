@@ -6,8 +6,8 @@ executes anything:
 1. `choices`: where do values come from? Every value is *free* (parameters, inputs,
    constants and values computed from them alone), *low* (made by a half-precision
    operation) or *full* (made by an f32 operation from activations). Every equation gets
-   a decision, with options. If the program has derivatives of products that are pinned,
-   this pass is done again: see `derivatives`.
+   a decision, with options. If the program has derivatives of products in f32, this
+   pass is done again: see `derivatives`.
 2. `demands`: where do they go? The first option whose condition holds is taken.
 3. here: the dtypes in which every equation reads and writes, and the blocks.
 """

@@ -24,33 +24,27 @@ from jmp_amp.policies.dtypes import F32
 def derivatives(flow: Flow) -> Iterator[tuple[int, Derived]]:
     """Yields the products to which it matters what they are derived from.
 
-    They are told by the identities of their equations. Of the products that the same
-    calls have made all are derived from the first; those that sum over the same
-    dimensions are the same product of another layer.
+    They are told by the identities of their equations. The first product that some
+    calls have made is the one that others, made by the same calls, may be derived from.
+    What multiplies the same dimensions is a product of another layer, or a tangent.
     """
     made = collections.defaultdict[Calls, list[tuple[Eqn, Step]]](list)
     for eqn, step in _products(flow, set()):
         made[users_calls(eqn)].append((eqn, step))
     made.pop((), None)
-    for (first, begun), *others in made.values():
-        pin, numbers = _decision(begun).pin, _numbers(first)
-        layers = [
-            (eqn, step)
-            for eqn, step in ((first, begun), *others)
-            if _numbers(eqn) == numbers
-        ]
-        left, right = (
-            all(_is_parameter(eqn, step, i) for eqn, step in layers) for i in (0, 1)
-        )
-        dimensions = (
-            Dimensions.of(first) if first.primitive.name == "dot_general" else None
-        )
-        of = Derived(first.primitive.name, pin, dimensions, (left, right))
-        for eqn, step in others:
+    for products in made.values():
+        first, begun = products[0]
+        is_f32 = _decision(begun).dtype == F32
+        layers = [each for each in products if _is_alike(each[0], first)]
+        parameters = [all(_is_parameter(*each, i) for each in layers) for i in (0, 1)]
+        for eqn, step in products:
+            factor = _factor(first, eqn, step)
             reduces = step.region.asked.reduce_dtype is not None
-            asks = pin is not None or (reduces and _numbers(eqn) != numbers)
-            if asks and eqn is not first and _decision(step).pin is None:
-                yield id(eqn), of
+            of_parameter = reduces and factor is not None and parameters[factor]
+            is_derived = factor is not None or _is_alike(eqn, first)
+            falls = is_f32 and is_derived and _decision(step).dtype != F32
+            if eqn is not first and (falls or of_parameter):
+                yield id(eqn), Derived(is_f32, of_parameter)
 
 
 def _products(flow: Flow, seen: set[Flow]) -> Iterator[tuple[Eqn, Step]]:
@@ -69,10 +63,27 @@ def _decision(step: Step) -> Decision:
     return step.decision
 
 
-def _numbers(eqn: Eqn) -> object:
-    """Returns what tells a product from its derivatives."""
+def _is_alike(eqn: Eqn, first: Eqn) -> bool:
+    """Whether two products multiply the same dimensions."""
     names = ("dimension_numbers", "ragged_dot_dimension_numbers")
-    return [eqn.params.get(name) for name in names]
+    return eqn.primitive is first.primitive and all(
+        eqn.params.get(name) == first.params.get(name) for name in names
+    )
+
+
+def _factor(first: Eqn, eqn: Eqn, step: Step) -> int | None:
+    """Returns which factor of a product another one makes the cotangent of.
+
+    None if it makes none. JAX multiplies the cotangent of the result by the other
+    factor.
+    """
+    if eqn.primitive is not first.primitive or _is_alike(eqn, first):
+        return None
+    if eqn.primitive.name != "dot_general":
+        # The cotangent of an image, or of rows, is made of the parameter.
+        return int(step.views[1].origin != Origin.FREE)
+    of, found = Dimensions.of(first), Dimensions.of(eqn)
+    return next((i for i in (0, 1) if found.transposes(of, i)), None)
 
 
 def _is_parameter(eqn: Eqn, step: Step, i: int) -> bool:

@@ -126,7 +126,7 @@ def _is_recursive(at: Standing) -> bool:
 
 
 def _is_derivative(at: Standing) -> bool:
-    return at.derived_from is not None and at.derived_from.pin is not None
+    return at.derived_from is not None and at.derived_from.is_f32
 
 
 def _is_moment(at: Standing) -> bool:

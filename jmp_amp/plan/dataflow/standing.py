@@ -11,7 +11,6 @@ import numpy as np
 from jmp_amp.plan.dataflow.ends import End
 from jmp_amp.plan.dataflow.facts import Fact
 from jmp_amp.plan.dataflow.values import Known, Origin, castable
-from jmp_amp.plan.program.dimensions import Dimensions
 from jmp_amp.plan.program.jaxprs import Eqn, aval_of
 from jmp_amp.plan.program.regions import Region
 from jmp_amp.plan.tables.rules import Rule
@@ -37,20 +36,16 @@ class Pin(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """A product that another one is a derivative of.
+    """What a derivative of a product has to know of it.
 
     Attributes:
-      name: the name of its primitive.
-      pin: what pins it to f32, if anything does.
-      dimensions: of a `dot_general`, what it sums over.
-      parameters: for each of its two factors, whether that is made of arguments alone,
-        in f32, in all layers that the same calls have made.
+      is_f32: whether the product computes in f32.
+      of_parameter: whether the derivative is the gradient of an f32 parameter, and is
+        to be summed in f32.
     """
 
-    name: str
-    pin: Pin | None
-    dimensions: Dimensions | None
-    parameters: tuple[bool, bool]
+    is_f32: bool
+    of_parameter: bool
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,7 +62,7 @@ class Standing:
       is_related: whether its first two operands are made of one input.
       end: what becomes of the results, far on.
       is_recursive: whether it is a product of a loop that is a numerical method.
-      derived_from: the product that it is a derivative of, if that matters to it.
+      derived_from: what it is a derivative of, if that matters to it.
       name: that of the operation.
       origin: the greatest one of the operands'.
       pin: what pins it to f32, if anything does.

@@ -151,6 +151,18 @@ class Dimensions(NamedTuple):
         kept = (*self.batch[0], *self.free[0])
         return (*(lhs.shape[d] for d in kept), *(rhs.shape[d] for d in self.free[1]))
 
+    def transposes(self, of: Dimensions, i: int) -> bool:
+        """Whether a product of a cotangent is that of `of.transposed(i)`."""
+        product, _ = of.transposed(i)
+        order = 1 - 2 * i
+        return all(
+            {*zip(*expected[::order], strict=True)} == {*zip(*found, strict=True)}
+            for expected, found in (
+                (product.terms, self.terms),
+                (product.batch, self.batch),
+            )
+        )
+
     def transposed(self, i: int) -> tuple[Dimensions, tuple[int, ...]]:
         """Returns the product that makes the cotangent of operand `i`.
 

@@ -13,10 +13,8 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from jmp_amp.plan.dataflow.standing import Derived, Standing
-from jmp_amp.plan.dataflow.values import Origin
+from jmp_amp.plan.dataflow.standing import Standing
 from jmp_amp.plan.program import binding, jaxprs
-from jmp_amp.plan.program.dimensions import Dimensions
 from jmp_amp.plan.program.jaxprs import Eqn, Value
 from jmp_amp.plan.rewrites.f32_gradients import product_in_f32
 from jmp_amp.plan.rewrites.rewriting import Rewrite
@@ -37,35 +35,12 @@ def f32_gradient(at: Standing) -> Rewrite | None:
     is inside of is derived otherwise, see `f32_gradients`.
     """
     of = at.derived_from
-    if of is None or at.region.asked.reduce_dtype is None or not is_half(at.low):
-        return None
-    applies = _is_low(at) and any(
-        is_parameter and _is_cotangent(at, of, i)
-        for i, is_parameter in enumerate(of.parameters)
-    )
+    applies = of is not None and of.of_parameter and is_half(at.low) and _is_low(at)
     return _F32_GRADIENT if applies else None
 
 
 def _is_low(at: Standing) -> bool:
     return at.rule.op_class is OpClass.LOW and not jaxprs.is_fixed(at.eqn)
-
-
-def _is_cotangent(at: Standing, of: Derived, i: int) -> bool:
-    """Whether a product makes the cotangent of factor `i` of another one.
-
-    JAX multiplies the cotangent of the result by the other factor.
-    """
-    if at.name != of.name:
-        return False
-    if of.dimensions is None:
-        # That of an image, or of rows, reads the parameter.
-        return i == 1 and at.views[1].origin != Origin.FREE
-    back, found = of.dimensions.transposed(i)[0], Dimensions.of(at.eqn)
-    order = 1 - 2 * i
-    return all(
-        {*zip(*expected[::order], strict=True)} == {*zip(*those, strict=True)}
-        for expected, those in ((back.terms, found.terms), (back.batch, found.batch))
-    )
 
 
 def _rewrite(

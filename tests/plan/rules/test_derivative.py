@@ -35,6 +35,24 @@ def test_derivative():
     assert found == [BF16] * 5
 
 
+def test_of_an_outer_product_in_f32_too():
+    def covariance(x, w):
+        h = jnp.tanh(x @ w) + 3
+        m = h.mean(0)
+        return jnp.sum((h.T @ h / 8 - jnp.einsum("i,j->ij", m, m)) ** 2)
+
+    found = planned(jax.grad(covariance, 1), X, W, of="dot_general")
+    assert found == [BF16] + [F32] * 6 + [BF16]
+
+
+def test_another_product_of_one_einsum_is_no_derivative():
+    def fn(x, w):
+        gates = jax.nn.softmax(x @ w)[:, 0]
+        return jnp.einsum("n,nd,df->nf", gates, jnp.tanh(x @ w), w)
+
+    assert planned(fn, X, W, of="dot_general") == [BF16, BF16, F32, BF16]
+
+
 def test_a_helper_that_is_called_twice_is_no_derivative_of_itself():
     times = jax.jit(lambda a, b: a @ b.T)
 
