@@ -103,8 +103,9 @@ WINGS = {
     ),
     "training": (
         ("overwritten", "rounding", "reading"),
+        ("state_codes",),
         ("structures", "parameters"),
-        ("finite", "digits", "state_codes", "recomputed"),
+        ("finite", "digits", "recomputed"),
         ("skipping", "trainable"),
         ("loss_scale",),
         ("states",),
