@@ -18,7 +18,7 @@ from jmp_amp.plan.program.dimensions import Dimensions
 from jmp_amp.plan.program.jaxprs import Eqn, aval_of
 from jmp_amp.plan.program.source_code import Calls, users_calls
 from jmp_amp.plan.tables.operations import PRODUCTS
-from jmp_amp.policies.dtypes import F32
+from jmp_amp.policies.dtypes import F32, is_half
 
 
 def derivatives(flow: Flow) -> Iterator[tuple[int, Derived]]:
@@ -34,15 +34,16 @@ def derivatives(flow: Flow) -> Iterator[tuple[int, Derived]]:
     made.pop((), None)
     for products in made.values():
         first, begun = products[0]
-        is_f32 = _decision(begun).dtype == F32
+        pin = _decision(begun).pin
         layers = [each for each in products if _is_alike(each[0], first)]
         parameters = [all(_is_parameter(*each, i) for each in layers) for i in (0, 1)]
         for eqn, step in products:
             factor = _factor(first, eqn, step)
             reduces = step.region.asked.reduce_dtype is not None
             of_parameter = reduces and factor is not None and parameters[factor]
-            is_derived = factor is not None or _is_alike(eqn, first)
-            falls = is_f32 and is_derived and _decision(step).dtype != F32
+            is_tangent = pin is not None and _is_alike(eqn, first)
+            is_f32 = is_tangent or (factor is not None and _computes_in_f32(begun))
+            falls = is_f32 and _decision(step).dtype != F32
             if eqn is not first and (falls or of_parameter):
                 yield id(eqn), Derived(is_f32, of_parameter)
 
@@ -61,6 +62,13 @@ def _products(flow: Flow, seen: set[Flow]) -> Iterator[tuple[Eqn, Step]]:
 def _decision(step: Step) -> Decision:
     assert step.decision is not None
     return step.decision
+
+
+def _computes_in_f32(step: Step) -> bool:
+    """Whether a product computes in f32, and neither its policy nor a user says so."""
+    decision, asked = _decision(step), step.region.asked
+    is_said = decision.rule.from_user or not is_half(asked.compute_dtype)
+    return decision.dtype == F32 and not is_said
 
 
 def _is_alike(eqn: Eqn, first: Eqn) -> bool:

@@ -39,7 +39,7 @@ class Derived(NamedTuple):
     """What a derivative of a product has to know of it.
 
     Attributes:
-      is_f32: whether the product computes in f32.
+      is_f32: whether the derivative is f32, as the product is.
       of_parameter: whether the derivative is the gradient of an f32 parameter, and is
         to be summed in f32.
     """
