@@ -147,7 +147,7 @@ def _to_loop(at: Place) -> Cause:
 
 
 def _derived_from(at: Place) -> Place:
-    """Returns the product that another one is a derivative of."""
+    """Returns the product in f32 that another one is a derivative of."""
     frame = at.frame
     while frame.caller is not None:
         frame = frame.caller.frame
@@ -155,7 +155,9 @@ def _derived_from(at: Place) -> Place:
     return next(
         each
         for each in frame.places()
-        if each.eqn.primitive.name in PRODUCTS and users_calls(each.eqn) == calls
+        if each.eqn.primitive.name in PRODUCTS
+        and each.planned.dtype == F32
+        and users_calls(each.eqn) == calls
     )
 
 

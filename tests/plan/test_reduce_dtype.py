@@ -56,6 +56,11 @@ def first_axes(w):
     return end(jnp.tanh(lax.dot_general(X.T, w, (((0,), (0,)), ((), ())))))
 
 
+def gated(w):
+    gates = jax.nn.sigmoid(X[:, 0])
+    return end(jnp.tanh(jnp.einsum("n,nd,df->nf", gates, X, w)))
+
+
 def many_moves(w):
     return end(jnp.tanh(X @ w.reshape(4, 4, 16).transpose(2, 0, 1).reshape(16, 16)))
 
@@ -221,6 +226,7 @@ PROGRAMS = {
     dense: [(16, 24), (24,)],
     transposed: [SQUARE],
     first_axes: [SQUARE],
+    gated: [SQUARE],
     many_moves: [SQUARE],
     experts: [(4, *SQUARE)],
     tied: [SQUARE],

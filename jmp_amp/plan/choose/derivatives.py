@@ -8,67 +8,109 @@ other equations of the program, and what holds for the first has to hold for the
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from jmp_amp.plan.choose.flows import Flow, Step
 from jmp_amp.plan.choose.records import Decision
 from jmp_amp.plan.dataflow.standing import Derived
 from jmp_amp.plan.dataflow.values import Origin
 from jmp_amp.plan.program.dimensions import Dimensions
-from jmp_amp.plan.program.jaxprs import Eqn, aval_of
+from jmp_amp.plan.program.jaxprs import Eqn, Jaxpr, aval_of
 from jmp_amp.plan.program.source_code import Calls, users_calls
 from jmp_amp.plan.tables.operations import PRODUCTS
 from jmp_amp.policies.dtypes import F32, is_half
 
 
+class _Product(NamedTuple):
+    """A product where it stands.
+
+    Attributes:
+      body: the body that it is in.
+      eqn, step: the equation, and the forward pass over it.
+    """
+
+    body: Jaxpr
+    eqn: Eqn
+    step: Step
+
+    @property
+    def decision(self) -> Decision:
+        assert self.step.decision is not None
+        return self.step.decision
+
+    @property
+    def is_f32(self) -> bool:
+        """Whether it computes in f32, and neither its policy nor a user says so."""
+        by_policy = not is_half(self.step.region.asked.compute_dtype)
+        is_said = by_policy or self.decision.rule.from_user
+        return self.decision.dtype == F32 and not is_said
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are summed in f32 where it is."""
+        return self.step.region.asked.reduce_dtype is not None
+
+
 def derivatives(flow: Flow) -> Iterator[tuple[int, Derived]]:
     """Yields the products to which it matters what they are derived from.
 
-    They are told by the identities of their equations. The first product that some
-    calls have made is the one that others, made by the same calls, may be derived from.
-    What multiplies the same dimensions is a product of another layer, or a tangent.
+    They are told by the identities of their equations. A product is derived from one
+    that the same calls have made before.
     """
-    made = collections.defaultdict[Calls, list[tuple[Eqn, Step]]](list)
-    for eqn, step in _products(flow, set()):
-        made[users_calls(eqn)].append((eqn, step))
+    made = collections.defaultdict[Calls, list[_Product]](list)
+    for each in _products(flow, set()):
+        made[users_calls(each.eqn)].append(each)
     made.pop((), None)
     for products in made.values():
-        first, begun = products[0]
-        pin = _decision(begun).pin
-        layers = [each for each in products if _is_alike(each[0], first)]
-        parameters = [all(_is_parameter(*each, i) for each in layers) for i in (0, 1)]
-        for eqn, step in products:
-            factor = _factor(first, eqn, step)
-            reduces = step.region.asked.reduce_dtype is not None
-            of_parameter = reduces and factor is not None and parameters[factor]
-            is_tangent = pin is not None and _is_alike(eqn, first)
-            is_f32 = is_tangent or (factor is not None and _computes_in_f32(begun))
-            falls = is_f32 and _decision(step).dtype != F32
-            if eqn is not first and (falls or of_parameter):
-                yield id(eqn), Derived(is_f32, of_parameter)
+        if not any(each.is_f32 or each.reduces for each in products):
+            continue
+        for number, each in enumerate(products):
+            of = list(_derived_from(each, products[:number]))
+            is_f32 = any(one.is_f32 for one, _ in of)
+            falls = is_f32 and each.decision.dtype != F32
+            # Layers that one line makes may be one product in two places.
+            of_parameter = all(_is_parameter(one, i) for one, i in of) and bool(of)
+            of_parameter = of_parameter and each.reduces
+            if falls or of_parameter:
+                yield id(each.eqn), Derived(is_f32, of_parameter)
 
 
-def _products(flow: Flow, seen: set[Flow]) -> Iterator[tuple[Eqn, Step]]:
+def _products(flow: Flow, seen: set[Flow]) -> Iterator[_Product]:
     """Yields the products of a body, and of its inner bodies."""
     seen.add(flow)
     for eqn, step in zip(flow.body.jaxpr.eqns, flow.steps, strict=True):
         if eqn.primitive.name in PRODUCTS and step.decision is not None:
-            yield eqn, step
+            yield _Product(flow.body.jaxpr, eqn, step)
         for inner in step.flows:
             if inner not in seen:
                 yield from _products(inner, seen)
 
 
-def _decision(step: Step) -> Decision:
-    assert step.decision is not None
-    return step.decision
+def _derived_from(
+    product: _Product, before: Sequence[_Product]
+) -> Iterator[tuple[_Product, int]]:
+    """Yields what a product makes the cotangent of: a product, and which factor."""
+    for one in before:
+        if one.eqn is product.eqn or one.eqn.primitive is not product.eqn.primitive:
+            continue
+        if product.eqn.primitive.name == "dot_general":
+            found, of = Dimensions.of(product.eqn), Dimensions.of(one.eqn)
+            for i in (0, 1):
+                if found.transposes(of, i) and _shares_factor(product, one, i):
+                    yield one, i
+        elif not _is_alike(product.eqn, one.eqn):
+            # The cotangent of an image, or of rows, is made of the parameter.
+            yield one, int(product.step.views[1].origin != Origin.FREE)
 
 
-def _computes_in_f32(step: Step) -> bool:
-    """Whether a product computes in f32, and neither its policy nor a user says so."""
-    decision, asked = _decision(step), step.region.asked
-    is_said = decision.rule.from_user or not is_half(asked.compute_dtype)
-    return decision.dtype == F32 and not is_said
+def _shares_factor(product: _Product, one: _Product, i: int) -> bool:
+    """Whether a product may multiply the cotangent of another one by its other factor.
+
+    In one body that is one variable.
+    """
+    is_elsewhere = product.body is not one.body
+    return is_elsewhere or product.eqn.invars[1] is one.eqn.invars[1 - i]
 
 
 def _is_alike(eqn: Eqn, first: Eqn) -> bool:
@@ -79,22 +121,7 @@ def _is_alike(eqn: Eqn, first: Eqn) -> bool:
     )
 
 
-def _factor(first: Eqn, eqn: Eqn, step: Step) -> int | None:
-    """Returns which factor of a product another one makes the cotangent of.
-
-    None if it makes none. JAX multiplies the cotangent of the result by the other
-    factor.
-    """
-    if eqn.primitive is not first.primitive or _is_alike(eqn, first):
-        return None
-    if eqn.primitive.name != "dot_general":
-        # The cotangent of an image, or of rows, is made of the parameter.
-        return int(step.views[1].origin != Origin.FREE)
-    of, found = Dimensions.of(first), Dimensions.of(eqn)
-    return next((i for i in (0, 1) if found.transposes(of, i)), None)
-
-
-def _is_parameter(eqn: Eqn, step: Step, i: int) -> bool:
+def _is_parameter(product: _Product, i: int) -> bool:
     """Whether a factor is made of arguments alone, and f32."""
-    is_free = step.views[i].origin == Origin.FREE
-    return is_free and aval_of(eqn.invars[i]).dtype == F32
+    is_free = product.step.views[i].origin == Origin.FREE
+    return is_free and aval_of(product.eqn.invars[i]).dtype == F32

@@ -45,6 +45,25 @@ def test_of_an_outer_product_in_f32_too():
     assert found == [BF16] + [F32] * 6 + [BF16]
 
 
+def two_of_one_line(x, w, order):
+    h = jnp.tanh(x @ w)
+    pairs = (h, h), (jnp.tanh(h), jnp.sin(h))
+    made = [pairs[i][0] @ pairs[i][1].T for i in order]
+    distances = (h**2).sum(1)[:, None] - 2 * made[order[0]] + (h**2).sum(1)[None]
+    return jnp.exp(-distances).mean() + jnp.tanh(made[order[1]]).mean()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_derivative_is_that_of_its_own_product_of_a_line(order):
+    def fn(x, w):
+        return two_of_one_line(x, w, order)
+
+    # In either order the distance, and its derivatives, alone.
+    assert planned(fn, X, W, of="dot_general").count(F32) == 1
+    found = planned(jax.grad(fn, 1), X, W, of="dot_general")
+    assert (found.count(F32), found.count(BF16)) == (3, 5)
+
+
 def test_another_product_of_one_einsum_is_no_derivative():
     def fn(x, w):
         gates = jax.nn.softmax(x @ w)[:, 0]
