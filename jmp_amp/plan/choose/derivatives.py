@@ -16,7 +16,7 @@ from jmp_amp.plan.choose.records import Decision
 from jmp_amp.plan.dataflow.standing import Derived
 from jmp_amp.plan.dataflow.values import Origin
 from jmp_amp.plan.program.dimensions import Dimensions
-from jmp_amp.plan.program.jaxprs import Eqn, Jaxpr, aval_of
+from jmp_amp.plan.program.jaxprs import Atom, Eqn, Jaxpr, Literal, Var, aval_of
 from jmp_amp.plan.program.source_code import Calls, users_calls
 from jmp_amp.plan.tables.operations import PRODUCTS
 from jmp_amp.policies.dtypes import F32, is_half
@@ -58,15 +58,15 @@ def derivatives(flow: Flow) -> Iterator[tuple[int, Derived]]:
     They are told by the identities of their equations. A product is derived from one
     that the same calls have made before.
     """
-    made = collections.defaultdict[Calls, list[_Product]](list)
-    for each in _products(flow, set()):
+    made, values = collections.defaultdict[Calls, list[_Product]](list), _Values()
+    for each in _products(flow, values, set()):
         made[users_calls(each.eqn)].append(each)
     made.pop((), None)
     for products in made.values():
         if not any(each.is_f32 or each.reduces for each in products):
             continue
         for number, each in enumerate(products):
-            of = list(_derived_from(each, products[:number]))
+            of = _derived_from(each, products[:number], values)
             is_f32 = any(one.is_f32 for one, _ in of)
             falls = is_f32 and each.decision.dtype != F32
             # Layers that one line makes may be one product in two places.
@@ -76,41 +76,69 @@ def derivatives(flow: Flow) -> Iterator[tuple[int, Derived]]:
                 yield id(each.eqn), Derived(is_f32, of_parameter)
 
 
-def _products(flow: Flow, seen: set[Flow]) -> Iterator[_Product]:
-    """Yields the products of a body, and of its inner bodies."""
+class _Values(dict[Var, Var]):
+    """Variables of bodies that are one value: each points to another one of them."""
+
+    def of(self, atom: Atom) -> Atom:
+        """Returns the variable that stands for all that are the value."""
+        while not isinstance(atom, Literal) and atom in self:
+            atom = self[atom]
+        return atom
+
+    def link(self, atoms: Sequence[Atom], others: Sequence[Atom]) -> None:
+        """Notes that variables are those of the same places."""
+        for one, other in zip(map(self.of, atoms), map(self.of, others), strict=True):
+            if one is not other and not isinstance(one, Literal):
+                self[one] = other  # type: ignore[assignment]
+
+
+def _products(flow: Flow, values: _Values, seen: set[Flow]) -> Iterator[_Product]:
+    """Yields the products of a body, and of its inner bodies.
+
+    Notes in `values` what a call hands to its bodies, and what it gets from them.
+    """
     seen.add(flow)
     for eqn, step in zip(flow.body.jaxpr.eqns, flow.steps, strict=True):
         if eqn.primitive.name in PRODUCTS and step.decision is not None:
             yield _Product(flow.body.jaxpr, eqn, step)
-        for inner in step.flows:
+        for (_, operands), inner in zip(step.inner, step.flows, strict=True):
             if inner not in seen:
-                yield from _products(inner, seen)
+                yield from _products(inner, values, seen)
+            jaxpr = inner.body.jaxpr
+            values.link(jaxpr.invars, [eqn.invars[i] for i in operands])
+            if len(jaxpr.outvars) == len(eqn.outvars):
+                values.link(eqn.outvars, jaxpr.outvars)
 
 
 def _derived_from(
-    product: _Product, before: Sequence[_Product]
-) -> Iterator[tuple[_Product, int]]:
-    """Yields what a product makes the cotangent of: a product, and which factor."""
-    for one in before:
-        if one.eqn is product.eqn or one.eqn.primitive is not product.eqn.primitive:
-            continue
-        if product.eqn.primitive.name == "dot_general":
-            found, of = Dimensions.of(product.eqn), Dimensions.of(one.eqn)
-            for i in (0, 1):
-                if found.transposes(of, i) and _shares_factor(product, one, i):
-                    yield one, i
-        elif not _is_alike(product.eqn, one.eqn):
-            # The cotangent of an image, or of rows, is made of the parameter.
-            yield one, int(product.step.views[1].origin != Origin.FREE)
+    product: _Product, before: Sequence[_Product], values: _Values
+) -> list[tuple[_Product, int]]:
+    """Returns what a product makes the cotangent of: products, and which factors.
 
-
-def _shares_factor(product: _Product, one: _Product, i: int) -> bool:
-    """Whether a product may multiply the cotangent of another one by its other factor.
-
-    In one body that is one variable.
+    It multiplies the cotangent of the result by the other factor, if that is found: a
+    checkpoint may compute it again.
     """
-    is_elsewhere = product.body is not one.body
-    return is_elsewhere or product.eqn.invars[1] is one.eqn.invars[1 - i]
+    others = [
+        each
+        for each in before
+        if each.eqn is not product.eqn and each.eqn.primitive is product.eqn.primitive
+    ]
+    if product.eqn.primitive.name != "dot_general":
+        # The cotangent of an image, or of rows, is made of the parameter.
+        i = int(product.step.views[1].origin != Origin.FREE)
+        return [(each, i) for each in others if not _is_alike(product.eqn, each.eqn)]
+    dimensions = Dimensions.of(product.eqn)
+    found = [
+        (each, i)
+        for each in others
+        for i in (0, 1)
+        if dimensions.transposes(Dimensions.of(each.eqn), i)
+    ]
+    factor = values.of(product.eqn.invars[1])
+    shared = [
+        (each, i) for each, i in found if values.of(each.eqn.invars[1 - i]) is factor
+    ]
+    return shared or [(each, i) for each, i in found if each.body is not product.body]
 
 
 def _is_alike(eqn: Eqn, first: Eqn) -> bool:

@@ -53,8 +53,10 @@ def two_of_one_line(x, w, order):
     return jnp.exp(-distances).mean() + jnp.tanh(made[order[1]]).mean()
 
 
+@pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["inline", "jit"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_derivative_is_that_of_its_own_product_of_a_line(order):
+def test_a_derivative_is_that_of_its_own_product_of_a_line(order, how):
+    @how
     def fn(x, w):
         return two_of_one_line(x, w, order)
 
