@@ -8,6 +8,7 @@ other equations of the program, and what holds for the first has to hold for the
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -28,11 +29,13 @@ class _Product(NamedTuple):
     Attributes:
       body: the body that it is in.
       eqn, step: the equation, and the forward pass over it.
+      dimensions: of a `dot_general`, what it sums over.
     """
 
     body: Jaxpr
     eqn: Eqn
     step: Step
+    dimensions: Dimensions | None
 
     @property
     def decision(self) -> Decision:
@@ -100,7 +103,9 @@ def _products(flow: Flow, values: _Values, seen: set[Flow]) -> Iterator[_Product
     seen.add(flow)
     for eqn, step in zip(flow.body.jaxpr.eqns, flow.steps, strict=True):
         if eqn.primitive.name in PRODUCTS and step.decision is not None:
-            yield _Product(flow.body.jaxpr, eqn, step)
+            is_dot = eqn.primitive.name == "dot_general"
+            dimensions = Dimensions.of(eqn) if is_dot else None
+            yield _Product(flow.body.jaxpr, eqn, step, dimensions)
         for (_, operands), inner in zip(step.inner, step.flows, strict=True):
             if inner not in seen:
                 yield from _products(inner, values, seen)
@@ -123,22 +128,28 @@ def _derived_from(
         for each in before
         if each.eqn is not product.eqn and each.eqn.primitive is product.eqn.primitive
     ]
-    if product.eqn.primitive.name != "dot_general":
+    if product.dimensions is None:
         # The cotangent of an image, or of rows, is made of the parameter.
         i = int(product.step.views[1].origin != Origin.FREE)
         return [(each, i) for each in others if not _is_alike(product.eqn, each.eqn)]
-    dimensions = Dimensions.of(product.eqn)
     found = [
         (each, i)
         for each in others
-        for i in (0, 1)
-        if dimensions.transposes(Dimensions.of(each.eqn), i)
+        if each.dimensions is not None
+        for i in _transposed(product.dimensions, each.dimensions)
     ]
     factor = values.of(product.eqn.invars[1])
     shared = [
         (each, i) for each, i in found if values.of(each.eqn.invars[1 - i]) is factor
     ]
     return shared or [(each, i) for each, i in found if each.body is not product.body]
+
+
+# Of a model there are a handful of these.
+@functools.lru_cache(maxsize=1024)
+def _transposed(dimensions: Dimensions, of: Dimensions) -> tuple[int, ...]:
+    """Returns the factors whose cotangent a product makes, told by what it sums."""
+    return tuple([i for i in (0, 1) if dimensions.transposes(of, i)])
 
 
 def _is_alike(eqn: Eqn, first: Eqn) -> bool:
