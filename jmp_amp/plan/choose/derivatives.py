@@ -20,7 +20,7 @@ from jmp_amp.plan.program.dimensions import Dimensions
 from jmp_amp.plan.program.jaxprs import Atom, Eqn, Jaxpr, Literal, Var, aval_of
 from jmp_amp.plan.program.source_code import Calls, users_calls
 from jmp_amp.plan.tables.operations import PRODUCTS
-from jmp_amp.policies.dtypes import F32, is_half
+from jmp_amp.policies.dtypes import F32
 
 
 class _Product(NamedTuple):
@@ -44,10 +44,8 @@ class _Product(NamedTuple):
 
     @property
     def is_f32(self) -> bool:
-        """Whether it computes in f32, and neither its policy nor a user says so."""
-        by_policy = not is_half(self.step.region.asked.compute_dtype)
-        is_said = by_policy or self.decision.rule.from_user
-        return self.decision.dtype == F32 and not is_said
+        """Whether it computes in f32."""
+        return self.decision.dtype == F32
 
     @property
     def reduces(self) -> bool:
@@ -71,7 +69,7 @@ def derivatives(flow: Flow) -> Iterator[tuple[int, Derived]]:
         for number, each in enumerate(products):
             of = _derived_from(each, products[:number], values)
             is_f32 = any(one.is_f32 for one, _ in of)
-            falls = is_f32 and each.decision.dtype != F32
+            falls = is_f32 and not each.is_f32
             # Layers that one line makes may be one product in two places.
             of_parameter = all(_is_parameter(one, i) for one, i in of) and bool(of)
             of_parameter = of_parameter and each.reduces
@@ -123,11 +121,7 @@ def _derived_from(
     It multiplies the cotangent of the result by the other factor, if that is found: a
     checkpoint may compute it again.
     """
-    others = [
-        each
-        for each in before
-        if each.eqn is not product.eqn and each.eqn.primitive is product.eqn.primitive
-    ]
+    others = [each for each in before if each.eqn.primitive is product.eqn.primitive]
     if product.dimensions is None:
         # The cotangent of an image, or of rows, is made of the parameter.
         i = int(product.step.views[1].origin != Origin.FREE)
