@@ -23,10 +23,11 @@ import numpy as np
 
 from jmp_amp.plan.choose import modes
 from jmp_amp.plan.choose.choices import flow_of
-from jmp_amp.plan.choose.demands import BodyOutcome, Consumers, Outcome, Use, Uses
+from jmp_amp.plan.choose.demands import BodyOutcome, Consumers, Outcome
 from jmp_amp.plan.choose.flows import Flow, Step, carry_dtype
 from jmp_amp.plan.choose.held import Held
 from jmp_amp.plan.choose.modes import Demands, Dtypes, Mode, demand_of
+from jmp_amp.plan.choose.uses import Use, Uses
 from jmp_amp.plan.dataflow.gelus import Gelus
 from jmp_amp.plan.dataflow.solver import once
 from jmp_amp.plan.dataflow.values import Known, Origin, Trait, traced_dtype

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,34 +18,14 @@ from jmp_amp.plan.choose import modes
 from jmp_amp.plan.choose.flows import Flow, Step, carry_dtype
 from jmp_amp.plan.choose.modes import Demand, Demands, Mode, demand_of
 from jmp_amp.plan.choose.records import Decision, Option
+from jmp_amp.plan.choose.uses import UNUSED, Use, Uses, depth_of
 from jmp_amp.plan.dataflow.solver import backward, entering, once
 from jmp_amp.plan.dataflow.values import Known, Origin, Trait, is_exact, is_move
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Var
 from jmp_amp.plan.program.regions import Region
-from jmp_amp.plan.tables.operations import OpClass
+from jmp_amp.plan.tables.operations import PRODUCTS, OpClass
 from jmp_amp.policies.dtypes import F16, F32, is_half
-
-
-class Use(NamedTuple):
-    """How consumers use a value.
-
-    Attributes:
-      demand: the dtypes in which they read it; a reader may demand none.
-      times: how often they read it: not, once, or, for more, twice.
-    """
-
-    demand: Demand
-    times: int = 1
-
-    @property
-    def repeatedly(self) -> bool:
-        return self.times > 1
-
-
-UNUSED = Use(Demands.NONE, 0)
-# One for each output of a body, or for each result of an equation.
-Uses = tuple[Use, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,12 +68,13 @@ class Consumers:
         self._by_decision: dict[tuple[Decision, Uses], Outcome] = {}
 
     @once
-    def of(self, flow: Flow, outputs: Uses) -> BodyOutcome:
+    def of(self, flow: Flow, outputs: Uses, depth: int = 0) -> BodyOutcome:
         """Returns the outcome of every equation of a body.
 
         Args:
           flow: the forward pass over it.
           outputs: how its outputs are used.
+          depth: of how many backward passes its call is.
         """
         jaxpr = flow.body.jaxpr
         used: dict[Var, Use] = {}
@@ -106,59 +86,70 @@ class Consumers:
             is_f32 = (demand & Demands.DTYPES) == Demands.F32
             if is_f32 and _takes_half(flow.known[atom], region):
                 demand = demand_of(region.policy.output_dtype)
+            wanted = wanted._replace(demand=demand)
             before = used.get(atom)
-            if before is None:
-                used[atom] = Use(demand, wanted.times)
-            else:
-                used[atom] = Use(before.demand | demand, 2)
+            used[atom] = wanted if before is None else before.also(wanted)
 
         for atom, wanted in zip(jaxpr.outvars, outputs, strict=True):
             use(atom, wanted, flow.region)
         outcomes: list[Outcome] = []
         for eqn, step in zip(reversed(jaxpr.eqns), reversed(flow.steps), strict=True):
-            results = tuple(used.get(var, UNUSED) for var in eqn.outvars)
+            here = depth + depth_of(eqn)
+            results = tuple(used.get(v, UNUSED).of_made(here) for v in eqn.outvars)
             if step.flows:
-                outcome = self._bodies(eqn, step, flow, results)
+                outcome = self._bodies(eqn, step, flow, results, here)
+                operands = outcome.operands
             else:
-                outcome = self._equation(eqn, step, results)
+                outcome, operands = self._equation(eqn, step, results, here)
             outcomes.append(outcome)
-            for atom, wanted in zip(eqn.invars, outcome.operands, strict=True):
+            for atom, wanted in zip(eqn.invars, operands, strict=True):
                 use(atom, wanted, step.region)
         inputs = tuple(used.get(var, UNUSED) for var in jaxpr.invars)
         return BodyOutcome(tuple(reversed(outcomes)), inputs, outputs)
 
-    def _equation(self, eqn: Eqn, step: Step, results: Uses) -> Outcome:
-        assert step.decision is not None
-        key = step.decision, results
-        if key not in self._by_decision:
-            self._by_decision[key] = _taken(eqn, step, results)
-        return self._by_decision[key]
+    def _equation(
+        self, eqn: Eqn, step: Step, results: Uses, depth: int
+    ) -> tuple[Outcome, Uses]:
+        """Returns the outcome, and its uses of the operands.
 
-    def _bodies(self, eqn: Eqn, step: Step, flow: Flow, results: Uses) -> Outcome:
+        They are of the pass that reads the results; those of a product of its own.
+        """
+        assert step.decision is not None
+        key = step.decision, tuple([each.of_pass(0) for each in results])
+        if key not in self._by_decision:
+            self._by_decision[key] = _taken(eqn, step, key[1])
+        outcome = self._by_decision[key]
+        if eqn.primitive.name not in PRODUCTS:
+            depth = min([each.depth for each in results if each.times], default=depth)
+        return outcome, tuple([each.of_pass(depth) for each in outcome.operands])
+
+    def _bodies(
+        self, eqn: Eqn, step: Step, flow: Flow, results: Uses, depth: int
+    ) -> Outcome:
         carried = jaxprs.carried(eqn)
         carry = {i: _carry_demand(step.views[i], eqn.invars[i]) for i in carried}
         found: dict[int, BodyOutcome] = {}
 
         def inputs(number: int, outputs: Uses) -> Uses:
-            found[number] = self.of(step.flows[number], outputs)
+            found[number] = self.of(step.flows[number], outputs, depth)
             return found[number].inputs
 
         def turned(number: int, now: Use, read: Use) -> Use:
             # The next turn reads it, in the dtype that it is carried in.
-            return Use(carry[carried[number]], max(now.times, 1))
+            return Use(carry[carried[number]], max(now.times, 1), depth)
 
         back = backward(eqn, results, inputs, turned, UNUSED, UNUSED)
         bodies = tuple(found[number] for number in range(len(step.flows)))
         operands = [UNUSED] * len(eqn.invars)
         for i, inside in entering(eqn, back):
-            demand = operands[i].demand | inside.demand
-            operands[i] = Use(demand, max(operands[i].times, inside.times))
+            times = max(operands[i].times, inside.times)
+            operands[i] = operands[i].also(inside)._replace(times=times)
         for i in _read_every_turn(eqn, flow):
             if operands[i].times:
                 operands[i] = operands[i]._replace(times=2)
         for i, demand in carry.items():
             # It is cast before the loop, however often the turns read it.
-            operands[i] = Use(demand & Demands.DTYPES)
+            operands[i] = Use(demand & Demands.DTYPES, 1, depth)
         reason = "a loop" if carried else "a call: its body is planned"
         return Outcome(Mode.CALL, None, reason, tuple(operands), bodies=bodies)
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp.plan.choose.demands import Use
 from jmp_amp.plan.choose.flows import Flow, carry_dtype
 from jmp_amp.plan.choose.modes import Demand, Demands, Dtypes, demand_of
+from jmp_amp.plan.choose.uses import Use
 from jmp_amp.plan.dataflow.values import Known, Origin, may_round, traced_dtype
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.dimensions import as_number
