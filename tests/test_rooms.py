@@ -72,7 +72,7 @@ WINGS = {
                 "choose",
                 (
                     ("modes",),
-                    ("records",),
+                    ("records", "uses"),
                     ("flows", "pins"),
                     ("trade_offs", "solver_loops", "derivatives"),
                     ("choosing",),
