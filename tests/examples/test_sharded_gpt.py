@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import socket
 import sys
@@ -23,7 +24,7 @@ from layouts import LAYOUTS, ONE_DEVICE
 from sharded_gpt import Result, Trainer
 
 import jmp_amp as amp
-from tests import h100
+from tests import h100, kept
 from tests.measures import relative_error
 from tests.scripts import refusal
 from tests.training.test_processes import TIMEOUT, run_together
@@ -404,13 +405,13 @@ def test_a_checkpoint_of_one_mesh_goes_on_on_another(
 ):
     # With a skipped step before and with one after, so that the scale has moved.
     whole = trained(first, precision, 6, poison=1)
-    kept = trained(first, precision, 3, poison=1, checkpoint=tmp_path / "state")
+    half = trained(first, precision, 3, poison=1, checkpoint=tmp_path / "state")
     with standard():
         step, state = sharded_gpt.restore(
             trainer_of(second, precision), tmp_path / "state"
         )
     assert step == 3
-    assert_same(state, (kept.params, kept.opt_state))
+    assert_same(state, (half.params, half.opt_state))
     for leaf, like in zip(
         jax.tree.leaves(state),
         jax.tree.leaves(trainer_of(second, precision).like),
@@ -439,17 +440,12 @@ TO_GATHER = {*KERNELS.values(), *TABLES.values()}
 Moved = dict[tuple[str, str], list[int]]
 
 
-@functools.cache
-def program_of(name: str, precision: str, reduce: str | None) -> str:
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=h100.H100, topology="1x1x8"
-    )
+def trained_on(devices: Any, *chosen: Any) -> Any:
+    """The step of a layout, a precision and a dtype to reduce in, lowered."""
+    name, precision, reduce = chosen
     with standard():
         trainer = sharded_gpt.make_trainer(
-            *(name, precision),
-            model=WIDE,
-            devices=topology.devices,
-            reduce_dtype=reduce,
+            name, precision, model=WIDE, devices=devices, reduce_dtype=reduce
         )
         batch = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(
@@ -457,23 +453,40 @@ def program_of(name: str, precision: str, reduce: str | None) -> str:
             ),
             sharded_gpt.batch_of(0, 0, 64, WIDE.context),
         )
-        lowered = trainer.step.lower(*trainer.like, batch)
-        # Without Triton it takes less time.
-        options: Any = {"xla_gpu_enable_triton_gemm": False}
-        return lowered.compile(compiler_options=options).as_text()
+        return trainer.step.lower(*trainer.like, batch)
 
 
+@functools.cache
 def moved(name: str, precision: str, reduce: str | None = None) -> Moved:
     """The elements of the large arrays of floats that a step sends, by (how, dtype).
 
-    Those of the body of a loop are counted once.
+    Those of the body of a loop are counted once. They are kept, see `kept.figures`.
     """
-    found: Moved = {}
-    for how, arrays in collectives(program_of(name, precision, reduce)).elements():
+    chosen = (name, precision, reduce)
+    # Of eight CPUs it is the same but for the compiler's options.
+    text = trained_on(jax.devices(), *chosen).as_text()
+    text += inspect.getsource(sharded_gpt.make_trainer)
+
+    def compiled() -> Any:
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=h100.H100, topology="1x1x8"
+        )
+        lowered = trained_on(topology.devices, *chosen)
+        # Without Triton it takes less time.
+        return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+
+    label = f"sharded_gpt {name} {precision}" + " f32" * (reduce is not None)
+    found = kept.figures_of_text(label, text, compiled, read=sent)
+    return {tuple(key.split()): sizes for key, sizes in found.items()}
+
+
+def sent(program: Any) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for how, arrays in collectives(program.as_text()).elements():
         for dtype, sizes in re.findall(r"\b(b?f\d+)\[([\d,]*)\]", " ".join(arrays)):
             elements = int(np.prod([int(size) for size in sizes.split(",") if size]))
             if elements >= LARGE:
-                found.setdefault((how, dtype), []).append(elements)
+                found.setdefault(f"{how} {dtype}", []).append(elements)
     return found
 
 
@@ -482,7 +495,6 @@ def of_dtype(found: Moved, dtype: str) -> dict[str, list[int]]:
 
 
 # `test_sharded_weights.py` has smaller programs in the default suite.
-@h100.needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "precision"), [("fsdp", "bf16"), ("fsdp_tensor", "f16_weights")]
@@ -504,7 +516,6 @@ def test_fsdp_gathers_parameters_and_scatters_gradients_in_half(name, precision)
     assert TABLES["token"] // DEVICES in scattered
 
 
-@h100.needs_compiler
 @pytest.mark.slow
 def test_data_parallelism_reduces_gradients_in_half():
     found = moved("data", "bf16")
@@ -518,7 +529,6 @@ def test_data_parallelism_reduces_gradients_in_half():
     assert least <= sum(found["all-reduce", "bf16"]) <= 1.01 * least
 
 
-@h100.needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "stored"),
@@ -543,7 +553,6 @@ def test_zero1_scatters_gradients_in_half_and_gathers_weights_as_they_are_stored
         assert set(f32.get("all-gather", [])) <= {8 * 512}
 
 
-@h100.needs_compiler
 @pytest.mark.slow
 def test_tensor_parallelism_adds_up_activations_in_half():
     found = moved("tensor", "f16")
@@ -554,7 +563,6 @@ def test_tensor_parallelism_adds_up_activations_in_half():
     assert not of_dtype(found, "f32")
 
 
-@h100.needs_compiler
 @pytest.mark.slow
 def test_stages_hand_on_half_precision():
     found = moved("pipeline_data_tensor", "bf16")
@@ -694,7 +702,6 @@ def test_two_processes_train_as_one_does_which_goes_on(tmp_path, capsys):
     assert row[3:5] == ["1", "2**15"]
 
 
-@h100.needs_compiler
 @pytest.mark.slow
 def test_gradients_are_scattered_in_f32_on_request_and_weights_gathered_as_before():
     before, after = (moved("fsdp", "bf16", reduce) for reduce in (None, "float32"))
