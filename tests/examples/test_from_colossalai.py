@@ -232,6 +232,8 @@ def figures(results):
 # Half precision that keeps f32 weights trains such a model in `test_vit_nnx.py`.
 @pytest.mark.slow
 def test_a_scale_that_is_far_too_large_delays_the_warm_up_and_nothing_else():
+    # After it the text of a program is the same, whatever tests have run before.
+    overflowing()
     modules = [from_colossalai, vit_nnx, train_digits]
     found = kept.training("from_colossalai", far_too_large, figures, modules)
     skipped = found["skipped"]
