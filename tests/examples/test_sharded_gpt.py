@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import char_gpt
 import chex
@@ -51,10 +51,8 @@ CUT_UP = [name for name in LAYOUTS if name != ONE_DEVICE]
 # Compiling a layout takes seven seconds. Each way to cut is in one of these, alone or
 # with another. All tests of a layout share one compilation.
 DEFAULT = ("fsdp", "pipeline")
-F16_RUNS = [
-    *DEFAULT,
-    *map(slow, ("zero1_tensor", "pipeline_zero1", "pipeline_data_tensor")),
-]
+F16_NAMES = (*DEFAULT, "zero1_tensor", "pipeline_zero1", "pipeline_data_tensor")
+F16_RUNS = [*DEFAULT, *map(slow, F16_NAMES[len(DEFAULT) :])]
 RUNS = [
     # Every layout trains.
     *((name, "f16") for name in DEFAULT),
@@ -204,23 +202,55 @@ def test_gradients_in_half_are_as_accurate_as_those_of_one_device(name, policy):
 # Whole trainings
 
 
+# These are compiled for no other test: what they learn is kept, see `kept.training`.
+KEPT = [
+    *((ONE_DEVICE, each) for each in ("float32", "bf16", "bf16_weights")),
+    *((name, "f16") for name in CUT_UP if name not in F16_NAMES),
+    *(("fsdp_tensor", "bf16"), ("pipeline_data_tensor", "float32")),
+]
+
+
+class Learnt(NamedTuple):
+    losses: list[float]
+    skips: int
+    scale: float
+    devices: int
+
+
+@functools.cache
+def learnt(name: str, precision: str) -> Learnt:
+    def train() -> Result:
+        trainer = sharded_gpt.make_trainer(name, precision, model=MODEL, pieces=PIECES)
+        with standard():
+            return sharded_gpt.train(trainer, STEPS, rows=ROWS, context=CONTEXT)
+
+    def read(found: Result) -> Any:
+        devices = int(np.prod(list(found.mesh.values())))
+        return Learnt(found.losses, found.skips, found.scale, devices)
+
+    if (name, precision) not in KEPT:
+        return read(trained(name, precision))
+    label, modules = f"sharded_gpt {name} {precision}", [sharded_gpt, layouts, char_gpt]
+    return Learnt(*kept.training(label, train, read, modules))
+
+
 @pytest.mark.parametrize(("name", "precision"), RUNS)
 def test_losses_are_those_of_one_device(name, precision):
-    found, alone = trained(name, precision), trained(ONE_DEVICE, precision)
+    found, alone = learnt(name, precision), learnt(ONE_DEVICE, precision)
     np.testing.assert_allclose(found.losses, alone.losses, rtol=tolerance(precision))
     assert alone.losses[-1] < 0.9 * alone.losses[0]
     assert (found.skips, found.scale) == (alone.skips, alone.scale)
-    assert np.prod(list(found.mesh.values())) == DEVICES
+    assert found.devices == DEVICES
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "f16", "bf16_weights", "f16_weights"])
 def test_half_precision_trains_as_f32_does(precision):
-    expected = trained(ONE_DEVICE, "float32").losses
+    expected = learnt(ONE_DEVICE, "float32").losses
     # Here every logit is rounded, not in another order but at all: eps and not eps / 4.
     rtol = 4 * tolerance(precision)
     np.testing.assert_allclose(
-        trained(ONE_DEVICE, precision).losses, expected, rtol=rtol
+        learnt(ONE_DEVICE, precision).losses, expected, rtol=rtol
     )
 
 
@@ -675,7 +705,8 @@ def test_options_choose_layouts_beside_one_device(options, chosen, monkeypatch, 
 @pytest.mark.xdist_group("processes")
 def test_two_processes_train_as_one_does_which_goes_on(tmp_path, capsys):
     folder = str(tmp_path / "state")
-    name, steps = "pipeline_data_tensor", ["--steps", "3", "--poison", "1"]
+    # Each process holds, sends and writes a part of every array.
+    name, steps = "fsdp", ["--steps", "3", "--poison", "1"]
 
     def together(*options: str) -> str:
         # See test_processes.py: kept while the coordinator listens on it.
