@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+import jmp_amp as amp
+
 _ARRAY = jax.Array | np.ndarray
 
 
@@ -33,6 +35,9 @@ def programs_of(run: Callable[[], Any], modules: Sequence[types.ModuleType]) -> 
       modules: those whose cached functions may hold jitted functions. The caches are
         emptied before and after.
     """
+    # The library imports its modules late: what they jit is to be theirs, not dry.
+    for name in amp.__all__:
+        getattr(amp, name)
     texts: dict[str, None] = {}
     with _empty_caches(modules), _recorded(texts):
         run()
@@ -59,7 +64,7 @@ def _empty_caches(modules: Sequence[types.ModuleType]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _recorded(texts: dict[str, None]) -> Iterator[None]:
-    jit, known = jax.jit, dict[Any, Any]()
+    jit, known, dry = jax.jit, dict[Any, Any](), [True]
 
     def dry_jit(fn: Any = None, **options: Any) -> Any:
         if fn is None:
@@ -69,7 +74,8 @@ def _recorded(texts: dict[str, None]) -> Iterator[None]:
         @functools.wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
             leaves, structure = jax.tree.flatten((args, kwargs))
-            if any(isinstance(leaf, Tracer) for leaf in leaves):
+            # What was made here may outlive this, in a module that was imported here.
+            if not dry or any(isinstance(leaf, Tracer) for leaf in leaves):
                 return jitted(*args, **kwargs)
             # What is static is a leaf too.
             key = jitted, structure, tuple(map(_type_of, leaves))
@@ -86,7 +92,10 @@ def _recorded(texts: dict[str, None]) -> Iterator[None]:
         return call
 
     with mock.patch.object(jax, "jit", dry_jit):
-        yield
+        try:
+            yield
+        finally:
+            dry.clear()
 
 
 def _digest(array: Any) -> str:

@@ -90,7 +90,24 @@ def figures(
       **jit_options: options of `jax.jit` such as `donate_argnums`.
     """
     jaxpr = jax.jit(fn, **jit_options).trace(*args).jaxpr
-    traced = digest(f"{jaxpr} {sorted(jit_options.items())}")
+    text = f"{jaxpr} {sorted(jit_options.items())}"
+    compiled = functools.partial(h100.compile_for_gpu, fn, *args, **jit_options)
+    return figures_of_text(name, text, compiled, read=read, file=file)
+
+
+def figures_of_text(
+    name: str,
+    text: str,
+    compiled: Callable[[], Any],
+    *,
+    read: Callable[[Any], dict[str, Any]],
+    file: Path = FILE,
+) -> dict[str, Any]:
+    """Returns the figures of a program that is known by a text, see `figures`.
+
+    `compiled` returns the program, which is compiled if its figures are not kept.
+    """
+    traced = digest(text)
     mode = _mode()
     kept = _read(file)
     found = kept["programs"].get(name)
@@ -102,8 +119,7 @@ def figures(
     reason = h100.why_no_compiler()
     if h100.skips(reason, h100.compiler_is_required()):
         pytest.skip(f"{name} is not the program whose figures are kept, and {reason}")
-    program = h100.compile_for_gpu(fn, *args, **jit_options)
-    found = {"traced": traced, "figures": json.loads(json.dumps(read(program)))}
+    found = {"traced": traced, "figures": json.loads(json.dumps(read(compiled())))}
     if mode == "write":
         keep(name, found, current, file)
     return found["figures"]

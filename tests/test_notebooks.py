@@ -24,6 +24,8 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from traitlets.config import Config
 
+from tests.scripts import with_devices_of_its_own
+
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 ROUNDINGS = 2
@@ -137,8 +139,9 @@ def code_cells(notebook):
 def executed(name, as_read=False):
     """The notebook as a fresh kernel executes it, and what was read back from it.
 
-    as_read: with all that the kernel of a reader has. In a test a notebook that does
-    not train is compiled without optimising: its programs run a few times.
+    as_read: with all that the kernel of a reader has. In a test it is compiled without
+    optimising: its programs run a few times. Slow ones are compiled as the suite is;
+    another reads what a compiler makes of a program.
     """
     notebook = committed(name)
     for cell in code_cells(notebook):
@@ -151,10 +154,12 @@ def executed(name, as_read=False):
         sockets = {"transport": "ipc", "connection_file": f"{folder}/kernel.json"}
         folders = ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")
         # The kernel of a reader has no settings of the suite.
-        ours = ("XLA_FLAGS", "MPLBACKEND", "PYTHONWARNINGS")
-        env = {key: value for key, value in os.environ.items() if key not in ours}
-        if not as_read and name not in TRAIN:
-            env["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+        dropped = ("XLA_FLAGS", "MPLBACKEND", "PYTHONWARNINGS")
+        env = {key: value for key, value in os.environ.items() if key not in dropped}
+        if not as_read:
+            flags = "--xla_backend_optimization_level=0"
+            ours = with_devices_of_its_own()["XLA_FLAGS"]
+            env["XLA_FLAGS"] = ours if name in SLOW else flags
         client = NotebookClient(
             notebook,
             kernel_manager_class=ThisPython,

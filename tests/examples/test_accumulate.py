@@ -1,6 +1,7 @@
 """The accumulation example: what N micro-batches make, and what one bad one costs."""
 
 import functools
+import itertools
 import sys
 
 import accumulate
@@ -9,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import train_digits
 
 import jmp_amp as amp
+from tests import kept
 from tests.scripts import refusal
 
 PIECES = 4
@@ -258,7 +261,9 @@ def test_option_that_makes_no_sense_is_refused(arguments, message, monkeypatch, 
 
 @pytest.mark.slow
 def test_script_compares_both_policies_without_a_warning(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", "accumulate.py --steps 1 --seed 1".split())
+    monkeypatch.setattr(
+        sys, "argv", "accumulate.py --steps 1 --seed 1 --pieces 4".split()
+    )
     monkeypatch.setenv("COLUMNS", "88")
     with multi_steps_mixes_dtypes():
         accumulate.main()
@@ -269,16 +274,22 @@ def test_script_compares_both_policies_without_a_warning(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_whole_training_ends_at_the_loss_of_the_whole_batch():
-    with multi_steps_mixes_dtypes():
-        results = {
-            (policy, way): accumulate.train(policy, way)
-            for policy in accumulate.POLICIES
-            for way in accumulate.WAYS
-        }
-    whole = results["float32", "whole batch"].loss
+    runs = list(itertools.product(accumulate.POLICIES, accumulate.WAYS))
+
+    def train():
+        with multi_steps_mixes_dtypes():
+            return [accumulate.train(*each) for each in runs]
+
+    def figures(results):
+        return [[each.updates, each.skips, each.loss] for each in results]
+
+    modules = [accumulate, train_digits]
+    results = dict(
+        zip(runs, kept.training("accumulate", train, figures, modules), strict=True)
+    )
+    *_, whole = results["float32", "whole batch"]
     assert whole < 0.2
-    for (policy, _), result in results.items():
-        assert result.updates == accumulate.STEPS
-        assert result.skips == 0
+    for (policy, _), (updates, skips, loss) in results.items():
+        assert (updates, skips) == (accumulate.STEPS, 0)
         rtol = 1e-4 if policy == "float32" else 0.02
-        np.testing.assert_allclose(result.loss, whole, rtol=rtol)
+        np.testing.assert_allclose(loss, whole, rtol=rtol)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import char_gpt
 import chex
@@ -23,7 +24,7 @@ from layouts import LAYOUTS, ONE_DEVICE
 from sharded_gpt import Result, Trainer
 
 import jmp_amp as amp
-from tests import h100
+from tests import h100, kept
 from tests.measures import relative_error
 from tests.scripts import refusal
 from tests.training.test_processes import TIMEOUT, run_together
@@ -50,10 +51,8 @@ CUT_UP = [name for name in LAYOUTS if name != ONE_DEVICE]
 # Compiling a layout takes seven seconds. Each way to cut is in one of these, alone or
 # with another. All tests of a layout share one compilation.
 DEFAULT = ("fsdp", "pipeline")
-F16_RUNS = [
-    *DEFAULT,
-    *map(slow, ("zero1_tensor", "pipeline_zero1", "pipeline_data_tensor")),
-]
+F16_NAMES = (*DEFAULT, "zero1_tensor", "pipeline_zero1", "pipeline_data_tensor")
+F16_RUNS = [*DEFAULT, *map(slow, F16_NAMES[len(DEFAULT) :])]
 RUNS = [
     # Every layout trains.
     *((name, "f16") for name in DEFAULT),
@@ -203,23 +202,55 @@ def test_gradients_in_half_are_as_accurate_as_those_of_one_device(name, policy):
 # Whole trainings
 
 
+# These are compiled for no other test: what they learn is kept, see `kept.training`.
+KEPT = [
+    *((ONE_DEVICE, each) for each in ("float32", "bf16", "bf16_weights")),
+    *((name, "f16") for name in CUT_UP if name not in F16_NAMES),
+    *(("fsdp_tensor", "bf16"), ("pipeline_data_tensor", "float32")),
+]
+
+
+class Learnt(NamedTuple):
+    losses: list[float]
+    skips: int
+    scale: float
+    devices: int
+
+
+@functools.cache
+def learnt(name: str, precision: str) -> Learnt:
+    def train() -> Result:
+        trainer = sharded_gpt.make_trainer(name, precision, model=MODEL, pieces=PIECES)
+        with standard():
+            return sharded_gpt.train(trainer, STEPS, rows=ROWS, context=CONTEXT)
+
+    def read(found: Result) -> Any:
+        devices = int(np.prod(list(found.mesh.values())))
+        return Learnt(found.losses, found.skips, found.scale, devices)
+
+    if (name, precision) not in KEPT:
+        return read(trained(name, precision))
+    label, modules = f"sharded_gpt {name} {precision}", [sharded_gpt, layouts, char_gpt]
+    return Learnt(*kept.training(label, train, read, modules))
+
+
 @pytest.mark.parametrize(("name", "precision"), RUNS)
 def test_losses_are_those_of_one_device(name, precision):
-    found, alone = trained(name, precision), trained(ONE_DEVICE, precision)
+    found, alone = learnt(name, precision), learnt(ONE_DEVICE, precision)
     np.testing.assert_allclose(found.losses, alone.losses, rtol=tolerance(precision))
     assert alone.losses[-1] < 0.9 * alone.losses[0]
     assert (found.skips, found.scale) == (alone.skips, alone.scale)
-    assert np.prod(list(found.mesh.values())) == DEVICES
+    assert found.devices == DEVICES
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "f16", "bf16_weights", "f16_weights"])
 def test_half_precision_trains_as_f32_does(precision):
-    expected = trained(ONE_DEVICE, "float32").losses
+    expected = learnt(ONE_DEVICE, "float32").losses
     # Here every logit is rounded, not in another order but at all: eps and not eps / 4.
     rtol = 4 * tolerance(precision)
     np.testing.assert_allclose(
-        trained(ONE_DEVICE, precision).losses, expected, rtol=rtol
+        learnt(ONE_DEVICE, precision).losses, expected, rtol=rtol
     )
 
 
@@ -404,13 +435,13 @@ def test_a_checkpoint_of_one_mesh_goes_on_on_another(
 ):
     # With a skipped step before and with one after, so that the scale has moved.
     whole = trained(first, precision, 6, poison=1)
-    kept = trained(first, precision, 3, poison=1, checkpoint=tmp_path / "state")
+    half = trained(first, precision, 3, poison=1, checkpoint=tmp_path / "state")
     with standard():
         step, state = sharded_gpt.restore(
             trainer_of(second, precision), tmp_path / "state"
         )
     assert step == 3
-    assert_same(state, (kept.params, kept.opt_state))
+    assert_same(state, (half.params, half.opt_state))
     for leaf, like in zip(
         jax.tree.leaves(state),
         jax.tree.leaves(trainer_of(second, precision).like),
@@ -439,17 +470,12 @@ TO_GATHER = {*KERNELS.values(), *TABLES.values()}
 Moved = dict[tuple[str, str], list[int]]
 
 
-@functools.cache
-def program_of(name: str, precision: str, reduce: str | None) -> str:
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=h100.H100, topology="1x1x8"
-    )
+def trained_on(devices: Any, *chosen: Any) -> Any:
+    """The step of a layout, a precision and a dtype to reduce in, lowered."""
+    name, precision, reduce = chosen
     with standard():
         trainer = sharded_gpt.make_trainer(
-            *(name, precision),
-            model=WIDE,
-            devices=topology.devices,
-            reduce_dtype=reduce,
+            name, precision, model=WIDE, devices=devices, reduce_dtype=reduce
         )
         batch = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(
@@ -457,23 +483,40 @@ def program_of(name: str, precision: str, reduce: str | None) -> str:
             ),
             sharded_gpt.batch_of(0, 0, 64, WIDE.context),
         )
-        lowered = trainer.step.lower(*trainer.like, batch)
-        # Without Triton it takes less time.
-        options: Any = {"xla_gpu_enable_triton_gemm": False}
-        return lowered.compile(compiler_options=options).as_text()
+        return trainer.step.lower(*trainer.like, batch)
 
 
+@functools.cache
 def moved(name: str, precision: str, reduce: str | None = None) -> Moved:
     """The elements of the large arrays of floats that a step sends, by (how, dtype).
 
-    Those of the body of a loop are counted once.
+    Those of the body of a loop are counted once. They are kept, see `kept.figures`.
     """
-    found: Moved = {}
-    for how, arrays in collectives(program_of(name, precision, reduce)).elements():
+    chosen = (name, precision, reduce)
+    # Of eight CPUs it is the same but for the compiler's options.
+    text = trained_on(jax.devices(), *chosen).as_text()
+    text += inspect.getsource(sharded_gpt.make_trainer)
+
+    def compiled() -> Any:
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=h100.H100, topology="1x1x8"
+        )
+        lowered = trained_on(topology.devices, *chosen)
+        # Without Triton it takes less time.
+        return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+
+    label = f"sharded_gpt {name} {precision}" + " f32" * (reduce is not None)
+    found = kept.figures_of_text(label, text, compiled, read=sent)
+    return {tuple(key.split()): sizes for key, sizes in found.items()}
+
+
+def sent(program: Any) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for how, arrays in collectives(program.as_text()).elements():
         for dtype, sizes in re.findall(r"\b(b?f\d+)\[([\d,]*)\]", " ".join(arrays)):
             elements = int(np.prod([int(size) for size in sizes.split(",") if size]))
             if elements >= LARGE:
-                found.setdefault((how, dtype), []).append(elements)
+                found.setdefault(f"{how} {dtype}", []).append(elements)
     return found
 
 
@@ -482,7 +525,6 @@ def of_dtype(found: Moved, dtype: str) -> dict[str, list[int]]:
 
 
 # `test_sharded_weights.py` has smaller programs in the default suite.
-@h100.needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "precision"), [("fsdp", "bf16"), ("fsdp_tensor", "f16_weights")]
@@ -504,7 +546,6 @@ def test_fsdp_gathers_parameters_and_scatters_gradients_in_half(name, precision)
     assert TABLES["token"] // DEVICES in scattered
 
 
-@h100.needs_compiler
 @pytest.mark.slow
 def test_data_parallelism_reduces_gradients_in_half():
     found = moved("data", "bf16")
@@ -518,7 +559,6 @@ def test_data_parallelism_reduces_gradients_in_half():
     assert least <= sum(found["all-reduce", "bf16"]) <= 1.01 * least
 
 
-@h100.needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "stored"),
@@ -543,7 +583,6 @@ def test_zero1_scatters_gradients_in_half_and_gathers_weights_as_they_are_stored
         assert set(f32.get("all-gather", [])) <= {8 * 512}
 
 
-@h100.needs_compiler
 @pytest.mark.slow
 def test_tensor_parallelism_adds_up_activations_in_half():
     found = moved("tensor", "f16")
@@ -554,7 +593,6 @@ def test_tensor_parallelism_adds_up_activations_in_half():
     assert not of_dtype(found, "f32")
 
 
-@h100.needs_compiler
 @pytest.mark.slow
 def test_stages_hand_on_half_precision():
     found = moved("pipeline_data_tensor", "bf16")
@@ -667,7 +705,8 @@ def test_options_choose_layouts_beside_one_device(options, chosen, monkeypatch, 
 @pytest.mark.xdist_group("processes")
 def test_two_processes_train_as_one_does_which_goes_on(tmp_path, capsys):
     folder = str(tmp_path / "state")
-    name, steps = "pipeline_data_tensor", ["--steps", "3", "--poison", "1"]
+    # Each process holds, sends and writes a part of every array.
+    name, steps = "fsdp", ["--steps", "3", "--poison", "1"]
 
     def together(*options: str) -> str:
         # See test_processes.py: kept while the coordinator listens on it.
@@ -694,7 +733,6 @@ def test_two_processes_train_as_one_does_which_goes_on(tmp_path, capsys):
     assert row[3:5] == ["1", "2**15"]
 
 
-@h100.needs_compiler
 @pytest.mark.slow
 def test_gradients_are_scattered_in_f32_on_request_and_weights_gathered_as_before():
     before, after = (moved("fsdp", "bf16", reduce) for reduce in (None, "float32"))

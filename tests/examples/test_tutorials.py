@@ -14,7 +14,7 @@ import from_torch
 import jax
 import numpy as np
 import pytest
-from flax import serialization
+from flax import nnx, serialization
 
 import jmp_amp as amp
 from tests.examples import tutorials
@@ -233,7 +233,9 @@ def test_script_of_apex_prints_both_tables(printed):
 
 
 @pytest.mark.slow
-def test_script_of_colossalai_prints_a_row_for_each_recipe(printed):
+def test_script_of_colossalai_prints_a_row_for_each_recipe(printed, monkeypatch):
+    make = nnx.jit(from_colossalai.make_model, static_argnums=(0, 1, 2))
+    monkeypatch.setattr(from_colossalai, "make_model", lambda seed: make(seed, 16, 1))
     names = ("float32", "fp16")
     options = [f"--mixed-precision {name}" for name in names]
     options += ["--steps 3 --initial-scale 1024"]

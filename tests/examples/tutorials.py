@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import serialization
-from train_digits import CNN, State, digits
+from train_digits import State, digits
 
 Tree = Any
 
@@ -94,8 +94,7 @@ def mindspore(by_hand: bool, precision: str = "f16") -> Tutorial:
 def cnn_variables() -> tuple[Tree, Tree]:
     """First parameters, and statistics as a training might have left them."""
     rng = np.random.default_rng(0)
-    image = np.zeros((1, 8, 8, 1), np.float32)
-    params, stats = CNN().init(jax.random.key(0), image, train=False).values()
+    params, stats = map(from_apex.first_variables(0).get, ("params", "batch_stats"))
     drawn = {
         "mean": lambda s: rng.normal(0, 0.1, s),
         "var": lambda s: rng.uniform(1, 2, s),
@@ -112,6 +111,7 @@ def cnn_batch(number: int, data: Any = None) -> dict[str, Any]:
     return {name: values[chosen] for name, values in data.items()}
 
 
+@functools.cache
 def apex(level: str) -> Tutorial:
     recipe = from_apex.recipe_for(level)
     tx = from_apex.make_optimizer(recipe, 10)

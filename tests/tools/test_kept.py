@@ -230,6 +230,16 @@ class TestDryRun:
         assert jax.dtypes.issubdtype(ran[3].dtype, jax.dtypes.prng_key)
         assert float(step_of(0.5)(jnp.ones(2))[0]) != 0
 
+    def test_what_was_jitted_in_it_runs_after_it(self):
+        made = [step_of]
+
+        def run():
+            made[0] = jax.jit(jnp.cos)
+            made[0](jnp.zeros(2))
+
+        dry_run.programs_of(run, [])
+        assert made[0](jnp.zeros(2)).tolist() == [1.0, 1.0]
+
     def test_options_and_types_make_other_programs(self):
         def text(dtype, **options):
             def run():
