@@ -35,6 +35,7 @@ import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import pytest
@@ -91,6 +92,33 @@ def figures(
     """
     jaxpr = jax.jit(fn, **jit_options).trace(*args).jaxpr
     traced = digest(f"{jaxpr} {sorted(jit_options.items())}")
+    compile_ = functools.partial(h100.compile_for_gpu, fn, *args, **jit_options)
+    return _figures(name, traced, compile_, read, file)
+
+
+def compiled_figures(
+    name: str, compile_: Callable[[], Any], read: Callable[[Any], dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns the figures of a program that `compile_` lowers and compiles by itself.
+
+    It is known by its text when it is lowered, and by the options of its compiler.
+    """
+    with mock.patch.object(jax.stages.Lowered, "compile", _lowered_text):
+        traced = digest(compile_())
+    return _figures(name, traced, compile_, read, FILE)
+
+
+def _lowered_text(program: Any, **options: Any) -> str:
+    return f"{program.as_text()} {sorted(options.items())}"
+
+
+def _figures(
+    name: str,
+    traced: str,
+    compile_: Callable[[], Any],
+    read: Callable[[Any], dict[str, Any]],
+    file: Path,
+) -> dict[str, Any]:
     mode = _mode()
     kept = _read(file)
     found = kept["programs"].get(name)
@@ -102,8 +130,7 @@ def figures(
     reason = h100.why_no_compiler()
     if h100.skips(reason, h100.compiler_is_required()):
         pytest.skip(f"{name} is not the program whose figures are kept, and {reason}")
-    program = h100.compile_for_gpu(fn, *args, **jit_options)
-    found = {"traced": traced, "figures": json.loads(json.dumps(read(program)))}
+    found = {"traced": traced, "figures": json.loads(json.dumps(read(compile_())))}
     if mode == "write":
         keep(name, found, current, file)
     return found["figures"]
