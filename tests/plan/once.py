@@ -17,6 +17,7 @@ import pytest
 import jmp_amp as amp
 from jmp_amp.plan.plan import Plan
 from jmp_amp.plan.planner import plan_program
+from jmp_amp.plan.tables.operations import PRODUCTS
 from tests import zoo
 from tests.idioms.table import IDIOMS
 from tests.loops.table import LOOPS
@@ -57,3 +58,14 @@ def plan_of(closed: Any, dtype: str) -> Plan:
     inputs, outputs = [None] * len(jaxpr.invars), [None] * len(jaxpr.outvars)
     policy = amp.get_policy(f"mixed_{dtype}")
     return plan_program(closed, policy, inputs, outputs)
+
+
+def products(plan: Plan) -> list[list[str]]:
+    """Returns the dtypes of the factors of each product of a plan, in their order."""
+    found = []
+    for row, eqn in zip(plan.equations, plan.body.jaxpr.eqns, strict=True):
+        if eqn.primitive.name in PRODUCTS:
+            found.append(list(map(str, row.reads[:2])))
+        for body in row.bodies:
+            found += products(body)
+    return found

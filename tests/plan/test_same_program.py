@@ -24,7 +24,6 @@ from jax import lax
 from jax.extend import core
 
 import jmp_amp as amp
-from jmp_amp.plan.plan import Plan
 from jmp_amp.plan.tables.operations import PRODUCTS
 from jmp_amp.policies.dtypes import F32
 from tests import zoo
@@ -32,7 +31,7 @@ from tests.idioms.table import IDIOMS
 from tests.measures import HALF
 from tests.plan import cutting
 from tests.plan.cutting import Program, Row
-from tests.plan.once import one_process, plan_of, planned, traced
+from tests.plan.once import one_process, plan_of, planned, products, traced
 from tests.programs import equations
 
 pytestmark = one_process
@@ -323,17 +322,6 @@ def test_changed_program_is_another_one_with_the_same_values(way):
 
 
 # vmap
-
-
-def products(plan: Plan) -> list[str]:
-    """The dtypes of the factors of each product of a plan, in their order."""
-    found = []
-    for row, eqn in zip(plan.equations, plan.body.jaxpr.eqns, strict=True):
-        if eqn.primitive.name in PRODUCTS:
-            found.append(" ".join(map(str, row.reads[:2])))
-        for body in row.bodies:
-            found += products(body)
-    return found
 
 
 MAPPED = {name: HALF[i // 8 % 2] for i, name in enumerate(IDIOMS)}
