@@ -35,6 +35,7 @@ import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import pytest
@@ -77,6 +78,7 @@ def figures(
     *args: Any,
     read: Callable[[Any], dict[str, Any]],
     file: Path = FILE,
+    made_by: Sequence[str] = (),
     **jit_options: Any,
 ) -> dict[str, Any]:
     """Returns the figures of `fn(*args)`, compiled for an H100 if they are not kept.
@@ -87,19 +89,42 @@ def figures(
       *args: pytrees of arrays or `jax.ShapeDtypeStruct`s.
       read: compiled program -> its figures, which JSON can hold.
       file: where they are kept.
+      made_by: the code of a program that the library has no part in. It is known by
+        this code and the version of Flax, and is not traced.
       **jit_options: options of `jax.jit` such as `donate_argnums`.
     """
-    jaxpr = jax.jit(fn, **jit_options).trace(*args).jaxpr
-    text = f"{jaxpr} {sorted(jit_options.items())}"
+    if made_by:
+        program = [*map(_code_of, made_by), _versions("flax")]
+    else:
+        program = jax.jit(fn, **jit_options).trace(*args).jaxpr
+    text = f"{program} {sorted(jit_options.items())}"
     compiled = functools.partial(h100.compile_for_gpu, fn, *args, **jit_options)
-    return figures_of_text(name, text, compiled, read=read, file=file)
+    return figures_of_text(name, text, compiled, read, file)
+
+
+def compiled_figures(
+    name: str,
+    compiled: Callable[[], Any],
+    read: Callable[[Any], dict[str, Any]],
+    file: Path = FILE,
+) -> dict[str, Any]:
+    """Returns the figures of a program that `compiled` lowers and compiles by itself.
+
+    It is known by its text when it is lowered, and by the options of its compiler.
+    """
+    with mock.patch.object(jax.stages.Lowered, "compile", _lowered_text):
+        text = compiled()
+    return figures_of_text(name, text, compiled, read, file)
+
+
+def _lowered_text(program: Any, **options: Any) -> str:
+    return f"{program.as_text()} {sorted(options.items())}"
 
 
 def figures_of_text(
     name: str,
     text: str,
     compiled: Callable[[], Any],
-    *,
     read: Callable[[Any], dict[str, Any]],
     file: Path = FILE,
 ) -> dict[str, Any]:
@@ -143,19 +168,24 @@ def outcome(
     modules: Sequence[types.ModuleType],
     file: Path = ERRORS,
     sources: Sequence[Path] = (),
+    of_library: Callable[[], Any] | None = None,
 ) -> Any:
     """Returns the figures of `run()`, which runs if they are not kept.
 
     Args:
       name: in the file.
-      run: a function without arguments. It bears zeros, see `dry_run`.
+      run: a function without arguments.
       read: what it returns -> the figures, which JSON can hold.
       modules: those whose code runs outside of what is compiled.
       file: where they are kept.
       sources: files whose code runs outside of it too.
+      of_library: what of `run` the library has a part in, if not all: the rest is known
+        by the code of `modules` and `sources`. It bears zeros, see `dry_run`.
     """
     code = [*map(inspect.getsource, modules), *map(Path.read_text, sources)]
-    texts = [dry_run.programs_of(run, modules), *map(_code_of, code)]
+    texts = [*map(_code_of, code)]
+    if of_library is not nothing:
+        texts.insert(0, dry_run.programs_of(of_library or run, modules))
     ran, mode, current = digest("\n".join(texts)), _mode(), _versions(*_OF_RUNS)
     kept = _read(file)
     found = kept["programs"].get(name)
@@ -166,6 +196,10 @@ def outcome(
     if mode == "write":
         keep(name, found, current, file)
     return found["figures"]
+
+
+def nothing() -> None:
+    """What the library has a part in, of a run that is made without it."""
 
 
 @functools.cache

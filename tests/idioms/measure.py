@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -126,8 +126,14 @@ def with_gradient(program: Program, grad: tuple[int, ...]) -> Callable[..., Any]
     return run
 
 
+OF_LIBRARY = ("policy", "products")
+
+
 def run(
-    idiom: Idiom, dtype: str, policy: Transform | None
+    idiom: Idiom,
+    dtype: str,
+    policy: Transform | None,
+    names: Sequence[str] = ("f32", *OF_LIBRARY),
 ) -> tuple[Any, dict[str, Any]]:
     """Returns the inputs and, by program, the values and gradients, of all samples."""
     transforms: dict[str, Transform] = {
@@ -136,8 +142,8 @@ def run(
         "products": amp.recipe("OD", half_dtype=dtype).autocast,
     }
     runs = {}
-    for name, transform in transforms.items():
-        program = transform(idiom.fn)
+    for name in names:
+        program = transforms[name](idiom.fn)
         if idiom.turns:
             program = in_turns(program, idiom.turns)
         runs[name] = with_gradient(program, idiom.grad)
@@ -178,6 +184,7 @@ def kept_leaves(idiom: Idiom, dtype: str) -> list[Leaf]:
         lambda: run(idiom, dtype, None),
         lambda found: compared(idiom, dtype, *found),
         modules_of(idiom),
+        of_library=lambda: run(idiom, dtype, None, OF_LIBRARY),
     )
     return [Leaf(*each) for each in rows]
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-import jmp_amp as amp
 from jmp_amp.plan.dataflow.dead_code import without_dead_code
-from jmp_amp.plan.planner import plan_program
 from jmp_amp.plan.program import binding, jaxprs, source_code
 from tests.idioms.table import IDIOMS
 from tests.idioms.test_idioms import by_default
 from tests.measures import HALF
+from tests.plan import once
+
+pytestmark = once.one_process
 
 READERS = {
     "a product": lambda v: jnp.tanh(v.reshape(1, -1) @ jnp.ones((v.size, 2))),
@@ -109,26 +110,13 @@ def dtypes(plan, path=()):
     return found
 
 
-def plans(idiom, dtype, seed):
-    """The plan of an idiom, and that of the idiom with dead readers."""
-    rng = np.random.default_rng(seed)
-    args = jax.tree.map(jnp.asarray, (idiom.params(rng), idiom.inputs(rng)))
-    leaves, tree = jax.tree.flatten(args)
-    policy = amp.get_policy(f"mixed_{dtype}")
-
-    def flat(*leaves):
-        return jax.tree.leaves(idiom.fn(*jax.tree.unflatten(tree, leaves)))
-
-    closed = binding.trace(flat, leaves)
-    inputs, outputs = ([None] * len(v) for v in (leaves, closed.jaxpr.outvars))
-    return [
-        plan_program(without_dead_code(each), policy, inputs, outputs)
-        for each in (closed, disturbed(closed, rng, {}))
-    ]
-
-
 def check(name, dtype, seed):
-    before, after = plans(IDIOMS[name], dtype, seed)
+    closed = once.traced(name).closed
+    disturbed_too = without_dead_code(
+        disturbed(closed, np.random.default_rng(seed), {})
+    )
+    before = once.planned(name, dtype)
+    after = once.plan_of(disturbed_too, dtype)
     kept, found = dtypes(before), dtypes(after)
     assert kept.keys() <= found.keys()
     assert not [(each, found[key]) for key, each in kept.items() if each != found[key]]

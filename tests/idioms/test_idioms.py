@@ -1,8 +1,8 @@
 """Every idiom: a policy is at most twice as wrong as its products alone, and 4 eps.
 
 Spellings of one program stand together in their file. By default every sixth idiom
-runs, in one dtype; the slow tests run all, and every third in both. `python -m
-tests.idioms` runs all in both and prints the errors.
+runs; the slow tests run all, each in one dtype. `python -m tests.idioms` runs all in
+both and prints the errors.
 """
 
 import math
@@ -12,18 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jmp_amp as amp
 from tests.idioms import measure
 from tests.idioms.expected import EXPECTED, NOTHING_IN_HALF
-from tests.idioms.row import Idiom
 from tests.idioms.table import IDIOMS
-from tests.measures import HALF, matmuls
+from tests.measures import HALF
+from tests.plan import once
+
+# The lookups are of activations, which products made in half precision.
+LOOKUPS_OF_ACTIVATIONS = ("hub_of_a_graph", "hub_before_a_layer")
 
 each_half = pytest.mark.parametrize("dtype", HALF)
-
-
-def wrong(idiom: Idiom, dtype: str) -> list[measure.Leaf]:
-    return [leaf for leaf in measure.kept_leaves(idiom, dtype) if not leaf.is_right]
 
 
 def rounded(tree, dtype):
@@ -33,42 +31,47 @@ def rounded(tree, dtype):
 
 def by_default(number: int) -> str | None:
     """The dtype in which an idiom runs by default, if it does."""
-    return None if number % 6 else HALF[number // 6 % 2]
+    return None if number % 6 else dtype_of(number)
 
 
-def dtypes(number: int) -> tuple[str, ...]:
-    """The dtypes in which an idiom runs in the slow tests."""
-    return HALF if number % 3 == 0 else (HALF[number % 2],)
+def dtype_of(number: int) -> str:
+    """The dtype in which an idiom runs in the slow tests."""
+    return HALF[(number if number % 6 else number // 6) % 2]
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
         pytest.param(
-            *(name, dtype),
-            marks=[pytest.mark.slow] * (dtype != by_default(number)),
+            *(name, dtype_of(number)),
+            marks=[pytest.mark.slow] * (by_default(number) is None),
         )
         for number, name in enumerate(IDIOMS)
-        for dtype in dtypes(number)
         if name not in EXPECTED
     ],
 )
 def test_idiom_is_at_most_twice_as_wrong_as_its_products_alone(name, dtype):
-    assert not wrong(IDIOMS[name], dtype)
+    leaves = measure.kept_leaves(IDIOMS[name], dtype)
+    assert all(leaf.is_right for leaf in leaves)
+    if IDIOMS[name].field == "lookups" and name not in LOOKUPS_OF_ACTIVATIONS:
+        # Products alone are given what they read of a table after the lookup.
+        eps = float(jnp.finfo(dtype).eps)
+        assert max(leaf.products for leaf in leaves) <= 4 * eps
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPECTED)
 def test_idiom_that_is_expected_to_be_wrong_still_is(name):
-    assert any(wrong(IDIOMS[name], dtype) for dtype in HALF), "take it off the list"
+    found = [measure.kept_leaves(IDIOMS[name], dtype) for dtype in HALF]
+    wrong = [leaf for leaves in found for leaf in leaves if not leaf.is_right]
+    assert wrong, "take it off the list"
 
 
+@once.one_process
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [i.name for i in IDIOMS.values() if not i.f32])
 def test_idiom_has_a_product_in_half(name):
-    idiom, rng = IDIOMS[name], np.random.default_rng(0)
-    args = jax.tree.map(jnp.asarray, (idiom.params(rng), idiom.inputs(rng)))
-    in_half = [m.operands[0] for m in matmuls(amp.autocast(idiom.fn), *args)]
+    in_half = [reads[0] for reads in once.products(once.planned(name, "bfloat16"))]
     assert ("bfloat16" not in in_half) == (name in NOTHING_IN_HALF)
 
 

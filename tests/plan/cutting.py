@@ -85,11 +85,16 @@ def decided(program: Program, policy: str) -> Rows:
     jaxpr = jaxprs.body_of(program.closed).jaxpr
     inputs, outputs = [None] * len(jaxpr.invars), [None] * len(jaxpr.outvars)
     plan = plan_program(program.closed, amp.get_policy(policy), inputs, outputs)
+    return decided_in(plan, program.names)
+
+
+def decided_in(plan: Any, names: dict[core.Var, Name]) -> Rows:
+    """Returns what a plan says of each equation that has a name."""
     rows: Rows = {}
 
     def read(plan: Any, path: Name) -> None:
         for planned, eqn in zip(plan.equations, plan.body.jaxpr.eqns, strict=True):
-            name = path + _name_of(eqn, program.names)
+            name = path + _name_of(eqn, names)
             if not planned.bodies and name != path:
                 # One that is left as it is computes in the dtype of its results.
                 dtype = planned.dtype or next(filter(None, planned.yields), None)

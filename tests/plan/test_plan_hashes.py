@@ -19,19 +19,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jmp_amp.plan.plan import Plan
 from jmp_amp.policies.policy_map import as_policy_map
 from jmp_amp.transform.planned import planned_call
 from tests import kept, zoo
-from tests.idioms.row import Idiom
 from tests.idioms.table import IDIOMS
-from tests.loops.table import LOOPS
 from tests.measures import HALF
+from tests.plan import once
 
 FILE = Path(__file__).parents[1] / "plan_hashes.json"
 VERSIONS = {name: importlib.metadata.version(name) for name in ("jax", "flax")}
@@ -39,26 +35,31 @@ WRITE = (
     'PLAN_HASHES=write python -m pytest -m "slow or not slow" '
     "tests/plan/test_plan_hashes.py"
 )
-Args = tuple[Any, ...]
 
 
-def of_idiom(idiom: Idiom) -> tuple[Callable[..., Any], Args]:
-    rng = np.random.default_rng(0)
-    args = (idiom.params(rng), idiom.inputs(rng))
-    return idiom.fn, jax.tree.map(jnp.asarray, args)
+def plan_of_call(fn: Callable[..., Any], args: Any, policy: str) -> Plan:
+    policies = as_policy_map(policy, "plan_hashes({})")
+    with planned_call(fn, policies, args, {}, "plan_hashes", None) as call:
+        return call.plan
 
 
-def of_case(case: zoo.case.Case) -> tuple[Callable[..., Any], Args]:
-    return case.loss, case.abstract()
+def of_case(case: zoo.case.Case, dtype: str) -> Plan:
+    return plan_of_call(case.loss, case.abstract(), f"mixed_{dtype}")
 
 
-Maker = Callable[[], tuple[Callable[..., Any], Args]]
-PROGRAMS: dict[str, dict[str, Maker]] = {
-    "idioms": {name: functools.partial(of_idiom, i) for name, i in IDIOMS.items()},
-    "loops": {n: functools.partial(of_idiom, each.idiom) for n, each in LOOPS.items()},
+# By group, and by the name of a program: half dtype -> its plan. Models are traced in
+# the process of their other tests.
+PROGRAMS: dict[str, dict[str, Callable[[str], Plan]]] = {
+    "idioms": {f"idioms: {n}": functools.partial(once.planned, n) for n in IDIOMS},
+    "loops": {n: functools.partial(once.planned, n) for n in once.LOOP_NAMES.values()},
     **{
-        room: {" ".join(name): functools.partial(of_case, c) for name, c in all.items()}
-        for room, all in (("zoo", zoo.CASES), ("shapes", zoo.SHAPES))
+        model: {
+            f"{room}: {model} {name}": functools.partial(of_case, case)
+            for room, cases in (("zoo", zoo.CASES), ("shapes", zoo.SHAPES))
+            for (of_model, name), case in cases.items()
+            if of_model == model
+        }
+        for model in zoo.MODELS
     },
 }
 
@@ -80,10 +81,8 @@ def rows(plan: Plan, path: tuple[int, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield (path, block.start, block.stop, kept, sorted(block.recomputed))
 
 
-def digest(fn: Callable[..., Any], args: Args, policy: str) -> str:
-    policies = as_policy_map(policy, "plan_hashes({})")
-    with planned_call(fn, policies, args, {}, "plan_hashes", None) as call:
-        return kept.digest("\n".join(map(str, rows(call.plan))))
+def digest(plan: Plan) -> str:
+    return kept.digest("\n".join(map(str, rows(plan))))
 
 
 def written() -> dict[str, Any]:
@@ -99,34 +98,49 @@ def is_writing() -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("room", PROGRAMS)
-def test_plans_are_those_whose_hashes_are_kept(room):
+@pytest.mark.parametrize(
+    "group",
+    [
+        *(pytest.param(each, marks=once.one_process) for each in ("idioms", "loops")),
+        *(pytest.param(m, marks=pytest.mark.xdist_group(m)) for m in zoo.MODELS),
+    ],
+)
+def test_plans_are_those_whose_hashes_are_kept(group):
     if not is_writing() and written()["versions"] != VERSIONS:
         pytest.skip(f"the hashes were written with {written()['versions']}")
-    moved = []
-    for name, program in PROGRAMS[room].items():
-        fn, args = program()
-        found = {dtype: digest(fn, args, f"mixed_{dtype}") for dtype in HALF}
+    moved, programs = [], written()["programs"]
+    for name, plan in PROGRAMS[group].items():
+        found = {dtype: digest(plan(dtype)) for dtype in HALF}
         if is_writing():
-            kept.keep(f"{room}: {name}", found, VERSIONS, FILE)
-        elif written()["programs"].get(f"{room}: {name}") != found:
+            kept.keep(name, found, VERSIONS, FILE)
+        elif programs.get(name) != found:
             moved.append(name)
     assert not moved, f"plans moved: {', '.join(moved)}. If they were meant to: {WRITE}"
 
 
 def test_hashes_are_kept_of_the_programs_that_there_are():
-    names = {f"{room}: {name}" for room, all in PROGRAMS.items() for name in all}
+    names = {name for programs in PROGRAMS.values() for name in programs}
     assert is_writing() or written()["programs"].keys() == names
 
 
-@pytest.mark.parametrize("room", PROGRAMS)
+@pytest.mark.parametrize("room", ["zoo", "idioms", "loops"])
 def test_hash_tells_plans_apart_and_is_the_same_for_each_trace(room):
-    fn, args = PROGRAMS[room][min(PROGRAMS[room])]()
+    if is_model := room == "zoo":
+        case = zoo.CASES["mlp", "small"]
+        fn, args = case.loss, case.abstract()
+    else:
+        name = min(IDIOMS if room == "idioms" else once.LOOP_NAMES.values())
+        fn, args = once.drawn(name)
     policies = ["mixed_bfloat16", "mixed_float16", "float32"]
-    hashes = [digest(fn, args, policy) for policy in policies]
+    hashes = [digest(plan_of_call(fn, args, policy)) for policy in policies]
     assert len(set(hashes)) == len(policies)
 
     def same(*args):
         return fn(*args)
 
-    assert [digest(same, args, policy) for policy in policies] == hashes
+    again = [digest(plan_of_call(same, args, policy)) for policy in policies]
+    assert again == hashes
+    # Of a program without modules it is that of the jaxpr alone.
+    if not is_model:
+        plans = [once.planned(name, dtype) for dtype in HALF]
+        assert list(map(digest, plans)) == hashes[:2]

@@ -21,7 +21,7 @@ import jmp_amp as amp
 from examples.benchmarks import collectives
 from jmp_amp.plan.program import cpu_target
 from jmp_amp.plan.program.cpu_target import Cpu
-from tests import h100
+from tests import h100, kept
 from tests.programs import dtypes_of
 
 HALF, REDUCED = "p=f32,c=bf16,o=f32", "p=f32,c=bf16,o=f32,r=f32"
@@ -605,39 +605,43 @@ def test_products_of_a_cpu(argnum, monkeypatch):
 # What eight H100s would send each other
 
 
-@functools.cache
-def step_for_8(layout, policy):
-    return collectives.compiled(layout, policy, collectives.GPT(256, layers=2))
+def step_for_8(layout, policy, stored="f32"):
+    """What is read of a step: what is sent, and the dtypes of its products."""
+
+    def read(program):
+        operands = {gemm.operands for gemm in h100.gemms(program)}
+        return {"sent": collectives.sent(program), "operands": sorted(operands)}
+
+    model, is_half = collectives.GPT(256, layers=2), stored == "half"
+    found = kept.compiled_figures(
+        f"GPT for 8 by {layout}, of {stored}, {policy}",
+        lambda: collectives.compiled(layout, policy, model, is_half),
+        read,
+    )
+    return collectives.Sent(*found["sent"]), found["operands"]
 
 
-@h100.needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "matmul"),
     [("data", ""), ("rows", ""), ("columns", ""), ("data", ",m=fp8")],
 )
 def test_devices_add_up_f32_and_gather_half(layout, matmul):
-    half, found = (step_for_8(layout, f"{each}{matmul}") for each in (HALF, REDUCED))
-    before, after = map(collectives.sent, (half, found))
+    steps = [step_for_8(layout, f"{each}{matmul}") for each in (HALF, REDUCED)]
+    (before, operands), (after, same_operands) = steps
     assert before.reduced["bf16"] > 2**17
     assert set(after.reduced) == {"f32"}
     assert after.gathered == before.gathered
     assert after.temp <= 1.6 * before.temp
-    operands = [{gemm.operands for gemm in h100.gemms(each)} for each in (half, found)]
-    assert operands[0] == operands[1]
+    assert operands == same_operands
     eights = {"f8e4m3fn", "f8e5m2"} if matmul else set()
-    assert {d for each in operands[1] for d in each} == {"bf16", *eights}
+    assert {d for each in operands for d in each} == {"bf16", *eights}
 
 
-@h100.needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["data", "rows"])
 def test_devices_add_up_f32_gradients_of_weights_that_are_half(layout):
-    model = collectives.GPT(256, layers=2)
-    before, after = (
-        collectives.sent(collectives.compiled(layout, policy, model, True))
-        for policy in (HALF, REDUCED)
-    )
+    before, after = (step_for_8(layout, p, "half")[0] for p in (HALF, REDUCED))
     assert before.reduced["bf16"] > 2**17
     assert set(after.reduced) == {"f32"}
     assert after.gathered == before.gathered

@@ -5,8 +5,9 @@ depth, and the turns of their loops are written out, see `cutting`. Every produc
 every equation that is f32 for its own sake, keeps its dtype. In calls and branches the
 other equations keep theirs too: there a value is handed on as it is.
 
-By default each idiom is cut in one way. The slow tests cut all in all ways; what they
-find is `EXPECTED`, no more and no less.
+Each idiom is cut in one way, some by default. The slow tests cut each program into
+calls and branches of all kinds, side by side and one in the other, and then into turns
+of all kinds; what they find is `EXPECTED`, no more and no less.
 """
 
 import functools
@@ -30,7 +31,10 @@ from tests.idioms.table import IDIOMS
 from tests.measures import HALF
 from tests.plan import cutting
 from tests.plan.cutting import Program, Row
+from tests.plan.once import one_process, plan_of, planned, products, traced
 from tests.programs import equations
+
+pytestmark = one_process
 
 # What must still be mended: the reason, and the ids of the tests that show it. With
 # another JAX a program has other equations, and random cuts fall elsewhere in it.
@@ -44,6 +48,9 @@ EXPECTED: dict[str, str] = {
     """,
     "a carry that nobody reads begins with zeros: its product is one of constants": """
         physics_informed_loss-carry-bfloat16
+    """,
+    "what a branch reads of another one is not seen to be read in f32 alone": """
+        top_k_and_a_threshold-calls-float16
     """,
     "a product of the first turn is not seen to be solved in the next one": """
         kalman_filter-unrolled-bfloat16 kalman_filter-unrolled-float16
@@ -102,6 +109,17 @@ def cuts(way: cutting.Way, *longest: int) -> Change:
     return cut
 
 
+def mixed(ways: tuple[cutting.Way, ...], *longest: int) -> Change:
+    """The same, each run in one of the ways."""
+
+    def cut(program: Program, rng: Any) -> Program:
+        return cuts(lambda piece: ways[rng.integers(len(ways))](piece), *longest)(
+            program, rng
+        )
+
+    return cut
+
+
 CALLS: dict[str, Change] = {
     "jit": cuts(jax.jit, 6),
     "checkpoint": cuts(jax.checkpoint, 6),
@@ -123,7 +141,13 @@ ORDERS: dict[str, Change] = {
     "exchanged": lambda program, rng: cutting.exchanged(program),
 }
 CUTS = CALLS | TURNS
-CHANGES = CUTS | LOOPS | ORDERS
+MIXED: dict[str, Change] = {
+    "calls": mixed((jax.jit, jax.checkpoint, cutting.in_branches), 48, 6),
+    "turns": mixed(tuple(cutting.TURNS.values()), 12),
+}
+CHANGES = CUTS | LOOPS | ORDERS | MIXED
+# In these every equation keeps its dtype.
+IN_PLACE = {*CALLS, *ORDERS, "calls"}
 
 
 def is_strict(row: Row) -> bool:
@@ -133,18 +157,8 @@ def is_strict(row: Row) -> bool:
 
 
 @functools.cache
-def traced(name: str) -> Program:
-    if name in IDIOMS:
-        idiom, rng = IDIOMS[name], np.random.default_rng(0)
-        args = jax.tree.map(jnp.asarray, (idiom.params(rng), idiom.inputs(rng)))
-        return cutting.traced(idiom.fn, *args)
-    case = zoo.CASES[name, "small"]
-    return cutting.traced(case.loss, *case.abstract())
-
-
-@functools.cache
 def before(name: str, dtype: str) -> cutting.Rows:
-    return cutting.decided(traced(name), f"mixed_{dtype}")
+    return cutting.decided_in(planned(name, dtype), traced(name).names)
 
 
 def moved(name: str, way: str, dtype: str) -> list[tuple[Row, Row]]:
@@ -159,7 +173,7 @@ def moved(name: str, way: str, dtype: str) -> list[tuple[Row, Row]]:
     found = []
     for key, rows in was.items():
         strict = any(map(is_strict, rows | now[key]))
-        if way not in CALLS and way not in ORDERS and not strict:
+        if way not in IN_PLACE and not strict:
             continue
         first = sorted(rows, key=str)[0]
         if not strict and (first.primitive, first.reason) in AT_BORDERS:
@@ -184,6 +198,10 @@ def case(*values: str, slow: bool = False) -> Any:
     return pytest.param(*values, id=name, marks=marks)
 
 
+def is_cut(each: str) -> bool:
+    return each.split("-")[1] in CUTS and each.split("-")[0] in IDIOMS
+
+
 def names_with(pattern: str) -> list[str]:
     """The idioms whose text has a pattern in it."""
     return [n for n, i in IDIOMS.items() if re.search(pattern, inspect.getsource(i.fn))]
@@ -201,7 +219,9 @@ WITH_BRANCHES = names_with(r"lax\.(cond|switch)\(")
             slow=number % 4 > 0,
         )
         for number, name in enumerate(IDIOMS)
-    ],
+    ]
+    # What is found in other ways.
+    + [case(*each.split("-"), slow=True) for each in ids(EXPECTED) if is_cut(each)],
 )
 def test_idiom_in_pieces_has_the_same_plan(name, way, dtype):
     assert not moved(name, way, dtype)
@@ -232,10 +252,6 @@ def test_model_in_pieces_has_the_same_plan(name, way, dtype):
     assert not moved(name, way, dtype)
 
 
-# The others differ from these in few plans; each is tried in one dtype.
-IN_BOTH = ("jit", "branches", *LOOPS, *ORDERS)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(
     bool(EXPECTED) and not SAME_CUTS, reason="what is expected, JAX 0.10 has found"
@@ -243,9 +259,9 @@ IN_BOTH = ("jit", "branches", *LOOPS, *ORDERS)
 @pytest.mark.parametrize(
     ("way", "dtype"),
     [
-        (way, dtype)
-        for i, way in enumerate(CHANGES)
-        for dtype in (HALF if way in IN_BOTH else HALF[i % 2 :][:1])
+        *((way, dtype) for way in ("calls", *LOOPS, *ORDERS) for dtype in HALF),
+        # Of these only products and pinned equations keep their dtypes.
+        ("turns", "bfloat16"),
     ],
 )
 def test_every_program_changed_in_each_way_has_the_same_plan(way, dtype):
@@ -308,26 +324,20 @@ def test_changed_program_is_another_one_with_the_same_values(way):
 # vmap
 
 
-def products(fn: Callable[..., Any], *args: Any) -> list[str]:
-    """The dtypes of the factors of each product of a function, in their order."""
-    return [
-        " ".join(v.aval.dtype.name for v in eqn.invars[:2])
-        for eqn in equations(jax.make_jaxpr(fn)(*args))
-        if eqn.primitive.name in PRODUCTS
-    ]
-
-
 MAPPED = {name: HALF[i // 8 % 2] for i, name in enumerate(IDIOMS)}
 
 
 def moved_by_vmap(name: str, dtype: str) -> bool:
     """Whether a product has another dtype if `vmap` is inside."""
-    idiom, rng = IDIOMS[name], np.random.default_rng(0)
-    params, inputs = jax.tree.map(jnp.asarray, (idiom.params(rng), idiom.inputs(rng)))
-    inputs = jax.tree.map(lambda x: jnp.stack([x, x]), inputs)
-    outside = jax.vmap(amp.autocast(idiom.fn, f"mixed_{dtype}"), (None, 0))
-    inside = amp.autocast(jax.vmap(idiom.fn, (None, 0)), f"mixed_{dtype}")
-    return products(outside, params, inputs) != products(inside, params, inputs)
+    closed, idiom = traced(name).closed, IDIOMS[name]
+    params = len(jax.tree.leaves(idiom.params(np.random.default_rng(0))))
+    axes = [None if i < params else 0 for i in range(len(closed.in_avals))]
+    args = [
+        jax.ShapeDtypeStruct(a.shape if axis is None else (2, *a.shape), a.dtype)
+        for a, axis in zip(closed.in_avals, axes, strict=True)
+    ]
+    inside = cutting.traced(jax.vmap(core.jaxpr_as_fun(closed), axes), *args)
+    return products(planned(name, dtype)) != products(plan_of(inside.closed, dtype))
 
 
 @pytest.mark.parametrize(
@@ -628,10 +638,10 @@ def by_place(
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     rows = cutting.decided(cutting.traced(fn, *args), f"mixed_{dtype}")
     found: dict[Any, list[set[Row]]] = {}
-    for name, planned in rows.items():
-        primitive = next(iter(planned)).primitive
+    for name, of_name in rows.items():
+        primitive = next(iter(of_name)).primitive
         shape = () if primitive in PRODUCTS else name[-1].aval.shape
-        found.setdefault((primitive, shape), []).append(planned)
+        found.setdefault((primitive, shape), []).append(of_name)
     return found
 
 

@@ -64,6 +64,42 @@ class TestFigures:
         assert figures(scale) == {"casts": int(scale == 1), "read": 2}
         assert figures.file.read_text() == before
 
+    def test_a_program_that_compiles_by_itself_is_known_as_it_is_lowered(
+        self, tmp_path, monkeypatch
+    ):
+        monkeypatch.setenv("KEPT_FIGURES", "write")
+        read = []
+
+        def found(scale):
+            return kept.compiled_figures(
+                "it",
+                lambda: jax.jit(lambda x: x * scale).lower(X).compile(),
+                lambda program: read.append(program) or {"read": len(read)},
+                tmp_path / "figures.json",
+            )
+
+        scales = (1.0, 1.0, 2.0, 2.0)
+        assert [found(scale)["read"] for scale in scales] == [1, 1, 2, 2]
+
+    def test_a_program_without_the_library_is_known_by_its_code(
+        self, tmp_path, monkeypatch
+    ):
+        monkeypatch.setenv("KEPT_FIGURES", "write")
+        read = []
+
+        def found(*code):
+            return kept.figures(
+                "it",
+                lambda x: x * len(read),
+                X,
+                read=lambda program: read.append(program) or {"read": len(read)},
+                file=tmp_path / "figures.json",
+                made_by=code,
+            )
+
+        codes = ["x = 1", "x = 1  # one", "x = 2"]
+        assert [found(code)["read"] for code in codes] == [1, 1, 2]
+
     def test_figures_of_another_version_are_not_kept_beside_new_ones(
         self, figures, monkeypatch
     ):
@@ -184,6 +220,29 @@ class TestTrainings:
         assert errors(2.0, "write") == errors(2.0, "") == expected
         assert len(rows) == 1
         assert errors(3.0, "") == [["value", np.inf], ["gradient", 3.0]]
+
+    @pytest.mark.parametrize("has_part", [True, False])
+    def test_what_the_library_has_no_part_in_is_known_by_its_code(
+        self, tmp_path, monkeypatch, has_part
+    ):
+        monkeypatch.setenv("KEPT_FIGURES", "write")
+        source, ran = tmp_path / "zoo.py", []
+
+        def found(scale, code):
+            source.write_text(code)
+            of_library = lambda: jax.jit(lambda x: x * scale)(jnp.ones(3))  # noqa: E731
+            return kept.outcome(
+                "it",
+                lambda: ran.append(scale),
+                lambda _: len(ran),
+                [],
+                tmp_path / "errors.json",
+                [source],
+                of_library if has_part else kept.nothing,
+            )
+
+        runs = [(2.0, "x = 1"), (2.0, "x = 1"), (3.0, "x = 1"), (3.0, "x = 2")]
+        assert [found(*each) for each in runs] == [1, 1, 1 + has_part, 2 + has_part]
 
     def test_prose_of_the_source_does_not_count(self, training, monkeypatch):
         def source(prose, code):

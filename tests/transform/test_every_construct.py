@@ -7,6 +7,8 @@ import pytest
 from jax import lax
 
 import jmp_amp as amp
+from jmp_amp.policies.policy_map import as_policy_map
+from jmp_amp.transform.planned import planned_call
 from tests.constructs import ROWS, rows
 from tests.programs import dtypes_of, equations, products
 from tests.rounding import (
@@ -42,9 +44,18 @@ BY_HALF = {
 
 @pytest.mark.slow
 def test_what_depends_on_which_half_it_is_is_compared_in_both():
+    def dtypes(plan):
+        for row in plan.equations:
+            yield "half" if row.dtype in half else row.dtype
+            for body in row.bodies:
+                yield from dtypes(body)
+
     def plan(loss, policy):
-        dtypes = [row.dtype for row in amp.explain(loss, policy)(W).equations]
-        return ["half" if dtype in ("f16", "bf16") else dtype for dtype in dtypes]
+        policies = as_policy_map(policy, "plan({})")
+        with planned_call(loss, policies, (W,), {}, "plan", None) as call:
+            return list(dtypes(call.plan))
+
+    half = [jnp.dtype(half_of(policy)) for policy in POLICIES]
 
     plans = {name: [plan(r.loss, p) for p in POLICIES] for name, r in ROWS.items()}
     differing = {name for name, (first, second) in plans.items() if first != second}

@@ -16,7 +16,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jmp_amp as amp
-from tests import h100, measures
+from tests import h100, kept, measures
 from tests.programs import dtypes_of, equations, products
 from tests.rounding import BF16, F16
 from tests.transform.flax_models import F32, NnxBlock, NnxNet, NnxWideBlock
@@ -582,23 +582,16 @@ def test_on_an_h100_a_step_needs_no_more_memory_than_by_hand(name):
 @pytest.mark.slow
 @each_zoo_model
 def test_gradient_is_as_close_to_float64_as_by_hand(name, dtype):
-    case = zoo_case(name, "small")
-    sample = jax.jit(case.sample)
-    samples = [sample(jax.random.key(seed)) for seed in range(15)]
-    references = measures.float64_gradients(
-        compare_precision.with_state(case.loss), samples
+    case, programs = zoo_case(name, "small"), ("autocast", "twin")
+    found = kept.outcome(
+        f"nnx {name} {dtype}",
+        lambda: [compare_precision.gradients(case, dtype, p, 15) for p in programs],
+        lambda found: list(map(compare_precision.gradient_errors, found)),
+        [compare_precision, measures],
     )
-    errors = {}
-    for program in ("autocast", "twin"):
-        loss = compare_precision.program_loss(case, dtype, program)
-        gradient = measures.gradient(compare_precision.with_state(loss), dtype)
-        errors[program] = [
-            measures.relative_error(gradient(*each), reference)
-            for each, reference in zip(samples, references, strict=True)
-        ]
+    errors = dict(zip(programs, found, strict=True))
     assert np.isfinite(errors["autocast"]).all()
     found = measures.compare(errors["autocast"], errors["twin"])
-    print(name, dtype, found)
     assert found.p_worse > 0.01, found
 
 

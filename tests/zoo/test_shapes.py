@@ -6,7 +6,6 @@ What is compiled for an H100 is kept, see `tests/kept.py`.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -15,6 +14,8 @@ import pytest
 from benchmarks import compare_precision
 
 from tests import measures, zoo
+from tests.zoo import as_traced
+from tests.zoo.as_traced import Traced
 from tests.zoo.on_h100 import bytes_of_digits, kept_figures
 from tests.zoo.shapes import unbatched
 
@@ -46,22 +47,19 @@ each_program = pytest.mark.parametrize(
     [
         pytest.param(
             *(model, shape, program),
-            marks=[pytest.mark.slow] * ((model, shape) not in TRACED_BY_DEFAULT),
+            marks=[
+                pytest.mark.xdist_group(model),
+                *([pytest.mark.slow] * ((model, shape) not in TRACED_BY_DEFAULT)),
+            ],
         )
         for model, shape, program in PROGRAMS
     ],
 )
 
 
-@functools.cache
-def traced(
-    model: str, shape: str, program: str
-) -> tuple[list[compare_precision.Product], int]:
-    """Returns the products and the saved bytes of a program in bf16."""
-    case = zoo.SHAPES[model, shape]
-    loss = compare_precision.program_loss(case, "bfloat16", program)
-    found = compare_precision.traced(loss, case)
-    return compare_precision.traced_products(found.jaxpr), found.saved_bytes
+def traced(model: str, shape: str, program: str) -> Traced:
+    name, case = f"zoo {model}, {shape}", zoo.SHAPES[model, shape]
+    return as_traced.traced(name, case, "bfloat16", program)
 
 
 def test_every_model_has_three_shapes():
@@ -72,12 +70,12 @@ def test_every_model_has_three_shapes():
 
 @each_program
 def test_products_are_half_and_no_more_is_saved_than_by_hand(model, shape, program):
-    ours, saved = traced(model, shape, program)
-    by_hand, saved_by_hand = traced(model, shape, "twin")
-    missing = compare_precision.missing_products(ours, by_hand)
+    ours, by_hand = traced(model, shape, program), traced(model, shape, "twin")
+    missing = compare_precision.missing_products(ours.products, by_hand.products)
     assert not missing, list(map(str, missing))
-    assert sum(p.in_half for p in ours) >= sum(p.in_half for p in by_hand)
-    assert saved <= saved_by_hand
+    in_half = [sum(p.in_half for p in each.products) for each in (ours, by_hand)]
+    assert in_half[0] >= in_half[1]
+    assert ours.saved_bytes <= by_hand.saved_bytes
 
 
 @pytest.mark.slow
