@@ -173,12 +173,7 @@ MARKED = {
 
 # Whatever the policy, the marking is the same.
 each_policy = pytest.mark.parametrize(
-    "policy",
-    [
-        "mixed_bfloat16",
-        pytest.param("mixed_float16", marks=pytest.mark.slow),
-        pytest.param("float32", marks=pytest.mark.slow),
-    ],
+    "policy", ["mixed_bfloat16", pytest.param("float32", marks=pytest.mark.slow)]
 )
 
 

@@ -72,11 +72,14 @@ def alone(name):
     return diagnosed, diagnosed(w, x), w, x
 
 
-slow = [pytest.param(name, marks=pytest.mark.slow) for name in ("scan", "cond")]
-
-
-@pytest.mark.parametrize("axes", AXES)
-@pytest.mark.parametrize("name", ["while", *slow])
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        *(("while", axes) for axes in AXES),
+        pytest.param("scan", "auto", marks=pytest.mark.slow),
+        pytest.param("cond", "explicit", marks=pytest.mark.slow),
+    ],
+)
 def test_sharded_arrays_have_the_figures_of_whole_ones(name, axes):
     diagnosed, whole, w, x = alone(name)
     mesh = jax.make_mesh((4, 2), ("data", "model"), (AXES[axes],) * 2)
@@ -114,15 +117,16 @@ def test_tune_measures_sharded_arrays(axes):
     assert found.error <= 1e-6 < error
 
 
+def chosen(w, h):
+    return jax.lax.cond(jnp.sum(w) > 1e6, jnp.negative, jax.checkpoint(jnp.abs), h)
+
+
 # Programs whose inside the compiler may shard as it likes, on a mesh that is explicit.
 INSIDE = {
     "product": lambda w, x: jnp.abs(x @ w),
-    "scan": lambda w, x: jax.lax.scan(
-        lambda h, _: (h - 1.0, jnp.abs(h)), x @ w, None, 3
+    "cond in a scan": lambda w, x: jax.lax.scan(
+        lambda h, _: (h - 1.0, chosen(w, h)), x @ w, None, 3
     )[1].sum(0),
-    "cond": lambda w, x: jax.lax.cond(
-        jnp.sum(w) > 1e6, jnp.negative, jax.checkpoint(jnp.abs), x @ w
-    ),
     "while": lambda w, x: jax.lax.while_loop(
         lambda s: s[0] < 2, lambda s: (s[0] + 1, jnp.abs(s[1])), (0, x @ w)
     )[1],
@@ -134,8 +138,7 @@ INSIDE = {
     [
         ("product", False),
         pytest.param("while", False, marks=pytest.mark.slow),
-        pytest.param("scan", True, marks=pytest.mark.slow),
-        pytest.param("cond", True, marks=pytest.mark.slow),
+        pytest.param("cond in a scan", True, marks=pytest.mark.slow),
     ],
 )
 def test_inside_of_auto_axes_the_figures_are_those_of_whole_arrays(name, is_loss):

@@ -453,13 +453,34 @@ def test_of_two_modules_that_would_do_the_cheaper_one_gets_f32():
 # A large model, and what cannot be
 
 
+class Twelve(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(12):
+            x = x + nn.tanh(nn.Dense(8, use_bias=False, name=f"layer_{i}")(x))
+        return x
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("bound", [1.4e-3])
-def test_a_gpt_of_twelve_layers_takes_few_compilations(bound):
-    case = gpt(64, 32, 4, 12, 2, 16, scanned=False)
+def test_twelve_layers_that_are_alike_take_few_compilations():
+    model = Twelve()
+    params = jax.jit(model.init)(jax.random.key(0), X)
+
+    def loss(params, x):
+        return jnp.mean(model.apply(params, x) ** 2)
+
+    tuning = amp.tune(loss, max_grad_error=8e-4)(params, X)
+    # One for each layer, and some more: not one for each map that could be.
+    assert 4 <= len(tuning.policy.entries) and tuning.compilations <= 16
+    assert_meets_its_bound_and_needs_every_entry(tuning, loss, params, X)
+
+
+@pytest.mark.slow
+def test_a_gpt_is_tuned():
+    case = gpt(64, 32, 4, 1, 2, 16, scanned=False)
     params, batch = jax.jit(case.sample)(jax.random.key(0))
-    tuning = amp.tune(case.loss, max_grad_error=bound)(params, batch)
-    assert tuning.compilations <= 40
+    tuning = amp.tune(case.loss, max_grad_error=6e-4)(params, batch)
+    assert tuning.error_before > 6e-4 and tuning.policy.entries
     assert_meets_its_bound_and_needs_every_entry(tuning, case.loss, params, batch)
 
 

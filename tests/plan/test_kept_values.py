@@ -1,8 +1,6 @@
 """What differentiation keeps under each word of `Policy.saved`; what it computes."""
 
-import collections
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +11,20 @@ from jax import lax
 
 import jmp_amp as amp
 from jmp_amp.plan.plan import Result
-from jmp_amp.plan.program import jaxprs
-from tests.kept import outcome
-from tests.measures import EXACTLY_AS_WRITTEN
+from tests.plan.distances import apart, exact
+from tests.plan.layers import (
+    LAYER,
+    TRANSFORMED,
+    autocast,
+    counted,
+    differentiated,
+    gated,
+    gelu_layer,
+    kept,
+    policy,
+    scanned,
+    unrolled,
+)
 from tests.programs import equations
 
 WORDS = ("all", "auto", "least")
@@ -24,160 +33,45 @@ X = jax.random.normal(jax.random.key(0), (ROWS, WIDTH))
 W = jax.random.normal(jax.random.key(1), (LAYERS, WIDTH, WIDTH)) / WIDTH**0.5
 
 
-def policy(word, half="bf16"):
-    return f"p=f32,c={half},o=f32,s={word}"
-
-
-def autocast(fn, word, half="bf16"):
-    return amp.autocast(fn, policy(word, half))
-
-
-def exact(fn, *args):
-    """Runs a function compiled so that f16 and bf16 are rounded where they are said."""
-    return jax.jit(fn, compiler_options=EXACTLY_AS_WRITTEN)(*args)
-
-
-def norm(x):
-    mean = jnp.mean(x, axis=-1, keepdims=True)
-    variance = jnp.mean((x - mean) ** 2, axis=-1, keepdims=True)
-    return (x - mean) * lax.rsqrt(variance + 1e-5)
-
-
-def gelu_layer(x, w):
-    return jax.nn.gelu(x @ w) @ w.T
-
-
-def attention(x, w):
-    h = norm(x)
-    scores = (h @ w) @ h.T
-    mask = jnp.tril(jnp.ones(scores.shape, bool))
-    weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
-    return x + weights @ (h @ w)
-
-
-def gated(x, w):
-    return x + (jax.nn.silu(x @ w) * jnp.tanh(x @ w.T)) @ w
-
-
-def rectified(x, w):
-    return jax.nn.relu(x @ w) @ w.T
-
-
-def dropout(x, w):
-    keep = jax.random.bernoulli(jax.random.key(3), 0.5, x.shape)
-    return jnp.where(keep, jnp.tanh(x @ w) * 2, 0) @ w
-
-
-def sorted_layer(x, w):
-    return jnp.sin(jnp.sort(x @ w, axis=-1)) @ w
-
-
-def looked_up(x, w):
-    # More than there are: to keep the rows takes less than to keep the lookup.
-    rows = jnp.arange(4 * ROWS) % ROWS
-    found = jnp.tanh((x @ w)[rows]).reshape(4, ROWS, WIDTH)
-    return jnp.sum(found * jnp.sin(found), axis=0) @ w
-
-
-def shared(x, w):
-    """`h` is read three times, by a chain that is made again and beside it."""
-    h = x @ w
-    return (h + jnp.tanh(h) * jnp.exp(-h * h)) @ w + jnp.sin(h)
-
-
-def activated_twice(x, w):
-    """`h` is read twice in each `silu`: the cotangents of all four are added up."""
-    h = x @ w
-    return (jax.nn.silu(h) @ w + jax.nn.silu(h) * jnp.sin(x)) @ w + jnp.tanh(h)
-
-
-def residual(x, w):
-    """The derivative of `tanh` uses its tangent twice, and `h` is read after it."""
-    h = x @ w
-    return jnp.tanh(h) @ w + h + jnp.sin(h)
-
-
-def branches(x, w):
-    return lax.cond(w[0, 0] > 0, gelu_layer, gated, x, w)
-
-
-def checkpointed(x, w):
-    return jax.checkpoint(gelu_layer)(x, w)
-
-
-LAYER = {
-    fn.__name__: fn
-    for fn in (
-        *(gelu_layer, attention, gated, rectified, dropout, sorted_layer, looked_up),
-        *(shared, activated_twice, residual, branches, checkpointed),
-    )
-}
-
-
-def unrolled(layer, w, x):
-    for each in w:
-        x = layer(x, each)
-    return jnp.mean(x.astype(jnp.float32) ** 2)
-
-
-def scanned(layer, w, x):
-    x, _ = lax.scan(lambda x, each: (layer(x, each), None), x, w)
-    return jnp.mean(x.astype(jnp.float32) ** 2)
-
-
-def jitted(layer, w, x):
-    """Too large to be written out: the user's own function."""
-    return unrolled(jax.jit(layer), w, x)
-
-
-FORMS = {"unrolled": unrolled, "scanned": scanned, "jitted": jitted}
-
-
-def apart(name, run):
-    """How far results are from the first ones: each array's most, and its largest.
-
-    Args:
-      name: in the file of kept figures.
-      run: returns a list of trees of arrays, all of one structure.
-    """
-
-    def read(found):
-        whole, *others = [
-            [np.asarray(x, np.float64) for x in jax.tree.leaves(each)] for each in found
-        ]
-        return [
-            [float(np.abs(x - y).max()), float(np.abs(y).max())]
-            for each in others
-            for x, y in zip(each, whole, strict=True)
-        ]
-
-    modules = {each: sys.modules[each] for each in (__name__, run.__module__)}
-    return outcome(f"apart {name}", run, read, [*modules.values()])
-
-
-@pytest.mark.parametrize(
+# A scan has a body, however many turns it has.
+WEIGHTS = {"unrolled": W[:2], "scanned": W, "jitted": W[:2]}
+every_program = pytest.mark.parametrize(
     ("layer", "form"),
     [
         *((layer, form) for layer in LAYER for form in ("unrolled", "scanned")),
         *((layer, "jitted") for layer in ("attention", "shared", "branches")),
     ],
 )
-def test_values_and_gradients_are_those_of_all_bit_for_bit(layer, form):
-    loss = functools.partial(FORMS[form], LAYER[layer])
 
+
+@every_program
+def test_values_and_gradients_are_those_of_all_bit_for_bit(layer, form):
     def run():
         return [
-            exact(jax.value_and_grad(autocast(loss, word), argnums=(0, 1)), W, X)
-            for word in WORDS
+            exact(differentiated(layer, form, word), WEIGHTS[form], X) for word in WORDS
         ]
 
     # XLA fuses an `exp` in f32 with other operations there, and vectorises it in other
     # ways: its last bits differ.
     rounding = 1e-6 if (layer, form) == ("shared", "scanned") else 0.0
-    found = apart(f"{layer} {form}", run)
-    assert len(found) == 3 * len(WORDS[1:])
-    for difference, largest in found:
+    are_near(apart(f"{layer} {form}", run), rounding)
+
+
+def are_near(found, rounding=0.0):
+    assert len(found) == len(WORDS[1:])
+    for difference, largest, _ in np.reshape(found, (-1, 3)):
         assert difference <= rounding * largest and largest > 0
+
+
+@every_program
+def test_nothing_dear_runs_twice(layer, form):
+    if layer == "checkpointed":
+        return  # the user's word
+    counts = [
+        counted(differentiated(layer, form, word), WEIGHTS[form], X) for word in WORDS
+    ]
+    assert counts[0]["dot_general"] > 0
+    assert counts[1] == counts[2] == counts[0]
 
 
 def phases(x, w):
@@ -192,32 +86,19 @@ def filtered(x, w):
 
 @pytest.mark.parametrize("layer", (phases, filtered))
 def test_complex_values_are_kept_as_all_keeps_them(layer):
-    def gradient(word):
-        loss = lambda w: jnp.sum(jnp.tanh(layer(X, w)) @ w[0])  # noqa: E731
-        return exact(jax.grad(autocast(loss, word)), W[0])
+    def loss(w):
+        return jnp.sum(jnp.tanh(layer(X, w)) @ w[0])
 
-    expected, *found = map(gradient, WORDS)
-    assert np.isfinite(expected).all() and np.any(expected)
-    for each in found:
-        np.testing.assert_array_equal(each, expected)
+    def run():
+        return [exact(jax.grad(autocast(loss, word)), W[0]) for word in WORDS]
 
-
-TRANSFORMED = {
-    "jvp": lambda f: lambda w: jax.jvp(f, (w,), (w,)),
-    "linearize": lambda f: lambda w: jax.linearize(f, w)[1](w),
-    "vmap outside": lambda f: jax.vmap(jax.grad(f), in_axes=1, out_axes=1),
-    "vmap inside": lambda f: jax.grad(lambda w: jnp.sum(jax.vmap(f, in_axes=1)(w))),
-    "in a checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
-    "in a scan": lambda f: (
-        lambda w: lax.scan(lambda c, _: (c - 0.1 * jax.grad(f)(c), None), w, length=2)[
-            0
-        ]
-    ),
-}
+    are_near(apart(f"complex {layer.__name__}", run))
 
 
-@pytest.mark.parametrize("name", TRANSFORMED)
-@pytest.mark.parametrize("layer", ["gelu_layer", "attention"])
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [*zip(TRANSFORMED, 3 * ["gelu_layer", "attention"], strict=True)],
+)
 def test_transformations_give_what_they_give_of_all(name, layer):
     # A dimension in front, for vmap.
     w = jnp.stack([W, 0.5 * W], axis=1)[:, :2]
@@ -234,7 +115,8 @@ def test_transformations_give_what_they_give_of_all(name, layer):
         ]
 
     found = apart(f"{layer} {name}", run)
-    assert found and all(difference == 0 for difference, _ in found)
+    assert len(found) == len(WORDS[1:])
+    assert all(difference == 0 for difference, *_ in np.reshape(found, (-1, 3)))
 
 
 @pytest.mark.parametrize("way", [jax.jacfwd, jax.jacrev])
@@ -242,34 +124,11 @@ def test_second_derivatives_are_those_of_all(way):
     def loss(w):
         return unrolled(gelu_layer, w[None], X)
 
-    found = [exact(way(jax.grad(autocast(loss, word))), W[0]) for word in WORDS]
-    for other in found[1:]:
-        assert np.linalg.norm(other - found[0]) < 0.01 * np.linalg.norm(found[0])
+    def run():
+        return [exact(way(jax.grad(autocast(loss, word))), W[0]) for word in WORDS]
 
-
-DEAR = ("dot_general", "sort", "gather", "random_bits", "scan", "while", "scatter-add")
-
-
-def counted(fn, *args):
-    names = (e.primitive.name for e in equations(jax.make_jaxpr(fn)(*args).jaxpr))
-    return {n: c for n, c in collections.Counter(names).items() if n in DEAR}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("layer", sorted(set(LAYER) - {"checkpointed"}))
-def test_nothing_dear_runs_twice(layer, form):
-    loss = functools.partial(FORMS[form], LAYER[layer])
-    counts = [counted(jax.grad(autocast(loss, word)), W, X) for word in WORDS]
-    assert counts[0]["dot_general"] > 0
-    assert counts[1] == counts[2] == counts[0]
-
-
-def kept(fn, *args):
-    """Returns the arrays that differentiation keeps, but arguments."""
-    traced = jax.make_jaxpr(lambda *xs: jax.tree.leaves(jax.vjp(fn, *xs)[1]))(*args)
-    jaxpr = traced.jaxpr
-    found = dict.fromkeys(v for v in jaxpr.outvars if isinstance(v, jaxprs.Var))
-    return [v.aval for v in found if v not in jaxpr.invars]
+    found = apart(f"second derivatives {way.__name__}", run)
+    assert [relative < 0.01 for ((_, _, relative),) in found] == [True] * 2
 
 
 def kept_bytes(fn, *args):
@@ -526,18 +385,13 @@ def test_a_sharded_program_has_the_gradients_of_all(inside):
     sharded = functools.partial(
         jax.shard_map, mesh=mesh, in_specs=specs, out_specs=specs[0]
     )
-    found = [
-        exact(
-            jax.grad(
-                autocast(sharded(loss), word)
-                if inside
-                else sharded(autocast(loss, word))
-            ),
-            W,
-            X,
-        )
-        for word in WORDS
-    ]
-    assert np.abs(found[0]).max() > 0
-    for other in found[1:]:
-        np.testing.assert_array_equal(other, found[0])
+
+    def gradient(word):
+        if inside:
+            return jax.grad(autocast(sharded(loss), word))
+        return jax.grad(sharded(autocast(loss, word)))
+
+    def run():
+        return [exact(gradient(word), W, X) for word in WORDS]
+
+    are_near(apart(f"sharded {inside}", run))

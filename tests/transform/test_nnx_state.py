@@ -17,10 +17,6 @@ BF16, F16 = "mixed_bfloat16", "mixed_float16"
 X = jax.random.normal(jax.random.key(0), (8, 16))
 ROUNDINGS = 16
 
-each_policy = pytest.mark.parametrize(
-    "policy", [BF16, pytest.param(F16, marks=pytest.mark.slow)]
-)
-
 
 def quick(names, *chosen):
     """Parameters of a test: all but the chosen ones are slow, all together."""
@@ -420,8 +416,10 @@ def test_a_module_ends_as_without_autocast_whatever_is_done_to_it(deed):
     assert_as_without_autocast(lambda amped, m: amped(deed)(m, X))
 
 
-# nnx.jit returns no strings and no booleans.
-JITTED = [name for name in DEEDS if name not in ("pass_on", "return_state")]
+# What is added, replaced, returned, written in place and taken out. The other deeds do
+# no more than these to what nnx.jit brings back.
+JITTED = ("set_up", "switch_modes", "replace_parts", "return_parts", "write_in_place")
+JITTED += ("pop_intermediates",)
 
 
 @pytest.mark.parametrize("deed", quick(JITTED, "set_up", "switch_modes"))
@@ -640,7 +638,6 @@ MODELS = {
     "containers": Containers,
     "no pytree": NoPytree,
     "cyclic": Cyclic,
-    "properties": Properties,
     "derived": Derived,
     "slots": lambda: Slots(3, rngs=nnx.Rngs(0)),
     "list": lambda: nnx.List([Net(), nnx.BatchNorm(16, rngs=nnx.Rngs(0))]),
@@ -661,7 +658,7 @@ def call_model(model, x):
 
 @pytest.mark.parametrize(
     "model",
-    quick(MODELS, *(MODELS.keys() - {"derived", "list", "sequential", "slots"})),
+    quick(MODELS, *(MODELS.keys() - {"list", "sequential", "slots"})),
 )
 def test_a_model_of_any_shape_ends_as_without_autocast(model):
     make = MODELS[model]
@@ -671,7 +668,11 @@ def test_a_model_of_any_shape_ends_as_without_autocast(model):
 
 
 @pytest.mark.parametrize(
-    "model", quick(MODELS, "shared", "no pytree", "cyclic", "lora")
+    "model",
+    quick(
+        ["shared", "no pytree", "cyclic", "lora", "containers", "derived", "marked"],
+        *("shared", "no pytree", "cyclic", "lora"),
+    ),
 )
 def test_a_split_model_of_any_shape_is_merged_inside(model):
     """The functional pattern: the description of the model closed over."""
@@ -699,15 +700,14 @@ def decoding():
     return attention
 
 
-@each_policy
-def test_a_decode_cache_is_written_step_by_step(policy):
+def test_a_decode_cache_is_written_step_by_step():
     tokens = X.reshape(2, 4, 16)
 
     def program(amped, attention):
         step = amped(lambda m, x: m(x))
         return [step(attention, tokens[:, i : i + 1]) for i in range(4)]
 
-    assert_as_without_autocast(program, policy, decoding)
+    assert_as_without_autocast(program, make=decoding)
 
 
 @pytest.mark.slow
@@ -810,14 +810,6 @@ class Layer(nnx.Module):
         return x + self.dropout(nnx.relu(self.norm(self.linear(x))))
 
 
-def through_scan(layers, x):
-    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-    def forward(layer, x):
-        return layer(x)
-
-    return forward(layers, x)
-
-
 def through_scan_of_remat(layers, x):
     @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
     @nnx.remat
@@ -834,9 +826,6 @@ def through_vmap(layers, x):
 INSIDE = {
     "jit": lambda m, x: nnx.jit(lambda m, x: m(x))(m, x),
     "remat": lambda m, x: nnx.remat(lambda m, x: m(x))(m, x),
-    "cond": lambda m, x: nnx.cond(
-        x[0, 0] < 9, lambda m, x: m(x), lambda m, x: 2 * m(x), m, x
-    ),
     "cond on one side": lambda m, x: nnx.cond(
         x[0, 0] < 9, lambda m, x: m(x), lambda m, x: x, m, x
     ),
@@ -848,9 +837,6 @@ INSIDE = {
         lambda carry: (carry[0] + 1, carry[1], carry[1](carry[2])),
         (jnp.int32(0), m, x),
     )[2],
-    "fori": lambda m, x: nnx.fori_loop(
-        0, 2, lambda i, carry: (carry[0], carry[0](carry[1])), (m, x)
-    )[1],
     "scan over data": lambda m, x: nnx.scan(
         lambda m, x: m(x[None])[0],
         in_axes=(nnx.StateAxes({...: nnx.Carry}), 0),
@@ -876,7 +862,6 @@ def test_nnx_transformations_inside_write_as_without_autocast(construct):
 
 
 THROUGH = {
-    "scan": through_scan,
     "scan of remat": through_scan_of_remat,
     "vmap": through_vmap,
 }
@@ -898,9 +883,6 @@ def of_layer(amped, transform):
 
 
 AROUND = {
-    "scan": lambda amped, m: nnx.scan(
-        amped(lambda layer, x: layer(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry
-    )(m, X),
     "vmap": lambda amped, m: nnx.vmap(
         amped(lambda layer, x: layer(x)), in_axes=(0, None), out_axes=0
     )(m, X),
@@ -946,10 +928,8 @@ def two(a, b, x):
 
 ONLY_HEAD = nnx.DiffState(0, nnx.All(nnx.Param, nnx.PathContains("head")))
 GRADIENTS = {
-    "grad": lambda amped, m: nnx.grad(amped(mean_square_of))(m, X),
     "value_and_grad": lambda amped, m: nnx.value_and_grad(amped(mean_square_of))(m, X),
     "has_aux": lambda amped, m: nnx.value_and_grad(amped(with_aux), has_aux=True)(m, X),
-    "argnums": lambda amped, m: nnx.grad(amped(second), argnums=1)(X, m),
     "two argnums": lambda amped, m: nnx.grad(amped(second), argnums=(0, 1))(X, m),
     "DiffState": lambda amped, m: nnx.grad(amped(mean_square_of), argnums=ONLY_HEAD)(
         m, X
@@ -1171,8 +1151,7 @@ def test_a_linen_module_in_nnx_ends_as_without_autocast():
 KEY = jax.random.key(3)
 
 
-@each_policy
-def test_an_nnx_module_in_linen_writes_as_without_autocast(policy):
+def test_an_nnx_module_in_linen_writes_as_without_autocast():
     class Outer(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -1186,8 +1165,8 @@ def test_an_nnx_module_in_linen_writes_as_without_autocast(policy):
         return model.apply(variables, x, mutable=True, rngs={"dropout": KEY})
 
     expected = apply(variables, X)
-    found = amp.autocast(apply, policy)(variables, X)
-    assert_close(values_of(found), values_of(expected), policy)
+    found = amp.autocast(apply, BF16)(variables, X)
+    assert_close(values_of(found), values_of(expected), BF16)
 
 
 def values_of(tree):

@@ -1,0 +1,54 @@
+"""How far compiled results are from one another, kept by the hash of this file too."""
+
+import sys
+
+import jax
+import numpy as np
+
+from tests.kept import outcome
+from tests.measures import EXACTLY_AS_WRITTEN
+
+
+def exact(fn, *args):
+    """Runs a function compiled so that f16 and bf16 are rounded where they are said."""
+    return jax.jit(fn, compiler_options=EXACTLY_AS_WRITTEN)(*args)
+
+
+def apart(name, run):
+    """How far results are from the first one: of each array of each, three figures.
+
+    They are the most that a number differs by, the largest number of the first, and the
+    norm of the difference by that of the first.
+
+    Args:
+      name: in the file of kept figures.
+      run: returns a list of trees of arrays, all of one structure.
+    """
+    return outcome(f"apart {name}", run, _distances, [sys.modules[__name__]])
+
+
+def apart_from_two(name, run):
+    """How far results are from the first one, and from the second one, as `apart`."""
+
+    def read(found):
+        return _distances(found), _distances(found[1:])
+
+    return outcome(f"apart {name}", run, read, [sys.modules[__name__]])
+
+
+def _distances(found):
+    whole, *others = [
+        [np.asarray(x, np.float64) for x in jax.tree.leaves(each)] for each in found
+    ]
+    return [
+        [
+            [float(np.abs(x - y).max()), float(np.abs(y).max()), relative(x, y)]
+            for x, y in zip(each, whole, strict=True)
+        ]
+        for each in others
+    ]
+
+
+def relative(found, expected):
+    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
