@@ -107,6 +107,7 @@ def plain_training(steps=5):
 
 
 @pytest.mark.slow
+@pytest.mark.trains
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_both_losses_are_those_of_plain_f32_to_the_precision_of_the_policy(policy):
     state, losses = new_state(), []
