@@ -14,7 +14,7 @@ from tests import h100, kept
 
 ON_CPU = {
     "PROGRAMS": ("bf16", "fp8", "fp8_no_triton"),
-    "GRADIENTS": ("f32", "bf16", "fp8"),
+    "GRADIENTS": ("f32", "bf16", "fp8", "fp8, no Triton, no fast accumulation"),
 }
 QUICK = ("--policy", "fp8", "--tiny", "--steps", "2", "--rounds", "2", "--warmup", "1")
 
