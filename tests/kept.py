@@ -17,7 +17,9 @@ versions. Another CPU may round otherwise: the first line below runs them all.
     KEPT_FIGURES=write python -m pytest -m "slow or not slow" tests/zoo/test_zoo.py ...
 
 The first compiles, trains and runs all, whatever was kept. The second keeps the figures
-of what moved; remove the file to make them all anew.
+of what moved; remove the file to make them all anew. First weights are part of the
+hash, and how XLA optimises moves their last bits: figures of tests marked `trains` are
+written with the `XLA_FLAGS` of `.ci/run`, the others without.
 """
 
 from __future__ import annotations

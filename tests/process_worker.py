@@ -94,7 +94,6 @@ def replicas(axis_name: str | None) -> dict[str, Any]:
 
 
 RUNS: dict[str, Callable[[], dict[str, Any]]] = {
-    "data parallel": functools.partial(whole_arrays, "data parallel"),
     "fsdp": functools.partial(whole_arrays, "fsdp"),
     "replicas": functools.partial(replicas, "data"),
     "replicas that do not agree": functools.partial(replicas, None),

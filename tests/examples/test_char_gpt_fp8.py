@@ -14,10 +14,9 @@ import pytest
 
 import jmp_amp as amp
 from tests import kept, measures
-from tests.scripts import run_example
 
 # Tests share trainings: one process has them.
-pytestmark = [pytest.mark.xdist_group("char_gpt_fp8"), pytest.mark.trains]
+pytestmark = pytest.mark.xdist_group("char_gpt_fp8")
 MODEL = char_gpt.Model(layers=2, width=128, context=32)
 STEPS = 150
 POLICIES = {"e5m2": "fp8", "e4m3": str(amp.Policy(matmul=amp.Fp8(backward="e4m3")))}
@@ -44,42 +43,31 @@ def test_all_layers_but_the_head_and_attention_itself_are_in_8_bits():
     assert set(dtypes_by_module("mixed_bfloat16").values()) == {"bf16"}
 
 
-@pytest.mark.slow
-def test_script_compares_fp8_with_bf16():
-    options = "--steps 3 --length 20 --layers 2 --width 32".split()
-    policies = ("--policy", "mixed_bfloat16", "--policy", "fp8")
-    done = run_example("char_gpt", *policies, *options, columns=100)
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if "MB" in line]
-    assert [row[0] for row in rows] == ["mixed_bfloat16", "fp8"]
-    bf16, fp8 = (float(row[2]) for row in rows)
-    # Knowing nothing costs the logarithm of how many characters there are.
-    assert abs(fp8 - np.log(len(char_gpt.vocabulary()))) < 1
-    assert abs(fp8 - bf16) < 0.01
-
-
+@functools.cache
 def first_params():
     """Biases of 0, scales of 1, and random numbers of size 0.02."""
-    tokens = char_gpt.batch_of(0, 0, MODEL.context)[:, :-1]
-    params = char_gpt.initialise(MODEL, jax.random.key(0), tokens)
-    leaves, tree = jax.tree.flatten_with_path(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    return jax.tree.unflatten(
-        tree,
-        [
-            0.02 * jax.random.normal(key, leaf.shape)
-            if path[-1].key in ("kernel", "embedding")
-            else leaf
-            for key, (path, leaf) in zip(keys, leaves, strict=True)
-        ],
-    )
+
+    @jax.jit
+    def params():
+        tokens = char_gpt.batch_of(0, 0, MODEL.context)[:, :-1]
+        params = MODEL.init(jax.random.key(0), tokens)["params"]
+        leaves, tree = jax.tree.flatten_with_path(params)
+        keys = jax.random.split(jax.random.key(1), len(leaves))
+        return jax.tree.unflatten(
+            tree,
+            [
+                0.02 * jax.random.normal(key, leaf.shape)
+                if path[-1].key in ("kernel", "embedding")
+                else leaf
+                for key, (path, leaf) in zip(keys, leaves, strict=True)
+            ],
+        )
+
+    return params()
 
 
-@functools.cache
-def trained(policy):
-    # Adam of optax mixes dtypes.
-    with jax.numpy_dtype_promotion("standard"):
-        return char_gpt.train(policy, STEPS, model=MODEL, params=first_params())
+def train(policy):
+    return char_gpt.train(policy, STEPS, model=MODEL, params=first_params())
 
 
 @functools.cache
@@ -90,12 +78,11 @@ def kept_losses(policy):
         first, last = float(result.losses[0]), float(result.losses[-20:].mean())
         return {"first": first, "last": last, "validation": result.validation_loss}
 
-    train = functools.partial(
-        char_gpt.train, policy, STEPS, model=MODEL, params=first_params()
-    )
+    first_params()  # outside of what is traced
+    run = functools.partial(train, policy)
     # Adam of optax mixes dtypes.
     with jax.numpy_dtype_promotion("standard"):
-        return kept.training(f"char_gpt_fp8 {policy}", train, outcome, [char_gpt])
+        return kept.training(f"char_gpt_fp8 {policy}", run, outcome, [char_gpt])
 
 
 @pytest.mark.slow
@@ -107,49 +94,65 @@ def test_fp8_trains_to_the_loss_of_bf16(policy):
     assert result["validation"] - reference["validation"] <= 0.005
 
 
-@functools.cache
-def gradients_in_f64():
-    """At the weights that f32 has trained, without dropout; of four batches."""
-    loss = char_gpt.make_loss(MODEL.apply)
-    params = trained("float32").params
+def gradients():
+    """At the weights that f32 has trained, without dropout; of four batches.
+
+    Returns them by policy, and in f64.
+    """
+    params = train("float32").params
     batches = [char_gpt.batch_of(STEPS + i, 0, MODEL.context) for i in range(4)]
-    # Layers of Flax mix dtypes.
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+    found = {}
+    for policy in ("mixed_bfloat16", *POLICIES.values()):
+        apply = amp.autocast(MODEL.apply, char_gpt.policy_for(policy))
+        loss = char_gpt.make_loss(apply)
+        gradient = jax.jit(jax.grad(loss), compiler_options=measures.EXACTLY_AS_WRITTEN)
+        found[policy] = [jax.device_get(gradient(params, batch)) for batch in batches]
+    with jax.enable_x64(True):
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params)
-        gradient = jax.jit(jax.grad(loss))
-        found = [jax.device_get(gradient(wide, batch)) for batch in batches]
-    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype(np.float64)}
-    return [(params, batch) for batch in batches], found
+        gradient = jax.jit(jax.grad(char_gpt.make_loss(MODEL.apply)))
+        reference = [jax.device_get(gradient(wide, batch)) for batch in batches]
+    assert {leaf.dtype for leaf in jax.tree.leaves(reference)} == {np.dtype(np.float64)}
+    return found, reference
 
 
-def errors_and_cosines(policy):
-    """Returns arrays of both, an entry for each batch."""
-    apply = amp.autocast(MODEL.apply, char_gpt.policy_for(policy))
-    loss = char_gpt.make_loss(apply)
-    gradient = jax.jit(jax.grad(loss), compiler_options=measures.EXACTLY_AS_WRITTEN)
-    found = []
-    for sample, tree in zip(*gradients_in_f64(), strict=True):
-        ours, reference = (
-            np.concatenate([np.float64(x).ravel() for x in jax.tree.leaves(each)])
-            for each in (gradient(*sample), tree)
-        )
-        size = np.linalg.norm(reference)
-        cosine = ours @ reference / (np.linalg.norm(ours) * size)
-        found.append((np.linalg.norm(ours - reference) / size, cosine))
-    return np.array(found).T
+@functools.cache
+def errors_and_cosines():
+    """Returns both by policy, a number for each batch."""
+
+    def flat(tree):
+        return np.concatenate([np.float64(x).ravel() for x in jax.tree.leaves(tree)])
+
+    def outcome(result):
+        found, reference = result[0], list(map(flat, result[1]))
+        sizes = list(map(np.linalg.norm, reference))
+        both = {}
+        for policy, trees in found.items():
+            triples = list(zip(map(flat, trees), reference, sizes, strict=True))
+            both[policy] = {
+                "errors": [np.linalg.norm(x - y) / size for x, y, size in triples],
+                "cosines": [x @ y / (np.linalg.norm(x) * s) for x, y, s in triples],
+            }
+        return both
+
+    first_params()  # outside of what is traced
+    # Adam of optax and layers of Flax mix dtypes.
+    with jax.numpy_dtype_promotion("standard"):
+        return kept.training("char_gpt_fp8 gradients", gradients, outcome, [char_gpt])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backward, bound", [("e5m2", 0.05), ("e4m3", 0.036)])
 def test_gradients_of_trained_weights_are_as_wrong_as_8_bits_are(backward, bound):
-    errors, cosines = errors_and_cosines(POLICIES[backward])
-    assert np.max(errors) <= bound
-    assert np.min(cosines) >= 0.9988
+    found = errors_and_cosines()[POLICIES[backward]]
+    assert len(found["errors"]) == 4
+    assert max(found["errors"]) <= bound
+    assert min(found["cosines"]) >= 0.9988
     # e4m3 has 3 bits after the point: below that, nothing was rounded to 8 bits.
-    assert np.min(errors) > float(jnp.finfo(jnp.float8_e4m3fn).eps) / 8
+    assert min(found["errors"]) > float(jnp.finfo(jnp.float8_e4m3fn).eps) / 8
 
 
 @pytest.mark.slow
 def test_bf16_is_nearer_to_f64_than_fp8():
-    (bf16, _), (fp8, _) = map(errors_and_cosines, ("mixed_bfloat16", "fp8"))
+    found = errors_and_cosines()
+    bf16, fp8 = (np.array(found[each]["errors"]) for each in ("mixed_bfloat16", "fp8"))
     assert np.all(4 * bf16 < fp8)

@@ -165,7 +165,7 @@ def test_step_that_overflows_changes_nothing_but_the_loss_scale():
 
 
 # Slow tests share their trainings: one process has them all (`--dist loadgroup`).
-pytestmark = [pytest.mark.xdist_group("train_digits"), pytest.mark.trains]
+pytestmark = pytest.mark.xdist_group("train_digits")
 
 
 def outcome(result):
@@ -214,6 +214,7 @@ F32, BF16, F16_SCALED, F16_ALONE, F32_SMALL, F16_SMALL_SCALED, F16_SMALL_ALONE =
 
 
 @pytest.mark.slow
+@pytest.mark.trains
 def test_half_precision_is_as_accurate_as_float32():
     reference = trained(F32)["accuracy"]
     assert reference >= 0.97
@@ -223,13 +224,21 @@ def test_half_precision_is_as_accurate_as_float32():
 
 @pytest.mark.slow
 def test_the_mlp_is_as_accurate_in_bf16_for_this_device():
-    with adam_mixes_dtypes():
-        f32, bf16 = map(train_digits.train, train_digits.on_this_device())
-    assert f32.accuracy >= 0.96
-    assert abs(bf16.accuracy - f32.accuracy) <= 0.01
+    accuracy = []
+    for experiment in train_digits.on_this_device():
+        name = f"train_digits {experiment.name}"
+        if experiment.target:  # this CPU decides which program it is
+            name += f", {cpu_target.this_cpu()}"
+        train = functools.partial(train_digits.train, experiment)
+        with adam_mixes_dtypes():
+            found = kept.training(name, train, outcome, [train_digits])
+        accuracy.append(found["accuracy"])
+    assert accuracy[0] >= 0.96
+    assert abs(accuracy[1] - accuracy[0]) <= 0.01
 
 
 @pytest.mark.slow
+@pytest.mark.trains
 def test_small_loss_trains_in_f16_only_with_loss_scaling():
     reference, scaled = trained(F32_SMALL), trained(F16_SMALL_SCALED)
     alone = trained(F16_SMALL_ALONE)
@@ -237,9 +246,9 @@ def test_small_loss_trains_in_f16_only_with_loss_scaling():
     assert abs(scaled["accuracy"] - reference["accuracy"]) <= 0.005
     # Every gradient is zero, so nothing moves but what weight decay takes. Only the
     # last bias, which the f32 logits alone read, is added in f32 and has a gradient.
-    variables = train_digits.CNN().init(
-        jax.random.key(0), jnp.ones((1, 8, 8, 1)), False
-    )
+    init = functools.partial(train_digits.CNN().init, train=False)
+    image = jax.ShapeDtypeStruct((1, 8, 8, 1), jnp.float32)
+    variables = jax.eval_shape(init, jax.random.key(0), image)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(variables["params"]))
     moving = (1 - np.array(alone["zero gradients"])) * parameters
     np.testing.assert_allclose(moving, 10, atol=0.1)
@@ -247,6 +256,7 @@ def test_small_loss_trains_in_f16_only_with_loss_scaling():
 
 
 @pytest.mark.slow
+@pytest.mark.trains
 def test_loss_scale_grows_until_a_step_overflows():
     found = trained(F16_SCALED)
     assert found["largest scale"] > 2.0**16

@@ -1,8 +1,8 @@
 """The nnx example: it trains, its policy is by module, and it resumes bit for bit."""
 
-import os
-import subprocess
+import functools
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -13,16 +13,11 @@ import vit_nnx
 from flax import nnx
 
 import jmp_amp as amp
-
-ROOT = Path(__file__).parents[2]
+from tests import kept
 
 # Adam of optax raises a float to its integer step count, which strict JAX refuses.
 # Slow tests share compiled steps: one process has them all (`--dist loadgroup`).
-pytestmark = [
-    pytest.mark.filterwarnings("default"),
-    pytest.mark.xdist_group("vit_nnx"),
-    pytest.mark.trains,
-]
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("vit_nnx")]
 
 
 @pytest.fixture(autouse=True)
@@ -31,34 +26,40 @@ def promotion_as_users_have_it():
         yield
 
 
+class Shallow(vit_nnx.ViT):
+    """One block is saved and restored as four are."""
+
+    def __init__(self, *, rngs):
+        super().__init__(depth=1, rngs=rngs)
+
+
 @pytest.mark.slow
-def test_a_few_steps_print_a_table_and_resume_at_the_same_bits():
-    done = subprocess.run(
-        [
-            *(sys.executable, ROOT / "examples" / "vit_nnx.py"),
-            *("--policy", "mixed_float16", "--steps", "4"),
-        ],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    (row,) = [line for line in done.stdout.splitlines() if "same bits" in line]
+def test_a_few_steps_print_a_table_and_resume_at_the_same_bits(monkeypatch, capsys):
+    arguments = "vit_nnx.py --policy mixed_float16 --steps 4"
+    monkeypatch.setattr(sys, "argv", arguments.split())
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(vit_nnx, "ViT", Shallow)
+    vit_nnx.main()
+    printed = capsys.readouterr().out
+    (row,) = [line for line in printed.splitlines() if "same bits" in line]
     assert row.split()[0] == "mixed_float16"
-    assert "DIFFERENT" not in done.stdout
-    assert "33 of 34 matmuls in half" in done.stdout
+    assert "DIFFERENT" not in printed
+    assert "9 of 10 matmuls in half" in printed
 
 
 @pytest.mark.slow
-def test_a_run_that_was_interrupted_ends_at_the_bits_of_one_that_was_not(tmp_path):
-    policy = vit_nnx.policy_for("mixed_bfloat16")
-    whole = vit_nnx.train(policy, tmp_path / "a", steps=6, seed=3, save_every=2)
-    again = vit_nnx.train(policy, tmp_path / "a", steps=6, seed=3, start=2)
-    assert len(whole.losses) == 6 and len(again.losses) == 4
-    np.testing.assert_array_equal(again.losses, whole.losses[2:])
+def test_a_run_that_was_interrupted_ends_at_the_bits_of_one_that_was_not(
+    monkeypatch, tmp_path
+):
+    # The steps that the test above has compiled.
+    monkeypatch.setattr(vit_nnx, "ViT", Shallow)
+    policy = vit_nnx.policy_for("mixed_float16")
+    whole = vit_nnx.train(policy, tmp_path / "a", steps=4, seed=3, save_every=1)
+    again = vit_nnx.train(policy, tmp_path / "a", steps=4, seed=3, start=1)
+    assert len(whole.losses) == 4 and len(again.losses) == 3
+    np.testing.assert_array_equal(again.losses, whole.losses[1:])
     assert vit_nnx.same_bits(whole, again)
-    other = vit_nnx.train(policy, tmp_path / "b", steps=6, seed=4)
+    other = vit_nnx.train(policy, tmp_path / "b", steps=4, seed=4)
     assert not vit_nnx.same_bits(whole, other)
 
 
@@ -79,10 +80,20 @@ def test_all_products_are_half_but_those_of_the_head(name):
 
 @pytest.mark.slow
 def test_mixed_precision_learns_as_f32_does(tmp_path):
+    def train(name):
+        # A directory of its own for every run, which goes on from what it finds.
+        directory = Path(tempfile.mkdtemp(dir=tmp_path))
+        policy = vit_nnx.policy_for(name)
+        return vit_nnx.train(policy, directory, save_every=vit_nnx.STEPS)
+
+    def outcome(result):
+        assert len(result.losses) == vit_nnx.STEPS
+        return result.accuracy
+
     accuracy = {
-        name: vit_nnx.train(
-            vit_nnx.policy_for(name), tmp_path / name, save_every=vit_nnx.STEPS
-        ).accuracy
+        name: kept.training(
+            f"vit_nnx {name}", functools.partial(train, name), outcome, [vit_nnx]
+        )
         for name in vit_nnx.POLICIES
     }
     assert accuracy["float32"] > 0.75

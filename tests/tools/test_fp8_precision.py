@@ -1,9 +1,12 @@
 """fp8 compared with bf16 and with Flax: the programs, and what was measured."""
 
 import doctest
+import functools
+import itertools
 import json
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,7 @@ import pytest
 from benchmarks import compare_precision
 
 from examples.benchmarks import fp8_precision
-from tests import h100, zoo
+from tests import h100, kept, zoo
 from tests.programs import equations
 
 FILE = Path(fp8_precision.__file__).parent / "results" / "fp8_compiled.json"
@@ -107,6 +110,20 @@ def test_gradients_of_fp8_are_as_wrong_as_those_of_flax():
 @pytest.mark.slow
 @h100.needs_compiler
 def test_figures_of_the_mlp_are_those_that_were_measured(tmp_path, capsys, monkeypatch):
+    read, number = fp8_precision.compiled_figures, itertools.count()
+
+    def compiled_figures(program):
+        name = f"fp8_precision mlp {next(number)}"
+        return program(functools.partial(kept.figures, name, read=read))
+
+    # Compiled where they are not kept.
+    monkeypatch.setattr(fp8_precision, "compiled_figures", compiled_figures)
+    compile_later = {
+        "compile_for_gpu": lambda *args, **options: lambda kept: kept(*args, **options)
+    }
+    there = SimpleNamespace(**vars(h100) | compile_later)
+    monkeypatch.setattr(fp8_precision, "h100", there)
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)
     file = tmp_path / "fp8.json"
     arguments = ["--policy", "fp8", "--model", "mlp", "--seeds", "1", "--json", file]
     monkeypatch.setattr("sys.argv", ["compare_precision.py", *map(str, arguments)])

@@ -220,7 +220,9 @@ class TestModels:
 
 class TestArguments:
     @pytest.mark.slow
-    def test_figures_are_written_and_printed(self, tmp_path, capsys):
+    def test_figures_are_written_and_printed(self, tmp_path, capsys, monkeypatch):
+        # The operations that the programs share are compiled once.
+        monkeypatch.setattr(jax, "clear_caches", lambda: None)
         file = tmp_path / "found.json"
         options = ["--no-gpu", "--model", "mlp_unrolled", "--rounds", "1"]
         assert kept_for_backward.main([*options, "--json", str(file)]) == 0

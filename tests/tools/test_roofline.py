@@ -2,6 +2,7 @@
 
 import dataclasses
 import doctest
+import itertools
 import json
 from pathlib import Path
 
@@ -12,8 +13,8 @@ import pytest
 from benchmarks import compare_precision
 from jax import lax
 
-from examples.benchmarks import hlo_text, roofline
-from tests import h100, zoo
+from examples.benchmarks import hlo_text, roofline, roofline_precision
+from tests import h100, kept, zoo
 
 BF16, F32, F8 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn
 FILE = Path(roofline.__file__).parent / "results" / "roofline_h100.json"
@@ -379,7 +380,24 @@ def test_figures_of_the_perceptron_are_those_that_are_committed(
     file = tmp_path / "roofline.json"
     arguments = ["--roofline", "--check", "--model", "mlp", "--json", str(file)]
     monkeypatch.setattr("sys.argv", ["compare_precision.py", *arguments])
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    read, number = roofline.schedule, itertools.count()
+
+    def kernels(step, *args):
+        """In place of the text of the program: what is read from it."""
+        name = f"roofline mlp {next(number)}"
+        return kept.figures(
+            *(name, step, *args),
+            read=lambda program: read(program.as_text())._asdict(),
+            donate_argnums=0,
+        )
+
+    def schedule(found, device):
+        each = tuple(roofline.Kernel(*kernel) for kernel in found["kernels"])
+        return roofline.Schedule(each, tuple(found["unknown"]))
+
+    monkeypatch.setattr(roofline_precision, "compiled_text", kernels)
+    monkeypatch.setattr(roofline, "schedule", schedule)
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)
     assert compare_precision.main() == 0
     printed = capsys.readouterr().out
     assert "H100 SXM" in printed and "2 us a launch" in printed

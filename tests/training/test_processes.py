@@ -106,14 +106,12 @@ def results() -> list[dict[str, Any]]:
     return found
 
 
-WHOLE = ("data parallel", "fsdp")
 # One worker of pytest-xdist starts the processes, for all of the tests.
 pytestmark = pytest.mark.xdist_group("processes")
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_the_processes_have_the_same_parameters_and_the_same_scale(name):
-    first, second = (result[name] for result in results())
+def test_the_processes_have_the_same_parameters_and_the_same_scale():
+    first, second = (result["fsdp"] for result in results())
     assert first["digest"] == second["digest"]
     assert first["moments"] == second["moments"]
     assert first["losses"] == second["losses"]
@@ -127,18 +125,16 @@ def test_the_processes_have_the_same_parameters_and_the_same_scale(name):
     }
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_a_bad_number_in_one_process_skips_the_step_in_both(name):
-    found = [result[name] for result in results()]
+def test_a_bad_number_in_one_process_skips_the_step_in_both():
+    found = [result["fsdp"] for result in results()]
     assert [result["bad_here"] for result in found] == [False, True]
     for result in found:
         assert result["kept"]
         assert result["scale_of_the_bad_step"] == [SCALE / 2] * DEVICES
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_two_processes_train_as_one_does(name):
-    found, alone = results()[0][name], process_worker.RUNS[name]()
+def test_two_processes_train_as_one_does():
+    found, alone = results()[0]["fsdp"], process_worker.RUNS["fsdp"]()
     np.testing.assert_allclose(found["losses"], alone["losses"], rtol=EPS)
     assert found["metrics"] == alone["metrics"]
     for key, expected in alone["params"].items():
