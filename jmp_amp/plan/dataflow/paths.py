@@ -228,7 +228,8 @@ def _results(eqn: Eqn, operands: Sequence[Path]) -> list[Path]:
     path = _result(eqn, operands)
     # The order of pivots is part of the arithmetic.
     decides = kind_of(eqn.primitive.name) is not Kind.ALGEBRA
-    decided = Path(0, (path.plain | path.crossed) * decides)
+    crossed = (path.plain | path.crossed) * decides
+    decided = Path(0, crossed, number=path.number)
     found = []
     for var in eqn.outvars:
         of_var = path if is_inexact(var) else decided

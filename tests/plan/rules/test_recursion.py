@@ -36,6 +36,16 @@ def test_a_gate_is_an_activation_and_a_step_size_is_none():
     assert planned(turns(clipped), W, B, of="dot_general") == [F32]
 
 
+def test_a_limit_is_an_activation_if_it_is_an_integer_too():
+    """JAX 0.12 writes the zero of a `relu` in a sharded map so."""
+
+    def limited(a, x, b):
+        zeros = jnp.zeros(16, jnp.int32).astype(jnp.float32)
+        return x + jnp.maximum(b - a @ x, zeros)
+
+    assert planned(turns(limited), W, B, of="dot_general") == [BF16]
+
+
 def test_the_way_back_may_take_several_turns():
     def program(a, b):
         def turn(carry, _):
