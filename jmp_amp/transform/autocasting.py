@@ -67,10 +67,10 @@ def autocast(
     gradients of float32 parameters are float32. It composes with every transformation
     of JAX, inside and outside. (`jax.experimental.jet` knows no `jax.checkpoint`, which
     is in the result: use it on `autocast(fn)` itself, and `jax.jit` around jet.)
-    A gradient inside, `amp.autocast(jax.value_and_grad(loss))`, changes no number of
-    its forward pass: the backward pass reads what is there without it. Take the value
-    too: in a program without the loss no float32 operation reads the end of the forward
-    pass, so that it may be half.
+    `amp.autocast(jax.value_and_grad(loss))` takes the gradient inside: the forward pass
+    has the same numbers as `amp.autocast(loss)`. Take the value too: in a program
+    without the loss no float32 operation reads the end of the forward pass, so that it
+    may be half.
 
     Under a policy whose `matmul` is an `Fp8`, such as "fp8", matrix products multiply
     8-bit floats, forward and backward; all else is as under `mixed_bfloat16`. These

@@ -74,7 +74,7 @@ class Consumers:
         Args:
           flow: the forward pass over it.
           outputs: how its outputs are used.
-          depth: of how many backward passes its call is.
+          depth: how many backward passes its call is inside of.
         """
         jaxpr = flow.body.jaxpr
         used: dict[Var, Use] = {}
@@ -112,16 +112,18 @@ class Consumers:
     ) -> tuple[Outcome, Uses]:
         """Returns the outcome, and its uses of the operands.
 
-        They are of the pass that reads the results; those of a product of its own.
+        An operation has the depth of the readers of its results: what is computed for a
+        backward pass belongs to it. A product has its own depth, since it reads half
+        whoever reads it.
         """
         assert step.decision is not None
-        key = step.decision, tuple([each.of_pass(0) for each in results])
+        key = step.decision, tuple([each.at_depth(0) for each in results])
         if key not in self._by_decision:
             self._by_decision[key] = _taken(eqn, step, key[1])
         outcome = self._by_decision[key]
         if eqn.primitive.name not in PRODUCTS:
             depth = min([each.depth for each in results if each.times], default=depth)
-        return outcome, tuple([each.of_pass(depth) for each in outcome.operands])
+        return outcome, tuple([each.at_depth(depth) for each in outcome.operands])
 
     def _bodies(
         self, eqn: Eqn, step: Step, flow: Flow, results: Uses, depth: int

@@ -1,9 +1,9 @@
-"""How the consumers of a value use it, and of which backward pass they are.
+"""How the consumers of a value use it, and how many backward passes they are inside of.
 
-A gradient that is taken inside of a program has a backward pass that is part of the
-program. It reads values of its forward pass: the derivative of `tanh(x)` reads
-`tanh(x)`. It takes them as they are, for a reader in f32 would have the forward pass in
-f32 too: other numbers than without the gradient, and than where it is taken around.
+A program that takes a gradient contains a backward pass. The backward pass reads values
+of the forward pass: the derivative of `tanh(x)` reads `tanh(x)`. It takes each value in
+the dtype that the forward pass gives it. If its own dtype, f32, decided that of the
+value, then the forward pass would have other numbers with the gradient than without.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Use(NamedTuple):
     Attributes:
       demand: the dtypes in which they read it; a reader may demand none.
       times: how often they read it: not, once, or, for more, twice.
-      depth: of how many backward passes the first ones are, see `depth_of`.
-      later: the demands of those of more backward passes, by how many.
+      depth: how many backward passes the outermost readers are inside of.
+      later: for each larger depth, the demand of the readers there.
     """
 
     demand: Demand
@@ -46,18 +46,18 @@ class Use(NamedTuple):
         (depth, demand), *later = sorted(found.items())
         return Use(demand, 2, depth, tuple(later))
 
-    def of_pass(self, depth: int) -> Use:
-        """Returns the same use in a pass."""
+    def at_depth(self, depth: int) -> Use:
+        """Returns the same use by readers of another depth."""
         return self._replace(depth=depth) if depth != self.depth else self
 
     def of_made(self, depth: int) -> Use:
         """Returns the use that decides what a value is computed in.
 
-        It is that of the pass that it is made for: what a backward pass alone reads is
-        made for it.
+        Readers that are inside of more backward passes than the value decide nothing. A
+        value that a backward pass alone reads belongs to that pass.
 
         Args:
-          depth: that of the equation that makes it.
+          depth: the depth of the equation that makes the value.
         """
         depth, demand = max(depth, self.depth), self.demand
         for later, each in self.later:
@@ -72,9 +72,10 @@ Uses = tuple[Use, ...]
 
 
 def depth_of(eqn: Eqn) -> int:
-    """Returns of how many backward passes an equation is, beside those of its body.
+    """Returns how many backward passes an equation is inside of.
 
-    What a checkpoint computes again in a backward pass is of its forward pass.
+    It counts them inside of the body alone that holds the equation. What a checkpoint
+    computes again in a backward pass belongs to the forward pass.
     """
     return _depth_in(jaxprs.scope_text(eqn))
 

@@ -74,6 +74,19 @@ def test_another_product_of_one_einsum_is_no_derivative():
     assert planned(fn, X, W, of="dot_general") == [BF16, BF16, F32, BF16]
 
 
+def test_a_product_of_the_same_line_that_shares_no_factor_is_no_derivative():
+    """It sums over what a derivative of the distances sums over."""
+
+    def fn(x, w):
+        h = jnp.tanh(x @ w)
+        both = ("ij,kj->ik", h, h), ("ij,jk->ik", h, w)
+        pairs, layer = [jnp.einsum(*each) for each in both]
+        distances = (h**2).sum(1)[:, None] - 2 * pairs + (h**2).sum(1)[None]
+        return jnp.exp(-distances), jnp.tanh(layer)
+
+    assert planned(fn, X, W, of="dot_general") == [BF16, F32, BF16]
+
+
 def test_a_helper_that_is_called_twice_is_no_derivative_of_itself():
     times = jax.jit(lambda a, b: a @ b.T)
 
