@@ -15,6 +15,7 @@ from jmp_amp.plan.dataflow.ends import Ends
 from jmp_amp.plan.dataflow.facts import Made
 from jmp_amp.plan.dataflow.values import Origin, Trait
 from jmp_amp.reports.bit_words import ENDS, MADE, ORIGINS, TRAITS
+from tests.plan.rules.test_derivative import two_of_one_line
 
 
 def f32(*shape):
@@ -171,6 +172,19 @@ def test_an_f32_operand_is_followed_back_to_the_class_that_decided():
     assert chain(lines)[0].startswith("  3 neg is f32")
     assert "that is 2 add" in chain(lines)[1]
     assert "that is 1 exp" in chain(lines)[2] and len(chain(lines)) == 3
+
+
+def test_a_derivative_is_that_of_the_f32_product_of_a_line():
+    """One line makes a product in half first, and then one of distances."""
+    of_both = jax.grad(lambda x, w: two_of_one_line(x, w, (1, 0)), 1)
+    report = explained(of_both, X, W)
+    products = [e for e in report.equations if e.operation == "dot_general"]
+    texts = [report.why(row) for row in products]
+    (distances,) = [i for i, t in enumerate(texts) if "It is f32: a distance" in t]
+    begin = texts[distances].split()[1]
+    told = [t for t in texts if "It is a derivative of" in t]
+    assert len(told) == 2
+    assert all(f"It is a derivative of {begin} dot_general" in t for t in told)
 
 
 def test_an_f32_reader_is_followed_forward():

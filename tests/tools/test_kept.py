@@ -70,16 +70,18 @@ class TestFigures:
         monkeypatch.setenv("KEPT_FIGURES", "write")
         read = []
 
-        def found(scale):
+        def found(scale, **options):
+            lowered = jax.jit(lambda x: x * scale).lower(X)
             return kept.compiled_figures(
                 "it",
-                lambda: jax.jit(lambda x: x * scale).lower(X).compile(),
+                lambda: lowered.compile(compiler_options=options),
                 lambda program: read.append(program) or {"read": len(read)},
                 tmp_path / "figures.json",
             )
 
         scales = (1.0, 1.0, 2.0, 2.0)
         assert [found(scale)["read"] for scale in scales] == [1, 1, 2, 2]
+        assert found(2.0, xla_backend_optimization_level=0)["read"] == 3
 
     def test_a_program_without_the_library_is_known_by_its_code(
         self, tmp_path, monkeypatch
