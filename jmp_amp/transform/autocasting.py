@@ -68,7 +68,8 @@ def autocast(
     of JAX, inside and outside. (`jax.experimental.jet` knows no `jax.checkpoint`, which
     is in the result: use it on `autocast(fn)` itself, and `jax.jit` around jet.)
     `amp.autocast(jax.value_and_grad(loss))` takes the gradient inside: the forward pass
-    has the same numbers as `amp.autocast(loss)`. Take the value too: in a program
+    has the same numbers as `amp.autocast(loss)`, but for `custom_vjp` functions, which
+    JAX replaces by the operations of their rules. Take the value too: in a program
     without the loss no float32 operation reads the end of the forward pass, so that it
     may be half.
 

@@ -123,6 +123,26 @@ def test_what_a_checkpoint_computes_again_is_of_its_forward_pass():
     assert first == again == "bfloat16"
 
 
+def test_a_loop_of_a_backward_pass_that_begins_with_a_value_leaves_it_in_half():
+    """A rule of the user iterates in f32; a product reads the value it begins with."""
+
+    @jax.custom_vjp
+    def activation(h):
+        return jnp.tanh(h)
+
+    def forward(h):
+        return (jnp.tanh(h),) * 2
+
+    def backward(y, g):
+        return (lax.fori_loop(0, 8, lambda _, z: z - (z - g * (1 - y**2)) / 9, y),)
+
+    activation.defvjp(forward, backward)
+    f = functools.partial(plain, lambda h, w, b: activation(h @ w + b[None]))
+    step = jax.value_and_grad(lambda p: jnp.sum(f(p) ** 2))
+    found = results_of(amp.autocast(step, "mixed_bfloat16"), P, primitive="tanh")
+    assert found == ["bfloat16"] * 2
+
+
 @pytest.mark.parametrize("wrap", [jax.value_and_grad, jax.grad])
 def test_ratio_of_new_and_old_policies_begins_at_one(wrap):
     """Schulman et al. 2017, equation 7: gradients are those of the first step."""
