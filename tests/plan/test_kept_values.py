@@ -372,6 +372,32 @@ def test_xla_is_kept_from_merging_where_it_pays():
     assert not any(barriers(autocast(in_loop, "least"), W, X)[:1])
 
 
+def test_a_block_ends_where_the_fewest_elements_leave_it():
+    wide = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+
+    def leaving(loss):
+        found = jax.make_jaxpr(autocast(loss, "auto"))(wide, wide)
+        return [
+            {v.aval.shape for v in e.outvars}
+            for e in equations(found.jaxpr)
+            if e.primitive.name in ("checkpoint", "remat2")
+        ]
+
+    def mean(x, w):
+        return jnp.mean(jax.nn.gelu(x @ w), dtype=jnp.float32)
+
+    def product(x, w):
+        return jnp.sum(jax.nn.gelu(x @ w) @ w, dtype=jnp.float32)
+
+    def both(x, w):
+        y = jax.nn.gelu(x @ w)
+        return jnp.sum(y, dtype=jnp.float32) + jnp.sum(y @ w, dtype=jnp.float32)
+
+    # Else its cotangent, one number, would be written out for each term of the sum.
+    assert leaving(mean) == [{()}]
+    assert leaving(product) == leaving(both) == [{(1024, 1024)}]
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_sharded_program_has_the_gradients_of_all(inside):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "d")

@@ -33,6 +33,8 @@ OF_ZOO = ("vit", "resnet", "unet", "mamba", "moe")
 LOOPS = ("gpt_scanned", "llama_scanned")
 # The most memory that a step needs in 8 bits, of what it needs if all is kept.
 IN_8_BITS = {"gpt_scanned": 0.32, "llama_scanned": 0.38, "mlp_unrolled": 0.5}
+# The most memory and modelled time that a step of unrolled layers needs under "auto".
+AUTO = {"mlp_unrolled": (0.8, 0.98)}
 UNROLLED = (*(name for name in PLAIN if "unrolled" in name), *OF_ZOO)
 TRACED = {"kept", "products", "trace", "error"}
 COMPILED = {"temp", "ms", "kernels", "flops"}
@@ -301,6 +303,10 @@ class TestCommitted:
     def test_a_loop_needs_less_memory_and_time(self, name):
         assert_a_loop_gains(committed()[name])
 
+    @pytest.mark.parametrize("name", AUTO)
+    def test_a_perceptron_needs_less_memory_and_no_more_time(self, name):
+        assert_auto_needs_less(name, committed()[name])
+
     @pytest.mark.parametrize("name", IN_8_BITS)
     def test_8_bits_need_less_memory(self, name):
         assert_8_bits_need_less(name, committed()[name])
@@ -313,6 +319,11 @@ class TestCommitted:
 def assert_a_loop_gains(rows: dict[str, dict[str, Any]]) -> None:
     assert kept_for_backward.ratios(rows, "temp")["auto"] <= 0.6
     assert kept_for_backward.ratios(rows, "ms")["auto"] <= 0.9
+
+
+def assert_auto_needs_less(name: str, rows: dict[str, dict[str, Any]]) -> None:
+    for figure, most in zip(("temp", "ms"), AUTO[name], strict=True):
+        assert kept_for_backward.ratios(rows, figure)["auto"] <= most
 
 
 def assert_8_bits_need_less(name: str, rows: dict[str, dict[str, Any]]) -> None:
@@ -356,6 +367,8 @@ def test_figures_are_those_that_are_committed_and_keep_the_bounds(name):
     assert len({here[word]["flops"] for word in WORDS}) == 1
     if name in IN_8_BITS:
         assert_8_bits_need_less(name, here)
+    if name in AUTO:
+        assert_auto_needs_less(name, here)
     if name in LOOPS:
         assert_a_loop_gains(here)
     else:

@@ -8,7 +8,8 @@ in the order of the program.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence, Set
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -17,10 +18,10 @@ from jmp_amp.plan.choose.flows import Flow
 from jmp_amp.plan.choose.held import Held
 from jmp_amp.plan.plan import Block, Key, Plan, Result, Stored
 from jmp_amp.plan.program import jaxprs
-from jmp_amp.plan.program.dimensions import is_larger
-from jmp_amp.plan.program.jaxprs import Eqn, aval_of
+from jmp_amp.plan.program.dimensions import elements_of, is_larger
+from jmp_amp.plan.program.jaxprs import Eqn, Var, aval_of
 from jmp_amp.plan.saved.cut import Cut, minimum_cut
-from jmp_amp.plan.saved.needs import Part, part_of
+from jmp_amp.plan.saved.needs import Part, is_cheap, part_of
 from jmp_amp.plan.saved.values import NEEDED, Node, Path, Values
 from jmp_amp.plan.tables.operations import Also, Role, named, role_of
 
@@ -84,7 +85,7 @@ def find_blocks(flow: Flow, plan: Plan, held: Held, saving: Saving) -> Blocks:
         cut.kept[i] or (there[i] and _is_read_backward(values.nodes[i], again))
         for i in values.inputs
     )
-    return Blocks(tuple(_blocks(values, again, there, cut, saving)), needs)
+    return Blocks(tuple(_blocks(values, plan, again, there, cut, saving)), needs)
 
 
 def _cut(values: Values, there: Sequence[bool]) -> Cut:
@@ -125,39 +126,49 @@ def _is_read_backward(node: Node, again: Set[int]) -> bool:
 
 
 def _blocks(
-    values: Values, again: Set[int], there: Sequence[bool], cut: Cut, saving: Saving
+    values: Values,
+    plan: Plan,
+    again: Set[int],
+    there: Sequence[bool],
+    cut: Cut,
+    saving: Saving,
 ) -> Iterator[Block]:
     """Yields the blocks in which the nodes `again` are made again."""
     nodes = values.nodes
-    spans = [(at, at + 1) for at in values.derived]
-    for i in again:
-        reads = [at for at, use in nodes[i].uses if use == NEEDED or use in again]
-        spans.append((nodes[i].position, max(reads, default=nodes[i].position) + 1))
     formats = {
         i: format
         for i, node in enumerate(nodes)
         if cut.kept[i] and not there[i] and (format := node.eight_bits)
     }
     storing = _Storing(values, again, there, cut, formats) if formats else None
-    if storing is not None:
-        spans += _spans_in_eight_bits(values, again, formats)
     made_at: dict[int, list[int]] = {}
     for i, node in enumerate(nodes):
         made_at.setdefault(node.position, []).append(i)
-    for start, stop in _merged(spans):
-        inside = [i for at in range(start, stop) for i in made_at.get(at, ())]
-        kept, results = _kept([nodes[i] for i in inside if cut.kept[i]])
-        made = [i for i in inside if i in again]
-        read = {j for i in inside for j in nodes[i].made_of}
+
+    def inside(start: int, stop: int) -> list[int]:
+        return [i for at in range(start, stop) for i in made_at.get(at, ())]
+
+    spans = _merged(_spans(values, again, formats))
+    for (start, stop), (limit, _) in itertools.pairwise(
+        [*spans, (len(plan.equations), 0)]
+    ):
+        within = inside(start, stop)
+        made = [i for i in within if i in again]
+        stored = None if storing is None else storing.of(start, stop, within)
+        apart = saving is Saving.BESIDE and (
+            stored is not None or _is_kept_by_xla(made, nodes)
+        )
+        if apart and stored is None:
+            stop = _nearest_end(plan, start, stop, limit)
+            within = inside(start, stop)
+            made = [i for i in within if i in again]
+        kept, results = _kept([nodes[i] for i in within if cut.kept[i]])
+        read = {j for i in within for j in nodes[i].made_of}
         around = {
             nodes[j].key[0]
             for j in read
             if nodes[j].position < start and (nodes[j].is_free or nodes[j].crosses)
         }
-        stored = None if storing is None else storing.of(start, stop, inside)
-        apart = saving is Saving.BESIDE and (
-            stored is not None or _is_kept_by_xla(made, nodes)
-        )
         yield Block(
             start,
             stop,
@@ -186,13 +197,20 @@ def _kept(
     return {path: frozenset(keys) for path, keys in kept.items()}, frozenset(results)
 
 
-def _spans_in_eight_bits(
+def _spans(
     values: Values, again: Set[int], formats: Mapping[int, str]
 ) -> Iterator[tuple[int, int]]:
-    """Yields where each value that is kept in 8 bits is made and needed.
+    """Yields where a block has to be: from what it makes again to what reads it.
 
-    It is there for one section: what ends one is in no block.
+    A value that is kept in 8 bits is in one block for each section that needs it: what
+    ends a section is in no block.
     """
+    for at in values.derived:
+        yield at, at + 1
+    for i in again:
+        node = values.nodes[i]
+        reads = [at for at, use in node.uses if use == NEEDED or use in again]
+        yield node.position, max(reads, default=node.position) + 1
     sections = _sections(values)
     for i in formats:
         node = values.nodes[i]
@@ -249,7 +267,7 @@ class _Storing:
         return Stored(made, entering) if stores else None
 
 
-def _merged(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _merged(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Yields spans that do not overlap, in their order."""
     here: tuple[int, int] | None = None
     for start, stop in sorted(spans):
@@ -261,6 +279,37 @@ def _merged(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         here = start, stop
     if here is not None:
         yield here
+
+
+def _nearest_end(plan: Plan, start: int, stop: int, limit: int) -> int:
+    """Returns the end of a block, up to `limit`, that the fewest elements pass.
+
+    The cotangents of what leaves a block are in memory before the block is computed
+    again. A sum has fewer of them than its terms.
+    """
+    eqns = plan.body.jaxpr.eqns
+    last = stop
+    while last < limit and part_of(eqns[last]) is not Part.END and is_cheap(eqns[last]):
+        last += 1
+    leaving = _leaving(plan, start, last)
+    return min(range(stop, last + 1), key=lambda end: leaving[end - start - 1])
+
+
+def _leaving(plan: Plan, start: int, stop: int) -> list[int]:
+    """Returns how many elements leave each span from `start` on, up to `stop`."""
+    found, total, leaves = list[int](), 0, set[Var]()
+    for at, eqn in enumerate(plan.body.jaxpr.eqns[start:stop], start):
+        for var in eqn.outvars:
+            if jaxprs.is_floating(var) and plan.last_read.get((var, None), -1) > at:
+                leaves.add(var)
+                total += elements_of(aval_of(var).shape)
+        read = {atom for atom in eqn.invars if isinstance(atom, Var)}
+        for var in read & leaves:
+            if plan.last_read[var, None] == at:
+                leaves.remove(var)
+                total -= elements_of(aval_of(var).shape)
+        found.append(total)
+    return found
 
 
 def _is_large(node: Node) -> bool:
