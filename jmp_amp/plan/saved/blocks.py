@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -141,13 +141,7 @@ def _blocks(
         if cut.kept[i] and not there[i] and (format := node.eight_bits)
     }
     storing = _Storing(values, again, there, cut, formats) if formats else None
-    made_at: dict[int, list[int]] = {}
-    for i, node in enumerate(nodes):
-        made_at.setdefault(node.position, []).append(i)
-
-    def inside(start: int, stop: int) -> list[int]:
-        return [i for at in range(start, stop) for i in made_at.get(at, ())]
-
+    inside = _made_inside(nodes)
     spans = _merged(_spans(values, again, formats))
     for (start, stop), (limit, _) in itertools.pairwise(
         [*spans, (len(plan.equations), 0)]
@@ -179,6 +173,16 @@ def _blocks(
             apart,
             stored,
         )
+
+
+def _made_inside(nodes: Sequence[Node]) -> Callable[[int, int], list[int]]:
+    """Returns what tells the nodes that a span of equations makes."""
+    made_at: dict[int, list[int]] = {}
+    for i, node in enumerate(nodes):
+        made_at.setdefault(node.position, []).append(i)
+    return lambda start, stop: [
+        i for at in range(start, stop) for i in made_at.get(at, ())
+    ]
 
 
 def _kept(
