@@ -163,9 +163,15 @@ def test_what_is_rounded_is_all_that_differs(layer, form, monkeypatch):
 
     (found,) = apart(f"{layer} {form} in 8 lossless bits", run)
     assert len(found) == 2
-    for difference, largest, _ in found:
-        # XLA fuses f32 otherwise.
-        assert difference <= 1e-6 * largest and largest > 0
+    for difference, largest, relative in found:
+        assert largest > 0
+        if jax.__version_info__ < (0, 11):
+            # XLA fuses f32 otherwise.
+            assert difference <= 1e-6 * largest
+        else:
+            # It vectorises f32 otherwise, too: bf16 near the middle of two numbers is
+            # rounded to the other one.
+            assert relative <= 2**-9
 
 
 @pytest.mark.parametrize("word", WORDS)
