@@ -212,6 +212,7 @@ RULES: dict[str, Rule] = {
         for row in (
             *(rewrite_table.f32_result, rewrite_table.pick_from_rows),
             *(rewrite_table.summed_lookup, rewrite_table.quotient),
+            rewrite_table.shifted_scores,
         )
     },
 }

@@ -62,7 +62,7 @@ WINGS = {
                     ("rewriting",),
                     ("pick_rewrite", "f16_division", "cpu_products", "f32_gradients"),
                     ("fp8_choice", "fp8_barriers", "lookups", "f32_results"),
-                    ("fp8_products",),
+                    ("fp8_products", "shifted_scores"),
                     ("rewrite_table",),
                 ),
             ),

@@ -16,6 +16,7 @@ from jmp_amp.plan.rewrites.fp8_products import fp8_product
 from jmp_amp.plan.rewrites.lookups import summed_lookup
 from jmp_amp.plan.rewrites.pick_rewrite import pick_from_rows
 from jmp_amp.plan.rewrites.rewriting import Rewrite
+from jmp_amp.plan.rewrites.shifted_scores import shifted_scores
 
 # The first one that applies to an equation is taken.
 _REWRITES = (
@@ -26,6 +27,7 @@ _REWRITES = (
     pick_from_rows,
     summed_lookup,
     quotient,
+    shifted_scores,
 )
 
 

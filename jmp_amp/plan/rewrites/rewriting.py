@@ -85,8 +85,8 @@ class Rewrite:
       fp8: how it multiplies 8-bit floats, if it does.
       one_product: whether it binds one `dot_general`, and all else that it binds
         prepares that or, for the derivative, is one `custom_linear_solve`.
-      beside: returns the rewrite to take in its place, by what reads the results; None
-        if that makes no difference.
+      beside: returns the rewrite to take in its place, if any, by what reads the
+        results; None if that makes no difference.
       bind_f32: runs the equation where gradients leave it in f32; None if it is to be
         derived from `bind`, see `f32_gradients`.
     """
@@ -99,5 +99,5 @@ class Rewrite:
     shared: tuple[Shared, ...] = ()
     fp8: Fp8 | None = None
     one_product: bool = False
-    beside: Callable[[Eqn, Readers], Rewrite] | None = None
+    beside: Callable[[Eqn, Readers], Rewrite | None] | None = None
     bind_f32: BindF32 | None = None
