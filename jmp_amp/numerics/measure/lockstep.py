@@ -150,11 +150,8 @@ class _Lockstep(Walk[Pair]):
             results = self.body(plan, pairs)
             found = [*self._inner]
             if self._pairs:
+                keys = tuple(key for key, _ in self._pairs)
                 compared = [(pair.low, pair.full) for _, pair in self._pairs]
-                # In the order in which they are compared.
-                order = distances.order_of(compared)
-                keys = tuple(self._pairs[i][0] for i in order)
-                compared = [compared[i] for i in order]
                 found.append((keys, distances.distances(compared, self.devices)))
         finally:
             self.path, self.turns, self._here, self._pairs, self._inner = before

@@ -18,7 +18,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jmp_amp.numerics.locate.frames import Entry, Frame, Path
-from jmp_amp.numerics.measure.blocks import order_of
 from jmp_amp.numerics.measure.statistics import (
     Layout,
     Worst,
@@ -311,7 +310,6 @@ def _table(frames: Mapping[Path, Frame]) -> _Table:
     for path, atom in wanted:
         atoms = groups.setdefault(layout_of(aval_of(atom).dtype), {})
         atoms.setdefault((path, id(atom)), (path, atom))
-    groups = {layout: _in_order(atoms) for layout, atoms in groups.items()}
     row = {
         key: (number, index)
         for number, atoms in enumerate(groups.values())
@@ -341,13 +339,6 @@ def _table(frames: Mapping[Path, Frame]) -> _Table:
             for n in makers
         ),
     )
-
-
-def _in_order(atoms: Mapping[_Key, tuple[Path, Atom]]) -> dict[_Key, tuple[Path, Atom]]:
-    """Returns values in the order in which they are counted."""
-    items, avals = list(atoms.items()), [aval_of(atom) for _, atom in atoms.values()]
-    sizes = [math.prod(each.shape) for each in avals]
-    return dict(items[i] for i in order_of([each.dtype for each in avals], sizes))
 
 
 def is_scaled_cast(entry: Entry) -> bool:

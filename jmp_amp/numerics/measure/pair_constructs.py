@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 
+from jmp_amp.numerics.measure import distances
 from jmp_amp.numerics.measure.distances import Distance
 from jmp_amp.numerics.measure.pairs import (
     Frame,
@@ -149,7 +149,6 @@ class _Body:
 
     keys: list[Keys]
     made: list[Keys]
-    _shapes: list[tuple[int, ...]]
 
     def __init__(
         self,
@@ -167,7 +166,6 @@ class _Body:
         def run(values: Values) -> tuple[Values, list[Distance]]:
             frame = construct.run(number, paired(values, made))
             self.keys, self.made = frame.keys, [pair.made for pair in frame.results]
-            self._shapes = [jax.typeof(each.exponent).shape for each in frame.distances]
             return apart(frame.results), frame.distances
 
         self.run = run
@@ -175,10 +173,7 @@ class _Body:
     def nothing(self) -> list[Distance]:
         """Returns the distances of a run that has compared nothing."""
         jax.eval_shape(self._traced)
-        return [
-            Distance(jnp.zeros(n, jnp.int32), jnp.zeros((*n, 2), jnp.float32))
-            for n in self._shapes
-        ]
+        return list(map(distances.nothing, map(len, self.keys)))
 
     def _traced(self) -> object:
         values = self._values
