@@ -172,7 +172,7 @@ def _read(
     if axes := tuple(meshes.varying_axes(whole[0])):
         # What a loop carries varies from its start.
         start = jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), start)
-    return jax.lax.scan(read, start, _pieces(sizes))[0]
+    return jax.lax.scan(read, start, jnp.asarray(_pieces(sizes)))[0]
 
 
 def _pieces(sizes: Sequence[int]) -> np.ndarray:

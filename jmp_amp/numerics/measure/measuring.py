@@ -105,41 +105,33 @@ class Measured(NamedTuple):
     turns: Count
 
 
-# The way to a body, and the id of a value in it.
-_Key = tuple[Path, int]
-
-
-class _Source(NamedTuple):
-    """The value whose statistic another one has, `times` over."""
-
-    atom: Atom
-    times: int
+# A value: the way to its body, and what the body calls it.
+_Value = tuple[Path, Atom]
+# Where a value is measured: among all rows of a body.
+_Position = int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Table:
+class Table:
     """What is measured in a body.
 
     Attributes:
       entries: the sites, each with the way to the body that it is in.
       groups: for each layout, the values that are counted: results, and what a cast of
-        the backward pass reads.
-      row: for each of these values its group and its row there.
-      others: operands from outside: only whether they are finite is of interest.
-      sources: for each site, the values that its results have the statistics of.
-      makers: the sites that make something: those that do more than move.
-      reads, results: for each maker, its operands and its results: positions among
-        all rows, and the others after them.
+        the backward pass reads. Each has a row.
+      others: operands from outside: only whether they are finite is of interest. Their
+        rows come last.
+      sources: for each site, where the values are whose statistics its results have,
+        and how many times over.
+      makers: the sites that make something, those that do more than move: where their
+        operands and their results are.
     """
 
     entries: tuple[tuple[Path, Entry], ...]
-    groups: tuple[tuple[Layout, tuple[tuple[Path, Atom], ...]], ...]
-    row: dict[_Key, tuple[int, int]]
-    others: tuple[tuple[Path, Atom], ...]
-    sources: tuple[tuple[_Source, ...], ...]
-    makers: tuple[int, ...]
-    reads: tuple[tuple[int, ...], ...]
-    results: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[Layout, tuple[_Value, ...]], ...]
+    others: tuple[_Value, ...]
+    sources: tuple[tuple[tuple[_Position, int], ...], ...]
+    makers: dict[int, tuple[list[_Position], list[_Position]]]
 
 
 class Measure:
@@ -154,7 +146,7 @@ class Measure:
         self.mesh = mesh
         self._repeated = {path: frame.repeated for path, frame in frames.items()}
         self._turns = {path: frame.turns for path, frame in frames.items()}
-        self.tables: dict[Path, _Table] = {}
+        self.tables: dict[Path, Table] = {}
         seen: set[Path] = set()
         for path, frame in frames.items():
             if path not in seen:
@@ -181,26 +173,24 @@ class Measure:
         if table is None or not table.entries:
             return None
         zero = Count.of(jnp.zeros((), jnp.uint32))
-        rows = []
-        for layout, atoms in table.groups:
-            count = len(atoms)
-            rows.append(
-                Rows(
-                    Count.of(jnp.zeros((count, layout.width), jnp.uint32)),
-                    jnp.zeros((count, 2), layout.dtype),
-                    jnp.full(count, NEVER, jnp.uint32),
-                )
+        rows = tuple(
+            Rows(
+                Count.of(jnp.zeros((len(atoms), layout.width), jnp.uint32)),
+                jnp.zeros((len(atoms), 2), layout.dtype),
+                jnp.full(len(atoms), NEVER, jnp.uint32),
             )
+            for layout, atoms in table.groups
+        )
         made = jnp.full(len(table.makers), NEVER, jnp.uint32)
-        return Measured(tuple(rows), made, made, zero, zero)
+        return Measured(rows, made, made, zero, zero)
 
     def seen(self, path: Path, run: Run) -> Measured | None:
         table = self.tables.get(path)
         if table is None or not table.entries:
             return None
 
-        def read(place: tuple[Path, Atom]) -> jax.Array:
-            where, atom = place
+        def read(measured: _Value) -> jax.Array:
+            where, atom = measured
             value = atom.val if isinstance(atom, Literal) else run[where][atom]
             return jnp.asarray(value, aval_of(atom).dtype)
 
@@ -215,8 +205,10 @@ class Measure:
         worst = jnp.concatenate([*worst, others, jnp.zeros(1, jnp.int32)])
         made = nans = jnp.zeros(0, jnp.uint32)
         if table.makers:
-            before = worst[_matrix(table.reads, len(worst) - 1)].max(axis=1)
-            after = worst[_matrix(table.results, len(worst) - 1)].max(axis=1)
+            before, after = (
+                worst[_matrix(each, len(worst) - 1)].max(axis=1)
+                for each in zip(*table.makers.values(), strict=True)
+            )
             is_made = (after > Worst.FINITE) & (before == Worst.FINITE)
             made = jnp.where(is_made, jnp.uint32(0), NEVER)
             is_nan = (after == Worst.NAN) & (before < Worst.NAN)
@@ -276,68 +268,56 @@ def _matrix(reads: Sequence[Sequence[int]], nothing: int) -> np.ndarray:
     )
 
 
-def _table(frames: Mapping[Path, Frame]) -> _Table:
+def _table(frames: Mapping[Path, Frame]) -> Table:
     """Returns what to measure in a body and in those that are seen with it."""
     entries = [(path, each) for path, frame in frames.items() for each in frame.entries]
     makers_of = {
         path: {v: eqn for eqn in frame.body.jaxpr.eqns for v in eqn.outvars}
         for path, frame in frames.items()
     }
-    sources = tuple(
-        tuple(_source(v, makers_of[path]) for v in entry.results)
-        for path, entry in entries
-    )
-    # Those that do more than move what another one made, with their operands.
-    makers: dict[int, list[tuple[Path, Atom]]] = {}
-    for number, ((path, entry), found) in enumerate(zip(entries, sources, strict=True)):
-        if entry.operation in _HELD:
-            continue
-        if set(map(id, entry.results)) & {id(source.atom) for source in found}:
-            operands = [_source(v, makers_of[path]).atom for v in entry.operands]
-            makers[number] = [(path, a) for a in operands if not _is_finite(a)]
-    wanted = [
-        (path, source.atom)
-        for (path, _), found in zip(entries, sources, strict=True)
-        for source in found
-    ]
-    wanted += (
-        operand
-        for number, operands in makers.items()
-        if is_scaled_cast(entries[number][1])
-        for operand in operands
-    )
-    groups: dict[Layout, dict[_Key, tuple[Path, Atom]]] = {}
+    results: list[list[tuple[Atom, int]]] = []
+    operands: dict[int, list[_Value]] = {}
+    wanted: list[_Value] = []
+    for number, (path, entry) in enumerate(entries):
+        found = [_source(v, makers_of[path]) for v in entry.results]
+        results.append(found)
+        wanted += ((path, atom) for atom, _ in found)
+        own = set(map(id, entry.results)) & {id(atom) for atom, _ in found}
+        if own and entry.operation not in _HELD:
+            read = (_source(v, makers_of[path])[0] for v in entry.operands)
+            operands[number] = [(path, atom) for atom in read if not _is_finite(atom)]
+    for number, read in operands.items():
+        if is_scaled_cast(entries[number][1]):
+            wanted += read
+    groups: dict[Layout, dict[tuple[Path, int], _Value]] = {}
     for path, atom in wanted:
-        atoms = groups.setdefault(layout_of(aval_of(atom).dtype), {})
-        atoms.setdefault((path, id(atom)), (path, atom))
-    row = {
-        key: (number, index)
-        for number, atoms in enumerate(groups.values())
-        for index, key in enumerate(atoms)
-    }
+        group = groups.setdefault(layout_of(aval_of(atom).dtype), {})
+        group.setdefault((path, id(atom)), (path, atom))
+    counted = {key for group in groups.values() for key in group}
     others = {
         (path, id(atom)): (path, atom)
-        for operands in makers.values()
-        for path, atom in operands
-        if (path, id(atom)) not in row
+        for read in operands.values()
+        for path, atom in read
+        if (path, id(atom)) not in counted
     }
-    keys = [*(key for atoms in groups.values() for key in atoms), *others]
-    place = {key: index for index, key in enumerate(keys)}
-    return _Table(
+    keys = [key for group in (*groups.values(), others) for key in group]
+    position = {key: index for index, key in enumerate(keys)}
+    sources = [
+        tuple((position[path, id(atom)], times) for atom, times in found)
+        for (path, _), found in zip(entries, results, strict=True)
+    ]
+    return Table(
         tuple(entries),
-        tuple((layout, tuple(atoms.values())) for layout, atoms in groups.items()),
-        row,
+        tuple((layout, tuple(group.values())) for layout, group in groups.items()),
         tuple(others.values()),
-        sources,
-        tuple(makers),
-        tuple(
-            tuple(place[path, id(atom)] for path, atom in operands)
-            for operands in makers.values()
-        ),
-        tuple(
-            tuple(place[entries[n][0], id(source.atom)] for source in sources[n])
-            for n in makers
-        ),
+        tuple(sources),
+        {
+            number: (
+                [position[path, id(atom)] for path, atom in read],
+                [at for at, _ in sources[number]],
+            )
+            for number, read in operands.items()
+        },
     )
 
 
@@ -351,8 +331,11 @@ def _is_finite(atom: Atom) -> bool:
     return isinstance(atom, Literal) and bool(np.isfinite(atom.val).all())
 
 
-def _source(atom: Atom, makers: Mapping[Var, Eqn]) -> _Source:
-    """Returns the value that `atom` moves or repeats: itself, if it does neither."""
+def _source(atom: Atom, makers: Mapping[Var, Eqn]) -> tuple[Atom, int]:
+    """Returns the value that `atom` moves or repeats, and how many times over.
+
+    That is `atom` itself, if it does neither.
+    """
     times = 1
     while not isinstance(atom, Literal) and atom in makers:
         eqn = makers[atom]
@@ -374,7 +357,7 @@ def _source(atom: Atom, makers: Mapping[Var, Eqn]) -> _Source:
         if times == 0:
             break
         atom = operand
-    return _Source(atom, times)
+    return atom, times
 
 
 def _repeats(operand: Atom, result: Atom) -> int:
