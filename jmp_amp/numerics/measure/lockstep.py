@@ -21,8 +21,15 @@ from jmp_amp.numerics.calls.executables import Compile
 from jmp_amp.numerics.measure import distances
 from jmp_amp.numerics.measure.distances import Distance
 from jmp_amp.numerics.measure.measuring import MOVES
-from jmp_amp.numerics.measure.pair_constructs import Construct
-from jmp_amp.numerics.measure.pairs import Frame, Key, Keys, Pair, united
+from jmp_amp.numerics.measure.pair_constructs import (
+    Frame,
+    Key,
+    Keys,
+    Pair,
+    of_own_branch,
+    run_construct,
+    united,
+)
 from jmp_amp.numerics.measure.programs import options_for
 from jmp_amp.numerics.measure.threaded import Threaded
 from jmp_amp.plan.plan import EquationPlan, Plan
@@ -80,7 +87,7 @@ def errors(
     Returns:
       A function that runs the program, once.
     """
-    walk = _Lockstep(meshes.mesh_of(arrays))
+    walk = Lockstep(meshes.mesh_of(arrays))
     keys_of: list[list[Keys]] = []
 
     # An array in both is one input: the program takes no copy of it.
@@ -108,7 +115,7 @@ def errors(
     return found
 
 
-class _Lockstep(Walk[Pair]):
+class Lockstep(Walk[Pair]):
     """The walk.
 
     Attributes:
@@ -157,14 +164,6 @@ class _Lockstep(Walk[Pair]):
             self.path, self.turns, self._here, self._pairs, self._inner = before
         apart = [jax.tree.map(meshes.here, each) for _, each in found]
         return Frame(results, apart, [keys for keys, _ in found])
-
-    def note(self, keys: Sequence[Keys], found: Sequence[Distance]) -> None:
-        """Notes distances of all runs of an inner body."""
-        self._inner += zip(keys, found, strict=True)
-
-    def compared(self, key: Key, pair: Pair) -> Pair:
-        """Compares a result that `key` stands for; returns it as one that it made."""
-        return self._compare(key, pair, [pair])
 
     def _compare(self, key: Key, pair: Pair, operands: Sequence[Pair]) -> Pair:
         """Notes a result of a site; returns it."""
@@ -223,7 +222,7 @@ class _Lockstep(Walk[Pair]):
                 # It was seen when the policy and the reference ran.
                 return [Pair(None, None)] * len(eqn.outvars)
             if planned.bodies:
-                return self._call(Construct(self, eqn, planned, operands, identity))
+                return self._call(eqn, planned, operands, identity)
             bound = self.replay.bound(eqn, planned, [x.low for x in operands])
             full = binding.bind(eqn, [x.full for x in operands[: len(eqn.invars)]])
             if len(operands) > len(eqn.invars):
@@ -264,15 +263,40 @@ class _Lockstep(Walk[Pair]):
             kept.append(pair)
         return kept
 
-    def _call(self, call: Construct) -> list[Pair]:
-        kinds = jaxprs.is_branch, jaxprs.is_loop, jaxprs.is_shard_map
-        if any(is_one(call.eqn) for is_one in kinds):
-            return call.results()
+    def _call(
+        self,
+        eqn: Eqn,
+        planned: EquationPlan,
+        operands: list[Pair],
+        identity: tuple[int, ...],
+    ) -> list[Pair]:
+        is_branch, plans = jaxprs.is_branch(eqn), planned.bodies
+        if is_branch or jaxprs.is_loop(eqn) or jaxprs.is_shard_map(eqn):
+            times = jaxprs.repetitions(eqn)
+
+            def run(number: int, pairs: Sequence[Pair]) -> Frame:
+                return self.run(plans[number], pairs, (*identity, number), times)
+
+            results, compared = run_construct(
+                eqn, operands, identity, run, self.operands, self.threaded
+            )
+            self._inner += compared
+            if not is_branch:
+                return results
+            # Where the other branch was taken, they are further apart than what made
+            # them.
+            results = of_own_branch(plans, operands, results)
+            return [
+                self._compare((identity, f"branch{i}"), pair, [pair])
+                if jaxprs.is_floating(var)
+                else pair
+                for i, (var, pair) in enumerate(zip(eqn.outvars, results, strict=True))
+            ]
         before = self.path, self._here
-        self.path = (*call.identity, 0)
-        if not source_code.is_helper(call.eqn):
+        self.path = (*identity, 0)
+        if not source_code.is_helper(eqn):
             self._here = self.path, "out", 0
         try:
-            return self.body(call.planned.bodies[0], call.operands)
+            return self.body(plans[0], operands)
         finally:
             self.path, self._here = before

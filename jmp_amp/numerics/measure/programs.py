@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jmp_amp.numerics.calls.executables import Compile
+from jmp_amp.numerics.calls.executables import Compile, compiler_options
 from jmp_amp.numerics.calls.losses import LossCall
-from jmp_amp.numerics.calls.options import compiler_options
 from jmp_amp.numerics.locate.frames import Frame, Path, frames_of
 from jmp_amp.numerics.locate.marks import PlanMarks
 from jmp_amp.numerics.measure.measuring import Measure, Measured

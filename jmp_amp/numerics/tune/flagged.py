@@ -56,6 +56,7 @@ class Held:
         return None if reader == self.group is not None else _half(self.dtype)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Flagged(Walk[Held]):
     """A walk that computes as traced, and rounds what the plan has in half precision.
 
@@ -68,17 +69,10 @@ class Flagged(Walk[Held]):
         that leaves values as they are.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        flags: Value,
-        numbers: Mapping[Group, int],
-        others: Sequence[np.dtype | None],
-    ):
-        self.place = place
-        self.flags = flags
-        self.numbers = numbers
-        self.others = others
+    place: Place
+    flags: Value
+    numbers: Mapping[Group, int]
+    others: Sequence[np.dtype | None]
 
     def _number(self, eqn: Eqn) -> int | None:
         """Returns the number of the group of an equation."""
@@ -223,7 +217,7 @@ class Flagged(Walk[Held]):
         avals = [aval_of(v) for v in plan.body.jaxpr.outvars]
 
         def run_body(*arrays: Value, flags: Value = self.flags) -> list[Value]:
-            walk = Flagged(place, flags, self.numbers, self.others)
+            walk = dataclasses.replace(self, place=place, flags=flags)
             held = [
                 # In a loop, another group makes it for the next turn.
                 dataclasses.replace(each, array=x, group=None)
@@ -244,7 +238,7 @@ class Flagged(Walk[Held]):
             rule: Plan, inputs: Sequence[Value], moving: Sequence[int]
         ) -> list[Value]:
             count = len(eqn.invars)
-            walk = Flagged(place, inputs[count], self.numbers, self.others)
+            walk = dataclasses.replace(self, place=place, flags=inputs[count])
             dtypes = [*planned.reads, *(planned.reads[i] for i in moving)]
             arrays = [*inputs[:count], *inputs[count + 1 :]]
             return walk.run(rule, list(map(Held, arrays, dtypes)))
@@ -255,28 +249,6 @@ class Flagged(Walk[Held]):
             lambda *xs: run_body(*xs[:-1], flags=xs[-1]), eqn, planned, run_rule
         )
         return list(call(*(each.array for each in operands), self.flags))
-
-
-def flagged_run(
-    plan: Plan,
-    dtypes: Sequence[np.dtype | None],
-    flags: Value,
-    numbers: Mapping[Group, int],
-    others: Sequence[np.dtype | None],
-) -> Callable[[Sequence[Value]], list[Value]]:
-    """Returns the flagged program of a plan, a function of its inputs as traced.
-
-    Args:
-      plan: the plan.
-      dtypes: the dtypes in which the inputs are stored; None for those never cast.
-      flags, numbers, others: see `Flagged`.
-    """
-
-    def run(arrays: Sequence[Value]) -> list[Value]:
-        walk = Flagged(Place(), flags, numbers, others)
-        return walk.run(plan, list(map(Held, arrays, dtypes)))
-
-    return run
 
 
 def _half(dtype: np.dtype | None) -> np.dtype | None:
