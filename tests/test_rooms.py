@@ -148,7 +148,7 @@ WINGS = {
                 "diagnose",
                 (
                     ("suggestions", "wording", "eight_bits"),
-                    ("diagnosis_tables", "decoding", "turns", "runs"),
+                    ("diagnosis_tables", "decoding", "turns"),
                     ("diagnosis", "advice"),
                     ("checking",),
                     ("diagnosing",),

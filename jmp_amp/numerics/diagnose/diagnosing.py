@@ -18,11 +18,10 @@ from jmp_amp.numerics.calls.losses import (
     loss_call,
 )
 from jmp_amp.numerics.diagnose.advice import advise
-from jmp_amp.numerics.diagnose.checking import checked, ends_well, with_function_tried
+from jmp_amp.numerics.diagnose.checking import Checks, ends_well
 from jmp_amp.numerics.diagnose.decoding import Places, scaled_casts, sites_of
 from jmp_amp.numerics.diagnose.diagnosis import Diagnosis
-from jmp_amp.numerics.diagnose.runs import Runs
-from jmp_amp.numerics.locate.marks import PlanMarks
+from jmp_amp.numerics.diagnose.suggestions import Runs
 from jmp_amp.numerics.locate.sites import Gradient
 from jmp_amp.numerics.measure import distances, programs
 from jmp_amp.numerics.measure.lockstep import Errors, errors
@@ -160,15 +159,13 @@ def diagnose(
                     lambda: nonfinite_inputs(fn, args, kwargs),
                 )
             policy, is_finite_itself = runs.policy, runs.is_finite_itself
-            findings = advise(runs)
+            findings, checks = advise(runs), Checks(called, runs, compile_)
             if not is_finite_itself:
-                findings, is_finite_itself = with_function_tried(
-                    called, runs, findings, compile_
-                )
+                findings, is_finite_itself = checks.with_function_tried(findings)
             if is_finite_itself and not (runs.is_finite and policy == policies):
                 # No policy mends a loss scale that is too large.
                 scale = min(runs.scale, runs.suggested_scale)
-                policy, findings = checked(called, runs, findings, scale, compile_)
+                policy, findings = checks.checked(findings, scale)
         return Diagnosis(
             name,
             str(policies),
@@ -195,10 +192,10 @@ def _ran(
     rows = read_plan(call.call)
     places = Places(rows, call.call.jaxpr)
     scaled = (lambda loss: loss) if scaler is None else scaler.scale
-    traced, plan = call.as_traced(call.arrays), plan_as_traced(call.call.jaxpr)
+    traced, plan = call.call.as_traced(call.arrays), plan_as_traced(call.call.jaxpr)
     measured = functools.partial(programs.measured, compile_, call)
-    of_low = measured(call.plan, PlanMarks(call.plan), call.arrays, scaled)
-    of_full = measured(plan, PlanMarks(plan), traced, lambda loss: loss)
+    of_low = measured(call.plan, call.arrays, scaled)
+    of_full = measured(plan, traced, lambda loss: loss)
     of_errors = _errors(compile_, call, traced)
     low, full, apart = of_low(), of_full(), of_errors()
     roundoff = float(jnp.finfo(given.default.compute_dtype).eps) / 2
@@ -264,11 +261,11 @@ def _compared(
         for layout, each in zip(dict.fromkeys(layouts), found, strict=True)
     }
     errors_of, gradients = distances.relative(apart).tolist(), {}
-    keys = call.keys if low.gradients else ()
     for key, array, layout, error in zip(
-        keys, low.gradients, layouts, errors_of, strict=True
+        call.keys.values(), low.gradients, layouts, errors_of, strict=True
     ):
-        one = Figures(*next(rows[layout]), layout)
+        counts, extremes = next(rows[layout])
+        one = Figures(counts, extremes, layout)
         numbers = one.amax, one.amin, one.zeros, one.nonfinite
         gradients[key] = Gradient(*numbers, array.size, error)
     return gradients, list(map(bool, finite))

@@ -10,7 +10,14 @@ from typing import Any
 
 from jmp_amp.numerics.diagnose import diagnosis_tables, eight_bits
 from jmp_amp.numerics.diagnose.eight_bits import EightBits
-from jmp_amp.numerics.locate.sites import Gradient, Numbers, Site, added_up, or_infinite
+from jmp_amp.numerics.locate.sites import (
+    Gradient,
+    Numbers,
+    Site,
+    added_up,
+    first_made,
+    or_infinite,
+)
 from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.policies.patterns import paths_matching
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
@@ -71,7 +78,7 @@ class Diagnosis:
     @property
     def first_nonfinite(self) -> Site | None:
         """The first site whose operands were all finite and a result was not."""
-        return next((site for site in self.sites if site.makes_nonfinite), None)
+        return first_made(self.sites)
 
     @property
     def blame(self) -> tuple[Site, ...]:

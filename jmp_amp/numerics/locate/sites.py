@@ -274,6 +274,11 @@ def added_up(sites: Sequence[Site]) -> Numbers:
     )
 
 
+def first_made(sites: Iterable[Site]) -> Site | None:
+    """Returns the first site whose operands were all finite and a result was not."""
+    return next((site for site in sites if site.makes_nonfinite), None)
+
+
 def or_infinite(number: float | None) -> float:
     """Returns a number to sort by: NaN is as bad as infinity, and None is nothing."""
     if number is None:

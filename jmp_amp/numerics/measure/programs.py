@@ -49,23 +49,19 @@ def measured(
     compile_: Compile,
     call: LossCall,
     plan: Plan,
-    marks: PlanMarks,
     arrays: Sequence[Value],
     scaled: Callable[[Value], Value],
 ) -> Callable[[], Program]:
     """Begins to compile a plan and its derivative, and what measures all sites.
 
-    Args:
-      compile_: begins to compile the program.
-      call: the call of the function.
-      plan: the plan to run; it has the inputs and outputs of the call.
-      marks: those of the plan.
-      arrays: its inputs.
-      scaled: what to do to the loss before it is differentiated.
+    It returns a function that runs the program, once.
 
-    Returns:
-      A function that runs the program, once.
+    Args:
+      compile_, call: begins to compile a program; the call of the function.
+      plan, arrays: the plan to run, of the inputs and outputs of the call; its inputs.
+      scaled: what to do to the loss before it is differentiated.
     """
+    marks = PlanMarks(plan)
 
     def replay(values: Sequence[Value]) -> list[Value]:
         return run(plan, values, marks)
@@ -83,7 +79,7 @@ def measured(
 
     def program() -> Program:
         returned, statistics = compiling.result()(*arrays)
-        count = len(returned) - (len(call.moving) if call.loss is not None else 0)
+        count = len(returned) - len(call.keys)
         outputs, gradients = list(returned[:count]), tuple(returned[count:])
         found = jax.device_get(statistics)
         return Program(frames, measure, found, outputs, gradients)

@@ -23,18 +23,18 @@ class Move:
     """One entry of a map, or one name of its default, without the policy.
 
     Attributes:
-      paths: the modules that it names; empty for a name of the default.
-      name: of a function or an operation that is to run in f32; "" for modules.
       pattern: what the map has in its place.
       reaches: the groups that it changes.
       flops: of their matrix products.
+      paths: the modules that it names; empty for a name of the default.
+      name: of a function or an operation that is to run in f32; "" for modules.
     """
 
-    paths: frozenset[str]
-    name: str
     pattern: Pattern
     reaches: frozenset[Group]
     flops: int
+    paths: frozenset[str] = frozenset()
+    name: str = ""
 
     def __str__(self) -> str:
         return f"full={self.name}" if self.name else repr(self.pattern)
@@ -198,25 +198,21 @@ def _of_modules(
 ) -> Move:
     reached = frozenset(reached)
     cost = sum(flops[group] for group in reached)
-    return Move(frozenset((path,)), "", _literal(path), reached, cost)
+    return Move(_literal(path), reached, cost, paths=frozenset((path,)))
 
 
 def _of_name(name: str, groups: Iterable[Group], flops: Mapping[Group, int]) -> Move:
     reached = frozenset(group for group in groups if group.name == name)
     cost = sum(flops[group] for group in reached)
-    return Move(frozenset(), name, name, reached, cost)
+    return Move(name, reached, cost, name=name)
 
 
 def _together(pattern: Pattern, moves: Sequence[Move]) -> Move:
     if len(moves) == 1:
         return moves[0]
-    return Move(
-        frozenset(path for move in moves for path in move.paths),
-        "",
-        pattern,
-        frozenset(group for move in moves for group in move.reaches),
-        sum(move.flops for move in moves),
-    )
+    reached = frozenset().union(*(move.reaches for move in moves))
+    paths = frozenset().union(*(move.paths for move in moves))
+    return Move(pattern, reached, sum(move.flops for move in moves), paths)
 
 
 def _joined(

@@ -20,7 +20,6 @@ from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.reports.costs import matmuls_as_traced, products_as_traced
 from jmp_amp.reports.reading import module_scopes
 from jmp_amp.reports.rows import Equation
-from jmp_amp.transform.interpreter import run
 
 # A program of smaller inputs runs fast anyway.
 _FEW_ELEMENTS = 2**22
@@ -75,9 +74,11 @@ class Bench:
         Raises:
           ValueError: if it is not finite.
         """
-        compiled, _ = self.compiled(gradients_of(loss, loss.as_it_is), *loss.arrays)
+        compiled, _ = self.compiled(
+            gradients_of(loss, loss.call.as_it_is), *loss.arrays
+        )
         gradients = compiled(*loss.arrays)
-        for key, gradient in zip(loss.keys, gradients, strict=True):
+        for key, gradient in zip(loss.keys.values(), gradients, strict=True):
             if not np.all(np.isfinite(gradient)):
                 raise ValueError(
                     f"{self.call}: the gradient of fn as it is, without a policy, is "
@@ -99,8 +100,7 @@ class Bench:
         """Compiles and runs the call under a map of policies, once for each map."""
         if policies not in self._measured:
             with self.loss(policies, notes_modules=False) as loss:
-                plan = loss.plan
-                function = gradients_of(loss, lambda arrays: run(plan, arrays))
+                function = gradients_of(loss, loss.run)
                 compiled, cost = self.compiled(function, *loss.arrays)
                 error = self.error(compiled(*loss.arrays))
             self._measured[policies] = Measured(error, cost)

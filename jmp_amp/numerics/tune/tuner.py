@@ -52,7 +52,6 @@ from jmp_amp.policies.two_calls import Waiting, in_two_calls
 from jmp_amp.reports.reading import read_plan
 from jmp_amp.reports.rows import Equation
 from jmp_amp.training.gradients import Argnums
-from jmp_amp.transform.interpreter import run
 
 
 @in_two_calls
@@ -237,7 +236,7 @@ class _Tuner:
     def _menu(
         self, loss: LossCall, found: Sequence[Member], rows: Sequence[Equation]
     ) -> Menu:
-        gradient = gradients_of(loss, lambda arrays: run(loss.plan, arrays))
+        gradient = gradients_of(loss, loss.run)
         flops = gradient_flops(rows, binding.trace(gradient, loss.arrays))
         modules = module_paths(loss.plan, Place())
         return menu_of(self.start, self.candidates, found, modules, flops)
@@ -259,7 +258,7 @@ class _Tuner:
 
             def run(arrays: Sequence[Value]) -> list[Value]:
                 return walk.run(
-                    loss.plan, list(map(Held, loss.as_traced(arrays), dtypes))
+                    loss.plan, list(map(Held, loss.call.as_traced(arrays), dtypes))
                 )
 
             return gradients_of(loss, run)(*arrays)
