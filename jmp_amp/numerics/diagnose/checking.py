@@ -167,12 +167,7 @@ def _is_in_half(row: Equation) -> bool:
 
 
 def _marked(runs: Runs, kept: Sequence[Equation]) -> str:
-    """Returns in words what a marking in the code keeps in half under every map.
-
-    Args:
-      runs: what the numbers were.
-      kept: the equations that are in half although the map says f32.
-    """
+    """Returns in words what a marking in the code keeps in half under every map."""
     places = {(row.module, row.source) for row in kept}
     sites = [s for s in runs.sites if s.is_in_half and (s.module, s.source) in places]
 

@@ -39,12 +39,7 @@ def summary(
     first: Site | None,
     loss_scale: float,
 ) -> str:
-    """Returns what is finite and what is not, in one sentence.
-
-    Args:
-      function, given, value, gradients, loss_scale: as of a `Diagnosis`.
-      first: the first site that made a value which is not finite.
-    """
+    """Returns what is finite and what is not, in one sentence; see `Diagnosis`."""
     parts = [_value(value)]
     bad = sum(bool(each.nonfinite) for each in gradients.values())
     if bad:
@@ -88,8 +83,7 @@ def of_modules(
     """Returns one row for each module, in the order of the program.
 
     Args:
-      modules: the numbers of each, by its path.
-      sites, reference: of the runs with and without the policy.
+      modules, sites, reference: as of a `Diagnosis`.
       first: the first site that made a value which is not finite. What follows it, and
         the backward pass, spread that: its module stands first.
       sort: one of `SORTS`: the largest first.
@@ -282,8 +276,9 @@ def of_sites(sites: Iterable[Site], reference: Sequence[Site]) -> list[Table]:
         times = f" x{site.times}" if site.times > 1 else ""
         turn = "" if site.turn is None else f" (turn {site.turn})"
         amax, amin, zeros, nonfinite = _figures(site)
-        is_lost = known is not None and site.is_in_half
-        lost = known.underflow(site.dtype) if is_lost else 0.0
+        lost = 0.0
+        if known is not None and site.is_in_half:
+            lost = known.underflow(site.dtype)
         shown.setdefault(path, Table(path, columns, [], numbers)).rows.append(
             (
                 site.identity,

@@ -78,13 +78,7 @@ class Frame:
 def frames_of(
     program: ClosedJaxpr, marks: PlanMarks, differentiated: bool
 ) -> dict[Path, Frame]:
-    """Returns the bodies of a program that have sites, by the way to them.
-
-    Args:
-      program: a traced replay, or its gradient.
-      marks: those of the replay.
-      differentiated: whether it is the gradient.
-    """
+    """Returns the bodies of a replay with marks, or of its gradient."""
     found: dict[Path, Frame] = {}
     reader = _Reader(marks, differentiated, found)
     body = jaxprs.body_of(program)

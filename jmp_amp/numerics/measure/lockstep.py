@@ -78,14 +78,8 @@ def errors(
 ) -> Callable[[], Errors]:
     """Begins to compile a plan and its function side by side.
 
-    Args:
-      compile_: begins to compile the program.
-      plan: the plan.
-      arrays: its inputs.
-      traced: the same in the dtypes that the function was traced with.
-
-    Returns:
-      A function that runs the program, once.
+    It returns a function that runs the program, once. `traced` are the inputs of the
+    plan in the dtypes that the function was traced with.
     """
     walk = Lockstep(meshes.mesh_of(arrays))
     keys_of: list[list[Keys]] = []
@@ -115,33 +109,37 @@ def errors(
     return found
 
 
+@dataclasses.dataclass(eq=False)
 class Lockstep(Walk[Pair]):
-    """The walk.
+    """The walk through a body.
 
     Attributes:
-      path: the way to the body.
-      operands: as in `Errors`.
       devices: the mesh that the program runs on, see `meshes.mesh_of`.
+      operands: as in `Errors`.
       threaded: what runs constructs, and merges the distances of all runs.
+      path: the way to the body.
       turns: how often the body runs, as far as the program tells.
       size: how many values are compared, those of a `while` in one turn.
+      pairs: what is to be compared, and the sites.
+      inner: what was compared in bodies that run otherwise often.
+      here: the equation, and which of its inserted casts comes next.
     """
 
-    def __init__(self, devices: Mesh | None) -> None:
-        self.devices = devices
-        self.path: tuple[int, ...] = ()
-        self.operands: dict[Key, Keys] = {}
-        self.threaded: Threaded[list[Distance]] = Threaded(
+    devices: Mesh | None
+    operands: dict[Key, Keys] = dataclasses.field(default_factory=dict)
+    threaded: Threaded[list[Distance]] = dataclasses.field(
+        default_factory=lambda: Threaded(
             lambda a, b: list(map(distances.merged, a, b)),
             lambda found, axes: [distances.across(each, axes) for each in found],
         )
-        self.turns = 1
-        self.size = 0
-        self.replay = Replay(recomputes=False)
-        self._here: tuple[tuple[int, ...], str, int] = ((), "out", 0)
-        # Of the frame: pairs to compare, and what inner frames have compared.
-        self._pairs: list[tuple[Key, Pair]] = []
-        self._inner: list[tuple[Keys, Distance]] = []
+    )
+    path: tuple[int, ...] = ()
+    turns: int = 1
+    size: int = 0
+    pairs: list[tuple[Key, Pair]] = dataclasses.field(default_factory=list)
+    inner: list[tuple[Keys, Distance]] = dataclasses.field(default_factory=list)
+    here: tuple[tuple[int, ...], str, int] = ((), "out", 0)
+    replay = Replay(recomputes=False)
 
     def run(
         self, plan: Plan, pairs: Sequence[Pair], path: tuple[int, ...], times: int = 1
@@ -150,18 +148,16 @@ class Lockstep(Walk[Pair]):
 
         It runs `times` as often as the body around it, as far as the program tells.
         """
-        before = self.path, self.turns, self._here, self._pairs, self._inner
-        self.path, self.turns, self._here = path, self.turns * times, (path, "out", 0)
-        self._pairs, self._inner = [], []
-        try:
-            results = self.body(plan, pairs)
-            found = [*self._inner]
-            if self._pairs:
-                keys = tuple(key for key, _ in self._pairs)
-                compared = [(pair.low, pair.full) for _, pair in self._pairs]
-                found.append((keys, distances.distances(compared, self.devices)))
-        finally:
-            self.path, self.turns, self._here, self._pairs, self._inner = before
+        walk = dataclasses.replace(
+            self, path=path, turns=self.turns * times, here=(path, "out", 0)
+        )
+        walk.size, walk.pairs, walk.inner = 0, [], []
+        results, found = walk.body(plan, pairs), walk.inner
+        if walk.pairs:
+            keys = tuple(key for key, _ in walk.pairs)
+            compared = [(pair.low, pair.full) for _, pair in walk.pairs]
+            found.append((keys, distances.distances(compared, self.devices)))
+        self.size += walk.size
         apart = [jax.tree.map(meshes.here, each) for _, each in found]
         return Frame(results, apart, [keys for keys, _ in found])
 
@@ -171,7 +167,7 @@ class Lockstep(Walk[Pair]):
         self.operands[key] = united([known, *(each.made for each in operands)])
         # A literal is no array.
         low, full = jnp.asarray(pair.low), jnp.asarray(pair.full)
-        self._pairs.append((key, Pair(low, full)))
+        self.pairs.append((key, Pair(low, full)))
         self.size += self.turns * full.size
         return dataclasses.replace(pair, made=(key,))
 
@@ -199,19 +195,19 @@ class Lockstep(Walk[Pair]):
         return dataclasses.replace(compared, low=low)
 
     def _next_cast(self) -> Key:
-        identity, place, count = self._here
-        self._here = identity, place, count + 1
+        identity, place, count = self.here
+        self.here = identity, place, count + 1
         return identity, f"{place}{count}"
 
     @contextlib.contextmanager
     def _at(self, planned: EquationPlan, place: str) -> Iterator[tuple[int, ...]]:
-        before = self._here
+        before = self.here
         identity = (*self.path, planned.index)
-        self._here = identity, place, 0
+        self.here = identity, place, 0
         try:
             yield identity
         finally:
-            self._here = before
+            self.here = before
 
     def equation(
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[Pair]]
@@ -280,7 +276,7 @@ class Lockstep(Walk[Pair]):
             results, compared = run_construct(
                 eqn, operands, identity, run, self.operands, self.threaded
             )
-            self._inner += compared
+            self.inner += compared
             if not is_branch:
                 return results
             # Where the other branch was taken, they are further apart than what made
@@ -292,11 +288,11 @@ class Lockstep(Walk[Pair]):
                 else pair
                 for i, (var, pair) in enumerate(zip(eqn.outvars, results, strict=True))
             ]
-        before = self.path, self._here
+        before = self.path, self.here
         self.path = (*identity, 0)
         if not source_code.is_helper(eqn):
-            self._here = self.path, "out", 0
+            self.here = self.path, "out", 0
         try:
             return self.body(plans[0], operands)
         finally:
-            self.path, self._here = before
+            self.path, self.here = before

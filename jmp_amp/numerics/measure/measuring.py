@@ -153,15 +153,16 @@ class Measure:
                 inside = bodies_inside(frame.body, path)
                 seen.update(inside)
                 here = {p: frames[p] for p in inside if p in frames}
-                self.tables[path] = _table(here)
+                if (table := _table(here)).entries:
+                    self.tables[path] = table
 
     @property
     def size(self) -> int:
         """How many values are measured, those of a `while` in one turn."""
-        groups = [group for table in self.tables.values() for group in table.groups]
         return sum(
             self._turns[path] * math.prod(aval_of(atom).shape)
-            for _, atoms in groups
+            for table in self.tables.values()
+            for _, atoms in table.groups
             for path, atom in atoms
         )
 
@@ -169,8 +170,7 @@ class Measure:
         return index in self._repeated.get(path, ())
 
     def nothing(self, path: Path) -> Measured | None:
-        table = self.tables.get(path)
-        if table is None or not table.entries:
+        if (table := self.tables.get(path)) is None:
             return None
         zero = Count.of(jnp.zeros((), jnp.uint32))
         rows = tuple(
@@ -185,8 +185,7 @@ class Measure:
         return Measured(rows, made, made, zero, zero)
 
     def seen(self, path: Path, run: Run) -> Measured | None:
-        table = self.tables.get(path)
-        if table is None or not table.entries:
+        if (table := self.tables.get(path)) is None:
             return None
 
         def read(measured: _Value) -> jax.Array:

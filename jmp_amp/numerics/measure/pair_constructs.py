@@ -63,14 +63,8 @@ def run_construct(
 ) -> tuple[list[Pair], list[tuple[Keys, Distance]]]:
     """Runs a loop, a branch or a sharded map: of branches, that of the policy for both.
 
-    Args:
-      eqn, operands, identity: the equation, and what it reads.
-      run: runs one of its bodies.
-      known: for each site, the sites that its operands come from; carries are added.
-      threaded: what runs constructs, and merges the distances of all runs.
-
-    Returns:
-      The results, and the distances of all runs of each body.
+    It returns the results, and the distances of all runs of each body. `known` are the
+    sites that the operands of each site come from; carries are added.
     """
     values, made = _apart(operands), [pair.made for pair in operands]
     carries = []

@@ -51,17 +51,12 @@ class Layout(NamedTuple):
     @property
     def infinity(self) -> Any:
         """The bits of infinity; those of a NaN are larger."""
-        fields = 1 << (self.dtype.itemsize * 8 - 1 - self.mantissa)
-        return self.dtype.type((fields - 1) << self.mantissa)
+        return np.asarray(np.inf, self.floating).view(self.dtype)[()]
 
     @property
     def padding(self) -> Any:
         """Bits that no magnitude has."""
         return self.dtype.type(np.iinfo(self.dtype).max)
-
-    @property
-    def signed(self) -> np.dtype:
-        return np.dtype(f"int{self.dtype.itemsize * 8}")
 
     @property
     def floating(self) -> np.dtype:
@@ -84,9 +79,8 @@ def layout_of(dtype: np.dtype) -> Layout:
 class Counted(NamedTuple):
     """The statistic of some arrays, one row for each.
 
-    Of several runs, counts are added and extremes are the largest.
-
-    `Figures` reads a row.
+    Of several runs, counts are added and extremes are the largest. `Figures` reads a
+    row.
 
     Attributes:
       counts: int32[n, width]: how many values are at each place of the `Layout`.
@@ -129,10 +123,8 @@ def counted(
 ) -> Counted:
     """Returns the statistic of floating or complex arrays of any shape.
 
-    Args:
-      arrays: of dtypes of the same `layout`.
-      layout: that of their values.
-      mesh: of the devices that they are on, see `meshes.replicated`.
+    Their dtypes are of one layout; `mesh` is that of the devices that they are on, see
+    `meshes.replicated`.
     """
 
     def nothing(count: int) -> Counted:
@@ -189,10 +181,9 @@ def worst_counted(counts: jax.Array, layout: Layout) -> jax.Array:
 
 def _bits(array: jax.Array, layout: Layout) -> jax.Array:
     """Returns the magnitudes of an array as integers."""
-    wide = jnp.float64 if layout.mantissa == 52 else jnp.float32
-    bits = jax.lax.bitcast_convert_type(array.astype(wide), layout.dtype)
-    largest = layout.dtype.type(np.iinfo(layout.signed).max)
-    return bits & largest
+    wide = array.astype(layout.floating)
+    # Without the sign.
+    return jax.lax.bitcast_convert_type(wide, layout.dtype) & (layout.padding >> 1)
 
 
 def _place(bits: jax.Array, layout: Layout) -> jax.Array:

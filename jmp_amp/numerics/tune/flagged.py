@@ -126,7 +126,8 @@ class Flagged(Walk[Held]):
             if is_rounded(eqn, planned):
                 return self._in_half(eqn, planned, operands)
             arrays = [
-                self._rounded(x, _wanted(x.waiting, dtype), self._number(eqn))
+                # What is cast to half on its way and read in f32 has lost its digits.
+                self._rounded(x, x.waiting if dtype == F32 else None, self._number(eqn))
                 for x, dtype in zip(operands, planned.reads, strict=True)
             ]
             results = binding.bind(eqn, arrays)
@@ -138,16 +139,14 @@ class Flagged(Walk[Held]):
     def _in_half(
         self, eqn: Eqn, planned: EquationPlan, operands: Sequence[Held]
     ) -> list[Held]:
-        group = self._number(eqn)
+        group, rewrite = self._number(eqn), planned.rewrite
         # A rewrite's own operands come after those of the equation.
         operands = operands[: len(eqn.invars)]
         arrays = [self._rounded(x, x.narrow(group), group) for x in operands]
         results = binding.bind(eqn, arrays)
-        if group is not None and planned.rewrite is not None:
-            if planned.rewrite.fp8 is not None:
-                in_8_bits = self._in_8_bits(eqn, planned.rewrite, operands)
-                is_base = self._flag(group) == BASE
-                results = [jax.lax.select(is_base, in_8_bits, *results)]
+        if group is not None and rewrite is not None and rewrite.fp8 is not None:
+            in_8_bits = self._in_8_bits(eqn, rewrite, operands)
+            results = [jax.lax.select(self._flag(group) == BASE, in_8_bits, *results)]
         made = zip(results, planned.yields, planned.writes, strict=True)
         return [
             Held(
@@ -253,14 +252,6 @@ class Flagged(Walk[Held]):
 
 def _half(dtype: np.dtype | None) -> np.dtype | None:
     return dtype if is_half(dtype) else None
-
-
-def _wanted(waiting: np.dtype | None, read: np.dtype | None) -> np.dtype | None:
-    """Returns the dtype that an equation in f32 rounds an operand to, if any.
-
-    What is cast to half on its way and read in f32 has lost its digits.
-    """
-    return waiting if read == F32 else None
 
 
 def _there_and_back(array: Value, dtype: np.dtype, saturate: bool) -> Value:

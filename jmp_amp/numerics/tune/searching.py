@@ -53,9 +53,10 @@ class Search:
     is_minimal: bool = True
 
     def real(self, policies: PolicyMap) -> float:
-        """Returns the error of a real program."""
-        self.steps[policies] = found = self.measured(policies)
-        return found.error
+        """Returns the error of a real program, compiled once for each map."""
+        if policies not in self.steps:
+            self.steps[policies] = self.measured(policies)
+        return self.steps[policies].error
 
     def meets(self, choice: Choice) -> bool:
         """Whether the real program of a choice meets the bound."""

@@ -53,7 +53,6 @@ class Bench:
         self.loss, self.call = loss, call
         self.compilations = 0
         self.reference = np.zeros(0)
-        self._measured: dict[PolicyMap, Measured] = {}
 
     def compiled(
         self, function: Callable[..., Any], *args: Value, in_haste: bool = False
@@ -97,14 +96,10 @@ class Bench:
         return distance / size if size and math.isfinite(distance) else math.inf
 
     def measured(self, policies: PolicyMap) -> Measured:
-        """Compiles and runs the call under a map of policies, once for each map."""
-        if policies not in self._measured:
-            with self.loss(policies, notes_modules=False) as loss:
-                function = gradients_of(loss, loss.run)
-                compiled, cost = self.compiled(function, *loss.arrays)
-                error = self.error(compiled(*loss.arrays))
-            self._measured[policies] = Measured(error, cost)
-        return self._measured[policies]
+        """Compiles and runs the call under a map of policies."""
+        with self.loss(policies, notes_modules=False) as loss:
+            compiled, cost = self.compiled(gradients_of(loss, loss.run), *loss.arrays)
+            return Measured(self.error(compiled(*loss.arrays)), cost)
 
 
 def gradients_of(
@@ -121,9 +116,6 @@ def gradient_flops(rows: Iterable[Equation], gradient: ClosedJaxpr) -> dict[str,
     has two: nobody asks for the gradient of the input. So the program of the gradient
     is read. The products of a module share what its products cost there.
 
-    Args:
-      rows: the equations of the function.
-      gradient: the program of its gradient.
     """
     rows = [row for row in rows if row.flops]
     forward: Counter[str] = Counter()

@@ -66,7 +66,7 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tuning:
+class Tuning(tables.Shown):
     """Policies by module that meet a bound on the gradient error; `tune` makes it.
 
     `str(tuning)` is a table, and so is a tuning at the end of a notebook's cell.
@@ -126,15 +126,9 @@ class Tuning:
             f"{self.compilations} compilations"
         )
 
-    def __str__(self) -> str:
-        heading = "\n".join([self.summary, *(f"* {each}" for each in self.notes)])
-        return tables.as_text(heading, self._tables(), 100)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text("..." if cycle else str(self))
-
-    def _repr_html_(self) -> str:
-        return tables.as_html(self.summary, self._tables(), self.notes)
+    @property
+    def _notes(self) -> tuple[str, ...]:
+        return self.notes
 
     def table(self, *, sort: str | None = "error", width: int = 100) -> str:
         """Returns the table of all modules as text, sorted by one of its figures.
