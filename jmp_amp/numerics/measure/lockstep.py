@@ -7,9 +7,8 @@ exact and no activation is kept.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -199,47 +198,52 @@ class Lockstep(Walk[Pair]):
         self.here = identity, place, count + 1
         return identity, f"{place}{count}"
 
-    @contextlib.contextmanager
-    def _at(self, planned: EquationPlan, place: str) -> Iterator[tuple[int, ...]]:
-        before = self.here
-        identity = (*self.path, planned.index)
-        self.here = identity, place, 0
-        try:
-            yield identity
-        finally:
-            self.here = before
-
     def equation(
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[Pair]]
     ) -> list[Pair]:
-        with binding.source_of(eqn), self._at(planned, "own") as identity:
+        identity = (*self.path, planned.index)
+        before, self.here = self.here, (identity, "own", 0)
+        with binding.source_of(eqn):
             operands = read()
             if jaxprs.happens(eqn) and not jaxprs.is_read(eqn):
                 # It was seen when the policy and the reference ran.
-                return [Pair(None, None)] * len(eqn.outvars)
-            if planned.bodies:
-                return self._call(eqn, planned, operands, identity)
-            bound = self.replay.bound(eqn, planned, [x.low for x in operands])
-            full = binding.bind(eqn, [x.full for x in operands[: len(eqn.invars)]])
-            if len(operands) > len(eqn.invars):
-                # It reads what a rewrite computed of its operands, not them.
-                operands = operands[len(eqn.invars) :]
-            made = united([x.made for x in operands])
-            self._written_to(eqn, made, operands)
-            results = []
-            for var, low, other in zip(eqn.outvars, bound, full, strict=True):
-                pair = Pair(low, other, made)
-                if jaxprs.is_mutable(var):
-                    # It has a key of its own, as if it were a site.
-                    key = identity, "mutable"
-                    self.operands[key] = made
-                    pair = dataclasses.replace(pair, made=(key,))
-                elif eqn.primitive.name in MOVES:
-                    self.operands[identity, None] = made
-                elif jaxprs.is_floating(var):
-                    pair = self._compare((identity, None), pair, operands)
-                results.append(pair)
-            return self._written(planned, results)
+                results = [Pair(None, None)] * len(eqn.outvars)
+            elif planned.bodies:
+                results = self._call(eqn, planned, operands, identity)
+            else:
+                results = self._both(eqn, planned, operands, identity)
+        self.here = before
+        return results
+
+    def _both(
+        self,
+        eqn: Eqn,
+        planned: EquationPlan,
+        operands: list[Pair],
+        identity: tuple[int, ...],
+    ) -> list[Pair]:
+        """Computes an equation under the policy and as it is."""
+        bound = self.replay.bound(eqn, planned, [x.low for x in operands])
+        full = binding.bind(eqn, [x.full for x in operands[: len(eqn.invars)]])
+        if len(operands) > len(eqn.invars):
+            # It reads what a rewrite computed of its operands, not them.
+            operands = operands[len(eqn.invars) :]
+        made = united([x.made for x in operands])
+        self._written_to(eqn, made, operands)
+        results = []
+        for var, low, other in zip(eqn.outvars, bound, full, strict=True):
+            pair = Pair(low, other, made)
+            if jaxprs.is_mutable(var):
+                # It has a key of its own, as if it were a site.
+                key = identity, "mutable"
+                self.operands[key] = made
+                pair = dataclasses.replace(pair, made=(key,))
+            elif eqn.primitive.name in MOVES:
+                self.operands[identity, None] = made
+            elif jaxprs.is_floating(var):
+                pair = self._compare((identity, None), pair, operands)
+            results.append(pair)
+        return self._written(planned, results)
 
     def _written_to(self, eqn: Eqn, made: Keys, operands: Sequence[Pair]) -> None:
         """Notes that what a mutable array holds may come from the other operands."""
@@ -292,7 +296,6 @@ class Lockstep(Walk[Pair]):
         self.path = (*identity, 0)
         if not source_code.is_helper(eqn):
             self.here = self.path, "out", 0
-        try:
-            return self.body(plans[0], operands)
-        finally:
-            self.path, self.here = before
+        results = self.body(plans[0], operands)
+        self.path, self.here = before
+        return results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn
 
@@ -187,11 +188,10 @@ class _Tuner:
         self.notes = tuple(own_dtypes(rows, "tune(fn, {}, max_grad_error=...)(...)"))
         self.say("measuring modules")
 
+        exact = _levels_of(self.candidates).index(None) + 1
+
         def alone(those: Collection[Group]) -> float:
-            exact = _levels_of(self.candidates).index(None) + 1
-            return levels_tell(
-                tuple(BASE if group in those else exact for group in groups)
-            )
+            return levels_tell(tuple(BASE if g in those else exact for g in groups))
 
         def expected(levels: tuple[int, ...]) -> float:
             return levels_tell((*levels, *(BASE for _ in fixed)))
@@ -210,12 +210,11 @@ class _Tuner:
             self._give_up(search)
         before, after = search.steps[self.start], search.steps[policies]
         paths = {row.identity: row.module for row in rows}
-        together: dict[str, set[Group]] = {}
-        for each in found:
-            group = each.group
-            if group not in groups:
-                group = Group(group.path)  # one group for all of its operations
-            together.setdefault(paths[each.identity], set()).add(group)
+        together: defaultdict[str, set[Group]] = defaultdict(set)
+        for group, identity, _ in found:
+            # Of some modules all operations are one group.
+            known = group if group in groups else Group(group.path)
+            together[paths[identity]].add(known)
         return Tuning(
             function=name,
             policy=policies,
@@ -285,19 +284,16 @@ class _Tuner:
         with called_beside_f32(self.bench.loss, policies) as loss:
             got = policies_in_force(loss.plan, policies.default)
             rows = read_plan(loss.call)
-        found: dict[str, Tuned] = {}
-        flops: dict[str, int] = {}
+        flops, first = Counter[str](), dict[str, Policy]()
         for row in rows:
-            flops[row.module] = flops.get(row.module, 0) + row.flops
-        for row in rows:
-            path = row.module
-            if path in found or not (path in sensitivity or flops[path]):
-                continue
+            flops[row.module] += row.flops
             if row.identity in got:
-                found[path] = Tuned(
-                    got[row.identity], sensitivity.get(path, 0.0), flops[path]
-                )
-        return found
+                first.setdefault(row.module, got[row.identity])
+        return {
+            path: Tuned(policy, sensitivity.get(path, 0.0), flops[path])
+            for path, policy in first.items()
+            if path in sensitivity or flops[path]
+        }
 
     def _give_up(self, search: Search) -> NoReturn:
         best, measured = min(search.steps.items(), key=lambda item: item[1].error)

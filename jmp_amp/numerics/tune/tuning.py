@@ -193,14 +193,14 @@ class Tuning(tables.Shown):
           {'default': 'p=f32,c=f16,o=f32', 'policies': {}}
         """
         modules = {
-            path: {**_fields(each), "policy": str(each.policy)}
+            path: {**vars(each), "policy": str(each.policy)}
             for path, each in self.modules.items()
         }
         told = {
-            **_fields(self),
+            **vars(self),
             "policy": self.policy.to_dict(),
             "modules": modules,
-            "steps": list(map(_fields, self.steps)),
+            "steps": list(map(vars, self.steps)),
         }
         return plain_data.written(told)
 
@@ -257,12 +257,6 @@ class Tuning(tables.Shown):
           ValueError: if it is not what `to_json` wrote.
         """
         return cls.from_dict(plain_data.parsed(text, "Tuning"))
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    return {
-        each.name: getattr(record, each.name) for each in dataclasses.fields(record)
-    }
 
 
 def by_figure(tuning: Tuning, sort: str | None) -> list[tuple[str, Tuned]]:
