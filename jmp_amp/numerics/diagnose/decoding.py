@@ -18,12 +18,12 @@ from jmp_amp.numerics.measure.lockstep import Errors
 from jmp_amp.numerics.measure.measuring import (
     NEVER,
     Count,
-    Rows,
+    Measured,
     Table,
     is_scaled_cast,
 )
 from jmp_amp.numerics.measure.programs import Program
-from jmp_amp.numerics.measure.statistics import Figures, Layout
+from jmp_amp.numerics.measure.statistics import Figures
 from jmp_amp.plan.plan import Identity
 from jmp_amp.plan.program import jaxprs, source_code
 from jmp_amp.plan.program.jaxprs import Body, ClosedJaxpr, aval_of
@@ -131,13 +131,15 @@ class _Body(NamedTuple):
 
     Attributes:
       table: what was measured in it.
-      rows: the values that were counted: their layout, and their row.
+      measured: the figures.
+      rows: the layouts of the values that were counted, by number, and their rows.
       made, nans: as in `Measured`, by the number of the site.
       runs: how often it ran.
     """
 
     table: Table
-    rows: list[tuple[Layout, Rows, int]]
+    measured: Measured
+    rows: list[tuple[int, int]]
     made: dict[int, int]
     nans: dict[int, int]
     runs: int
@@ -147,29 +149,28 @@ class _Body(NamedTuple):
 
         Also the first run in which not all of it was finite, or `NEVER`.
         """
-        layout, rows, row = self.rows[position]
-        low, high = (np.asarray(x[row], np.int64) for x in rows.counts)
-        counts = (low + (high << 32)) * times
-        extremes = np.asarray(rows.extremes[row])
-        return Figures(counts, extremes, layout), int(rows.bad[row])
+        group, row = self.rows[position]
+        counts = Count(*(x[row] for x in self.measured.counts[group])).numbers() * times
+        extremes = np.asarray(self.measured.extremes[group][row])
+        figures = Figures(counts, extremes, self.table.groups[group][0])
+        return figures, int(self.measured.bad[position])
 
 
 def _bodies(program: Program) -> Iterator[_Body]:
     for path, table in program.measure.tables.items():
         measured = program.statistics[path]
-        if measured is None or not (runs := _number(measured.runs)):
+        if measured is None or not (runs := int(measured.runs.numbers())):
             continue
-        groups = zip(table.groups, measured.rows, strict=True)
         rows = [
-            (layout, each, row)
-            for (layout, atoms), each in groups
+            (group, row)
+            for group, (_, atoms) in enumerate(table.groups)
             for row in range(len(atoms))
         ]
         made, nans = (
             dict(zip(table.makers, each.tolist(), strict=True))
             for each in (measured.made, measured.nans)
         )
-        yield _Body(table, rows, made, nans, runs)
+        yield _Body(table, measured, rows, made, nans, runs)
 
 
 def _site(
@@ -186,9 +187,8 @@ def _site(
     exponents: Counter[int] = Counter()
     for row in rows:
         exponents.update(row.exponents)
-    never = int(NEVER)
-    made, nan = (of.get(number, never) for of in (body.made, body.nans))
-    first_bad = next((x for x in (made, nan) if x != never), bad)
+    made, nan = (of.get(number, NEVER) for of in (body.made, body.nans))
+    first_bad = int(next((x for x in (made, nan) if x != NEVER), bad))
     avals = [aval_of(v) for v in entry.results]
     # A complex number is two.
     size = sum(math.prod(x.shape) * (1 + (x.dtype.kind == "c")) for x in avals)
@@ -205,13 +205,13 @@ def _site(
         amin=min((row.amin for row in rows if row.amin), default=0.0),
         zeros=sum(row.zeros for row in rows),
         nonfinite=sum(row.nonfinite for row in rows),
-        turn=first_bad if _in_loop(program, where) and first_bad != never else None,
+        turn=first_bad if _in_loop(program, where) and first_bad != NEVER else None,
         exponents=dict(sorted(exponents.items())),
         error=None,
         amplification=None,
-        makes_nonfinite=made != never,
+        makes_nonfinite=bool(made != NEVER),
         nans=sum(row.nans for row in rows),
-        makes_nan=nan != never,
+        makes_nan=bool(nan != NEVER),
         identity=str(entry.identity),
         scales=entry.scales,
         is_constant=is_written(amax, places.constants_of(entry)),
@@ -234,12 +234,8 @@ def _error_of(
 
 def _in_loop(program: Program, path: Path) -> bool:
     """Whether a body runs in the turns of a loop."""
-    frames = program.frames
+    frames = program.measure.frames
     return any(
         jaxprs.is_loop(frames[path[:end]].body.jaxpr.eqns[path[end]])
         for end in range(0, len(path), 2)
     )
-
-
-def _number(count: Count) -> int:
-    return int(count.low) + (int(count.high) << 32)

@@ -23,6 +23,7 @@ from jmp_amp.numerics.measure.statistics import (
     Worst,
     counted,
     layout_of,
+    none_counted,
     worst_counted,
     worst_of,
 )
@@ -59,6 +60,11 @@ class Count(NamedTuple):
         carry = (low < self.low).astype(jnp.uint32)
         return Count(low, self.high + other.high + carry)
 
+    def numbers(self) -> np.ndarray:
+        """Returns int64 of numpy."""
+        low, high = (np.asarray(each, np.int64) for each in self)
+        return low + (high << 32)
+
     def across(self, axes: Sequence[str]) -> Count:
         """Returns the sum over shards."""
         # In 16 bits each, so that no sum of 2**16 shards wraps.
@@ -71,25 +77,14 @@ class Count(NamedTuple):
         return Count(low, high + (upper >> half) + carried)
 
 
-class Rows(NamedTuple):
-    """What was measured of values of one layout.
-
-    Attributes:
-      counts: those of `statistics.Counted`, of all runs.
-      extremes: as there.
-      bad: uint32[n]: the first run in which not all values were finite, or `NEVER`.
-    """
-
-    counts: Count
-    extremes: jax.Array
-    bad: jax.Array
-
-
 class Measured(NamedTuple):
     """The statistic of a body.
 
     Attributes:
-      rows: for each layout, the values that are measured.
+      counts: for each layout, those of `statistics.Counted`, of all runs.
+      extremes: as there.
+      bad: uint32[n]: for each value that is counted, the first run in which not all of
+        it was finite, or `NEVER`.
       made: uint32[m]: for each site that makes something, the first run in which its
         operands were finite and its results not, or `NEVER`.
       nans: uint32[m]: the first run in which its results held NaN and its operands, at
@@ -98,7 +93,9 @@ class Measured(NamedTuple):
       turns: how often it ran on one shard.
     """
 
-    rows: tuple[Rows, ...]
+    counts: tuple[Count, ...]
+    extremes: tuple[jax.Array, ...]
+    bad: jax.Array
     made: jax.Array
     nans: jax.Array
     runs: Count
@@ -138,14 +135,13 @@ class Measure:
     """An observer that measures the sites of a program.
 
     Attributes:
+      frames: the bodies of the program.
       tables: what to measure in each body that is seen, see `watch.bodies_inside`.
       mesh: of the devices that the program runs on, see `meshes.mesh_of`.
     """
 
     def __init__(self, frames: Mapping[Path, Frame], mesh: Mesh | None):
-        self.mesh = mesh
-        self._repeated = {path: frame.repeated for path, frame in frames.items()}
-        self._turns = {path: frame.turns for path, frame in frames.items()}
+        self.frames, self.mesh = frames, mesh
         self.tables: dict[Path, Table] = {}
         seen: set[Path] = set()
         for path, frame in frames.items():
@@ -160,29 +156,25 @@ class Measure:
     def size(self) -> int:
         """How many values are measured, those of a `while` in one turn."""
         return sum(
-            self._turns[path] * math.prod(aval_of(atom).shape)
+            self.frames[path].turns * math.prod(aval_of(atom).shape)
             for table in self.tables.values()
             for _, atoms in table.groups
             for path, atom in atoms
         )
 
     def skips(self, path: Path, index: int) -> bool:
-        return index in self._repeated.get(path, ())
+        return path in self.frames and index in self.frames[path].repeated
 
     def nothing(self, path: Path) -> Measured | None:
         if (table := self.tables.get(path)) is None:
             return None
         zero = Count.of(jnp.zeros((), jnp.uint32))
-        rows = tuple(
-            Rows(
-                Count.of(jnp.zeros((len(atoms), layout.width), jnp.uint32)),
-                jnp.zeros((len(atoms), 2), layout.dtype),
-                jnp.full(len(atoms), NEVER, jnp.uint32),
-            )
-            for layout, atoms in table.groups
-        )
+        nothing = [none_counted(len(atoms), layout) for layout, atoms in table.groups]
+        counts = tuple(Count.of(each.counts) for each in nothing)
+        extremes = tuple(each.extremes for each in nothing)
+        bad = jnp.full(sum(len(atoms) for _, atoms in table.groups), NEVER, jnp.uint32)
         made = jnp.full(len(table.makers), NEVER, jnp.uint32)
-        return Measured(rows, made, made, zero, zero)
+        return Measured(counts, extremes, bad, made, made, zero, zero)
 
     def seen(self, path: Path, run: Run) -> Measured | None:
         if (table := self.tables.get(path)) is None:
@@ -193,27 +185,31 @@ class Measure:
             value = atom.val if isinstance(atom, Literal) else run[where][atom]
             return jnp.asarray(value, aval_of(atom).dtype)
 
-        rows, worst = [], []
-        for layout, atoms in table.groups:
-            found = counted(list(map(read, atoms)), layout, self.mesh)
-            here = worst_counted(found.counts, layout)
-            worst.append(here)
-            first = jnp.where(here > Worst.FINITE, jnp.uint32(0), NEVER)
-            rows.append(Rows(Count.of(found.counts), found.extremes, first))
-        others = worst_of(list(map(read, table.others)), self.mesh)
-        worst = jnp.concatenate([*worst, others, jnp.zeros(1, jnp.int32)])
+        def first(is_now: jax.Array) -> jax.Array:
+            return jnp.where(is_now, jnp.uint32(0), NEVER)
+
+        found = [
+            counted(list(map(read, atoms)), layout, self.mesh)
+            for layout, atoms in table.groups
+        ]
+        pairs = zip(found, table.groups, strict=True)
+        worst = [worst_counted(each.counts, layout) for each, (layout, _) in pairs]
+        none = jnp.zeros(1, jnp.int32)
+        bad = first(jnp.concatenate([none, *worst])[1:] > Worst.FINITE)
+        worst.append(worst_of(list(map(read, table.others)), self.mesh))
+        worst = jnp.concatenate([*worst, none])
         made = nans = jnp.zeros(0, jnp.uint32)
         if table.makers:
             before, after = (
                 worst[_matrix(each, len(worst) - 1)].max(axis=1)
                 for each in zip(*table.makers.values(), strict=True)
             )
-            is_made = (after > Worst.FINITE) & (before == Worst.FINITE)
-            made = jnp.where(is_made, jnp.uint32(0), NEVER)
-            is_nan = (after == Worst.NAN) & (before < Worst.NAN)
-            nans = jnp.where(is_nan, jnp.uint32(0), NEVER)
+            made = first((after > Worst.FINITE) & (before == Worst.FINITE))
+            nans = first((after == Worst.NAN) & (before < Worst.NAN))
+        counts = tuple(Count.of(each.counts) for each in found)
+        extremes = tuple(each.extremes for each in found)
         one = Count.of(jnp.ones((), jnp.uint32))
-        return Measured(tuple(rows), made, nans, one, one)
+        return Measured(counts, extremes, bad, made, nans, one, one)
 
     def merged(
         self, before: Measured | None, after: Measured | None
@@ -225,16 +221,10 @@ class Measure:
             later = jnp.where(b == NEVER, NEVER, b + before.turns.low)
             return jnp.where(a == NEVER, later, a)
 
-        rows = tuple(
-            Rows(
-                a.counts.plus(b.counts),
-                jnp.maximum(a.extremes, b.extremes),
-                first(a.bad, b.bad),
-            )
-            for a, b in zip(before.rows, after.rows, strict=True)
-        )
         return Measured(
-            rows,
+            tuple(map(Count.plus, before.counts, after.counts)),
+            tuple(map(jnp.maximum, before.extremes, after.extremes)),
+            first(before.bad, after.bad),
             first(before.made, after.made),
             first(before.nans, after.nans),
             before.runs.plus(after.runs),
@@ -246,17 +236,11 @@ class Measure:
     ) -> Measured | None:
         if statistic is None:
             return None
-        rows = tuple(
-            Rows(
-                each.counts.across(axes),
-                jax.lax.pmax(each.extremes, axes),
-                jax.lax.pmin(each.bad, axes),
-            )
-            for each in statistic.rows
-        )
-        turns = Count(*(jax.lax.pmax(x, axes) for x in statistic.turns))
-        made, nans = (jax.lax.pmin(x, axes) for x in (statistic.made, statistic.nans))
-        return Measured(rows, made, nans, statistic.runs.across(axes), turns)
+        largest = jax.lax.pmax((statistic.extremes, statistic.turns), axes)
+        firsts = jax.lax.pmin((statistic.bad, statistic.made, statistic.nans), axes)
+        counts = tuple(each.across(axes) for each in statistic.counts)
+        runs = statistic.runs.across(axes)
+        return Measured(counts, largest[0], *firsts, runs, largest[1])
 
 
 def _matrix(reads: Sequence[Sequence[int]], nothing: int) -> np.ndarray:

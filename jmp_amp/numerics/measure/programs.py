@@ -9,7 +9,7 @@ import jax
 
 from jmp_amp.numerics.calls.executables import Compile, compiler_options
 from jmp_amp.numerics.calls.losses import LossCall
-from jmp_amp.numerics.locate.frames import Frame, Path, frames_of
+from jmp_amp.numerics.locate.frames import Path, frames_of
 from jmp_amp.numerics.locate.marks import PlanMarks
 from jmp_amp.numerics.measure.measuring import Measure, Measured
 from jmp_amp.numerics.measure.watch import watched
@@ -31,14 +31,12 @@ class Program(NamedTuple):
     """A program that was run and measured.
 
     Attributes:
-      frames: its bodies, and their sites.
-      measure: what was measured of each.
+      measure: its bodies, and what was measured of each.
       statistics: the statistics, by body; numpy arrays.
       outputs: what the function returned, as arrays.
       gradients: one for each differentiated input, of the scaled loss.
     """
 
-    frames: dict[Path, Frame]
     measure: Measure
     statistics: dict[Path, Measured | None]
     outputs: list[Value]
@@ -71,7 +69,7 @@ def measured(
             return scaled(loss)
 
     traced = binding.trace(call.with_gradients(replay, scaled_apart), arrays)
-    frames = frames_of(traced, marks, call.loss is not None)
+    frames = frames_of(traced, marks, differentiated=call.loss is not None)
     measure = Measure(frames, meshes.mesh_of(arrays))
     compiling = compile_(
         watched(traced, measure), *arrays, options=lambda: options_for(measure.size)
@@ -82,6 +80,6 @@ def measured(
         count = len(returned) - len(call.keys)
         outputs, gradients = list(returned[:count]), tuple(returned[count:])
         found = jax.device_get(statistics)
-        return Program(frames, measure, found, outputs, gradients)
+        return Program(measure, found, outputs, gradients)
 
     return program

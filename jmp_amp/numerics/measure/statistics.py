@@ -7,6 +7,7 @@ in arithmetic and in comparisons; integers have no subnormals.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -118,6 +119,12 @@ class Figures:
         }
 
 
+def none_counted(count: int, layout: Layout) -> Counted:
+    """Returns the statistic of arrays without elements."""
+    counts = jnp.zeros((count, layout.width), jnp.int32)
+    return Counted(counts, jnp.zeros((count, 2), layout.dtype))
+
+
 def counted(
     arrays: Sequence[jax.Array], layout: Layout, mesh: Mesh | None = None
 ) -> Counted:
@@ -126,10 +133,6 @@ def counted(
     Their dtypes are of one layout; `mesh` is that of the devices that they are on, see
     `meshes.replicated`.
     """
-
-    def nothing(count: int) -> Counted:
-        counts = jnp.zeros((count, layout.width), jnp.int32)
-        return Counted(counts, jnp.zeros((count, 2), layout.dtype))
 
     def add(found: Counted, part: Part) -> Counted:
         bits = _bits(part.values[0], layout)
@@ -142,6 +145,7 @@ def counted(
             scattered(largest, found.extremes, part.rows, extremes),
         )
 
+    nothing = functools.partial(none_counted, layout=layout)
     return read_in_parts([(x,) for x in arrays], nothing, add, mesh)
 
 
