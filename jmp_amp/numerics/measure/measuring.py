@@ -236,11 +236,12 @@ class Measure:
     ) -> Measured | None:
         if statistic is None:
             return None
-        largest = jax.lax.pmax((statistic.extremes, statistic.turns), axes)
-        firsts = jax.lax.pmin((statistic.bad, statistic.made, statistic.nans), axes)
         counts = tuple(each.across(axes) for each in statistic.counts)
+        extremes, turns = jax.lax.pmax((statistic.extremes, statistic.turns), axes)
+        firsts = statistic.bad, statistic.made, statistic.nans
+        bad, made, nans = jax.lax.pmin(firsts, axes)
         runs = statistic.runs.across(axes)
-        return Measured(counts, largest[0], *firsts, runs, largest[1])
+        return Measured(counts, extremes, bad, made, nans, runs, turns)
 
 
 def _matrix(reads: Sequence[Sequence[int]], nothing: int) -> np.ndarray:
