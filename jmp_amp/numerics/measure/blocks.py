@@ -129,8 +129,10 @@ def scattered(
     values: jax.Array,
     columns: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns a matrix with values [m, k] written to `rows` [m], by `scatter_add`
-    or another of its family; to the columns of the same shape, else to all.
+    """Returns a matrix with values [m, k] written to its rows [m].
+
+    `scatter` is `jax.lax.scatter_add` or another of its family. `columns` are those of
+    the values; by default a value has the column of its own.
     """
     if columns is None:
         columns = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
