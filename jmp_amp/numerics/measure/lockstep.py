@@ -201,28 +201,24 @@ class Lockstep(Walk[Pair]):
     def equation(
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[Pair]]
     ) -> list[Pair]:
-        identity = (*self.path, planned.index)
-        before, self.here = self.here, (identity, "own", 0)
+        before, self.here = self.here, ((*self.path, planned.index), "own", 0)
         with binding.source_of(eqn):
             operands = read()
             if jaxprs.happens(eqn) and not jaxprs.is_read(eqn):
                 # It was seen when the policy and the reference ran.
                 results = [Pair(None, None)] * len(eqn.outvars)
             elif planned.bodies:
-                results = self._call(eqn, planned, operands, identity)
+                results = self._call(eqn, planned, operands)
             else:
-                results = self._both(eqn, planned, operands, identity)
+                results = self._both(eqn, planned, operands)
         self.here = before
         return results
 
     def _both(
-        self,
-        eqn: Eqn,
-        planned: EquationPlan,
-        operands: list[Pair],
-        identity: tuple[int, ...],
+        self, eqn: Eqn, planned: EquationPlan, operands: list[Pair]
     ) -> list[Pair]:
         """Computes an equation under the policy and as it is."""
+        identity, _, _ = self.here
         bound = self.replay.bound(eqn, planned, [x.low for x in operands])
         full = binding.bind(eqn, [x.full for x in operands[: len(eqn.invars)]])
         if len(operands) > len(eqn.invars):
@@ -264,12 +260,9 @@ class Lockstep(Walk[Pair]):
         return kept
 
     def _call(
-        self,
-        eqn: Eqn,
-        planned: EquationPlan,
-        operands: list[Pair],
-        identity: tuple[int, ...],
+        self, eqn: Eqn, planned: EquationPlan, operands: list[Pair]
     ) -> list[Pair]:
+        identity, _, _ = self.here
         is_branch, plans = jaxprs.is_branch(eqn), planned.bodies
         if is_branch or jaxprs.is_loop(eqn) or jaxprs.is_shard_map(eqn):
             times = jaxprs.repetitions(eqn)
