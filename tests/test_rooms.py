@@ -124,7 +124,7 @@ WINGS = {
             Folder(
                 "calls",
                 (
-                    ("differentiated", "options", "inputs"),
+                    ("differentiated", "inputs"),
                     ("losses",),
                     ("asked", "executables"),
                 ),
@@ -138,8 +138,7 @@ WINGS = {
                     ("blocks", "threaded"),
                     ("statistics", "watch"),
                     ("distances", "measuring"),
-                    ("own_dtypes", "pairs", "programs"),
-                    ("pair_constructs",),
+                    ("own_dtypes", "pair_constructs", "programs"),
                     ("lockstep",),
                 ),
             ),
@@ -149,7 +148,7 @@ WINGS = {
                 "diagnose",
                 (
                     ("suggestions", "wording", "eight_bits"),
-                    ("diagnosis_tables", "decoding", "turns", "runs"),
+                    ("diagnosis_tables", "decoding", "turns"),
                     ("diagnosis", "advice"),
                     ("checking",),
                     ("diagnosing",),
@@ -158,7 +157,7 @@ WINGS = {
             Folder(
                 "tune",
                 (
-                    ("groups", "gradient_costs", "trials", "tuning"),
+                    ("groups", "trials", "tuning"),
                     ("flagged", "moves"),
                     ("searching",),
                     ("tuner",),

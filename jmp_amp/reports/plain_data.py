@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -92,6 +94,34 @@ def mapping(data: object, name: str) -> Mapping[str, Any]:
         f"{name}.from_dict({data!r}): not a dictionary. Give what to_dict() of a "
         f"{name.lower()} returned."
     )
+
+
+def fields(record: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a record in what its `from_dict` was given.
+
+    Raises:
+      ValueError: if one is missing.
+    """
+    name = record.__name__
+    names = [each.name for each in dataclasses.fields(record) if each.compare]
+    if missing := [each for each in names if each not in data]:
+        raise ValueError(
+            f"{name}.from_dict: the key {missing[0]!r} is missing. Give what to_dict() "
+            f"of a {name.lower()} returned."
+        )
+    return {each: data[each] for each in names}
+
+
+@contextlib.contextmanager
+def reading_rows(name: str) -> Iterator[None]:
+    """Raises a ValueError if a row is not one of the record of a name."""
+    try:
+        yield
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{name}.from_dict: a row is not one of a {name.lower()}: {error}. It may "
+            f"be of another version: make the {name.lower()} again."
+        ) from error
 
 
 def parsed(text: object, name: str) -> dict[str, Any]:

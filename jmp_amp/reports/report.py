@@ -17,7 +17,7 @@ from jmp_amp.reports.why import Why
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class Report(tables.Shown):
     """The plan of a function under autocast, as plain data; `explain` makes it.
 
     `str(report)` is a table, and so is a report at the end of a notebook's cell. It is
@@ -172,16 +172,6 @@ class Report:
             parts += sentences.saved(self.total, *held)
         where = "" if self.on_cpu is None else f" on this CPU ({self.on_cpu})"
         return f"{self.function} with {self.policy}{where}: {'; '.join(parts)}"
-
-    def __str__(self) -> str:
-        return tables.as_text(self.summary, self._tables(), 100)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        # IPython calls it where it shows no HTML; `repr` has all the equations.
-        printer.text("..." if cycle else str(self))
-
-    def _repr_html_(self) -> str:
-        return tables.as_html(self.summary, self._tables())
 
     def table(self, *, sort: str | None = None, width: int = 100) -> str:
         """Returns the table of all modules as text, sorted by one of its figures.
@@ -339,24 +329,13 @@ class Report:
           ValueError: if it is not one that `to_dict` wrote.
         """
         data = plain_data.mapping(data, "Report")
-        names = [field.name for field in dataclasses.fields(cls) if field.compare]
-        if missing := [name for name in names if name not in data]:
-            raise ValueError(
-                f"Report.from_dict: the key {missing[0]!r} is missing. Give what "
-                "to_dict() of a report returned."
-            )
-        read = {name: data[name] for name in names}
-        try:
+        read = plain_data.fields(cls, data)
+        with plain_data.reading_rows("Report"):
             read["equations"] = tuple(_equation(row) for row in data["equations"])
             if data["saved"] is not None:
                 read["saved"] = tuple(Saved(**row) for row in data["saved"])
             read["largest_kept"] = tuple(map(_kept, data["largest_kept"]))
             read["unused_rules"] = tuple(data["unused_rules"])
-        except (TypeError, KeyError, ValueError) as error:
-            raise ValueError(
-                f"Report.from_dict: a row is not one of a report: {error}. It may be "
-                "of another version: make the report again."
-            ) from error
         return cls(**read)
 
     @classmethod

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import html
 import io
 import math
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -30,6 +31,34 @@ class Table(NamedTuple):
     rows: list[tuple[str, ...]]
     numeric: Collection[str] = ()
     note: str = ""
+
+
+class Shown(abc.ABC):
+    """A result that is text in a terminal and tables in a notebook."""
+
+    @property
+    @abc.abstractmethod
+    def summary(self) -> str:
+        """What it says in one sentence."""
+
+    @property
+    def _notes(self) -> Sequence[str]:
+        """Sentences between the summary and the tables."""
+        return ()
+
+    @abc.abstractmethod
+    def _tables(self) -> list[Table]: ...
+
+    def __str__(self) -> str:
+        heading = "\n".join([self.summary, *(f"* {each}" for each in self._notes)])
+        return as_text(heading, self._tables(), 100)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        # IPython calls it where it shows no HTML; `repr` has all that it holds.
+        printer.text("..." if cycle else str(self))
+
+    def _repr_html_(self) -> str:
+        return as_html(self.summary, self._tables(), self._notes)
 
 
 def as_text(heading: str, tables: Sequence[Table], width: int) -> str:

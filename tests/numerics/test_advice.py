@@ -10,7 +10,7 @@ import pytest
 
 import jmp_amp as amp
 from jmp_amp.numerics.diagnose.advice import advise
-from jmp_amp.numerics.diagnose.runs import Runs
+from jmp_amp.numerics.diagnose.suggestions import Runs
 from tests.numerics.counting import of
 from tests.numerics.made import gradient, site
 

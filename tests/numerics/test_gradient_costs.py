@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jmp_amp as amp
-from jmp_amp.numerics.tune.gradient_costs import gradient_flops
+from jmp_amp.numerics.tune.trials import gradient_flops
 
 
 @pytest.mark.parametrize("in_scan", [False, True])

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jmp_amp.numerics.measure.lockstep import errors
-from jmp_amp.numerics.measure.pair_constructs import Construct
+from jmp_amp.numerics.measure.lockstep import Lockstep, errors
 from jmp_amp.policies.policy_map import as_policy_map
 from jmp_amp.transform.planned import planned_call
 
@@ -119,10 +118,13 @@ def turns(inner, x):
 
 @pytest.mark.parametrize("around", [branch, loop, turns])
 def test_a_body_in_bodies_is_traced_once(around, monkeypatch):
-    ran, run = [], Construct.run
-    monkeypatch.setattr(
-        Construct, "run", lambda *args: ran.append(args[1]) or run(*args)
-    )
+    ran, run = [], Lockstep.run
+
+    def noted(self, plan, pairs, path, *times):
+        ran.extend(path[-1:])
+        return run(self, plan, pairs, path, *times)
+
+    monkeypatch.setattr(Lockstep, "run", noted)
     errors_of(nested(2, around), X)
     # Two branches, or a condition and a body, at each depth; a scan has one.
     assert sorted(ran) == [0, 0] + [1, 1] * (around is not turns)

@@ -127,14 +127,6 @@ def test_a_value_that_is_finite_in_one_alone_is_infinitely_far_away():
     assert found.tolist() == [np.inf, 0.0, np.inf, 0.0, 0.0]
 
 
-def test_what_is_counted_in_order_needs_no_other_order():
-    kinds, sizes = ["f32", "bf16", "f32", "f32", "f32"], [20_000, 3, 5, 0, 30_000]
-    order = blocks.order_of(kinds, sizes)
-    assert order == [0, 4, 1, 2, 3]
-    again = blocks.order_of([kinds[i] for i in order], [sizes[i] for i in order])
-    assert again == [0, 1, 2, 3, 4]
-
-
 def test_large_programs_are_read_in_several_groups():
     many = [1 << 19] * 4 + [7]
     groups = blocks.groups_of(["f32"] * 5, many)

@@ -28,12 +28,9 @@ _Wanted = tuple[int, nnx.filterlib.Filter]
 
 
 def check_distinct(argnums: Argnums, call: str, count: int = 0) -> None:
-    """Raises a ValueError if `argnums` name an argument twice.
+    """Raises a ValueError if `argnums` name one of `count` arguments twice.
 
-    Args:
-      argnums: as the caller gave them.
-      call: the caller's call as written.
-      count: the number of positional arguments; 0 if it is not known yet.
+    `count` is 0 if it is not known yet.
     """
     named = [number for number, _ in _wanted(argnums, count)]
     for number in named:
@@ -70,15 +67,8 @@ def differentiated(
 ) -> dict[int, str]:
     """Returns the numbers of the arrays to differentiate, and their keys.
 
-    The keys are key paths in the gradient that `amp.value_and_grad` returns.
-
-    Args:
-      args: the positional arguments, numbered: see `TracedCall`.
-      argnums: as the caller gave them.
-      call: the caller's call as written, for errors.
-
-    Raises:
-      ValueError: if `argnums` name no argument.
+    The keys are key paths in the gradient that `amp.value_and_grad` returns. `args` are
+    numbered: see `TracedCall`. It raises a ValueError if `argnums` name none of them.
     """
     wanted = _wanted(argnums, len(args))
     if not all(0 <= number < len(args) for number, _ in wanted):

@@ -1,4 +1,6 @@
-"""Programs that were compiled before, and are used again.
+"""How programs that are measured are compiled, and used again.
+
+Every rounding is kept.
 
 A program is traced at every call: a function may close over what has changed since.
 What XLA is given then says whether it is the same program. Nothing else does: not the
@@ -7,14 +9,13 @@ function, and not the shapes of its arguments.
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import functools
 import hashlib
 import re
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -25,9 +26,20 @@ from jmp_amp.numerics.calls.losses import check_traced
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Body
 
+# XLA may drop a cast to half and its inverse, and its CPU compiler does.
+_EXACT: dict[str, Any] = {"xla_allow_excess_precision": False}
+# LLVM's own optimisations take most of the time to compile for a CPU.
+# Kernels that are split among several modules take longer, in all.
+_FAST: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+if version("jax").startswith("0.10."):  # JAX < 0.11: later ones have no other kind.
+    _FAST["xla_cpu_use_fusion_emitters"] = False
+_Compiling = Future[jax.stages.Compiled]
 # Traces a function, and begins to compile it: the function, its arguments, and the
 # options for the compiler, which are asked for when it was traced.
-Compile = Callable[..., Future[jax.stages.Compiled]]
+Compile = Callable[..., _Compiling]
 
 # Three programs of a diagnosis are large, and two are small.
 _MOST = 15
@@ -45,8 +57,7 @@ class Executables:
     """The last programs that a function was compiled to. Threads may share them."""
 
     def __init__(self) -> None:
-        self._known: collections.OrderedDict[Hashable, Future[jax.stages.Compiled]]
-        self._known = collections.OrderedDict()
+        self._known: dict[Hashable, _Compiling] = {}
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -62,22 +73,21 @@ class Executables:
 
             def compile_(
                 fn: Callable[..., Any], *args: Any, options: Callable[[], dict]
-            ) -> Future[jax.stages.Compiled]:
+            ) -> _Compiling:
                 # The text does not say which inputs were left out.
                 traced = jax.jit(fn, keep_unused=True).trace(*args)
                 check_traced(traced, args, call)
                 lowered, how = traced.lower(), options()
                 key = _key(traced, lowered, how, args)
-                begin = functools.partial(
-                    pool.submit, lowered.compile, compiler_options=how
-                )
+
+                def begin() -> _Compiling:
+                    return pool.submit(lowered.compile, compiler_options=how)
+
                 return begin() if key is None else self.once((key, default), begin)
 
             yield compile_
 
-    def once(
-        self, key: Hashable, begin: Callable[[], Future[jax.stages.Compiled]]
-    ) -> Future[jax.stages.Compiled]:
+    def once(self, key: Hashable, begin: Callable[[], _Compiling]) -> _Compiling:
         """Returns what `begin` began when it was first called for the key.
 
         It is called again if that failed.
@@ -88,7 +98,7 @@ class Executables:
                 known = begin()
             self._known[key] = known
             if len(self._known) > _MOST:
-                self._known.popitem(last=False)
+                del self._known[next(iter(self._known))]
         return known
 
 
@@ -100,11 +110,17 @@ def _key(
 ) -> Hashable:
     """Returns what is equal for equal programs only; None if nothing is known to be."""
     bodies = [*_bodies(jaxprs.body_of(traced.jaxpr))]
-    if sum(map(_constants, bodies)) > _LARGE_CONSTANTS:
+    eqns = [eqn for body in bodies for eqn in body.jaxpr.eqns]
+    constants = [x for body in bodies for x in body.consts]
+    # JAX can be told to hold all constants in literals.
+    atoms = (atom for eqn in eqns for atom in eqn.invars)
+    constants += (atom.val for atom in atoms if isinstance(atom, jaxprs.Literal))
+    if sum(getattr(x, "nbytes", 0) for x in constants) > _LARGE_CONSTANTS:
         return None
     text = lowered.as_text()
     if _OBJECTS.search(text):
         return None
+    named = jax.tree.leaves([list(eqn.params.values()) for eqn in eqns])
     return (
         hashlib.sha256(text.encode()).digest(),
         tuple(sorted(options.items())),
@@ -113,7 +129,7 @@ def _key(
         (lowered.out_tree, *traced.jaxpr.out_avals),
         # It numbers devices, and does not say which they are.
         tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(args)),
-        tuple(place for body in bodies for place in _places(body)),
+        tuple(x for x in named if isinstance(x, Mesh | Sharding | jax.Device)),
     )
 
 
@@ -128,22 +144,21 @@ def _bodies(body: Body, seen: set[int] | None = None) -> Iterator[Body]:
                 yield from _bodies(inner, seen)
 
 
-def _constants(body: Body) -> int:
-    """Returns the bytes of the constants of a body."""
-    # JAX can be told to hold all constants in literals.
-    literals = (
-        atom.val
-        for eqn in body.jaxpr.eqns
-        for atom in eqn.invars
-        if isinstance(atom, jaxprs.Literal)
-    )
-    return sum(getattr(x, "nbytes", 0) for x in (*body.consts, *literals))
+def compiler_options(fast: bool = False) -> dict[str, Any]:
+    """Returns the options for `jax.stages.Lowered.compile`.
+
+    Args:
+      fast: whether to compile fast, for a program that runs seldom or is small: on a
+        CPU it runs about four times as long then.
+    """
+    return _EXACT | _FAST if fast and jax.default_backend() == "cpu" else _EXACT
 
 
-def _places(body: Body) -> Iterator[Hashable]:
-    """Yields the devices that equations of a body name."""
-    for eqn in body.jaxpr.eqns:
-        for value in eqn.params.values():
-            for each in value if isinstance(value, tuple) else (value,):
-                if isinstance(each, Mesh | Sharding | jax.Device):
-                    yield each
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Programs run here to their end, and compiled, whatever JAX was told to debug.
+
+    With `jax_debug_nans` JAX stops at the value that is looked for.
+    """
+    with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
+        yield

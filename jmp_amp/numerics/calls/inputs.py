@@ -23,10 +23,6 @@ def nonfinite_inputs(
 
     Each is named as the function names it, with the key path in the argument; the
     first such value by its indices, which tell the example of a batch.
-
-    Args:
-      fn: the function.
-      args, kwargs: of the call.
     """
     return [
         f"{name} holds {told}"

@@ -26,6 +26,7 @@ from jmp_amp.policies.policy import get_policy
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.training.gradients import Argnums, check_argnums
 from jmp_amp.transform import scopes
+from jmp_amp.transform.interpreter import run
 from jmp_amp.transform.nnx_modules import is_node
 from jmp_amp.transform.planned import PlannedCall, planned_call
 
@@ -50,16 +51,15 @@ class LossCall:
       call: the planned call.
       loss: which output of the program is the loss; None if the function returns
         something else, which has no gradient.
-      moving: which inputs of the program are differentiated.
-      keys: the key path of each of these in the gradient of `amp.value_and_grad`.
+      keys: which inputs of the program are differentiated, and the key path of each in
+        the gradient of `amp.value_and_grad`.
       has_aux: whether the function returns `(loss, aux)`.
       written: the caller's call as written, for errors.
     """
 
     call: PlannedCall
     loss: int | None
-    moving: tuple[int, ...]
-    keys: tuple[str, ...]
+    keys: dict[int, str]
     has_aux: bool
     written: str
 
@@ -76,40 +76,34 @@ class LossCall:
         returned = self.call.seen(list(outputs))
         return returned[0] if self.has_aux else returned
 
-    def as_it_is(self, arrays: Sequence[Value]) -> list[Value]:
-        """Runs the function without a policy: the reference."""
-        return self.call.as_it_is(arrays)
-
-    def as_traced(self, arrays: Sequence[Value]) -> list[Value]:
-        """Returns inputs in the dtypes that the program was traced with."""
-        return self.call.as_traced(arrays)
+    def run(self, arrays: Sequence[Value]) -> list[Value]:
+        """Runs the program as it is planned."""
+        return run(self.plan, arrays)
 
     def with_gradients(
         self, run: RunProgram, scaled: Callable[[Value], Value] = lambda loss: loss
     ) -> Callable[..., tuple[list[Value], tuple[Value, ...]]]:
         """Returns a function of the inputs: the outputs and the gradients.
 
-        The gradients are those of `scaled(loss)`, one for each of `moving`; none if
+        The gradients are those of `scaled(loss)`, one for each of `keys`; none if
         there is no loss. It raises a ValueError if JAX has no gradient of it.
         """
 
         def both(*arrays: Value) -> tuple[list[Value], tuple[Value, ...]]:
-            if self.loss is None:
-                return list(run(arrays)), ()
             position = self.loss
+            if position is None:
+                return list(run(arrays)), ()
 
-            def loss(*moving: Value) -> tuple[Value, list[Value]]:
+            def loss(moving: tuple[Value, ...]) -> tuple[Value, list[Value]]:
                 filled = list(arrays)
-                for i, x in zip(self.moving, moving, strict=True):
+                for i, x in zip(self.keys, moving, strict=True):
                     filled[i] = x
                 outputs = list(run(filled))
                 return scaled(outputs[position]), outputs
 
-            transform = jax.value_and_grad(
-                loss, argnums=tuple(range(len(self.moving))), has_aux=True
-            )
             with _told_if_not_differentiable(self.written):
-                (_, outputs), gradients = transform(*(arrays[i] for i in self.moving))
+                moving = tuple(arrays[i] for i in self.keys)
+                gradients, outputs = jax.grad(loss, has_aux=True)(moving)
             return outputs, gradients
 
         return both
@@ -134,12 +128,7 @@ def _told_if_not_differentiable(call: str) -> Iterator[None]:
 def check_traced(traced: jax.stages.Traced, args: Sequence[Value], call: str) -> None:
     """Raises a TypeError if a program reads arrays of a trace that has ended.
 
-    JAX makes them inputs of the program.
-
-    Args:
-      traced: the program.
-      args: what it was traced with.
-      call: the caller's call as written, for errors.
+    JAX makes them inputs of the program, besides the `args` that it was traced with.
     """
     if len(traced.jaxpr.in_avals) != len(jax.tree.leaves(args)):
         raise TypeError(
@@ -153,11 +142,7 @@ def check_traced(traced: jax.stages.Traced, args: Sequence[Value], call: str) ->
 def check_measured(name: str, fn: object, argnums: Any) -> None:
     """Raises a TypeError if `fn` is no function or `argnums` no positions.
 
-    A ValueError if they name one twice.
-
-    Args:
-      name: of the function that the user called, for errors.
-      fn, argnums: its arguments.
+    A ValueError if they name one twice. `name` is the function that the user called.
     """
     if not callable(fn):
         advice = f" Write {name}(fn, {fn!r})(*args)." if isinstance(fn, str) else ""
@@ -189,8 +174,7 @@ def loss_call(
     """Traces and plans `fn(*args, **kwargs)`; nothing is executed.
 
     Args:
-      fn, policies: as `autocast` takes them.
-      args, kwargs: the arguments.
+      fn, policies, args, kwargs: as `autocast` takes them.
       argnums, has_aux: as in `amp.value_and_grad`.
       call: the caller's call as written, for errors.
       cpu: the CPU that the plan is for; None for a GPU or a TPU.
@@ -219,23 +203,21 @@ def loss_call(
     with planned_call(
         fn, policies, args, kwargs, call, cpu, notes_modules=notes_modules
     ) as planned:
-        loss = _loss_of(planned, has_aux, call)
-        found = {}
+        loss, keys = _loss_of(planned, has_aux, call), {}
         if loss is not None:
             positional, _ = planned.numbered()
-            found = {
+            keys = {
                 position: key
                 for position, key in differentiated(positional, argnums, call).items()
                 if jnp.issubdtype(planned.arrays[position].dtype, jnp.floating)
             }
-            if not found:
+            if not keys:
                 raise TypeError(
                     f"{call}: no argument that argnums={argnums!r} names holds a "
                     "floating-point array, so there is nothing to differentiate. Name "
                     "the parameters with argnums=."
                 )
-        moving, keys = tuple(found), tuple(found.values())
-        yield LossCall(planned, loss, moving, keys, has_aux, call)
+        yield LossCall(planned, loss, keys, has_aux, call)
 
 
 @contextlib.contextmanager
@@ -264,11 +246,8 @@ def called_beside_f32(called: Called, policies: PolicyMap) -> Iterator[LossCall]
         yield call
 
 
-@dataclasses.dataclass(frozen=True)
-class _Output:
-    """Stands for an output of a program."""
-
-    position: int
+class _Output(int):
+    """Stands for the output of a program that has this number."""
 
 
 def _loss_of(planned: PlannedCall, has_aux: bool, call: str) -> int | None:
@@ -286,6 +265,6 @@ def _loss_of(planned: PlannedCall, has_aux: bool, call: str) -> int | None:
         returned = returned[0]
     if not isinstance(returned, _Output):
         return None
-    aval = avals[returned.position]
+    aval = avals[returned]
     is_loss = not aval.shape and jnp.issubdtype(aval.dtype, jnp.floating)
-    return returned.position if is_loss else None
+    return int(returned) if is_loss else None

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jmp_amp.numerics.diagnose.runs import Runs
-from jmp_amp.numerics.diagnose.suggestions import in_half
+from jmp_amp.numerics.diagnose.suggestions import Runs, in_half
 from jmp_amp.numerics.diagnose.turns import ran_otherwise
 from jmp_amp.numerics.diagnose.wording import number, place, run, share
 from jmp_amp.numerics.locate.sites import Site, or_infinite, scaled

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from jmp_amp.numerics.calls.executables import Compile
-from jmp_amp.numerics.calls.losses import Called, LossCall, called_as_it_is
+from jmp_amp.numerics.calls.losses import (
+    Called,
+    LossCall,
+    RunProgram,
+    called_as_it_is,
+)
 from jmp_amp.numerics.diagnose.advice import ITSELF, POLICY, Finding, largest_of
-from jmp_amp.numerics.diagnose.runs import Runs
+from jmp_amp.numerics.diagnose.suggestions import Runs
 from jmp_amp.numerics.diagnose.wording import located, number, place, share
 from jmp_amp.numerics.locate.sites import Site
 from jmp_amp.numerics.measure import programs
@@ -23,7 +29,6 @@ from jmp_amp.reports.reading import read_plan
 from jmp_amp.reports.rows import Equation
 from jmp_amp.training.finite import all_finite
 from jmp_amp.training.loss_scale import static_loss_scale
-from jmp_amp.transform.interpreter import run
 
 # So large a share of values that underflow may be what is divided by.
 _MANY = 0.1
@@ -36,60 +41,124 @@ def ends_well(
     return all_finite((call.value(outputs), gradients))
 
 
-def checked(
-    called: Called,
-    runs: Runs,
-    findings: Sequence[Finding],
-    scale: float,
-    compile_: Compile,
-) -> tuple[PolicyMap, list[Finding]]:
-    """Returns the suggested policy, tried; its default is f32 if that failed.
+class _Tried(NamedTuple):
+    """What came of a run under a policy.
 
-    No map changes what a marking in the code keeps in half: a finding says so.
+    Attributes:
+      is_finite: whether the value and the gradients are finite.
+      is_value_finite: whether the value is.
+      rows: what `read_plan` tells of its equations; of a run that is finite nobody
+        asks for them.
+    """
 
-    Args:
-      called: of the function, whose value and gradients are finite without a policy.
+    is_finite: bool
+    is_value_finite: bool
+    rows: Sequence[Equation] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Checks:
+    """Runs of a call that tell what is finite under other policies.
+
+    Attributes:
+      called: traces and plans the call under a policy.
       runs: what the numbers were.
-      findings: of them.
-      scale: of the loss, one that the numbers have room for.
       compile_: begins to compile a program.
     """
-    tried = _tried(called, runs.policy, scale, compile_)
-    if tried.is_finite:
-        return runs.policy, [*findings]
-    policy, kept = _in_f32(called, runs.policy, scale, compile_)
-    told = f"With {str(runs.policy)!r} the run is not finite, "
-    if kept:
-        told += f"and it is not with an f32 default either. {_marked(runs, kept)}"
-    else:
-        told += f"so the default of d.policy is f32. {_cause(runs, tried)}"
-    # What is said of the policy that was tried is not all that d.policy has in f32.
-    findings = [each for each in findings if each.kind != POLICY]
-    return policy, [*findings, Finding("tried", told)]
 
+    called: Called
+    runs: Runs
+    compile_: Compile
 
-def _in_f32(
-    called: Called, failed: PolicyMap, scale: float, compile_: Compile
-) -> tuple[PolicyMap, list[Equation]]:
-    """Returns a map whose default is f32, in place of one that did not help.
+    def checked(
+        self, findings: Sequence[Finding], scale: float
+    ) -> tuple[PolicyMap, list[Finding]]:
+        """Returns the suggested policy, tried; its default is f32 if that failed.
 
-    If the run is not finite with that map either, also returns the equations that it
-    leaves in half. A plan that is f32 throughout is the function itself: it is finite,
-    and is not run.
-    """
-    full = get_policy("float32")
-    maps = [PolicyMap(full)]
-    if failed.entries:
-        maps.insert(0, PolicyMap(full, failed.entries))
-    kept: list[Equation] = []
-    for policy in maps:
-        with called(policy) as call:
-            kept = [row for row in read_plan(call.call) if _is_in_half(row)]
-        if not kept:
-            return policy, []
-        if _tried(called, policy, scale, compile_).is_finite:
-            return policy, []
-    return maps[-1], kept
+        No map changes what a marking in the code keeps in half: a finding says so. The
+        value and the gradients are finite without a policy; `scale` is one of the loss
+        that the numbers have room for.
+        """
+        runs = self.runs
+        tried = self._tried(runs.policy, scale)
+        if tried.is_finite:
+            return runs.policy, [*findings]
+        policy, kept = self._in_f32(scale)
+        told = f"With {str(runs.policy)!r} the run is not finite, "
+        if kept:
+            told += f"and it is not with an f32 default either. {_marked(runs, kept)}"
+        else:
+            told += f"so the default of d.policy is f32. {_cause(runs, tried)}"
+        # What is said of the policy that was tried is not all that d.policy has in f32.
+        findings = [each for each in findings if each.kind != POLICY]
+        return policy, [*findings, Finding("tried", told)]
+
+    def with_function_tried(
+        self, findings: Sequence[Finding]
+    ) -> tuple[list[Finding], bool]:
+        """Returns findings, and whether a function is finite if its reference is not.
+
+        What `cast_inputs` marks is half in the reference. Without autocast it is f32,
+        and the function may be finite. Then what is said of the function itself is left
+        out.
+        """
+        first = self.runs.first_itself
+        if first is None or not first.is_in_half:
+            return [*findings], False
+        with called_as_it_is(self.called, self.runs.policy) as call:
+            if not self._is_finite(call, call.call.as_it_is, 1.0)[0]:
+                return [*findings], False
+        told = (
+            f"Without autocast the function is finite: cast_inputs has {place(first)} "
+            f"in {first.dtype}, which ends at {largest_of(first.dtype)}."
+        )
+        others = [each for each in findings if each.kind != ITSELF]
+        return [Finding("tried", told), *others], True
+
+    def _in_f32(self, scale: float) -> tuple[PolicyMap, list[Equation]]:
+        """Returns a map whose default is f32, in place of one that did not help.
+
+        If the run is not finite with that map either, also returns the equations that
+        it leaves in half. A plan that is f32 throughout is the function itself: it is
+        finite, and is not run.
+        """
+        full, failed = get_policy("float32"), self.runs.policy
+        maps = [PolicyMap(full)]
+        if failed.entries:
+            maps.insert(0, PolicyMap(full, failed.entries))
+        kept: list[Equation] = []
+        for policy in maps:
+            with self.called(policy) as call:
+                kept = [row for row in read_plan(call.call) if _is_in_half(row)]
+            if not kept or self._tried(policy, scale).is_finite:
+                return policy, []
+        return maps[-1], kept
+
+    def _tried(self, policies: PolicyMap, scale: float) -> _Tried:
+        """Returns what comes of a run under a policy; compiles one program."""
+        with self.called(policies) as call:
+            finite = self._is_finite(call, call.run, scale)
+            return _Tried(*finite, () if finite[0] else read_plan(call.call))
+
+    def _is_finite(
+        self, call: LossCall, run_program: RunProgram, scale: float
+    ) -> tuple[bool, bool]:
+        """Returns whether the value and the gradients are finite; whether the value is.
+
+        It compiles one program.
+        """
+
+        def finite(scale: Value, arrays: Sequence[Value]) -> tuple[Value, Value]:
+            scaled = static_loss_scale(scale).scale
+            both = call.with_gradients(run_program, scaled)
+            outputs, gradients = both(*arrays)
+            return ends_well(call, outputs, gradients), ends_well(call, outputs, ())
+
+        inputs = jnp.float32(scale), call.arrays
+        options = programs.options_for(0)
+        compiling = self.compile_(finite, *inputs, options=lambda: options)
+        is_finite, is_value_finite = map(bool, compiling.result()(*inputs))
+        return is_finite, is_value_finite
 
 
 def _is_in_half(row: Equation) -> bool:
@@ -98,12 +167,7 @@ def _is_in_half(row: Equation) -> bool:
 
 
 def _marked(runs: Runs, kept: Sequence[Equation]) -> str:
-    """Returns in words what a marking in the code keeps in half under every map.
-
-    Args:
-      runs: what the numbers were.
-      kept: the equations that are in half although the map says f32.
-    """
+    """Returns in words what a marking in the code keeps in half under every map."""
     places = {(row.module, row.source) for row in kept}
     sites = [s for s in runs.sites if s.is_in_half and (s.module, s.source) in places]
 
@@ -129,54 +193,6 @@ def _marked(runs: Runs, kept: Sequence[Equation]) -> str:
     if any(map(is_inside, by)):
         why = "the policy of an autocast inside of the function wins there"
     return f"{where} is in {dtype} under every PolicyMap: {why}. Change it there."
-
-
-def with_function_tried(
-    called: Called, runs: Runs, findings: Sequence[Finding], compile_: Compile
-) -> tuple[list[Finding], bool]:
-    """Returns what is found, and whether a function is finite if its reference is not.
-
-    What `cast_inputs` marks is half in the reference. Without autocast it is f32, and
-    the function may be finite. Then what is said of the function itself is left out.
-
-    Args:
-      called: of the function.
-      runs, findings: as in `checked`.
-      compile_: begins to compile a program.
-    """
-    first = runs.first_itself
-    if first is None or not first.is_in_half:
-        return [*findings], False
-    with called_as_it_is(called, runs.policy) as call:
-
-        def finite(arrays: Sequence[Value]) -> Value:
-            return ends_well(call, *call.with_gradients(call.as_it_is)(*arrays))
-
-        options = programs.options_for(0)
-        compiling = compile_(finite, call.arrays, options=lambda: options)
-        if not bool(compiling.result()(call.arrays)):
-            return [*findings], False
-    told = (
-        f"Without autocast the function is finite: cast_inputs has {place(first)} in "
-        f"{first.dtype}, which ends at {largest_of(first.dtype)}."
-    )
-    others = [each for each in findings if each.kind != ITSELF]
-    return [Finding("tried", told), *others], True
-
-
-class _Tried(NamedTuple):
-    """What came of a run under a policy.
-
-    Attributes:
-      is_finite: whether the value and the gradients are finite.
-      is_value_finite: whether the value is.
-      rows: what `read_plan` tells of its equations; of a run that is finite nobody
-        asks for them.
-    """
-
-    is_finite: bool
-    is_value_finite: bool
-    rows: Sequence[Equation] = ()
 
 
 def _cause(runs: Runs, tried: _Tried) -> str:
@@ -239,22 +255,3 @@ def _underflow(runs: Runs, site: Site) -> float:
     """Returns the share of the values of a site in half that are zero there alone."""
     known = runs.same(site)
     return 0.0 if known is None else known.underflow(site.dtype)
-
-
-def _tried(
-    called: Called, policies: PolicyMap, scale: float, compile_: Compile
-) -> _Tried:
-    """Returns what comes of a run under a policy; compiles one program."""
-    with called(policies) as call:
-
-        def finite(scale: Value, arrays: Sequence[Value]) -> tuple[Value, Value]:
-            scaled = static_loss_scale(scale).scale
-            both = call.with_gradients(lambda xs: run(call.plan, xs), scaled)
-            outputs, gradients = both(*arrays)
-            return ends_well(call, outputs, gradients), ends_well(call, outputs, ())
-
-        inputs = jnp.float32(scale), call.arrays
-        compiling = compile_(finite, *inputs, options=lambda: programs.options_for(0))
-        is_finite, is_value_finite = map(bool, compiling.result()(*inputs))
-        rows = () if is_finite else read_plan(call.call)
-        return _Tried(is_finite, is_value_finite, rows)

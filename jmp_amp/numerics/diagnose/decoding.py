@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -12,9 +15,15 @@ from jmp_amp.numerics.locate.frames import FORWARD, Entry, Path
 from jmp_amp.numerics.locate.sites import Site
 from jmp_amp.numerics.locate.written import Magnitudes, is_written, written
 from jmp_amp.numerics.measure.lockstep import Errors
-from jmp_amp.numerics.measure.measuring import NEVER, Count, Measured, is_scaled_cast
+from jmp_amp.numerics.measure.measuring import (
+    NEVER,
+    Count,
+    Measured,
+    Table,
+    is_scaled_cast,
+)
 from jmp_amp.numerics.measure.programs import Program
-from jmp_amp.numerics.measure.statistics import Figures, Layout
+from jmp_amp.numerics.measure.statistics import Figures
 from jmp_amp.plan.plan import Identity
 from jmp_amp.plan.program import jaxprs, source_code
 from jmp_amp.plan.program.jaxprs import Body, ClosedJaxpr, aval_of
@@ -22,6 +31,8 @@ from jmp_amp.policies.dtypes import short_name
 from jmp_amp.reports.reading import module_scopes
 from jmp_amp.reports.rows import Equation
 from jmp_amp.transform.scopes import module_of
+
+T = TypeVar("T")
 
 
 class Places:
@@ -34,8 +45,8 @@ class Places:
 
     def __init__(self, rows: Sequence[Equation], program: ClosedJaxpr):
         self.rows = {row.identity: row for row in rows}
-        self.paths: dict[str, str | None] = {}
-        self.sources: dict[str, str | None] = {}
+        # Of each equation, the path of its module and its source line.
+        self.notes: dict[str, tuple[str | None, str | None]] = {}
         self.constants = written(program)
         self._note(jaxprs.body_of(program), (), None, None)
 
@@ -46,33 +57,21 @@ class Places:
             found = module_of(jaxprs.scope_text(eqn))
             found = around if found is None else found
             source = source_code.source_line(eqn) or called
-            self.paths[str(Identity((*path, index)))] = found
-            self.sources[str(Identity((*path, index)))] = source
+            self.notes[str(Identity((*path, index)))] = found, source
             for number, each in enumerate(jaxprs.inner_bodies(eqn)):
                 self._note(each.body, (*path, index, number), found, source)
 
-    def row_of(self, identity: Path) -> Equation | None:
-        """Returns the row of an equation, or of the one that it is in."""
-        for end in range(len(identity), 0, -1):
-            if (row := self.rows.get(str(Identity(identity[:end])))) is not None:
-                return row
-        return None
-
-    def module_of(self, entry: Entry) -> str:
-        row = self.row_of(entry.identity)
-        if row is not None:
-            return row.module
-        return "/".join(module_scopes(entry.eqn))
-
-    def path_of(self, entry: Entry) -> str | None:
-        return self._noted(self.paths, entry)
-
-    def _noted(self, notes: Mapping[str, str | None], entry: Entry) -> str | None:
-        for end in range(len(entry.identity), 0, -1):
-            text = str(Identity(entry.identity[:end]))
-            if text in notes:
-                return notes[text]
-        return None
+    def of(self, entry: Entry) -> dict[str, str | None]:
+        """Returns the module, the path and the source line of a site."""
+        row = _noted(self.rows, entry.identity)
+        path, called = _noted(self.notes, entry.identity) or (None, None)
+        module = "/".join(module_scopes(entry.eqn)) if row is None else row.module
+        source = source_code.source_line(entry.eqn)
+        if row is not None and entry.is_marked:
+            source = row.source
+        # A function that a library jitted has no lines of the user's: where it is
+        # called has one.
+        return {"module": module, "path": path, "source": source or called}
 
     def constants_of(self, entry: Entry) -> Magnitudes:
         """Returns the large constants that a site may hold: a forward one."""
@@ -80,12 +79,13 @@ class Places:
         text = str(Identity(entry.identity))
         return self.constants.get(text, frozenset()) if is_forward else frozenset()
 
-    def source_of(self, entry: Entry) -> str | None:
-        row = self.row_of(entry.identity) if entry.is_marked else None
-        source = source_code.source_line(entry.eqn) if row is None else row.source
-        # A function that a library jitted has no lines of the user's: where it is
-        # called has one.
-        return source or self._noted(self.sources, entry)
+
+def _noted(notes: Mapping[str, T], identity: Path) -> T | None:
+    """Returns what is noted of an equation, or of the one that it is in."""
+    for end in range(len(identity), 0, -1):
+        if (found := notes.get(str(Identity(identity[:end])))) is not None:
+            return found
+    return None
 
 
 def sites_of(
@@ -100,30 +100,15 @@ def sites_of(
       roundoff: errors of operands count as no smaller than this.
     """
     found: list[tuple[tuple[bool, Path], Site]] = []
-    for path, table in program.measure.tables.items():
-        measured = program.statistics[path]
-        if measured is None or not _number(measured.runs):
-            continue
-        made = dict(zip(table.makers, measured.made.tolist(), strict=True))
-        nans = dict(zip(table.makers, measured.nans.tolist(), strict=True))
-        for number, (where, entry) in enumerate(table.entries):
-            rows = []
-            for source in table.sources[number]:
-                group, row = table.row[where, id(source.atom)]
-                layout = table.groups[group][0]
-                rows.append(_Row(measured, group, row, layout, source.times))
-            never = int(NEVER)
-            site = _site(
-                entry,
-                places,
-                rows,
-                _number(measured.runs),
-                (made.get(number, never), nans.get(number, never)),
-                _in_loop(program, where),
-                _error_of(entry, errors, roundoff),
+    for body in _bodies(program):
+        for number, (where, entry) in enumerate(body.table.entries):
+            error, amplified = _error_of(entry, errors, roundoff)
+            site = dataclasses.replace(
+                _site(program, body, number, body.table.sources[number], places),
+                error=error,
+                amplification=amplified,
             )
-            order = entry.direction != FORWARD, (*where, entry.index)
-            found.append((order, site))
+            found.append(((entry.direction != FORWARD, (*where, entry.index)), site))
     return tuple(site for _, site in sorted(found, key=lambda each: each[0]))
 
 
@@ -132,88 +117,101 @@ def scaled_casts(program: Program, places: Places) -> tuple[Site, ...]:
 
     A plan inserts these casts; the reference has none that they could be compared with.
     """
-    found = []
-    for path, table in program.measure.tables.items():
-        measured = program.statistics[path]
-        if measured is None or not _number(measured.runs):
-            continue
-        rows = [
-            _Row(measured, group, row, layout, 1)
-            for group, (layout, atoms) in enumerate(table.groups)
-            for row in range(len(atoms))
-        ]
-        casts = zip(table.makers, table.reads, table.results, strict=True)
-        for number, operands, results in casts:
-            where, entry = table.entries[number]
-            if is_scaled_cast(entry):
-                # The operand may be a literal, which is not measured.
-                of = [rows[place] for place in operands or results]
-                runs, loop = _number(measured.runs), _in_loop(program, where)
-                never = int(NEVER), int(NEVER)
-                found.append(_site(entry, places, of, runs, never, loop, None))
-    return tuple(found)
+    return tuple(
+        # The operand may be a literal, which is not measured.
+        _site(program, body, number, [(at, 1) for at in operands or results], places)
+        for body in _bodies(program)
+        for number, (operands, results) in body.table.makers.items()
+        if is_scaled_cast(body.table.entries[number][1])
+    )
 
 
-class _Row(Figures):
-    """The figures of one value; those of what repeats it so many `times`.
+class _Body(NamedTuple):
+    """A body that ran.
 
     Attributes:
-      bad: the first run in which not all of it was finite, or `NEVER`.
+      table: what was measured in it.
+      measured: the figures.
+      rows: the layouts of the values that were counted, by number, and their rows.
+      made, nans: as in `Measured`, by the number of the site.
+      runs: how often it ran.
     """
 
-    def __init__(
-        self, measured: Measured, group: int, row: int, layout: Layout, times: int
-    ):
-        rows = measured.rows[group]
-        low, high = (np.asarray(x[row], np.int64) for x in rows.counts)
-        counts = (low + (high << 32)) * times
-        super().__init__(counts, np.asarray(rows.extremes[row]), layout)
-        self.bad = int(rows.bad[row])
+    table: Table
+    measured: Measured
+    rows: list[tuple[int, int]]
+    made: dict[int, int]
+    nans: dict[int, int]
+    runs: int
+
+    def figures(self, position: int, times: int) -> tuple[Figures, int]:
+        """Returns the figures of a value that is there so many `times`.
+
+        Also the first run in which not all of it was finite, or `NEVER`.
+        """
+        group, row = self.rows[position]
+        counts = Count(*(x[row] for x in self.measured.counts[group])).numbers() * times
+        extremes = np.asarray(self.measured.extremes[group][row])
+        figures = Figures(counts, extremes, self.table.groups[group][0])
+        return figures, int(self.measured.bad[position])
+
+
+def _bodies(program: Program) -> Iterator[_Body]:
+    for path, table in program.measure.tables.items():
+        measured = program.statistics[path]
+        if measured is None or not (runs := int(measured.runs.numbers())):
+            continue
+        rows = [
+            (group, row)
+            for group, (_, atoms) in enumerate(table.groups)
+            for row in range(len(atoms))
+        ]
+        made, nans = (
+            dict(zip(table.makers, each.tolist(), strict=True))
+            for each in (measured.made, measured.nans)
+        )
+        yield _Body(table, measured, rows, made, nans, runs)
 
 
 def _site(
-    entry: Entry,
+    program: Program,
+    body: _Body,
+    number: int,
+    sources: Iterable[tuple[int, int]],
     places: Places,
-    rows: Sequence[_Row],
-    runs: int,
-    first_made: tuple[int, int],
-    in_loop: bool,
-    error: tuple[float, float] | None,
 ) -> Site:
+    """Returns the site of a number, with the figures of `sources`; it has no error."""
+    where, entry = body.table.entries[number]
+    found = list(itertools.starmap(body.figures, sources))
+    rows, bad = [each for each, _ in found], min(bad for _, bad in found)
     exponents: Counter[int] = Counter()
     for row in rows:
         exponents.update(row.exponents)
-    never = int(NEVER)
-    made, nan = first_made
-    bad = next((x for x in first_made if x != never), min(row.bad for row in rows))
-    first = aval_of(entry.results[0])
-    amax = max(row.amax for row in rows)
+    made, nan = (of.get(number, NEVER) for of in (body.made, body.nans))
+    first_bad = int(next((x for x in (made, nan) if x != NEVER), bad))
+    avals = [aval_of(v) for v in entry.results]
     # A complex number is two.
-    size = sum(
-        math.prod(aval_of(v).shape) * (1 + (aval_of(v).dtype.kind == "c"))
-        for v in entry.results
-    )
+    size = sum(math.prod(x.shape) * (1 + (x.dtype.kind == "c")) for x in avals)
+    amax = max(row.amax for row in rows)
     return Site(
-        module=places.module_of(entry),
+        **places.of(entry),  # pyright: ignore[reportArgumentType]
         operation=entry.operation,
-        source=places.source_of(entry),
         direction=entry.direction,
-        dtype=entry.format or short_name(first.dtype),
-        shape=tuple(first.shape),
-        size=size * runs,
-        times=runs,
+        dtype=entry.format or short_name(avals[0].dtype),
+        shape=tuple(avals[0].shape),
+        size=size * body.runs,
+        times=body.runs,
         amax=amax,
         amin=min((row.amin for row in rows if row.amin), default=0.0),
         zeros=sum(row.zeros for row in rows),
         nonfinite=sum(row.nonfinite for row in rows),
-        turn=bad if in_loop and bad != never else None,
+        turn=first_bad if _in_loop(program, where) and first_bad != NEVER else None,
         exponents=dict(sorted(exponents.items())),
-        error=None if error is None else error[0],
-        amplification=None if error is None else error[1],
-        makes_nonfinite=made != never,
+        error=None,
+        amplification=None,
+        makes_nonfinite=bool(made != NEVER),
         nans=sum(row.nans for row in rows),
-        makes_nan=nan != never,
-        path=places.path_of(entry),
+        makes_nan=bool(nan != NEVER),
         identity=str(entry.identity),
         scales=entry.scales,
         is_constant=is_written(amax, places.constants_of(entry)),
@@ -223,12 +221,12 @@ def _site(
 
 def _error_of(
     entry: Entry, errors: Errors | None, roundoff: float
-) -> tuple[float, float] | None:
+) -> tuple[float | None, float | None]:
     """Returns the error of a forward site, and its amplification."""
     key = tuple(entry.identity), entry.cast
     error = None if errors is None else errors.at(key)
     if errors is None or error is None or entry.direction != FORWARD:
-        return None
+        return None, None
     before = max(errors.of_operands(key), roundoff)
     amplified = 1.0 if math.isinf(before) else error / before
     return error, amplified
@@ -236,12 +234,8 @@ def _error_of(
 
 def _in_loop(program: Program, path: Path) -> bool:
     """Whether a body runs in the turns of a loop."""
-    frames = program.frames
+    frames = program.measure.frames
     return any(
         jaxprs.is_loop(frames[path[:end]].body.jaxpr.eqns[path[end]])
         for end in range(0, len(path), 2)
     )
-
-
-def _number(count: Count) -> int:
-    return int(count.low) + (int(count.high) << 32)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_amp.numerics.calls.executables import Compile, Executables
+from jmp_amp.numerics.calls.executables import Compile, Executables, undisturbed
 from jmp_amp.numerics.calls.inputs import nonfinite_inputs
 from jmp_amp.numerics.calls.losses import (
     LossCall,
@@ -17,22 +17,15 @@ from jmp_amp.numerics.calls.losses import (
     check_measured,
     loss_call,
 )
-from jmp_amp.numerics.calls.options import undisturbed
 from jmp_amp.numerics.diagnose.advice import advise
-from jmp_amp.numerics.diagnose.checking import checked, ends_well, with_function_tried
+from jmp_amp.numerics.diagnose.checking import Checks, ends_well
 from jmp_amp.numerics.diagnose.decoding import Places, scaled_casts, sites_of
 from jmp_amp.numerics.diagnose.diagnosis import Diagnosis
-from jmp_amp.numerics.diagnose.runs import Runs
-from jmp_amp.numerics.locate.marks import PlanMarks
+from jmp_amp.numerics.diagnose.suggestions import Runs
 from jmp_amp.numerics.locate.sites import Gradient
 from jmp_amp.numerics.measure import distances, programs
 from jmp_amp.numerics.measure.lockstep import Errors, errors
-from jmp_amp.numerics.measure.statistics import (
-    Figures,
-    Layout,
-    counted,
-    layout_of,
-)
+from jmp_amp.numerics.measure.statistics import Figures, counted, layout_of
 from jmp_amp.plan.plan import plan_as_traced
 from jmp_amp.plan.program import jaxprs, meshes
 from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
@@ -166,15 +159,13 @@ def diagnose(
                     lambda: nonfinite_inputs(fn, args, kwargs),
                 )
             policy, is_finite_itself = runs.policy, runs.is_finite_itself
-            findings = advise(runs)
+            findings, checks = advise(runs), Checks(called, runs, compile_)
             if not is_finite_itself:
-                findings, is_finite_itself = with_function_tried(
-                    called, runs, findings, compile_
-                )
+                findings, is_finite_itself = checks.with_function_tried(findings)
             if is_finite_itself and not (runs.is_finite and policy == policies):
                 # No policy mends a loss scale that is too large.
                 scale = min(runs.scale, runs.suggested_scale)
-                policy, findings = checked(called, runs, findings, scale, compile_)
+                policy, findings = checks.checked(findings, scale)
         return Diagnosis(
             name,
             str(policies),
@@ -201,10 +192,10 @@ def _ran(
     rows = read_plan(call.call)
     places = Places(rows, call.call.jaxpr)
     scaled = (lambda loss: loss) if scaler is None else scaler.scale
-    traced, plan = call.as_traced(call.arrays), plan_as_traced(call.call.jaxpr)
+    traced, plan = call.call.as_traced(call.arrays), plan_as_traced(call.call.jaxpr)
     measured = functools.partial(programs.measured, compile_, call)
-    of_low = measured(call.plan, PlanMarks(call.plan), call.arrays, scaled)
-    of_full = measured(plan, PlanMarks(plan), traced, lambda loss: loss)
+    of_low = measured(call.plan, call.arrays, scaled)
+    of_full = measured(plan, traced, lambda loss: loss)
     of_errors = _errors(compile_, call, traced)
     low, full, apart = of_low(), of_full(), of_errors()
     roundoff = float(jnp.finfo(given.default.compute_dtype).eps) / 2
@@ -248,36 +239,33 @@ def _compared(
     finite under the policy, and in the reference.
     """
     mesh = meshes.mesh_of(low.gradients)
+    layouts = [layout_of(each.dtype) for each in low.gradients]
 
     def measured(low: _Returned, full: _Returned) -> Any:
         finite = [ends_well(call, *each) for each in (low, full)]
         (_, gradients), (_, others) = low, full
         gradients = gradients if scaler is None else scaler.unscale(list(gradients))
         apart = distances.distances(list(zip(gradients, others, strict=True)), mesh)
-        counts = [counted(each, layout, mesh) for layout, each in _by_layout(gradients)]
+        counts = []
+        for layout in dict.fromkeys(layouts):
+            pairs = zip(gradients, layouts, strict=True)
+            counts.append(counted([x for x, of in pairs if of == layout], layout, mesh))
         return counts, apart, finite
 
     both = tuple((each.outputs, list(each.gradients)) for each in (low, full))
     size = sum(each.size for each in low.gradients)
     compiling = compile_(measured, *both, options=lambda: programs.options_for(size))
     found, apart, finite = jax.device_get(compiling.result()(*both))
-    keys = call.keys if low.gradients else ()
-    errors_of = dict(zip(keys, distances.relative(apart).tolist(), strict=True))
-    places = _by_layout(low.gradients, list(zip(keys, low.gradients, strict=True)))
-    gradients = {}
-    for (layout, here), counts in zip(places, found, strict=True):
-        for row, (key, array) in enumerate(here):
-            one = Figures(counts.counts[row], counts.extremes[row], layout)
-            numbers = one.amax, one.amin, one.zeros, one.nonfinite
-            gradients[key] = Gradient(*numbers, array.size, errors_of[key])
-    return {key: gradients[key] for key in keys}, list(map(bool, finite))
-
-
-def _by_layout(
-    arrays: Sequence[Value], values: Sequence[Any] | None = None
-) -> list[tuple[Layout, list[Any]]]:
-    """Returns arrays, or a value for each of them, by the layout of the arrays."""
-    groups: dict[Layout, list[Any]] = {}
-    for array, value in zip(arrays, values or arrays, strict=True):
-        groups.setdefault(layout_of(array.dtype), []).append(value)
-    return list(groups.items())
+    rows = {
+        layout: zip(*each, strict=True)
+        for layout, each in zip(dict.fromkeys(layouts), found, strict=True)
+    }
+    errors_of, gradients = distances.relative(apart).tolist(), {}
+    for key, array, layout, error in zip(
+        call.keys.values(), low.gradients, layouts, errors_of, strict=True
+    ):
+        counts, extremes = next(rows[layout])
+        one = Figures(counts, extremes, layout)
+        numbers = one.amax, one.amin, one.zeros, one.nonfinite
+        gradients[key] = Gradient(*numbers, array.size, error)
+    return gradients, list(map(bool, finite))

@@ -10,7 +10,14 @@ from typing import Any
 
 from jmp_amp.numerics.diagnose import diagnosis_tables, eight_bits
 from jmp_amp.numerics.diagnose.eight_bits import EightBits
-from jmp_amp.numerics.locate.sites import Gradient, Numbers, Site, added_up, or_infinite
+from jmp_amp.numerics.locate.sites import (
+    Gradient,
+    Numbers,
+    Site,
+    added_up,
+    first_made,
+    or_infinite,
+)
 from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.policies.patterns import paths_matching
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
@@ -18,7 +25,7 @@ from jmp_amp.reports import plain_data, requests, tables
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Diagnosis:
+class Diagnosis(tables.Shown):
     """What the numbers of a function did under a policy; `diagnose` makes it.
 
     `str(diagnosis)` says what is wrong and what to do, then shows tables, and so does a
@@ -71,7 +78,7 @@ class Diagnosis:
     @property
     def first_nonfinite(self) -> Site | None:
         """The first site whose operands were all finite and a result was not."""
-        return next((site for site in self.sites if site.makes_nonfinite), None)
+        return first_made(self.sites)
 
     @property
     def blame(self) -> tuple[Site, ...]:
@@ -114,16 +121,9 @@ class Diagnosis:
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
-    def __str__(self) -> str:
-        heading = "\n".join([self.summary, *(f"* {each}" for each in self.advice)])
-        return tables.as_text(heading, self._tables(), 100)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        # IPython calls it where it shows no HTML; `repr` has all the sites.
-        printer.text("..." if cycle else str(self))
-
-    def _repr_html_(self) -> str:
-        return tables.as_html(self.summary, self._tables(), self.advice)
+    @property
+    def _notes(self) -> tuple[str, ...]:
+        return self.advice
 
     def table(self, *, sort: str | None = None, width: int = 100) -> str:
         """Returns the table of all modules as text, sorted by one of its figures.
@@ -244,33 +244,20 @@ class Diagnosis:
             pattern that is a class or a function, which no text can say.
         """
         data = plain_data.mapping(data, "Diagnosis")
-        names = [field.name for field in dataclasses.fields(cls)]
-        if missing := [name for name in names if name not in data]:
-            raise ValueError(
-                f"Diagnosis.from_dict: the key {missing[0]!r} is missing. Give what "
-                "to_dict() of a diagnosis returned."
-            )
-        policy = _policy_from(data["policy"])
         # Names and sentences are text, whatever words they are.
-        found = {name: data[name] for name in ("function", "given")}
-        try:
-            found |= {
-                "value": plain_data.read(data["value"]),
-                "sites": tuple(map(_site, data["sites"])),
-                "reference": tuple(map(_site, data["reference"])),
-                "gradients": {
-                    key: Gradient(**plain_data.read(row))
-                    for key, row in data["gradients"].items()
-                },
-                "loss_scale": plain_data.read(data["loss_scale"]),
-                "advice": tuple(data["advice"]),
+        read = plain_data.fields(cls, data)
+        read["policy"] = _policy_from(data["policy"])
+        with plain_data.reading_rows("Diagnosis"):
+            read["value"] = plain_data.read(data["value"])
+            read["sites"] = tuple(map(_site, data["sites"]))
+            read["reference"] = tuple(map(_site, data["reference"]))
+            read["gradients"] = {
+                key: Gradient(**plain_data.read(row))
+                for key, row in data["gradients"].items()
             }
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"Diagnosis.from_dict: a row is not one of a diagnosis: {error}. It "
-                "may be of another version: make the diagnosis again."
-            ) from error
-        return cls(policy=policy, **found)
+            read["loss_scale"] = plain_data.read(data["loss_scale"])
+            read["advice"] = tuple(data["advice"])
+        return cls(**read)
 
     @classmethod
     def from_json(cls, text: str) -> Diagnosis:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
@@ -22,11 +23,10 @@ SORTS: dict[str, Callable[[Numbers], float]] = {
     "error": lambda numbers: or_infinite(numbers.error),
     "nonfinite": lambda numbers: numbers.nonfinite,
 }
+_FIGURES = ("amax", "amin", "zeros", "not finite")
 _MOST_MODULES = 24
 _BEGINS = " (begins here)"
-_MOST_BLAMED = 8
-_MOST_GRADIENTS = 8
-_MOST_QUANTISED = 8
+_MOST_ROWS = 8
 # A gradient below this part of the largest one may be nothing but rounding errors.
 _SMALL = 2.0**-10
 
@@ -39,12 +39,7 @@ def summary(
     first: Site | None,
     loss_scale: float,
 ) -> str:
-    """Returns what is finite and what is not, in one sentence.
-
-    Args:
-      function, given, value, gradients, loss_scale: as of a `Diagnosis`.
-      first: the first site that made a value which is not finite.
-    """
+    """Returns what is finite and what is not, in one sentence; see `Diagnosis`."""
     parts = [_value(value)]
     bad = sum(bool(each.nonfinite) for each in gradients.values())
     if bad:
@@ -88,8 +83,7 @@ def of_modules(
     """Returns one row for each module, in the order of the program.
 
     Args:
-      modules: the numbers of each, by its path.
-      sites, reference: of the runs with and without the policy.
+      modules, sites, reference: as of a `Diagnosis`.
       first: the first site that made a value which is not finite. What follows it, and
         the backward pass, spread that: its module stands first.
       sort: one of `SORTS`: the largest first.
@@ -106,14 +100,11 @@ def of_modules(
         modules = dict(ordered)
     lost = [_lost_by_module(sites, reference, d) for d in ("forward", "backward")]
     shown = set(modules) if is_whole else _worst(modules)
-    numbers = ("amax", "amin", "zeros", "not finite", "lost", "lost bwd", "error")
+    numbers = (*_FIGURES, "lost", "lost bwd", "error")
     rows = [
         (
             (path or TOP_LEVEL) + _BEGINS * (path == begins),
-            wording.number(each.amax),
-            wording.number(each.amin),
-            wording.share(each.zeros / each.size if each.size else 0.0),
-            count(each.nonfinite),
+            *_figures(each),
             *(wording.share(shares.get(path, 0.0)) for shares in lost),
             wording.number(each.error),
         )
@@ -136,6 +127,16 @@ def of_modules(
         )
     columns = ("module", *numbers)
     return _shown(Table("Modules", columns, rows, numbers, "\n".join(notes)))
+
+
+def _figures(each: Site | Numbers | Gradient) -> tuple[str, str, str, str]:
+    """Returns the figures that `_FIGURES` name."""
+    return (
+        wording.number(each.amax),
+        wording.number(each.amin),
+        wording.share(each.zeros / each.size if each.size else 0.0),
+        count(each.nonfinite),
+    )
 
 
 def _shown(table: Table) -> Table:
@@ -165,12 +166,11 @@ def _lost_by_module(
     sites: Sequence[Site], reference: Sequence[Site], direction: str
 ) -> dict[str, float]:
     """Returns the share of each module's values that run in half and underflow."""
-    lost: dict[str, float] = {}
-    values: dict[str, int] = {}
+    lost: defaultdict[str, float] = defaultdict(float)
+    values: Counter[str] = Counter()
     for site, dtype in in_half(sites, reference, direction):
-        module = site.module
-        lost[module] = lost.get(module, 0.0) + site.underflow(dtype) * site.finite
-        values[module] = values.get(module, 0) + site.finite
+        lost[site.module] += site.underflow(dtype) * site.finite
+        values[site.module] += site.finite
     return {module: lost[module] / max(values[module], 1) for module in lost}
 
 
@@ -191,10 +191,10 @@ def of_blame(blame: Iterable[Site]) -> Table:
     ]
     columns = (*numbers, "operation", "dtype", "module", "source")
     note = "growth: the error over the largest error of the operands."
-    if left_out := len(rows) - len(rows[:_MOST_BLAMED]):
+    if left_out := len(rows) - len(rows[:_MOST_ROWS]):
         note += f"\n{left_out} more make no more of it: Diagnosis.blame has them."
     title = "Where the error is made"
-    return Table(title, columns, rows[:_MOST_BLAMED], numbers, note)
+    return Table(title, columns, rows[:_MOST_ROWS], numbers, note)
 
 
 def of_quantised(found: Iterable[EightBits]) -> Table:
@@ -214,7 +214,7 @@ def of_quantised(found: Iterable[EightBits]) -> Table:
             wording.share(each.saturated[each.site.dtype]),
             *(wording.share(each.underflowed[name]) for name in FORMATS),
         )
-        for each in ordered[:_MOST_QUANTISED]
+        for each in ordered[:_MOST_ROWS]
     ]
     notes = []
     if any(share for each in ordered for share in each.underflowed.values()):
@@ -245,18 +245,15 @@ def of_gradients(gradients: Mapping[str, Gradient]) -> Table:
         return each.nonfinite > 0, each.is_lost, key not in rounding, error
 
     worst = sorted(gradients.items(), key=trouble, reverse=True)
-    numbers = ("amax", "amin", "zeros", "not finite", "size", "error")
+    numbers = (*_FIGURES, "size", "error")
     rows = [
         (
             key or "(the argument)",
-            wording.number(each.amax),
-            wording.number(each.amin),
-            wording.share(each.zeros / each.size if each.size else 0.0),
-            count(each.nonfinite),
+            *_figures(each),
             count(each.size),
             wording.number(each.error),
         )
-        for key, each in worst[:_MOST_GRADIENTS]
+        for key, each in worst[:_MOST_ROWS]
     ]
     left_out = len(gradients) - len(rows)
     told = f"{left_out} more gradients are no worse: Diagnosis.gradients has them."
@@ -271,13 +268,17 @@ def of_sites(sites: Iterable[Site], reference: Sequence[Site]) -> list[Table]:
     """Returns one row for each site, one table for each module."""
     sites = list(sites)
     same = counterparts(sites, reference)
-    numbers = ("amax", "amin", "zeros", "not finite", "lost", "error", "growth")
+    numbers = (*_FIGURES, "lost", "error", "growth")
     columns = ("#", "source", "operation", "", "dtype", "shape", *numbers)
     shown: dict[str, Table] = {}
     for site in sites:
-        path = site.module or TOP_LEVEL
+        path, known = site.module or TOP_LEVEL, same(site)
         times = f" x{site.times}" if site.times > 1 else ""
         turn = "" if site.turn is None else f" (turn {site.turn})"
+        amax, amin, zeros, nonfinite = _figures(site)
+        lost = 0.0
+        if known is not None and site.is_in_half:
+            lost = known.underflow(site.dtype)
         shown.setdefault(path, Table(path, columns, [], numbers)).rows.append(
             (
                 site.identity,
@@ -286,20 +287,13 @@ def of_sites(sites: Iterable[Site], reference: Sequence[Site]) -> list[Table]:
                 site.direction,
                 site.dtype,
                 shape_text(site.shape),
-                wording.number(site.amax) + " (constant)" * site.is_constant,
-                wording.number(site.amin),
-                wording.share(site.zeros / site.size if site.size else 0.0),
-                count(site.nonfinite) + turn,
-                wording.share(_lost(site, same(site))),
+                amax + " (constant)" * site.is_constant,
+                amin,
+                zeros,
+                nonfinite + turn,
+                wording.share(lost),
                 wording.number(site.error),
                 wording.number(site.amplification),
             )
         )
     return list(map(_shown, shown.values()))
-
-
-def _lost(site: Site, known: Site | None) -> float:
-    """Returns which share of the reference's values a site in half turns into 0."""
-    if known is None or not site.is_in_half:
-        return 0.0
-    return known.underflow(site.dtype)

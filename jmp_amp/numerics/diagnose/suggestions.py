@@ -1,21 +1,26 @@
-"""Suggestions: the loss scale and the policy that the numbers of a run ask for.
+"""The figures of a call under a policy and without it, and what they ask for.
 
-Pure functions of sites: those of the policy's run, and those of the function as it is,
-the reference, which tell the ranges that the numbers need.
+`Runs` is what advice is made of. The rest are pure functions of sites: those of the
+policy's run, and those of the function as it is, the reference, which tell the ranges
+that the numbers need. They suggest a loss scale and a policy.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jmp_amp.numerics.locate.sites import Site
+from jmp_amp.numerics.locate.sites import Gradient, Site, first_made
+from jmp_amp.numerics.measure.own_dtypes import is_inside
+from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.policies.patterns import Pattern
 from jmp_amp.policies.policy import Policy, get_policy
 from jmp_amp.policies.policy_map import PolicyMap
+from jmp_amp.reports.rows import Equation
 
 LARGEST_SCALE = 2.0**24
 # An eighth of the largest f16: gradients of later steps may be larger.
@@ -48,12 +53,7 @@ def in_half(
 ) -> Iterator[tuple[Site, str]]:
     """Yields the sites of the reference that run in half under the policy.
 
-    Args:
-      sites, reference: of the runs with and without the policy.
-      direction: "forward" or "backward".
-
-    Yields:
-      The site of the reference, and the dtype that it has under the policy.
+    It yields the site of the reference, and the dtype that it has under the policy.
     """
     # Several derivatives of one equation may be of one operation: one in half will do.
     dtypes = {site.key: site.dtype for site in sites if site.is_in_half}
@@ -73,10 +73,8 @@ def suggested_loss_scale(
     which no scale multiplies, do not count. 2^24 if all values are zero; 1.0 if no
     power fits, or if nothing backward runs in f16.
 
-    Args:
-      sites, reference: of the runs with and without the policy.
-      largest_cast: the largest backward value, unscaled, that the plan casts to f16:
-        the reference has no such site.
+    `largest_cast` is the largest backward value, unscaled, that the plan casts to f16:
+    the reference has no such site.
     """
     largest = [
         site.amax
@@ -117,22 +115,16 @@ def needs_of(
     Those in half which overflow their format in the reference, or which make a value
     that is not finite where the reference is finite.
 
-    Args:
-      sites, reference: of the runs with and without the policy.
-      functions: the names of the jitted functions of the program; by default the last
-        name of a site's module is taken for one.
+    `functions` are the names of the jitted functions of the program; by default the
+    last name of a site's module is taken for one.
     """
     known = {site.key: site for site in reference}
     forward = [site for site in sites if site.is_forward]
-    found = [site for site in forward if site.is_in_half and _fails(site, known)]
+    failing = [site for site in forward if _fails(site, known)]
+    found = [site for site in failing if site.is_in_half]
     if not found:
         # What underflowed in half may be divided by, or its logarithm taken, in f32.
-        found = [
-            site
-            for site in forward
-            if _fails(site, known)
-            and (site.path or _function_of(site, functions) is not None)
-        ]
+        found = [s for s in failing if s.path or _function_of(s, functions) is not None]
     needs = []
     for site in found:
         reader = _reader(site, forward)
@@ -186,14 +178,9 @@ def _reader(site: Site, forward: Sequence[Site]) -> Site:
     """
     if site.operation != _CAST:
         return site
-    later = [
-        other for other in forward[forward.index(site) :] if other.operation != _CAST
-    ]
-    near = [
-        other
-        for other in later
-        if (other.module, other.source) == (site.module, site.source)
-    ]
+    here = site.module, site.source
+    later = [x for x in forward[forward.index(site) :] if x.operation != _CAST]
+    near = [x for x in later if (x.module, x.source) == here]
     return next(iter((*near, *later)), site)
 
 
@@ -212,3 +199,68 @@ def _with_full(policy: Policy, names: Collection[str]) -> Policy:
         follow=policy.follow - names,
         full=policy.full | names,
     )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Runs:
+    """What the numbers of a call were under a policy and without it, the reference.
+
+    Attributes:
+      given: the policy of the run.
+      sites, reference: of the runs with and without it.
+      value: what the function returned under the policy.
+      gradients: by parameter, unscaled.
+      is_finite, is_finite_itself: whether the value and the gradients are finite, with
+        the policy and in the reference. Sites may be infinite, and be masked.
+      scale: of the loss; 1.0 without one.
+      casts: what the backward pass of the run casts to f16, as it is before.
+      arguments: those that are not finite, in words; None if that is not known.
+      rows: what `read_plan` tells of the equations; None if that is not known.
+    """
+
+    given: PolicyMap
+    sites: tuple[Site, ...]
+    reference: tuple[Site, ...]
+    value: PyTree
+    gradients: Mapping[str, Gradient]
+    is_finite: bool
+    is_finite_itself: bool
+    scale: float = 1.0
+    casts: tuple[Site, ...] = ()
+    arguments: Sequence[str] | None = None
+    rows: Sequence[Equation] | None = None
+
+    @functools.cached_property
+    def same(self) -> Callable[[Site], Site | None]:
+        """A site of the policy's run -> the equation of the reference, if it has it."""
+        return counterparts(self.sites, self.reference)
+
+    @property
+    def first(self) -> Site | None:
+        """The first site whose operands were all finite and a result was not."""
+        return first_made(self.sites)
+
+    @property
+    def first_itself(self) -> Site | None:
+        """The first such site of the reference."""
+        return first_made(self.reference)
+
+    @functools.cached_property
+    def suggested_scale(self) -> float:
+        largest = max((each.amax for each in self.casts), default=0.0) / self.scale
+        return suggested_loss_scale(self.sites, self.reference, largest)
+
+    @functools.cached_property
+    def needs(self) -> list[Need]:
+        """What the suggested policy mends: nothing inside of an autocast inside."""
+        rows, functions = self.rows or (), None
+        inside = {row.identity for row in rows if is_inside(row.asked_by)}
+        mended = [site for site in self.sites if site.identity not in inside]
+        if self.rows is not None:
+            functions = {row.calls for row in rows if row.calls}
+        return needs_of(mended, self.reference, functions)
+
+    @functools.cached_property
+    def policy(self) -> PolicyMap:
+        """The suggested policy."""
+        return suggested_policy(self.needs, self.given)

@@ -22,10 +22,6 @@ def ran_otherwise(
     """Yields what the first branch or loop did that ran otherwise; nothing if none did.
 
     What follows it may run otherwise for that reason.
-
-    Args:
-      sites, reference: of the runs with and without the policy.
-      rows: what `read_plan` tells of the equations.
     """
     known = {row.identity: row for row in rows}
     low, full = _runs(sites), _runs(reference)

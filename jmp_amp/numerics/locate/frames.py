@@ -33,7 +33,6 @@ class Entry:
     Attributes:
       identity: of the equation of the plan that it comes from; else of the one around.
       is_marked: whether it comes from that equation itself.
-      cast: which inserted cast of the equation it is; None if it is none.
       direction: "forward" or "backward".
       operation: the name of the primitive.
       eqn: the equation; the first one of several.
@@ -42,13 +41,13 @@ class Entry:
       operands: the floating operands, those that come from outside of it.
       scales: whether a loss scale multiplies its results: whether a cotangent leads
         there.
+      cast: which inserted cast of the equation it is; None if it is none.
       format: of what becomes 8-bit floats, their format; its results are the values
         before. None for all else.
     """
 
     identity: Identity
     is_marked: bool
-    cast: str | None
     direction: str
     operation: str
     eqn: Eqn
@@ -56,6 +55,7 @@ class Entry:
     results: tuple[Var, ...]
     operands: tuple[Atom, ...]
     scales: bool
+    cast: str | None = None
     format: str | None = None
 
 
@@ -78,13 +78,7 @@ class Frame:
 def frames_of(
     program: ClosedJaxpr, marks: PlanMarks, differentiated: bool
 ) -> dict[Path, Frame]:
-    """Returns the bodies of a program that have sites, by the way to them.
-
-    Args:
-      program: a traced replay, or its gradient.
-      marks: those of the replay.
-      differentiated: whether it is the gradient.
-    """
+    """Returns the bodies of a replay with marks, or of its gradient."""
     found: dict[Path, Frame] = {}
     reader = _Reader(marks, differentiated, found)
     body = jaxprs.body_of(program)
@@ -127,14 +121,7 @@ class _Reader:
         self.liveness = Liveness()
 
     def read(self, body: Body, path: Path, place: _Place, outputs: Flags) -> None:
-        """Notes the sites of a body and of all bodies in it.
-
-        Args:
-          body: the body.
-          path: the way to it.
-          place: where it is.
-          outputs: which of its outputs are read.
-        """
+        """Notes the sites of a body, of which some outputs are read, and all in it."""
         jaxpr = body.jaxpr
         live = self.liveness.of(body, outputs)
         own: set[Identity] = set()
@@ -157,15 +144,14 @@ class _Reader:
                 again=place.again or _is_more(scope, chain, scope_text.AGAIN),
                 derivative=place.derivative or any(m.is_derivative for m in chain),
             )
-            last = chain[-1] if chain else None
-            if last is not None and jaxprs.is_custom_vjp(last.eqn):
-                if marking.cast_of(scope) is None:
-                    rule = identity, BACKWARD if here.backward else FORWARD
-                    if rule not in rules and not here.again:
+            last, cast = chain[-1] if chain else None, marking.cast_of(scope)
+            if last is not None and jaxprs.is_custom_vjp(last.eqn) and cast is None:
+                rule = identity, BACKWARD if here.backward else FORWARD
+                if not here.again:
+                    if rule not in rules:
                         found.append(rule)
-                    if not here.again:
-                        rules.setdefault(rule, []).append(eqn)
-                    continue
+                    rules.setdefault(rule, []).append(eqn)
+                continue
             if inner := jaxprs.inner_bodies(eqn):
                 for number, each in enumerate(inner):
                     inside = self._inside(eqn, here, last, number)
@@ -174,24 +160,26 @@ class _Reader:
                 continue
             if here.again and eqn.effects and not jaxprs.is_read(eqn):
                 repeated.add(index)
-            fp8 = _fp8(last)
-            if fp8 is not None and _makes_8_bits(eqn, scope):
+            fp8 = None if last is None else _fp8(last)
+            if fp8 is not None and _makes_8_bits(eqn, scope, cast):
                 entry = _quantised(eqn, index, here, scope, fp8)
                 if entry is not None and not here.again:
                     found.append(entry)
                 continue
-            is_product = marking.cast_of(scope) is None and _is_one_product(last)
-            if last is not None and is_product and not _is_product(eqn, last):
+            product = last
+            if last is None or cast is not None or not _is_one_product(last):
+                product = None
+            elif not _is_product(eqn, last):
                 continue
             if here.branch and last is None and _fills(eqn, filled):
                 filled.update(eqn.outvars)
                 continue
-            direction = self._direction(eqn, here, last, scope, own)
+            direction = self._direction(eqn, here, last, cast is not None, own)
             if direction is not None:
-                entry = _entry(eqn, index, here, last, direction, scope, live.read)
-                if is_product and last is not None:
+                entry = _entry(eqn, index, here, last, direction, cast, live.read)
+                if product is not None:
                     # Other results of the equations that are solved are none of it.
-                    name, results = last.eqn.primitive.name, entry.results[:1]
+                    name, results = product.eqn.primitive.name, entry.results[:1]
                     entry = dataclasses.replace(entry, operation=name, results=results)
                 found.append(entry)
         entries = [
@@ -238,16 +226,15 @@ class _Reader:
         eqn: Eqn,
         here: _Place,
         last: Marked | None,
-        scope: str,
+        is_cast: bool,
         own: set[Identity],
     ) -> str | None:
         """Returns the direction of an equation that calls nothing; None for no site."""
-        is_cast = marking.cast_of(scope) is not None
-        if jaxprs.is_conversion(eqn) and _dtype(eqn.invars[0]) == _dtype(
-            eqn.outvars[0]
-        ):
-            return None  # of a weak type alone
-        if is_cast and not here.backward and not jaxprs.is_conversion(eqn):
+        if jaxprs.is_conversion(eqn):
+            atoms = *eqn.invars, *eqn.outvars
+            if len({jaxprs.aval_of(each).dtype for each in atoms}) == 1:
+                return None  # of a weak type alone
+        elif is_cast and not here.backward:
             return None  # what a saturating cast does before
         forward = is_cast and not here.derivative
         if last is not None and not is_cast and not here.derivative:
@@ -278,14 +265,6 @@ def _is_more(scope: str, chain: Sequence[Marked], name: str) -> bool:
     )
 
 
-def _dtype(atom: Atom) -> np.dtype:
-    return jaxprs.aval_of(atom).dtype
-
-
-def _is_result(eqn: Eqn) -> bool:
-    return eqn.params.get("name") == marking.RESULT
-
-
 def _fills(eqn: Eqn, filled: Collection[Var]) -> bool:
     """Whether an equation makes zeros for the residuals of another branch.
 
@@ -306,7 +285,7 @@ def _entry(
     here: _Place,
     last: Marked | None,
     direction: str,
-    scope: str,
+    cast: str | None,
     read: Collection[Var],
 ) -> Entry:
     results, made_by = eqn.outvars, None if last is None else last.eqn
@@ -316,7 +295,6 @@ def _entry(
     return Entry(
         Identity(here.identity),
         last is not None,
-        marking.cast_of(scope) if direction == FORWARD else None,
         direction,
         eqn.primitive.name,
         eqn,
@@ -324,13 +302,12 @@ def _entry(
         tuple(v for v in results if jaxprs.is_floating(v) and v in read),
         tuple(v for v in eqn.invars if jaxprs.is_floating(v)),
         scales=direction == BACKWARD and here.backward and not here.again,
+        cast=cast if direction == FORWARD else None,
     )
 
 
-def _is_one_product(marked: Marked | None) -> bool:
+def _is_one_product(marked: Marked) -> bool:
     """Whether all that an equation binds is one product, and what prepares it."""
-    if marked is None:
-        return False
     rewrite = marked.planned.rewrite
     if rewrite is not None and rewrite.one_product:
         return True
@@ -345,19 +322,19 @@ def _is_product(eqn: Eqn, marked: Marked) -> bool:
     return is_product or name == "custom_linear_solve"
 
 
-def _fp8(marked: Marked | None) -> Fp8 | None:
+def _fp8(marked: Marked) -> Fp8 | None:
     """Returns how an equation multiplies 8-bit floats; None if it does not."""
-    rewrite = None if marked is None else marked.planned.rewrite
+    rewrite = marked.planned.rewrite
     return None if rewrite is None else rewrite.fp8
 
 
-def _makes_8_bits(eqn: Eqn, scope: str) -> bool:
+def _makes_8_bits(eqn: Eqn, scope: str, cast: str | None) -> bool:
     """Whether a part of an fp8 product is neither a product nor a cast of the plan."""
     # A product of a gradient that leaves in f32 is solved for together with another.
     is_solved = eqn.primitive.name == "custom_linear_solve" and len(eqn.outvars) > 1
     if eqn.primitive.name == "dot_general" or is_solved:
         return False
-    return scope_text.is_noted("quantised", scope) or marking.cast_of(scope) is None
+    return cast is None or scope_text.is_noted("quantised", scope)
 
 
 def _quantised(
@@ -375,18 +352,17 @@ def _quantised(
         direction, values, format = BACKWARD, eqn.invars, fp8.backward
     else:
         return None
-    values = jaxprs.variables(values)
     return Entry(
         Identity(here.identity),
         True,
-        marking.cast_of(scope) if direction == FORWARD else None,
         direction,
         "quantise",
         eqn,
         index,
-        tuple(values),
+        tuple(jaxprs.variables(values)),
         tuple(jaxprs.variables(eqn.invars)),
         scales=direction == BACKWARD,
+        cast=marking.cast_of(scope) if direction == FORWARD else None,
         format=format,
     )
 
@@ -396,7 +372,8 @@ def _rule(eqns: Sequence[Eqn], identity: Path, direction: str, body: Body) -> En
     made = {v for eqn in eqns for v in eqn.outvars}
     if direction == FORWARD:
         # What is kept for the backward rule is no result of the function.
-        results = [v for eqn in eqns if _is_result(eqn) for v in eqn.outvars]
+        named = [eqn for eqn in eqns if eqn.params.get("name") == marking.RESULT]
+        results = [v for eqn in named for v in eqn.outvars]
     else:
         inside = set(map(id, eqns))
         others = [eqn for eqn in body.jaxpr.eqns if id(eqn) not in inside]
@@ -410,7 +387,6 @@ def _rule(eqns: Sequence[Eqn], identity: Path, direction: str, body: Body) -> En
     return Entry(
         Identity(identity),
         True,
-        None,
         direction,
         "custom_vjp_call",
         eqns[0],

@@ -52,7 +52,6 @@ class PlanMarks(Marks):
         self.equations: dict[tuple[int, int], Marked] = {}
         self._names: dict[EquationPlan, tuple[int, int]] = {}
         self._bodies: dict[Plan, int] = {}
-        self._count = 0
         self._here: tuple[str, int] = ("out", 0)
         self.main = self._add(plan, ())
 
@@ -62,16 +61,14 @@ class PlanMarks(Marks):
         """Numbers a body and all that is in it; returns its number."""
         if plan in self._bodies:
             return self._bodies[plan]
-        number = self._bodies[plan] = self._count
-        self._count += 1
+        number = self._bodies[plan] = len(self._bodies)
         for index, planned in enumerate(plan.equations):
             here = Identity((*path, index))
             is_derivative = needed is not None and not needed[index]
             eqn = plan.body.jaxpr.eqns[index]
+            marked = Marked(here, number, eqn, planned, is_derivative)
             self._names[planned] = number, index
-            self.equations[number, index] = Marked(
-                here, number, eqn, planned, is_derivative
-            )
+            self.equations[number, index] = marked
             for inner, body in enumerate(planned.bodies):
                 self._add(body, (*here, inner))
         return number
@@ -82,41 +79,30 @@ class PlanMarks(Marks):
         return self._bodies.get(bodies[number]) if number < len(bodies) else None
 
     @contextlib.contextmanager
-    def _scope(self, planned: EquationPlan, place: str) -> Iterator[None]:
-        body, index = self._names[planned]
+    def _at(self, place: str) -> Iterator[None]:
         before, self._here = self._here, (place, 0)
-        try:
-            with scope_text.noted("eqn", body, index):
-                yield
-        finally:
-            self._here = before
-
-    @contextlib.contextmanager
-    def body(self) -> Iterator[None]:
-        before, self._here = self._here, ("out", 0)
         try:
             yield
         finally:
             self._here = before
 
-    def equation(
-        self, planned: EquationPlan
-    ) -> contextlib.AbstractContextManager[None]:
-        return self._scope(planned, "own")
+    def body(self) -> contextlib.AbstractContextManager[None]:
+        return self._at("out")
+
+    @contextlib.contextmanager
+    def equation(self, planned: EquationPlan) -> Iterator[None]:
+        with self._at("own"), scope_text.noted("eqn", *self._names[planned]):
+            yield
 
     def cast(self) -> contextlib.AbstractContextManager[object]:
-        return scope_text.noted("cast", self.next_cast())
+        place, count = self._here
+        self._here = place, count + 1
+        return scope_text.noted("cast", f"{place}{count}")
 
     @contextlib.contextmanager
     def quantised(self) -> Iterator[None]:
         with self.cast(), scope_text.noted("quantised"):
             yield
-
-    def next_cast(self) -> str:
-        """Returns which cast of its equation the next one is."""
-        place, count = self._here
-        self._here = place, count + 1
-        return f"{place}{count}"
 
     def results(self, eqn: Eqn, results: Sequence[Value]) -> Sequence[Value]:
         if not jaxprs.is_custom_vjp(eqn):

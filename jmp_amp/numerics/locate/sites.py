@@ -18,9 +18,13 @@ from jax.typing import DTypeLike
 
 from jmp_amp.policies.dtypes import BF16, F16, F32, is_half, parse_dtype
 
-# A name of `e4m3` that `parse_dtype` does not know.
-_FORMATS = ("f16", "bf16", "e4m3", "e5m2", "f32")
-_OTHER_NAMES = {"e4m3fn": "e4m3"}
+_FORMATS = {
+    "f16": F16,
+    "bf16": BF16,
+    "e4m3": jnp.dtype(jnp.float8_e4m3fn),
+    "e5m2": jnp.dtype(jnp.float8_e5m2),
+    "f32": F32,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,6 +278,11 @@ def added_up(sites: Sequence[Site]) -> Numbers:
     )
 
 
+def first_made(sites: Iterable[Site]) -> Site | None:
+    """Returns the first site whose operands were all finite and a result was not."""
+    return next((site for site in sites if site.makes_nonfinite), None)
+
+
 def or_infinite(number: float | None) -> float:
     """Returns a number to sort by: NaN is as bad as infinity, and None is nothing."""
     if number is None:
@@ -318,7 +327,7 @@ class _Range(NamedTuple):
 
 def _range(format: DTypeLike, method: str) -> _Range:
     dtype = _dtype(format)
-    if dtype not in _DTYPES:
+    if dtype not in _FORMATS.values():
         raise ValueError(
             f"Site.{method}({format!r}): no known format. Use one of "
             f"{', '.join(_FORMATS)}, or the dtype."
@@ -326,13 +335,11 @@ def _range(format: DTypeLike, method: str) -> _Range:
     return _range_of(dtype)
 
 
-_DTYPES = (F16, BF16, F32, jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
-
-
 def _dtype(format: DTypeLike) -> np.dtype | None:
     if isinstance(format, str):
         name = format.strip().lower()
-        return parse_dtype(_OTHER_NAMES.get(name, name))
+        # A name that `parse_dtype` does not know.
+        return _FORMATS["e4m3"] if name == "e4m3fn" else parse_dtype(name)
     try:
         return None if format is None else jnp.dtype(format)
     except TypeError:

@@ -26,14 +26,9 @@ _MOST = 16
 
 
 def written(program: ClosedJaxpr) -> dict[str, Magnitudes]:
-    """Returns the magnitudes of large constants that reach each equation.
+    """Returns the magnitudes of large constants that reach each equation of a function.
 
-    Args:
-      program: the function as it was traced.
-
-    Returns:
-      The magnitudes by the identity of the equation, where there are any: of what it
-      reads and of what it makes.
+    They are of what it reads and of what it makes, by its identity.
     """
     found: dict[str, Magnitudes] = {}
     body = jaxprs.body_of(program)

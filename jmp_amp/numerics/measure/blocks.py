@@ -15,14 +15,18 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+
+from jmp_amp.plan.program import meshes
 
 T = TypeVar("T")  # A pytree of arrays.
+# Arrays that are read side by side: one, or several of one shape.
+Arrays = tuple[jax.Array, ...]
 
 # Large arrays have so many elements at least, as many as a piece, or a block of them.
 _PIECE = 1 << 14
-_LANES = 1 << 9
-# How many elements a block of small arrays has.
-_BLOCK = 1 << 5
+# How many elements a block of small arrays has, and a block of a piece.
+_BLOCK, _LANES = 1 << 5, 1 << 9
 # So many elements at least are copied to be read together. Of small programs copies
 # are to be few, for the compiler; of large ones small, for they live together.
 _TOGETHER = 1 << 20
@@ -32,9 +36,19 @@ _ROWS = jax.lax.ScatterDimensionNumbers(
     update_window_dims=(), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
 )
 
-_TAKEN = jax.lax.GatherDimensionNumbers(
-    offset_dims=(), collapsed_slice_dims=(0,), start_index_map=(0,)
-)
+
+class Part(NamedTuple):
+    """Blocks of arrays, each of one array: [blocks, size].
+
+    Attributes:
+      values: of the arrays that are read side by side.
+      own: which values are an array's own, and in no part before.
+      rows: int32[blocks]: the array that each block is of.
+    """
+
+    values: Arrays
+    own: jax.Array
+    rows: jax.Array
 
 
 class Group(NamedTuple):
@@ -76,35 +90,31 @@ def groups_of(kinds: Sequence[Hashable], sizes: Sequence[int]) -> list[Group]:
     return groups
 
 
-def order_of(kinds: Sequence[Hashable], sizes: Sequence[int]) -> list[int]:
-    """Returns the numbers of arrays in the order in which groups read them.
-
-    Rows of arrays that are given in this order are moved nowhere by `read_in_groups`.
-    """
-    grouped = [n for group in groups_of(kinds, sizes) for n in group.members]
-    return grouped + [number for number, size in enumerate(sizes) if not size]
-
-
-def read_in_groups(
-    kinds: Sequence[Hashable],
-    sizes: Sequence[int],
-    read: Callable[[Group], T],
+def read_in_parts(
+    arrays: Sequence[Arrays],
     nothing: Callable[[int], T],
+    add: Callable[[T, Part], T],
+    mesh: Mesh | None = None,
 ) -> T:
-    """Returns what is read of arrays, a row for each of them.
+    """Returns what is read of floating or complex arrays, a row for each of them.
 
     Args:
-      kinds, sizes: of the arrays, see `groups_of`.
-      read: group -> pytree of arrays with a row for each member.
-      nothing: count -> the same of so many arrays without elements.
+      arrays: the arrays, or several of one shape that are read side by side.
+      nothing: count -> what is read of so many arrays without elements.
+      add: adds what is read of a part.
+      mesh: of the devices that they are on, see `meshes.replicated`.
     """
-    parts = [read(group) for group in groups_of(kinds, sizes)]
-    if 0 in sizes or not parts:
-        parts.append(nothing(list(sizes).count(0)))
-    order = order_of(kinds, sizes)
+    flat = [tuple(_real_parts(x, mesh) for x in each) for each in arrays]
+    sizes = [each[0].size for each in flat]
+    groups = groups_of([tuple(x.dtype for x in each) for each in flat], sizes)
+    empty = [i for i, size in enumerate(sizes) if not size]
+    parts = [nothing(len(empty))] if empty or not groups else []
+    for block, members in groups:
+        parts.append(_read([flat[i] for i in members], block, nothing, add))
+    order = [*empty, *(i for group in groups for i in group.members)]
 
     def in_order(*rows: jax.Array) -> jax.Array:
-        whole = side_by_side(rows)
+        whole = _side_by_side(rows)
         if order == sorted(order):
             return whole
         return jnp.take(whole, np.argsort(order), axis=0, mode="clip")
@@ -112,114 +122,96 @@ def read_in_groups(
     return jax.tree.map(in_order, *parts)
 
 
-def side_by_side(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns arrays next to each other along axis 0; one alone is not copied."""
-    return arrays[0] if len(arrays) == 1 else jax.lax.concatenate(arrays, 0)
-
-
-def real_parts(array: jax.Array) -> jax.Array:
-    """Returns a flat array; of complex numbers the real and the imaginary parts."""
-    if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        return side_by_side([array.real.reshape(-1), array.imag.reshape(-1)])
-    return array.reshape(-1)
-
-
 def scattered(
     scatter: Callable[..., jax.Array],
     array: jax.Array,
-    at: Any,
+    rows: jax.Array,
     values: jax.Array,
+    columns: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns a flat array with values written to the indices `at`, of their shape.
+    """Returns a matrix with values [m, k] written to its rows [m].
 
-    `scatter` is `jax.lax.scatter_add` or another of its family.
+    `scatter` is `jax.lax.scatter_add` or another of its family. `columns` are those of
+    the values; by default a value has the column of its own.
     """
-    at = jax.lax.expand_dims(jnp.asarray(at), [np.ndim(at)])
-    return scatter(array, at, values, _ROWS, mode="promise_in_bounds")
+    if columns is None:
+        columns = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
+    at = jnp.broadcast_to(rows[:, None] * np.int32(array.shape[1]), values.shape)
+    at = jax.lax.expand_dims(at + columns, [2])
+    flat = scatter(array.reshape(-1), at, values, _ROWS, mode="promise_in_bounds")
+    return flat.reshape(array.shape)
 
 
-def taken(array: jax.Array, at: Any) -> jax.Array:
-    """Returns the values of a flat array at indices, of their shape."""
-    at = jax.lax.expand_dims(jnp.asarray(at), [np.ndim(at)])
-    return jax.lax.gather(array, at, _TAKEN, (1,), mode="promise_in_bounds")
+def _read(
+    arrays: Sequence[Arrays],
+    block: int,
+    nothing: Callable[[int], T],
+    add: Callable[[T, Part], T],
+) -> T:
+    """Returns what is read of flat arrays of one kind, in blocks or in pieces."""
+    sizes = [each[0].size for each in arrays]
+    kinds = list(zip(*arrays, strict=True))
+    start = nothing(len(arrays))
+    if block:
+        counts = [-(-size // block) for size in sizes]
+        rows = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
+        used = np.full(len(rows), block, np.int32)
+        used[np.cumsum(counts) - 1] = np.subtract(sizes, np.subtract(counts, 1) * block)
+        values = tuple(_filled_up(each, block) for each in kinds)
+        own = jax.lax.broadcast_in_dim(used, values[0].shape, (0,))
+        own = jax.lax.broadcasted_iota(jnp.int32, values[0].shape, 1) < own
+        return add(start, Part(values, own, jnp.asarray(rows)))
+    whole = list(map(_side_by_side, kinds))
+    numbers = jnp.arange(_PIECE, dtype=jnp.int32).reshape(-1, _LANES)
+
+    def read(found: T, piece: jax.Array) -> tuple[T, None]:
+        begin, row, known = piece
+        pieces = (jax.lax.dynamic_slice(x, (begin,), (_PIECE,)) for x in whole)
+        values = tuple(x.reshape(-1, _LANES) for x in pieces)
+        rows = jnp.broadcast_to(row, len(numbers))
+        return add(found, Part(values, numbers >= known, rows)), None
+
+    if axes := tuple(meshes.varying_axes(whole[0])):
+        # What a loop carries varies from its start.
+        start = jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), start)
+    return jax.lax.scan(read, start, jnp.asarray(_pieces(sizes)))[0]
 
 
-class Blocks(NamedTuple):
-    """Arrays next to each other, each filled up to whole blocks.
+def _pieces(sizes: Sequence[int]) -> np.ndarray:
+    """Returns where each piece begins, of which array it is, and how much is known.
 
-    Attributes:
-      size: how many elements a block has.
-      rows: int32[blocks]: the array that each block is of.
-      used: int32[blocks]: how many values of it are of the array.
+    The last piece of an array begins so that it ends with the array: some of its values
+    were in the piece before.
     """
-
-    size: int
-    rows: np.ndarray
-    used: np.ndarray
-
-    def own(self) -> jax.Array:
-        """Returns which values are of the arrays: bool[blocks, size]."""
-        shape = (len(self.used), self.size)
-        used = jax.lax.broadcast_in_dim(self.used, shape, (0,))
-        return jax.lax.broadcasted_iota(jnp.int32, shape, 1) < used
-
-
-def in_blocks(sizes: Sequence[int], block: int) -> Blocks:
-    """Returns the blocks of arrays of these sizes."""
-    counts = [-(-size // block) for size in sizes]
-    rows = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
-    used = np.full(len(rows), block, np.int32)
-    for last, size, count in zip(np.cumsum(counts), sizes, counts, strict=True):
-        used[last - 1] = size - (count - 1) * block
-    return Blocks(block, rows, used)
+    first = np.cumsum([0, *sizes])
+    return np.asarray(
+        [
+            (first[row] + min(start, size - _PIECE), row, max(start - size + _PIECE, 0))
+            for row, size in enumerate(sizes)
+            for start in range(0, size, _PIECE)
+        ],
+        np.int32,
+    )
 
 
-def filled_up(arrays: Sequence[jax.Array], block: int) -> jax.Array:
-    """Returns flat arrays as the blocks of `in_blocks`: [blocks, block]."""
+def _filled_up(arrays: Sequence[jax.Array], block: int) -> jax.Array:
+    """Returns flat arrays in blocks, the last of each filled up: [blocks, block]."""
     parts: list[Any] = []
     for each in arrays:
         parts.append(each)
         if rest := -each.size % block:
             parts.append(np.zeros(rest, each.dtype))
-    return side_by_side(parts).reshape(-1, block)
+    return _side_by_side(parts).reshape(-1, block)
 
 
-class Pieces(NamedTuple):
-    """How large arrays that lie next to each other are cut into pieces of one size.
-
-    The last piece of an array begins so that it ends with the array: some of its values
-    were in the piece before.
-
-    Attributes:
-      starts: int32: where each piece begins.
-      rows: int32: the array that it is cut from.
-      known: int32: how many of its values were in the piece before.
-    """
-
-    starts: jax.Array
-    rows: jax.Array
-    known: jax.Array
+def _side_by_side(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns arrays next to each other along axis 0; one alone is not copied."""
+    return arrays[0] if len(arrays) == 1 else jax.lax.concatenate(arrays, 0)
 
 
-def in_pieces(sizes: Sequence[int]) -> Pieces:
-    """Returns the pieces of arrays of these sizes; none is smaller than a piece."""
-    starts, rows, known, first = [], [], [], 0
-    for row, size in enumerate(sizes):
-        for start in range(0, size, _PIECE):
-            here = min(start, size - _PIECE)
-            starts.append(first + here)
-            rows.append(row)
-            known.append(start - here)
-        first += size
-    return Pieces(*(jnp.asarray(each, jnp.int32) for each in (starts, rows, known)))
-
-
-def piece_at(array: jax.Array, start: jax.Array) -> jax.Array:
-    """Returns a piece of a flat array; XLA vectorises reductions over its rows."""
-    piece = jax.lax.dynamic_slice(array, (start,), (_PIECE,))
-    return piece.reshape(-1, _LANES)
-
-
-def is_new(known: jax.Array) -> jax.Array:
-    """Returns which values of a piece were not in the piece before."""
-    return jnp.arange(_PIECE, dtype=jnp.int32).reshape(-1, _LANES) >= known
+def _real_parts(array: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Returns a flat array; of complex numbers the real and the imaginary parts."""
+    array = meshes.replicated(array, mesh)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return _side_by_side([array.real.reshape(-1), array.imag.reshape(-1)])
+    return array.reshape(-1)

@@ -5,8 +5,7 @@ Squares of f32 values may overflow, so a sum of squares has a power of two besid
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,10 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jmp_amp.numerics.measure import blocks
-from jmp_amp.numerics.measure.blocks import Group, Pieces, scattered
+from jmp_amp.numerics.measure.blocks import Part, read_in_parts, scattered
 from jmp_amp.numerics.measure.statistics import F32_LAYOUT
-from jmp_amp.plan.program import meshes
 from jmp_amp.policies.dtypes import F32
 
 _MANTISSA = F32_LAYOUT.mantissa
@@ -27,7 +24,7 @@ class Distance(NamedTuple):
     """Sums of squares, a row for each pair of arrays.
 
     Attributes:
-      exponent: int32[n]: the sums are in units of `4 ** (exponent - 127)`.
+      exponent: int32[n, 1]: the sums are in units of `4 ** (exponent - 127)`.
       sums: f32[n, 2]: of the squares of the differences, infinite if one value alone
         is not finite; and of the reference, where it is finite.
     """
@@ -43,47 +40,32 @@ def distances(
 
     `mesh` is that of the devices that they are on, see `meshes.replicated`.
     """
-
-    def whole(x: jax.Array) -> jax.Array:
-        return blocks.real_parts(meshes.replicated(x, mesh))
-
-    pairs = [(whole(a), whole(b)) for a, b in pairs]
-
-    def measure(group: Group) -> Distance:
-        flat = jax.lax.optimization_barrier([pairs[i] for i in group.members])
-        low, full = zip(*flat, strict=True)
-        if group.block:
-            return _in_blocks(low, full, group.block)
-        return _piecewise(low, full)
-
-    return blocks.read_in_groups(*_kinds_and_sizes(pairs), measure, _nothing)
+    # So that nothing is computed again for each that reads it.
+    pairs = [jax.lax.optimization_barrier((a, b)) for a, b in pairs]
+    return read_in_parts(pairs, nothing, _add, mesh)
 
 
-def order_of(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[int]:
-    """Returns the order of pairs in which `distances` finds each at its place."""
-    return blocks.order_of(*_kinds_and_sizes(pairs))
+def nothing(count: int) -> Distance:
+    """Returns the distances of so many pairs without elements."""
+    sums = jnp.zeros((count, 2), jnp.float32)
+    return Distance(jnp.zeros((count, 1), jnp.int32), sums)
 
 
-def _kinds_and_sizes(
-    pairs: Sequence[tuple[jax.Array, jax.Array]],
-) -> tuple[list[Hashable], list[int]]:
-    kinds = [(np.dtype(a.dtype), np.dtype(b.dtype)) for a, b in pairs]
-    return [*kinds], [a.size for a, _ in pairs]
-
-
-def _nothing(count: int) -> Distance:
-    return Distance(jnp.zeros(count, jnp.int32), jnp.zeros((count, 2), jnp.float32))
-
-
-def added(distance: Distance, rows: np.ndarray | jax.Array, count: int) -> Distance:
-    """Returns the distances of parts [m], added up for the `rows` they belong to."""
-    none, zero = _nothing(count)
-    highest = scattered(jax.lax.scatter_max, none, rows, distance.exponent)
-    # A part that is all zeros has no exponent; its sums are zero.
-    scaled = _times(distance.sums, _unit(distance, blocks.taken(highest, rows)))
-    at = 2 * rows[:, None] + np.arange(2, dtype=np.int32)[None]
-    sums = scattered(jax.lax.scatter_add, zero.reshape(-1), at, scaled)
-    return Distance(highest, sums.reshape(zero.shape))
+def _add(found: Distance, part: Part) -> Distance:
+    """Returns distances with those of a part, each in the unit of its row."""
+    apart, values = _differences(*part.values)
+    apart, values = (jnp.where(part.own, x, jnp.float32(0)) for x in (apart, values))
+    here = _exponents(apart, values).max(1, keepdims=True)
+    unit = _power(127 - here)
+    sums = [jnp.square(x).sum(1) for x in (_times(apart, unit), values * unit)]
+    blocks = Distance(here, jnp.stack(sums, -1))
+    none = nothing(len(found.exponent))
+    highest = scattered(jax.lax.scatter_max, none.exponent, part.rows, here)
+    # A block that is all zeros has no exponent; its sums are zero.
+    of_row = jnp.take(highest, part.rows, axis=0, mode="clip")
+    scaled = _times(blocks.sums, _unit(blocks, of_row))
+    added = scattered(jax.lax.scatter_add, none.sums, part.rows, scaled)
+    return merged(found, Distance(highest, added))
 
 
 def merged(a: Distance, b: Distance) -> Distance:
@@ -109,8 +91,8 @@ def relative(distance: Distance) -> np.ndarray:
 
 
 def _unit(distance: Distance, highest: jax.Array) -> jax.Array:
-    """Returns what the sums of a distance are in units of higher exponents: [n, 1]."""
-    return _power(2 * (distance.exponent - highest))[:, None]
+    """Returns what the sums of a distance are in units of higher exponents."""
+    return _power(2 * (distance.exponent - highest))
 
 
 def _times(sums: jax.Array, unit: jax.Array) -> jax.Array:
@@ -125,16 +107,13 @@ def _power(exponent: jax.Array) -> jax.Array:
     return jnp.where(exponent < -126, jnp.float32(0), power)
 
 
-def _itemsize(dtype: np.dtype) -> int:
-    return dtype.itemsize
-
-
 def _differences(low: jax.Array, full: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the differences of values, and the reference, both finite or infinite.
 
     Values that are not finite in both are alike.
     """
-    wide = max(np.dtype(low.dtype), np.dtype(full.dtype), F32, key=_itemsize)
+    dtypes = np.dtype(low.dtype), np.dtype(full.dtype), F32
+    wide = max(dtypes, key=lambda dtype: dtype.itemsize)
     low, full = low.astype(wide), full.astype(wide)
     finite = jnp.isfinite(full)
     alike = (low == full) | ~(finite | jnp.isfinite(low))
@@ -148,45 +127,3 @@ def _exponents(apart: jax.Array, full: jax.Array) -> jax.Array:
     largest = jnp.maximum(jnp.where(jnp.isinf(apart), 0, jnp.abs(apart)), jnp.abs(full))
     bits = jax.lax.bitcast_convert_type(largest, jnp.uint32)
     return (bits >> jnp.uint32(_MANTISSA)).astype(jnp.int32)
-
-
-def _in_blocks(
-    low: Sequence[jax.Array], full: Sequence[jax.Array], block: int
-) -> Distance:
-    """Returns the distances of arrays, in one pass over all of them."""
-    # What fills the blocks up is alike in both.
-    apart, values = _differences(
-        blocks.filled_up(low, block), blocks.filled_up(full, block)
-    )
-    rows = blocks.in_blocks([each.size for each in low], block).rows
-    return added(_summed(apart, values, axes=(1,)), rows, len(low))
-
-
-def _piecewise(low: Sequence[jax.Array], full: Sequence[jax.Array]) -> Distance:
-    """Returns the distances of large arrays, piece by piece."""
-    whole, others = blocks.side_by_side(low), blocks.side_by_side(full)
-
-    def part(piece: Pieces) -> Distance:
-        apart, values = _differences(
-            blocks.piece_at(whole, piece.starts), blocks.piece_at(others, piece.starts)
-        )
-        new = blocks.is_new(piece.known)
-        apart, values = (jnp.where(new, x, jnp.float32(0)) for x in (apart, values))
-        return _summed(apart, values, axes=(0, 1))
-
-    pieces = blocks.in_pieces([each.size for each in low])
-    return added(jax.lax.map(part, pieces), pieces.rows, len(low))
-
-
-def _summed(apart: jax.Array, values: jax.Array, axes: tuple[int, ...]) -> Distance:
-    """Returns the distances of values along axes, from their differences."""
-
-    # XLA vectorises what goes along one axis at a time.
-    def along(reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-        return functools.reduce(lambda x, axis: reduce(x, axis, keepdims=True), axes, x)
-
-    highest = along(jnp.max, _exponents(apart, values))
-    unit = _power(127 - highest)
-    squares = jnp.square(_times(apart, unit)), jnp.square(values * unit)
-    sums = [along(jnp.sum, each).squeeze(axes) for each in squares]
-    return Distance(highest.squeeze(axes), jnp.stack(sums, axis=-1))

@@ -7,9 +7,8 @@ exact and no activation is kept.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,8 +20,15 @@ from jmp_amp.numerics.calls.executables import Compile
 from jmp_amp.numerics.measure import distances
 from jmp_amp.numerics.measure.distances import Distance
 from jmp_amp.numerics.measure.measuring import MOVES
-from jmp_amp.numerics.measure.pair_constructs import Construct
-from jmp_amp.numerics.measure.pairs import Frame, Key, Keys, Pair, united
+from jmp_amp.numerics.measure.pair_constructs import (
+    Frame,
+    Key,
+    Keys,
+    Pair,
+    of_own_branch,
+    run_construct,
+    united,
+)
 from jmp_amp.numerics.measure.programs import options_for
 from jmp_amp.numerics.measure.threaded import Threaded
 from jmp_amp.plan.plan import EquationPlan, Plan
@@ -71,16 +77,10 @@ def errors(
 ) -> Callable[[], Errors]:
     """Begins to compile a plan and its function side by side.
 
-    Args:
-      compile_: begins to compile the program.
-      plan: the plan.
-      arrays: its inputs.
-      traced: the same in the dtypes that the function was traced with.
-
-    Returns:
-      A function that runs the program, once.
+    It returns a function that runs the program, once. `traced` are the inputs of the
+    plan in the dtypes that the function was traced with.
     """
-    walk = _Lockstep(meshes.mesh_of(arrays))
+    walk = Lockstep(meshes.mesh_of(arrays))
     keys_of: list[list[Keys]] = []
 
     # An array in both is one input: the program takes no copy of it.
@@ -108,33 +108,37 @@ def errors(
     return found
 
 
-class _Lockstep(Walk[Pair]):
-    """The walk.
+@dataclasses.dataclass(eq=False)
+class Lockstep(Walk[Pair]):
+    """The walk through a body.
 
     Attributes:
-      path: the way to the body.
-      operands: as in `Errors`.
       devices: the mesh that the program runs on, see `meshes.mesh_of`.
+      operands: as in `Errors`.
       threaded: what runs constructs, and merges the distances of all runs.
+      path: the way to the body.
       turns: how often the body runs, as far as the program tells.
       size: how many values are compared, those of a `while` in one turn.
+      pairs: what is to be compared, and the sites.
+      inner: what was compared in bodies that run otherwise often.
+      here: the equation, and which of its inserted casts comes next.
     """
 
-    def __init__(self, devices: Mesh | None) -> None:
-        self.devices = devices
-        self.path: tuple[int, ...] = ()
-        self.operands: dict[Key, Keys] = {}
-        self.threaded: Threaded[list[Distance]] = Threaded(
+    devices: Mesh | None
+    operands: dict[Key, Keys] = dataclasses.field(default_factory=dict)
+    threaded: Threaded[list[Distance]] = dataclasses.field(
+        default_factory=lambda: Threaded(
             lambda a, b: list(map(distances.merged, a, b)),
             lambda found, axes: [distances.across(each, axes) for each in found],
         )
-        self.turns = 1
-        self.size = 0
-        self.replay = Replay(recomputes=False)
-        self._here: tuple[tuple[int, ...], str, int] = ((), "out", 0)
-        # Of the frame: pairs to compare, and what inner frames have compared.
-        self._pairs: list[tuple[Key, Pair]] = []
-        self._inner: list[tuple[Keys, Distance]] = []
+    )
+    path: tuple[int, ...] = ()
+    turns: int = 1
+    size: int = 0
+    pairs: list[tuple[Key, Pair]] = dataclasses.field(default_factory=list)
+    inner: list[tuple[Keys, Distance]] = dataclasses.field(default_factory=list)
+    here: tuple[tuple[int, ...], str, int] = ((), "out", 0)
+    replay = Replay(recomputes=False)
 
     def run(
         self, plan: Plan, pairs: Sequence[Pair], path: tuple[int, ...], times: int = 1
@@ -143,31 +147,18 @@ class _Lockstep(Walk[Pair]):
 
         It runs `times` as often as the body around it, as far as the program tells.
         """
-        before = self.path, self.turns, self._here, self._pairs, self._inner
-        self.path, self.turns, self._here = path, self.turns * times, (path, "out", 0)
-        self._pairs, self._inner = [], []
-        try:
-            results = self.body(plan, pairs)
-            found = [*self._inner]
-            if self._pairs:
-                compared = [(pair.low, pair.full) for _, pair in self._pairs]
-                # In the order in which they are compared.
-                order = distances.order_of(compared)
-                keys = tuple(self._pairs[i][0] for i in order)
-                compared = [compared[i] for i in order]
-                found.append((keys, distances.distances(compared, self.devices)))
-        finally:
-            self.path, self.turns, self._here, self._pairs, self._inner = before
+        walk = dataclasses.replace(
+            self, path=path, turns=self.turns * times, here=(path, "out", 0)
+        )
+        walk.size, walk.pairs, walk.inner = 0, [], []
+        results, found = walk.body(plan, pairs), walk.inner
+        if walk.pairs:
+            keys = tuple(key for key, _ in walk.pairs)
+            compared = [(pair.low, pair.full) for _, pair in walk.pairs]
+            found.append((keys, distances.distances(compared, self.devices)))
+        self.size += walk.size
         apart = [jax.tree.map(meshes.here, each) for _, each in found]
         return Frame(results, apart, [keys for keys, _ in found])
-
-    def note(self, keys: Sequence[Keys], found: Sequence[Distance]) -> None:
-        """Notes distances of all runs of an inner body."""
-        self._inner += zip(keys, found, strict=True)
-
-    def compared(self, key: Key, pair: Pair) -> Pair:
-        """Compares a result that `key` stands for; returns it as one that it made."""
-        return self._compare(key, pair, [pair])
 
     def _compare(self, key: Key, pair: Pair, operands: Sequence[Pair]) -> Pair:
         """Notes a result of a site; returns it."""
@@ -175,7 +166,7 @@ class _Lockstep(Walk[Pair]):
         self.operands[key] = united([known, *(each.made for each in operands)])
         # A literal is no array.
         low, full = jnp.asarray(pair.low), jnp.asarray(pair.full)
-        self._pairs.append((key, Pair(low, full)))
+        self.pairs.append((key, Pair(low, full)))
         self.size += self.turns * full.size
         return dataclasses.replace(pair, made=(key,))
 
@@ -203,51 +194,52 @@ class _Lockstep(Walk[Pair]):
         return dataclasses.replace(compared, low=low)
 
     def _next_cast(self) -> Key:
-        identity, place, count = self._here
-        self._here = identity, place, count + 1
+        identity, place, count = self.here
+        self.here = identity, place, count + 1
         return identity, f"{place}{count}"
-
-    @contextlib.contextmanager
-    def _at(self, planned: EquationPlan, place: str) -> Iterator[tuple[int, ...]]:
-        before = self._here
-        identity = (*self.path, planned.index)
-        self._here = identity, place, 0
-        try:
-            yield identity
-        finally:
-            self._here = before
 
     def equation(
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[Pair]]
     ) -> list[Pair]:
-        with binding.source_of(eqn), self._at(planned, "own") as identity:
+        before, self.here = self.here, ((*self.path, planned.index), "own", 0)
+        with binding.source_of(eqn):
             operands = read()
             if jaxprs.happens(eqn) and not jaxprs.is_read(eqn):
                 # It was seen when the policy and the reference ran.
-                return [Pair(None, None)] * len(eqn.outvars)
-            if planned.bodies:
-                return self._call(Construct(self, eqn, planned, operands, identity))
-            bound = self.replay.bound(eqn, planned, [x.low for x in operands])
-            full = binding.bind(eqn, [x.full for x in operands[: len(eqn.invars)]])
-            if len(operands) > len(eqn.invars):
-                # It reads what a rewrite computed of its operands, not them.
-                operands = operands[len(eqn.invars) :]
-            made = united([x.made for x in operands])
-            self._written_to(eqn, made, operands)
-            results = []
-            for var, low, other in zip(eqn.outvars, bound, full, strict=True):
-                pair = Pair(low, other, made)
-                if jaxprs.is_mutable(var):
-                    # It has a key of its own, as if it were a site.
-                    key = identity, "mutable"
-                    self.operands[key] = made
-                    pair = dataclasses.replace(pair, made=(key,))
-                elif eqn.primitive.name in MOVES:
-                    self.operands[identity, None] = made
-                elif jaxprs.is_floating(var):
-                    pair = self._compare((identity, None), pair, operands)
-                results.append(pair)
-            return self._written(planned, results)
+                results = [Pair(None, None)] * len(eqn.outvars)
+            elif planned.bodies:
+                results = self._call(eqn, planned, operands)
+            else:
+                results = self._both(eqn, planned, operands)
+        self.here = before
+        return results
+
+    def _both(
+        self, eqn: Eqn, planned: EquationPlan, operands: list[Pair]
+    ) -> list[Pair]:
+        """Computes an equation under the policy and as it is."""
+        identity, _, _ = self.here
+        bound = self.replay.bound(eqn, planned, [x.low for x in operands])
+        full = binding.bind(eqn, [x.full for x in operands[: len(eqn.invars)]])
+        if len(operands) > len(eqn.invars):
+            # It reads what a rewrite computed of its operands, not them.
+            operands = operands[len(eqn.invars) :]
+        made = united([x.made for x in operands])
+        self._written_to(eqn, made, operands)
+        results = []
+        for var, low, other in zip(eqn.outvars, bound, full, strict=True):
+            pair = Pair(low, other, made)
+            if jaxprs.is_mutable(var):
+                # It has a key of its own, as if it were a site.
+                key = identity, "mutable"
+                self.operands[key] = made
+                pair = dataclasses.replace(pair, made=(key,))
+            elif eqn.primitive.name in MOVES:
+                self.operands[identity, None] = made
+            elif jaxprs.is_floating(var):
+                pair = self._compare((identity, None), pair, operands)
+            results.append(pair)
+        return self._written(planned, results)
 
     def _written_to(self, eqn: Eqn, made: Keys, operands: Sequence[Pair]) -> None:
         """Notes that what a mutable array holds may come from the other operands."""
@@ -267,15 +259,36 @@ class _Lockstep(Walk[Pair]):
             kept.append(pair)
         return kept
 
-    def _call(self, call: Construct) -> list[Pair]:
-        kinds = jaxprs.is_branch, jaxprs.is_loop, jaxprs.is_shard_map
-        if any(is_one(call.eqn) for is_one in kinds):
-            return call.results()
-        before = self.path, self._here
-        self.path = (*call.identity, 0)
-        if not source_code.is_helper(call.eqn):
-            self._here = self.path, "out", 0
-        try:
-            return self.body(call.planned.bodies[0], call.operands)
-        finally:
-            self.path, self._here = before
+    def _call(
+        self, eqn: Eqn, planned: EquationPlan, operands: list[Pair]
+    ) -> list[Pair]:
+        identity, _, _ = self.here
+        is_branch, plans = jaxprs.is_branch(eqn), planned.bodies
+        if is_branch or jaxprs.is_loop(eqn) or jaxprs.is_shard_map(eqn):
+            times = jaxprs.repetitions(eqn)
+
+            def run(number: int, pairs: Sequence[Pair]) -> Frame:
+                return self.run(plans[number], pairs, (*identity, number), times)
+
+            results, compared = run_construct(
+                eqn, operands, identity, run, self.operands, self.threaded
+            )
+            self.inner += compared
+            if not is_branch:
+                return results
+            # Where the other branch was taken, they are further apart than what made
+            # them.
+            results = of_own_branch(plans, operands, results)
+            return [
+                self._compare((identity, f"branch{i}"), pair, [pair])
+                if jaxprs.is_floating(var)
+                else pair
+                for i, (var, pair) in enumerate(zip(eqn.outvars, results, strict=True))
+            ]
+        before = self.path, self.here
+        self.path = (*identity, 0)
+        if not source_code.is_helper(eqn):
+            self.here = self.path, "out", 0
+        results = self.body(plans[0], operands)
+        self.path, self.here = before
+        return results

@@ -18,12 +18,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jmp_amp.numerics.locate.frames import Entry, Frame, Path
-from jmp_amp.numerics.measure.blocks import order_of
 from jmp_amp.numerics.measure.statistics import (
     Layout,
     Worst,
     counted,
     layout_of,
+    none_counted,
     worst_counted,
     worst_of,
 )
@@ -60,6 +60,11 @@ class Count(NamedTuple):
         carry = (low < self.low).astype(jnp.uint32)
         return Count(low, self.high + other.high + carry)
 
+    def numbers(self) -> np.ndarray:
+        """Returns int64 of numpy."""
+        low, high = (np.asarray(each, np.int64) for each in self)
+        return low + (high << 32)
+
     def across(self, axes: Sequence[str]) -> Count:
         """Returns the sum over shards."""
         # In 16 bits each, so that no sum of 2**16 shards wraps.
@@ -72,25 +77,14 @@ class Count(NamedTuple):
         return Count(low, high + (upper >> half) + carried)
 
 
-class Rows(NamedTuple):
-    """What was measured of values of one layout.
-
-    Attributes:
-      counts: those of `statistics.Counted`, of all runs.
-      extremes: as there.
-      bad: uint32[n]: the first run in which not all values were finite, or `NEVER`.
-    """
-
-    counts: Count
-    extremes: jax.Array
-    bad: jax.Array
-
-
 class Measured(NamedTuple):
     """The statistic of a body.
 
     Attributes:
-      rows: for each layout, the values that are measured.
+      counts: for each layout, those of `statistics.Counted`, of all runs.
+      extremes: as there.
+      bad: uint32[n]: for each value that is counted, the first run in which not all of
+        it was finite, or `NEVER`.
       made: uint32[m]: for each site that makes something, the first run in which its
         operands were finite and its results not, or `NEVER`.
       nans: uint32[m]: the first run in which its results held NaN and its operands, at
@@ -99,131 +93,123 @@ class Measured(NamedTuple):
       turns: how often it ran on one shard.
     """
 
-    rows: tuple[Rows, ...]
+    counts: tuple[Count, ...]
+    extremes: tuple[jax.Array, ...]
+    bad: jax.Array
     made: jax.Array
     nans: jax.Array
     runs: Count
     turns: Count
 
 
-# The way to a body, and the id of a value in it.
-_Key = tuple[Path, int]
-
-
-class _Source(NamedTuple):
-    """The value whose statistic another one has, `times` over."""
-
-    atom: Atom
-    times: int
+# A value: the way to its body, and what the body calls it.
+_Value = tuple[Path, Atom]
+# Where a value is measured: among all rows of a body.
+_Position = int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Table:
+class Table:
     """What is measured in a body.
 
     Attributes:
       entries: the sites, each with the way to the body that it is in.
       groups: for each layout, the values that are counted: results, and what a cast of
-        the backward pass reads.
-      row: for each of these values its group and its row there.
-      others: operands from outside: only whether they are finite is of interest.
-      sources: for each site, the values that its results have the statistics of.
-      makers: the sites that make something: those that do more than move.
-      reads, results: for each maker, its operands and its results: positions among
-        all rows, and the others after them.
+        the backward pass reads. Each has a row.
+      others: operands from outside: only whether they are finite is of interest. Their
+        rows come last.
+      sources: for each site, where the values are whose statistics its results have,
+        and how many times over.
+      makers: the sites that make something, those that do more than move: where their
+        operands and their results are.
     """
 
     entries: tuple[tuple[Path, Entry], ...]
-    groups: tuple[tuple[Layout, tuple[tuple[Path, Atom], ...]], ...]
-    row: dict[_Key, tuple[int, int]]
-    others: tuple[tuple[Path, Atom], ...]
-    sources: tuple[tuple[_Source, ...], ...]
-    makers: tuple[int, ...]
-    reads: tuple[tuple[int, ...], ...]
-    results: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[Layout, tuple[_Value, ...]], ...]
+    others: tuple[_Value, ...]
+    sources: tuple[tuple[tuple[_Position, int], ...], ...]
+    makers: dict[int, tuple[list[_Position], list[_Position]]]
 
 
 class Measure:
     """An observer that measures the sites of a program.
 
     Attributes:
+      frames: the bodies of the program.
       tables: what to measure in each body that is seen, see `watch.bodies_inside`.
       mesh: of the devices that the program runs on, see `meshes.mesh_of`.
     """
 
     def __init__(self, frames: Mapping[Path, Frame], mesh: Mesh | None):
-        self.mesh = mesh
-        self._repeated = {path: frame.repeated for path, frame in frames.items()}
-        self._turns = {path: frame.turns for path, frame in frames.items()}
-        self.tables: dict[Path, _Table] = {}
+        self.frames, self.mesh = frames, mesh
+        self.tables: dict[Path, Table] = {}
         seen: set[Path] = set()
         for path, frame in frames.items():
             if path not in seen:
                 inside = bodies_inside(frame.body, path)
                 seen.update(inside)
                 here = {p: frames[p] for p in inside if p in frames}
-                self.tables[path] = _table(here)
+                if (table := _table(here)).entries:
+                    self.tables[path] = table
 
     @property
     def size(self) -> int:
         """How many values are measured, those of a `while` in one turn."""
-        groups = [group for table in self.tables.values() for group in table.groups]
         return sum(
-            self._turns[path] * math.prod(aval_of(atom).shape)
-            for _, atoms in groups
+            self.frames[path].turns * math.prod(aval_of(atom).shape)
+            for table in self.tables.values()
+            for _, atoms in table.groups
             for path, atom in atoms
         )
 
     def skips(self, path: Path, index: int) -> bool:
-        return index in self._repeated.get(path, ())
+        return path in self.frames and index in self.frames[path].repeated
 
     def nothing(self, path: Path) -> Measured | None:
-        table = self.tables.get(path)
-        if table is None or not table.entries:
+        if (table := self.tables.get(path)) is None:
             return None
         zero = Count.of(jnp.zeros((), jnp.uint32))
-        rows = []
-        for layout, atoms in table.groups:
-            count = len(atoms)
-            rows.append(
-                Rows(
-                    Count.of(jnp.zeros((count, layout.width), jnp.uint32)),
-                    jnp.zeros((count, 2), layout.dtype),
-                    jnp.full(count, NEVER, jnp.uint32),
-                )
-            )
+        nothing = [none_counted(len(atoms), layout) for layout, atoms in table.groups]
+        counts = tuple(Count.of(each.counts) for each in nothing)
+        extremes = tuple(each.extremes for each in nothing)
+        bad = jnp.full(sum(len(atoms) for _, atoms in table.groups), NEVER, jnp.uint32)
         made = jnp.full(len(table.makers), NEVER, jnp.uint32)
-        return Measured(tuple(rows), made, made, zero, zero)
+        return Measured(counts, extremes, bad, made, made, zero, zero)
 
     def seen(self, path: Path, run: Run) -> Measured | None:
-        table = self.tables.get(path)
-        if table is None or not table.entries:
+        if (table := self.tables.get(path)) is None:
             return None
 
-        def read(place: tuple[Path, Atom]) -> jax.Array:
-            where, atom = place
+        def read(measured: _Value) -> jax.Array:
+            where, atom = measured
             value = atom.val if isinstance(atom, Literal) else run[where][atom]
             return jnp.asarray(value, aval_of(atom).dtype)
 
-        rows, worst = [], []
-        for layout, atoms in table.groups:
-            found = counted(list(map(read, atoms)), layout, self.mesh)
-            here = worst_counted(found.counts, layout)
-            worst.append(here)
-            first = jnp.where(here > Worst.FINITE, jnp.uint32(0), NEVER)
-            rows.append(Rows(Count.of(found.counts), found.extremes, first))
-        others = worst_of(list(map(read, table.others)), self.mesh)
-        worst = jnp.concatenate([*worst, others, jnp.zeros(1, jnp.int32)])
+        def first(is_now: jax.Array) -> jax.Array:
+            return jnp.where(is_now, jnp.uint32(0), NEVER)
+
+        found = [
+            counted(list(map(read, atoms)), layout, self.mesh)
+            for layout, atoms in table.groups
+        ]
+        pairs = zip(found, table.groups, strict=True)
+        worst = [worst_counted(each.counts, layout) for each, (layout, _) in pairs]
+        none = jnp.zeros(1, jnp.int32)
+        bad = first(jnp.concatenate([none, *worst])[1:] > Worst.FINITE)
+        worst.append(worst_of(list(map(read, table.others)), self.mesh))
+        worst = jnp.concatenate([*worst, none])
         made = nans = jnp.zeros(0, jnp.uint32)
         if table.makers:
-            before = worst[_matrix(table.reads, len(worst) - 1)].max(axis=1)
-            after = worst[_matrix(table.results, len(worst) - 1)].max(axis=1)
-            is_made = (after > Worst.FINITE) & (before == Worst.FINITE)
-            made = jnp.where(is_made, jnp.uint32(0), NEVER)
-            is_nan = (after == Worst.NAN) & (before < Worst.NAN)
-            nans = jnp.where(is_nan, jnp.uint32(0), NEVER)
+            before, after = (
+                worst[_matrix(each, len(worst) - 1)].max(axis=1)
+                for each in zip(*table.makers.values(), strict=True)
+            )
+            made = first((after > Worst.FINITE) & (before == Worst.FINITE))
+            nans = first((after == Worst.NAN) & (before < Worst.NAN))
+        counts = tuple(Count.of(each.counts) for each in found)
+        extremes = tuple(each.extremes for each in found)
         one = Count.of(jnp.ones((), jnp.uint32))
-        return Measured(tuple(rows), made, nans, one, one)
+        return Measured(counts, extremes, bad, made, nans, one, one)
 
     def merged(
         self, before: Measured | None, after: Measured | None
@@ -235,16 +221,10 @@ class Measure:
             later = jnp.where(b == NEVER, NEVER, b + before.turns.low)
             return jnp.where(a == NEVER, later, a)
 
-        rows = tuple(
-            Rows(
-                a.counts.plus(b.counts),
-                jnp.maximum(a.extremes, b.extremes),
-                first(a.bad, b.bad),
-            )
-            for a, b in zip(before.rows, after.rows, strict=True)
-        )
         return Measured(
-            rows,
+            tuple(map(Count.plus, before.counts, after.counts)),
+            tuple(map(jnp.maximum, before.extremes, after.extremes)),
+            first(before.bad, after.bad),
             first(before.made, after.made),
             first(before.nans, after.nans),
             before.runs.plus(after.runs),
@@ -256,17 +236,12 @@ class Measure:
     ) -> Measured | None:
         if statistic is None:
             return None
-        rows = tuple(
-            Rows(
-                each.counts.across(axes),
-                jax.lax.pmax(each.extremes, axes),
-                jax.lax.pmin(each.bad, axes),
-            )
-            for each in statistic.rows
-        )
-        turns = Count(*(jax.lax.pmax(x, axes) for x in statistic.turns))
-        made, nans = (jax.lax.pmin(x, axes) for x in (statistic.made, statistic.nans))
-        return Measured(rows, made, nans, statistic.runs.across(axes), turns)
+        counts = tuple(each.across(axes) for each in statistic.counts)
+        extremes, turns = jax.lax.pmax((statistic.extremes, statistic.turns), axes)
+        firsts = statistic.bad, statistic.made, statistic.nans
+        bad, made, nans = jax.lax.pmin(firsts, axes)
+        runs = statistic.runs.across(axes)
+        return Measured(counts, extremes, bad, made, nans, runs, turns)
 
 
 def _matrix(reads: Sequence[Sequence[int]], nothing: int) -> np.ndarray:
@@ -277,77 +252,57 @@ def _matrix(reads: Sequence[Sequence[int]], nothing: int) -> np.ndarray:
     )
 
 
-def _table(frames: Mapping[Path, Frame]) -> _Table:
+def _table(frames: Mapping[Path, Frame]) -> Table:
     """Returns what to measure in a body and in those that are seen with it."""
     entries = [(path, each) for path, frame in frames.items() for each in frame.entries]
     makers_of = {
         path: {v: eqn for eqn in frame.body.jaxpr.eqns for v in eqn.outvars}
         for path, frame in frames.items()
     }
-    sources = tuple(
-        tuple(_source(v, makers_of[path]) for v in entry.results)
-        for path, entry in entries
-    )
-    # Those that do more than move what another one made, with their operands.
-    makers: dict[int, list[tuple[Path, Atom]]] = {}
-    for number, ((path, entry), found) in enumerate(zip(entries, sources, strict=True)):
-        if entry.operation in _HELD:
-            continue
-        if set(map(id, entry.results)) & {id(source.atom) for source in found}:
-            operands = [_source(v, makers_of[path]).atom for v in entry.operands]
-            makers[number] = [(path, a) for a in operands if not _is_finite(a)]
-    wanted = [
-        (path, source.atom)
-        for (path, _), found in zip(entries, sources, strict=True)
-        for source in found
-    ]
-    wanted += (
-        operand
-        for number, operands in makers.items()
-        if is_scaled_cast(entries[number][1])
-        for operand in operands
-    )
-    groups: dict[Layout, dict[_Key, tuple[Path, Atom]]] = {}
+    results: list[list[tuple[Atom, int]]] = []
+    operands: dict[int, list[_Value]] = {}
+    wanted: list[_Value] = []
+    for number, (path, entry) in enumerate(entries):
+        found = [_source(v, makers_of[path]) for v in entry.results]
+        results.append(found)
+        wanted += ((path, atom) for atom, _ in found)
+        own = set(map(id, entry.results)) & {id(atom) for atom, _ in found}
+        if own and entry.operation not in _HELD:
+            read = (_source(v, makers_of[path])[0] for v in entry.operands)
+            operands[number] = [(path, atom) for atom in read if not _is_finite(atom)]
+    for number, read in operands.items():
+        if is_scaled_cast(entries[number][1]):
+            wanted += read
+    groups: dict[Layout, dict[tuple[Path, int], _Value]] = {}
     for path, atom in wanted:
-        atoms = groups.setdefault(layout_of(aval_of(atom).dtype), {})
-        atoms.setdefault((path, id(atom)), (path, atom))
-    groups = {layout: _in_order(atoms) for layout, atoms in groups.items()}
-    row = {
-        key: (number, index)
-        for number, atoms in enumerate(groups.values())
-        for index, key in enumerate(atoms)
-    }
+        group = groups.setdefault(layout_of(aval_of(atom).dtype), {})
+        group.setdefault((path, id(atom)), (path, atom))
+    counted = {key for group in groups.values() for key in group}
     others = {
         (path, id(atom)): (path, atom)
-        for operands in makers.values()
-        for path, atom in operands
-        if (path, id(atom)) not in row
+        for read in operands.values()
+        for path, atom in read
+        if (path, id(atom)) not in counted
     }
-    keys = [*(key for atoms in groups.values() for key in atoms), *others]
-    place = {key: index for index, key in enumerate(keys)}
-    return _Table(
+    keys = [key for group in (*groups.values(), others) for key in group]
+    position = {key: index for index, key in enumerate(keys)}
+    sources = [
+        tuple((position[path, id(atom)], times) for atom, times in found)
+        for (path, _), found in zip(entries, results, strict=True)
+    ]
+    return Table(
         tuple(entries),
-        tuple((layout, tuple(atoms.values())) for layout, atoms in groups.items()),
-        row,
+        tuple((layout, tuple(group.values())) for layout, group in groups.items()),
         tuple(others.values()),
-        sources,
-        tuple(makers),
-        tuple(
-            tuple(place[path, id(atom)] for path, atom in operands)
-            for operands in makers.values()
-        ),
-        tuple(
-            tuple(place[entries[n][0], id(source.atom)] for source in sources[n])
-            for n in makers
-        ),
+        tuple(sources),
+        {
+            number: (
+                [position[path, id(atom)] for path, atom in read],
+                [at for at, _ in sources[number]],
+            )
+            for number, read in operands.items()
+        },
     )
-
-
-def _in_order(atoms: Mapping[_Key, tuple[Path, Atom]]) -> dict[_Key, tuple[Path, Atom]]:
-    """Returns values in the order in which they are counted."""
-    items, avals = list(atoms.items()), [aval_of(atom) for _, atom in atoms.values()]
-    sizes = [math.prod(each.shape) for each in avals]
-    return dict(items[i] for i in order_of([each.dtype for each in avals], sizes))
 
 
 def is_scaled_cast(entry: Entry) -> bool:
@@ -360,8 +315,11 @@ def _is_finite(atom: Atom) -> bool:
     return isinstance(atom, Literal) and bool(np.isfinite(atom.val).all())
 
 
-def _source(atom: Atom, makers: Mapping[Var, Eqn]) -> _Source:
-    """Returns the value that `atom` moves or repeats: itself, if it does neither."""
+def _source(atom: Atom, makers: Mapping[Var, Eqn]) -> tuple[Atom, int]:
+    """Returns the value that `atom` moves or repeats, and how many times over.
+
+    That is `atom` itself, if it does neither.
+    """
     times = 1
     while not isinstance(atom, Literal) and atom in makers:
         eqn = makers[atom]
@@ -383,7 +341,7 @@ def _source(atom: Atom, makers: Mapping[Var, Eqn]) -> _Source:
         if times == 0:
             break
         atom = operand
-    return _Source(atom, times)
+    return atom, times
 
 
 def _repeats(operand: Atom, result: Atom) -> int:

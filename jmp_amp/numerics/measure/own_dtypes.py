@@ -15,9 +15,7 @@ from jmp_amp.reports.rows import Asked, Equation
 def own_dtypes(rows: Sequence[Equation], call: str) -> Iterator[str]:
     """Yields what no policy decides that is given to a function, and what to do.
 
-    Args:
-      rows: what `read_plan` tells of the equations.
-      call: how the caller is to call it, `diagnose(fn, {})` with the policy for `{}`.
+    `call` is how to call it, `diagnose(fn, {})` with the policy for `{}`.
     """
     for each in by_asker(rows):
         if is_inside(each.by):

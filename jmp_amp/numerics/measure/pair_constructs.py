@@ -1,4 +1,4 @@
-"""Loops, branches and sharded maps side by side: what runs in them are pairs.
+"""Pairs, a value under the policy and as it is, in loops, branches and sharded maps.
 
 JAX traces a body as a function of arrays, so that the sites that a pair comes from go
 around it: they are known when the body has been traced.
@@ -8,134 +8,118 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
+from jmp_amp.numerics.measure import distances
 from jmp_amp.numerics.measure.distances import Distance
-from jmp_amp.numerics.measure.pairs import (
-    Frame,
-    Key,
-    Keys,
-    Pair,
-    Values,
-    apart,
-    paired,
-    united,
-)
 from jmp_amp.numerics.measure.threaded import Threaded
-from jmp_amp.plan.plan import EquationPlan, Plan
+from jmp_amp.plan.plan import Plan
 from jmp_amp.plan.program import binding, constructs, jaxprs
-from jmp_amp.plan.program.jaxprs import Eqn, Inner
+from jmp_amp.plan.program.jaxprs import Eqn, Inner, Value
 
-
-class Bodies(Protocol):
-    """Who runs the bodies of a construct.
-
-    Attributes:
-      operands: for each site, the sites that its operands come from.
-      threaded: what runs constructs, and merges the distances of all runs.
-    """
-
-    operands: dict[Key, Keys]
-    threaded: Threaded[list[Distance]]
-
-    def run(
-        self, plan: Plan, pairs: Sequence[Pair], path: tuple[int, ...], times: int
-    ) -> Frame:
-        """Runs a body that may run several times, or on some shards only."""
-        ...
-
-    def note(self, keys: Sequence[Keys], found: Sequence[Distance]) -> None:
-        """Notes distances of all runs of a body."""
-        ...
-
-    def compared(self, key: Key, pair: Pair) -> Pair:
-        """Compares a result that `key` stands for; returns it as one that it made."""
-        ...
+# Which site: the identity of an equation, and which of its inserted casts.
+Key = tuple[tuple[int, ...], str | None]
+Keys = tuple[Key, ...]
+# Values under the policy, and as they are: what a body of JAX takes and returns.
+_Values = list[tuple[Value, Value]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Construct:
-    """A loop, a branch or a sharded map, and what it is given.
+class Pair:
+    """A value under the policy, as it is, and the sites that it may come from."""
 
-    Attributes:
-      walk: who runs its bodies.
-      eqn: the equation.
-      planned: its plan.
-      operands: those of both runs.
-      identity: that of the equation.
+    low: Value
+    full: Value
+    made: Keys = ()
+
+
+class Frame(NamedTuple):
+    """One run of a body: its results, the distances in it, and whose they are."""
+
+    results: list[Pair]
+    distances: list[Distance]
+    keys: list[Keys]
+
+
+# Runs a body: its number, what it reads.
+RunBody = Callable[[int, Sequence[Pair]], Frame]
+
+
+def united(keys: Sequence[Keys]) -> Keys:
+    """Returns all keys of several tuples, each once, in their order."""
+    return tuple(dict.fromkeys(key for each in keys for key in each))
+
+
+def run_construct(
+    eqn: Eqn,
+    operands: Sequence[Pair],
+    identity: tuple[int, ...],
+    run: RunBody,
+    known: dict[Key, Keys],
+    threaded: Threaded[list[Distance]],
+) -> tuple[list[Pair], list[tuple[Keys, Distance]]]:
+    """Runs a loop, a branch or a sharded map: of branches, that of the policy for both.
+
+    It returns the results, and the distances of all runs of each body. `known` are the
+    sites that the operands of each site come from; carries are added.
     """
+    values, made = _apart(operands), [pair.made for pair in operands]
+    carries = []
+    for count, i in enumerate(jaxprs.carried(eqn)):
+        # It comes from before the loop or from the turn before: it has a key of its
+        # own, as if it were a site.
+        key = identity, f"carry{count}"
+        known[key], made[i] = made[i], (key,)
+        carries.append(key)
+    bodies = [
+        _Body(eqn, functools.partial(run, number), inner, values, made)
+        for number, inner in enumerate(jaxprs.inner_bodies(eqn))
+    ]
+    is_branch = jaxprs.is_branch(eqn)
+    read = [operands[0].low, *values[1:]] if is_branch else values
+    results, found = threaded.run(
+        eqn,
+        read,
+        lambda number, args: bodies[number].run(args),
+        lambda number: bodies[number].nothing(),
+    )
+    pairs = zip(bodies, found, strict=True)
+    compared = [x for body, each in pairs for x in zip(body.keys, each, strict=True)]
+    # Of a `while`, the body.
+    returning = bodies if is_branch else bodies[-1:]
+    last = list(map(united, zip(*(each.made for each in returning), strict=True)))
+    for i, key in enumerate(carries):
+        known[key] = united([known[key], last[i]])
+        last[i] = united([last[i], (key,)])
+    return _paired(results, last), compared
 
-    walk: Bodies
-    eqn: Eqn
-    planned: EquationPlan
-    operands: list[Pair]
-    identity: tuple[int, ...]
 
-    def run(self, number: int, pairs: Sequence[Pair]) -> Frame:
-        """Runs one of its bodies."""
-        path, times = (*self.identity, number), jaxprs.repetitions(self.eqn)
-        return self.walk.run(self.planned.bodies[number], pairs, path, times)
+def of_own_branch(
+    plans: Sequence[Plan], operands: Sequence[Pair], results: Sequence[Pair]
+) -> list[Pair]:
+    """Returns results of a branch as they are: of another branch, if it differs."""
+    index, *others = operands
+    run = [functools.partial(binding.run_as_traced, plan.body) for plan in plans]
+    full = jax.lax.cond(
+        index.low == index.full,
+        lambda full, values: full,
+        lambda full, values: jax.lax.switch(index.full, run, values),
+        [pair.full for pair in results],
+        [pair.full for pair in others],
+    )
+    return [Pair(x.low, y, x.made) for x, y in zip(results, full, strict=True)]
 
-    def results(self) -> list[Pair]:
-        """Runs the construct: of branches, that of the policy for both."""
-        values, made = apart(self.operands), [pair.made for pair in self.operands]
-        known, carries = self.walk.operands, []
-        for count, i in enumerate(jaxprs.carried(self.eqn)):
-            # It comes from before the loop or from the turn before: it has a key of its
-            # own, as if it were a site.
-            key = self.identity, f"carry{count}"
-            known[key], made[i] = made[i], (key,)
-            carries.append(key)
-        bodies = [
-            _Body(self, number, inner, values, made)
-            for number, inner in enumerate(jaxprs.inner_bodies(self.eqn))
-        ]
-        is_branch = jaxprs.is_branch(self.eqn)
-        read = [self.operands[0].low, *values[1:]] if is_branch else values
-        results, found = self.walk.threaded.run(
-            self.eqn,
-            read,
-            lambda number, args: bodies[number].run(args),
-            lambda number: bodies[number].nothing(),
-        )
-        for body, each in zip(bodies, found, strict=True):
-            self.walk.note(body.keys, each)
-        # Of a `while`, the body.
-        returning = bodies if is_branch else bodies[-1:]
-        last = list(map(united, zip(*(each.made for each in returning), strict=True)))
-        for i, key in enumerate(carries):
-            known[key] = united([known[key], last[i]])
-            last[i] = united([last[i], (key,)])
-        pairs = paired(results, last)
-        return self._of_own_branch(pairs) if is_branch else pairs
 
-    def _of_own_branch(self, results: list[Pair]) -> list[Pair]:
-        """Returns results of a branch as they are: of another branch, if it differs."""
-        index, *others = self.operands
-        run = [
-            functools.partial(binding.run_as_traced, plan.body)
-            for plan in self.planned.bodies
-        ]
-        full = jax.lax.cond(
-            index.low == index.full,
-            lambda full, values: full,
-            lambda full, values: jax.lax.switch(index.full, run, values),
-            [pair.full for pair in results],
-            [pair.full for pair in others],
-        )
-        # Where the other branch was taken, they are further apart than what made them.
-        return [
-            self.walk.compared((self.identity, f"branch{i}"), Pair(x.low, y, x.made))
-            if jaxprs.is_floating(var)
-            else Pair(x.low, y, x.made)
-            for i, (var, x, y) in enumerate(
-                zip(self.eqn.outvars, results, full, strict=True)
-            )
-        ]
+def _apart(pairs: Sequence[Pair]) -> _Values:
+    """Returns the values of pairs; where they come from is not traced."""
+    return [(pair.low, pair.full) for pair in pairs]
+
+
+def _paired(values: Sequence[tuple[Value, Value]], made: Sequence[Keys]) -> list[Pair]:
+    return [Pair(*each, keys) for each, keys in zip(values, made, strict=True)]
 
 
 class _Body:
@@ -149,36 +133,31 @@ class _Body:
 
     keys: list[Keys]
     made: list[Keys]
-    _shapes: list[tuple[int, ...]]
 
     def __init__(
         self,
-        construct: Construct,
-        number: int,
+        eqn: Eqn,
+        run_body: Callable[[Sequence[Pair]], Frame],
         inner: Inner,
-        values: Values,
+        values: _Values,
         made: Sequence[Keys],
     ):
-        self._eqn, self._values = construct.eqn, [values[i] for i in inner.operands]
+        self._eqn, self._values = eqn, [values[i] for i in inner.operands]
         made = [made[i] for i in inner.operands]
 
         # It keeps its trace: the bodies inside would be traced again for each call.
         @functools.partial(jax.jit, inline=True)
-        def run(values: Values) -> tuple[Values, list[Distance]]:
-            frame = construct.run(number, paired(values, made))
+        def run(values: _Values) -> tuple[_Values, list[Distance]]:
+            frame = run_body(_paired(values, made))
             self.keys, self.made = frame.keys, [pair.made for pair in frame.results]
-            self._shapes = [jax.typeof(each.exponent).shape for each in frame.distances]
-            return apart(frame.results), frame.distances
+            return _apart(frame.results), frame.distances
 
         self.run = run
 
     def nothing(self) -> list[Distance]:
         """Returns the distances of a run that has compared nothing."""
         jax.eval_shape(self._traced)
-        return [
-            Distance(jnp.zeros(n, jnp.int32), jnp.zeros((*n, 2), jnp.float32))
-            for n in self._shapes
-        ]
+        return list(map(distances.nothing, map(len, self.keys)))
 
     def _traced(self) -> object:
         values = self._values
@@ -186,7 +165,7 @@ class _Body:
             return self.run(values)
         start, stop = jaxprs.carried(self._eqn).start, jaxprs.carried(self._eqn).stop
 
-        def turn(carry: Values, xs: Values) -> tuple[Values, list[Distance]]:
+        def turn(carry: _Values, xs: _Values) -> tuple[_Values, list[Distance]]:
             return carry, self.run([*values[:start], *carry, *xs])[1]
 
         return constructs.scan(self._eqn, turn, values[start:stop], values[stop:])

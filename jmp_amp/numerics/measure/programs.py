@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jmp_amp.numerics.calls.executables import Compile
+from jmp_amp.numerics.calls.executables import Compile, compiler_options
 from jmp_amp.numerics.calls.losses import LossCall
-from jmp_amp.numerics.calls.options import compiler_options
-from jmp_amp.numerics.locate.frames import Frame, Path, frames_of
+from jmp_amp.numerics.locate.frames import Path, frames_of
 from jmp_amp.numerics.locate.marks import PlanMarks
 from jmp_amp.numerics.measure.measuring import Measure, Measured
 from jmp_amp.numerics.measure.watch import watched
@@ -32,14 +31,12 @@ class Program(NamedTuple):
     """A program that was run and measured.
 
     Attributes:
-      frames: its bodies, and their sites.
-      measure: what was measured of each.
+      measure: its bodies, and what was measured of each.
       statistics: the statistics, by body; numpy arrays.
       outputs: what the function returned, as arrays.
       gradients: one for each differentiated input, of the scaled loss.
     """
 
-    frames: dict[Path, Frame]
     measure: Measure
     statistics: dict[Path, Measured | None]
     outputs: list[Value]
@@ -50,23 +47,19 @@ def measured(
     compile_: Compile,
     call: LossCall,
     plan: Plan,
-    marks: PlanMarks,
     arrays: Sequence[Value],
     scaled: Callable[[Value], Value],
 ) -> Callable[[], Program]:
     """Begins to compile a plan and its derivative, and what measures all sites.
 
-    Args:
-      compile_: begins to compile the program.
-      call: the call of the function.
-      plan: the plan to run; it has the inputs and outputs of the call.
-      marks: those of the plan.
-      arrays: its inputs.
-      scaled: what to do to the loss before it is differentiated.
+    It returns a function that runs the program, once.
 
-    Returns:
-      A function that runs the program, once.
+    Args:
+      compile_, call: begins to compile a program; the call of the function.
+      plan, arrays: the plan to run, of the inputs and outputs of the call; its inputs.
+      scaled: what to do to the loss before it is differentiated.
     """
+    marks = PlanMarks(plan)
 
     def replay(values: Sequence[Value]) -> list[Value]:
         return run(plan, values, marks)
@@ -76,7 +69,7 @@ def measured(
             return scaled(loss)
 
     traced = binding.trace(call.with_gradients(replay, scaled_apart), arrays)
-    frames = frames_of(traced, marks, call.loss is not None)
+    frames = frames_of(traced, marks, differentiated=call.loss is not None)
     measure = Measure(frames, meshes.mesh_of(arrays))
     compiling = compile_(
         watched(traced, measure), *arrays, options=lambda: options_for(measure.size)
@@ -84,9 +77,9 @@ def measured(
 
     def program() -> Program:
         returned, statistics = compiling.result()(*arrays)
-        count = len(returned) - (len(call.moving) if call.loss is not None else 0)
+        count = len(returned) - len(call.keys)
         outputs, gradients = list(returned[:count]), tuple(returned[count:])
         found = jax.device_get(statistics)
-        return Program(frames, measure, found, outputs, gradients)
+        return Program(measure, found, outputs, gradients)
 
     return program

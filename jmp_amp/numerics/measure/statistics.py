@@ -16,9 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jmp_amp.numerics.measure import blocks
-from jmp_amp.numerics.measure.blocks import Group, Pieces, scattered
-from jmp_amp.plan.program import meshes
+from jmp_amp.numerics.measure.blocks import Part, read_in_parts, scattered
 
 
 class Layout(NamedTuple):
@@ -54,17 +52,12 @@ class Layout(NamedTuple):
     @property
     def infinity(self) -> Any:
         """The bits of infinity; those of a NaN are larger."""
-        fields = 1 << (self.dtype.itemsize * 8 - 1 - self.mantissa)
-        return self.dtype.type((fields - 1) << self.mantissa)
+        return np.asarray(np.inf, self.floating).view(self.dtype)[()]
 
     @property
     def padding(self) -> Any:
         """Bits that no magnitude has."""
         return self.dtype.type(np.iinfo(self.dtype).max)
-
-    @property
-    def signed(self) -> np.dtype:
-        return np.dtype(f"int{self.dtype.itemsize * 8}")
 
     @property
     def floating(self) -> np.dtype:
@@ -87,9 +80,8 @@ def layout_of(dtype: np.dtype) -> Layout:
 class Counted(NamedTuple):
     """The statistic of some arrays, one row for each.
 
-    Of several runs, counts are added and extremes are the largest.
-
-    `Figures` reads a row.
+    Of several runs, counts are added and extremes are the largest. `Figures` reads a
+    row.
 
     Attributes:
       counts: int32[n, width]: how many values are at each place of the `Layout`.
@@ -127,35 +119,34 @@ class Figures:
         }
 
 
+def none_counted(count: int, layout: Layout) -> Counted:
+    """Returns the statistic of arrays without elements."""
+    counts = jnp.zeros((count, layout.width), jnp.int32)
+    return Counted(counts, jnp.zeros((count, 2), layout.dtype))
+
+
 def counted(
     arrays: Sequence[jax.Array], layout: Layout, mesh: Mesh | None = None
 ) -> Counted:
     """Returns the statistic of floating or complex arrays of any shape.
 
-    Args:
-      arrays: of dtypes of the same `layout`. In the order of `blocks.order_of` they are
-        counted with fewer kernels.
-      layout: that of their values.
-      mesh: of the devices that they are on, see `meshes.replicated`.
+    Their dtypes are of one layout; `mesh` is that of the devices that they are on, see
+    `meshes.replicated`.
     """
-    flat, kinds, sizes = _flat(arrays, mesh)
 
-    def count(group: Group) -> Counted:
-        members = [flat[i] for i in group.members]
-        if group.block:
-            return _count_in_blocks(members, layout, group.block)
-        return _count_in_pieces(members, layout)
+    def add(found: Counted, part: Part) -> Counted:
+        bits = _bits(part.values[0], layout)
+        bits = jax.lax.select(part.own, bits, jnp.full_like(bits, layout.padding))
+        ones = jnp.ones(bits.shape, jnp.int32)
+        extremes = jnp.stack([each.max(1) for each in _extremes(bits, layout)], -1)
+        add, largest = jax.lax.scatter_add, jax.lax.scatter_max
+        return Counted(
+            scattered(add, found.counts, part.rows, ones, _place(bits, layout)),
+            scattered(largest, found.extremes, part.rows, extremes),
+        )
 
-    nothing = functools.partial(_nothing, layout=layout)
-    return blocks.read_in_groups(kinds, sizes, count, nothing)
-
-
-def _flat(
-    arrays: Sequence[jax.Array], mesh: Mesh | None
-) -> tuple[list[jax.Array], list[np.dtype], list[int]]:
-    """Returns flat arrays that each device has whole, their dtypes and their sizes."""
-    flat = [blocks.real_parts(meshes.replicated(each, mesh)) for each in arrays]
-    return flat, [np.dtype(x.dtype) for x in flat], [x.size for x in flat]
+    nothing = functools.partial(none_counted, layout=layout)
+    return read_in_parts([(x,) for x in arrays], nothing, add, mesh)
 
 
 class Worst(enum.IntEnum):
@@ -168,31 +159,20 @@ class Worst(enum.IntEnum):
 
 def worst_of(arrays: Sequence[jax.Array], mesh: Mesh | None = None) -> jax.Array:
     """Returns the `Worst` of each array: int32[n]. See `counted`."""
-    flat, kinds, sizes = _flat(arrays, mesh)
 
-    def nothing(count: int) -> jax.Array:
-        return jnp.full(count, Worst.FINITE, jnp.int32)
+    def add(worst: jax.Array, part: Part) -> jax.Array:
+        (values,) = part.values
+        layout = layout_of(values.dtype)
+        bits = _bits(values, layout)
+        bad = (bits >= layout.infinity).astype(jnp.int32)
+        bad += (bits > layout.infinity).astype(jnp.int32)
+        here = bad.max(1, keepdims=True)
+        return scattered(jax.lax.scatter_max, worst, part.rows, here)
 
-    def worst(group: Group) -> jax.Array:
-        members = [flat[i] for i in group.members]
-        lengths = [each.size for each in members]
-        if group.block:
-            rows = blocks.in_blocks(lengths, group.block).rows
-            found = _badness(blocks.filled_up(members, group.block)).max(1)
-        else:
-            pieces = blocks.in_pieces(lengths)
-            rows = pieces.rows
-            found = _worst_in_pieces(blocks.side_by_side(members), pieces)
-        return scattered(jax.lax.scatter_max, nothing(len(members)), rows, found)
+    def finite(count: int) -> jax.Array:
+        return jnp.zeros((count, 1), jnp.int32)
 
-    return blocks.read_in_groups(kinds, sizes, worst, nothing)
-
-
-def _worst_in_pieces(whole: jax.Array, pieces: Pieces) -> jax.Array:
-    def worst(start: jax.Array) -> jax.Array:
-        return _badness(blocks.piece_at(whole, start)).max(0).max()
-
-    return jax.lax.map(worst, pieces.starts)
+    return read_in_parts([(x,) for x in arrays], finite, add, mesh)[:, 0]
 
 
 def worst_counted(counts: jax.Array, layout: Layout) -> jax.Array:
@@ -203,19 +183,11 @@ def worst_counted(counts: jax.Array, layout: Layout) -> jax.Array:
     )
 
 
-def _badness(array: jax.Array) -> jax.Array:
-    layout = layout_of(array.dtype)
-    bits = _bits(array, layout)
-    bad, nan = bits >= layout.infinity, bits > layout.infinity
-    return bad.astype(jnp.int32) + nan.astype(jnp.int32)
-
-
 def _bits(array: jax.Array, layout: Layout) -> jax.Array:
     """Returns the magnitudes of an array as integers."""
-    wide = jnp.float64 if layout.mantissa == 52 else jnp.float32
-    bits = jax.lax.bitcast_convert_type(array.astype(wide), layout.dtype)
-    largest = layout.dtype.type(np.iinfo(layout.signed).max)
-    return bits & largest
+    wide = array.astype(layout.floating)
+    # Without the sign.
+    return jax.lax.bitcast_convert_type(wide, layout.dtype) & (layout.padding >> 1)
 
 
 def _place(bits: jax.Array, layout: Layout) -> jax.Array:
@@ -229,81 +201,8 @@ def _place(bits: jax.Array, layout: Layout) -> jax.Array:
     return jnp.minimum(place, jnp.int32(layout.width - 1))
 
 
-def _chosen(own: jax.Array, bits: jax.Array, layout: Layout) -> jax.Array:
-    """Returns magnitudes, and padding where they are not an array's own."""
-    return jax.lax.select(own, bits, jnp.full_like(bits, layout.padding))
-
-
 def _extremes(bits: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
     """Returns two numbers for each magnitude; the largest ones are the extremes."""
     finite = jax.lax.select(bits < layout.infinity, bits, jnp.zeros_like(bits))
     # The number below zero is the largest of all, and inverted the smallest.
     return finite, ~(bits - layout.dtype.type(1))
-
-
-def _nothing(count: int, layout: Layout, like: jax.Array | None = None) -> Counted:
-    """Returns the statistic of no values; it varies over shards as `like` does."""
-    found = Counted(
-        jnp.zeros((count, layout.width), jnp.int32),
-        jnp.zeros((count, 2), layout.dtype),
-    )
-    if like is None:
-        return found
-    zero = jax.lax.slice_in_dim(like.reshape(-1), 0, 1)[None] & 0
-    return Counted(*(x + zero.astype(x.dtype) for x in found))
-
-
-def _places(rows: Any, bits: jax.Array, layout: Layout) -> jax.Array:
-    """Returns where magnitudes of the arrays `rows` are, in counts that are flat."""
-    first = jnp.broadcast_to(rows * np.int32(layout.width), bits.shape)
-    return first + _place(bits, layout)
-
-
-def _added(counts: jax.Array, places: jax.Array) -> jax.Array:
-    """Returns counts [n, width] with one more at each of the places."""
-    ones = jnp.ones(places.shape, jnp.int32)
-    flat = scattered(jax.lax.scatter_add, counts.reshape(-1), places, ones)
-    return flat.reshape(counts.shape)
-
-
-def _largest(extremes: jax.Array, rows: Any, found: Sequence[jax.Array]) -> jax.Array:
-    """Returns the larger of extremes [n, 2] and of those that were found.
-
-    They were found in m parts, each of the array that `rows` [m] tells.
-    """
-    at = 2 * rows[:, None] + np.arange(2, dtype=np.int32)[None]
-    largest = jnp.stack(found, axis=-1)
-    flat = scattered(jax.lax.scatter_max, extremes.reshape(-1), at, largest)
-    return flat.reshape(extremes.shape)
-
-
-def _count_in_blocks(
-    arrays: Sequence[jax.Array], layout: Layout, block: int
-) -> Counted:
-    """Counts arrays in one pass over all of them."""
-    parts = blocks.in_blocks([each.size for each in arrays], block)
-    bits = _bits(blocks.filled_up(arrays, block), layout)
-    nothing = _nothing(len(arrays), layout, bits)
-    bits = _chosen(parts.own(), bits, layout)
-    found = [each.max(1) for each in _extremes(bits, layout)]
-    return Counted(
-        _added(nothing.counts, _places(parts.rows[:, None], bits, layout)),
-        _largest(nothing.extremes, parts.rows, found),
-    )
-
-
-def _count_in_pieces(arrays: Sequence[jax.Array], layout: Layout) -> Counted:
-    """Counts large arrays piece by piece, so that nothing grows with their size."""
-    whole = blocks.side_by_side(arrays)
-
-    def add(counts: jax.Array, piece: Pieces) -> tuple[jax.Array, list[jax.Array]]:
-        bits = _bits(blocks.piece_at(whole, piece.starts), layout)
-        bits = _chosen(blocks.is_new(piece.known), bits, layout)
-        counts = _added(counts, _places(piece.rows.reshape(1, 1), bits, layout))
-        # XLA vectorises the first of the two.
-        return counts, [each.max(0).max() for each in _extremes(bits, layout)]
-
-    nothing = _nothing(len(arrays), layout, _bits(whole[:1], layout))
-    pieces = blocks.in_pieces([each.size for each in arrays])
-    counts, found = jax.lax.scan(add, nothing.counts, pieces)
-    return Counted(counts, _largest(nothing.extremes, pieces.rows, found))

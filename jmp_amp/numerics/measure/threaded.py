@@ -10,11 +10,10 @@ A value may be a pytree, such as one array of each of several runs side by side.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import jax
@@ -54,11 +53,8 @@ class Threaded(Generic[S]):
     ) -> _Ran[S]:
         """Returns the results of a construct, and a statistic for each body.
 
-        Args:
-          eqn: the equation: it is in `jaxprs.inner_bodies`, and no jitted call.
-          operands: the values that it reads; the index of a branch is an array.
-          run: runs a body. It may be called for one body more than once.
-          nothing: makes the statistics that the first runs are merged with.
+        The index of a branch is an array. `run` may be called for one body more than
+        once; `nothing` makes the statistics that the first runs are merged with.
         """
         if jaxprs.is_checkpoint(eqn):
             return _checkpoint(eqn, operands, run)
@@ -155,20 +151,13 @@ class Threaded(Generic[S]):
 
     def _shard_map(self, eqn: Eqn, operands: list[PyTree], run: RunBody[S]) -> _Ran[S]:
         def shard(*operands: PyTree) -> tuple[Sequence[PyTree], list[S]]:
-            with self._inside(eqn):
-                outputs, found = run(0, [*operands])
-                found = self._varying(found)
+            before, self.mesh = self.mesh, eqn
+            outputs, found = run(0, [*operands])
+            found = self._varying(found)
+            self.mesh = before
             return outputs, [self.across(found, constructs.mapped_axes(eqn))]
 
         return constructs.bind_shard_map_with(eqn, shard, operands)
-
-    @contextlib.contextmanager
-    def _inside(self, eqn: Eqn) -> Iterator[None]:
-        before, self.mesh = self.mesh, eqn
-        try:
-            yield
-        finally:
-            self.mesh = before
 
 
 def _checkpoint(eqn: Eqn, operands: list[PyTree], run: RunBody[S]) -> _Ran[S]:

@@ -75,9 +75,7 @@ def watched(
     others. The function is not meant to be differentiated: watch the program of the
     gradient instead.
 
-    Args:
-      closed_jaxpr: the program.
-      observer: it is called while the function is traced.
+    The observer is called while the function is traced.
     """
     body = jaxprs.body_of(closed_jaxpr)
     watch = _Watch(observer)

@@ -56,6 +56,7 @@ class Held:
         return None if reader == self.group is not None else _half(self.dtype)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Flagged(Walk[Held]):
     """A walk that computes as traced, and rounds what the plan has in half precision.
 
@@ -68,17 +69,10 @@ class Flagged(Walk[Held]):
         that leaves values as they are.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        flags: Value,
-        numbers: Mapping[Group, int],
-        others: Sequence[np.dtype | None],
-    ):
-        self.place = place
-        self.flags = flags
-        self.numbers = numbers
-        self.others = others
+    place: Place
+    flags: Value
+    numbers: Mapping[Group, int]
+    others: Sequence[np.dtype | None]
 
     def _number(self, eqn: Eqn) -> int | None:
         """Returns the number of the group of an equation."""
@@ -132,7 +126,8 @@ class Flagged(Walk[Held]):
             if is_rounded(eqn, planned):
                 return self._in_half(eqn, planned, operands)
             arrays = [
-                self._rounded(x, _wanted(x.waiting, dtype), self._number(eqn))
+                # What is cast to half on its way and read in f32 has lost its digits.
+                self._rounded(x, x.waiting if dtype == F32 else None, self._number(eqn))
                 for x, dtype in zip(operands, planned.reads, strict=True)
             ]
             results = binding.bind(eqn, arrays)
@@ -144,16 +139,14 @@ class Flagged(Walk[Held]):
     def _in_half(
         self, eqn: Eqn, planned: EquationPlan, operands: Sequence[Held]
     ) -> list[Held]:
-        group = self._number(eqn)
+        group, rewrite = self._number(eqn), planned.rewrite
         # A rewrite's own operands come after those of the equation.
         operands = operands[: len(eqn.invars)]
         arrays = [self._rounded(x, x.narrow(group), group) for x in operands]
         results = binding.bind(eqn, arrays)
-        if group is not None and planned.rewrite is not None:
-            if planned.rewrite.fp8 is not None:
-                in_8_bits = self._in_8_bits(eqn, planned.rewrite, operands)
-                is_base = self._flag(group) == BASE
-                results = [jax.lax.select(is_base, in_8_bits, *results)]
+        if group is not None and rewrite is not None and rewrite.fp8 is not None:
+            in_8_bits = self._in_8_bits(eqn, rewrite, operands)
+            results = [jax.lax.select(self._flag(group) == BASE, in_8_bits, *results)]
         made = zip(results, planned.yields, planned.writes, strict=True)
         return [
             Held(
@@ -223,7 +216,7 @@ class Flagged(Walk[Held]):
         avals = [aval_of(v) for v in plan.body.jaxpr.outvars]
 
         def run_body(*arrays: Value, flags: Value = self.flags) -> list[Value]:
-            walk = Flagged(place, flags, self.numbers, self.others)
+            walk = dataclasses.replace(self, place=place, flags=flags)
             held = [
                 # In a loop, another group makes it for the next turn.
                 dataclasses.replace(each, array=x, group=None)
@@ -244,7 +237,7 @@ class Flagged(Walk[Held]):
             rule: Plan, inputs: Sequence[Value], moving: Sequence[int]
         ) -> list[Value]:
             count = len(eqn.invars)
-            walk = Flagged(place, inputs[count], self.numbers, self.others)
+            walk = dataclasses.replace(self, place=place, flags=inputs[count])
             dtypes = [*planned.reads, *(planned.reads[i] for i in moving)]
             arrays = [*inputs[:count], *inputs[count + 1 :]]
             return walk.run(rule, list(map(Held, arrays, dtypes)))
@@ -257,38 +250,8 @@ class Flagged(Walk[Held]):
         return list(call(*(each.array for each in operands), self.flags))
 
 
-def flagged_run(
-    plan: Plan,
-    dtypes: Sequence[np.dtype | None],
-    flags: Value,
-    numbers: Mapping[Group, int],
-    others: Sequence[np.dtype | None],
-) -> Callable[[Sequence[Value]], list[Value]]:
-    """Returns the flagged program of a plan, a function of its inputs as traced.
-
-    Args:
-      plan: the plan.
-      dtypes: the dtypes in which the inputs are stored; None for those never cast.
-      flags, numbers, others: see `Flagged`.
-    """
-
-    def run(arrays: Sequence[Value]) -> list[Value]:
-        walk = Flagged(Place(), flags, numbers, others)
-        return walk.run(plan, list(map(Held, arrays, dtypes)))
-
-    return run
-
-
 def _half(dtype: np.dtype | None) -> np.dtype | None:
     return dtype if is_half(dtype) else None
-
-
-def _wanted(waiting: np.dtype | None, read: np.dtype | None) -> np.dtype | None:
-    """Returns the dtype that an equation in f32 rounds an operand to, if any.
-
-    What is cast to half on its way and read in f32 has lost its digits.
-    """
-    return waiting if read == F32 else None
 
 
 def _there_and_back(array: Value, dtype: np.dtype, saturate: bool) -> Value:

@@ -23,18 +23,18 @@ class Move:
     """One entry of a map, or one name of its default, without the policy.
 
     Attributes:
-      paths: the modules that it names; empty for a name of the default.
-      name: of a function or an operation that is to run in f32; "" for modules.
       pattern: what the map has in its place.
       reaches: the groups that it changes.
       flops: of their matrix products.
+      paths: the modules that it names; empty for a name of the default.
+      name: of a function or an operation that is to run in f32; "" for modules.
     """
 
-    paths: frozenset[str]
-    name: str
     pattern: Pattern
     reaches: frozenset[Group]
     flops: int
+    paths: frozenset[str] = frozenset()
+    name: str = ""
 
     def __str__(self) -> str:
         return f"full={self.name}" if self.name else repr(self.pattern)
@@ -131,7 +131,7 @@ def menu_of(
       start, candidates: see `Menu`.
       found: the equations that the plan runs in half precision.
       found_modules: the paths of all modules.
-      flops: of the matrix products of each equation, by identity.
+      flops: of each equation, by identity.
     """
     paths = list(dict.fromkeys(each.group.path for each in found))
     leaves = {
@@ -147,27 +147,28 @@ def menu_of(
     cost = {group: 0 for group in groups}
     for each in found:
         cost[coarse[each.group]] += flops.get(each.identity, 0)
-    modules = [
-        _of_modules(path, [g for g in groups if _is_in(g.path, path)], cost)
-        for path in paths
-        if path
-    ]
+
+    def module(path: str) -> Move:
+        reached = frozenset(g for g in groups if not path or _is_in(g.path, path))
+        total = sum(cost[group] for group in reached)
+        return Move(_literal(path), reached, total, paths=frozenset((path,)))
+
+    def named(name: str, those: Iterable[Group]) -> Move:
+        reached = frozenset(group for group in those if group.name == name)
+        return Move(name, reached, sum(cost[group] for group in reached), name=name)
+
+    modules = [module(path) for path in paths if path]
     parents = [move for move in modules if not move.paths <= leaves]
-    named = dict.fromkeys(group.name for group in groups if group.name)
-    names = [
-        name
-        for name in named
-        if any(each.compute_dtype == F32 for each in candidates)
-        and _may_be_named(name, start.default)
-    ]
+    names = dict.fromkeys(group.name for group in groups if group.name)
+    names = [name for name in names if _may_be_named(name, start.default)]
+    if all(each.compute_dtype != F32 for each in candidates):
+        names = []
     known = {*found_modules, *filter(None, paths)}
-    whole = [_of_modules("", groups, cost)] if "" in known else []
+    whole = [module("")] if "" in known else []
     for path in [*known]:
         parts = path.split("/")
         known |= {"/".join(parts[:end]) for end in range(1, len(parts))}
-    outside = [
-        _of_name(name, [g for g in groups if not g.path], cost) for name in names
-    ]
+    outside = [named(name, [g for g in groups if not g.path]) for name in names]
     return Menu(
         start=start,
         candidates=tuple(candidates),
@@ -177,11 +178,10 @@ def menu_of(
         outside=tuple(move for move in outside if move.reaches),
         # A product by name is one in every module.
         everywhere=tuple(
-            _of_name(name, groups, cost)
-            for name in names
-            if name not in PRODUCTS or not modules
+            named(name, groups) for name in names if name not in PRODUCTS or not modules
         ),
-        parents=tuple(sorted(parents, key=lambda move: -_depth(move))),
+        # A path has one slash more for each module around.
+        parents=tuple(sorted(parents, key=lambda move: -max(move.paths).count("/"))),
         whole=tuple(whole),
     )
 
@@ -193,30 +193,12 @@ def _may_be_named(name: str, default: Policy) -> bool:
     return spelled.isidentifier() and spelled not in taken
 
 
-def _of_modules(
-    path: str, reached: Iterable[Group], flops: Mapping[Group, int]
-) -> Move:
-    reached = frozenset(reached)
-    cost = sum(flops[group] for group in reached)
-    return Move(frozenset((path,)), "", _literal(path), reached, cost)
-
-
-def _of_name(name: str, groups: Iterable[Group], flops: Mapping[Group, int]) -> Move:
-    reached = frozenset(group for group in groups if group.name == name)
-    cost = sum(flops[group] for group in reached)
-    return Move(frozenset(), name, name, reached, cost)
-
-
 def _together(pattern: Pattern, moves: Sequence[Move]) -> Move:
     if len(moves) == 1:
         return moves[0]
-    return Move(
-        frozenset(path for move in moves for path in move.paths),
-        "",
-        pattern,
-        frozenset(group for move in moves for group in move.reaches),
-        sum(move.flops for move in moves),
-    )
+    reached = frozenset().union(*(move.reaches for move in moves))
+    paths = frozenset().union(*(move.paths for move in moves))
+    return Move(pattern, reached, sum(move.flops for move in moves), paths)
 
 
 def _joined(
@@ -270,7 +252,3 @@ def _nearest(levels: Mapping[str, int], path: str) -> int:
 
 def _is_in(path: str, outer: str) -> bool:
     return path == outer or path.startswith(f"{outer}/")
-
-
-def _depth(move: Move) -> int:
-    return max(path.count("/") for path in move.paths)

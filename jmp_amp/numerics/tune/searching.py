@@ -8,6 +8,7 @@ that lacks one of its moves.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -27,6 +28,7 @@ _ATTEMPTS = 6
 _HOPELESS = 3
 
 
+@dataclasses.dataclass(eq=False)
 class Search:
     """A search for the cheapest map of policies that meets a bound.
 
@@ -41,29 +43,20 @@ class Search:
       is_minimal: whether each move of the result was shown to be needed.
     """
 
-    def __init__(
-        self,
-        menu: Menu,
-        bound: float,
-        expected: Callable[[tuple[int, ...]], float],
-        measured: Callable[[PolicyMap], Measured],
-        compilations: Callable[[], int],
-        sensitivity: Mapping[Group, float],
-    ):
-        self.menu = menu
-        self.bound = bound
-        self.expected = expected
-        self.measured = measured
-        self.compilations = compilations
-        self.sensitivity = sensitivity
-        self.steps: dict[PolicyMap, Measured] = {}
-        self.is_minimal = True
-        self.dearest = len(menu.candidates)
+    menu: Menu
+    bound: float
+    expected: Callable[[tuple[int, ...]], float]
+    measured: Callable[[PolicyMap], Measured]
+    compilations: Callable[[], int]
+    sensitivity: Mapping[Group, float]
+    steps: dict[PolicyMap, Measured] = dataclasses.field(default_factory=dict)
+    is_minimal: bool = True
 
     def real(self, policies: PolicyMap) -> float:
-        """Returns the error of a real program."""
-        self.steps[policies] = found = self.measured(policies)
-        return found.error
+        """Returns the error of a real program, compiled once for each map."""
+        if policies not in self.steps:
+            self.steps[policies] = self.measured(policies)
+        return self.steps[policies].error
 
     def meets(self, choice: Choice) -> bool:
         """Whether the real program of a choice meets the bound."""
@@ -108,7 +101,7 @@ class Search:
         """Returns the first choice of the flagged program that a real one confirms."""
         target = self.bound * self._optimism()
         for _ in range(_ATTEMPTS):
-            if not self._is_expected(self._all(tier), target):
+            if self._expected(self._all(tier)) > target:
                 break
             choice = self._proposed(tier, target)
             error = self.real(self.menu.policies(choice))
@@ -133,9 +126,6 @@ class Search:
             return 1.0
         return min(1.0, expected / real)
 
-    def _is_expected(self, choice: Choice, target: float) -> bool:
-        return self._expected(choice) <= target
-
     def _expected(self, choice: Choice) -> float:
         return self.expected(self.menu.levels(choice))
 
@@ -147,7 +137,7 @@ class Search:
         proposed = [fine]
         outermost = self.menu.outermost(tier)
         for moves in (outermost, self.menu.coarse(tier), self.menu.coarse(outermost)):
-            if self._is_expected(self._all(moves), target):
+            if self._expected(self._all(moves)) <= target:
                 proposed.append(self.menu.joined(self._solved(moves, target)))
         return min(
             proposed, key=lambda choice: (len(choice) > MOST_MOVES, self._cost(choice))
@@ -164,7 +154,7 @@ class Search:
 
     def _solved_in(self, order: Sequence[Move], target: float) -> Choice:
         def is_met(choice: Choice) -> bool:
-            return self._is_expected(choice, target)
+            return self._expected(choice) <= target
 
         choice: Choice = self._all(self._prefix(order, is_met))
         choice = self._pruned(choice, target)
@@ -189,21 +179,16 @@ class Search:
         for move in reversed([*choice]):
             less = _without(choice, move)
             room = target**2 - error**2
-            reached = [g for g in move.reaches if self._is_left(g, less)]
-            if self._weight_of(reached) > 4 * room:
+            # The groups that no move of the others reaches.
+            left = move.reaches.difference(*(each.reaches for each in less))
+            if self._weight_of(left) > 4 * room:
                 continue
-            if self._is_expected(less, target):
-                choice, error = less, self._expected(less)
+            if (of_less := self._expected(less)) <= target:
+                choice, error = less, of_less
         return choice
 
-    def _is_left(self, group: Group, choice: Choice) -> bool:
-        """Whether no move of a choice reaches a group."""
-        return not any(group in move.reaches for move in choice)
-
     def _prefix(
-        self,
-        moves: Sequence[Move],
-        is_met: Callable[[Choice], bool],
+        self, moves: Sequence[Move], is_met: Callable[[Choice], bool]
     ) -> Sequence[Move]:
         """Returns the first of some moves, as few as meet the bound; all of them do."""
         low, high = 0, len(moves)
@@ -222,9 +207,8 @@ class Search:
                 cheaper = {**choice, move: level}
                 if level >= choice[move] or not self._may_compile():
                     break
-                if self.expected(self.menu.levels(cheaper)) > _HOPELESS * self.bound:
-                    continue
-                if self.meets(cheaper):
+                is_hopeless = self._expected(cheaper) > _HOPELESS * self.bound
+                if not is_hopeless and self.meets(cheaper):
                     choice = cheaper
                     break
         return choice
@@ -259,10 +243,10 @@ class Search:
 
     def _levels(self, move: Move) -> list[int]:
         """Returns the candidates for a move, from cheap to dear."""
-        if not move.name:
-            return list(range(1, self.dearest + 1))
         dtypes = [each.compute_dtype for each in self.menu.candidates]
-        return [dtypes.index(F32) + 1]
+        if move.name:
+            return [dtypes.index(F32) + 1]
+        return list(range(1, len(dtypes) + 1))
 
     def _weight(self, move: Move) -> float:
         """Returns the squared error that the groups of a move make alone."""

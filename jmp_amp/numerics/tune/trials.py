@@ -1,9 +1,10 @@
-"""Measuring gradients: programs that are compiled, and their errors."""
+"""Measuring gradients: programs that are compiled, their errors and their costs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -11,13 +12,14 @@ import jax
 import jax.core
 import numpy as np
 
+from jmp_amp.numerics.calls.executables import compiler_options
 from jmp_amp.numerics.calls.losses import LossCall, RunProgram, check_traced
-from jmp_amp.numerics.calls.options import compiler_options
 from jmp_amp.plan.program import jaxprs
-from jmp_amp.plan.program.jaxprs import Value
+from jmp_amp.plan.program.jaxprs import ClosedJaxpr, Value
 from jmp_amp.policies.policy_map import PolicyMap
-from jmp_amp.reports.costs import matmuls_as_traced
-from jmp_amp.transform.interpreter import run
+from jmp_amp.reports.costs import matmuls_as_traced, products_as_traced
+from jmp_amp.reports.reading import module_scopes
+from jmp_amp.reports.rows import Equation
 
 # A program of smaller inputs runs fast anyway.
 _FEW_ELEMENTS = 2**22
@@ -51,7 +53,6 @@ class Bench:
         self.loss, self.call = loss, call
         self.compilations = 0
         self.reference = np.zeros(0)
-        self._measured: dict[PolicyMap, Measured] = {}
 
     def compiled(
         self, function: Callable[..., Any], *args: Value, in_haste: bool = False
@@ -72,9 +73,11 @@ class Bench:
         Raises:
           ValueError: if it is not finite.
         """
-        compiled, _ = self.compiled(gradients_of(loss, loss.as_it_is), *loss.arrays)
+        compiled, _ = self.compiled(
+            gradients_of(loss, loss.call.as_it_is), *loss.arrays
+        )
         gradients = compiled(*loss.arrays)
-        for key, gradient in zip(loss.keys, gradients, strict=True):
+        for key, gradient in zip(loss.keys.values(), gradients, strict=True):
             if not np.all(np.isfinite(gradient)):
                 raise ValueError(
                     f"{self.call}: the gradient of fn as it is, without a policy, is "
@@ -93,15 +96,10 @@ class Bench:
         return distance / size if size and math.isfinite(distance) else math.inf
 
     def measured(self, policies: PolicyMap) -> Measured:
-        """Compiles and runs the call under a map of policies, once for each map."""
-        if policies not in self._measured:
-            with self.loss(policies, notes_modules=False) as loss:
-                plan = loss.plan
-                function = gradients_of(loss, lambda arrays: run(plan, arrays))
-                compiled, cost = self.compiled(function, *loss.arrays)
-                error = self.error(compiled(*loss.arrays))
-            self._measured[policies] = Measured(error, cost)
-        return self._measured[policies]
+        """Compiles and runs the call under a map of policies."""
+        with self.loss(policies, notes_modules=False) as loss:
+            compiled, cost = self.compiled(gradients_of(loss, loss.run), *loss.arrays)
+            return Measured(self.error(compiled(*loss.arrays)), cost)
 
 
 def gradients_of(
@@ -109,6 +107,29 @@ def gradients_of(
 ) -> Callable[..., tuple[Value, ...]]:
     """Returns the gradient of a program of a call, a function of its inputs."""
     return lambda *arrays: loss.with_gradients(run_program)(*arrays)[1]
+
+
+def gradient_flops(rows: Iterable[Equation], gradient: ClosedJaxpr) -> dict[str, int]:
+    """Returns what each product of a function costs in its gradient, by identity.
+
+    A layer has three products: one forward, and one for each gradient. The first layer
+    has two: nobody asks for the gradient of the input. So the program of the gradient
+    is read. The products of a module share what its products cost there.
+
+    """
+    rows = [row for row in rows if row.flops]
+    forward: Counter[str] = Counter()
+    for row in rows:
+        forward[row.module] += row.flops
+    both: Counter[str] = Counter()
+    for around, cost in products_as_traced(jaxprs.body_of(gradient), 1):
+        path = "/".join(name for eqn in around for name in module_scopes(eqn))
+        both[path] += cost.flops
+    found = {}
+    for row in rows:
+        alone = forward[row.module]
+        found[row.identity] = row.flops * both.get(row.module, alone) // alone
+    return found
 
 
 def _flat(gradients: Sequence[Value]) -> np.ndarray:

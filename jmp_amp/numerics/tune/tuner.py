@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn
 
@@ -17,6 +19,7 @@ from jmp_amp.numerics.calls.asked import (
     checked_candidates,
     shown,
 )
+from jmp_amp.numerics.calls.executables import undisturbed
 from jmp_amp.numerics.calls.losses import (
     LossCall,
     called_as_it_is,
@@ -24,10 +27,8 @@ from jmp_amp.numerics.calls.losses import (
     check_measured,
     loss_call,
 )
-from jmp_amp.numerics.calls.options import undisturbed
 from jmp_amp.numerics.measure.own_dtypes import own_dtypes
-from jmp_amp.numerics.tune.flagged import BASE, flagged_run
-from jmp_amp.numerics.tune.gradient_costs import gradient_flops
+from jmp_amp.numerics.tune.flagged import BASE, Flagged, Held
 from jmp_amp.numerics.tune.groups import (
     Group,
     Member,
@@ -38,11 +39,12 @@ from jmp_amp.numerics.tune.groups import (
 )
 from jmp_amp.numerics.tune.moves import Menu, menu_of
 from jmp_amp.numerics.tune.searching import Search
-from jmp_amp.numerics.tune.trials import Bench, Measured, gradients_of
+from jmp_amp.numerics.tune.trials import Bench, Measured, gradient_flops, gradients_of
 from jmp_amp.numerics.tune.tuning import Step, Tuned, Tuning
 from jmp_amp.plan.dataflow.values import traced_dtype
 from jmp_amp.plan.program import binding
 from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
+from jmp_amp.plan.program.jaxprs import Value
 from jmp_amp.policies.dtypes import F32, AnyFn, is_half
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
@@ -51,7 +53,6 @@ from jmp_amp.policies.two_calls import Waiting, in_two_calls
 from jmp_amp.reports.reading import read_plan
 from jmp_amp.reports.rows import Equation
 from jmp_amp.training.gradients import Argnums
-from jmp_amp.transform.interpreter import run
 
 
 @in_two_calls
@@ -157,23 +158,16 @@ def tune(
     return Waiting(tuned, f"tune({name})", "Tuning")
 
 
+@dataclasses.dataclass
 class _Tuner:
     """One call of the function that `tune` returns."""
 
-    def __init__(
-        self,
-        bench: Bench,
-        start: PolicyMap,
-        candidates: Sequence[Policy],
-        bound: float,
-        say: Say,
-    ):
-        self.bench = bench
-        self.start = start
-        self.candidates = candidates
-        self.bound = bound
-        self.say = say
-        self.notes: tuple[str, ...] = ()
+    bench: Bench
+    start: PolicyMap
+    candidates: Sequence[Policy]
+    bound: float
+    say: Say
+    notes: tuple[str, ...] = ()
 
     def tuning(self, name: str) -> Tuning:
         bench = self.bench
@@ -183,8 +177,7 @@ class _Tuner:
             check_loss(loss, bench.call)
             bench.refer(loss)
         self.say("tracing")
-        noted = functools.partial(bench.loss, notes_modules=True)
-        with called_beside_f32(noted, self.start) as loss:
+        with called_beside_f32(bench.loss, self.start) as loss:
             found = list(members(loss.plan, Place()))
             rows = read_plan(loss.call)
             menu = self._menu(loss, [m for m in found if not m.group.is_fixed], rows)
@@ -195,11 +188,10 @@ class _Tuner:
         self.notes = tuple(own_dtypes(rows, "tune(fn, {}, max_grad_error=...)(...)"))
         self.say("measuring modules")
 
+        exact = _levels_of(self.candidates).index(None) + 1
+
         def alone(those: Collection[Group]) -> float:
-            exact = _levels_of(self.candidates).index(None) + 1
-            return levels_tell(
-                tuple(BASE if group in those else exact for group in groups)
-            )
+            return levels_tell(tuple(BASE if g in those else exact for g in groups))
 
         def expected(levels: tuple[int, ...]) -> float:
             return levels_tell((*levels, *(BASE for _ in fixed)))
@@ -218,12 +210,11 @@ class _Tuner:
             self._give_up(search)
         before, after = search.steps[self.start], search.steps[policies]
         paths = {row.identity: row.module for row in rows}
-        together: dict[str, set[Group]] = {}
-        for each in found:
-            group = each.group
-            if group not in groups:
-                group = Group(group.path)  # one group for all of its operations
-            together.setdefault(paths[each.identity], set()).add(group)
+        together: defaultdict[str, set[Group]] = defaultdict(set)
+        for group, identity, _ in found:
+            # Of some modules all operations are one group.
+            known = group if group in groups else Group(group.path)
+            together[paths[identity]].add(known)
         return Tuning(
             function=name,
             policy=policies,
@@ -244,7 +235,7 @@ class _Tuner:
     def _menu(
         self, loss: LossCall, found: Sequence[Member], rows: Sequence[Equation]
     ) -> Menu:
-        gradient = gradients_of(loss, lambda arrays: run(loss.plan, arrays))
+        gradient = gradients_of(loss, loss.run)
         flops = gradient_flops(rows, binding.trace(gradient, loss.arrays))
         modules = module_paths(loss.plan, Place())
         return menu_of(self.start, self.candidates, found, modules, flops)
@@ -253,7 +244,7 @@ class _Tuner:
         self, loss: LossCall, groups: Sequence[Group]
     ) -> Callable[[tuple[int, ...]], float]:
         """Returns the error of the flagged program, given the level of each group."""
-        plan = loss.plan
+        # In which the plan holds the inputs; None for those never cast.
         dtypes = [
             np.dtype(x.dtype) if traced_dtype(v) is not None else None
             for x, v in zip(loss.arrays, loss.call.jaxpr.jaxpr.invars, strict=True)
@@ -262,19 +253,22 @@ class _Tuner:
         others = _levels_of(self.candidates)
 
         def flagged(flags: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-            run = flagged_run(plan, dtypes, flags, numbers, others)
-            return gradients_of(loss, lambda xs: run(loss.as_traced(xs)))(*arrays)
+            walk = Flagged(Place(), flags, numbers, others)
+
+            def run(arrays: Sequence[Value]) -> list[Value]:
+                return walk.run(
+                    loss.plan, list(map(Held, loss.call.as_traced(arrays), dtypes))
+                )
+
+            return gradients_of(loss, run)(*arrays)
 
         flags = jnp.zeros(len(numbers), jnp.int32)
         compiled, _ = self.bench.compiled(flagged, flags, *loss.arrays, in_haste=True)
         arrays = list(loss.arrays)
-        known: dict[tuple[int, ...], float] = {}
 
+        @functools.cache
         def expected(levels: tuple[int, ...]) -> float:
-            if levels not in known:
-                chosen = jnp.asarray(levels, jnp.int32)
-                known[levels] = self.bench.error(compiled(chosen, *arrays))
-            return known[levels]
+            return self.bench.error(compiled(jnp.asarray(levels, jnp.int32), *arrays))
 
         return expected
 
@@ -287,23 +281,19 @@ class _Tuner:
         self, policies: PolicyMap, sensitivity: dict[str, float]
     ) -> dict[str, Tuned]:
         """Returns what each module of the program got under a map of policies."""
-        noted = functools.partial(self.bench.loss, notes_modules=True)
-        with called_beside_f32(noted, policies) as loss:
+        with called_beside_f32(self.bench.loss, policies) as loss:
             got = policies_in_force(loss.plan, policies.default)
             rows = read_plan(loss.call)
-        found: dict[str, Tuned] = {}
-        flops: dict[str, int] = {}
+        flops, first = Counter[str](), dict[str, Policy]()
         for row in rows:
-            flops[row.module] = flops.get(row.module, 0) + row.flops
-        for row in rows:
-            path = row.module
-            if path in found or not (path in sensitivity or flops[path]):
-                continue
+            flops[row.module] += row.flops
             if row.identity in got:
-                found[path] = Tuned(
-                    got[row.identity], sensitivity.get(path, 0.0), flops[path]
-                )
-        return found
+                first.setdefault(row.module, got[row.identity])
+        return {
+            path: Tuned(policy, sensitivity.get(path, 0.0), flops[path])
+            for path, policy in first.items()
+            if path in sensitivity or flops[path]
+        }
 
     def _give_up(self, search: Search) -> NoReturn:
         best, measured = min(search.steps.items(), key=lambda item: item[1].error)

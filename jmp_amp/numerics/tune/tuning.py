@@ -66,7 +66,7 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tuning:
+class Tuning(tables.Shown):
     """Policies by module that meet a bound on the gradient error; `tune` makes it.
 
     `str(tuning)` is a table, and so is a tuning at the end of a notebook's cell.
@@ -126,15 +126,9 @@ class Tuning:
             f"{self.compilations} compilations"
         )
 
-    def __str__(self) -> str:
-        heading = "\n".join([self.summary, *(f"* {each}" for each in self.notes)])
-        return tables.as_text(heading, self._tables(), 100)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text("..." if cycle else str(self))
-
-    def _repr_html_(self) -> str:
-        return tables.as_html(self.summary, self._tables(), self.notes)
+    @property
+    def _notes(self) -> tuple[str, ...]:
+        return self.notes
 
     def table(self, *, sort: str | None = "error", width: int = 100) -> str:
         """Returns the table of all modules as text, sorted by one of its figures.
@@ -199,14 +193,14 @@ class Tuning:
           {'default': 'p=f32,c=f16,o=f32', 'policies': {}}
         """
         modules = {
-            path: {**_fields(each), "policy": str(each.policy)}
+            path: {**vars(each), "policy": str(each.policy)}
             for path, each in self.modules.items()
         }
         told = {
-            **_fields(self),
+            **vars(self),
             "policy": self.policy.to_dict(),
             "modules": modules,
-            "steps": list(map(_fields, self.steps)),
+            "steps": list(map(vars, self.steps)),
         }
         return plain_data.written(told)
 
@@ -263,12 +257,6 @@ class Tuning:
           ValueError: if it is not what `to_json` wrote.
         """
         return cls.from_dict(plain_data.parsed(text, "Tuning"))
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    return {
-        each.name: getattr(record, each.name) for each in dataclasses.fields(record)
-    }
 
 
 def by_figure(tuning: Tuning, sort: str | None) -> list[tuple[str, Tuned]]:

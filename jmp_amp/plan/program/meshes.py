@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -35,6 +35,11 @@ def explicit_sharding(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding | No
     """Returns the sharding that is a part of the type of an array; None if none is."""
     sharding = jax.typeof(x).sharding
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def varying_axes(x: jax.Array | jax.ShapeDtypeStruct) -> frozenset[Any]:
+    """Returns the axes of a mesh along which an array is another one in each shard."""
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def in_mesh_of(value: Value) -> contextlib.AbstractContextManager[object]:

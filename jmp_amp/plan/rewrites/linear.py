@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_amp.plan.program.meshes import explicit_sharding
+from jmp_amp.plan.program.meshes import explicit_sharding, varying_axes
 from jmp_amp.policies.dtypes import F32
 
 Arrays = list[jax.Array]
@@ -76,11 +76,11 @@ def nothing(arrays: Sequence[jax.Array]) -> Callable[[_Typed], jax.Array]:
     made: dict[frozenset[Any], jax.Array] = {}
 
     def zero(like: _Typed) -> jax.Array:
-        axes = _varying(like)
+        axes = varying_axes(like)
         if axes not in made:
             sums = [
                 jnp.sum(jax.lax.slice(x, (0,) * x.ndim, (0,) * x.ndim).astype(F32))
-                for x in (jnp.atleast_1d(x) for x in arrays if _varying(x) <= axes)
+                for x in (jnp.atleast_1d(x) for x in arrays if varying_axes(x) <= axes)
             ]
             made[axes] = functools.reduce(jnp.add, sums, jnp.zeros((), F32))
         return made[axes]
@@ -98,13 +98,8 @@ def _zeros(
         (),
         out_sharding=explicit_sharding(like),
     )
-    missing = tuple(_varying(like) - _varying(zeros))
+    missing = tuple(varying_axes(like) - varying_axes(zeros))
     return jax.lax.pcast(zeros, missing, to="varying") if missing else zeros
-
-
-def _varying(x: _Typed) -> frozenset[Any]:
-    """Returns the axes of a mesh along which an array is another one in each shard."""
-    return jax.typeof(x).manual_axis_type.varying
 
 
 def _added(arrays: Arrays, others: Arrays) -> Arrays:
