@@ -96,7 +96,9 @@ def with_loss_scale(
         (`jax.grad` of `loss_scale.scale(loss)`). By default they are unscaled, as
         `value_and_grad` returns them.
       axis_name: mapped axes (of `shard_map`, `vmap`, `pmap`) over which a step is
-        skipped together, so that replicas keep one scale.
+        skipped together, so that replicas keep one scale. Inside `shard_map` take the
+        mean over devices in the loss, `jax.lax.pmean(loss, "data")`: with `check_vma`,
+        its default, gradients of replicated parameters arrive summed already.
 
     Returns:
       A transformation whose state is a `LossScaleState`. Its `init` copies the arrays
