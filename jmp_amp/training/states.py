@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.core import Tracer
 
@@ -203,6 +204,8 @@ def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
             "infinite or NaN, and what mends it. If all is finite there, lower "
             "min_scale or the learning rate."
         )
+        if is_summed_outside(opt_state):
+            remedy = f"{_not_finite(opt_state)}{SUM_GOES_INSIDE}"
         if scale == 0 or not np.isfinite(scale):
             remedy = (
                 "With it no gradient is finite, and nothing here makes such a scale. "
@@ -215,6 +218,26 @@ def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
             f"{skipped} skipped and {applied} applied in all, {when}; "
             f"the loss scale is now {scale}. {remedy}"
         )
+
+
+# The sum is cleared by multiplying it by zero.
+SUM_GOES_INSIDE = (
+    "An optax.MultiSteps around with_loss_scale keeps a gradient that overflowed in "
+    "its sum, and no later step is applied. Put it inside: "
+    "with_loss_scale(optax.MultiSteps(tx, n), loss_scale)."
+)
+
+
+def is_summed_outside(opt_state: PyTree) -> bool:
+    """Returns whether gradients are added up before `with_loss_scale` sees them.
+
+    Unless a MultiSteps leaves out bad ones itself (`should_skip_update_fn`).
+    """
+    sums = [node for _, node in nodes_of(opt_state, optax.MultiStepsState)]
+    return any(
+        nodes_of(node.inner_opt_state, LossScaleState) and not node.skip_state
+        for node in sums
+    )
 
 
 def _not_finite(opt_state: PyTree, limit: int = 3) -> str:
