@@ -20,9 +20,8 @@ from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.overwritten import map_not_overwritten
 from jmp_amp.training.states import (
     SCALES,
-    SUM_GOES_INSIDE,
     find_loss_scale,
-    is_summed_outside,
+    what_hides_overflows,
 )
 from jmp_amp.training.structures import is_half_parameter, nodes_of
 from jmp_amp.training.trainable import promote_gradient, promote_half
@@ -337,8 +336,8 @@ def find_scaler(loss_scale: PyTree, call: str) -> LossScale | None:
             "optimizer wrapped in with_loss_scale."
         )
     scaler = find_loss_scale(loss_scale, f"{call}: loss_scale")
-    if is_summed_outside(loss_scale):
-        warn(f"{call}: loss_scale: {SUM_GOES_INSIDE[0].lower()}{SUM_GOES_INSIDE[1:]}")
+    if hidden := what_hides_overflows(loss_scale):
+        warn(f"{call}: loss_scale: {hidden}")
     if shape := np.shape(scaler.value):
         raise ValueError(
             f"{call}: loss_scale holds scales of shape {shape}, one for each member of "

@@ -204,8 +204,8 @@ def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
             "infinite or NaN, and what mends it. If all is finite there, lower "
             "min_scale or the learning rate."
         )
-        if is_summed_outside(opt_state):
-            remedy = f"{_not_finite(opt_state)}{SUM_GOES_INSIDE}"
+        if hidden := what_hides_overflows(opt_state):
+            remedy = f"{_not_finite(opt_state)}{hidden}"
         if scale == 0 or not np.isfinite(scale):
             remedy = (
                 "With it no gradient is finite, and nothing here makes such a scale. "
@@ -220,24 +220,28 @@ def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
         )
 
 
-# The sum is cleared by multiplying it by zero.
-SUM_GOES_INSIDE = (
-    "An optax.MultiSteps around with_loss_scale keeps a gradient that overflowed in "
-    "its sum, and no later step is applied. Put it inside: "
-    "with_loss_scale(optax.MultiSteps(tx, n), loss_scale)."
-)
-
-
-def is_summed_outside(opt_state: PyTree) -> bool:
-    """Returns whether gradients are added up before `with_loss_scale` sees them.
-
-    Unless a MultiSteps leaves out bad ones itself (`should_skip_update_fn`).
-    """
-    sums = [node for _, node in nodes_of(opt_state, optax.MultiStepsState)]
-    return any(
-        nodes_of(node.inner_opt_state, LossScaleState) and not node.skip_state
-        for node in sums
-    )
+def what_hides_overflows(opt_state: PyTree) -> str:
+    """Returns what keeps overflows from a loss scale, and the remedy; "" if nothing."""
+    kinds = (optax.MultiStepsState, optax.ApplyIfFiniteState)
+    for _, node in nodes_of(opt_state, kinds):
+        sums = isinstance(node, optax.MultiStepsState)
+        if not nodes_of(node.inner_opt_state if sums else node.inner_state, SCALES):
+            continue
+        if not sums:
+            return (
+                "optax.apply_if_finite around with_loss_scale leaves overflows out, so "
+                "that the scale does not back off. Leave it away: with_loss_scale "
+                "skips such steps itself."
+            )
+        effect = "leaves overflows out, so that the scale does not back off"
+        if not node.skip_state:
+            # MultiSteps clears the sum by multiplying it by zero.
+            effect = "keeps an overflow in its sum, and no later step is applied"
+        return (
+            f"optax.MultiSteps around with_loss_scale {effect}. Put it inside: "
+            "with_loss_scale(optax.MultiSteps(tx, n), loss_scale)."
+        )
+    return ""
 
 
 def _not_finite(opt_state: PyTree, limit: int = 3) -> str:
