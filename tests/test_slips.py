@@ -48,6 +48,9 @@ class Nnx(nnx.Module):
         return self.layers[0](x)
 
 
+MODEL = Nnx()
+
+
 def updated(tx, state, params=W):
     return tx.update(params, state, params)
 
@@ -179,6 +182,34 @@ SLIPS = {
     "adam's state for adamw": (
         lambda: amp.import_opt_state(wrapped(ADAMW).init(W), ADAM.init(W)),
         (ValueError, "import_opt_state: the state is not", "at [2] (EmptyState)."),
+    ),
+    "the state in place of gradients": (
+        lambda: wrapped(ADAM).update(STATE, W, W),
+        (TypeError, "with_loss_scale: update was given its", "tx.update(gradients, st"),
+    ),
+    **{
+        f"an nnx module as params of update, {given} as those of init": (
+            lambda first=first: wrapped(ADAM).update(
+                nnx.state(MODEL, nnx.Param), wrapped(ADAM).init(first), MODEL
+            ),
+            (
+                ValueError,
+                "with_loss_scale: update was given gradients of structure {['layers']",
+                "give nnx.state(model, nnx.Param) to init and to update; or take nnx.O",
+            ),
+        )
+        for given, first in {
+            "it": MODEL,
+            "its parameters": nnx.state(MODEL, nnx.Param),
+        }.items()
+    },
+    "semicolons in the text of a policy": (
+        lambda: amp.autocast(loss, "p=f32; c=bf16"),
+        (
+            ValueError,
+            "autocast(fn, 'p=f32; c=bf16'): 'c=bf16' is not of the form pattern",
+            "Write 'p=f32,c=bf16' if it is one policy, or \"mixed_bfloat16; **/head",
+        ),
     ),
     "wrapped twice by O2": (
         lambda: (

@@ -34,7 +34,12 @@ class Fp8:
 
     XLA recognises these products and calls cublasLt. Its own Triton kernels, which it
     may choose instead, multiply in bf16: set
-    `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`.
+    `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`. A GPU without units for fp8 computes
+    the same numbers, slower.
+
+    These run in bf16: convolutions; products with a side that is no multiple of 16, or
+    that ask for a dtype or a precision; those that `min_size` and `attention` exclude.
+    `explain` has the reason of each. An infinite operand becomes the largest number.
 
     Attributes:
       forward: the format of operands, "e4m3": 4 bits of exponent, 3 of mantissa, up to

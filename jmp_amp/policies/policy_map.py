@@ -264,8 +264,10 @@ def _parse(text: str, call: str) -> PolicyMap:
     for entry in filter(None, entries):
         pattern, colon, policy = (token.strip() for token in entry.rpartition(":"))
         if not colon:
+            commas = text.replace(";", ",").replace(" ", "")
+            remedy = f"{commas!r} if it is one policy, or " if "=" in entry else ""
             raise ValueError(
-                f"{call}: {entry!r} is not of the form pattern: policy. Write "
+                f"{call}: {entry!r} is not of the form pattern: policy. Write {remedy}"
                 '"mixed_bfloat16; **/head: float32".'
             )
         if pattern.startswith("<"):

@@ -349,6 +349,7 @@ class Report(tables.Shown):
         return cls.from_dict(plain_data.parsed(text, "Report"))
 
     def _tables(self) -> list[tables.Table]:
+        in_f64 = [e for e in self.equations if e.dtype == "f64" and e.matmuls]
         shown = [
             self._modules(),
             report_tables.of_products(
@@ -356,6 +357,9 @@ class Report(tables.Shown):
             ),
             report_tables.of_asked(self.asked),
             report_tables.of_reasons(self.stays_full),
+            report_tables.of_reasons(
+                rows.by_reason(in_f64, lambda e: e.flops), "in f64"
+            ),
             report_tables.of_f32_gradients(self.equations),
             report_tables.of_casts(self.casts),
             report_tables.of_kept(self.largest_kept),

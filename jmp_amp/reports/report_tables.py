@@ -73,7 +73,7 @@ def _figures(costs: Costs, saves: bool) -> list[str]:
     return figures + [f"{quantity(size)}B" if size else "" for size in sizes]
 
 
-def of_reasons(reasons: Iterable[Reason]) -> Table:
+def of_reasons(reasons: Iterable[Reason], what: str = "in f32") -> Table:
     """Returns why equations stay in f32 and what it costs, one row for each reason."""
     numbers = ("equations", "elements", "FLOP")
     rows = [
@@ -86,7 +86,7 @@ def of_reasons(reasons: Iterable[Reason]) -> Table:
         )
         for r in reasons
     ]
-    return Table("What stays in f32", ("why", *numbers, "operations"), rows, numbers)
+    return Table(f"What stays {what}", ("why", *numbers, "operations"), rows, numbers)
 
 
 def of_f32_gradients(equations: Iterable[Equation]) -> Table:

@@ -18,7 +18,11 @@ from jmp_amp.policies.tracebacks import own_frames_hidden
 from jmp_amp.policies.two_calls import in_two_calls
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.overwritten import map_not_overwritten
-from jmp_amp.training.states import SCALES, find_loss_scale
+from jmp_amp.training.states import (
+    SCALES,
+    find_loss_scale,
+    what_hides_overflows,
+)
 from jmp_amp.training.structures import is_half_parameter, nodes_of
 from jmp_amp.training.trainable import promote_gradient, promote_half
 from jmp_amp.transform.refusals import asks_for_values
@@ -332,6 +336,8 @@ def find_scaler(loss_scale: PyTree, call: str) -> LossScale | None:
             "optimizer wrapped in with_loss_scale."
         )
     scaler = find_loss_scale(loss_scale, f"{call}: loss_scale")
+    if hidden := what_hides_overflows(loss_scale):
+        warn(f"{call}: loss_scale: {hidden}")
     if shape := np.shape(scaler.value):
         raise ValueError(
             f"{call}: loss_scale holds scales of shape {shape}, one for each member of "

@@ -96,7 +96,9 @@ def with_loss_scale(
         (`jax.grad` of `loss_scale.scale(loss)`). By default they are unscaled, as
         `value_and_grad` returns them.
       axis_name: mapped axes (of `shard_map`, `vmap`, `pmap`) over which a step is
-        skipped together, so that replicas keep one scale.
+        skipped together, so that replicas keep one scale. Inside `shard_map` take the
+        mean over devices in the loss, `jax.lax.pmean(loss, "data")`: with `check_vma`,
+        its default, gradients of replicated parameters arrive summed already.
 
     Returns:
       A transformation whose state is a `LossScaleState`. Its `init` copies the arrays
@@ -142,7 +144,7 @@ def with_loss_scale(
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, PyTree]:
-        _check_state(state)
+        _check_state(state, updates)
         call = "with_loss_scale"
         check_mapped(axes, f"{call}(inner, scale, axis_name={axis_name!r})")
         known = updates, state.structure, params, call
@@ -195,7 +197,12 @@ def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
     return list(map(np.shape, jax.tree.leaves(tree)))
 
 
-def _check_state(state: PyTree) -> None:
+def _check_state(state: PyTree, updates: PyTree) -> None:
+    if isinstance(updates, LossScaleState):
+        raise TypeError(
+            "with_loss_scale: update was given its state first. Write "
+            "tx.update(gradients, state, params)."
+        )
     if isinstance(state, dict | list):
         raise TypeError(f"with_loss_scale: {read_without_target(state)}")
     if not isinstance(state, LossScaleState):

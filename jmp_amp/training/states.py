@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.core import Tracer
 
@@ -203,6 +204,8 @@ def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
             "infinite or NaN, and what mends it. If all is finite there, lower "
             "min_scale or the learning rate."
         )
+        if hidden := what_hides_overflows(opt_state):
+            remedy = f"{_not_finite(opt_state)}{hidden}"
         if scale == 0 or not np.isfinite(scale):
             remedy = (
                 "With it no gradient is finite, and nothing here makes such a scale. "
@@ -215,6 +218,30 @@ def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
             f"{skipped} skipped and {applied} applied in all, {when}; "
             f"the loss scale is now {scale}. {remedy}"
         )
+
+
+def what_hides_overflows(opt_state: PyTree) -> str:
+    """Returns what keeps overflows from a loss scale, and the remedy; "" if nothing."""
+    kinds = (optax.MultiStepsState, optax.ApplyIfFiniteState)
+    for _, node in nodes_of(opt_state, kinds):
+        sums = isinstance(node, optax.MultiStepsState)
+        if not nodes_of(node.inner_opt_state if sums else node.inner_state, SCALES):
+            continue
+        if not sums:
+            return (
+                "optax.apply_if_finite around with_loss_scale leaves overflows out, so "
+                "that the scale does not back off. Leave it away: with_loss_scale "
+                "skips such steps itself."
+            )
+        effect = "leaves overflows out, so that the scale does not back off"
+        if not node.skip_state:
+            # MultiSteps clears the sum by multiplying it by zero.
+            effect = "keeps an overflow in its sum, and no later step is applied"
+        return (
+            f"optax.MultiSteps around with_loss_scale {effect}. Put it inside: "
+            "with_loss_scale(optax.MultiSteps(tx, n), loss_scale)."
+        )
+    return ""
 
 
 def _not_finite(opt_state: PyTree, limit: int = 3) -> str:

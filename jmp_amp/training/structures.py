@@ -170,8 +170,12 @@ def check_gradients(
         raise ValueError(
             f"{call}: update was given gradients of structure {_shown(found)} "
             f"but params of {_shown(expected)}; first difference at "
-            f"{first_difference(found, expected)}. Pass the parameters that the "
-            "gradients belong to."
+            f"{first_difference(found, expected)}. "
+            + (
+                _OF_A_MODULE
+                if isinstance(params, nnx.Module)
+                else "Pass the parameters that the gradients belong to."
+            )
         )
     leaves = leaves_by_path(nnx.as_pure(gradients))
     pairs = list(zip(leaves, jax.tree.leaves(params), strict=True))
@@ -215,7 +219,16 @@ def _remedy_of_shape(counts: Sequence[int], call: str) -> str:
     )
 
 
+# Gradients of a module are an nnx.State, with other key paths than the module itself.
+_OF_A_MODULE = (
+    "Of an nnx module give nnx.state(model, nnx.Param) to init and to update; or take "
+    "nnx.Optimizer(model, tx, wrt=nnx.Param)."
+)
+
+
 def _remedy(params: PyTree | None) -> str:
+    if isinstance(params, nnx.Module):
+        return _OF_A_MODULE
     if isinstance(params, optax.LookaheadParams):
         return (
             "optax.lookahead updates two sets of parameters and is given the gradients "

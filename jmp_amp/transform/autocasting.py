@@ -90,7 +90,8 @@ def autocast(
     * the sum of an argument and a value computed from it (`y + dt * f(y)`, the state of
       a solver), and the difference of an argument and an activation. A bias, which is
       only added, has the dtype of its operands. An array that the function closes over
-      is an argument;
+      is an argument. (If `y` begins as a product, small steps in a loop of Python,
+      `y -= 1e-3 * (y @ v)`, lose digits: write `lax.scan`.)
     * a value that becomes an index: every operation before `floor`, `ceil`, `round`, a
       cast to an integer, or a choice by rank (`argmax`, `top_k`, `argsort`); a range of
       integers longer than half precision can count, and the product of one-hot rows

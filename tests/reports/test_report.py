@@ -994,6 +994,16 @@ def test_a_product_under_a_policy_of_f32_says_so():
     assert (product.dtype, product.reason) == ("f32", "the policy computes in f32")
 
 
+def test_products_in_f64_are_told():
+    with jax.enable_x64(True):
+        x = jax.ShapeDtypeStruct((4, 4), jnp.float64)
+        report = explained(jnp.dot, x, x)
+    assert (report.total.matmuls_in_half, report.total.matmuls) == (0, 1)
+    _, told = str(report).split("What stays in f64")
+    assert "float64 is left as it is: give it float32 arrays" in told
+    assert "What stays in f64" not in str(explained(jnp.dot, f32(4, 4), f32(4, 4)))
+
+
 def test_products_that_only_tell_the_derivative_what_is_solved_are_not_counted():
     a = jnp.eye(128)
     assert amp.explain(jnp.linalg.solve)(a, a).total.matmuls == 0

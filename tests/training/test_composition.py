@@ -130,6 +130,7 @@ def test_an_accumulation_is_over_the_good_micro_steps(case):
     assert amp.metrics(state)["applied"] == len(gradients) - bad
 
 
+@pytest.mark.filterwarnings("ignore:.*optax.MultiSteps around")
 @usual_promotion
 @pytest.mark.parametrize("dtype", [jnp.float32, *HALF])
 @pytest.mark.parametrize("where", ["inside", "outside"])
@@ -197,8 +198,11 @@ def test_multi_steps_outside_writes_nothing_after_a_bad_micro_step(mean, bad):
         "skipped_in_a_row": 4,
         "applied": 1,
     }
-    with pytest.raises(FloatingPointError):
+    inside = r"with_loss_scale\(optax.MultiSteps\(tx, n\), loss_scale\)"
+    with pytest.raises(FloatingPointError, match=rf"acc_grads\. .* {inside}"):
         amp.check_scale(state, 3)
+    with pytest.warns(UserWarning, match=rf"^value_and_grad.* {inside}"):
+        amp.value_and_grad(lambda w: w**2)(jnp.float32(1.0), loss_scale=state)
 
 
 @usual_promotion
@@ -212,6 +216,19 @@ def test_multi_steps_outside_may_leave_out_bad_micro_steps_itself():
     found, state = walk(tx, [1.0, np.nan, 3.0, np.inf, 5.0, 7.0])
     assert found == [0.0, 0.0, -2.0, 0.0, 0.0, -6.0]
     assert amp.loss_scale_of(state).value == 2.0**10
+    with pytest.warns(UserWarning, match="optax.MultiSteps .* does not back off"):
+        amp.value_and_grad(lambda w: w**2)(jnp.float32(1.0), loss_scale=state)
+
+
+def test_apply_if_finite_outside_is_told_to_be_left_away():
+    tx = optax.apply_if_finite(amp.with_loss_scale(optax.sgd(1.0), dynamic()), 3)
+    found, state = walk(tx, [1.0, np.inf, np.inf])
+    assert found == [-1.0, 0.0, 0.0]
+    assert amp.loss_scale_of(state).value == 2.0**10
+    with pytest.warns(UserWarning, match="optax.apply_if_finite .* Leave it away"):
+        amp.value_and_grad(lambda w: w**2)(jnp.float32(1.0), loss_scale=state)
+    inside = amp.with_loss_scale(optax.apply_if_finite(optax.sgd(1.0), 3), dynamic())
+    amp.value_and_grad(lambda w: w**2)(jnp.float32(1.0), loss_scale=inside.init(1.0))
 
 
 # Schedules and hyperparameters

@@ -55,7 +55,7 @@ from jmp_amp.plan.rewrites.rewrite_table import rewrite_of
 from jmp_amp.plan.rewrites.rewriting import Rewrite
 from jmp_amp.plan.tables.operations import Kind, OpClass, Role, kind_of, role_of
 from jmp_amp.plan.tables.rules import ELEMENTWISE_PRODUCT, Rule
-from jmp_amp.policies.dtypes import BF16, F32, is_castable, is_half
+from jmp_amp.policies.dtypes import BF16, F32, F64, is_castable, is_half
 
 
 def decide(
@@ -166,6 +166,8 @@ def _keep(at: Standing) -> Decision:
         reason = "nothing here may be cast"
         if jaxprs.is_fixed(at.eqn) and any(map(castable, at.eqn.invars)):
             reason = "bound to the dtypes that it was traced in"
+        elif any(aval_of(v).dtype == F64 for v in at.eqn.invars):
+            reason = "float64 is left as it is: give it float32 arrays"
         rule = Rule(OpClass.KEEP, reason, rule.decided_by)
     known = Known(origin, None, at.region)
     return Decision(rule, Mode.AS_TRACED, None, None, known)
