@@ -382,6 +382,7 @@ def test_fields_keep_their_names_and_the_leaves_are_two():
 SETTINGS = {"period": 7, "factor": 4, "min_loss_scale": 8.0}
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "pass_through",
     [
@@ -414,6 +415,7 @@ def test_the_floor_holds_under_jit():
     assert scales(loss_scale, "ooo") == [(8.0, 0)] * 3
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "init",
     [
@@ -635,6 +637,7 @@ SCALES = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("scale", SCALES)
 def test_jmps_loop_in_f16_ends_where_f32_ends(scale, optimizer):

@@ -231,6 +231,7 @@ def test_every_matmul_of_a_training_step_is_in_half():
     assert trained("float32").matmuls == (0, len(operands))
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_layers_are_still_scanned_and_computed_again_in_the_backward_pass(policy):
     scans = [
@@ -274,6 +275,7 @@ def test_only_the_residual_stream_is_kept_of_a_layer(policy):
     assert result.saved == (in_two, kept(char_gpt.make_loss(TINY.apply)))
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_sample_changes_with_its_seed_and_not_with_its_length(policy):
     write = functools.partial(char_gpt.sample, first_params(), policy)

@@ -124,6 +124,7 @@ def new_state(tx):
     return train_digits.State(params, batch_stats, jax.jit(tx.init)(params))
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.filterwarnings("ignore:.*the loss is:UserWarning")
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
 def test_loss_and_gradients_mix_no_dtypes(policy):

@@ -114,6 +114,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("fn", "args", "dtype", "reason"), PRODUCTS.values(), ids=PRODUCTS
 )

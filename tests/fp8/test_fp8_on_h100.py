@@ -122,6 +122,7 @@ def of_a_gelu(through):
     return jax.grad(amp.autocast(loss, FP8))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", CALLED)
 def test_a_product_is_kept_apart_from_a_gelu_in_any_call(name):
     args = [aval(512, 512)] * 2, aval(512, 512)

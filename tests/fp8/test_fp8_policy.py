@@ -166,6 +166,7 @@ MAPS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(("default", "head", "expected"), MAPS.values(), ids=MAPS)
 def test_a_map_switches_fp8_on_and_off_by_module(default, head, expected):
     policy = amp.PolicyMap(default, {"**/head": head})
@@ -206,6 +207,7 @@ def test_explain_names_the_entry_that_switches_fp8_off():
     assert reasons == [E4M3, "the policy of **/head"]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("field", SETTINGS)
 def test_every_setting_reaches_the_products_through_a_name_scope(field):
     """A region is a name scope: what is not in its text is lost."""

@@ -57,6 +57,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_a_product_and_its_gradients_are_those_of_numpy(settings):
     x = numbers(32, 64, seed=1, scale=3.0)
@@ -194,6 +195,7 @@ EINSUMS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("name", "scaling"),
     [(name, "current") for name in EINSUMS]

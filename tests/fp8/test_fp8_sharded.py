@@ -107,6 +107,7 @@ SPECS = {
 }
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(("weights", "batch", "error"), SPECS.values(), ids=SPECS)
 def test_under_jit_scales_are_those_of_whole_arrays(weights, batch, error):
     mesh = mesh_of_eight()

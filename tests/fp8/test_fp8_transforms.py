@@ -212,6 +212,7 @@ def plainly(policy):
 FAST = ("scan", "saves 8 bits")
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "fn",
     [

@@ -39,6 +39,7 @@ def dtype_of(number: int) -> str:
     return HALF[(number if number % 6 else number // 6) % 2]
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

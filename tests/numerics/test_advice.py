@@ -306,6 +306,7 @@ OTHERWISE = {
 }
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_a_branch_or_a_loop_that_the_policy_changes_is_told(name):
     inner, operation, told = OTHERWISE[name]

@@ -39,6 +39,7 @@ def assert_finite(fn, policy, *args, scale=1.0):
     assert amp.all_finite(jax.jit(step)(*args))
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", FINITE_ITSELF)
 def test_where_no_entry_keeps_it_finite_the_default_becomes_f32(name):
     fn, policy, args = FINITE_ITSELF[name]
@@ -82,6 +83,7 @@ class BothPasses(nn.Module):
 
 # Of small inputs the kernel of `a` has a small gradient: f16 holds all that its product
 # makes, and not the cotangent that the product reads.
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(("size", "entries"), [(1.0, {"b": "float32"}), (1e-4, {})])
 def test_the_cause_is_that_of_the_policy_that_was_tried(size, entries):
     model, x = BothPasses(), size * jnp.ones((8, 16))
@@ -177,6 +179,7 @@ each_policy = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.breadth(1)
 @each_policy
 @pytest.mark.parametrize("name", MARKED)
 def test_advice_names_the_marking_that_no_map_mends(name, policy):

@@ -172,6 +172,7 @@ def test_tune_finds_the_module_that_loses_digits_on_a_cpu():
     assert gpu.error_before > 1.2 * found.error_before
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("policy", [POLICY, "mixed_float16"])
 def test_what_cast_inputs_marks_is_measured_as_any_other_function(policy):
     w, x = integers((8, 8)), integers((16, 8), 1)

@@ -109,6 +109,7 @@ def test_the_callbacks_of_this_call_are_called():
         assert (held["seen"], found.value) == ([2.0, 2.0], 2 * factor)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("kind", ["argument", "constraint", "default"])
 def test_the_devices_are_those_of_this_call(kind):
     held = {}
@@ -188,6 +189,7 @@ def test_what_failed_is_compiled_again():
     assert executables.once("key", Future) is well
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(("turns", "fast"), [(4, True), (1000, False)])
 def test_a_program_with_many_turns_is_optimised(turns, fast, monkeypatch):
     told = []

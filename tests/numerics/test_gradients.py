@@ -52,6 +52,7 @@ def between(a, b, x):
 ONLINE, PAIR = linear(), Pair()
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("loss", "args", "argnums"),
     [
@@ -147,6 +148,7 @@ OF_STATES = {
 }
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", OF_STATES)
 def test_states_and_variables_have_the_gradients_of_value_and_grad(name):
     loss, args, argnums = OF_STATES[name]

@@ -58,6 +58,7 @@ def frozen(x):
     return jnp.sum(jax.freeze(ref) * 3)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("fn", [in_scan, in_branch, in_jitted, frozen])
 def test_a_mutable_array_is_measured_where_it_is_read(fn):
     d = amp.diagnose(fn, "mixed_float16")(X)

@@ -79,6 +79,7 @@ def _assert_figures(arrays, layout):
     assert jax.jit(worst_of)(list(map(jnp.asarray, arrays))).tolist() == worst
 
 
+@pytest.mark.breadth(1)
 def test_figures_are_those_of_each_array(backend):
     arrays = _made(SIZES)
     arrays.append(np.array([2.0**-149, -(2.0**-140), 0.0, -0.0], np.float32))
@@ -103,6 +104,7 @@ def _relative(low, full):
     return np.linalg.norm(low - full) / np.linalg.norm(full)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("scale", [1.0, 2.0**90, 2.0**-90])
 def test_distances_are_those_of_each_pair(scale, backend):
     # Squares of the scaled values are no f32.

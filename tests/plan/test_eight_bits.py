@@ -34,6 +34,7 @@ W = jax.random.normal(jax.random.key(1), (LAYERS, WIDTH, WIDTH)) / WIDTH**0.5
 
 
 class TestFormat:
+    @pytest.mark.breadth(1)
     @pytest.mark.parametrize("columns", [1, 100, 128, 300])
     def test_int8_has_a_scale_for_each_128_elements(self, columns):
         x = np.random.default_rng(columns).normal(size=(5, columns)).astype(np.float32)
@@ -54,6 +55,7 @@ class TestFormat:
         # XLA multiplies by the reciprocal of 448.
         np.testing.assert_allclose(found.restored(), expected * scale, rtol=3e-7)
 
+    @pytest.mark.breadth(2)
     @pytest.mark.parametrize("word", WORDS)
     @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
     def test_a_block_with_a_number_that_is_not_finite_is_nan(self, word, value):
@@ -82,6 +84,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize(("layer", "form"), PROGRAMS)
 def test_gradients_are_rounded_and_not_wrong(layer, form):
     # The formats differ in what is rounded, and not in what is kept.
@@ -137,6 +140,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize(
     ("layer", "form"),
     [
@@ -168,6 +172,7 @@ def test_what_is_rounded_is_all_that_differs(layer, form, monkeypatch):
         assert difference <= 1e-6 * largest and largest > 0
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transformations_go_through(name, word):
@@ -193,6 +198,7 @@ def test_transformations_go_through(name, word):
             assert 0 < relative < (0.02 if word == "int8" else 0.05)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("way", [jax.jacfwd, jax.jacrev])
 def test_second_derivatives_are_rounded_and_not_wrong(way):
     direction = W[1:2]
@@ -245,6 +251,7 @@ ALIVE = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", [*SQUARED, *ALIVE])
 def test_what_stays_as_it_is(name):
     def loss(w, x):
@@ -312,6 +319,7 @@ def test_a_gradient_shows_a_number_that_is_not_finite(word):
     assert np.isfinite(jax.grad(autocast(loss, word))(W, X)).all()
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("layer", ["attention", "gated"])
 def test_no_product_runs_twice(layer):
     loss = functools.partial(unrolled, LAYER[layer])

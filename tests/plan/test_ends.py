@@ -215,6 +215,7 @@ def kinds(fn, policy, *args):
     return [names[row.dtype] for row in rows if row.operation == "dot_general"]
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", SOLVED)
 def test_products_that_linear_algebra_reads_are_f32(name):
     fn, expected = SOLVED[name]
@@ -257,6 +258,7 @@ def loss_of(fn):
     return loss
 
 
+@pytest.mark.breadth(2)
 @each_policy
 @pytest.mark.parametrize("name", ["kernel", "filter", "normal_equations"])
 def test_what_has_no_layer_is_that_of_f32(name, policy):
@@ -315,6 +317,7 @@ DISTANCES = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", DISTANCES)
 def test_distances_by_a_product_are_f32(name):
     fn, expected = DISTANCES[name]
@@ -425,6 +428,7 @@ def test_the_network_of_a_target_is_in_half(policy):
     assert results_of(amp.autocast(fn, policy), X, W, primitive="sin") == [HALF, F32]
 
 
+@pytest.mark.breadth(1)
 @each_policy
 def test_the_gradient_of_a_product_with_a_solution_is_planned_from_outside(policy):
     """Its cotangent, the number 1, is a literal and a factor of a product."""

@@ -148,6 +148,7 @@ def gate_of(sums, half):
     return dtypes_of(fn, W, primitive="mul")[-1]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("sums", SUMS.values(), ids=SUMS)
 def test_a_gate_of_sums_is_bf16_and_f32_where_sums_overflow_f16(sums):
     assert gate_of(sums, "bfloat16") == ("bfloat16",) * 3
@@ -208,6 +209,7 @@ def softmax_of(function):
     return fn
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("function", "apart"),
     [

@@ -92,6 +92,7 @@ def test_an_operation_that_is_exact_saves_no_operand_but_to_compare_it():
     assert saving == {"max", "min", "reduce_max", "reduce_min"}
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", COMPUTED)
 def test_what_a_derivative_saves_is_what_jax_saves(name):
     fn, args = written(name)

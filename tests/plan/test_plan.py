@@ -583,6 +583,7 @@ def test_a_softmax_between_half_values_saves_no_f32(half, wrap):
     assert saved and {v.dtype.name for v in saved} == {half}
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "function",
     [
@@ -738,6 +739,7 @@ def test_a_convolution_with_an_f32_result_is_differentiable():
 # Modules
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "norm",
     [

@@ -219,6 +219,7 @@ def test_gradient_through_a_cast_has_the_dtype_of_the_parameter(dtype):
     assert float(tangent) == 12.0
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("target", FP8)
 @pytest.mark.parametrize("source", [*HALF, jnp.float32, np.float64])
 def test_what_is_too_large_for_fp8_saturates_and_nan_stays(source, target):

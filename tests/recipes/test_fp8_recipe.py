@@ -124,6 +124,7 @@ def quantisations(fn: Callable[..., Any], *args: Any) -> int:
     return len(re.findall(r"stablehlo\.convert .*-> tensor<\w*xf8E4M3FN>", lowered))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("head", HEADS)
 def test_heads_of_linen_are_bfloat16_and_other_products_fp8(head):
     fn, args = called(Model(head), x())
@@ -204,6 +205,7 @@ def test_an_excluded_layer_that_is_not_there_warns():
     ]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "excluded, expected",
     [

@@ -149,6 +149,7 @@ BEGUN = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("pin", PINS, ids=[pin.id for pin in PINS])
 def test_a_pin_is_named_with_its_words_and_where_it_begins(pin):
     fn, args, operation, begins, words = BEGUN[pin.id]

@@ -122,6 +122,7 @@ def test_fp8_has_bf16_products_on_a_cpu(native):
     assert products(amp.autocast(mlp, "fp8", target="cpu"), *args) == [NATIVE] * 2
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "left, right, is_native",
     [
@@ -296,6 +297,7 @@ def gradients_in_f64(is_around):
         return jax.device_get(jax.jit(jax.grad(loss, (0, 1)))(*wide))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "fp8"])
 @pytest.mark.parametrize("place", ["alone", "in a region", "around a region"])
 def test_a_marked_function_is_planned_as_any_other_on_a_cpu(native, policy, place):

@@ -102,6 +102,7 @@ def per_parameter(count: int) -> float:
 DEAR = ("bf16, masters", "bf16, stochastic")
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "storage",
     [pytest.param(each, marks=[pytest.mark.slow] * (each in DEAR)) for each in STORAGE],

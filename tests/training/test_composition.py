@@ -36,6 +36,7 @@ def walk(tx, gradients, params=None):
 # Clipping
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("limit", [1.0, 1000.0])
 @pytest.mark.parametrize("gradient_dtype", [jnp.float32, *HALF])
 @pytest.mark.parametrize("dtype", [jnp.float32, *HALF])
@@ -78,6 +79,7 @@ def test_clipping_by_blocks_and_by_ratio_is_done_in_float32():
         )
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize(
     "hides", [optax.clip(1.0), optax.zero_nans(), optax.clip_by_global_norm(1.0)]
@@ -118,6 +120,7 @@ ACCUMULATIONS = {
 }
 
 
+@pytest.mark.breadth(2)
 @usual_promotion
 @pytest.mark.parametrize("case", ACCUMULATIONS)
 def test_an_accumulation_is_over_the_good_micro_steps(case):
@@ -130,6 +133,7 @@ def test_an_accumulation_is_over_the_good_micro_steps(case):
     assert amp.metrics(state)["applied"] == len(gradients) - bad
 
 
+@pytest.mark.breadth(2)
 @usual_promotion
 @pytest.mark.parametrize("dtype", [jnp.float32, *HALF])
 @pytest.mark.parametrize("where", ["inside", "outside"])
@@ -173,6 +177,7 @@ def test_an_accumulation_over_changes_of_the_scale_is_a_mean_of_true_gradients(
     assert scales == [64.0 * 2.0**times for times in grown[where]]
 
 
+@pytest.mark.breadth(2)
 @usual_promotion
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("mean", [True, False])
@@ -536,6 +541,7 @@ def largest_error(found, expected):
     return max(relative_error(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("what", ["the whole loss", "the critic"])
 def test_a_gradient_penalty_under_autocast_has_the_gradient_of_float64(what):
     weights, x, (expected_loss, expected) = penalty_case()
@@ -593,6 +599,7 @@ def test_a_gradient_inside_a_loss_may_have_a_scale_of_its_own(scale):
 # Scaled by hand
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, *HALF])
 def test_a_loss_scaled_by_hand_gives_the_same_numbers(dtype):
     # The first slope is below the subnormals of f16, the second among them.

@@ -16,6 +16,7 @@ FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float8_e5m2)
 # all_finite
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("value", [jnp.inf, -jnp.inf, jnp.nan])
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -118,6 +119,7 @@ def test_a_number_as_an_axis_is_refused_before_the_first_update():
         amp.with_loss_scale(optax.sgd(0.1), amp.no_loss_scale(), axis_name=0)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("mode", ["vmap", "shard_map"])
 def test_all_devices_agree_over_every_axis(mode):
     x = jnp.ones((2, 4)).at[1, 2].set(jnp.nan)

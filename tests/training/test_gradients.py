@@ -51,6 +51,7 @@ def test_a_power_of_two_changes_neither_loss_nor_gradients(jit):
     chex.assert_trees_all_equal(mine(params, x), expected)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("shape", [(1, 2, 3), (2, 1, 2, 3)], ids=str)
 @pytest.mark.parametrize(
     "transform",
@@ -504,6 +505,7 @@ def test_an_nnx_module_is_found_among_the_arguments(argnums, arguments):
     assert jnp.any(net.norm.mean[...] != 0.0)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
 def test_arguments_beside_an_nnx_module_may_be_given_by_name(dtype):
     def loss_fn(net, x, train=False, *, weight=1.0):

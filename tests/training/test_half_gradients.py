@@ -122,6 +122,7 @@ def sums(jaxpr):
             yield from sums(body)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("uses", USES)
 def test_no_sum_of_gradients_of_a_half_parameter_is_half(uses):
     w = full("bfloat16", 8, 8)
@@ -134,6 +135,7 @@ def test_no_sum_of_gradients_of_a_half_parameter_is_half(uses):
     )
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("uses", "dtype"),
     [
@@ -182,6 +184,7 @@ def scanned_calls(apply, w):
     return in_turns(w, lambda w, x: total(apply(w, x)))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("name", "overrides", "microbatches"),
     [
@@ -440,6 +443,7 @@ class Net(nnx.Module):
         return self.linear(x)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     ("dtype", "jit"), [("bfloat16", False), ("float16", True)], ids=["eager", "jit"]
 )

@@ -228,6 +228,7 @@ COPIES = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("way", COPIES)
 def test_every_setting_survives(way):
     found = COPIES[way](amp.dynamic_loss_scale(**SETTINGS))

@@ -143,6 +143,7 @@ def test_at_random_the_largest_rounded_number_decides_on_the_scale(sign, digits,
     np.testing.assert_array_equal(found, sign * expected)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("seeds", [None, SEEDS], ids=["nearest", "random"])
 def test_what_is_decoded_and_not_changed_has_the_same_bits(seeds):
     for kind in CODES:
@@ -151,6 +152,7 @@ def test_what_is_decoded_and_not_changed_has_the_same_bits(seeds):
             chex.assert_trees_all_equal(decoded_and_again(code, other)[1], code)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("seeds", [None, SEEDS], ids=["nearest", "random"])
 @pytest.mark.parametrize("size", [1, 256, 257])
 def test_an_error_is_at_most_a_place_of_the_number_or_of_the_block(size, seeds):
@@ -163,6 +165,7 @@ def test_an_error_is_at_most_a_place_of_the_number_or_of_the_block(size, seeds):
     assert (np.abs(found - numbers) <= place * (0.5 if seeds is None else 1)).all()
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("kind", CODES)
 @pytest.mark.parametrize("number", [0.3, 1e-3, 1.1e-6, 1.7e-2])
 @pytest.mark.parametrize("sign", [1, -1])
@@ -360,6 +363,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "place",
     [
@@ -448,6 +452,7 @@ def test_an_nnx_optimizer_is_exported_too():
     chex.assert_trees_all_equal(nnx.as_pure(back), nnx.as_pure(mine.opt_state))
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     ("way", "spec", "columns"),
     [
@@ -491,6 +496,7 @@ def test_a_small_gradient_beside_large_ones_does_not_make_a_large_step(way):
     assert (np.abs(updates) <= 2 * np.abs(expected)).all()
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("way", ["bfloat16 at random", "float8"])
 def test_an_embedding_with_rare_rows_trains_as_in_float32(way):
     goal = jnp.asarray(np.random.default_rng(0).standard_normal((64, 32)), F32)

@@ -251,6 +251,7 @@ def counters(state: Any) -> dict[str, Any]:
 # Whole arrays: jit
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_sharded_run_is_that_of_one_device(name):
     batches = [good_batch(seed) for seed in range(4)]
@@ -263,6 +264,7 @@ def test_a_sharded_run_is_that_of_one_device(name):
     assert counters(state)["scale"] == 2 * SCALE
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_with_a_bad_batch_goes_on_as_if_it_had_not_been_there(name, kind):
@@ -463,6 +465,7 @@ ONE_ALL_REDUCE = [
 ]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", ONE_ALL_REDUCE)
 def test_the_check_adds_at_most_one_all_reduce(name):
     extra = added(run_of(name).step.as_text(), plain_run_of(name).step.as_text())
@@ -556,6 +559,7 @@ def eight_times(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: np.stack([np.asarray(leaf)] * 8), tree)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_bad_number_of_one_replica_skips_the_step_of_all(check_vma, kind):
@@ -620,6 +624,7 @@ def data_parallel(name: str, axis_name: Any) -> tuple[Any, Callable[..., Any]]:
 
 
 # The other pairs are those of the loop and of the pmap below.
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("name", "axis_name"), [*zip(AVERAGED, [None, "data", "data", None], strict=True)]
 )
@@ -767,6 +772,7 @@ def test_jax_refuses_a_scale_that_was_not_agreed_upon():
 # Several axes
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("axis_name", "skipping", "check_vma"),
     [
@@ -851,6 +857,7 @@ MAPS = {
 }
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     ("mapped", "axis_name"), [("pmap", "member"), ("vmap", "member"), ("vmap", None)]
 )

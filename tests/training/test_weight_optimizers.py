@@ -182,6 +182,7 @@ def test_rows_beyond_two_to_the_32_have_other_random_bits():
 # A hundred small updates
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, dtype) for name in STORING for dtype in HALF]
@@ -299,6 +300,7 @@ def updates_of(params: np.ndarray, kind: str) -> np.ndarray:
     return np.where(np.abs(found) < 1e-30, 0, found)
 
 
+@pytest.mark.breadth(3)
 @each_half
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize(
@@ -333,6 +335,7 @@ def test_every_half_number_lands_exactly_on_the_rounded_master(dtype, jit, kind)
     np.testing.assert_array_equal(found[finite], nearest[finite])
 
 
+@pytest.mark.breadth(1)
 @each_half
 def test_what_an_update_reaches_is_its_sum_rounded(dtype):
     # All landings from some parameters of every exponent.
@@ -546,6 +549,7 @@ def test_masters_inside_of_accumulation_move_once_a_window():
     np.testing.assert_allclose(moved, [1, 0.999, 0.999, 0.998], rtol=2.0**-22)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_parts_of_a_tree_are_stored_in_different_ways(scaled):
     params = {key: jnp.ones(2000, BF16) for key in ("m", "k", "s", "plain")}
@@ -727,6 +731,7 @@ class Layer(nnx.Module):
         return self.norm(self.dense(x))
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", [*STORING, "nothing stored"])
 def test_an_nnx_optimizer_trains_half_parameters(name):
     original = Layer(nnx.Rngs(0))

@@ -51,6 +51,7 @@ def test_layers_of_a_loop_are_traced_once():
     assert kinds(layers(lambda s, i: jax.nn.softmax(s)), W) == (LAYERS + 1, 2)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "each",
     [

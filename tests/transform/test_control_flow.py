@@ -185,6 +185,7 @@ def test_an_accumulator_counts_further_than_half_precision(policy):
     assert amp.autocast(mean, policy)(W) == 300 * 16
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("returned", "read_by", "agreed"),
     [
@@ -217,6 +218,7 @@ def test_branches_agree_on_what_they_return(returned, read_by, agreed):
         assert_only_rounded(lambda transform, w, fn=either: transform(fn)(w))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize(
     "other", [lambda h: h, lambda h: jnp.ones_like(h)], ids=["activation", "constant"]

@@ -45,6 +45,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_derivatives_are_those_of_f64(name, half):
@@ -96,6 +97,7 @@ def test_its_values_are_computed_in_f32():
     assert made == [jnp.float32, jnp.float32]
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_in_f32_the_rule_is_that_of_jax(policy):
     """It is so on a CPU too, where all but products is f32."""

@@ -247,6 +247,7 @@ DECODED = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("made", sorted(DECODED))
 def test_a_decoding_step_keeps_the_dtypes_of_its_cache(made):
     net, variables, _ = decoded()
@@ -261,6 +262,7 @@ def test_a_decoding_step_keeps_the_dtypes_of_its_cache(made):
     assert jax.tree.leaves(kept) == [True] * 3
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("made", "policy"),
     [
@@ -283,6 +285,7 @@ def test_decoding_step_by_step_is_that_of_f32(made, policy):
             assert error < ROUNDINGS * eps(policy)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize(
     ("made", "policy"), [("parts", "mixed_float16"), ("pure half", "mixed_bfloat16")]
@@ -413,6 +416,7 @@ def decorated(*decorators):
 AUTOCAST = amp.autocast(policy="mixed_float16")
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "decorators",
     [
@@ -617,6 +621,7 @@ def f32_gradients():
     return params, jax.jit(jax.value_and_grad(transformer_loss))(params, TOKENS)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     ("entries", "policy"),
     [

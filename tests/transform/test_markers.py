@@ -527,6 +527,7 @@ LOOKALIKES = (
 ).split()
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", LOOKALIKES)
 def test_a_name_of_the_user_is_no_policy(name):
     def fn(w):

@@ -87,6 +87,7 @@ REACHED = {
 }
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize(
     ("model", "inside", "outside"),
     [("compact", F32, BF16), ("setup", F16, F32), ("nnx", F16, F32)],
@@ -129,6 +130,7 @@ SEVERAL = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("model", ["compact", "nnx"])
 @pytest.mark.parametrize("case", SEVERAL)
 def test_a_modules_own_match_beats_what_it_inherits(case, model):
@@ -163,6 +165,7 @@ def test_backward_products_have_the_policy_of_their_module(model):
     assert again.count(F32) in (7, 8) and set(again) == {F32, HALF}
 
 
+@pytest.mark.breadth(2)
 @each_model
 def test_a_map_without_entries_is_its_default(model):
     net = built(model)
@@ -264,6 +267,7 @@ CONTAINERS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_modules_in_lists_and_dictionaries_have_paths(container):
     make, globs = CONTAINERS[container]
@@ -539,6 +543,7 @@ LIFTED_ENTRIES = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("model", LIFTED)
 def test_transformed_modules_are_reached_as_others_are(model):
     net = lifted(model)
@@ -549,6 +554,7 @@ def test_transformed_modules_are_reached_as_others_are(model):
         assert found == at(reached, F32, HALF, {24, 16, 5}), name
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "model",
     [
@@ -631,6 +637,7 @@ TWO = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("model", TWO)
 def test_two_jitted_modules_of_one_class_are_told_apart_by_path(model):
     net = TWO[model]()

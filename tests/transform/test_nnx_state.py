@@ -232,6 +232,7 @@ WAYS = {
 }
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_module_is_found_and_ends_as_without_autocast(way):
     assert_as_without_autocast(WAYS[way])
@@ -410,6 +411,7 @@ DEEDS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("deed", DEEDS)
 def test_a_module_ends_as_without_autocast_whatever_is_done_to_it(deed):
     deed = DEEDS[deed]
@@ -422,6 +424,7 @@ JITTED = ("set_up", "switch_modes", "replace_parts", "return_parts", "write_in_p
 JITTED += ("pop_intermediates",)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("deed", quick(JITTED, "set_up", "switch_modes"))
 def test_a_module_ends_as_without_autocast_inside_of_nnx_jit(deed):
     deed = DEEDS[deed]
@@ -656,6 +659,7 @@ def call_model(model, x):
     return model(x)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "model",
     quick(MODELS, *(MODELS.keys() - {"list", "sequential", "slots"})),
@@ -667,6 +671,7 @@ def test_a_model_of_any_shape_ends_as_without_autocast(model):
     )
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "model",
     quick(
@@ -853,6 +858,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "construct",
     quick(INSIDE, "jit", "remat", "cond on one side", "while", "lax.scan, closed over"),
@@ -952,6 +958,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "gradient",
     quick(

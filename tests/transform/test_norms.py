@@ -144,6 +144,7 @@ REACHING = {
 }
 
 
+@pytest.mark.breadth(3)
 @each_library
 @pytest.mark.parametrize(
     ("norm", "train", "reaching"),
@@ -179,6 +180,7 @@ def enlarged(variables):
     return jax.tree_util.tree_map_with_path(larger, variables)
 
 
+@pytest.mark.breadth(1)
 @each_library
 def test_a_model_with_a_norm_gives_the_values_of_f32(library):
     nets = {(n, train): around(library, n, train) for n in NORMS for train in MODES[n]}
@@ -229,6 +231,7 @@ AS_WRITTEN = (
 )
 
 
+@pytest.mark.breadth(2)
 @each_library
 @pytest.mark.parametrize("norm", WITH_PARAMETERS)
 def test_an_entry_of_a_norm_class_is_taken_as_written(norm, library):
@@ -318,6 +321,7 @@ HALVES = {
 }  # fmt: skip
 
 
+@pytest.mark.breadth(1)
 @each_library
 def test_half_parameters_work_in_train_and_eval(library):
     def gradients(net, policy, variables):
@@ -366,6 +370,7 @@ def test_half_parameters_work_in_train_and_eval(library):
         assert error < 2 * roundings
 
 
+@pytest.mark.breadth(3)
 @each_library
 @pytest.mark.parametrize("inputs", [F32, "half"])
 @pytest.mark.parametrize(("half", "output"), [("bf16", "f32"), ("f16", "f16")])

@@ -181,6 +181,7 @@ def test_a_cast_to_the_other_half_dtype_does_not_pass_through_the_first():
         np.testing.assert_array_equal(found, x.T.astype(dtype))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("op_class", ["low", "full"])
 def test_the_bits_of_a_number_are_read_in_its_own_dtype(op_class, dtype):
@@ -208,6 +209,7 @@ def rounded(x):
     return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "fn",
     [

@@ -137,6 +137,7 @@ def exact(x, w):
     return x.T @ (slope * (1 - h**2))
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("half", ("bfloat16", "float16"))
 @pytest.mark.parametrize("how", (lambda f: f, jax.jit, jax.checkpoint))
 @pytest.mark.parametrize("program", (whole, mapped, by_rows, chosen))
