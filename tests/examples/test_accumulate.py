@@ -124,6 +124,7 @@ def test_accumulated_gradients_train_as_the_whole_batch_does(policy, way):
     assert amp.metrics(opt_state)["skipped_total"] == 0
 
 
+@pytest.mark.breadth(1)
 @BOTH
 def test_step_by_hand_mixes_no_dtypes(policy):
     step, _ = step_of(policy, "by hand")

@@ -161,6 +161,7 @@ def gradient_of(name: str, policy: str) -> tuple[Any, Any]:
 
 # ZeRO's first stage cuts the state of the optimizer alone: its gradients are those of
 # the layout without it.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["pipeline_data_tensor", *map(slow, (ONE_DEVICE, "fsdp_tensor"))]
 )
@@ -234,7 +235,7 @@ def learnt(name: str, precision: str) -> Learnt:
     return Learnt(*kept.training(label, train, read, modules))
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "precision"), RUNS)
 def test_losses_are_those_of_one_device(name, precision):
     found, alone = learnt(name, precision), learnt(ONE_DEVICE, precision)
@@ -433,6 +434,7 @@ MOVES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second", "precision"), MOVES)
 def test_a_checkpoint_of_one_mesh_goes_on_on_another(
     first, second, precision, tmp_path

@@ -25,6 +25,7 @@ from tests.scripts import refusal, run_example
 adam_mixes_dtypes = functools.partial(jax.numpy_dtype_promotion, "standard")
 
 
+@pytest.mark.slow
 def test_a_few_steps_with_one_policy_print_a_table_and_write_a_plot(tmp_path):
     plot = tmp_path / "curves.png"
     done = run_example(

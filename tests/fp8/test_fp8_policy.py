@@ -175,6 +175,7 @@ def test_a_map_switches_fp8_on_and_off_by_module(default, head, expected):
     assert formats(pickle.loads(pickle.dumps(policy))) == expected
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(("default", "head", "expected"), MAPS.values(), ids=MAPS)
 def test_a_mark_switches_fp8_on_and_off(default, head, expected):
     class Marked(nn.Module):
@@ -186,6 +187,7 @@ def test_a_mark_switches_fp8_on_and_off(default, head, expected):
     assert formats(default, Marked().apply) == expected
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(("default", "inner", "expected"), MAPS.values(), ids=MAPS)
 def test_a_nested_autocast_switches_fp8_on_and_off(default, inner, expected):
     def fn(variables, x):

@@ -145,7 +145,7 @@ slow = [
 ]
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["inside", "is one", *slow])
 def test_diagnose_measures_what_the_autocast_inside_does_beside_f32(name):
     fn, args, exact = measured(name)
@@ -163,7 +163,7 @@ def test_diagnose_measures_what_the_autocast_inside_does_beside_f32(name):
         assert min(errors) / 3 < apart < 3 * max(errors)
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["inside", "is one"])
 def test_tune_measures_the_error_beside_f32_and_says_what_no_map_reaches(name):
     fn, args, exact = measured(name)

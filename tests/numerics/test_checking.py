@@ -83,7 +83,7 @@ class BothPasses(nn.Module):
 
 # Of small inputs the kernel of `a` has a small gradient: f16 holds all that its product
 # makes, and not the cotangent that the product reads.
-@pytest.mark.breadth(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "entries"), [(1.0, {"b": "float32"}), (1e-4, {})])
 def test_the_cause_is_that_of_the_policy_that_was_tried(size, entries):
     model, x = BothPasses(), size * jnp.ones((8, 16))
@@ -232,6 +232,7 @@ def test_what_cast_inputs_has_in_half_is_not_the_function_itself(policy):
     assert "is in f16 under every PolicyMap" in d.advice[-1]
 
 
+@pytest.mark.slow
 def test_what_cast_inputs_has_in_the_dtype_of_the_policy_is_mended_by_the_policy():
     product = amp.cast_inputs(lambda x, w: x @ w)
 

@@ -149,6 +149,7 @@ def test_tune_and_diagnose_write_pages_and_figures(project, capsys, tmp_path):
     capsys.readouterr()
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("words", "message", "status"),
     [

@@ -182,6 +182,7 @@ def test_the_two_runs_may_go_different_ways():
     )
 
 
+@pytest.mark.slow
 def test_what_follows_another_branch_is_not_to_blame():
     def fn(w, x):
         h = x @ w
@@ -218,6 +219,7 @@ def unread(w, x, through):
     return getattr(jax, through)(layer)(x)[0].sum()
 
 
+@pytest.mark.slow
 def test_what_nobody_reads_is_no_site():
     w, x = np.eye(4, dtype=np.float32), np.ones((2, 4), np.float32)
     losses, others = ["scan", "checkpoint"], "fori_loop while_loop cond jit".split()
@@ -298,6 +300,7 @@ def test_effects_happen_once_in_each_run_and_their_results_are_taken():
     assert all(s.error is None for s in d.sites)
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_computes_again_has_no_effect_again():
     seen: list[float] = []
 
@@ -383,6 +386,7 @@ def all_at_once():
             yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "around", [all_at_once, pytest.param(jax.disable_jit, marks=pytest.mark.slow)]
 )
@@ -412,6 +416,7 @@ def test_a_function_that_raises_raises_its_own_error():
         amp.diagnose(fn)(1.0)
 
 
+@pytest.mark.slow
 def test_a_value_that_two_operations_read_is_the_same_in_both():
     # The derivative of a clip asks whether `x == max(x, low)`. XLA had computed `x`
     # twice, rounded otherwise: a third of the gradient was zero.

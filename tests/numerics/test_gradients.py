@@ -74,6 +74,7 @@ def test_a_variable_has_one_gradient_and_an_array_that_two_share_has_two(
     assert_gradients_are(d.gradients, wanted)
 
 
+@pytest.mark.slow
 def test_the_loss_scale_of_a_network_with_a_target_is_that_of_its_gradient():
     target = nnx.clone(ONLINE)
     d, alone = (
@@ -217,6 +218,7 @@ def without_a_rule(x):
     return jnp.sum(jax.lax.linalg.schur(jnp.outer(x, x))[0])
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("loss", [looped, called_back, without_a_rule])
 def test_a_scalar_without_a_gradient_is_told_what_diagnoses_it(loss):
     with pytest.raises((ValueError, NotImplementedError)) as of_jax:

@@ -72,7 +72,7 @@ def alone(name):
     return diagnosed, diagnosed(w, x), w, x
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
@@ -135,6 +135,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "is_loss"),
     [
@@ -214,6 +215,7 @@ def test_a_sharded_map_is_counted_whatever_the_axes_of_its_mesh_are(kind):
     assert found.amax == exact.max()
 
 
+@pytest.mark.slow
 def test_zeros_for_another_branch_are_no_sites_in_a_sharded_map():
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
     rows = PartitionSpec("d")

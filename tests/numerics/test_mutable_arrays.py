@@ -149,6 +149,7 @@ def test_the_error_of_what_is_read_is_that_of_what_was_written():
         assert read.amplification == pytest.approx(1.0, rel=0.01)
 
 
+@pytest.mark.slow
 def test_what_a_mutable_array_holds_is_made_where_it_was_computed():
     def fn(w, x):
         ref = jax.new_ref(jnp.zeros((4, 4)))

@@ -125,7 +125,7 @@ TOGETHER = (
 )
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("names", TOGETHER)
 def test_an_overflow_is_found_where_it_is_made_and_the_policy_is_finite(names):
     weights = {name: W * 1e5 if name == "parameter" else W for name in names}

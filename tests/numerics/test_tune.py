@@ -109,6 +109,7 @@ def stack():
     return loss, args, amp.tune(loss, max_grad_error=4e-3)(*args)
 
 
+@pytest.mark.slow
 def test_of_four_blocks_the_faulty_one_alone_gets_f32(stack):
     loss, args, tuning = stack
     assert patterns(tuning) == {"block_2/layer": F32}
@@ -350,6 +351,7 @@ def shrink(x):
 shrink.defjvps(lambda t, out, x: t * 0.5)
 
 
+@pytest.mark.slow
 def test_every_construct_rounds_by_its_flag():
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 

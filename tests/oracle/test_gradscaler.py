@@ -181,6 +181,7 @@ def scales_and_trackers(scaler, overflow):
     return jax.lax.scan(step, scaler, overflow)[1]
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize(
     "scenario",
     [

@@ -209,6 +209,7 @@ def in_an_unread_carry(h):
     return lax.scan(turn, (h, h), jnp.stack([W] * 3))[0][0]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "dead",
     [

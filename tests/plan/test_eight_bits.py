@@ -65,6 +65,7 @@ class TestFormat:
         np.testing.assert_array_equal(found[0], 1.0)
         assert np.isnan(found[1, 128:]).all() == (word == "e4m3")
 
+    @pytest.mark.breadth(1)
     @pytest.mark.parametrize("word", WORDS)
     def test_zeros_stay_zeros(self, word):
         found = EightBits.of(jnp.zeros((2, 130), jnp.bfloat16), word).restored()
@@ -307,6 +308,7 @@ def test_a_module_under_all_keeps_what_it_makes():
     assert shapes("all", "int8") > 0 == shapes("all", "all")
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("word", WORDS)
 def test_a_gradient_shows_a_number_that_is_not_finite(word):
     def loss(w, x):

@@ -324,6 +324,7 @@ def test_distances_by_a_product_are_f32(name):
     assert kinds(fn, BF16, X, W) == expected
 
 
+@pytest.mark.breadth(1)
 @each_policy
 def test_neighbours_far_from_the_origin_are_found(policy):
     def neighbours(x):
@@ -357,6 +358,7 @@ def bootstrapped(x, w, half=None):
     return jnp.mean((network(x)[:, 0] - target) ** 2)
 
 
+@pytest.mark.breadth(1)
 @each_policy
 def test_a_target_is_as_exact_as_by_hand(policy):
     half = amp.get_policy(policy).compute_dtype
@@ -385,6 +387,7 @@ STOPPED = {
 # What else reads it: a product, the program, a derivative, an opaque call.
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", STOPPED)
 def test_what_stop_gradient_alone_reads_is_f32(name):
     def fn(x, w):

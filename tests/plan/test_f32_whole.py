@@ -265,6 +265,7 @@ def test_a_product_that_is_rounded_is_half_unless_a_constant_is_in_it():
     assert products(amp.autocast(pixels), W) == ["bfloat16", "float32"]
 
 
+@pytest.mark.breadth(2)
 @each_policy
 @pytest.mark.parametrize(
     "draw",

@@ -268,6 +268,7 @@ def test_a_small_array_that_is_closed_over_is_a_state_as_an_argument_is():
     assert bias == ["bfloat16"]
 
 
+@pytest.mark.breadth(2)
 @each_policy
 @pytest.mark.parametrize("around", ["cond", "scan"])
 def test_a_sentinel_of_a_branch_or_a_loop_saturates_where_products_read_it(

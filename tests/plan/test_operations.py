@@ -111,6 +111,7 @@ def test_what_a_derivative_saves_is_what_jax_saves(name):
         np.testing.assert_allclose(floats[0], scale[name], rtol=1e-6)
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize(
     "name", [n for n, o in OPERATIONS.items() if o.row.limits is not None]
 )
@@ -137,6 +138,7 @@ def saved_bytes(fn):
     return measures.traced(amp.autocast(loss, policy), shape, shape).saved_bytes
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "fn",
     [

@@ -150,6 +150,7 @@ def test_the_labels_of_a_loss_may_be_of_any_integer_dtype(dtype):
         np.testing.assert_array_equal(found[1], derivative)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("mode", [FILL, CLIP], ids=lambda m: m.name)
 def test_its_tangent_is_what_is_picked_from_the_tangents(mode):
     x, tangent = small_integers(2, ROWS, 20)
@@ -186,6 +187,7 @@ def test_its_tangent_is_what_is_picked_from_the_tangents(mode):
         found_by(mixed)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("axes", [(0, 0), (None, 0), (0, None)], ids=str)
 def test_it_is_batched_along_operand_and_indices(axes):
     x = jnp.asarray(small_integers(2, ROWS, 20), jnp.float32)
@@ -205,6 +207,7 @@ def test_it_is_batched_along_operand_and_indices(axes):
         np.testing.assert_array_equal(found[1][i], derivative)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("place", ["inside", "outside"])
 def test_a_batched_loss_is_that_of_f32(place):
     x = jnp.asarray(small_integers(2, ROWS, 20), jnp.float32)

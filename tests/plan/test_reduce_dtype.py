@@ -395,6 +395,7 @@ def test_inside_the_gradient_of_a_half_weight_is_half(stored):
     assert ("a parameter is f32" in reasons[-1]) == (stored == "float32")
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("policy", [HALF, REDUCED], ids=["half", "reduced"])
 def test_a_checkpoint_that_saves_products_runs_none_again(policy):
     saveable = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -589,7 +590,7 @@ def pointwise(w, v):
     return jnp.mean(jnp.tanh(made + h) ** 2)
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("argnum", [0, 1])
 def test_products_of_a_cpu(argnum, monkeypatch):
     monkeypatch.setattr(cpu_target, "this_cpu", lambda: Cpu(native=True))
@@ -669,7 +670,7 @@ def test_the_figures_that_are_kept_hold_the_bounds():
             assert next(sizes) + before["reduced"]["bf16"] == next(sizes)
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("matmul", ["", ",m=fp8"])
 def test_diagnose_sees_the_same_products(matmul):
     w, b, v = 0.1 * array(1, 64, 64), array(2, 64), 0.1 * array(3, 64, 64)

@@ -310,6 +310,7 @@ def test_what_is_computed_from_parameters_is_kept_in_half_if_only_half_reads_it(
     assert stacked(lambda layers: jnp.sum(jnp.exp(weights(layers)))) == ["float32"]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "read_twice",
     [

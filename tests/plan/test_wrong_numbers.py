@@ -140,6 +140,7 @@ def covariance(y, n=16):
     return y.T @ y / n - jnp.outer(mean, mean)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "fn",
     [

@@ -222,6 +222,7 @@ def test_what_others_print_is_left_out(key):
 # What is stored how
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", ["O1", "O2", "O3"])
 def test_a_step_is_compiled_once(name):
     recipe = amp.recipe(name, "float16")
@@ -466,6 +467,7 @@ def test_an_optimizer_that_another_recipe_wrapped_is_refused():
         amp.recipe("O2").init(tx, variables()["params"])
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", ["O2", "O3", "fp16_naive"])
 def test_half_parameters_that_were_forgotten_are_warned_of(name):
     recipe = amp.recipe(name, "f16")
@@ -641,6 +643,7 @@ def test_several_losses_have_scales_of_their_own():
     assert not amp.last_step_finite(opt_state)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("O0", "float32"), *((name, "bfloat16") for name in ("O1", "O2", "O3", "OD"))],

@@ -140,6 +140,7 @@ def test_a_misspelt_path_of_a_tree_is_still_warned_of(glob):
         amp.cast_params(PARAMS, amp.PolicyMap("bf16", {glob: "float32"}))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("glob", ["Outer/net/head", "net/head", "net/h*", "**/head"])
 @pytest.mark.parametrize("name", ["linen", "jitted"])
 def test_drill_down_takes_paths_of_both_kinds(name, glob):

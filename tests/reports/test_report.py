@@ -60,6 +60,7 @@ def test_totals_are_the_sums_of_the_modules():
     assert report.total.flops == UP + DOWN
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(
     "options",
@@ -712,6 +713,7 @@ def called(x, ws, gain):
 MASK, ZEROS, GAIN = 8 * 16, 8 * 16 * 4, 4
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("fn", "around"),
     [

@@ -296,6 +296,7 @@ class MLP(nn.Module):
         return jax.nn.softmax(nn.Dense(16, name="down")(x))
 
 
+@pytest.mark.slow
 def test_every_equation_of_a_training_step_is_told():
     model = MLP()
     params = jax.eval_shape(model.init, jax.random.key(0), X)
@@ -315,6 +316,7 @@ def test_every_equation_of_a_training_step_is_told():
 # Overruling
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "fn, operation",
     [

@@ -456,6 +456,7 @@ OTHER_CONVOLUTIONS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", OTHER_CONVOLUTIONS)
 def test_other_convolutions_are_those_of_f32(name):
     kernel, told = OTHER_CONVOLUTIONS[name]

@@ -156,6 +156,7 @@ class TestPureCasts:
         assert cast.dtypes == ("f32->bf16",)
         assert cast.elements == 256 * 512
 
+    @pytest.mark.breadth(2)
     @pytest.mark.parametrize(
         "fn, x",
         [

@@ -29,6 +29,7 @@ def results(tmp_path_factory):
     return entry
 
 
+@pytest.mark.slow
 def test_every_program_is_timed_in_every_round_and_its_memory_is_known(results):
     name, run = results
     assert name == "simple bfloat16 batch 8 tiny"

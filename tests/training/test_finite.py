@@ -48,6 +48,7 @@ def test_a_nan_among_float64_values_is_seen():
         assert not amp.all_finite(jnp.float64(jnp.nan))
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("bad", range(40))
 def test_a_nan_is_seen_in_whichever_layer_it_is(bad):
     # More layers than are checked together, in two shapes.

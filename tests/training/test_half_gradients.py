@@ -162,6 +162,7 @@ def test_rows_that_are_looked_up_in_every_turn_sum_their_gradients_in_f32(dtype)
     near(jax.jit(amp.grad(looked_up_in_turns))(full(dtype, 8, 8)), expected, dtype)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_tied_embedding_sums_the_gradients_of_its_lookup_and_its_head(dtype):
     table = (jnp.arange(8.0).reshape(4, 2) / 8).astype(dtype)

@@ -128,6 +128,7 @@ def test_codes_and_scales_are_those_of_numpy():
         )
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(("sign", "digits", "top"), [(-1, 3, 448.0), (1, 2, 57344.0)])
 def test_at_random_the_largest_rounded_number_decides_on_the_scale(sign, digits, top):
     # In each block most numbers are near the largest, some of them beyond 1.75.
@@ -416,6 +417,7 @@ def test_orbax_restores_a_run_at_the_same_bits(tmp_path):
     )
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("way", ["bfloat16", "float8"])
 def test_checkpoints_get_float32_and_hand_it_back(way):
     inner, params = optax.adamw(1e-2), parameters()
@@ -481,6 +483,7 @@ def test_codes_are_sharded_as_their_parameter(way, spec, columns):
 # Rare rows
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("way", ["float8", "float8 at random"])
 def test_a_small_gradient_beside_large_ones_does_not_make_a_large_step(way):
     # Its second moment is size**2 of that of its block: in fp8 it would be zero.
@@ -533,6 +536,7 @@ def digits() -> dict[str, Any]:
     )
 
 
+@pytest.mark.slow
 def test_bfloat16_at_random_goes_the_way_of_float32():
     off = {way: found["off"] for way, found in digits().items()}
     assert off["bfloat16 at random"] <= min(0.05, off["bfloat16"] / 2)

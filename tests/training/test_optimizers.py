@@ -415,6 +415,7 @@ def test_optax_can_map_over_the_parameters_in_the_state():
     assert amp.all_finite(updates)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("around", ["alone", "chain", "partition", "masked"])
 def test_optax_can_map_over_the_state_wherever_it_is(around):
     tx = amp.with_loss_scale(amp.with_kahan(optax.sgd(0.1, momentum=0.9)), dynamic())

@@ -305,6 +305,7 @@ def test_updates_of_the_collection_are_what_came_in(wrapper, dtype, overflows):
         chex.assert_trees_all_equal(kept, variables[OWG])
 
 
+@pytest.mark.breadth(2)
 @each_wrapper
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_inner_optimizer_sees_no_leaf_of_the_collection(wrapper, dtype):

@@ -139,6 +139,7 @@ def in_phases(jit):
         yield updates, state
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_part_that_is_thawed_is_looked_at(jit):
     (updates, state), (later, thawed) = in_phases(jit)

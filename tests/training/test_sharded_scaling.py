@@ -292,6 +292,7 @@ def test_a_run_with_a_bad_batch_goes_on_as_if_it_had_not_been_there(name, kind):
 
 
 # A `Run` of any layout refuses a state that was moved.
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", ["replicated", "mixed"])
 def test_skips_and_growth_neither_compile_again_nor_move_the_state(name):
     run = run_of(name)
@@ -335,6 +336,7 @@ def gathered(params: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, P()), params)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", ["data parallel", "fsdp"])
 def test_a_mesh_of_explicit_axes_is_served_as_well(name):
     tx = scaled_adam()
@@ -370,6 +372,7 @@ def test_gradients_unscaled_by_the_optimizer_are_the_same_when_sharded():
     assert shards(found) == shards(expected)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("bad", [False, True])
 def test_what_else_the_step_wrote_is_kept_or_taken_back_where_it_lies(bad):
     layout = LAYOUTS["fsdp"]
@@ -499,6 +502,7 @@ def test_many_layers_need_one_all_reduce_too():
     assert_only_flags(extra)
 
 
+@pytest.mark.slow
 @h100.needs_compiler
 def test_eight_h100s_reduce_one_flag():
     layout = LAYOUTS["fsdp"]
@@ -653,6 +657,7 @@ def test_data_parallel_by_hand_is_that_of_one_device(name, axis_name):
         assert len({content for *_, content in shards(leaf)}) == 1
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("axis_name", [None, "data"])
 def test_steps_in_a_loop_inside_shard_map_are_those_outside(axis_name):
     tx, part = data_parallel("summed loss", axis_name)
@@ -733,6 +738,7 @@ def start_of_fsdp(tx: Any, mesh: Mesh) -> tuple[Any, Any, Any]:
     return params, state, specs_of(state, CUT)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_an_overflow_that_one_owner_sees_skips_the_step_of_all(check_vma):
     mesh, tx = mesh_of(LAYOUTS["fsdp"]), scaled_adam("data")

@@ -264,6 +264,7 @@ def sharded_convolutions(kind: AxisType) -> Any:
     return jitted.lower(*arguments, placed(x, PartitionSpec("d"))).compile()
 
 
+@pytest.mark.slow
 @h100.needs_compiler
 def test_gradients_of_kernels_that_are_sharded_are_not_gathered():
     text = sharded_convolutions(AxisType.Auto).as_text()
@@ -273,6 +274,7 @@ def test_gradients_of_kernels_that_are_sharded_are_not_gathered():
     assert not any("reduce-scatter" in operands for operands in gathers)
 
 
+@pytest.mark.slow
 @h100.needs_compiler
 def test_moments_of_kernels_that_shard_map_replicates_are_not_transposed():
     program = sharded_convolutions(AxisType.Manual)

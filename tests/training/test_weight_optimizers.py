@@ -109,6 +109,7 @@ def test_random_rounding_goes_to_a_neighbour_and_stays_on_the_grid(dtype):
     assert far.any()
 
 
+@pytest.mark.breadth(2)
 @each_half
 @pytest.mark.parametrize("number", [1 / 3, -2.0001, 1e-3, 3e-6, 1 - 2.0**-13, 700.1])
 def test_random_rounding_is_unbiased(dtype, number):
@@ -216,6 +217,7 @@ def test_small_updates_are_not_lost(name, dtype):
 # Masters
 
 
+@pytest.mark.breadth(1)
 @each_half
 def test_updates_land_exactly_on_the_rounded_master(dtype):
     tx = amp.with_master_weights(optax.sgd(1.0))
@@ -443,6 +445,7 @@ def test_a_number_is_its_rounding_and_the_remainder(dtype):
     assert remainder.dtype == jnp.int16
 
 
+@pytest.mark.breadth(1)
 @each_half
 def test_compensation_gives_a_parameter_the_digits_of_float32(dtype):
     tx = amp.with_kahan(optax.sgd(1.0))
@@ -496,6 +499,7 @@ def kept_after_one_step(name: str) -> Any:
     return two_steps, params, jnp.full(256, 1e-3, F32)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", ["masters", "kahan"])
 def test_rounding_survives_the_excess_precision_of_xla(name):
     fn, params, gradient = kept_after_one_step(name)

@@ -136,6 +136,7 @@ def test_a_poisoned_run_equals_the_run_over_its_clean_steps(name):
     assert traces == [name]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", SKIPPING | ALL_IN_ONE)
 def test_a_checkpoint_restores_every_field(name):
     (begun, step, _), params = compiled(name), first(name)
@@ -153,6 +154,7 @@ def test_a_checkpoint_restores_every_field(name):
 
 
 # Around a loss scale and in one, the poisoned runs are traced once.
+@pytest.mark.breadth(2)
 @each_wrapper
 def test_a_state_keeps_its_type_in_scan(name):
     tx, params = WRAPPERS[name](optax.adamw(1e-2)), first(name)
@@ -167,6 +169,7 @@ def test_a_state_keeps_its_type_in_scan(name):
     assert not any(getattr(x, "weak_type", False) for x in jax.tree.leaves(states))
 
 
+@pytest.mark.breadth(2)
 @each_that_stores
 def test_steps_in_a_scan_are_those_outside(name):
     tx, params = STORING[name](optax.sgd(1e-3, momentum=0.9)), first(name)
@@ -185,6 +188,7 @@ def test_steps_in_a_scan_are_those_outside(name):
 # What the optimizer sees
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "name", SCALING | STORING | outside_and_inside(STORING) | ALL_IN_ONE
 )
@@ -455,6 +459,7 @@ FOLLOWED = {
 }
 
 
+@pytest.mark.breadth(2)
 @each_that_stores
 @pytest.mark.parametrize("call", FOLLOWED)
 def test_what_comes_after_a_transformation_that_stores_half_weights_is_warned_of(

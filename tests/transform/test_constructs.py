@@ -473,6 +473,7 @@ def test_explicit_shardings_survive():
         assert relative_error(moved, x @ w @ w) < ROUNDINGS * eps(BF16)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "fn",
     [

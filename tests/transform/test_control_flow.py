@@ -47,6 +47,7 @@ def results(eqn):
     return [str(v.aval.dtype) for v in eqn.outvars]
 
 
+@pytest.mark.breadth(2)
 @one_policy
 @pytest.mark.parametrize(
     ("start", "carried"),
@@ -294,6 +295,7 @@ def test_the_gradient_of_a_shared_weight_is_summed_in_f32(policy):
     np.testing.assert_allclose(gradient, np.sum(xs, dtype=np.float64), rtol=1e-6)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("remat", [False, True])
 def test_stacked_parameters_are_cast_inside_the_body(remat):
     def fn(layers):
@@ -466,6 +468,7 @@ def test_scanned_layers_of_linen_have_a_half_residual_stream():
         assert saved(mixed, variables, (3, 8, 16)) == ["bfloat16"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cell",
     [

@@ -96,12 +96,14 @@ def test_all_products_are_half_both_ways(name):
     assert set(found) == {half_of(BF16)}
 
 
+@pytest.mark.breadth(2)
 @rows("some half", slow=None)
 def test_products_around_what_runs_as_traced_are_half(name):
     fn = amp.autocast(ROWS[name].loss, BF16)
     assert (half_of(BF16),) * 3 in dtypes_of(fn, W, primitive="dot_general")
 
 
+@pytest.mark.breadth(2)
 @rows("own rule", slow=None)
 def test_a_custom_vjp_is_in_the_program_with_its_rule(name):
     found = equations(jax.make_jaxpr(amp.autocast(ROWS[name].loss))(W))

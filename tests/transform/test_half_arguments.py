@@ -157,6 +157,7 @@ def test_a_half_cache_beside_half_parameters_stays_half_in_linen(policy, bare):
     np.testing.assert_allclose(found.astype(F32), expected, atol=8 * EPS)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("policy", [STORED, "mixed_bfloat16"])
 def test_a_half_cache_beside_half_parameters_stays_half_in_nnx(policy):
     def made(dtype: Any) -> nnx.Module:
@@ -216,6 +217,7 @@ def test_a_function_with_a_mistake_of_its_own_runs_once(message, policy):
     assert len(runs) == 1
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("dtype", [BF16, jnp.dtype("float16")])
 def test_a_function_whose_dtypes_do_not_meet_runs_in_float32(dtype):
     def branches(w: jax.Array) -> jax.Array:
@@ -450,7 +452,7 @@ def test_each_leaf_of_a_state_is_half_if_the_function_leaves_it_half():
     assert found == {"wide": F32, "same": BF16, "half": BF16}
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("O2", "fp16_naive"))
 def test_a_whole_step_whose_optimizer_began_with_half_weights(name):
     recipe = amp.recipe(name, **({"half_dtype": "bfloat16"} if name == "O2" else {}))

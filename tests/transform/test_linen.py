@@ -79,6 +79,7 @@ def test_a_name_does_not_hide_the_class():
     assert results_of(plain, variables, X, primitive="rsqrt") == [F32]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "method",
     [Setup.encode, lambda net, x: net.encode(x), lambda net, x: net.first(x)],
@@ -326,6 +327,7 @@ class Sowing(nn.Module):
         return nn.Dense(5, name="head")(h)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("policy", [BF16, "f16"])
 def test_what_is_sown_keeps_its_dtype(policy):
     net = Sowing()

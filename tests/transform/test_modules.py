@@ -152,6 +152,7 @@ def test_among_the_entries_of_a_module_the_latest_wins(library):
         assert found == at(reached, F32, HALF)
 
 
+@pytest.mark.breadth(2)
 @each_model
 def test_backward_products_have_the_policy_of_their_module(model):
     net = built(model)
@@ -177,6 +178,7 @@ def test_a_map_without_entries_is_its_default(model):
         assert made[0] == made[1] == made[2]
 
 
+@pytest.mark.breadth(1)
 @each_with_methods
 def test_the_value_under_a_map_is_that_of_f32(model):
     net = built(model)
@@ -352,6 +354,7 @@ def test_a_tied_embedding_is_one_module_with_two_methods(library):
         assert found == at(full, F32, HALF, {24, 16, 11}), pattern
 
 
+@pytest.mark.breadth(1)
 @each_library
 def test_gradients_of_a_tied_embedding_sum_both_uses(library):
     net = tied(library)
@@ -684,6 +687,7 @@ class NnxMarked(nnx.Module):
         return self.head(x)
 
 
+@pytest.mark.breadth(1)
 @each_library
 def test_a_mark_inside_of_a_map_is_innermost(library):
     net = in_linen(Marked(), X) if library == "linen" else in_nnx(NnxMarked)

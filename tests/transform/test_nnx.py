@@ -335,6 +335,7 @@ def plan_of(report):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "train"),
     [

@@ -705,6 +705,7 @@ def decoding():
     return attention
 
 
+@pytest.mark.slow
 def test_a_decode_cache_is_written_step_by_step():
     tokens = X.reshape(2, 4, 16)
 

@@ -270,6 +270,7 @@ def test_a_subclass_of_a_norm_is_a_norm(library):
 # Batch statistics
 
 
+@pytest.mark.breadth(2)
 @each_library
 @pytest.mark.parametrize(("policy", "train"), [(BF16, False), ("f16", True)])
 def test_batch_statistics_are_f32_under_every_policy(policy, train, library):
@@ -286,6 +287,7 @@ def test_batch_statistics_are_f32_under_every_policy(policy, train, library):
         assert dtypes_in(written) == {F32} and len(jax.tree.leaves(written)) == 2
 
 
+@pytest.mark.breadth(1)
 @each_library
 def test_batch_statistics_are_those_of_f32(library):
     net = around(library, "BatchNorm", True)

@@ -72,6 +72,7 @@ KEYS = [
 ]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_a_key_error_of_the_function_is_told_and_runs_nothing_again(key):
     runs = []

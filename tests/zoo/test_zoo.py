@@ -317,6 +317,7 @@ class TestDecoding:
             assert logits.dtype == jnp.float32
             assert {leaf.dtype.name for leaf in jax.tree.leaves(cache)} == {dtype}
 
+    @pytest.mark.breadth(1)
     @each_half
     @pytest.mark.parametrize(
         "program", [pytest.param("twin", marks=pytest.mark.slow), "autocast"]
