@@ -117,7 +117,6 @@ def is_stuck(run):
     return run["mode"] == "fp16_noscale" and run["loss_mult"] == 1e-6
 
 
-@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "run",
     [run for run in RUNS if run["mode"] in MODES and not is_stuck(run)],

@@ -342,6 +342,7 @@ def test_a_region_says_itself_whether_its_gradients_are_f32():
     assert digits(found) > MANY and digits(other) < FEW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 def test_without_it_the_same_gradients_are_half(inside):
     # So that the test above can fail.

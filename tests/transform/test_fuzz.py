@@ -407,7 +407,6 @@ def test_each_operation_and_each_call_is_in_one_of_the_programs():
         assert any(has(steps, (name,)) for steps in programs), name
 
 
-@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "seed", [*FAST, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW)]
 )
