@@ -289,6 +289,7 @@ def test_sample_changes_with_its_seed_and_not_with_its_length(policy):
     assert write(40, seed=1, model=TINY) != written
 
 
+@pytest.mark.slow
 def test_greedy_sample_is_the_likeliest_character_after_the_last_window():
     params, characters = first_params(), char_gpt.vocabulary()
     # Larger than trained ones, so that what is likeliest changes with the window.

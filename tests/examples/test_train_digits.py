@@ -141,6 +141,7 @@ def test_loss_and_gradients_mix_no_dtypes(policy):
     assert loss.shape == ()
 
 
+@pytest.mark.slow
 def test_step_that_overflows_changes_nothing_but_the_loss_scale():
     f16 = amp.get_policy("mixed_float16")
     tx = train_digits.make_optimizer(SCALE, steps=10)

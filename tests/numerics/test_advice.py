@@ -221,6 +221,7 @@ def test_an_error_that_reaches_no_result_is_not_told(of_loss, of_gradient, said)
     assert (told != ()) is said
 
 
+@pytest.mark.slow
 def test_the_mean_of_centred_data_has_an_error_that_nobody_asks_for():
     def loss(w, x):
         y = x @ w

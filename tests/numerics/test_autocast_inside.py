@@ -271,6 +271,7 @@ def test_a_helper_that_was_traced_before_is_measured_beside_f32():
     assert (before != layer(W, X)).any()
 
 
+@pytest.mark.slow
 def test_what_an_autocast_inside_hands_on_in_half_is_f32_in_the_reference():
     apply = amp.autocast(layer, "bf16")
     assert apply(W, X).dtype == jnp.bfloat16

@@ -59,6 +59,7 @@ class Quotient(nn.Module):
         return nn.Dense(4, name="dense", kernel_init=nn.initializers.constant(1e-5))(x)
 
 
+@pytest.mark.slow
 def test_entries_stay_unless_they_are_what_is_not_finite():
     params = jax.jit(Quotient().init)(jax.random.key(0), SMALL)
 
@@ -119,6 +120,7 @@ def test_a_loss_scale_that_is_too_large_is_no_matter_of_the_policy():
     assert_finite(loss, d.policy, ONES, ONES, scale=d.loss_scale)
 
 
+@pytest.mark.slow
 def test_what_the_plan_casts_fits_f16_with_the_loss_scale():
     def loss(w, x):
         return jnp.sum(x @ w)

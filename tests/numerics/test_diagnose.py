@@ -111,6 +111,7 @@ def test_shards_that_talk_have_errors():
     assert not [s for s in d.sites if s.is_forward and s.error is None]
 
 
+@pytest.mark.slow
 def test_each_example_of_a_loop_ends_when_it_ends():
     def fn(w, x):
         def last(row):
@@ -161,6 +162,7 @@ def test_blame_names_the_operation_that_cancels():
     assert list(d.blame) == sorted(d.blame, key=lambda s: -s.amplification)
 
 
+@pytest.mark.slow
 def test_the_two_runs_may_go_different_ways():
     # 2049 in f16 is 2048: the other branch, and one more turn.
     def fn(x, one):
@@ -233,6 +235,7 @@ def test_what_nobody_reads_is_no_site():
         assert d.first_nonfinite is None and d.advice == ()
 
 
+@pytest.mark.slow
 def test_what_the_next_turn_reads_and_what_chooses_a_branch_are_sites():
     # The exponential is read by the turn after the next one.
     def turn(state, _):
@@ -458,6 +461,7 @@ class Readers(nn.Module):
         return jnp.sum(both)
 
 
+@pytest.mark.slow
 def test_a_cast_that_leaves_a_softmax_is_in_the_module_that_reads_it():
     model, x = Readers(), np.ones((16, 16), np.float32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), x)

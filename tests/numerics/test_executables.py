@@ -61,6 +61,7 @@ def test_the_run_that_checks_the_policy_is_not_compiled_again(compilations):
     assert compilations() == before
 
 
+@pytest.mark.slow
 def test_what_is_closed_over_and_which_argument_is_read_is_that_of_this_call():
     held = {}
     diagnosed = amp.diagnose(lambda w, a, b: w * held["x"] * (a if held["a"] else b))
@@ -72,6 +73,7 @@ def test_what_is_closed_over_and_which_argument_is_read_is_that_of_this_call():
         assert found == [by, by * largest]
 
 
+@pytest.mark.slow
 def test_an_nnx_module_is_as_it_is_at_this_call(compilations):
     class Scaled(nnx.Module):
         def __init__(self):

@@ -234,6 +234,7 @@ def test_a_scalar_without_a_gradient_is_told_what_diagnoses_it(loss):
         assert str(of_jax.value).rstrip(".") in text and "diagnoses the forw" in text
 
 
+@pytest.mark.slow
 def test_a_function_that_returns_such_a_scalar_in_a_list_is_diagnosed():
     fns = looped, called_back, without_a_rule
     d = amp.diagnose(lambda x: [fn(x) for fn in fns], "float32")(X[0])

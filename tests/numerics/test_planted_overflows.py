@@ -165,6 +165,7 @@ def test_the_module_that_overflows_is_named_in_linen():
     assert list(d.gradients) == keys
 
 
+@pytest.mark.slow
 def test_an_nnx_module_is_named_and_left_as_it_was():
     model = Layers(nnx.Rngs(0))
     before = jax.tree.map(np.asarray, nnx.state(model))

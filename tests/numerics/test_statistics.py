@@ -87,6 +87,7 @@ def test_figures_are_those_of_each_array(backend):
     _assert_figures(arrays, F32_LAYOUT)
 
 
+@pytest.mark.slow
 def test_figures_of_f64_are_exact():
     with jax.enable_x64(True):
         arrays = _made(SIZES, [np.float64, np.complex128])

@@ -298,6 +298,7 @@ def cancel(h, offset):
     return jnp.tanh((h + offset) - offset)
 
 
+@pytest.mark.slow
 def test_without_modules_the_faulty_function_is_named():
     def loss(w, x, offset):
         for i, fn in enumerate((clean, cancel, clean)):
@@ -402,6 +403,7 @@ class TwoFaults(nn.Module):
         return Scaled(fault=True, name="cancels")(x, offset)
 
 
+@pytest.mark.slow
 def test_bf16_cures_an_overflow_and_only_f32_a_cancellation():
     params, loss = linen_loss(TwoFaults())
     offset = OFFSET * 5

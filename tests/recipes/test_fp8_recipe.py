@@ -194,6 +194,7 @@ def test_a_model_without_heads_gets_no_warning_of_entries_it_does_not_know():
     jax.eval_shape(amp.autocast(fn, more), *args)
 
 
+@pytest.mark.slow
 def test_an_excluded_layer_that_is_not_there_warns():
     fn, args = called(Model(None), x())
     recipe = amp.recipe("fp8", excluded_layers=("**/middle", nn.Conv))

@@ -541,7 +541,7 @@ def largest_error(found, expected):
     return max(relative_error(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["the whole loss", "the critic"])
 def test_a_gradient_penalty_under_autocast_has_the_gradient_of_float64(what):
     weights, x, (expected_loss, expected) = penalty_case()

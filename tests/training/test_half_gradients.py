@@ -150,6 +150,7 @@ def test_a_gradient_is_the_sum_of_thousands_of_uses(uses, dtype):
     assert loss == jax.jit(USES[uses])(w)
 
 
+@pytest.mark.slow
 def test_a_gradient_is_the_sum_of_uses_that_are_written_out():
     gradient = jax.jit(amp.grad(lambda w: unrolled(w, 320)))
     near(gradient(full("bfloat16", 3)), np.ones(3), "bfloat16")
@@ -444,7 +445,7 @@ class Net(nnx.Module):
         return self.linear(x)
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "jit"), [("bfloat16", False), ("float16", True)], ids=["eager", "jit"]
 )

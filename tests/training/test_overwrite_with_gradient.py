@@ -134,6 +134,7 @@ def flax_train(batches, variables):
     return state.params, losses
 
 
+@pytest.mark.slow
 def test_without_loss_scale_a_run_is_that_of_flaxs_own_train_state():
     batches = [batch(seed) for seed in range(5)]
     wanted, wanted_losses = flax_train(batches, first_variables())

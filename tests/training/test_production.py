@@ -257,6 +257,7 @@ def test_a_checkpoint_of_one_mesh_is_read_on_another(storage, tmp_path):
 # Other precisions
 
 
+@pytest.mark.slow
 def test_a_float32_run_goes_on_with_half_weights():
     plain_tx = optimizer()
     f32 = Run("float32", static_scale=1.0).train(range(6))

@@ -447,6 +447,7 @@ class Stack(nn.Module):
         return nn.Dense(4)(h)
 
 
+@pytest.mark.slow
 def test_scanned_layers_of_linen_have_a_half_residual_stream():
     model = Stack()
     with jax.numpy_dtype_promotion("standard"):

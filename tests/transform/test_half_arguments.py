@@ -50,7 +50,7 @@ def half_and_full() -> tuple[Any, Any]:
     return half, amp.cast_to_full(half)
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [STORED, "mixed_bfloat16"])
 def test_a_scan_that_begins_in_half_and_goes_on_in_float32_is_traced(policy):
     half, full = half_and_full()

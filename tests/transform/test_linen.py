@@ -495,6 +495,7 @@ class Bridged(nn.Module):
         return nn.Dense(5, name="head")(x)
 
 
+@pytest.mark.slow
 def test_paths_go_on_into_an_nnx_module_in_a_linen_module():
     net, all_of = Bridged(), {16, 24, 20, 5}
     for pattern, reached in (
@@ -623,7 +624,7 @@ def f32_gradients():
     return params, jax.jit(jax.value_and_grad(transformer_loss))(params, TOKENS)
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("entries", "policy"),
     [

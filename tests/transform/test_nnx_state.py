@@ -874,6 +874,7 @@ THROUGH = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", quick(THROUGH, "scan of remat"))
 def test_stacked_layers_inside_write_as_without_autocast(through):
     through = THROUGH[through]

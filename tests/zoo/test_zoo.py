@@ -343,6 +343,7 @@ class TestDecoding:
             written = np.asarray(new != old).any(axis=(0, 2, 3))
             assert list(np.flatnonzero(written)) == [position]
 
+    @pytest.mark.slow
     def test_decoding_token_by_token_is_the_whole_sequence_at_once(self):
         """The decode step is checked against the training program's own logits."""
         params, cache, _, _ = language.decode_sample(jax.random.key(1), positions=6)
