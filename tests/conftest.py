@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections import defaultdict
 from importlib.metadata import version
 
 # CPU only: with the CUDA plugin installed and no driver, JAX would look for a GPU,
@@ -25,9 +26,29 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def mark_breadth(items):
+    """Marks the cases of a test slow, but for as many as its `breadth` says.
+
+    Those that stay are the first, the last and others as far apart: the lists of
+    cases put what is alike together.
+    """
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("breadth") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.split("[")[0]].append(item)
+    for of_a_test in cases.values():
+        count = of_a_test[0].get_closest_marker("breadth").args[0]
+        last = len(of_a_test) - 1
+        by_default = {n * last // max(count - 1, 1) for n in range(count)}
+        for n, item in enumerate(of_a_test):
+            if n not in by_default:
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items):
     """One worker for a file or a group (`--dist loadgroup`): they share programs."""
+    mark_breadth(items)
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.name))

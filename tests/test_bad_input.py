@@ -113,6 +113,7 @@ def test_a_condition_may_be_an_array_and_traced(name):
     jax.jit(CONDITIONS[name])(jnp.array(True))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_a_condition_is_one_boolean(name):
     # One for each leaf, say: a loss scale would become an array of two.

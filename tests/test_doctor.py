@@ -60,6 +60,7 @@ def test_only_gpus_with_fp8_units_are_told_of_them():
     assert {advised[name].recipe for name in told} == {"O1"}
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "device, answer",
     [
@@ -216,6 +217,7 @@ def test_every_check_holds_here():
     assert [each.what for each in found.checks if not each.holds] == []
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "recipe, fails",
     [

@@ -206,6 +206,7 @@ def test_all_finite_sees_one_bad_leaf(value):
         assert not found and (found.dtype, found.shape) == (jnp.bool_, ())
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", ["scale", "unscale"])
 @pytest.mark.parametrize(
     "leaf",
@@ -320,6 +321,7 @@ def test_a_scale_that_could_write_nan_is_refused(kind, scale):
 # The dynamic loss scale
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "scenario", TRACES, ids=lambda s: f"{s['config']['scale_value']}-{s['sequence']}"
 )
@@ -354,6 +356,7 @@ def test_the_scale_grows_after_exactly_period_finite_steps(period, factor):
     assert rows[-2:] == [(10.0 * factor, 0), (10.0 * factor, 1)]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("period", "factor", "floor"),
     [(20, 2, 1.0), (30, 3, 1.0), (20, 2, 0.3125), (30, 3, 0.37), (5.0, 2.0, 0.0)],
@@ -382,6 +385,7 @@ def test_fields_keep_their_names_and_the_leaves_are_two():
 SETTINGS = {"period": 7, "factor": 4, "min_loss_scale": 8.0}
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "pass_through",
     [
@@ -414,6 +418,7 @@ def test_the_floor_holds_under_jit():
     assert scales(loss_scale, "ooo") == [(8.0, 0)] * 3
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "init",
     [
@@ -529,6 +534,7 @@ def test_the_scale_stops_where_its_reciprocal_still_is_a_number(start, jit):
 # Gradients
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("kind", [jmp.StaticLossScale, jmp.DynamicLossScale])
 @either_jit
@@ -635,6 +641,7 @@ SCALES = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("scale", SCALES)
 def test_jmps_loop_in_f16_ends_where_f32_ends(scale, optimizer):

@@ -243,6 +243,7 @@ def test_code_cells_are_of_the_style_of_the_library(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.breadth(1)
 @each_executed
 def test_notebook_runs_in_a_fresh_kernel_and_shows_what_it_showed(name):
     notebook, _ = executed(name)

@@ -226,6 +226,7 @@ SLIPS = {
 }
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.filterwarnings("ignore:recipe.'O2'..wrap.tx..init.params.. the")
 @pytest.mark.parametrize("name", SLIPS)
 def test_a_slip_is_told_with_what_to_write(name):

@@ -115,6 +115,7 @@ TOLERANCE = {
 }
 
 
+@pytest.mark.breadth(2)
 @BOTH
 @pytest.mark.parametrize("way", accumulate.WAYS)
 def test_accumulated_gradients_train_as_the_whole_batch_does(policy, way):
@@ -123,6 +124,7 @@ def test_accumulated_gradients_train_as_the_whole_batch_does(policy, way):
     assert amp.metrics(opt_state)["skipped_total"] == 0
 
 
+@pytest.mark.breadth(1)
 @BOTH
 def test_step_by_hand_mixes_no_dtypes(policy):
     step, _ = step_of(policy, "by hand")
@@ -183,6 +185,7 @@ def test_by_hand_a_bad_micro_batch_drops_its_whole_window(policy):
     assert amp.metrics(opt_state)["skipped_total"] == 1
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("first", [2.0**10, 2.0**24])
 def test_scale_may_change_within_a_window_that_is_summed(first):
     # It doubles after two finite micro-batches; at 2**24 the first gradients overflow.

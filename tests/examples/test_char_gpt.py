@@ -169,6 +169,7 @@ def test_validation_loss_is_the_mean_over_the_held_out_text(policy):
     np.testing.assert_allclose(result.validation_loss, expected, rtol=eps)
 
 
+@pytest.mark.slow
 def test_run_that_was_saved_goes_on_as_if_it_had_not_stopped():
     tx = amp.with_loss_scale(char_gpt.make_optimizer(6), amp.dynamic_loss_scale())
     step = char_gpt.make_train_step(loss_under("mixed_float16"), tx)
@@ -198,6 +199,7 @@ def trained_by_the_caller():
     return char_gpt.train("mixed_float16", 2, model=TINY, tx=tx, params=first_params())
 
 
+@pytest.mark.slow
 def test_optimizer_and_parameters_can_be_the_callers_own():
     params = first_params()
     given = jax.tree.map(np.array, params)
@@ -231,6 +233,7 @@ def test_every_matmul_of_a_training_step_is_in_half():
     assert trained("float32").matmuls == (0, len(operands))
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_layers_are_still_scanned_and_computed_again_in_the_backward_pass(policy):
     scans = [
@@ -274,6 +277,7 @@ def test_only_the_residual_stream_is_kept_of_a_layer(policy):
     assert result.saved == (in_two, kept(char_gpt.make_loss(TINY.apply)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_sample_changes_with_its_seed_and_not_with_its_length(policy):
     write = functools.partial(char_gpt.sample, first_params(), policy)
@@ -285,6 +289,7 @@ def test_sample_changes_with_its_seed_and_not_with_its_length(policy):
     assert write(40, seed=1, model=TINY) != written
 
 
+@pytest.mark.slow
 def test_greedy_sample_is_the_likeliest_character_after_the_last_window():
     params, characters = first_params(), char_gpt.vocabulary()
     # Larger than trained ones, so that what is likeliest changes with the window.

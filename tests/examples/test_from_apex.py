@@ -64,6 +64,7 @@ def test_dynamic_levels_have_the_scale_of_apex_and_others_have_none():
     ]
 
 
+@pytest.mark.slow
 def test_what_is_stored_and_saved_falls_from_level_to_level():
     found = [from_apex.memory_of(recipe(level)) for level in from_apex.LEVELS]
     assert found[0].saved > found[1].saved >= found[2].saved >= found[3].saved

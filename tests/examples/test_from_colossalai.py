@@ -44,6 +44,7 @@ def rate_of_colossalai(step, total, warmup):
     return (total - step) / (total - warmup) * from_colossalai.RATE
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("total, warmup", [(300, 30), (10, 9), (5, 0)])
 def test_warm_up_is_that_of_colossalai(total, warmup):
     schedule = from_colossalai.linear_warmup(from_colossalai.RATE, total, warmup)
@@ -110,6 +111,7 @@ def written(model, optimizer):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(trees)]
 
 
+@pytest.mark.slow
 def test_the_scale_backs_off_after_the_second_overflow_as_in_colossalai():
     of_oracle, _, _, history = overflowing()
     scales = [SMALLER * scale for _, _, scale, _ in history]

@@ -33,6 +33,7 @@ def test_there_are_traces_to_follow():
     assert sum(sum(scenario["overflow"]) for scenario in SCENARIOS) > 50
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "scenario, by_hand",
     [(scenario, True) for scenario in SCENARIOS] + [(SCENARIOS[1], False)],

@@ -62,6 +62,7 @@ def plain_training(accumulate):
     return params, np.array(losses)
 
 
+@pytest.mark.breadth(1)
 @BOTH_WAYS
 def test_o0_trains_as_plain_sgd_on_the_batches_that_are_added_up(accumulate):
     result = trained("O0", accumulate)
@@ -72,6 +73,7 @@ def test_o0_trains_as_plain_sgd_on_the_batches_that_are_added_up(accumulate):
     assert (result.skips, result.scale) == (0, 1)
 
 
+@pytest.mark.breadth(1)
 @BOTH_WAYS
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_half_precision_trains_as_plain_sgd_does_to_its_precision(level, accumulate):

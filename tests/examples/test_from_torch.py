@@ -32,6 +32,7 @@ def with_scaler(tx, **scaler):
     return params, tx.init(params)._replace(loss_scale=taken_over)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("scale", [2.0**4, 2.0**16])
 @pytest.mark.parametrize("max_norm", [from_torch.MAX_NORM, 10.0])
 def test_true_gradients_are_clipped_and_not_those_of_the_scaled_loss(max_norm, scale):

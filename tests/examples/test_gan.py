@@ -150,6 +150,7 @@ def assert_all_move(new, old):
         assert (one != other).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pixel", [np.inf, np.nan])
 def test_real_images_that_are_not_finite_skip_the_discriminator_alone(pixel):
     step = step_of("mixed_float16")

@@ -87,6 +87,7 @@ def trained(name):
         return kept.training(f"half_weights gpt, {name}", train, outcome, modules)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("kept", [False, True], ids=["naive", "masters"])
 def test_updates_that_arrive_and_that_are_lost_are_counted(kept):
     # Half the distance of 1.0 to the next smaller bf16 number is more than 1e-3, so

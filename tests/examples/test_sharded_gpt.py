@@ -161,6 +161,7 @@ def gradient_of(name: str, policy: str) -> tuple[Any, Any]:
 
 # ZeRO's first stage cuts the state of the optimizer alone: its gradients are those of
 # the layout without it.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["pipeline_data_tensor", *map(slow, (ONE_DEVICE, "fsdp_tensor"))]
 )
@@ -234,6 +235,7 @@ def learnt(name: str, precision: str) -> Learnt:
     return Learnt(*kept.training(label, train, read, modules))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "precision"), RUNS)
 def test_losses_are_those_of_one_device(name, precision):
     found, alone = learnt(name, precision), learnt(ONE_DEVICE, precision)
@@ -300,6 +302,7 @@ def bad(kind: str, state: Any) -> tuple[Any, dict[str, np.ndarray]]:
 BAD = ["infinite weight", "large weight", "one shard"]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("name", F16_RUNS)
 def test_an_overflow_on_one_device_changes_nothing_but_the_scale_of_all(name, kind):
@@ -315,6 +318,7 @@ def test_an_overflow_on_one_device_changes_nothing_but_the_scale_of_all(name, ki
     assert on_every_device(amp.last_step_finite(opt_state)) == [False] * DEVICES
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", F16_RUNS)
 def test_a_run_goes_on_after_an_overflow(name):
     trainer, _ = begun(name, "f16")
@@ -369,6 +373,7 @@ def shares(tree: Any) -> tuple[float, float]:
     return max(large), held / sum(leaf.size for leaf in leaves)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("name", "precision", "parameters", "moments"),
     [
@@ -429,6 +434,7 @@ MOVES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second", "precision"), MOVES)
 def test_a_checkpoint_of_one_mesh_goes_on_on_another(
     first, second, precision, tmp_path
@@ -633,6 +639,7 @@ def test_a_few_steps_print_a_table(capsys):
     assert size.endswith("MB")
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -25,6 +25,7 @@ from tests.scripts import refusal, run_example
 adam_mixes_dtypes = functools.partial(jax.numpy_dtype_promotion, "standard")
 
 
+@pytest.mark.slow
 def test_a_few_steps_with_one_policy_print_a_table_and_write_a_plot(tmp_path):
     plot = tmp_path / "curves.png"
     done = run_example(
@@ -124,6 +125,7 @@ def new_state(tx):
     return train_digits.State(params, batch_stats, jax.jit(tx.init)(params))
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.filterwarnings("ignore:.*the loss is:UserWarning")
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
 def test_loss_and_gradients_mix_no_dtypes(policy):
@@ -139,6 +141,7 @@ def test_loss_and_gradients_mix_no_dtypes(policy):
     assert loss.shape == ()
 
 
+@pytest.mark.slow
 def test_step_that_overflows_changes_nothing_but_the_loss_scale():
     f16 = amp.get_policy("mixed_float16")
     tx = train_digits.make_optimizer(SCALE, steps=10)

@@ -47,6 +47,7 @@ BY_HAND = {
 APEX = pytest.param("apex", marks=pytest.mark.slow)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", [name for name in TUTORIALS if name != "apex"])
 def test_it_trains_as_by_hand_but_for_the_bad_batch(name):
     tutorial = TUTORIALS[name]()
@@ -70,6 +71,7 @@ def test_it_trains_as_by_hand_but_for_the_bad_batch(name):
     np.testing.assert_allclose(losses, expected, rtol=rtol)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", ["torch", "mindspore, by hand", "mindspore", APEX])
 def test_bad_batch_is_skipped_and_halves_the_scale(name):
     tutorial = TUTORIALS[name]()
@@ -90,6 +92,7 @@ def test_bad_batch_is_skipped_and_halves_the_scale(name):
         assert any(changed) or not changed
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "name", ["torch, default", "torch", "mindspore, by hand", "mindspore", APEX]
 )

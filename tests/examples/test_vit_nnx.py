@@ -63,6 +63,7 @@ def test_a_run_that_was_interrupted_ends_at_the_bits_of_one_that_was_not(
     assert not vit_nnx.same_bits(whole, other)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", ["mixed_bfloat16", "mixed_float16"])
 def test_all_products_are_half_but_those_of_the_head(name):
     model = nnx.eval_shape(lambda: vit_nnx.ViT(rngs=nnx.Rngs(0)))

@@ -48,6 +48,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("is_inside", "policy"),
     [

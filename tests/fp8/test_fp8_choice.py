@@ -114,6 +114,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("fn", "args", "dtype", "reason"), PRODUCTS.values(), ids=PRODUCTS
 )
@@ -171,6 +172,7 @@ def test_a_product_that_does_not_fit_is_that_of_mixed_bfloat16():
 # Policies and regions
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("names", "dtype"),
     [
@@ -269,6 +271,7 @@ TANGENTS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", TANGENTS)
 def test_what_is_made_of_a_tangent_is_not_quantised(name):
     @jax.custom_jvp

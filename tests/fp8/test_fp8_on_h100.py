@@ -60,6 +60,7 @@ def assert_no_waste(found: dict[str, Any]) -> None:
 # Small programs
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
 def test_every_product_of_a_small_mlp_is_of_8_bits(activation):
     model = dataclasses.replace(SMALL_MLP, activation=activation)
@@ -122,6 +123,7 @@ def of_a_gelu(through):
     return jax.grad(amp.autocast(loss, FP8))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", CALLED)
 def test_a_product_is_kept_apart_from_a_gelu_in_any_call(name):
     args = [aval(512, 512)] * 2, aval(512, 512)
@@ -147,6 +149,7 @@ def test_a_product_that_leads_to_no_gelu_is_fused_with_what_reads_it(fn):
 
 
 # XLA fails to compile these without the barrier.
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "name", ["checkpoint", "rule", "product in jit", "product in checkpoint"]
 )
@@ -326,6 +329,7 @@ def test_what_q_k_and_v_share_is_saved_once():
     assert not {"bfloat16[64,32]", "bfloat16[32,48]"} & found.keys()
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "name",
     ["dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable"],

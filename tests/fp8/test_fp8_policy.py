@@ -166,6 +166,7 @@ MAPS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(("default", "head", "expected"), MAPS.values(), ids=MAPS)
 def test_a_map_switches_fp8_on_and_off_by_module(default, head, expected):
     policy = amp.PolicyMap(default, {"**/head": head})
@@ -174,6 +175,7 @@ def test_a_map_switches_fp8_on_and_off_by_module(default, head, expected):
     assert formats(pickle.loads(pickle.dumps(policy))) == expected
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(("default", "head", "expected"), MAPS.values(), ids=MAPS)
 def test_a_mark_switches_fp8_on_and_off(default, head, expected):
     class Marked(nn.Module):
@@ -185,6 +187,7 @@ def test_a_mark_switches_fp8_on_and_off(default, head, expected):
     assert formats(default, Marked().apply) == expected
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(("default", "inner", "expected"), MAPS.values(), ids=MAPS)
 def test_a_nested_autocast_switches_fp8_on_and_off(default, inner, expected):
     def fn(variables, x):
@@ -206,6 +209,7 @@ def test_explain_names_the_entry_that_switches_fp8_off():
     assert reasons == [E4M3, "the policy of **/head"]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("field", SETTINGS)
 def test_every_setting_reaches_the_products_through_a_name_scope(field):
     """A region is a name scope: what is not in its text is lost."""

@@ -57,6 +57,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_a_product_and_its_gradients_are_those_of_numpy(settings):
     x = numbers(32, 64, seed=1, scale=3.0)
@@ -85,6 +86,7 @@ def test_a_product_and_its_gradients_are_those_of_numpy(settings):
         assert_rounded_once(a, b)
 
 
+@pytest.mark.slow
 def test_compiled_and_eager_products_are_equal_if_scales_are_powers_of_two():
     x, w, g = numbers(32, 64, seed=1), numbers(64, 48, seed=2), numbers(32, 48, seed=3)
     compiled = linear(x, w, g, policy_of())
@@ -108,6 +110,7 @@ def test_numbers_of_8_bits_are_multiplied_exactly():
         np.testing.assert_array_equal(found, exact)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("exponent", [-60, 20])
 def test_powers_of_two_change_no_digit(exponent):
     """Scales follow: a gradient a million times smaller is as exact."""
@@ -139,6 +142,7 @@ def case_name(case):
     return f"{case['recipe']} {case['m']}x{case['k']}x{case['n']}"
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -172,6 +176,7 @@ def test_errors_are_not_larger_than_those_of_torchao(case):
 TENSORWISE = [case for case in TORCHAO if case["recipe"] == "tensorwise"]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("case", TENSORWISE, ids=case_name)
 def test_free_scales_compute_what_torchao_computes(case):
     """Nearly: ours multiplies by a scale in bf16, theirs by one in f32."""
@@ -194,6 +199,7 @@ EINSUMS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("name", "scaling"),
     [(name, "current") for name in EINSUMS]

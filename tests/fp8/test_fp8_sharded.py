@@ -60,6 +60,7 @@ def gradients_of_shards():
     return [np.asarray(each(W, *shard), np.float64) for shard in shards()]
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_a_shard_map_scales_are_those_of_shards(check_vma):
     forward = lambda w, x, _: amp.autocast(jnp.dot, "fp8")(x, w)  # noqa: E731
@@ -72,6 +73,7 @@ def test_in_a_shard_map_scales_are_those_of_shards(check_vma):
     assert relative_error(found[:ROWS], whole[:ROWS]) > 4 * HALF_EPS
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_gradient_inside_a_shard_map_is_that_of_the_shard(check_vma):
     def gradient(w, x, target):
@@ -107,6 +109,7 @@ SPECS = {
 }
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(("weights", "batch", "error"), SPECS.values(), ids=SPECS)
 def test_under_jit_scales_are_those_of_whole_arrays(weights, batch, error):
     mesh = mesh_of_eight()
@@ -159,6 +162,7 @@ def gathered(policy: str) -> list[tuple[str, int]]:
     return found
 
 
+@pytest.mark.slow
 @h100.needs_compiler
 def test_fsdp_gathers_every_weight_in_8_bits():
     mixed, fp8 = gathered("mixed_bfloat16"), gathered("fp8")

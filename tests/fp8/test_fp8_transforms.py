@@ -212,6 +212,7 @@ def plainly(policy):
 FAST = ("scan", "saves 8 bits")
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "fn",
     [
@@ -256,6 +257,7 @@ SECOND = {
 HEADS = {"square": lambda y: jnp.sum(y**2), "linear": jnp.sum}
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def as_numpy(found):
 # Casts
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("case", CASTS, ids=lambda case: case["format"])
 def test_a_cast_saturates_and_rounds_to_nearest_even_as_torch_and_ml_dtypes(case, jit):
@@ -181,6 +182,7 @@ ARRAYS = {
 }
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize(
     ("power_of_2", "jit"), [(True, True), (False, False)], ids=["powers", "free"]
 )
@@ -206,6 +208,7 @@ def test_an_infinity_saturates_and_nan_stays_alone(dtype):
     np.testing.assert_array_equal(q, [limit, -limit, np.nan, 1, 0])
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("axis", [0, 1])
 @each_format

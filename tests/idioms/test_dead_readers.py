@@ -123,6 +123,7 @@ def check(name, dtype, seed):
     assert after.outputs == before.outputs
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -39,6 +39,7 @@ def dtype_of(number: int) -> str:
     return HALF[(number if number % 6 else number // 6) % 2]
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -95,6 +96,7 @@ def test_one_rounding_of_arguments_is_more_than_an_f32_idiom_may_lose(dtype):
     assert not any(leaf.is_right for leaf in found if leaf.kind == "value")
 
 
+@pytest.mark.breadth(1)
 @each_half
 def test_steps_that_are_stored_in_half_are_wrong_in_value_and_gradient(dtype):
     idiom = IDIOMS["euler_in_a_scan"]

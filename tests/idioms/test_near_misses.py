@@ -42,6 +42,7 @@ def drawn(name):
     return idiom, jax.tree.map(jnp.asarray, (idiom.params(rng), idiom.inputs(rng)))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_near_miss_has_every_product_in_half(name):
     idiom, args = drawn(name)

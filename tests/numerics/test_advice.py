@@ -221,6 +221,7 @@ def test_an_error_that_reaches_no_result_is_not_told(of_loss, of_gradient, said)
     assert (told != ()) is said
 
 
+@pytest.mark.slow
 def test_the_mean_of_centred_data_has_an_error_that_nobody_asks_for():
     def loss(w, x):
         y = x @ w
@@ -306,6 +307,7 @@ OTHERWISE = {
 }
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_a_branch_or_a_loop_that_the_policy_changes_is_told(name):
     inner, operation, told = OTHERWISE[name]

@@ -145,6 +145,7 @@ slow = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["inside", "is one", *slow])
 def test_diagnose_measures_what_the_autocast_inside_does_beside_f32(name):
     fn, args, exact = measured(name)
@@ -162,6 +163,7 @@ def test_diagnose_measures_what_the_autocast_inside_does_beside_f32(name):
         assert min(errors) / 3 < apart < 3 * max(errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["inside", "is one"])
 def test_tune_measures_the_error_beside_f32_and_says_what_no_map_reaches(name):
     fn, args, exact = measured(name)
@@ -219,6 +221,7 @@ class LargeNnx(nnx.Module):
         return x @ self.kernel[...]
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("is_one", [True, False])
 def test_an_overflow_of_an_autocast_inside_is_not_blamed_on_the_function(is_one):
     w, x = np.full((8, 8), 300.0, np.float32), np.full((4, 8), 40.0, np.float32)
@@ -268,6 +271,7 @@ def test_a_helper_that_was_traced_before_is_measured_beside_f32():
     assert (before != layer(W, X)).any()
 
 
+@pytest.mark.slow
 def test_what_an_autocast_inside_hands_on_in_half_is_f32_in_the_reference():
     apply = amp.autocast(layer, "bf16")
     assert apply(W, X).dtype == jnp.bfloat16
@@ -323,6 +327,7 @@ OWN = {
 }
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", OWN)
 def test_what_a_program_asks_for_itself_is_told_with_the_place_and_the_remedy(name):
     fn, arg, where = OWN[name]
@@ -341,6 +346,7 @@ def test_what_a_program_asks_for_itself_is_told_with_the_place_and_the_remedy(na
 # What explain credits the policy with
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_explain_credits_the_policy_with_nothing_that_an_autocast_inside_decides(name):
     report = amp.explain(PROGRAMS[name](as_f16), BF16)(argument(name))

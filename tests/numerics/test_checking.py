@@ -39,6 +39,7 @@ def assert_finite(fn, policy, *args, scale=1.0):
     assert amp.all_finite(jax.jit(step)(*args))
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", FINITE_ITSELF)
 def test_where_no_entry_keeps_it_finite_the_default_becomes_f32(name):
     fn, policy, args = FINITE_ITSELF[name]
@@ -58,6 +59,7 @@ class Quotient(nn.Module):
         return nn.Dense(4, name="dense", kernel_init=nn.initializers.constant(1e-5))(x)
 
 
+@pytest.mark.slow
 def test_entries_stay_unless_they_are_what_is_not_finite():
     params = jax.jit(Quotient().init)(jax.random.key(0), SMALL)
 
@@ -82,6 +84,7 @@ class BothPasses(nn.Module):
 
 # Of small inputs the kernel of `a` has a small gradient: f16 holds all that its product
 # makes, and not the cotangent that the product reads.
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "entries"), [(1.0, {"b": "float32"}), (1e-4, {})])
 def test_the_cause_is_that_of_the_policy_that_was_tried(size, entries):
     model, x = BothPasses(), size * jnp.ones((8, 16))
@@ -117,6 +120,7 @@ def test_a_loss_scale_that_is_too_large_is_no_matter_of_the_policy():
     assert_finite(loss, d.policy, ONES, ONES, scale=d.loss_scale)
 
 
+@pytest.mark.slow
 def test_what_the_plan_casts_fits_f16_with_the_loss_scale():
     def loss(w, x):
         return jnp.sum(x @ w)
@@ -177,6 +181,7 @@ each_policy = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.breadth(1)
 @each_policy
 @pytest.mark.parametrize("name", MARKED)
 def test_advice_names_the_marking_that_no_map_mends(name, policy):
@@ -229,6 +234,7 @@ def test_what_cast_inputs_has_in_half_is_not_the_function_itself(policy):
     assert "is in f16 under every PolicyMap" in d.advice[-1]
 
 
+@pytest.mark.slow
 def test_what_cast_inputs_has_in_the_dtype_of_the_policy_is_mended_by_the_policy():
     product = amp.cast_inputs(lambda x, w: x @ w)
 

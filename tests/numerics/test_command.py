@@ -140,6 +140,7 @@ def test_tune_prints_the_policy_that_the_command_line_reads(project, capsys):
     assert found.error <= found.max_grad_error == 0.01
 
 
+@pytest.mark.slow
 def test_tune_and_diagnose_write_pages_and_figures(project, capsys, tmp_path):
     for name in ("tune", "diagnose"):
         page, figure = tmp_path / f"{name}.html", tmp_path / f"{name}.svg"
@@ -149,6 +150,7 @@ def test_tune_and_diagnose_write_pages_and_figures(project, capsys, tmp_path):
     capsys.readouterr()
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("words", "message", "status"),
     [

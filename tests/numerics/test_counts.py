@@ -267,6 +267,7 @@ def test_a_custom_rule_is_one_site_forward_and_one_backward():
     assert not of(d.sites, "mul") and not of(d.sites, "mul", "backward")
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", ["svd", "qr"])
 def test_results_that_nobody_reads_are_not_counted(name):
     x = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)

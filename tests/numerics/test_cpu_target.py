@@ -101,6 +101,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_program():
     rng = np.random.default_rng(0)
     w, x = (np.float32(rng.standard_normal((n, 8)) / 2) for n in (8, 16))
@@ -142,6 +143,7 @@ class Model(nn.Module):
         return nn.Dense(16, name="last")(jnp.tanh(x))
 
 
+@pytest.mark.slow
 def test_tune_finds_the_module_that_loses_digits_on_a_cpu():
     x = jax.random.normal(jax.random.key(0), (32, 16))
     params = jax.jit(Model().init)(jax.random.key(1), x)
@@ -172,6 +174,7 @@ def test_tune_finds_the_module_that_loses_digits_on_a_cpu():
     assert gpu.error_before > 1.2 * found.error_before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [POLICY, "mixed_float16"])
 def test_what_cast_inputs_marks_is_measured_as_any_other_function(policy):
     w, x = integers((8, 8)), integers((16, 8), 1)

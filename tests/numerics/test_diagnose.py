@@ -111,6 +111,7 @@ def test_shards_that_talk_have_errors():
     assert not [s for s in d.sites if s.is_forward and s.error is None]
 
 
+@pytest.mark.slow
 def test_each_example_of_a_loop_ends_when_it_ends():
     def fn(w, x):
         def last(row):
@@ -161,6 +162,7 @@ def test_blame_names_the_operation_that_cancels():
     assert list(d.blame) == sorted(d.blame, key=lambda s: -s.amplification)
 
 
+@pytest.mark.slow
 def test_the_two_runs_may_go_different_ways():
     # 2049 in f16 is 2048: the other branch, and one more turn.
     def fn(x, one):
@@ -182,6 +184,7 @@ def test_the_two_runs_may_go_different_ways():
     )
 
 
+@pytest.mark.slow
 def test_what_follows_another_branch_is_not_to_blame():
     def fn(w, x):
         h = x @ w
@@ -218,6 +221,7 @@ def unread(w, x, through):
     return getattr(jax, through)(layer)(x)[0].sum()
 
 
+@pytest.mark.slow
 def test_what_nobody_reads_is_no_site():
     w, x = np.eye(4, dtype=np.float32), np.ones((2, 4), np.float32)
     losses, others = ["scan", "checkpoint"], "fori_loop while_loop cond jit".split()
@@ -231,6 +235,7 @@ def test_what_nobody_reads_is_no_site():
         assert d.first_nonfinite is None and d.advice == ()
 
 
+@pytest.mark.slow
 def test_what_the_next_turn_reads_and_what_chooses_a_branch_are_sites():
     # The exponential is read by the turn after the next one.
     def turn(state, _):
@@ -298,6 +303,7 @@ def test_effects_happen_once_in_each_run_and_their_results_are_taken():
     assert all(s.error is None for s in d.sites)
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_computes_again_has_no_effect_again():
     seen: list[float] = []
 
@@ -383,6 +389,7 @@ def all_at_once():
             yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "around", [all_at_once, pytest.param(jax.disable_jit, marks=pytest.mark.slow)]
 )
@@ -412,6 +419,7 @@ def test_a_function_that_raises_raises_its_own_error():
         amp.diagnose(fn)(1.0)
 
 
+@pytest.mark.slow
 def test_a_value_that_two_operations_read_is_the_same_in_both():
     # The derivative of a clip asks whether `x == max(x, low)`. XLA had computed `x`
     # twice, rounded otherwise: a third of the gradient was zero.
@@ -453,6 +461,7 @@ class Readers(nn.Module):
         return jnp.sum(both)
 
 
+@pytest.mark.slow
 def test_a_cast_that_leaves_a_softmax_is_in_the_module_that_reads_it():
     model, x = Readers(), np.ones((16, 16), np.float32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), x)

@@ -61,6 +61,7 @@ def test_the_run_that_checks_the_policy_is_not_compiled_again(compilations):
     assert compilations() == before
 
 
+@pytest.mark.slow
 def test_what_is_closed_over_and_which_argument_is_read_is_that_of_this_call():
     held = {}
     diagnosed = amp.diagnose(lambda w, a, b: w * held["x"] * (a if held["a"] else b))
@@ -72,6 +73,7 @@ def test_what_is_closed_over_and_which_argument_is_read_is_that_of_this_call():
         assert found == [by, by * largest]
 
 
+@pytest.mark.slow
 def test_an_nnx_module_is_as_it_is_at_this_call(compilations):
     class Scaled(nnx.Module):
         def __init__(self):
@@ -109,6 +111,7 @@ def test_the_callbacks_of_this_call_are_called():
         assert (held["seen"], found.value) == ([2.0, 2.0], 2 * factor)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("kind", ["argument", "constraint", "default"])
 def test_the_devices_are_those_of_this_call(kind):
     held = {}
@@ -188,6 +191,7 @@ def test_what_failed_is_compiled_again():
     assert executables.once("key", Future) is well
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(("turns", "fast"), [(4, True), (1000, False)])
 def test_a_program_with_many_turns_is_optimised(turns, fast, monkeypatch):
     told = []

@@ -139,6 +139,7 @@ def planted():
     return loss, params, x
 
 
+@pytest.mark.slow
 def test_tune_moves_the_module_that_needs_more_than_8_bits(planted):
     loss, params, x = planted
     exact = jax.jit(jax.grad(loss))(params, x)

@@ -52,6 +52,7 @@ def between(a, b, x):
 ONLINE, PAIR = linear(), Pair()
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("loss", "args", "argnums"),
     [
@@ -73,6 +74,7 @@ def test_a_variable_has_one_gradient_and_an_array_that_two_share_has_two(
     assert_gradients_are(d.gradients, wanted)
 
 
+@pytest.mark.slow
 def test_the_loss_scale_of_a_network_with_a_target_is_that_of_its_gradient():
     target = nnx.clone(ONLINE)
     d, alone = (
@@ -147,6 +149,7 @@ OF_STATES = {
 }
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", OF_STATES)
 def test_states_and_variables_have_the_gradients_of_value_and_grad(name):
     loss, args, argnums = OF_STATES[name]
@@ -215,6 +218,7 @@ def without_a_rule(x):
     return jnp.sum(jax.lax.linalg.schur(jnp.outer(x, x))[0])
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("loss", [looped, called_back, without_a_rule])
 def test_a_scalar_without_a_gradient_is_told_what_diagnoses_it(loss):
     with pytest.raises((ValueError, NotImplementedError)) as of_jax:
@@ -230,6 +234,7 @@ def test_a_scalar_without_a_gradient_is_told_what_diagnoses_it(loss):
         assert str(of_jax.value).rstrip(".") in text and "diagnoses the forw" in text
 
 
+@pytest.mark.slow
 def test_a_function_that_returns_such_a_scalar_in_a_list_is_diagnosed():
     fns = looped, called_back, without_a_rule
     d = amp.diagnose(lambda x: [fn(x) for fn in fns], "float32")(X[0])

@@ -116,6 +116,7 @@ def turns(inner, x):
     return lax.scan(lambda x, _: (inner(x), None), x, length=2)[0]
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("around", [branch, loop, turns])
 def test_a_body_in_bodies_is_traced_once(around, monkeypatch):
     ran, run = [], Lockstep.run

@@ -72,6 +72,7 @@ def alone(name):
     return diagnosed, diagnosed(w, x), w, x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
@@ -100,6 +101,7 @@ def test_sharded_arrays_have_the_figures_of_whole_ones(name, axes):
         assert site.size == site.zeros + site.nonfinite + sum(site.exponents.values())
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("axes", AXES)
 def test_tune_measures_sharded_arrays(axes):
     w, x = (jax.random.normal(jax.random.key(i), (16, 16)) for i in range(2))
@@ -133,6 +135,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "is_loss"),
     [
@@ -184,6 +187,7 @@ def test_tune_measures_what_is_inside_of_auto_axes():
     assert found.error <= 1e-6 < error
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("kind", AXES.values(), ids=AXES)
 def test_a_sharded_map_is_counted_whatever_the_axes_of_its_mesh_are(kind):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,))
@@ -211,6 +215,7 @@ def test_a_sharded_map_is_counted_whatever_the_axes_of_its_mesh_are(kind):
     assert found.amax == exact.max()
 
 
+@pytest.mark.slow
 def test_zeros_for_another_branch_are_no_sites_in_a_sharded_map():
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
     rows = PartitionSpec("d")

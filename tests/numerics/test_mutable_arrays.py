@@ -58,6 +58,7 @@ def frozen(x):
     return jnp.sum(jax.freeze(ref) * 3)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("fn", [in_scan, in_branch, in_jitted, frozen])
 def test_a_mutable_array_is_measured_where_it_is_read(fn):
     d = amp.diagnose(fn, "mixed_float16")(X)
@@ -148,6 +149,7 @@ def test_the_error_of_what_is_read_is_that_of_what_was_written():
         assert read.amplification == pytest.approx(1.0, rel=0.01)
 
 
+@pytest.mark.slow
 def test_what_a_mutable_array_holds_is_made_where_it_was_computed():
     def fn(w, x):
         ref = jax.new_ref(jnp.zeros((4, 4)))

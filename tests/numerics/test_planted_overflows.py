@@ -125,6 +125,7 @@ TOGETHER = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", TOGETHER)
 def test_an_overflow_is_found_where_it_is_made_and_the_policy_is_finite(names):
     weights = {name: W * 1e5 if name == "parameter" else W for name in names}
@@ -164,6 +165,7 @@ def test_the_module_that_overflows_is_named_in_linen():
     assert list(d.gradients) == keys
 
 
+@pytest.mark.slow
 def test_an_nnx_module_is_named_and_left_as_it_was():
     model = Layers(nnx.Rngs(0))
     before = jax.tree.map(np.asarray, nnx.state(model))
@@ -181,6 +183,7 @@ def test_an_nnx_module_is_named_and_left_as_it_was():
     assert jnp.isfinite(value)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "fn",
     [

@@ -79,6 +79,7 @@ def _assert_figures(arrays, layout):
     assert jax.jit(worst_of)(list(map(jnp.asarray, arrays))).tolist() == worst
 
 
+@pytest.mark.breadth(1)
 def test_figures_are_those_of_each_array(backend):
     arrays = _made(SIZES)
     arrays.append(np.array([2.0**-149, -(2.0**-140), 0.0, -0.0], np.float32))
@@ -86,6 +87,7 @@ def test_figures_are_those_of_each_array(backend):
     _assert_figures(arrays, F32_LAYOUT)
 
 
+@pytest.mark.slow
 def test_figures_of_f64_are_exact():
     with jax.enable_x64(True):
         arrays = _made(SIZES, [np.float64, np.complex128])
@@ -103,6 +105,7 @@ def _relative(low, full):
     return np.linalg.norm(low - full) / np.linalg.norm(full)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("scale", [1.0, 2.0**90, 2.0**-90])
 def test_distances_are_those_of_each_pair(scale, backend):
     # Squares of the scaled values are no f32.

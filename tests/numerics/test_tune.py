@@ -109,6 +109,7 @@ def stack():
     return loss, args, amp.tune(loss, max_grad_error=4e-3)(*args)
 
 
+@pytest.mark.slow
 def test_of_four_blocks_the_faulty_one_alone_gets_f32(stack):
     loss, args, tuning = stack
     assert patterns(tuning) == {"block_2/layer": F32}
@@ -297,6 +298,7 @@ def cancel(h, offset):
     return jnp.tanh((h + offset) - offset)
 
 
+@pytest.mark.slow
 def test_without_modules_the_faulty_function_is_named():
     def loss(w, x, offset):
         for i, fn in enumerate((clean, cancel, clean)):
@@ -350,6 +352,7 @@ def shrink(x):
 shrink.defjvps(lambda t, out, x: t * 0.5)
 
 
+@pytest.mark.slow
 def test_every_construct_rounds_by_its_flag():
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -400,6 +403,7 @@ class TwoFaults(nn.Module):
         return Scaled(fault=True, name="cancels")(x, offset)
 
 
+@pytest.mark.slow
 def test_bf16_cures_an_overflow_and_only_f32_a_cancellation():
     params, loss = linen_loss(TwoFaults())
     offset = OFFSET * 5

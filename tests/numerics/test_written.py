@@ -50,6 +50,7 @@ MASKS = {
 }
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("policy", MASKS)
 def test_the_constant_of_a_mask_is_not_the_largest_value_of_its_module(policy):
     masks = {f"attention_{i}": each for i, each in enumerate(MASKS[policy])}

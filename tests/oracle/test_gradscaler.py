@@ -105,6 +105,7 @@ def replay(scenario: dict):
         }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", [n for n in TORCH if n != "backoff_negative"])
 def test_a_run_goes_as_with_torchs_gradscaler(name):
     scenario = TORCH[name]
@@ -180,6 +181,7 @@ def scales_and_trackers(scaler, overflow):
     return jax.lax.scan(step, scaler, overflow)[1]
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize(
     "scenario",
     [

@@ -67,6 +67,7 @@ def shape_of_an_operand(h, w, y, b):
     return [jnp.einsum("in,nj->ij", jnp.tanh(y[:, :n]), w[:n]) for n in (2, 1)]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.filterwarnings("ignore:Policy. 'doubled' decided nothing")
 @pytest.mark.parametrize(
     ("program", "primitive", "dtypes"),

@@ -77,6 +77,7 @@ def inside(fn, *args):
     return jax.jit(amp.autocast(fn, "mixed_bfloat16"))(*args)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradient_of_a_difference_of_equal_passes_is_zero(activation):
     f = model(activation)
@@ -94,6 +95,7 @@ def test_gradient_of_a_difference_of_equal_passes_is_zero(activation):
     assert largest(inside(step, P)) == 0
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_outputs_are_those_of_the_pass_without_a_gradient(form):
     f = model("tanh", FORMS[form])
@@ -177,6 +179,7 @@ def test_what_the_backward_pass_alone_reads_is_made_for_it(wrap):
     assert results_of(step, p, primitive="sub") == ["float32"]
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("activation", ["tanh", "sin", "squared relu"])
 def test_gradients_are_as_exact_as_where_they_are_taken_around(activation):
     f = model(activation)

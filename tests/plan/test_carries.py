@@ -37,6 +37,7 @@ def in_a_while_loop(step, y):
     )[1]
 
 
+@pytest.mark.slow
 @each_policy
 def test_the_spellings_of_a_loop_have_the_same_error(policy):
     spellings = (in_python, in_a_scan, in_a_fori_loop, in_a_while_loop)

@@ -31,6 +31,7 @@ def is_enough(kept, edges, given, needed, count):
     return all(there[i] for i in needed)
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_cut_is_enough_and_no_other_is_smaller(seed):
     count = 9

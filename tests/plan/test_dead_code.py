@@ -126,6 +126,7 @@ DEAD = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dead", DEAD.values(), ids=DEAD)
 def test_a_reader_that_nobody_reads_takes_no_digits(dead):
     # A product of powers of two: only what follows it could round.
@@ -138,6 +139,7 @@ def test_a_reader_that_nobody_reads_takes_no_digits(dead):
     np.testing.assert_allclose(got, exact, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dead", DEAD.values(), ids=DEAD)
 def test_the_program_without_dead_lines_computes_the_same(dead):
     program = jax.make_jaxpr(jax.value_and_grad(lambda x: jnp.sum(dead(x @ W))))
@@ -207,6 +209,7 @@ def in_an_unread_carry(h):
     return lax.scan(turn, (h, h), jnp.stack([W] * 3))[0][0]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "dead",
     [
@@ -338,6 +341,7 @@ X2 = jnp.asarray(np.random.default_rng(2).normal(size=(64, 64)), jnp.float32)
 W2 = jnp.asarray(np.random.default_rng(3).normal(size=(64, 64)), jnp.float32) / 9
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 @pytest.mark.parametrize(
     ("fn", "plain", "w", "tolerance"),

@@ -34,6 +34,7 @@ W = jax.random.normal(jax.random.key(1), (LAYERS, WIDTH, WIDTH)) / WIDTH**0.5
 
 
 class TestFormat:
+    @pytest.mark.breadth(1)
     @pytest.mark.parametrize("columns", [1, 100, 128, 300])
     def test_int8_has_a_scale_for_each_128_elements(self, columns):
         x = np.random.default_rng(columns).normal(size=(5, columns)).astype(np.float32)
@@ -54,6 +55,7 @@ class TestFormat:
         # XLA multiplies by the reciprocal of 448.
         np.testing.assert_allclose(found.restored(), expected * scale, rtol=3e-7)
 
+    @pytest.mark.breadth(2)
     @pytest.mark.parametrize("word", WORDS)
     @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
     def test_a_block_with_a_number_that_is_not_finite_is_nan(self, word, value):
@@ -63,6 +65,7 @@ class TestFormat:
         np.testing.assert_array_equal(found[0], 1.0)
         assert np.isnan(found[1, 128:]).all() == (word == "e4m3")
 
+    @pytest.mark.breadth(1)
     @pytest.mark.parametrize("word", WORDS)
     def test_zeros_stay_zeros(self, word):
         found = EightBits.of(jnp.zeros((2, 130), jnp.bfloat16), word).restored()
@@ -82,6 +85,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize(("layer", "form"), PROGRAMS)
 def test_gradients_are_rounded_and_not_wrong(layer, form):
     # The formats differ in what is rounded, and not in what is kept.
@@ -137,6 +141,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize(
     ("layer", "form"),
     [
@@ -174,6 +179,7 @@ def test_what_is_rounded_is_all_that_differs(layer, form, monkeypatch):
             assert relative <= 2**-9
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transformations_go_through(name, word):
@@ -199,6 +205,7 @@ def test_transformations_go_through(name, word):
             assert 0 < relative < (0.02 if word == "int8" else 0.05)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("way", [jax.jacfwd, jax.jacrev])
 def test_second_derivatives_are_rounded_and_not_wrong(way):
     direction = W[1:2]
@@ -251,6 +258,7 @@ ALIVE = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", [*SQUARED, *ALIVE])
 def test_what_stays_as_it_is(name):
     def loss(w, x):
@@ -306,6 +314,7 @@ def test_a_module_under_all_keeps_what_it_makes():
     assert shapes("all", "int8") > 0 == shapes("all", "all")
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("word", WORDS)
 def test_a_gradient_shows_a_number_that_is_not_finite(word):
     def loss(w, x):
@@ -318,6 +327,7 @@ def test_a_gradient_shows_a_number_that_is_not_finite(word):
     assert np.isfinite(jax.grad(autocast(loss, word))(W, X)).all()
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("layer", ["attention", "gated"])
 def test_no_product_runs_twice(layer):
     loss = functools.partial(unrolled, LAYER[layer])

@@ -215,6 +215,7 @@ def kinds(fn, policy, *args):
     return [names[row.dtype] for row in rows if row.operation == "dot_general"]
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", SOLVED)
 def test_products_that_linear_algebra_reads_are_f32(name):
     fn, expected = SOLVED[name]
@@ -257,6 +258,7 @@ def loss_of(fn):
     return loss
 
 
+@pytest.mark.breadth(2)
 @each_policy
 @pytest.mark.parametrize("name", ["kernel", "filter", "normal_equations"])
 def test_what_has_no_layer_is_that_of_f32(name, policy):
@@ -315,12 +317,14 @@ DISTANCES = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", DISTANCES)
 def test_distances_by_a_product_are_f32(name):
     fn, expected = DISTANCES[name]
     assert kinds(fn, BF16, X, W) == expected
 
 
+@pytest.mark.breadth(1)
 @each_policy
 def test_neighbours_far_from_the_origin_are_found(policy):
     def neighbours(x):
@@ -354,6 +358,7 @@ def bootstrapped(x, w, half=None):
     return jnp.mean((network(x)[:, 0] - target) ** 2)
 
 
+@pytest.mark.breadth(1)
 @each_policy
 def test_a_target_is_as_exact_as_by_hand(policy):
     half = amp.get_policy(policy).compute_dtype
@@ -382,6 +387,7 @@ STOPPED = {
 # What else reads it: a product, the program, a derivative, an opaque call.
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", STOPPED)
 def test_what_stop_gradient_alone_reads_is_f32(name):
     def fn(x, w):
@@ -425,6 +431,7 @@ def test_the_network_of_a_target_is_in_half(policy):
     assert results_of(amp.autocast(fn, policy), X, W, primitive="sin") == [HALF, F32]
 
 
+@pytest.mark.breadth(1)
 @each_policy
 def test_the_gradient_of_a_product_with_a_solution_is_planned_from_outside(policy):
     """Its cotangent, the number 1, is a literal and a factor of a product."""

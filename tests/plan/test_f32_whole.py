@@ -55,6 +55,7 @@ def with_the_flag_of_the_turn_before(x, w):
     return lax.while_loop(lambda c: c[1][0], turn, (x, (True, True), 0))
 
 
+@pytest.mark.breadth(2)
 @each_policy
 @pytest.mark.parametrize(
     "solve", [fixed_point, with_a_flag, with_the_flag_of_the_turn_before]
@@ -153,6 +154,7 @@ TABLES = {
 }
 
 
+@pytest.mark.breadth(2)
 @each_policy
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_angles_have_all_their_digits_however_they_are_spelled(table, policy):
@@ -213,6 +215,7 @@ def test_a_policy_may_name_a_product_that_adds_nothing_up():
 # Products that are places
 
 
+@pytest.mark.breadth(2)
 @each_policy
 @pytest.mark.parametrize(
     "row",
@@ -262,6 +265,7 @@ def test_a_product_that_is_rounded_is_half_unless_a_constant_is_in_it():
     assert products(amp.autocast(pixels), W) == ["bfloat16", "float32"]
 
 
+@pytest.mark.breadth(2)
 @each_policy
 @pytest.mark.parametrize(
     "draw",
@@ -307,6 +311,7 @@ def test_a_table_of_small_numbers_is_half():
     assert products(amp.autocast(expected), W) == ["bfloat16"] * 2
 
 
+@pytest.mark.breadth(2)
 @each_policy
 @pytest.mark.parametrize("seed", range(4))
 def test_a_histogram_counts_every_value(seed, policy):
@@ -317,6 +322,7 @@ def test_a_histogram_counts_every_value(seed, policy):
     assert counts.sum() == 64 and edges.dtype == jnp.float32
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "function",
     [

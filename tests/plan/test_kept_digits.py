@@ -55,6 +55,7 @@ def test_of_a_stream_that_is_returned_the_last_sum_alone_is_f32():
     assert adds == ["bfloat16", "bfloat16", "float32"]
 
 
+@pytest.mark.breadth(2)
 @each_policy
 @pytest.mark.parametrize(
     "write",
@@ -166,6 +167,7 @@ def test_what_only_comparisons_read_is_f32_and_asks_for_nothing():
 # Indices
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "index",
     [jnp.floor, jnp.ceil, jnp.round, lambda x: x.astype(jnp.int32)],
@@ -266,6 +268,7 @@ def test_a_small_array_that_is_closed_over_is_a_state_as_an_argument_is():
     assert bias == ["bfloat16"]
 
 
+@pytest.mark.breadth(2)
 @each_policy
 @pytest.mark.parametrize("around", ["cond", "scan"])
 def test_a_sentinel_of_a_branch_or_a_loop_saturates_where_products_read_it(
@@ -289,6 +292,7 @@ def test_a_sentinel_of_a_branch_or_a_loop_saturates_where_products_read_it(
     assert product == 0.0  # -inf * 0 would be NaN
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "pieces",
     [lambda h: jnp.split(h, 2), jnp.unstack, lambda h: [h.T], lambda h: [h[:3]]],

@@ -44,6 +44,7 @@ every_program = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.breadth(3)
 @every_program
 def test_values_and_gradients_are_those_of_all_bit_for_bit(layer, form):
     def run():
@@ -95,6 +96,7 @@ def test_complex_values_are_kept_as_all_keeps_them(layer):
     are_near(apart(f"complex {layer.__name__}", run))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("name", "layer"),
     [*zip(TRANSFORMED, 3 * ["gelu_layer", "attention"], strict=True)],
@@ -135,6 +137,7 @@ def kept_bytes(fn, *args):
     return sum(a.size * a.dtype.itemsize for a in kept(fn, *args))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("layer", ["gelu_layer", "attention", "gated", "dropout"])
 def test_each_word_keeps_no_more_than_the_one_before(layer):
     # Weights are arguments, not slices of one.
@@ -398,6 +401,7 @@ def test_a_block_ends_where_the_fewest_elements_leave_it():
     assert leaving(product) == leaving(both) == [{(1024, 1024)}]
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_sharded_program_has_the_gradients_of_all(inside):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "d")

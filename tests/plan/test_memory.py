@@ -77,6 +77,7 @@ def normalized(w, scale=1.0):
     return norm.apply({}, h) @ w
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(("half", "kept"), [("bfloat16", 2), ("float16", 4)])
 def test_a_norm_keeps_a_costly_sum_in_bf16_but_not_in_f16(half, kept):
     saved = [leaf for leaf in saved_of(normalized, half) if leaf.shape == X.shape]
@@ -104,11 +105,13 @@ def addition_of(fn, *args):
     return row
 
 
+@pytest.mark.breadth(1)
 def test_what_is_looked_up_is_added_to_scores_in_half(half):
     assert addition_of(autocast(attention, half), W, TABLE) == (half,) * 3
     assert_gradient_is_only_rounded(attention, W, TABLE)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("move", [jnp.copy, lambda b: b.T.T, jax.jit(lambda b: b[:])])
 def test_what_is_looked_up_may_be_moved_before(move, half):
     fn = autocast(lambda w, t: jax.nn.softmax(X @ w + move(t[BUCKETS])) @ w, half)
@@ -148,6 +151,7 @@ def gate_of(sums, half):
     return dtypes_of(fn, W, primitive="mul")[-1]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("sums", SUMS.values(), ids=SUMS)
 def test_a_gate_of_sums_is_bf16_and_f32_where_sums_overflow_f16(sums):
     assert gate_of(sums, "bfloat16") == ("bfloat16",) * 3
@@ -185,6 +189,7 @@ def unit_derivative(primals, tangents):
     return found, factor * (tangent - along)
 
 
+@pytest.mark.breadth(1)
 def test_a_rule_keeps_the_half_operand_that_others_read_too(half):
     def fn(w):
         h = X @ w
@@ -208,6 +213,7 @@ def softmax_of(function):
     return fn
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("function", "apart"),
     [

@@ -92,6 +92,7 @@ def test_an_operation_that_is_exact_saves_no_operand_but_to_compare_it():
     assert saving == {"max", "min", "reduce_max", "reduce_min"}
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", COMPUTED)
 def test_what_a_derivative_saves_is_what_jax_saves(name):
     fn, args = written(name)
@@ -110,6 +111,7 @@ def test_what_a_derivative_saves_is_what_jax_saves(name):
         np.testing.assert_allclose(floats[0], scale[name], rtol=1e-6)
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize(
     "name", [n for n, o in OPERATIONS.items() if o.row.limits is not None]
 )
@@ -136,6 +138,7 @@ def saved_bytes(fn):
     return measures.traced(amp.autocast(loss, policy), shape, shape).saved_bytes
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "fn",
     [

@@ -105,6 +105,7 @@ def assert_is_that_of_numpy(x, labels, mode):
         np.testing.assert_array_equal(gradient, derivative)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("mode", [FILL, CLIP, PROMISE], ids=lambda m: m.name)
 @pytest.mark.parametrize("dtype", INDICES)
 def test_indices_of_every_dtype_pick_from_rows_longer_than_they_count(dtype, mode):
@@ -113,6 +114,7 @@ def test_indices_of_every_dtype_pick_from_rows_longer_than_they_count(dtype, mod
     assert_is_that_of_numpy(small_integers(ROWS, length), labels, mode)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("mode", [FILL, CLIP], ids=lambda m: m.name)
 @pytest.mark.parametrize(
     "labels",
@@ -129,6 +131,7 @@ def test_an_index_out_of_bounds_is_filled_or_clipped_as_in_a_gather(labels, mode
     assert_is_that_of_numpy(small_integers(ROWS, 20), labels, mode)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", INDICES)
 def test_the_labels_of_a_loss_may_be_of_any_integer_dtype(dtype):
     length, largest = INDICES[dtype]
@@ -147,6 +150,7 @@ def test_the_labels_of_a_loss_may_be_of_any_integer_dtype(dtype):
         np.testing.assert_array_equal(found[1], derivative)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("mode", [FILL, CLIP], ids=lambda m: m.name)
 def test_its_tangent_is_what_is_picked_from_the_tangents(mode):
     x, tangent = small_integers(2, ROWS, 20)
@@ -183,6 +187,7 @@ def test_its_tangent_is_what_is_picked_from_the_tangents(mode):
         found_by(mixed)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("axes", [(0, 0), (None, 0), (0, None)], ids=str)
 def test_it_is_batched_along_operand_and_indices(axes):
     x = jnp.asarray(small_integers(2, ROWS, 20), jnp.float32)
@@ -202,6 +207,7 @@ def test_it_is_batched_along_operand_and_indices(axes):
         np.testing.assert_array_equal(found[1][i], derivative)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("place", ["inside", "outside"])
 def test_a_batched_loss_is_that_of_f32(place):
     x = jnp.asarray(small_integers(2, ROWS, 20), jnp.float32)
@@ -282,12 +288,14 @@ def assert_differentiated_as_by_jax(fn):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", PICKS)
 def test_one_element_of_each_row_is_a_pick(name):
     assert picks_from_rows(gather_of(PICKS[name], X))
     assert_differentiated_as_by_jax(PICKS[name])
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_looks_like_a_pick_is_differentiated_as_by_jax(name):
     assert not picks_from_rows(gather_of(OTHERS[name], X))

@@ -326,6 +326,7 @@ def test_a_misfit_travels_into_a_jit(half):
     assert dtypes_of(fn, X, W, primitive="add") == [("float32",) * 3]
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_a_mask_in_a_selection_saturates_for_half_readers_alone(policy):
     lowest = float(jnp.finfo(jnp.float32).min)
@@ -545,6 +546,7 @@ def test_the_gradients_of_f32_consumers_are_summed_in_f32(half):
     assert rows and set(rows) == {"float32"}
 
 
+@pytest.mark.breadth(1)
 def test_a_norm_takes_half_and_keeps_its_own_parameters_in_f32(half):
     class Net(nn.Module):
         @nn.compact
@@ -570,6 +572,7 @@ def test_a_norm_takes_half_and_keeps_its_own_parameters_in_f32(half):
 # What f32 operations between half-precision values keep
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
 def test_a_softmax_between_half_values_saves_no_f32(half, wrap):
     softmax = wrap(lambda scores: jax.nn.softmax(scores))
@@ -583,6 +586,7 @@ def test_a_softmax_between_half_values_saves_no_f32(half, wrap):
     assert saved and {v.dtype.name for v in saved} == {half}
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "function",
     [
@@ -738,6 +742,7 @@ def test_a_convolution_with_an_f32_result_is_differentiable():
 # Modules
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "norm",
     [

@@ -123,6 +123,7 @@ def test_hashes_are_kept_of_the_programs_that_there_are():
     assert is_writing() or written()["programs"].keys() == names
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("room", ["zoo", "idioms", "loops"])
 def test_hash_tells_plans_apart_and_is_the_same_for_each_trace(room):
     if is_model := room == "zoo":

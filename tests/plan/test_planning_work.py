@@ -105,6 +105,7 @@ def results(n):
     return lambda w, x: sum(jnp.mean(y) for y in many([x] * n, w))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "fp8"])
 @pytest.mark.parametrize(
     "program, size",

@@ -295,6 +295,7 @@ def gradients(program, policy, inside=False):
     return jax.jit(fn, compiler_options=EXACT if inside else None)(*params)
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 def test_gradients_leave_in_f32_and_values_stay(program, inside):
@@ -316,6 +317,7 @@ STORED = [
 ]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("program", STORED, ids=lambda f: f.__name__)
 def test_gradients_of_half_parameters_leave_in_f32_and_values_stay(program):
     params = [w.astype(jnp.bfloat16) for w in parameters(PROGRAMS[program])]
@@ -340,6 +342,7 @@ def test_a_region_says_itself_whether_its_gradients_are_f32():
     assert digits(found) > MANY and digits(other) < FEW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 def test_without_it_the_same_gradients_are_half(inside):
     # So that the test above can fail.
@@ -362,6 +365,7 @@ def convolutions(x, ws):
     return jnp.sum(x**2)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["inline", "jit"])
 @pytest.mark.parametrize(
     ("fn", "x"), [(layers, X), (convolutions, array(5, 2, 8, 8, 16))]
@@ -392,6 +396,7 @@ def test_inside_the_gradient_of_a_half_weight_is_half(stored):
     assert ("a parameter is f32" in reasons[-1]) == (stored == "float32")
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("policy", [HALF, REDUCED], ids=["half", "reduced"])
 def test_a_checkpoint_that_saves_products_runs_none_again(policy):
     saveable = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -409,6 +414,7 @@ def test_a_checkpoint_that_saves_products_runs_none_again(policy):
     assert compiled.as_text().count(" dot(") == 3 * 4 - 1
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "program",
     [dense, many_moves, looked_up, convolution, scanned, slopes, quotient],
@@ -463,6 +469,7 @@ def test_a_product_is_summed_in_f32_from_half_operands():
     assert not np.allclose(rounded, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("word", ["all", "auto", "least", "int8", "e4m3"])
 def test_what_is_kept_does_not_decide_in_what_a_gradient_is_summed(word):
     w, b = 0.3 * array(1, 3, 128, 128), 0.3 * array(2, 3, 128)
@@ -527,6 +534,7 @@ def gradient_of(recipe):
     return found
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", ["O1", "O2", "O3", "OD", "bf16"])
 def test_recipes_take_it(name):
     recipe = amp.recipe(name, half_dtype="bfloat16", reduce_dtype="float32")
@@ -583,6 +591,7 @@ def pointwise(w, v):
     return jnp.mean(jnp.tanh(made + h) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argnum", [0, 1])
 def test_products_of_a_cpu(argnum, monkeypatch):
     monkeypatch.setattr(cpu_target, "this_cpu", lambda: Cpu(native=True))
@@ -662,6 +671,7 @@ def test_the_figures_that_are_kept_hold_the_bounds():
             assert next(sizes) + before["reduced"]["bf16"] == next(sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("matmul", ["", ",m=fp8"])
 def test_diagnose_sees_the_same_products(matmul):
     w, b, v = 0.1 * array(1, 64, 64), array(2, 64), 0.1 * array(3, 64, 64)

@@ -81,6 +81,7 @@ COSTLY = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", COSTLY)
 def test_what_moves_or_saturates_a_costly_f32_value_for_half_is_half(name, half):
     def fn(w):
@@ -126,6 +127,7 @@ DELICATE = {
 }
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("operation", DELICATE)
 @pytest.mark.parametrize("name", ("cumsum", "segment_sum", "results_of_a_loop"))
 def test_what_needs_the_digits_of_a_costly_f32_value_has_them(name, operation, half):
@@ -308,6 +310,7 @@ def test_what_is_computed_from_parameters_is_kept_in_half_if_only_half_reads_it(
     assert stacked(lambda layers: jnp.sum(jnp.exp(weights(layers)))) == ["float32"]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "read_twice",
     [

@@ -156,6 +156,7 @@ def _calls(eqn):
     return any(True for _ in _inner(eqn))
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_runs_in_the_dtype_that_torch_runs_it_in(name):
     entry = TORCH[name]["cuda_f16"]

@@ -211,6 +211,7 @@ WITH_LOOPS = names_with(r"(?<!associative_)scan\(|fori_loop\(|lax\.map\(")
 WITH_BRANCHES = names_with(r"lax\.(cond|switch)\(")
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize(
     ("name", "way", "dtype"),
     [
@@ -227,6 +228,7 @@ def test_idiom_in_pieces_has_the_same_plan(name, way, dtype):
     assert not moved(name, way, dtype)
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize(
     ("name", "way", "dtype"),
     [
@@ -241,6 +243,7 @@ def test_idiom_with_loops_and_branches_written_otherwise_has_the_same_plan(
     assert not moved(name, way, dtype)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("name", "way", "dtype"),
     [
@@ -298,6 +301,7 @@ def straight():
     return cutting.traced(everything, *args), args, jax.jit(everything)(*args)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "way",
     [
@@ -340,6 +344,7 @@ def moved_by_vmap(name: str, dtype: str) -> bool:
     return products(planned(name, dtype)) != products(plan_of(inside.closed, dtype))
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize(
     ("name", "way", "dtype"),
     [case(name, "vmap", dtype) for name, dtype in [*MAPPED.items()][::8]],
@@ -652,6 +657,7 @@ def paired(was: list[set[Row]], now: list[set[Row]]) -> list[tuple[set[Row], set
     return [(set().union(*was), set().union(*now))]
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize(
     ("name", "way", "dtype"),
     [
@@ -696,6 +702,7 @@ AROUND: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("around", "way", "dtype"),
     [case(around, way, "bfloat16") for around in AROUND for way in STEPS],

@@ -20,6 +20,7 @@ each_half = pytest.mark.parametrize("half", [BF16, F16])
 # Second readers
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "reader",
     [
@@ -75,6 +76,7 @@ def test_a_bound_meets_the_round_number_that_half_precision_rounds_it_to(bound, 
     assert {d: number for d, number in found.items() if number is not None} == met
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "clip",
     [
@@ -101,6 +103,7 @@ def test_a_bound_that_half_precision_holds_stays_half():
 # Ranks
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "choose",
     [
@@ -137,6 +140,7 @@ def covariance(y, n=16):
     return y.T @ y / n - jnp.outer(mean, mean)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "fn",
     [

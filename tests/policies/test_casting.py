@@ -43,6 +43,7 @@ def test_values_are_rounded_to_nearest_even(dtype, rounded):
         )
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("source", [*HALF, jnp.float32])
 @pytest.mark.parametrize("target", [*HALF, jnp.float32])
 def test_every_castable_dtype_becomes_every_other(source, target):
@@ -138,6 +139,7 @@ def test_numpy_of_the_other_byte_order_is_converted():
 
 
 # jmp casts f64 as well, and without x64 numpy's default f64 is what users feed.
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", [*HALF, jnp.float32])
 def test_an_f64_leaf_follows_an_explicit_request(dtype):
     assert amp.cast_floating(np.ones(2), dtype).dtype == dtype
@@ -162,6 +164,7 @@ def test_a_shape_dtype_struct_changes_its_dtype_only():
     )
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("dtype", ["bf16", "f8_e4m3"])
 def test_sharding_is_kept(dtype, axis_type):
@@ -219,6 +222,7 @@ def test_gradient_through_a_cast_has_the_dtype_of_the_parameter(dtype):
     assert float(tangent) == 12.0
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("target", FP8)
 @pytest.mark.parametrize("source", [*HALF, jnp.float32, np.float64])
 def test_what_is_too_large_for_fp8_saturates_and_nan_stays(source, target):

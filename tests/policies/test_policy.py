@@ -199,6 +199,7 @@ def test_a_policy_passes_through_get_policy():
     assert amp.get_policy(policy) is policy
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("method", ["param", "compute", "output"])
 @pytest.mark.parametrize("jitted", [False, True])
 def test_cast_to_casts_floating_arrays_to_the_dtype_of_its_name(method, jitted):

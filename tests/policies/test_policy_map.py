@@ -836,6 +836,7 @@ def test_a_map_that_matched_once_is_silent_in_a_program_without_its_module():
     assert warned(apply, {"params": VARIABLES["params"]["block"]}, X) == []
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_helper_that_was_traced_under_an_equal_map_tells_what_it_matched(nested):
     traces = []

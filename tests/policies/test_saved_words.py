@@ -314,6 +314,7 @@ def test_what_makes_policies_of_others_keeps_the_word():
     assert found.default.saved == "least"
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("word", WORDS)
 def test_a_tuned_policy_has_the_word_where_it_is_half(word):
     policy = amp.Policy(saved=word)

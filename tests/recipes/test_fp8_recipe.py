@@ -124,6 +124,7 @@ def quantisations(fn: Callable[..., Any], *args: Any) -> int:
     return len(re.findall(r"stablehlo\.convert .*-> tensor<\w*xf8E4M3FN>", lowered))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("head", HEADS)
 def test_heads_of_linen_are_bfloat16_and_other_products_fp8(head):
     fn, args = called(Model(head), x())
@@ -131,6 +132,7 @@ def test_heads_of_linen_are_bfloat16_and_other_products_fp8(head):
     assert found == {"up": "e4m3", head: "bf16"}
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("head", HEADS)
 def test_heads_of_nnx_are_bfloat16_and_other_products_fp8(head):
     model = Model2(head, nnx.Rngs(0))
@@ -158,6 +160,7 @@ def test_heads_save_what_the_recipe_says_and_excluded_layers_all(word):
     assert full and not any(each.says_saved for each in full)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("model", [Tied(), TiedByHand()], ids=["Embed", "other class"])
 def test_an_embedding_that_makes_logits_is_bfloat16_in_linen(model):
     found = products(amp.recipe("fp8"), *called(model, tokens()))
@@ -191,6 +194,7 @@ def test_a_model_without_heads_gets_no_warning_of_entries_it_does_not_know():
     jax.eval_shape(amp.autocast(fn, more), *args)
 
 
+@pytest.mark.slow
 def test_an_excluded_layer_that_is_not_there_warns():
     fn, args = called(Model(None), x())
     recipe = amp.recipe("fp8", excluded_layers=("**/middle", nn.Conv))
@@ -204,6 +208,7 @@ def test_an_excluded_layer_that_is_not_there_warns():
     ]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "excluded, expected",
     [
@@ -227,6 +232,7 @@ def test_a_head_in_what_is_excluded_is_float32_too():
     assert products(excluded, fn, args) == {"up": "f32", "head": "f32"}
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("moved, dtype", [((), "bf16"), (("tanh",), "f32")])
 def test_operations_that_are_moved_are_moved_in_heads_too(moved, dtype):
     recipe = amp.recipe("fp8", custom_black_list=moved)

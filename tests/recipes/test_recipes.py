@@ -138,6 +138,7 @@ def test_names_of_one_setup_differ_in_the_scaler_alone(name):
         assert setup(other) == setup(name)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in sum(SAME.values(), ())])
 def test_every_recipe_trains_with_the_same_lines(name):
     f32 = trained_in_f32()[2]
@@ -221,6 +222,7 @@ def test_what_others_print_is_left_out(key):
 # What is stored how
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", ["O1", "O2", "O3"])
 def test_a_step_is_compiled_once(name):
     recipe = amp.recipe(name, "float16")
@@ -279,6 +281,7 @@ def test_masters_begin_with_the_digits_of_the_original():
     chex.assert_trees_all_equal(exported["head"]["kernel"], expected)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("wrapper", [amp.with_kahan, amp.with_master_weights])
 @pytest.mark.parametrize("inner", [optax.sgd(0.1, momentum=0.9), optax.adam(1e-2)])
 def test_init_begins_masters_as_init_from_does(wrapper, inner):
@@ -464,6 +467,7 @@ def test_an_optimizer_that_another_recipe_wrapped_is_refused():
         amp.recipe("O2").init(tx, variables()["params"])
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", ["O2", "O3", "fp16_naive"])
 def test_half_parameters_that_were_forgotten_are_warned_of(name):
     recipe = amp.recipe(name, "f16")
@@ -489,6 +493,7 @@ def test_an_optimizer_that_is_not_wrapped_is_refused():
         amp.recipe("O1").init(optax.sgd(0.1), variables()["params"])
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", ["O1", "O2", "O3"])
 def test_an_nnx_module_is_trained_with_an_nnx_optimizer(name):
     class Layer(nnx.Module):
@@ -603,6 +608,7 @@ def test_outputs_are_cast():
     assert found.dtype == F16
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", ["O2", "OD", "mixed_float16"])
 def test_what_is_not_enabled_is_exactly_float32(name):
     recipe = amp.recipe(name, enabled=False)
@@ -637,6 +643,7 @@ def test_several_losses_have_scales_of_their_own():
     assert not amp.last_step_finite(opt_state)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("O0", "float32"), *((name, "bfloat16") for name in ("O1", "O2", "O3", "OD"))],
@@ -804,6 +811,7 @@ MOVED: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.filterwarnings("ignore:.* the loss is float16")
 @pytest.mark.parametrize("name", MOVED)
 def test_moments_of_kernels_are_not_moved_to_the_layout_of_convolutions(name):

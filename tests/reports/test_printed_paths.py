@@ -83,6 +83,7 @@ def products(report):
     return {e.module: e.dtype for e in report.equations if e.matmuls}
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_printed_path_chooses_its_module_in_a_map(name):
     fn, args = CALLS[name]
@@ -94,6 +95,7 @@ def test_every_printed_path_chooses_its_module_in_a_map(name):
         assert found == {each: "f32" if each == path else "bf16" for each in printed}
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_glob_that_begins_with_the_outermost_module_is_understood(name):
     fn, args = CALLS[name]
@@ -138,6 +140,7 @@ def test_a_misspelt_path_of_a_tree_is_still_warned_of(glob):
         amp.cast_params(PARAMS, amp.PolicyMap("bf16", {glob: "float32"}))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("glob", ["Outer/net/head", "net/head", "net/h*", "**/head"])
 @pytest.mark.parametrize("name", ["linen", "jitted"])
 def test_drill_down_takes_paths_of_both_kinds(name, glob):

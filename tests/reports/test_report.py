@@ -60,6 +60,7 @@ def test_totals_are_the_sums_of_the_modules():
     assert report.total.flops == UP + DOWN
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(
     "options",
@@ -243,6 +244,7 @@ def jitted(x, w):
     return inner(inner(x, w), w)
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float16"])
 @pytest.mark.parametrize(
     "fn",
@@ -530,6 +532,7 @@ AS_TRACED = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("fn", AS_TRACED.values(), ids=AS_TRACED)
 def test_the_products_that_run_as_traced_are_those_of_the_compiled_program(fn):
     # A system tells products to its derivative alone; LU factors take none.
@@ -610,6 +613,7 @@ def weights_unrolled(ws, x):
     return x
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("batch", [1, 64])
 @pytest.mark.parametrize(
     "fn", [weights_unrolled, weights_in_jitted_calls, weights_in_a_scan]
@@ -709,6 +713,7 @@ def called(x, ws, gain):
 MASK, ZEROS, GAIN = 8 * 16, 8 * 16 * 4, 4
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("fn", "around"),
     [
@@ -881,6 +886,7 @@ def test_the_html_escapes_what_it_shows():
     assert "<lambda>" not in report._repr_html_()
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("pattern", "modules"),
     [

@@ -149,6 +149,7 @@ BEGUN = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("pin", PINS, ids=[pin.id for pin in PINS])
 def test_a_pin_is_named_with_its_words_and_where_it_begins(pin):
     fn, args, operation, begins, words = BEGUN[pin.id]
@@ -295,6 +296,7 @@ class MLP(nn.Module):
         return jax.nn.softmax(nn.Dense(16, name="down")(x))
 
 
+@pytest.mark.slow
 def test_every_equation_of_a_training_step_is_told():
     model = MLP()
     params = jax.eval_shape(model.init, jax.random.key(0), X)
@@ -314,6 +316,7 @@ def test_every_equation_of_a_training_step_is_told():
 # Overruling
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "fn, operation",
     [

@@ -85,6 +85,7 @@ def check(seeds, mode):
             )
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("seed, mode", list(enumerate(MODES)))
 def test_a_random_program_runs_and_is_that_of_f32(seed, mode):
     check([seed], mode)
@@ -110,6 +111,7 @@ FAILED = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", FAILED)
 def test_programs_that_xla_would_break_run(name):
     x, y = integers((64, 32)), integers((32, 32), 1)
@@ -198,6 +200,7 @@ def gradients_of_a_product(mode):
     return x, y, jax.tree.leaves(jax.jit(plain)(*args))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -256,6 +259,7 @@ def derivatives(name, second, wrapped):
     return bf16_products(lowered), jax.tree.leaves(lowered.compile()(*args))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("second", SECOND)
 @pytest.mark.parametrize("name", ["two products", "another rule", "a convolution"])
 def test_second_derivatives_of_a_rule_are_those_of_the_product(name, second):
@@ -279,6 +283,7 @@ DIMENSIONS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", DIMENSIONS)
 def test_values_and_gradients_are_exact(name):
     left, right, numbers = DIMENSIONS[name]
@@ -416,6 +421,7 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_a_convolution_of_one_pixel_is_a_product(name):
     layouts, strides = CONVOLUTIONS[name]
@@ -450,6 +456,7 @@ OTHER_CONVOLUTIONS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", OTHER_CONVOLUTIONS)
 def test_other_convolutions_are_those_of_f32(name):
     kernel, told = OTHER_CONVOLUTIONS[name]
@@ -470,6 +477,7 @@ def test_other_convolutions_are_those_of_f32(name):
 AXES = {"auto": jax.sharding.AxisType.Auto, "explicit": jax.sharding.AxisType.Explicit}
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.parametrize("equation", ["bk,kn->bn", "bk,kn->nb", "bck,ckn->cnb"])
 def test_a_sharded_step_is_that_of_one_device(equation, axes):

@@ -70,6 +70,7 @@ def mlp(w, v, x):
 NATIVE = ("bfloat16", "bfloat16", "float32")
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("target", [None, "gpu", "tpu"])
 def test_gpus_and_tpus_have_one_plan_which_is_the_default(native, target):
     args = arrays(SHAPE, SHAPE, SHAPE)
@@ -104,6 +105,7 @@ def test_on_a_cpu_all_else_is_f32(native):
     }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "fp8"])
 def test_on_a_cpu_without_instructions_the_program_is_that_of_f32(without, policy):
     args = arrays(SHAPE, SHAPE, SHAPE)
@@ -122,6 +124,7 @@ def test_fp8_has_bf16_products_on_a_cpu(native):
     assert products(amp.autocast(mlp, "fp8", target="cpu"), *args) == [NATIVE] * 2
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "left, right, is_native",
     [
@@ -296,6 +299,7 @@ def gradients_in_f64(is_around):
         return jax.device_get(jax.jit(jax.grad(loss, (0, 1)))(*wide))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "fp8"])
 @pytest.mark.parametrize("place", ["alone", "in a region", "around a region"])
 def test_a_marked_function_is_planned_as_any_other_on_a_cpu(native, policy, place):

@@ -129,6 +129,7 @@ class TestGemms:
         assert h100.convolutions(program) == []
 
 
+@pytest.mark.breadth(2)
 @h100.needs_compiler
 @pytest.mark.parametrize("dtype, name", [(F32, "f32"), (BF16, "bf16"), (F16, "f16")])
 def test_convolution_has_its_kind_and_dtypes_forward_and_backward(dtype, name):
@@ -155,6 +156,7 @@ class TestPureCasts:
         assert cast.dtypes == ("f32->bf16",)
         assert cast.elements == 256 * 512
 
+    @pytest.mark.breadth(2)
     @pytest.mark.parametrize(
         "fn, x",
         [

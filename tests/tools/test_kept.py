@@ -48,6 +48,7 @@ class TestFigures:
         assert figures(1) == {"casts": 1, "read": 1}
         assert len(figures.read) == 1
 
+    @pytest.mark.breadth(2)
     @pytest.mark.parametrize("moved", ["program", "version", "flag"])
     def test_it_is_compiled_again_where_something_moved(
         self, figures, monkeypatch, moved
@@ -178,6 +179,7 @@ class TestTrainings:
         monkeypatch.delenv("KEPT_FIGURES")
         assert training(0.5) == first and training.ran == [0.5]
 
+    @pytest.mark.breadth(2)
     @pytest.mark.parametrize("moved", ["program", "version", "flag", "source"])
     def test_it_runs_again_where_something_moved(self, training, monkeypatch, moved):
         monkeypatch.setenv("KEPT_FIGURES", "write")
@@ -314,6 +316,7 @@ class TestDryRun:
             len({plain, text(jnp.bfloat16), text(jnp.float32, donate_argnums=0)}) == 3
         )
 
+    @pytest.mark.breadth(2)
     @pytest.mark.parametrize("inside", [False, True])
     @pytest.mark.parametrize("make", [jnp_full, np_full, jax.random.key])
     def test_arrays_that_a_program_closes_over_make_another(self, make, inside):

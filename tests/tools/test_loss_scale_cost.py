@@ -49,6 +49,7 @@ def cost_of_update(storage: str, scaled: bool) -> Cost:
     return kept_cost(words, loss_scale_cost.update_program(storage, scaled))
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("clipped", [False, True], ids=["", "clipped"])
 @pytest.mark.parametrize(
     "name",
@@ -102,6 +103,7 @@ def per_parameter(count: int) -> float:
 DEAR = ("bf16, masters", "bf16, stochastic")
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "storage",
     [pytest.param(each, marks=[pytest.mark.slow] * (each in DEAR)) for each in STORAGE],
@@ -116,6 +118,7 @@ def test_the_check_of_a_step_that_clips_reads_no_gradient_again(storage):
     assert scaled.temp_bytes < 0.01 * 4 * loss_scale_cost.parameters()
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("storage", "kept", "moved"),
     [

@@ -41,6 +41,7 @@ def moved(kernels):
 
 
 class TestProducts:
+    @pytest.mark.breadth(2)
     @pytest.mark.parametrize(
         "dtype, precision, rate",
         [

@@ -29,6 +29,7 @@ def results(tmp_path_factory):
     return entry
 
 
+@pytest.mark.slow
 def test_every_program_is_timed_in_every_round_and_its_memory_is_known(results):
     name, run = results
     assert name == "simple bfloat16 batch 8 tiny"
@@ -203,6 +204,7 @@ def test_option_that_makes_no_sense_is_refused(option, value, capsys):
 
 # Published: 124,439,808 of GPT-2, its position table of 1024 included; 25,557,032 of
 # ResNet-50; ViT-B/16 has 85,798,656 below its head, and 7,690 are a head of 10 classes.
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "model, parameters",
     [

@@ -177,6 +177,7 @@ CARRIERS = {
 }
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_a_run_trains_and_a_skipped_step_leaves_all_but_the_scale(carrier):
     run = CARRIERS[carrier]()
@@ -290,6 +291,7 @@ def epochs_of_nnx(dtype):
     return model.w[...], scales, model.seen[...], optimizer
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("epochs", [epochs_of_train_state, epochs_of_nnx])
 def test_a_run_is_carried_through_scans_and_compiled_once(epochs, dtype):

@@ -97,6 +97,7 @@ def assert_equal(found, expected):
 # Trees of linen
 
 
+@pytest.mark.breadth(2)
 @each_half
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("given_model", [False, True])
@@ -492,6 +493,7 @@ def canonical(found):
     return {path.replace("same/", "stem/"): dtype for path, dtype in found.items()}
 
 
+@pytest.mark.breadth(1)
 @each_half
 def test_an_nnx_module_is_copied_and_only_its_parameters_are_cast(policy):
     model = NnxModel()
@@ -559,6 +561,7 @@ def test_a_norm_without_scale_is_known_in_a_state_by_the_model():
     assert without == {"centre/bias": BF16, "mine/bias": F32, "mine/scale": F32}
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("entries", "f16"),
     [
@@ -637,6 +640,7 @@ def test_an_nnx_module_is_cast_inside_of_nnx_jit():
 # Back
 
 
+@pytest.mark.breadth(1)
 @each_half
 def test_parameters_that_half_can_hold_come_back_as_they_were(policy):
     half = HALVES[policy]

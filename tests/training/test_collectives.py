@@ -40,6 +40,7 @@ def summed(fn, tree, mesh, axis="data"):
     return jax.jit(each)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("shape", [(), (3,), (5, 7), (64, 16), (0, 4)])
 def test_sum_of_half_leaves_is_rounded_once(dtype, shape):
@@ -109,6 +110,7 @@ def test_its_derivative_is_that_of_a_sum():
     np.testing.assert_array_equal(grads, np.tile([1.0, 2.0, 4.0], (DEVICES, 1)))
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("axis", [["data"], ("data", "model"), ["data", "model"]])
 def test_axes_may_be_several_in_a_list(axis):
     parts = jnp.ones((DEVICES, 3), jnp.bfloat16)

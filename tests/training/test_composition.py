@@ -36,6 +36,7 @@ def walk(tx, gradients, params=None):
 # Clipping
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("limit", [1.0, 1000.0])
 @pytest.mark.parametrize("gradient_dtype", [jnp.float32, *HALF])
 @pytest.mark.parametrize("dtype", [jnp.float32, *HALF])
@@ -78,6 +79,7 @@ def test_clipping_by_blocks_and_by_ratio_is_done_in_float32():
         )
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize(
     "hides", [optax.clip(1.0), optax.zero_nans(), optax.clip_by_global_norm(1.0)]
@@ -118,6 +120,7 @@ ACCUMULATIONS = {
 }
 
 
+@pytest.mark.breadth(2)
 @usual_promotion
 @pytest.mark.parametrize("case", ACCUMULATIONS)
 def test_an_accumulation_is_over_the_good_micro_steps(case):
@@ -131,6 +134,7 @@ def test_an_accumulation_is_over_the_good_micro_steps(case):
 
 
 @pytest.mark.filterwarnings("ignore:.*optax.MultiSteps around")
+@pytest.mark.breadth(2)
 @usual_promotion
 @pytest.mark.parametrize("dtype", [jnp.float32, *HALF])
 @pytest.mark.parametrize("where", ["inside", "outside"])
@@ -174,6 +178,7 @@ def test_an_accumulation_over_changes_of_the_scale_is_a_mean_of_true_gradients(
     assert scales == [64.0 * 2.0**times for times in grown[where]]
 
 
+@pytest.mark.breadth(2)
 @usual_promotion
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("mean", [True, False])
@@ -553,6 +558,7 @@ def largest_error(found, expected):
     return max(relative_error(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["the whole loss", "the critic"])
 def test_a_gradient_penalty_under_autocast_has_the_gradient_of_float64(what):
     weights, x, (expected_loss, expected) = penalty_case()
@@ -610,6 +616,7 @@ def test_a_gradient_inside_a_loss_may_have_a_scale_of_its_own(scale):
 # Scaled by hand
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, *HALF])
 def test_a_loss_scaled_by_hand_gives_the_same_numbers(dtype):
     # The first slope is below the subnormals of f16, the second among them.

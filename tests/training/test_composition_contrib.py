@@ -154,6 +154,7 @@ def plain_run(inner, extra, dtype):
 
 
 # Inside all of them see f32: one half dtype will do.
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

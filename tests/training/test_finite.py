@@ -16,6 +16,7 @@ FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float8_e5m2)
 # all_finite
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("value", [jnp.inf, -jnp.inf, jnp.nan])
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -47,6 +48,7 @@ def test_a_nan_among_float64_values_is_seen():
         assert not amp.all_finite(jnp.float64(jnp.nan))
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("bad", range(40))
 def test_a_nan_is_seen_in_whichever_layer_it_is(bad):
     # More layers than are checked together, in two shapes.
@@ -118,6 +120,7 @@ def test_a_number_as_an_axis_is_refused_before_the_first_update():
         amp.with_loss_scale(optax.sgd(0.1), amp.no_loss_scale(), axis_name=0)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("mode", ["vmap", "shard_map"])
 def test_all_devices_agree_over_every_axis(mode):
     x = jnp.ones((2, 4)).at[1, 2].set(jnp.nan)

@@ -40,6 +40,7 @@ def mlp_params():
 # The loss and the gradients
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_power_of_two_changes_neither_loss_nor_gradients(jit):
     params, x = mlp_params(), jnp.ones((8, 4))
@@ -51,6 +52,7 @@ def test_a_power_of_two_changes_neither_loss_nor_gradients(jit):
     chex.assert_trees_all_equal(mine(params, x), expected)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("shape", [(1, 2, 3), (2, 1, 2, 3)], ids=str)
 @pytest.mark.parametrize(
     "transform",
@@ -122,6 +124,7 @@ def test_a_loss_computed_in_float16_is_reported_though_its_gradient_overflows():
 
 
 # The names that torch, Lightning and Accelerate have for mixed precision.
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("transform", [amp.value_and_grad, amp.grad])
 @pytest.mark.parametrize(
     "policy, name",
@@ -206,6 +209,7 @@ def three(a, b, c, *, power=1):
     return (a * b**2 * c**3) ** power
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("argnums", [0, 2, -1, -3, (0, 2), (2, 0), (-1,), (0, -2)])
 def test_argnums_mean_what_they_mean_in_jax(argnums):
     args = [jnp.float32(2.0), jnp.float32(3.0), jnp.float32(-1.0)]
@@ -368,6 +372,7 @@ def test_functions_without_a_signature_work():
 # Errors
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize(
     ("loss_fn", "options", "message"),
     [
@@ -483,6 +488,7 @@ def test_an_nnx_module_is_differentiated_and_keeps_what_it_wrote():
     chex.assert_trees_all_equal(mine.norm.mean[...], plain.norm.mean[...])
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("argnums", "arguments"),
     [
@@ -504,6 +510,7 @@ def test_an_nnx_module_is_found_among_the_arguments(argnums, arguments):
     assert jnp.any(net.norm.mean[...] != 0.0)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
 def test_arguments_beside_an_nnx_module_may_be_given_by_name(dtype):
     def loss_fn(net, x, train=False, *, weight=1.0):

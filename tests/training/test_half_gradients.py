@@ -122,6 +122,7 @@ def sums(jaxpr):
             yield from sums(body)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("uses", USES)
 def test_no_sum_of_gradients_of_a_half_parameter_is_half(uses):
     w = full("bfloat16", 8, 8)
@@ -134,6 +135,7 @@ def test_no_sum_of_gradients_of_a_half_parameter_is_half(uses):
     )
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("uses", "dtype"),
     [
@@ -148,6 +150,7 @@ def test_a_gradient_is_the_sum_of_thousands_of_uses(uses, dtype):
     assert loss == jax.jit(USES[uses])(w)
 
 
+@pytest.mark.slow
 def test_a_gradient_is_the_sum_of_uses_that_are_written_out():
     gradient = jax.jit(amp.grad(lambda w: unrolled(w, 320)))
     near(gradient(full("bfloat16", 3)), np.ones(3), "bfloat16")
@@ -160,6 +163,7 @@ def test_rows_that_are_looked_up_in_every_turn_sum_their_gradients_in_f32(dtype)
     near(jax.jit(amp.grad(looked_up_in_turns))(full(dtype, 8, 8)), expected, dtype)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_tied_embedding_sums_the_gradients_of_its_lookup_and_its_head(dtype):
     table = (jnp.arange(8.0).reshape(4, 2) / 8).astype(dtype)
@@ -182,6 +186,7 @@ def scanned_calls(apply, w):
     return in_turns(w, lambda w, x: total(apply(w, x)))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("name", "overrides", "microbatches"),
     [
@@ -440,6 +445,7 @@ class Net(nnx.Module):
         return self.linear(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "jit"), [("bfloat16", False), ("float16", True)], ids=["eager", "jit"]
 )

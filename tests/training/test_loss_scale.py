@@ -228,6 +228,7 @@ COPIES = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("way", COPIES)
 def test_every_setting_survives(way):
     found = COPIES[way](amp.dynamic_loss_scale(**SETTINGS))
@@ -257,6 +258,7 @@ def test_a_checkpoint_of_unknown_fields_is_refused():
         serialization.from_state_dict(amp.dynamic_loss_scale(), {"patience": 3})
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "init_scale",
     [
@@ -356,6 +358,7 @@ def test_float64_leaves_are_unscaled_with_all_their_digits(jit):
             np.testing.assert_allclose(found[name], np.asarray(leaf) / 1e3, rtol=eps)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("jit", [False, True])
 def test_other_leaves_are_multiplied_by_the_reciprocal_in_float32(dtype, jit):

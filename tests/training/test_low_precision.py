@@ -128,6 +128,7 @@ def test_codes_and_scales_are_those_of_numpy():
         )
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(("sign", "digits", "top"), [(-1, 3, 448.0), (1, 2, 57344.0)])
 def test_at_random_the_largest_rounded_number_decides_on_the_scale(sign, digits, top):
     # In each block most numbers are near the largest, some of them beyond 1.75.
@@ -143,6 +144,7 @@ def test_at_random_the_largest_rounded_number_decides_on_the_scale(sign, digits,
     np.testing.assert_array_equal(found, sign * expected)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("seeds", [None, SEEDS], ids=["nearest", "random"])
 def test_what_is_decoded_and_not_changed_has_the_same_bits(seeds):
     for kind in CODES:
@@ -151,6 +153,7 @@ def test_what_is_decoded_and_not_changed_has_the_same_bits(seeds):
             chex.assert_trees_all_equal(decoded_and_again(code, other)[1], code)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("seeds", [None, SEEDS], ids=["nearest", "random"])
 @pytest.mark.parametrize("size", [1, 256, 257])
 def test_an_error_is_at_most_a_place_of_the_number_or_of_the_block(size, seeds):
@@ -163,6 +166,7 @@ def test_an_error_is_at_most_a_place_of_the_number_or_of_the_block(size, seeds):
     assert (np.abs(found - numbers) <= place * (0.5 if seeds is None else 1)).all()
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("kind", CODES)
 @pytest.mark.parametrize("number", [0.3, 1e-3, 1.1e-6, 1.7e-2])
 @pytest.mark.parametrize("sign", [1, -1])
@@ -360,6 +364,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "place",
     [
@@ -412,6 +417,7 @@ def test_orbax_restores_a_run_at_the_same_bits(tmp_path):
     )
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("way", ["bfloat16", "float8"])
 def test_checkpoints_get_float32_and_hand_it_back(way):
     inner, params = optax.adamw(1e-2), parameters()
@@ -448,6 +454,7 @@ def test_an_nnx_optimizer_is_exported_too():
     chex.assert_trees_all_equal(nnx.as_pure(back), nnx.as_pure(mine.opt_state))
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     ("way", "spec", "columns"),
     [
@@ -476,6 +483,7 @@ def test_codes_are_sharded_as_their_parameter(way, spec, columns):
 # Rare rows
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("way", ["float8", "float8 at random"])
 def test_a_small_gradient_beside_large_ones_does_not_make_a_large_step(way):
     # Its second moment is size**2 of that of its block: in fp8 it would be zero.
@@ -491,6 +499,7 @@ def test_a_small_gradient_beside_large_ones_does_not_make_a_large_step(way):
     assert (np.abs(updates) <= 2 * np.abs(expected)).all()
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("way", ["bfloat16 at random", "float8"])
 def test_an_embedding_with_rare_rows_trains_as_in_float32(way):
     goal = jnp.asarray(np.random.default_rng(0).standard_normal((64, 32)), F32)
@@ -527,6 +536,7 @@ def digits() -> dict[str, Any]:
     )
 
 
+@pytest.mark.slow
 def test_bfloat16_at_random_goes_the_way_of_float32():
     off = {way: found["off"] for way, found in digits().items()}
     assert off["bfloat16 at random"] <= min(0.05, off["bfloat16"] / 2)

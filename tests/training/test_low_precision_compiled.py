@@ -77,6 +77,7 @@ def figures(way: str, masters: bool) -> dict[str, Any]:
     )
 
 
+@pytest.mark.breadth(2)
 @h100.needs_compiler
 @pytest.mark.parametrize("way", BOUNDS)
 @pytest.mark.parametrize("masters", [False, True])
@@ -103,6 +104,7 @@ def one_pass(inner: Any, grads: Any, state: Any, params: Any) -> Any:
     return updates, structure.unflatten(leaves)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_passes_return_what_one_does_bit_for_bit(name):
     inner, params = OPTIMIZERS[name](), parameters()

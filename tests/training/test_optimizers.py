@@ -90,6 +90,7 @@ def test_counters_stop_at_the_largest_integer():
 # Scales and steps
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, *HALF])
 @pytest.mark.parametrize("unscale", [False, True])
 def test_a_gradient_is_unscaled_with_the_scale_that_scaled_it(dtype, unscale):
@@ -138,6 +139,7 @@ def test_a_gradient_that_overflows_only_when_unscaled_is_skipped():
 # float32 inside
 
 
+@pytest.mark.breadth(1)
 @adam_works
 @pytest.mark.parametrize("dtype", HALF)
 def test_half_parameters_are_optimized_in_float32(dtype):
@@ -157,6 +159,7 @@ def test_half_parameters_are_optimized_in_float32(dtype):
         )
 
 
+@pytest.mark.breadth(1)
 @adam_works
 @pytest.mark.parametrize("dtype", HALF)
 def test_half_gradients_train_float32_parameters(dtype):
@@ -299,6 +302,7 @@ def nested(tx, params):
     return states
 
 
+@pytest.mark.breadth(2)
 @adam_works
 @pytest.mark.parametrize("place", PLACES)
 def test_the_state_is_found_at_any_depth(place):
@@ -411,6 +415,7 @@ def test_optax_can_map_over_the_parameters_in_the_state():
     assert amp.all_finite(updates)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("around", ["alone", "chain", "partition", "masked"])
 def test_optax_can_map_over_the_state_wherever_it_is(around):
     tx = amp.with_loss_scale(amp.with_kahan(optax.sgd(0.1, momentum=0.9)), dynamic())

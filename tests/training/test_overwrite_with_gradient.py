@@ -134,6 +134,7 @@ def flax_train(batches, variables):
     return state.params, losses
 
 
+@pytest.mark.slow
 def test_without_loss_scale_a_run_is_that_of_flaxs_own_train_state():
     batches = [batch(seed) for seed in range(5)]
     wanted, wanted_losses = flax_train(batches, first_variables())
@@ -181,6 +182,7 @@ def test_flaxs_train_state_takes_a_wrapped_optimizer():
 # Gradients
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_value_and_grad_returns_the_state_that_the_layers_return(operation):
     loss_fn = functools.partial(loss_of, apply=Network(operation).apply)
@@ -280,6 +282,7 @@ def test_a_step_with_an_infinity_in_a_history_is_applied():
 # The wrappers of optimizers
 
 
+@pytest.mark.breadth(2)
 @each_wrapper
 @pytest.mark.parametrize(
     ("dtype", "overflows"), [(jnp.float32, False), (jnp.bfloat16, True)]
@@ -303,6 +306,7 @@ def test_updates_of_the_collection_are_what_came_in(wrapper, dtype, overflows):
         chex.assert_trees_all_equal(kept, variables[OWG])
 
 
+@pytest.mark.breadth(2)
 @each_wrapper
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_inner_optimizer_sees_no_leaf_of_the_collection(wrapper, dtype):
@@ -374,12 +378,14 @@ def test_parameters_are_cast_and_exported_without_the_collection():
 # Autocast
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_a_direct_fp8_layer_under_autocast_is_as_traced(policy):
     found = first_gradients(OPERATIONS[0], policy)
     chex.assert_trees_all_equal(found, first_gradients(OPERATIONS[0]))
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("operation", OPERATIONS[1:])
 def test_a_layer_of_dequantised_products_has_them_in_half(operation, policy):

@@ -48,6 +48,7 @@ def test_defaults_are_those_of_the_system(name, scale, interval, overflows, floo
     assert (preset.min_scale, preset.max_scale) == (floor, cap)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_scale_leaves_the_normal_numbers(name):
     @jax.jit

@@ -107,7 +107,7 @@ def results() -> list[dict[str, Any]]:
 
 
 # One worker of pytest-xdist starts the processes, for all of the tests.
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.slow]
 
 
 def test_the_processes_have_the_same_parameters_and_the_same_scale():

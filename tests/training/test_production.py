@@ -166,6 +166,7 @@ def through_pickle(state: Any, like: Any, folder: Path) -> Any:
     return pickle.loads((folder / "state").read_bytes())
 
 
+@pytest.mark.breadth(2)
 @each_storage
 @pytest.mark.parametrize("through", [through_orbax, through_flax, through_pickle])
 def test_a_run_goes_on_from_a_checkpoint_at_the_same_bits(storage, through, tmp_path):
@@ -220,6 +221,7 @@ def on_mesh(run: Run, devices: int) -> Run:
     return run
 
 
+@pytest.mark.breadth(1)
 @each_storage
 def test_a_checkpoint_of_one_mesh_is_read_on_another(storage, tmp_path):
     first = on_mesh(Run(storage), 8).train(range(4))
@@ -255,6 +257,7 @@ def test_a_checkpoint_of_one_mesh_is_read_on_another(storage, tmp_path):
 # Other precisions
 
 
+@pytest.mark.slow
 def test_a_float32_run_goes_on_with_half_weights():
     plain_tx = optimizer()
     f32 = Run("float32", static_scale=1.0).train(range(6))
@@ -282,6 +285,7 @@ def test_a_float32_run_goes_on_with_half_weights():
             assert_same(amp.export_params(params, mixed.state), f32.params)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("storage", ["masters", "kahan"])
 def test_a_mixed_run_goes_on_in_float32(storage):
     mixed = Run(storage).train(range(6))
@@ -358,6 +362,7 @@ def faults(seed: int, steps: int, share: float, like: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("devices", [1, 8])
 @each_storage
 def test_a_run_with_faults_equals_the_run_over_its_clean_steps(storage, devices):

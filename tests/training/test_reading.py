@@ -57,6 +57,7 @@ def stepped(inner, grads, jit):
         return update(grads, tx.init(PARAMS), PARAMS)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("name", "jit"), [*((name, True) for name in FROZEN), ("partition", False)]
 )
@@ -69,6 +70,7 @@ def test_a_frozen_part_that_is_not_finite_stops_nothing(name, jit):
     np.testing.assert_array_equal(found["frozen"], jnp.zeros(4))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("inner", FROZEN.values(), ids=FROZEN)
 def test_a_trained_part_that_is_not_finite_is_skipped(inner, jit):
@@ -77,6 +79,7 @@ def test_a_trained_part_that_is_not_finite_is_skipped(inner, jit):
     np.testing.assert_array_equal(found["body"], jnp.zeros((2, 3)))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("name", "jit"), [*((name, True) for name in READ), ("trained", False)]
 )
@@ -136,6 +139,7 @@ def in_phases(jit):
         yield updates, state
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_part_that_is_thawed_is_looked_at(jit):
     (updates, state), (later, thawed) = in_phases(jit)
@@ -199,6 +203,7 @@ def test_a_batch_that_nothing_reduces_is_refused(inner):
         stepped(per_example(0.5), ragged, jit=True)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     ("wrap", "refuses"),
     [

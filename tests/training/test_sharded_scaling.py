@@ -251,6 +251,7 @@ def counters(state: Any) -> dict[str, Any]:
 # Whole arrays: jit
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_sharded_run_is_that_of_one_device(name):
     batches = [good_batch(seed) for seed in range(4)]
@@ -263,6 +264,7 @@ def test_a_sharded_run_is_that_of_one_device(name):
     assert counters(state)["scale"] == 2 * SCALE
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_with_a_bad_batch_goes_on_as_if_it_had_not_been_there(name, kind):
@@ -290,6 +292,7 @@ def test_a_run_with_a_bad_batch_goes_on_as_if_it_had_not_been_there(name, kind):
 
 
 # A `Run` of any layout refuses a state that was moved.
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", ["replicated", "mixed"])
 def test_skips_and_growth_neither_compile_again_nor_move_the_state(name):
     run = run_of(name)
@@ -333,6 +336,7 @@ def gathered(params: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, P()), params)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", ["data parallel", "fsdp"])
 def test_a_mesh_of_explicit_axes_is_served_as_well(name):
     tx = scaled_adam()
@@ -368,6 +372,7 @@ def test_gradients_unscaled_by_the_optimizer_are_the_same_when_sharded():
     assert shards(found) == shards(expected)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("bad", [False, True])
 def test_what_else_the_step_wrote_is_kept_or_taken_back_where_it_lies(bad):
     layout = LAYOUTS["fsdp"]
@@ -463,6 +468,7 @@ ONE_ALL_REDUCE = [
 ]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", ONE_ALL_REDUCE)
 def test_the_check_adds_at_most_one_all_reduce(name):
     extra = added(run_of(name).step.as_text(), plain_run_of(name).step.as_text())
@@ -496,6 +502,7 @@ def test_many_layers_need_one_all_reduce_too():
     assert_only_flags(extra)
 
 
+@pytest.mark.slow
 @h100.needs_compiler
 def test_eight_h100s_reduce_one_flag():
     layout = LAYOUTS["fsdp"]
@@ -556,6 +563,7 @@ def eight_times(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: np.stack([np.asarray(leaf)] * 8), tree)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_bad_number_of_one_replica_skips_the_step_of_all(check_vma, kind):
@@ -620,6 +628,7 @@ def data_parallel(name: str, axis_name: Any) -> tuple[Any, Callable[..., Any]]:
 
 
 # The other pairs are those of the loop and of the pmap below.
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("name", "axis_name"), [*zip(AVERAGED, [None, "data", "data", None], strict=True)]
 )
@@ -648,6 +657,7 @@ def test_data_parallel_by_hand_is_that_of_one_device(name, axis_name):
         assert len({content for *_, content in shards(leaf)}) == 1
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("axis_name", [None, "data"])
 def test_steps_in_a_loop_inside_shard_map_are_those_outside(axis_name):
     tx, part = data_parallel("summed loss", axis_name)
@@ -728,6 +738,7 @@ def start_of_fsdp(tx: Any, mesh: Mesh) -> tuple[Any, Any, Any]:
     return params, state, specs_of(state, CUT)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_an_overflow_that_one_owner_sees_skips_the_step_of_all(check_vma):
     mesh, tx = mesh_of(LAYOUTS["fsdp"]), scaled_adam("data")
@@ -767,6 +778,7 @@ def test_jax_refuses_a_scale_that_was_not_agreed_upon():
 # Several axes
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("axis_name", "skipping", "check_vma"),
     [
@@ -851,6 +863,7 @@ MAPS = {
 }
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     ("mapped", "axis_name"), [("pmap", "member"), ("vmap", "member"), ("vmap", None)]
 )

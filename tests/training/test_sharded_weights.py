@@ -79,6 +79,7 @@ def step_of(tx: Any) -> Any:
     return step
 
 
+@pytest.mark.breadth(1)
 @each_wrapper
 def test_with_the_state_sharded_and_parameters_replicated_the_bits_are_the_same(name):
     tx, mesh = optimizer(name), mesh_of_eight()
@@ -106,6 +107,7 @@ def test_with_the_state_sharded_and_parameters_replicated_the_bits_are_the_same(
         np.testing.assert_array_equal(shard.data, expected[0]["w"])
 
 
+@pytest.mark.breadth(1)
 @each_wrapper
 def test_replicas_in_shard_map_round_alike_and_skip_together(name):
     inner = WRAPPERS[name](optax.sgd(1e-2))
@@ -194,6 +196,7 @@ def collectives(name: str) -> list[tuple[str, str, int]]:
     return found
 
 
+@pytest.mark.breadth(1)
 @h100.needs_compiler
 @pytest.mark.parametrize(
     "name", [pytest.param("masters", marks=pytest.mark.slow), "kahan", "stochastic"]
@@ -261,6 +264,7 @@ def sharded_convolutions(kind: AxisType) -> Any:
     return jitted.lower(*arguments, placed(x, PartitionSpec("d"))).compile()
 
 
+@pytest.mark.slow
 @h100.needs_compiler
 def test_gradients_of_kernels_that_are_sharded_are_not_gathered():
     text = sharded_convolutions(AxisType.Auto).as_text()
@@ -270,6 +274,7 @@ def test_gradients_of_kernels_that_are_sharded_are_not_gathered():
     assert not any("reduce-scatter" in operands for operands in gathers)
 
 
+@pytest.mark.slow
 @h100.needs_compiler
 def test_moments_of_kernels_that_shard_map_replicates_are_not_transposed():
     program = sharded_convolutions(AxisType.Manual)

@@ -48,6 +48,7 @@ def temporary(tx: Any, dtype: Any = jnp.float32, by_hand: bool = False) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("optimizer", [optax.adamw, optax.lion, optax.rmsprop])
 def test_skipping_copies_no_moments_on_a_cpu(optimizer):
     tx = optimizer(1e-3)
@@ -55,6 +56,7 @@ def test_skipping_copies_no_moments_on_a_cpu(optimizer):
     assert temporary(scaled(tx)) < temporary(tx) + BYTES / 4 + BYTES / 8
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("order", ["alone", "scale outside", "scale inside"])
 def test_masters_are_written_in_place_on_a_cpu(order, dtype):
@@ -116,6 +118,7 @@ ODD = (
 )
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", ODD)
 def test_whatever_the_new_state_is_a_bad_step_keeps_the_old(name):
     tx, inner = scaled(odd(name)), odd(name)
@@ -191,6 +194,7 @@ each_shape = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.breadth(2)
 @each_shape
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan], ids=str)
 def test_one_bad_number_is_found_wherever_it_is_in_a_matrix(shape, value):
@@ -204,6 +208,7 @@ def test_one_bad_number_is_found_wherever_it_is_in_a_matrix(shape, value):
         assert not check({"w": bad}), place
 
 
+@pytest.mark.breadth(2)
 @each_shape
 @pytest.mark.parametrize("precision", [None, "bfloat16", "highest"])
 def test_the_largest_and_smallest_numbers_are_finite(shape, precision):

@@ -13,6 +13,7 @@ W = jax.random.normal(jax.random.key(1), (16, 16)) * 0.2
 TARGET = jnp.sin(X @ jax.random.normal(jax.random.key(2), (16, 16)))
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.usefixtures("optax_promotion")
 @pytest.mark.parametrize(
     "tx",

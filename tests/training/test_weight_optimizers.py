@@ -109,6 +109,7 @@ def test_random_rounding_goes_to_a_neighbour_and_stays_on_the_grid(dtype):
     assert far.any()
 
 
+@pytest.mark.breadth(2)
 @each_half
 @pytest.mark.parametrize("number", [1 / 3, -2.0001, 1e-3, 3e-6, 1 - 2.0**-13, 700.1])
 def test_random_rounding_is_unbiased(dtype, number):
@@ -182,6 +183,7 @@ def test_rows_beyond_two_to_the_32_have_other_random_bits():
 # A hundred small updates
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, dtype) for name in STORING for dtype in HALF]
@@ -215,6 +217,7 @@ def test_small_updates_are_not_lost(name, dtype):
 # Masters
 
 
+@pytest.mark.breadth(1)
 @each_half
 def test_updates_land_exactly_on_the_rounded_master(dtype):
     tx = amp.with_master_weights(optax.sgd(1.0))
@@ -299,6 +302,7 @@ def updates_of(params: np.ndarray, kind: str) -> np.ndarray:
     return np.where(np.abs(found) < 1e-30, 0, found)
 
 
+@pytest.mark.breadth(3)
 @each_half
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize(
@@ -333,6 +337,7 @@ def test_every_half_number_lands_exactly_on_the_rounded_master(dtype, jit, kind)
     np.testing.assert_array_equal(found[finite], nearest[finite])
 
 
+@pytest.mark.breadth(1)
 @each_half
 def test_what_an_update_reaches_is_its_sum_rounded(dtype):
     # All landings from some parameters of every exponent.
@@ -440,6 +445,7 @@ def test_a_number_is_its_rounding_and_the_remainder(dtype):
     assert remainder.dtype == jnp.int16
 
 
+@pytest.mark.breadth(1)
 @each_half
 def test_compensation_gives_a_parameter_the_digits_of_float32(dtype):
     tx = amp.with_kahan(optax.sgd(1.0))
@@ -493,6 +499,7 @@ def kept_after_one_step(name: str) -> Any:
     return two_steps, params, jnp.full(256, 1e-3, F32)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", ["masters", "kahan"])
 def test_rounding_survives_the_excess_precision_of_xla(name):
     fn, params, gradient = kept_after_one_step(name)
@@ -546,6 +553,7 @@ def test_masters_inside_of_accumulation_move_once_a_window():
     np.testing.assert_allclose(moved, [1, 0.999, 0.999, 0.998], rtol=2.0**-22)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_parts_of_a_tree_are_stored_in_different_ways(scaled):
     params = {key: jnp.ones(2000, BF16) for key in ("m", "k", "s", "plain")}
@@ -727,6 +735,7 @@ class Layer(nnx.Module):
         return self.norm(self.dense(x))
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", [*STORING, "nothing stored"])
 def test_an_nnx_optimizer_trains_half_parameters(name):
     original = Layer(nnx.Rngs(0))

@@ -101,6 +101,7 @@ def compiled(name: str) -> Any:
     return tx.init(first(name)), jax.jit(step), traces
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", SKIPPING | ALL_IN_ONE)
 def test_a_poisoned_run_equals_the_run_over_its_clean_steps(name):
     begun, step, traces = compiled(name)
@@ -135,6 +136,7 @@ def test_a_poisoned_run_equals_the_run_over_its_clean_steps(name):
     assert traces == [name]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", SKIPPING | ALL_IN_ONE)
 def test_a_checkpoint_restores_every_field(name):
     (begun, step, _), params = compiled(name), first(name)
@@ -152,6 +154,7 @@ def test_a_checkpoint_restores_every_field(name):
 
 
 # Around a loss scale and in one, the poisoned runs are traced once.
+@pytest.mark.breadth(2)
 @each_wrapper
 def test_a_state_keeps_its_type_in_scan(name):
     tx, params = WRAPPERS[name](optax.adamw(1e-2)), first(name)
@@ -166,6 +169,7 @@ def test_a_state_keeps_its_type_in_scan(name):
     assert not any(getattr(x, "weak_type", False) for x in jax.tree.leaves(states))
 
 
+@pytest.mark.breadth(2)
 @each_that_stores
 def test_steps_in_a_scan_are_those_outside(name):
     tx, params = STORING[name](optax.sgd(1e-3, momentum=0.9)), first(name)
@@ -184,6 +188,7 @@ def test_steps_in_a_scan_are_those_outside(name):
 # What the optimizer sees
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "name", SCALING | STORING | outside_and_inside(STORING) | ALL_IN_ONE
 )
@@ -201,6 +206,7 @@ def test_half_parameters_are_optimized_in_float32(name):
             assert {leaf.dtype for leaf in found.values()} == {F32}
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "name",
     [
@@ -216,6 +222,7 @@ def test_float16_gradients_too_small_for_adam_are_no_trouble(name):
     np.testing.assert_allclose(params, 0.99, atol=5e-3)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", SCALING | STORING)
 def test_leaves_that_are_not_trained_take_no_part(name):
     tx = WRAPPERS[name](optax.sgd(0.5, momentum=0.9))
@@ -257,6 +264,7 @@ def test_extra_arguments_reach_the_inner_optimizer(name):
     tx.update(params, tx.init(params), params, value=3.0)
 
 
+@pytest.mark.breadth(2)
 @each_wrapper
 def test_init_shares_no_array_with_anybody(name):
     held = jnp.float32(0.1)
@@ -273,6 +281,7 @@ def test_init_shares_no_array_with_anybody(name):
         assert not leaf.is_deleted()
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("name", "originals"),
     [
@@ -296,6 +305,7 @@ def test_what_is_kept_is_sharded_as_the_parameters_are(name, originals):
     assert {leaf.sharding for leaf in kept} == {sharding}
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("name", ["loss scale", "masters", "kahan, scale outside"])
 def test_none_in_place_of_an_update_changes_nothing(name, dtype):
@@ -333,6 +343,7 @@ def test_something_that_is_no_optimizer_is_refused(inner, name):
         WRAPPERS[name](inner)
 
 
+@pytest.mark.breadth(2)
 @each_wrapper
 @pytest.mark.parametrize("jit", [False, True])
 def test_gradients_of_another_tree_are_refused(jit, name):
@@ -448,6 +459,7 @@ FOLLOWED = {
 }
 
 
+@pytest.mark.breadth(2)
 @each_that_stores
 @pytest.mark.parametrize("call", FOLLOWED)
 def test_what_comes_after_a_transformation_that_stores_half_weights_is_warned_of(
@@ -472,6 +484,7 @@ def test_a_transformation_in_front_of_one_that_stores_half_weights_is_not(name):
 # What each half dtype loses, and what is left of it
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @each_that_stores
 def test_a_weight_that_leaves_the_range_waits_at_its_end(name, dtype):
@@ -486,6 +499,7 @@ def test_a_weight_that_leaves_the_range_waits_at_its_end(name, dtype):
     np.testing.assert_allclose(np.float64(params), 0.5 * largest, rtol=0.02)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @each_that_stores
 def test_a_zero_update_changes_no_bit(name, dtype):

@@ -51,6 +51,7 @@ def test_layers_of_a_loop_are_traced_once():
     assert kinds(layers(lambda s, i: jax.nn.softmax(s)), W) == (LAYERS + 1, 2)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "each",
     [
@@ -73,6 +74,7 @@ def test_what_differs_is_computed_apart(each):
     assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("value", [0.0, -0.0])
 def test_literals_are_told_by_their_bits(value):
     # 1 / (x * 0.0) and 1 / (x * -0.0) have other signs.
@@ -201,6 +203,7 @@ def test_blocks_hold_no_tracers():
         jax.make_jaxpr(jax.hessian(loss))(W)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("transform", [lambda fn: fn, jax.grad])
 def test_what_a_call_held_is_free_when_it_ends(transform):
     def called():

@@ -214,6 +214,7 @@ def test_layers_of_one_class_are_alike_inside_of_autocast():
     assert_close(amp.autocast(chosen)(model), chosen(model))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("transform", [nnx.jit, jax.jit, nnx.remat])
 @pytest.mark.parametrize("special", [0, 1])
 def test_layers_are_told_apart_by_the_class_of_what_they_are_a_part_of(

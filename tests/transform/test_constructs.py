@@ -54,6 +54,7 @@ def where_constants_are(request):
     jax.config.update(name, before)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.usefixtures("where_constants_are")
 def test_a_users_rule_can_do_with_a_constant_what_it_can_do_with_an_array():
     @jax.custom_vjp
@@ -79,6 +80,7 @@ def test_a_custom_jvp_rule_runs_in_half_wherever_it_is(name):
     assert set(results_of(gradient, W, primitive="cos")) == {"bfloat16"}
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "policy_name",
     [
@@ -471,6 +473,7 @@ def test_explicit_shardings_survive():
         assert relative_error(moved, x @ w @ w) < ROUNDINGS * eps(BF16)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "fn",
     [

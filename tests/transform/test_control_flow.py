@@ -47,6 +47,7 @@ def results(eqn):
     return [str(v.aval.dtype) for v in eqn.outvars]
 
 
+@pytest.mark.breadth(2)
 @one_policy
 @pytest.mark.parametrize(
     ("start", "carried"),
@@ -185,6 +186,7 @@ def test_an_accumulator_counts_further_than_half_precision(policy):
     assert amp.autocast(mean, policy)(W) == 300 * 16
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("returned", "read_by", "agreed"),
     [
@@ -217,6 +219,7 @@ def test_branches_agree_on_what_they_return(returned, read_by, agreed):
         assert_only_rounded(lambda transform, w, fn=either: transform(fn)(w))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize(
     "other", [lambda h: h, lambda h: jnp.ones_like(h)], ids=["activation", "constant"]
@@ -292,6 +295,7 @@ def test_the_gradient_of_a_shared_weight_is_summed_in_f32(policy):
     np.testing.assert_allclose(gradient, np.sum(xs, dtype=np.float64), rtol=1e-6)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("remat", [False, True])
 def test_stacked_parameters_are_cast_inside_the_body(remat):
     def fn(layers):
@@ -443,6 +447,7 @@ class Stack(nn.Module):
         return nn.Dense(4)(h)
 
 
+@pytest.mark.slow
 def test_scanned_layers_of_linen_have_a_half_residual_stream():
     model = Stack()
     with jax.numpy_dtype_promotion("standard"):
@@ -464,6 +469,7 @@ def test_scanned_layers_of_linen_have_a_half_residual_stream():
         assert saved(mixed, variables, (3, 8, 16)) == ["bfloat16"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cell",
     [

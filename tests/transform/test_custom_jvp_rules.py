@@ -45,6 +45,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_derivatives_are_those_of_f64(name, half):
@@ -73,6 +74,7 @@ def test_second_derivatives_are_those_of_f64():
     )
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("fn", [nn.softplus, jax.nn.log_sigmoid])
 def test_between_products_nothing_of_it_is_saved_in_f32(fn, half):
@@ -96,6 +98,7 @@ def test_its_values_are_computed_in_f32():
     assert made == [jnp.float32, jnp.float32]
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_in_f32_the_rule_is_that_of_jax(policy):
     """It is so on a CPU too, where all but products is f32."""
@@ -126,6 +129,7 @@ def test_a_function_of_the_same_name_keeps_its_rule():
     assert product.outvars[0].aval.dtype == jnp.bfloat16
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("fn", [jnp.logaddexp, jnp.logaddexp2])
 def test_of_f64_the_rule_is_that_of_jax(fn):
     with jax.enable_x64(True):
@@ -187,6 +191,7 @@ KEPT = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", KEPT)
 def test_edges_look_up_others_in_f32(name):
     found = results_of(autocast(KEPT[name], "bfloat16"), W, primitive="gather")

@@ -55,6 +55,7 @@ def dtypes(cache):
     return {x.dtype.name for x in jax.tree.leaves(cache)}
 
 
+@pytest.mark.breadth(1)
 @each_half
 @pytest.mark.parametrize("output", ["float32", "half"])
 def test_a_half_precision_cache_of_linen_stays_so_and_decodes_as_f32(

@@ -62,6 +62,7 @@ def test_what_depends_on_which_half_it_is_is_compared_in_both():
     assert differing and differing <= BY_HALF
 
 
+@pytest.mark.breadth(4)
 @rows(every=2)
 def test_value_and_derivative_are_those_of_f32(name):
     row = ROWS[name]
@@ -72,6 +73,7 @@ def test_value_and_derivative_are_those_of_f32(name):
     )
 
 
+@pytest.mark.breadth(2)
 @rows("inside", slow="slow inside")
 def test_derivatives_inside_and_along_a_line_are_those_of_f32(name):
     row = ROWS[name]
@@ -85,6 +87,7 @@ def test_derivatives_inside_and_along_a_line_are_those_of_f32(name):
     assert_only_rounded(results, roundings=row.roundings, policies=[F16])
 
 
+@pytest.mark.breadth(2)
 @rows("half", slow=None)
 def test_all_products_are_half_both_ways(name):
     loss = ROWS[name].loss
@@ -93,18 +96,21 @@ def test_all_products_are_half_both_ways(name):
     assert set(found) == {half_of(BF16)}
 
 
+@pytest.mark.breadth(2)
 @rows("some half", slow=None)
 def test_products_around_what_runs_as_traced_are_half(name):
     fn = amp.autocast(ROWS[name].loss, BF16)
     assert (half_of(BF16),) * 3 in dtypes_of(fn, W, primitive="dot_general")
 
 
+@pytest.mark.breadth(2)
 @rows("own rule", slow=None)
 def test_a_custom_vjp_is_in_the_program_with_its_rule(name):
     found = equations(jax.make_jaxpr(amp.autocast(ROWS[name].loss))(W))
     assert any(e.primitive.name.startswith("custom_vjp") for e in found)
 
 
+@pytest.mark.breadth(2)
 @rows("f32 algebra", slow=None)
 def test_linear_algebra_runs_in_f32(name):
     routines = "cholesky lu qr geqrf eigh svd triangular_solve fft".split()
@@ -113,6 +119,7 @@ def test_linear_algebra_runs_in_f32(name):
     assert found and {d for row in found for d in row} <= {"float32", "complex64"}
 
 
+@pytest.mark.breadth(2)
 @rows("once")
 def test_twice_is_once(name):
     once = amp.autocast(ROWS[name].loss, F16)
@@ -169,6 +176,7 @@ def loss_of(fn):
     return lambda w: sum(map(mean_square, jax.tree.leaves(fn(w))))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
 @rows("transformed", slow="slow transformations")
 def test_a_transformation_of_it_is_that_of_f32(name, transformation):
@@ -180,6 +188,7 @@ def test_a_transformation_of_it_is_that_of_f32(name, transformation):
     )
 
 
+@pytest.mark.breadth(2)
 @rows("mapped")
 def test_vmap_and_linearize_of_it_are_those_of_f32(name):
     loss = ROWS[name].loss

@@ -206,6 +206,7 @@ def dtypes(jaxpr: Any) -> list[tuple[str, ...]]:
     ]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("name", "policy"),
     [(name, POLICIES[-i % 3]) for i, name in enumerate(CASES)],
@@ -278,6 +279,7 @@ def test_an_exported_model_keeps_its_derivative_when_it_is_stored():
         np.testing.assert_allclose(a, b, rtol=0, atol=eps * np.max(np.abs(b)))
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", ["language", "scan over time", "experts"])
 def test_products_of_a_cpu_are_exported_with_sizes_that_are_told_later(
     name, monkeypatch
@@ -293,6 +295,7 @@ def test_products_of_a_cpu_are_exported_with_sizes_that_are_told_later(
     assert dtypes(jax.make_jaxpr(fn)(*args)) == dtypes(jax.make_jaxpr(fn)(*concrete))
 
 
+@pytest.mark.breadth(2)
 @each_case
 def test_a_report_of_sizes_that_are_told_later_counts_one_example(name):
     case = CASES[name]

@@ -50,6 +50,7 @@ def half_and_full() -> tuple[Any, Any]:
     return half, amp.cast_to_full(half)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [STORED, "mixed_bfloat16"])
 def test_a_scan_that_begins_in_half_and_goes_on_in_float32_is_traced(policy):
     half, full = half_and_full()
@@ -132,6 +133,7 @@ class Decoder(nn.Module):
 TOKEN = X[:, None]
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("policy", [STORED, "mixed_bfloat16"])
 @pytest.mark.parametrize("bare", [False, True])
 def test_a_half_cache_beside_half_parameters_stays_half_in_linen(policy, bare):
@@ -155,6 +157,7 @@ def test_a_half_cache_beside_half_parameters_stays_half_in_linen(policy, bare):
     np.testing.assert_allclose(found.astype(F32), expected, atol=8 * EPS)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("policy", [STORED, "mixed_bfloat16"])
 def test_a_half_cache_beside_half_parameters_stays_half_in_nnx(policy):
     def made(dtype: Any) -> nnx.Module:
@@ -214,6 +217,7 @@ def test_a_function_with_a_mistake_of_its_own_runs_once(message, policy):
     assert len(runs) == 1
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("dtype", [BF16, jnp.dtype("float16")])
 def test_a_function_whose_dtypes_do_not_meet_runs_in_float32(dtype):
     def branches(w: jax.Array) -> jax.Array:
@@ -238,6 +242,7 @@ def test_a_function_whose_dtypes_do_not_meet_runs_in_float32(dtype):
 STORES_HALF = [("O2", "bf16"), ("O3", "bf16"), ("O3", "f16"), ("fp16_naive", None)]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(("name", "half"), STORES_HALF)
 def test_a_loop_carries_the_half_state_of_a_step(name, half):
     recipe = amp.recipe(name, half)
@@ -328,6 +333,7 @@ class Rematted(nnx.Module):
         return self.inner(x)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("model", (Clipped, Rematted))
 @pytest.mark.parametrize("policy", (STORED, "bf16"))
 @pytest.mark.parametrize("name", ("in f32", "as stored"))
@@ -446,6 +452,7 @@ def test_each_leaf_of_a_state_is_half_if_the_function_leaves_it_half():
     assert found == {"wide": F32, "same": BF16, "half": BF16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("O2", "fp16_naive"))
 def test_a_whole_step_whose_optimizer_began_with_half_weights(name):
     recipe = amp.recipe(name, **({"half_dtype": "bfloat16"} if name == "O2" else {}))

@@ -109,6 +109,7 @@ def of_nnx(make: Callable[[], nnx.Module], policy: Any = "mixed_bfloat16") -> li
 HALF, FULL = "bfloat16", "float32"
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, "float32", jnp.dtype("float32")])
 def test_layer_with_its_own_f32_computes_in_f32(dtype):
     assert of_linen(Head(dtype)) == [HALF, FULL]
@@ -201,6 +202,7 @@ def test_layers_that_layers_are_made_of():
     assert of_linen(Around(attention, nn.Dense(8))).count(HALF) == 1
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "pattern", ["head", "Head/head", "*", nn.Dense, "**/head"], ids=str
 )

@@ -79,6 +79,7 @@ def test_a_name_does_not_hide_the_class():
     assert results_of(plain, variables, X, primitive="rsqrt") == [F32]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "method",
     [Setup.encode, lambda net, x: net.encode(x), lambda net, x: net.first(x)],
@@ -247,6 +248,7 @@ DECODED = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("made", sorted(DECODED))
 def test_a_decoding_step_keeps_the_dtypes_of_its_cache(made):
     net, variables, _ = decoded()
@@ -261,6 +263,7 @@ def test_a_decoding_step_keeps_the_dtypes_of_its_cache(made):
     assert jax.tree.leaves(kept) == [True] * 3
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("made", "policy"),
     [
@@ -283,6 +286,7 @@ def test_decoding_step_by_step_is_that_of_f32(made, policy):
             assert error < ROUNDINGS * eps(policy)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize(
     ("made", "policy"), [("parts", "mixed_float16"), ("pure half", "mixed_bfloat16")]
@@ -323,6 +327,7 @@ class Sowing(nn.Module):
         return nn.Dense(5, name="head")(h)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("policy", [BF16, "f16"])
 def test_what_is_sown_keeps_its_dtype(policy):
     net = Sowing()
@@ -413,6 +418,7 @@ def decorated(*decorators):
 AUTOCAST = amp.autocast(policy="mixed_float16")
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "decorators",
     [
@@ -489,6 +495,7 @@ class Bridged(nn.Module):
         return nn.Dense(5, name="head")(x)
 
 
+@pytest.mark.slow
 def test_paths_go_on_into_an_nnx_module_in_a_linen_module():
     net, all_of = Bridged(), {16, 24, 20, 5}
     for pattern, reached in (
@@ -617,6 +624,7 @@ def f32_gradients():
     return params, jax.jit(jax.value_and_grad(transformer_loss))(params, TOKENS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("entries", "policy"),
     [

@@ -38,6 +38,7 @@ from tests.rounding import (
 )
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_region_has_its_own_policy_wherever_it_is(place):
     fn = amp.autocast(around(place, amp.full_precision(layer)), BF16)
@@ -47,6 +48,7 @@ def test_a_region_has_its_own_policy_wherever_it_is(place):
     assert products(fn, W) == ["bfloat16", "float16", "bfloat16"]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("place", sorted(set(PLACES) - {"while"}))
 def test_the_backward_products_of_a_region_have_its_policy(place):
     loss = ROWS[f"f32_in_{place}"].loss
@@ -527,6 +529,7 @@ LOOKALIKES = (
 ).split()
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", LOOKALIKES)
 def test_a_name_of_the_user_is_no_policy(name):
     def fn(w):
@@ -702,6 +705,7 @@ class Concrete(Abstract):
         return 16
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "cls", [SlottedFirst, GenericFirst, GenericOfInt, GenericTold, Concrete]
 )

@@ -87,6 +87,7 @@ REACHED = {
 }
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize(
     ("model", "inside", "outside"),
     [("compact", F32, BF16), ("setup", F16, F32), ("nnx", F16, F32)],
@@ -129,6 +130,7 @@ SEVERAL = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("model", ["compact", "nnx"])
 @pytest.mark.parametrize("case", SEVERAL)
 def test_a_modules_own_match_beats_what_it_inherits(case, model):
@@ -150,6 +152,7 @@ def test_among_the_entries_of_a_module_the_latest_wins(library):
         assert found == at(reached, F32, HALF)
 
 
+@pytest.mark.breadth(2)
 @each_model
 def test_backward_products_have_the_policy_of_their_module(model):
     net = built(model)
@@ -163,6 +166,7 @@ def test_backward_products_have_the_policy_of_their_module(model):
     assert again.count(F32) in (7, 8) and set(again) == {F32, HALF}
 
 
+@pytest.mark.breadth(2)
 @each_model
 def test_a_map_without_entries_is_its_default(model):
     net = built(model)
@@ -174,6 +178,7 @@ def test_a_map_without_entries_is_its_default(model):
         assert made[0] == made[1] == made[2]
 
 
+@pytest.mark.breadth(1)
 @each_with_methods
 def test_the_value_under_a_map_is_that_of_f32(model):
     net = built(model)
@@ -264,6 +269,7 @@ CONTAINERS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_modules_in_lists_and_dictionaries_have_paths(container):
     make, globs = CONTAINERS[container]
@@ -348,6 +354,7 @@ def test_a_tied_embedding_is_one_module_with_two_methods(library):
         assert found == at(full, F32, HALF, {24, 16, 11}), pattern
 
 
+@pytest.mark.breadth(1)
 @each_library
 def test_gradients_of_a_tied_embedding_sum_both_uses(library):
     net = tied(library)
@@ -539,6 +546,7 @@ LIFTED_ENTRIES = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("model", LIFTED)
 def test_transformed_modules_are_reached_as_others_are(model):
     net = lifted(model)
@@ -549,6 +557,7 @@ def test_transformed_modules_are_reached_as_others_are(model):
         assert found == at(reached, F32, HALF, {24, 16, 5}), name
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "model",
     [
@@ -631,6 +640,7 @@ TWO = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("model", TWO)
 def test_two_jitted_modules_of_one_class_are_told_apart_by_path(model):
     net = TWO[model]()
@@ -677,6 +687,7 @@ class NnxMarked(nnx.Module):
         return self.head(x)
 
 
+@pytest.mark.breadth(1)
 @each_library
 def test_a_mark_inside_of_a_map_is_innermost(library):
     net = in_linen(Marked(), X) if library == "linen" else in_nnx(NnxMarked)

@@ -67,6 +67,7 @@ def test_a_mark_inside_of_a_scope_wins():
     assert of(marked, {"net": "float32"}) == ["float16", FULL]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "around",
     [

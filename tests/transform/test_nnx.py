@@ -97,6 +97,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_policy_reaches_a_module_however_the_function_comes_by_it(way):
     policy = amp.PolicyMap(
@@ -334,6 +335,7 @@ def plan_of(report):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "train"),
     [
@@ -548,6 +550,7 @@ each_zoo_model = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.breadth(1)
 @each_zoo_model
 def test_products_are_half_and_saved_bytes_no_more_than_by_hand(name, dtype):
     case = zoo_case(name, "large")

@@ -232,6 +232,7 @@ WAYS = {
 }
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_module_is_found_and_ends_as_without_autocast(way):
     assert_as_without_autocast(WAYS[way])
@@ -410,6 +411,7 @@ DEEDS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("deed", DEEDS)
 def test_a_module_ends_as_without_autocast_whatever_is_done_to_it(deed):
     deed = DEEDS[deed]
@@ -422,6 +424,7 @@ JITTED = ("set_up", "switch_modes", "replace_parts", "return_parts", "write_in_p
 JITTED += ("pop_intermediates",)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("deed", quick(JITTED, "set_up", "switch_modes"))
 def test_a_module_ends_as_without_autocast_inside_of_nnx_jit(deed):
     deed = DEEDS[deed]
@@ -656,6 +659,7 @@ def call_model(model, x):
     return model(x)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "model",
     quick(MODELS, *(MODELS.keys() - {"list", "sequential", "slots"})),
@@ -667,6 +671,7 @@ def test_a_model_of_any_shape_ends_as_without_autocast(model):
     )
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "model",
     quick(
@@ -700,6 +705,7 @@ def decoding():
     return attention
 
 
+@pytest.mark.slow
 def test_a_decode_cache_is_written_step_by_step():
     tokens = X.reshape(2, 4, 16)
 
@@ -853,6 +859,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "construct",
     quick(INSIDE, "jit", "remat", "cond on one side", "while", "lax.scan, closed over"),
@@ -867,6 +874,7 @@ THROUGH = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", quick(THROUGH, "scan of remat"))
 def test_stacked_layers_inside_write_as_without_autocast(through):
     through = THROUGH[through]
@@ -952,6 +960,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "gradient",
     quick(

@@ -144,6 +144,7 @@ REACHING = {
 }
 
 
+@pytest.mark.breadth(3)
 @each_library
 @pytest.mark.parametrize(
     ("norm", "train", "reaching"),
@@ -179,6 +180,7 @@ def enlarged(variables):
     return jax.tree_util.tree_map_with_path(larger, variables)
 
 
+@pytest.mark.breadth(1)
 @each_library
 def test_a_model_with_a_norm_gives_the_values_of_f32(library):
     nets = {(n, train): around(library, n, train) for n in NORMS for train in MODES[n]}
@@ -229,6 +231,7 @@ AS_WRITTEN = (
 )
 
 
+@pytest.mark.breadth(2)
 @each_library
 @pytest.mark.parametrize("norm", WITH_PARAMETERS)
 def test_an_entry_of_a_norm_class_is_taken_as_written(norm, library):
@@ -267,6 +270,7 @@ def test_a_subclass_of_a_norm_is_a_norm(library):
 # Batch statistics
 
 
+@pytest.mark.breadth(2)
 @each_library
 @pytest.mark.parametrize(("policy", "train"), [(BF16, False), ("f16", True)])
 def test_batch_statistics_are_f32_under_every_policy(policy, train, library):
@@ -283,6 +287,7 @@ def test_batch_statistics_are_f32_under_every_policy(policy, train, library):
         assert dtypes_in(written) == {F32} and len(jax.tree.leaves(written)) == 2
 
 
+@pytest.mark.breadth(1)
 @each_library
 def test_batch_statistics_are_those_of_f32(library):
     net = around(library, "BatchNorm", True)
@@ -318,6 +323,7 @@ HALVES = {
 }  # fmt: skip
 
 
+@pytest.mark.breadth(1)
 @each_library
 def test_half_parameters_work_in_train_and_eval(library):
     def gradients(net, policy, variables):
@@ -366,6 +372,7 @@ def test_half_parameters_work_in_train_and_eval(library):
         assert error < 2 * roundings
 
 
+@pytest.mark.breadth(3)
 @each_library
 @pytest.mark.parametrize("inputs", [F32, "half"])
 @pytest.mark.parametrize(("half", "output"), [("bf16", "f32"), ("f16", "f16")])

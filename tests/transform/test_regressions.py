@@ -93,6 +93,7 @@ def test_what_is_sorted_along_with_an_activation_is_not_rounded():
 # Constants
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("of_parameters", [False, True])
 def test_a_fill_value_that_f16_cannot_hold_is_a_constant_that_does_not_fit(
     of_parameters,
@@ -111,6 +112,7 @@ def test_a_fill_value_that_f16_cannot_hold_is_a_constant_that_does_not_fit(
 # Range
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     ("function", "at"),
     [
@@ -158,6 +160,7 @@ def test_a_comparison_with_a_sentinel_that_f16_cannot_hold_is_that_of_f32(found_
 # Dtypes that are part of the meaning
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("policy", [F16, BF16])
 @pytest.mark.parametrize(
     ("dtype", "value"), [(jnp.bfloat16, 1e10), (jnp.float16, 1 + 2.0**-10)]
@@ -181,6 +184,7 @@ def test_a_cast_to_the_other_half_dtype_does_not_pass_through_the_first():
         np.testing.assert_array_equal(found, x.T.astype(dtype))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("op_class", ["low", "full"])
 def test_the_bits_of_a_number_are_read_in_its_own_dtype(op_class, dtype):
@@ -208,6 +212,7 @@ def rounded(x):
     return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "fn",
     [

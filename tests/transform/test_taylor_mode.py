@@ -42,6 +42,7 @@ def series(fn):
     return jnp.stack([value, *terms])
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fn", FUNCTIONS)
 def test_derivatives_of_higher_order_are_those_of_f32(fn, policy):
@@ -71,6 +72,7 @@ KEYS = [
 ]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_a_key_error_of_the_function_is_told_and_runs_nothing_again(key):
     runs = []

@@ -75,6 +75,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("fn", [plain, linen, of_nnx])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_an_error_of_the_user_has_the_frames_that_it_has_without_the_library(name, fn):

@@ -65,6 +65,7 @@ CALLS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("name", "call", "advice"),
     [

@@ -45,6 +45,7 @@ USES = [sized, indexed, as_numpy, counted]
 NUMBERS = [np.int64(2), np.int8(2), np.uint16(2)]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("number", [2, *NUMBERS], ids=lambda n: type(n).__name__)
 @pytest.mark.parametrize("fn", USES)
 def test_a_number_of_numpy_is_a_number(fn, number):

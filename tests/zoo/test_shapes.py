@@ -68,6 +68,7 @@ def test_every_model_has_three_shapes():
     assert {m: found for m, found in shapes.items() if len(found) < 2} == as_traced
 
 
+@pytest.mark.breadth(2)
 @each_program
 def test_products_are_half_and_no_more_is_saved_than_by_hand(model, shape, program):
     ours, by_hand = traced(model, shape, program), traced(model, shape, "twin")

@@ -110,6 +110,7 @@ def test_sizes_of_every_model_are_the_same_program():
     assert set(zoo.CASES) == {(m, s) for m in zoo.MODELS for s in ("small", "large")}
 
 
+@pytest.mark.breadth(2)
 @each_model
 def test_twin_multiplies_in_half_precision_whatever_it_does_not_mean_to_do_in_float32(
     model,
@@ -121,6 +122,7 @@ def test_twin_multiplies_in_half_precision_whatever_it_does_not_mean_to_do_in_fl
     assert len(found) == len(traced(model, "float32", "f32").products)
 
 
+@pytest.mark.breadth(3)
 @each_model
 @pytest.mark.parametrize("program", ["twin", "autocast"])
 def test_half_precision_program_has_the_signature_of_the_float32_program(
@@ -155,6 +157,7 @@ def test_float32_program_is_computed_in_float64_where_its_parameters_are_float64
     assert 0 < error < 64 * jnp.finfo(jnp.float32).eps
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "model",
     [
@@ -188,6 +191,7 @@ def test_half_precision_gradient_is_that_of_the_float32_program(model):
     assert error < (32 if model in DISCRETE else 8) * eps
 
 
+@pytest.mark.breadth(3)
 @each_program(zoo.MODELS, measures.HALF)
 def test_every_product_that_is_half_by_hand_is_half_under_autocast(
     model, program, dtype
@@ -290,6 +294,7 @@ def test_gradient_is_as_close_to_float64_as_by_hand_where_a_rounding_flips_branc
 class TestDecoding:
     """One token through LLaMA, with a cache of keys and values."""
 
+    @pytest.mark.breadth(1)
     @each_half
     def test_every_product_is_half_precision_by_hand_and_under_autocast(self, dtype):
         params, _, token, position = language.decode_sample(jax.random.key(0))
@@ -312,6 +317,7 @@ class TestDecoding:
             assert logits.dtype == jnp.float32
             assert {leaf.dtype.name for leaf in jax.tree.leaves(cache)} == {dtype}
 
+    @pytest.mark.breadth(1)
     @each_half
     @pytest.mark.parametrize(
         "program", [pytest.param("twin", marks=pytest.mark.slow), "autocast"]
@@ -337,6 +343,7 @@ class TestDecoding:
             written = np.asarray(new != old).any(axis=(0, 2, 3))
             assert list(np.flatnonzero(written)) == [position]
 
+    @pytest.mark.slow
     def test_decoding_token_by_token_is_the_whole_sequence_at_once(self):
         """The decode step is checked against the training program's own logits."""
         params, cache, _, _ = language.decode_sample(jax.random.key(1), positions=6)

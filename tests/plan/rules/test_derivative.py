@@ -53,6 +53,7 @@ def two_of_one_line(x, w, order):
     return jnp.exp(-distances).mean() + jnp.tanh(made[order[1]]).mean()
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["inline", "jit"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_derivative_is_that_of_its_own_product_of_a_line(order, how):
@@ -137,6 +138,7 @@ def exact(x, w):
     return x.T @ (slope * (1 - h**2))
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("half", ("bfloat16", "float16"))
 @pytest.mark.parametrize("how", (lambda f: f, jax.jit, jax.checkpoint))
 @pytest.mark.parametrize("program", (whole, mapped, by_rows, chosen))

@@ -82,6 +82,7 @@ def test_derivatives_of_logarithms_near_zero(half):
     assert error < 2 * float(jnp.finfo(half).eps)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_a_difference_is_one_whatever_it_becomes(name):
     def fn(x, w):
