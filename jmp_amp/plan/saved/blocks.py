@@ -213,8 +213,8 @@ def _spans(
         yield at, at + 1
     for i in again:
         node = values.nodes[i]
-        reads = [at for at, use in node.uses if use == NEEDED or use in again]
-        yield node.position, max(reads, default=node.position) + 1
+        read = (at for at, use in node.uses if use == NEEDED or use in again)
+        yield node.position, max(read, default=node.position) + 1
     sections = _sections(values)
     for i in formats:
         node = values.nodes[i]
