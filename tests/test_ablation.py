@@ -31,6 +31,7 @@ ONLY_UNIT_TESTS = {
     "saturates": "test_plan: a mask in a selection saturates for half readers alone",
     "selected": "test_ends: what stop_gradient alone reads, in a selection",
     "settled": "test_ends: what follows the last layer is f32",
+    "shifted_scores": "test_shifted_scores: a log-softmax of a million scores",
     "steep": "test_steep: odds of a sigmoid, the sine of a cosine",
     "spreads_function": "test_custom_jvp_rules: edges look up functions in half",
 }

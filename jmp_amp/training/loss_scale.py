@@ -21,7 +21,6 @@ from flax import serialization
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jmp_amp.policies.arguments import warn
 from jmp_amp.policies.dtypes import F32, PyTree
 from jmp_amp.training.finite import checked_condition
 from jmp_amp.training.trainable import promote_gradient, takes_part
@@ -404,15 +403,7 @@ def _from_state_dict(target: LossScale, state: dict[str, PyTree]) -> LossScale:
         else type(getattr(target, name))(value)
         for name, value in state.items()
     }
-    restored = dataclasses.replace(target, **saved)
-    if target.dynamic and not restored.dynamic:
-        warn(
-            f"LossScale: the checkpoint has {restored!r}, which stays as it is, and "
-            "it replaces a dynamic one: gradients in f16 may underflow. To keep that "
-            "of the target, give the restored state to export_opt_state, and the "
-            "result to import_opt_state(tx.init(params), exported)."
-        )
-    return restored
+    return dataclasses.replace(target, **saved)
 
 
 serialization.register_serialization_state(

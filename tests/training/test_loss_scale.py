@@ -246,13 +246,6 @@ def test_a_checkpoint_keeps_the_counters():
     assert kinds(found) == kinds(loss_scale)
 
 
-def test_a_checkpoint_whose_scale_stays_is_told_to_one_that_moves():
-    with pytest.warns(UserWarning, match=r"has LossScale\(value=1.0.*export_opt_state"):
-        assert not from_bytes(amp.no_loss_scale()).dynamic
-    saved = serialization.to_bytes(amp.dynamic_loss_scale(64.0))
-    assert serialization.from_bytes(amp.no_loss_scale(), saved).dynamic  # no warning
-
-
 def test_a_checkpoint_of_unknown_fields_is_refused():
     with pytest.raises(ValueError, match=r"unknown fields.*'patience'"):
         serialization.from_state_dict(amp.dynamic_loss_scale(), {"patience": 3})
