@@ -34,7 +34,7 @@ LOOPS = ("gpt_scanned", "llama_scanned")
 # The most memory that a step needs in 8 bits, of what it needs if all is kept.
 IN_8_BITS = {"gpt_scanned": 0.32, "llama_scanned": 0.38, "mlp_unrolled": 0.5}
 # The most memory and modelled time that a step of unrolled layers needs under "auto".
-AUTO = {"mlp_unrolled": (0.8, 0.98)}
+AUTO = {"mlp_unrolled": (0.8, 0.98), "gpt_unrolled": (0.91, 0.98)}
 UNROLLED = (*(name for name in PLAIN if "unrolled" in name), *OF_ZOO)
 TRACED = {"kept", "products", "trace", "error"}
 COMPILED = {"temp", "ms", "kernels", "flops"}
