@@ -53,6 +53,10 @@ class Shown(abc.ABC):
         heading = "\n".join([self.summary, *(f"* {each}" for each in self._notes)])
         return as_text(heading, self._tables(), 100)
 
+    def __init_subclass__(cls) -> None:
+        # IPython takes the `repr` of a class before this method of its bases.
+        cls._repr_pretty_ = Shown._repr_pretty_
+
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         # IPython calls it where it shows no HTML; `repr` has all that it holds.
         printer.text("..." if cycle else str(self))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from flax import linen as nn
 from flax import nnx
+from IPython.lib.pretty import pretty
 from jax import lax
 from jax.custom_derivatives import linear_call
 from jax.extend import core
@@ -877,6 +878,13 @@ def test_numbers_are_aligned_right_and_names_left_in_text_and_html():
     assert '<td style="text-align: right; padding: 0 0.6em">3/3</td>' in html
     assert '<th style="text-align: left; padding: 0 0.6em">module</th>' in html
     assert 'text-align: left; padding: 0 0.6em; white-space: pre">  up</td>' in html
+
+
+def test_ipython_shows_the_text_of_a_result_and_not_its_fields():
+    report = amp.explain(lambda x: jnp.exp(x @ x))(jnp.ones((2, 2)))
+    assert pretty(report) == str(report)
+    # As it looks for it: in the class itself, before the `repr` of a dataclass.
+    assert all("_repr_pretty_" in vars(c) for c in (amp.Diagnosis, amp.Tuning))
 
 
 def test_the_html_escapes_what_it_shows():
