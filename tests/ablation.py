@@ -160,9 +160,6 @@ RULES: dict[str, Rule] = {
         Change(recursions, "_with_first_steps", lambda _: lambda cycles, *_: cycles),
     ),
     # What is pinned: the ends that lead to a pin, and the facts.
-    "settled": tuple(
-        Change(owner, "settled", lambda _: lambda end: end) for owner in (ends, choices)
-    ),
     "ranked": no((ends, "_ranked"), answer=()),
     "selected": (Change(ends, "_selected", lambda _: lambda eqn: eqn.invars),),
     "form": no((ends, "_between"), answer=[]),
@@ -172,7 +169,10 @@ RULES: dict[str, Rule] = {
     "solver": no((choices, "is_solver")),
     # What is f32 although half would be right.
     "worth_f32": no((choosing, "is_worth_f32")),
-    "coordinate": no((ends, "subtracts_parts")),
+    "coordinate": no((ends, "is_measured")),
+    "given": unset(Made, "GIVEN"),
+    "negated": unset(Made, "NEGATED"),
+    "angle": unset(Ends, "ANGLE"),
     "returned": without_option(lambda o, _: o.readers == Demands.RETURNED),
     "carried": without_option(lambda o, _: o.readers == Demands.CARRIED),
     "compared": without_option(lambda o, _: o.readers == Demands.AS_IS),

@@ -30,13 +30,12 @@ ONLY_UNIT_TESTS = {
     "form": "test_ends: a covariance that is mapped",
     "saturates": "test_plan: a mask in a selection saturates for half readers alone",
     "selected": "test_ends: what stop_gradient alone reads, in a selection",
-    "settled": "test_ends: what follows the last layer is f32",
     "shifted_scores": "test_shifted_scores: a log-softmax of a million scores",
     "steep": "test_steep: odds of a sigmoid, the sine of a cosine",
     "spreads_function": "test_custom_jvp_rules: edges look up functions in half",
 }
 # Few programs need these.
-CHANGED = ("grows", "coordinate", "stopped")
+CHANGED = ("grows", "angle", "stopped")
 
 
 def test_every_rule_has_a_row_and_a_test():

@@ -62,6 +62,7 @@ from rich.table import Table
 
 import jmp_amp as amp
 from examples.benchmarks import compare_precision, roofline
+from jmp_amp.plan.program import jaxprs
 from jmp_amp.reports.costs import saved_for_backward
 from tests import h100, measures, zoo
 from tests.zoo.case import Loss
@@ -457,7 +458,7 @@ def one_by_one(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
         inputs = [read(atom) for atom in eqn.invars]
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         if eqn.primitive.name == "scan":
-            results = _turn_by_turn(eqn.params, inputs)
+            results = _turn_by_turn(eqn, inputs)
         elif inner is not None:
             # That of `checkpoint` is open.
             open_jaxpr = getattr(inner, "jaxpr", inner)
@@ -469,14 +470,14 @@ def one_by_one(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _turn_by_turn(params: dict[str, Any], inputs: list[Any]) -> list[Any]:
-    """Returns what `lax.scan` does, given the parameters of its equation."""
-    body, length = params["jaxpr"], params["length"]
-    first = params["num_consts"]
-    consts, after = inputs[:first], first + params["num_carry"]
-    carry, turned = inputs[first:after], inputs[after:]
+def _turn_by_turn(eqn: Any, inputs: list[Any]) -> list[Any]:
+    """Returns what `lax.scan` does, given its equation."""
+    body, length = eqn.params["jaxpr"], eqn.params["length"]
+    carried = jaxprs.carried(eqn)
+    consts, turned = inputs[: carried.start], inputs[carried.stop :]
+    carry = inputs[carried.start : carried.stop]
     rows: list[list[Any]] = [[]] * length
-    for turn in reversed(range(length)) if params["reverse"] else range(length):
+    for turn in reversed(range(length)) if eqn.params["reverse"] else range(length):
         row = [each[turn] for each in turned]
         found = one_by_one(body.jaxpr, body.consts, *consts, *carry, *row)
         carry, rows[turn] = found[: len(carry)], found[len(carry) :]

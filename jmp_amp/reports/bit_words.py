@@ -21,7 +21,7 @@ TRAITS = {
     Trait.WORTH_F32: "to make it in f32 costs less than to cast it for f32 readers",
     Trait.LOOKED_UP: "it holds rows of a table, or is made of them",
     Trait.SLICE: "each turn of a loop has another one",
-    Trait.SCALED: "an argument scales it, perhaps out of the range of half",
+    Trait.SCALED: "an argument scales it, or a number shifts it, perhaps out of half",
     Trait.SUMS_ARGUMENT: "an argument is a term of it",
     Trait.CARRIED: "a loop keeps it in f32 over its turns",
     Trait.OVERSIZED: "it holds a constant that half has no place for",
@@ -51,6 +51,8 @@ MADE = {
     Made.BROADCAST: "it is a smaller value, broadcast",
     Made.DIFFERENCE: "it is near zero where a difference is",
     Made.NEGATIVE: "it may be negative",
+    Made.GIVEN: "it is made of arguments alone",
+    Made.NEGATED: "it is the negative of a value",
 }
 ENDS = {
     Ends.INDEX: "it becomes an index",
@@ -63,7 +65,8 @@ ENDS = {
     Ends.FORM: "it is the F @ P of F @ P @ F.T, which leads to linear algebra",
     Ends.OTHERWISE: "a product, a caller or a derivative reads it",
     Ends.MOMENT: "it is a term beside squared means, or their factor",
-    Ends.COORDINATE: "parts of it are subtracted from each other",
+    Ends.COORDINATE: "its parts, or arguments, are subtracted from it: a coordinate",
+    Ends.ANGLE: "a periodic function, such as a sine, reads it",
 }
 
 

@@ -20,6 +20,7 @@ from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.overwritten import map_not_overwritten
 from jmp_amp.training.states import (
     SCALES,
+    LossScaleState,
     find_loss_scale,
     what_hides_overflows,
 )
@@ -87,7 +88,8 @@ def value_and_grad(
       TypeError: if `argnums` are not positions, or a flag is not a bool; from the
         function returned, while it is traced, if the loss is not a floating scalar.
       ValueError: if `fn` has a parameter called `loss_scale` itself; from the function
-        returned, if the tree holds no loss scale or several.
+        returned, if the tree holds no loss scale or several, or an optimizer's state
+        that unscales gradients too.
 
     Example:
       >>> import jmp_amp as amp
@@ -336,6 +338,13 @@ def find_scaler(loss_scale: PyTree, call: str) -> LossScale | None:
             "optimizer wrapped in with_loss_scale."
         )
     scaler = find_loss_scale(loss_scale, f"{call}: loss_scale")
+    states = nodes_of(loss_scale, LossScaleState)
+    if any(state.structure.unscales for _, state in states):
+        raise ValueError(
+            f"{call}: loss_scale: its optimizer was made with unscale=True, so that "
+            "gradients would be unscaled twice. Leave unscale=True out of "
+            "with_loss_scale: the gradients of this call are unscaled."
+        )
     if hidden := what_hides_overflows(loss_scale):
         warn(f"{call}: loss_scale: {hidden}")
     if shape := np.shape(scaler.value):

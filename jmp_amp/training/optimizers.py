@@ -94,7 +94,7 @@ def with_loss_scale(
       loss_scale: from `dynamic_loss_scale`, `static_loss_scale` or `no_loss_scale`.
       unscale: whether the incoming gradients are still those of the scaled loss
         (`jax.grad` of `loss_scale.scale(loss)`). By default they are unscaled, as
-        `value_and_grad` returns them.
+        `value_and_grad` returns them, which raises if it is given such a state.
       axis_name: mapped axes (of `shard_map`, `vmap`, `pmap`) over which a step is
         skipped together, so that replicas keep one scale. Inside `shard_map` take the
         mean over devices in the loss, `jax.lax.pmean(loss, "data")`: with `check_vma`,
@@ -138,7 +138,7 @@ def with_loss_scale(
             skipped_total=jnp.asarray(0, jnp.int32),
             skipped_in_a_row=jnp.asarray(0, jnp.int32),
             applied=jnp.asarray(0, jnp.int32),
-            structure=TreeStructure.of(params),
+            structure=dataclasses.replace(TreeStructure.of(params), unscales=unscale),
         )
 
     def update_fn(

@@ -74,12 +74,14 @@ class TreeStructure:
       half: for every parameter "bfloat16", "float16" or "", in the order of `paths`.
       known: False if `init` was given the placeholder of `optax.tree.map_params`.
       promoted: whether the half parameters come as float32, from `with_loss_scale`.
+      unscales: whether the optimizer divides gradients by the scale itself.
     """
 
     paths: tuple[str, ...]
     half: tuple[str, ...]
     known: bool = True
     promoted: bool = False
+    unscales: bool = dataclasses.field(default=False, compare=False)
 
     @classmethod
     def of(cls, tree: PyTree) -> Self:

@@ -7,7 +7,6 @@ products alone in half precision (recipe "OD"), values and gradients. A policy t
 keeps what an f32 reader keeps is at most twice as wrong as the products alone.
 
 `table.IDIOMS` holds the rows of every file of this package, by name. To add an idiom,
-write a function below `@row(...)` in the file of its field, or in a new file. What
-cannot meet the bound stands in `expected.py`, with its reason. `python -m tests.idioms
-[name ...]` prints the errors.
+write a function below `@row(...)` in the file of its field, or in a new file. `python
+-m tests.idioms [name ...]` prints the errors.
 """

@@ -11,7 +11,6 @@ import time
 import tests.conftest  # noqa: F401  # JAX as in the tests, before it is imported
 
 # isort: split
-from tests.idioms.expected import EXPECTED
 from tests.idioms.measure import Leaf, leaves
 from tests.idioms.table import IDIOMS
 from tests.measures import HALF
@@ -57,13 +56,12 @@ def main() -> None:
             wrong = [row for row in rows if not row.is_right]
             verdict = " ".join(dict.fromkeys(row.kind for row in wrong)) or "right"
             verdicts["wrong" if wrong else "right"] += 1
-            known = " (expected)" if wrong and idiom.name in EXPECTED else ""
             both = " ".join(text(worst(rows, kind)) for kind in ("value", "gradient"))
             if options.wrong and not wrong:
                 continue
             seconds = time.perf_counter() - start
             print(
-                f"{idiom.name:43} {short:4} {both} {verdict}{known} {seconds:.1f}s",
+                f"{idiom.name:43} {short:4} {both} {verdict} {seconds:.1f}s",
                 flush=True,
             )
             if options.verbose:

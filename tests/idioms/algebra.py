@@ -136,6 +136,14 @@ def ridge_regression(p, inputs):
     return jnp.linalg.solve(h.T @ h + 0.1 * jnp.eye(8), h.T @ inputs["y"])
 
 
+@row(weights(w=(8, 8), k=(8, 3)), normals(x=(20, 8), y=(20, 3)))
+def normal_equations_beside_a_layer(p, inputs):
+    h = jnp.tanh(inputs["x"] @ p["w"])
+    a = h.T @ h + 0.1 * jnp.eye(8)
+    logdet = 2 * jnp.log(jnp.diagonal(jnp.linalg.cholesky(a))).sum()
+    return jnp.linalg.solve(a, h.T @ inputs["y"]), logdet, jnp.tanh(a @ p["k"])
+
+
 @row(weights(w=(8, 4)), normals(x=(24, 8), y=(24,)))
 def gaussian_process(p, inputs):
     """Rasmussen and Williams 2006, algorithm 2.1, with a learned projection."""

@@ -112,6 +112,50 @@ def angles_between_bonds(p, inputs):
     return jnp.sum(a * b, axis=1) / (lengths + 1.0), read_by_a_product(p, x)
 
 
+@row(MODEL, SYSTEM)
+def relative_positions_for_a_product(p, inputs):
+    x = atoms(p, inputs)
+    return jnp.tanh((x[:, None] - x[None]) @ p["k"])
+
+
+@row(MODEL, both(SYSTEM, integers(20, a=(40,), b=(40,))))
+def edges_for_a_product(p, inputs):
+    x = atoms(p, inputs)
+    return jnp.tanh((x[inputs["a"]] - x[inputs["b"]]) @ p["k"])
+
+
+@row(MODEL, SYSTEM)
+def positions_from_a_given_point(p, inputs):
+    return jnp.tanh((atoms(p, inputs) - inputs["x"][:1]) @ p["k"])
+
+
+@row(MODEL, SYSTEM)
+def positions_and_the_negative_of_their_middle(p, inputs):
+    middle = jnp.mean(inputs["x"], axis=0, keepdims=True)
+    return jnp.tanh((atoms(p, inputs) + -middle) @ p["k"])
+
+
+@row(MODEL, SYSTEM)
+def the_nearer_of_two_positions(p, inputs):
+    x = jnp.clip(atoms(p, inputs), 0, 2000)
+    x = jnp.where(inputs["x"] > 1000, x, inputs["x"])
+    return jnp.tanh((x[1:] - x[:-1]) @ p["k"])
+
+
+@row(MODEL, SYSTEM)
+def in_a_periodic_box(p, inputs):
+    return jnp.tanh((atoms(p, inputs) % 3.0) @ p["k"])
+
+
+@row(weights(w=(8, 3), k=(48, 4)), normals(f=(20, 8), x=(20, 3)))
+def waves_of_warped_positions(p, inputs):
+    """Park et al. 2021, arXiv:2011.12948: a point is moved, then encoded."""
+    x = inputs["x"] + 0.1 * jnp.tanh(inputs["f"] @ p["w"])
+    angles = (x[:, :, None] * 2.0 ** jnp.arange(8.0)[None, None]).reshape(20, 24)
+    waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1)
+    return jnp.tanh(waves @ p["k"])
+
+
 @row(weights(w=(8, 8), k=(8, 8)), normals(f=(20, 8), x=(20, 8)))
 def residual_of_an_argument_for_a_product(p, inputs):
     """A near miss: nothing is subtracted from a move of itself."""

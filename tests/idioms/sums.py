@@ -134,3 +134,15 @@ def gated_sum_that_a_product_reads(p, inputs):
     a, b = inputs["x"] @ p["w"], inputs["x"] @ p["v"]
     g = jax.nn.sigmoid(a)
     return (g * a + (1 - g) * b) @ p["out"]
+
+
+@row(TWO, both(X, normals(y=(32, 4))))
+def gradient_of_running_products(p, inputs):
+    """JAX differentiates a product of elements as a tree of multiplications."""
+
+    def loss(p):
+        a, b = map(jax.nn.sigmoid, heads(p, inputs))
+        running = jnp.cumprod(a + 0.3, axis=0) * inputs["y"]
+        return jnp.sum(running) + jnp.sum(jnp.prod(b + 0.3, axis=0))
+
+    return jax.grad(loss)(p)

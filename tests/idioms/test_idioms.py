@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.idioms import measure
-from tests.idioms.expected import EXPECTED, NOTHING_IN_HALF
+from tests.idioms.nothing_in_half import NOTHING_IN_HALF
 from tests.idioms.table import IDIOMS
 from tests.measures import HALF
 from tests.plan import once
@@ -48,7 +48,6 @@ def dtype_of(number: int) -> str:
             marks=[pytest.mark.slow] * (by_default(number) is None),
         )
         for number, name in enumerate(IDIOMS)
-        if name not in EXPECTED
     ],
 )
 def test_idiom_is_at_most_twice_as_wrong_as_its_products_alone(name, dtype):
@@ -58,14 +57,6 @@ def test_idiom_is_at_most_twice_as_wrong_as_its_products_alone(name, dtype):
         # Products alone are given what they read of a table after the lookup.
         eps = float(jnp.finfo(dtype).eps)
         assert max(leaf.products for leaf in leaves) <= 4 * eps
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EXPECTED)
-def test_idiom_that_is_expected_to_be_wrong_still_is(name):
-    found = [measure.kept_leaves(IDIOMS[name], dtype) for dtype in HALF]
-    wrong = [leaf for leaves in found for leaf in leaves if not leaf.is_right]
-    assert wrong, "take it off the list"
 
 
 @once.one_process

@@ -119,3 +119,9 @@ def mask_between_products(p, inputs):
     """A near miss: a dropout mask with its scale."""
     keep = jnp.where(inputs["mask"] > -1.0, 1.25, 0.0)
     return (jax.nn.relu(hidden(p, inputs)) * keep) @ p["v"]
+
+
+@row(MODEL, X)
+def kelvin_and_back(p, inputs):
+    kelvin = 0.1 * hidden(p, inputs) + 300.0
+    return jnp.tanh(((kelvin - 300.0) / 0.1) @ p["v"])

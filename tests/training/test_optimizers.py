@@ -129,6 +129,22 @@ def test_a_gradient_is_unscaled_with_the_scale_that_scaled_it(dtype, unscale):
     assert scales == [64.0, 128.0, 64.0, 64.0, 128.0, 128.0]
 
 
+@pytest.mark.parametrize("differentiate", [amp.grad, amp.value_and_grad])
+def test_gradients_are_not_unscaled_twice(differentiate):
+    scale = amp.static_loss_scale(8.0)
+    tx = amp.with_loss_scale(optax.sgd(1.0), scale, unscale=True)
+    state = jax.jit(tx.init)(jnp.float32(2.0))
+    with pytest.raises(ValueError, match=r"grad.*with unscale=True.*unscaled twice"):
+        differentiate(jnp.square)(jnp.float32(2.0), loss_scale={"opt": state})
+    gradient = jax.grad(lambda w: amp.loss_scale_of(state).scale(w**2))(2.0)
+    assert gradient == 32.0
+    updates, _ = tx.update(gradient, state)
+    assert updates == -4.0
+    # Without it, the call unscales.
+    state = amp.with_loss_scale(optax.sgd(1.0), scale).init(jnp.float32(2.0))
+    assert amp.grad(jnp.square)(jnp.float32(2.0), loss_scale=state) == 4.0
+
+
 def test_a_gradient_that_overflows_only_when_unscaled_is_skipped():
     tx = amp.with_loss_scale(optax.sgd(1.0), amp.static_loss_scale(0.25), unscale=True)
     updates, state = tx.update(jnp.float32(3e38), tx.init(jnp.float32(0.0)))

@@ -18,7 +18,7 @@ from jmp_amp.plan.choose.flows import Flow, Step
 from jmp_amp.plan.choose.modes import Mode
 from jmp_amp.plan.choose.solver_loops import SOLVER, is_solver
 from jmp_amp.plan.dataflow import constants
-from jmp_amp.plan.dataflow.ends import Destinations, End, Ends, settled
+from jmp_amp.plan.dataflow.ends import Destinations, End, Ends
 from jmp_amp.plan.dataflow.facts import BodyFacts, Facts, of_arguments
 from jmp_amp.plan.dataflow.joins import after_turn, one_of
 from jmp_amp.plan.dataflow.recursions import NONE, Cycle, Cycles, recursions_of
@@ -176,7 +176,7 @@ class Flows:
             views,
             list(map(around.facts.of, eqn.invars)),
             bool(len(read) > 1 and read[0] & read[1]),
-            settled(end),
+            end,
             index in around.recursive,
             self._derived.get(id(eqn)),
         )

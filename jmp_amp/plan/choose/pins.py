@@ -14,7 +14,13 @@ import numpy as np
 
 from jmp_amp.plan.choose.records import Decision
 from jmp_amp.plan.dataflow.ends import Ends
-from jmp_amp.plan.dataflow.facts import Made, is_linear, makes_solutions, weighs
+from jmp_amp.plan.dataflow.facts import (
+    Made,
+    is_linear,
+    makes_solutions,
+    weighs,
+)
+from jmp_amp.plan.dataflow.made import is_offset, subtracts
 from jmp_amp.plan.dataflow.standing import Pin, Standing
 from jmp_amp.plan.dataflow.values import Known, Origin, Trait, castable, is_inexact
 from jmp_amp.plan.program.dimensions import Dimensions, is_in_f32, is_larger
@@ -110,9 +116,18 @@ def _is_state(at: Standing) -> bool:
 
 
 def _is_difference(at: Standing) -> bool:
-    """Whether an argument is subtracted; no parameter is, but one that is broadcast."""
-    return role_of(at.name) is Role.SUBTRACTS and any(
-        is_argument(value, at.eqn.invars[i]) and not _is_broadcast(at, i)
+    """Whether an argument is subtracted, or is a term of a coordinate or an angle.
+
+    A parameter is not, such as a bias: it is broadcast. But it may be one of a
+    coordinate, such as the offset of a unit.
+    """
+    is_coordinate = bool(at.end & Ends.COORDINATE)
+    is_place = is_coordinate or bool(at.end & Ends.ANGLE)
+    if not is_place and not subtracts(at.eqn, at.facts):
+        return False
+    return any(
+        is_argument(value, at.eqn.invars[i])
+        and (is_coordinate or not _is_broadcast(at, i))
         for i, value in _terms(at)
     )
 
@@ -144,19 +159,28 @@ def _weighs_free_solution(at: Standing) -> bool:
     return not is_low and _weighs_solution(at)
 
 
+def _adds_offset(at: Standing) -> bool:
+    """Whether a number is added that leaves few digits to the activation."""
+    return role_of(at.name) in (Role.ADDS, Role.SUBTRACTS) and any(
+        map(is_offset, at.eqn.invars)
+    )
+
+
 def _is_scaled(at: Standing) -> bool:
     """Whether an activation is in units that are an argument's, and f16 is too small.
 
     An elementwise chain between two products costs no memory in f32. A stream between
     layers does: it takes what is added to it in half precision.
     """
-    if at.low != F16 or not is_cheap(at.name) or role_of(at.name) is Role.LOOKS_UP:
+    if not is_cheap(at.name) or role_of(at.name) is Role.LOOKS_UP:
         return False
     scaled = [Trait.SCALED in v.traits for v in at.activations]
     if role_of(at.name) in (Role.ADDS, Role.SUBTRACTS):
         return bool(scaled) and all(scaled)
     return any(scaled) or (
-        role_of(at.name) in _SCALES and any(map(is_argument, at.views, at.eqn.invars))
+        at.low == F16
+        and role_of(at.name) in _SCALES
+        and any(map(is_argument, at.views, at.eqn.invars))
     )
 
 
@@ -337,6 +361,13 @@ PINS = (
         _never,
     ),
     Pin("derivative", "the derivative of a product in f32", _is_derivative, _never),
+    Pin(
+        "offset",
+        "shifted by a number that leaves {half} few digits",
+        _never,
+        _adds_offset,
+        makes=Origin.LOW,
+    ),
     Pin(
         "scaled",
         "scaled by an argument, which {half} may have no place for",

@@ -14,6 +14,10 @@ of a network is half, and so is a stream that layers read too.
 The product in `|a|^2 - 2 a b + |b|^2` is f32 too: its digits cancel. So do those of a
 second moment from which squared means are subtracted: `w @ (x * x) - (w @ x) ** 2`.
 
+A coordinate is measured: parts of it, arguments or large numbers are subtracted. An
+angle is what a periodic function reads. Both lose all their digits where they are far
+from zero, so an argument or an offset is added in f32.
+
 `stop_gradient` ends the derivative: what it alone reads is saved by nobody, so f32
 costs no memory, back to the product.
 """
@@ -37,6 +41,7 @@ from jmp_amp.plan.dataflow.facts import (
     scales,
     weighs_solution,
 )
+from jmp_amp.plan.dataflow.made import is_offset, subtracts
 from jmp_amp.plan.dataflow.solver import Back, backward, entering, once
 from jmp_amp.plan.dataflow.values import castable
 from jmp_amp.plan.program import jaxprs
@@ -81,11 +86,14 @@ class Ends:
     OTHERWISE: Final = 256
     # A term beside squared means, or their factor: a variance.
     MOMENT: Final = 512
-    # Parts of it are subtracted from each other.
+    # Parts of it are subtracted from each other, or what is given from it.
     COORDINATE: Final = 1024
+    # A periodic function reads it.
+    ANGLE: Final = 2048
 
 
-_LINEAR_ENDS = Ends.FACTOR | Ends.DISTANCE | Ends.MOMENT | Ends.COORDINATE
+_PLACES = Ends.COORDINATE | Ends.ANGLE
+_LINEAR_ENDS = Ends.FACTOR | Ends.DISTANCE | Ends.MOMENT | _PLACES
 _ELEMENTWISE = Ends.SOLVED | Ends.EXACT | Ends.STREAM | Ends.STOPPED | Ends.OTHERWISE
 _NOTHING_PASSES = (Kind.PRODUCT, Kind.ALGEBRA, Kind.COMPARISON)
 # Linear algebra that divides by numbers that may be small.
@@ -102,11 +110,6 @@ def solves(name: str) -> bool:
     return name in _SOLVES
 
 
-def settled(end: End) -> End:
-    """Returns an end; a stream between layers leads nowhere but to layers."""
-    return end & ~(Ends.SOLVED | Ends.EXACT) if end & Ends.STREAM else end
-
-
 def _begun(name: str) -> End:
     """Returns what becomes of the operands of a primitive, whatever reads it."""
     operation = OPERATIONS.get(name)
@@ -116,6 +119,8 @@ def _begun(name: str) -> End:
         return Ends.SOLVED
     if operation is None or operation.kind in (Kind.PRODUCT, Kind.ALGEBRA):
         return Ends.OTHERWISE
+    if operation.row.also & Also.PERIODIC:
+        return Ends.ANGLE
     return Ends.INDEX if operation.row.role is Role.COUNTS else Ends.NONE
 
 
@@ -127,6 +132,8 @@ def _passed(name: str) -> End:
     if operation.group.op_class is not OpClass.FOLLOW:
         return _ELEMENTWISE
     linear = _LINEAR_ENDS if is_linear(name) else Ends.NONE
+    if operation.kind is Kind.SELECTION:
+        linear |= _PLACES
     passed = _ELEMENTWISE | Ends.INDEX | linear
     return passed & ~Ends.OTHERWISE if name == "stop_gradient" else passed
 
@@ -238,12 +245,15 @@ def end_of_operands(eqn: Eqn, results: End, facts: Sequence[Fact], made: int) ->
       facts: what its operands are made of.
       made: what its results are made of, a set of the bits of `Made`.
     """
-    name, results = eqn.primitive.name, settled(results)
+    name = eqn.primitive.name
     if jaxprs.is_conversion(eqn):
         return _end_of_converted(eqn, results)
     end = _BEGUN.get(name, Ends.OTHERWISE) | results & _PASSED.get(name, Ends.NONE)
     if results & _LINEAR_ENDS and scales(eqn):
         end |= results & _LINEAR_ENDS
+    elif role_of(name) in (Role.MULTIPLIES, Role.DIVIDES):
+        if any_of(facts) & Made.GIVEN:
+            end |= results & _PLACES
     if made & Made.MEANS:
         end |= results & Ends.MOMENT
     if name in _TERMS:
@@ -268,21 +278,26 @@ def _end_beside(eqn: Eqn, facts: Sequence[Fact]) -> End:
         end |= Ends.DISTANCE
     if subtracts_means(eqn, facts):
         end |= Ends.MOMENT
-    if subtracts_parts(eqn, facts):
+    if is_measured(eqn, facts):
         end |= Ends.COORDINATE
     return end
 
 
-def subtracts_parts(eqn: Eqn, facts: Sequence[Fact]) -> bool:
-    """Whether two parts of one value are subtracted: it is a coordinate, perhaps."""
-    if role_of(eqn.primitive.name) is not Role.SUBTRACTS:
+def is_measured(eqn: Eqn, facts: Sequence[Fact]) -> bool:
+    """Whether a value is subtracted from a part of itself, or what is given from it.
+
+    It is a coordinate, perhaps.
+    """
+    if any(map(is_offset, eqn.invars)):
+        return True
+    if not subtracts(eqn, facts):
         return False
-    return facts[0].whole == facts[1].whole
+    return facts[0].whole == facts[1].whole or bool(any_of(facts) & Made.GIVEN)
 
 
 def subtracts_means(eqn: Eqn, facts: Sequence[Fact]) -> bool:
     """Whether squared means are subtracted from a second moment, or the other way."""
-    if role_of(eqn.primitive.name) is not Role.SUBTRACTS:
+    if not subtracts(eqn, facts):
         return False
     a, b = (each.made for each in facts)
     return any(

@@ -10,7 +10,14 @@ import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 
-from jmp_amp.plan.dataflow.made import Fact, Facts, Made, any_of, scales, squares
+from jmp_amp.plan.dataflow.made import (
+    Fact,
+    Facts,
+    Made,
+    any_of,
+    scales,
+    squares,
+)
 from jmp_amp.plan.dataflow.signs import sign_of, signs
 from jmp_amp.plan.dataflow.solver import forward, once
 from jmp_amp.plan.dataflow.values import castable
@@ -56,7 +63,8 @@ def is_linear(name: str) -> bool:
 
 def of_arguments(body: Body) -> Facts:
     """Returns what is known of the arguments of a program: they are all different."""
-    return tuple(Fact(sign_of(v), i, i) for i, v in enumerate(body.jaxpr.invars))
+    arguments = enumerate(body.jaxpr.invars)
+    return tuple(Fact(sign_of(v) | Made.GIVEN, i, i) for i, v in arguments)
 
 
 class BodyFacts:
@@ -100,7 +108,7 @@ class FactFinder:
         """Returns the facts of the variables of a body, given those of its inputs."""
         found = BodyFacts(body, inputs)
         for var in body.jaxpr.constvars:
-            found.known[var] = found.new(sign_of(var))
+            found.known[var] = found.new(sign_of(var) | Made.GIVEN)
         for index, eqn in enumerate(body.jaxpr.eqns):
             results = self._results(index, eqn, found)
             found.known.update(zip(eqn.outvars, results, strict=True))
@@ -113,6 +121,7 @@ class FactFinder:
             if _is_moved(eqn):
                 return [_moved(eqn, operands[0])]
             made = made_from(eqn, operands) | signs(eqn, operands)
+            made = made & ~Made.GIVEN | _given(eqn, operands)
             whole = _whole(eqn, operands)
             factors = ()
             if eqn.primitive.name in PRODUCTS:
@@ -127,9 +136,11 @@ class FactFinder:
             body = inner[number].body
             facts = self.of(body, given)
             outputs = [facts.of(v) for v in body.jaxpr.outvars]
+            results = _handed_back(outputs, given, operands, found)
             if jaxprs.is_loop(eqn):
-                return [found.new(each.made) for each in outputs]
-            return _handed_back(outputs, given, operands, found)
+                # Each turn makes another value, but perhaps of parts of the same one.
+                return [found.new(each.made, each.whole) for each in results]
+            return results
 
         def turned(operand: int, now: Fact, update: Fact) -> Fact:
             return now._replace(made=_made_either(now, update))
@@ -233,9 +244,11 @@ def _moved(eqn: Eqn, fact: Fact) -> Fact:
 def _whole(eqn: Eqn, facts: Sequence[Fact]) -> int | None:
     """Returns the number of the value that all elements of the results come from.
 
-    That of a lookup, a slice, or a join of slices; None if they come from several.
+    That of a lookup, a slice, a negative, or a join of slices; None if they come from
+    several.
     """
-    if kind_of(eqn.primitive.name) is not Kind.MOVE:
+    name = eqn.primitive.name
+    if kind_of(name) is not Kind.MOVE and role_of(name) is not Role.NEGATES:
         return None
     wholes = {
         fact.whole for fact, v in zip(facts, eqn.invars, strict=True) if castable(v)
@@ -266,7 +279,9 @@ def made_from(eqn: Eqn, facts: Sequence[Fact]) -> int:
         return (either & ~Made.LAST | last & Made.LAST) & ~Made.SUM_OR_TERM
     if is_linear(name):
         is_term = role_of(name) is Role.ADDS and either & Made.REDUCED
-        return either & _SUMMED | (Made.SUM_OR_TERM if is_term else Made.NOTHING)
+        negated = Made.NEGATED if role_of(name) is Role.NEGATES else Made.NOTHING
+        is_sum = Made.SUM_OR_TERM if is_term else Made.NOTHING
+        return either & _SUMMED | is_sum | negated
     if role_of(name) is Role.SUMS:
         made = Made.REDUCED | Made.SUM_OR_TERM
         if name == "reduce_sum":
@@ -289,6 +304,15 @@ def made_from(eqn: Eqn, facts: Sequence[Fact]) -> int:
     if role_of(name) is Role.MULTIPLIES:
         return Made.TIMES | _of_two(facts) | normalized
     return Made.NOTHING
+
+
+def _given(eqn: Eqn, facts: Sequence[Fact]) -> int:
+    """Returns `Made.GIVEN` of what is made of arguments alone, and of no product."""
+    if eqn.primitive.name in PRODUCTS:
+        return Made.NOTHING
+    pairs = zip(facts, eqn.invars, strict=True)
+    arrays = [f.made for f, v in pairs if castable(v) and not isinstance(v, Literal)]
+    return functools.reduce(int.__and__, arrays, Made.GIVEN)
 
 
 def _of_two(facts: Sequence[Fact]) -> int:

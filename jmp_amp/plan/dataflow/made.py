@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, aval_of
 from jmp_amp.plan.tables.operations import Role, role_of
 
@@ -43,11 +45,17 @@ class Made:
     DIFFERENCE: Final = 65536
     # It may be negative, as a sine may: a sum with it is a difference.
     NEGATIVE: Final = 131072
+    # Arguments alone, and numbers.
+    GIVEN: Final = 262144
+    # The negative of a value, moved: to add it is to subtract the value.
+    NEGATED: Final = 524288
     # What is subtracted from a moment.
     MEANS: Final = SQUARED_MEAN | TWO_TOTALS | TWO_SUMS
     TOTAL: Final = SUM | PRODUCT
     # Of what made a value at last. The other bits are of all that it is made of.
-    LAST: Final = REDUCED | SUM_OR_TERM | NORMALIZER | NORMALIZED | BROADCAST
+    LAST: Final = (
+        REDUCED | SUM_OR_TERM | NORMALIZER | NORMALIZED | BROADCAST | GIVEN | NEGATED
+    )
 
 
 class Fact(NamedTuple):
@@ -94,6 +102,24 @@ def scales(eqn: Eqn) -> bool:
     return scales and any(map(is_number, eqn.invars))
 
 
+def subtracts(eqn: Eqn, facts: Sequence[Fact]) -> bool:
+    """Whether an operation subtracts a value, or adds the negative of one."""
+    role = role_of(eqn.primitive.name)
+    is_negated = role is Role.ADDS and bool(any_of(facts) & Made.NEGATED)
+    return role is Role.SUBTRACTS or is_negated
+
+
 def is_number(atom: Atom) -> bool:
     """Whether a value has no dimensions, or is a literal."""
     return isinstance(atom, Literal) or not aval_of(atom).ndim
+
+
+def is_offset(atom: Atom) -> bool:
+    """Whether a number leaves few digits of bf16 to what is added to it, as in kelvin.
+
+    A mask of -1e9 leaves none, in f32 neither.
+    """
+    if not isinstance(atom, Literal):
+        return False
+    size = abs(np.asarray(atom.val))
+    return bool(np.any((size > 8) & (size < 2**20)))

@@ -105,6 +105,8 @@ class Also(enum.Flag):
     BOUNDED = enum.auto()
     # Steep where its last operand is near zero: an error there grows.
     STEEP = enum.auto()
+    # The same again for larger operands: an error counts as it is, not beside them.
+    PERIODIC = enum.auto()
 
 
 # The result of a function whose operands are the corners of their ranges.
@@ -180,7 +182,7 @@ CHEAP, DEAR, BOUND = Cost.CHEAP, Cost.DEAR, Cost.BOUND
 NOTHING, RESULT, OPERANDS = Saves.NOTHING, Saves.RESULT, Saves.OPERANDS
 SOLVES, SOLUTION, GROWS = Also.SOLVES, Also.SOLVES | Also.SOLUTION, Also.GROWS
 ONE_EACH, REPEATS, ONCE = Also.ONE_EACH, Also.REPEATS, Also.ONCE
-SATURATES = Also.SATURATES
+SATURATES, PERIODIC = Also.SATURATES, Also.PERIODIC
 _FOLLOWS = Words("elementwise or structural")
 
 
@@ -379,14 +381,14 @@ GROUPS = (
             Row("div", CHEAP, OPERANDS, np.divide, Role.DIVIDES, Also.STEEP),
             *_named(CHEAP, OPERANDS, "integer_pow", Also.MAY_GROW),
             *_named(CHEAP, OPERANDS, "one_minus_square"),
-            *_named(CHEAP, OPERANDS, "rem", rational=False),
+            *_named(CHEAP, OPERANDS, "rem", PERIODIC, rational=False),
             Row("square", CHEAP, OPERANDS, np.square, also=GROWS),
             Row("sqrt", CHEAP, RESULT, np.sqrt, also=Also.STEEP),
             Row("cbrt", CHEAP, RESULT, also=Also.STEEP),
             Row("tanh", CHEAP, RESULT, (-1.0, 1.0), Role.CURVES, ONCE | SATURATES),
             Row("logistic", CHEAP, RESULT, (0.0, 1.0), Role.CURVES, SATURATES),
-            Row("sin", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, ONCE),
-            Row("cos", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, ONCE),
+            Row("sin", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, ONCE | PERIODIC),
+            Row("cos", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, ONCE | PERIODIC),
             Row("erf", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, SATURATES),
             Row("erfc", CHEAP, OPERANDS, None, Role.CURVES, ONCE),
             *_named(CHEAP, OPERANDS, "atan", ONCE, rational=False),

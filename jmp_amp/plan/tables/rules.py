@@ -73,6 +73,8 @@ FULL_FUNCTIONS = (
         "norm var std standardize global_norm vector_norm",
     ),
     (Words("a least-squares fit: half has no digits for it"), "polyfit"),
+    # Their derivatives are products of elements.
+    (OPERATIONS["cumprod"].group.words, "prod cumprod cumulative_prod reduce_prod"),
     (
         Words("a special function is a series whose terms cancel"),
         "betaln beta poch zeta polygamma multigammaln factorial spence expn expi exp1 "

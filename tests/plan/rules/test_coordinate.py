@@ -1,4 +1,4 @@
-"""Looked up parts that are subtracted from each other are f32 beside f32."""
+"""Parts of a value that are subtracted from each other are those of a coordinate."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,6 +6,20 @@ import numpy as np
 from tests.plan.rules import BF16, F32, W, X, planned
 
 EDGES = np.arange(32) % 8
+
+
+def test_coordinate_of_an_argument():
+    def relative(x, w, at):
+        place = at + x @ w
+        return jnp.tanh((place[:, None] - place[None]) @ w)
+
+    def nearest(x, w, at):
+        place = at + x @ w
+        return jnp.tanh((place[:, None] + place[None]) @ w)
+
+    assert planned(relative, X, W, X, of="add") == [F32]
+    assert planned(relative, X, W, X, of="add", without="coordinate") == [BF16]
+    assert planned(nearest, X, W, X, of="add")[0] == BF16
 
 
 def test_coordinate():

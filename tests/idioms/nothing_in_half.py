@@ -1,13 +1,4 @@
-"""The idioms that do not meet the bound, each with its reason.
-
-A row that meets the bound in all respects must leave this list: its test fails.
-"""
-
-EXPECTED = {
-    "unrolled_from_rows_of_a_closed_over_array": (
-        "a lookup begins a stream between layers where no loop tells steps from layers"
-    ),
-}
+"""Idioms whose every product is f32, each with its reason."""
 
 _OPAQUE = "a solver of JAX runs as it was traced, with the products of its operator"
 
@@ -15,8 +6,7 @@ _FILTER = "the covariance of a filter leads to a linear system in every turn"
 
 _RECURSION = "no activation stands between the product and the carry of its loop"
 
-# Idioms whose every product is f32, although nothing in them asks for it. The bound
-# says nothing of them.
+# Nothing in them asks for it. The bound of the errors says nothing of them.
 NOTHING_IN_HALF = {
     "conjugate_gradients_of_fixed_length": _RECURSION,
     "conjugate_gradients_of_jax": _OPAQUE,
