@@ -169,7 +169,7 @@ RULES: dict[str, Rule] = {
     "solver": no((choices, "is_solver")),
     # What is f32 although half would be right.
     "worth_f32": no((choosing, "is_worth_f32")),
-    "coordinate": no((ends, "is_measured")),
+    "coordinate": no((ends, "subtracts_parts")),
     "given": unset(Made, "GIVEN"),
     "negated": unset(Made, "NEGATED"),
     "angle": unset(Ends, "ANGLE"),

@@ -65,8 +65,9 @@ ENDS = {
     Ends.FORM: "it is the F @ P of F @ P @ F.T, which leads to linear algebra",
     Ends.OTHERWISE: "a product, a caller or a derivative reads it",
     Ends.MOMENT: "it is a term beside squared means, or their factor",
-    Ends.COORDINATE: "its parts, or arguments, are subtracted from it: a coordinate",
+    Ends.COORDINATE: "parts of it are subtracted from each other: it is a coordinate",
     Ends.ANGLE: "a periodic function, such as a sine, reads it",
+    Ends.MEASURED: "an argument is subtracted from it",
 }
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from jmp_amp.plan.choose.modes import Demand, Demands, Mode
 from jmp_amp.plan.choose.pins import is_argument
-from jmp_amp.plan.dataflow.ends import Ends, end_of_operands
+from jmp_amp.plan.dataflow.ends import PLACES, Ends, end_of_operands
 from jmp_amp.plan.dataflow.facts import Made, made_from
 from jmp_amp.plan.dataflow.standing import Standing
 from jmp_amp.plan.dataflow.values import Origin, Trait
@@ -38,6 +38,10 @@ _ENDS_OF_PINS = {
     "solved": (Ends.SOLVED | Ends.FACTOR, "Here the linear algebra begins"),
     "stopped": (Ends.STOPPED, "Here the derivative ends"),
     "distance": (Ends.DISTANCE, "Here it meets the sum of squares of a distance"),
+    "coordinate": (
+        PLACES,
+        "Here its parts or arguments are subtracted, or it is an angle",
+    ),
     "moment": (Ends.MOMENT, "Here squared means and a second moment are subtracted"),
 }
 # The readers on a way to an end that are told; a longer way is cut short.
@@ -80,6 +84,7 @@ _OPERANDS_OF_PINS: Mapping[str, tuple[str, _IsIt]] = {
     "grid": ("is the grid", _is_constant),
     "state": ("is the state", _is_argument),
     "difference": ("is the argument", _is_argument),
+    "offset": ("is the number", _is_constant),
     "steep": ("is the difference", _is_difference),
     "solution": ("is the solution", _is_solution),
     "scaled": ("scales it, or is scaled", _is_scale),

@@ -207,7 +207,7 @@ def test_rows_of_one_value_that_are_subtracted_are_looked_up_in_f32(other, dtype
 def test_only_float16_is_too_small_for_a_unit():
     fn = lambda x, w, s: (((x @ w) * s) / s) @ w  # noqa: E731
     s = jnp.full((1, 8), 1e5)
-    reason = "scaled by an argument, which float16 may have no place for"
+    reason = "in a unit that float16 may have no place for"
     assert reason_of(fn, X, W, s, operation="mul", policy=f"mixed_{F16}") == reason
     assert planned(fn, X, W, s, primitive="mul") == [BF16]
 

@@ -85,6 +85,11 @@ def _odds(x, w):
     return (p / jnp.maximum(1 - p, 1e-6)) @ w
 
 
+def _relative(x, w, at):
+    place = at + x @ w
+    return jnp.tanh((place[1:] - place[:-1]) @ w)
+
+
 def _power(x, w):
     return jax.lax.scan(lambda v, _: (w @ v, None), x[0], length=9)[0]
 
@@ -120,6 +125,14 @@ BEGUN = {
         "sub",
         "argument 2",
         "is the argument",
+    ),
+    "coordinate": (_relative, (X, W, X), "add", "sub", "its parts"),
+    "offset": (
+        lambda x, w: jnp.tanh(x @ w + 273.0) @ w,
+        (X, W),
+        "add",
+        "constant",
+        "is the number",
     ),
     "recursion": (_power, (X, W), "dot_general", "scan", "No activation"),
     "distance": (_distance, (X, W), "dot_general", "sub", "sum of squares"),

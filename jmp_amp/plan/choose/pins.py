@@ -116,16 +116,21 @@ def _is_state(at: Standing) -> bool:
 
 
 def _is_difference(at: Standing) -> bool:
-    """Whether an argument is subtracted, or is a term of a coordinate or an angle.
+    """Whether an argument is subtracted; no parameter is, but one that is broadcast."""
+    return subtracts(at.eqn, at.facts) and any(
+        is_argument(value, at.eqn.invars[i]) and not _is_broadcast(at, i)
+        for i, value in _terms(at)
+    )
 
-    A parameter is not, such as a bias: it is broadcast. But it may be one of a
-    coordinate, such as the offset of a unit.
+
+def _is_coordinate(at: Standing) -> bool:
+    """Whether an argument is a term of a coordinate, or of an angle.
+
+    A bias is none, which is broadcast, unless its own digits cancel.
     """
     is_coordinate = bool(at.end & Ends.COORDINATE)
-    is_place = is_coordinate or bool(at.end & Ends.ANGLE)
-    if not is_place and not subtracts(at.eqn, at.facts):
-        return False
-    return any(
+    is_place = is_coordinate or bool(at.end & (Ends.ANGLE | Ends.MEASURED))
+    return is_place and any(
         is_argument(value, at.eqn.invars[i])
         and (is_coordinate or not _is_broadcast(at, i))
         for i, value in _terms(at)
@@ -336,6 +341,12 @@ PINS = (
         _is_difference,
     ),
     Pin(
+        "coordinate",
+        "an argument is a term of a coordinate or an angle: it is far from zero",
+        _never,
+        _is_coordinate,
+    ),
+    Pin(
         "recursion",
         "a recursion: its result returns to the carry by arithmetic alone",
         _is_recursive,
@@ -370,7 +381,7 @@ PINS = (
     ),
     Pin(
         "scaled",
-        "scaled by an argument, which {half} may have no place for",
+        "in a unit that {half} may have no place for",
         _never,
         _is_scaled,
         makes=Origin.LOW,

@@ -16,7 +16,7 @@ second moment from which squared means are subtracted: `w @ (x * x) - (w @ x) **
 
 A coordinate is measured: parts of it, arguments or large numbers are subtracted. An
 angle is what a periodic function reads. Both lose all their digits where they are far
-from zero, so an argument or an offset is added in f32.
+from zero, so an argument is added in f32.
 
 `stop_gradient` ends the derivative: what it alone reads is saved by nobody, so f32
 costs no memory, back to the product.
@@ -86,14 +86,16 @@ class Ends:
     OTHERWISE: Final = 256
     # A term beside squared means, or their factor: a variance.
     MOMENT: Final = 512
-    # Parts of it are subtracted from each other, or what is given from it.
+    # Parts of it are subtracted from each other, or a large number from it.
     COORDINATE: Final = 1024
     # A periodic function reads it.
     ANGLE: Final = 2048
+    # An argument is subtracted from it.
+    MEASURED: Final = 4096
 
 
-_PLACES = Ends.COORDINATE | Ends.ANGLE
-_LINEAR_ENDS = Ends.FACTOR | Ends.DISTANCE | Ends.MOMENT | _PLACES
+PLACES = Ends.COORDINATE | Ends.ANGLE | Ends.MEASURED
+_LINEAR_ENDS = Ends.FACTOR | Ends.DISTANCE | Ends.MOMENT | PLACES
 _ELEMENTWISE = Ends.SOLVED | Ends.EXACT | Ends.STREAM | Ends.STOPPED | Ends.OTHERWISE
 _NOTHING_PASSES = (Kind.PRODUCT, Kind.ALGEBRA, Kind.COMPARISON)
 # Linear algebra that divides by numbers that may be small.
@@ -133,7 +135,7 @@ def _passed(name: str) -> End:
         return _ELEMENTWISE
     linear = _LINEAR_ENDS if is_linear(name) else Ends.NONE
     if operation.kind is Kind.SELECTION:
-        linear |= _PLACES
+        linear |= PLACES
     passed = _ELEMENTWISE | Ends.INDEX | linear
     return passed & ~Ends.OTHERWISE if name == "stop_gradient" else passed
 
@@ -253,7 +255,7 @@ def end_of_operands(eqn: Eqn, results: End, facts: Sequence[Fact], made: int) ->
         end |= results & _LINEAR_ENDS
     elif role_of(name) in (Role.MULTIPLIES, Role.DIVIDES):
         if any_of(facts) & Made.GIVEN:
-            end |= results & _PLACES
+            end |= results & PLACES
     if made & Made.MEANS:
         end |= results & Ends.MOMENT
     if name in _TERMS:
@@ -278,21 +280,16 @@ def _end_beside(eqn: Eqn, facts: Sequence[Fact]) -> End:
         end |= Ends.DISTANCE
     if subtracts_means(eqn, facts):
         end |= Ends.MOMENT
-    if is_measured(eqn, facts):
+    if subtracts_parts(eqn, facts) or any(map(is_offset, eqn.invars)):
         end |= Ends.COORDINATE
+    if subtracts(eqn, facts) and made & Made.GIVEN:
+        end |= Ends.MEASURED
     return end
 
 
-def is_measured(eqn: Eqn, facts: Sequence[Fact]) -> bool:
-    """Whether a value is subtracted from a part of itself, or what is given from it.
-
-    It is a coordinate, perhaps.
-    """
-    if any(map(is_offset, eqn.invars)):
-        return True
-    if not subtracts(eqn, facts):
-        return False
-    return facts[0].whole == facts[1].whole or bool(any_of(facts) & Made.GIVEN)
+def subtracts_parts(eqn: Eqn, facts: Sequence[Fact]) -> bool:
+    """Whether two parts of one value are subtracted: it is a coordinate, perhaps."""
+    return subtracts(eqn, facts) and facts[0].whole == facts[1].whole
 
 
 def subtracts_means(eqn: Eqn, facts: Sequence[Fact]) -> bool:

@@ -121,5 +121,6 @@ def is_offset(atom: Atom) -> bool:
     """
     if not isinstance(atom, Literal):
         return False
-    size = abs(np.asarray(atom.val))
+    # A number in f16 is compared with one that f16 does not hold.
+    size = np.abs(atom.val).astype(np.float64)
     return bool(np.any((size > 8) & (size < 2**20)))

@@ -105,7 +105,7 @@ class Also(enum.Flag):
     BOUNDED = enum.auto()
     # Steep where its last operand is near zero: an error there grows.
     STEEP = enum.auto()
-    # The same again for larger operands: an error counts as it is, not beside them.
+    # Where its operand is large, an error of it counts as much.
     PERIODIC = enum.auto()
 
 
@@ -327,9 +327,8 @@ GROUPS = (
             Row("name", BOUND, NOTHING),
             # They place data, or send it to other devices.
             *_named(BOUND, NOTHING, "sharding_constraint layout_constraint reshard"),
-            *_named(BOUND, NOTHING, "mesh_cast"),
-            *_named(BOUND, NOTHING, "with_memory_space_constraint all_gather"),
-            *_named(BOUND, NOTHING, "all_gather_invariant all_to_all ppermute"),
+            *_named(BOUND, NOTHING, "with_memory_space_constraint mesh_cast ppermute"),
+            *_named(BOUND, NOTHING, "all_gather_invariant all_gather all_to_all"),
             Row("optimization_barrier", BOUND, NOTHING, None, Role.HANDS_ON, ONE_EACH),
             Row("device_put", BOUND, NOTHING, role=Role.HANDS_ON),
             Row("pvary", BOUND, NOTHING, None, Role.HANDS_ON, REPEATS),
