@@ -14,7 +14,7 @@ os.environ.setdefault(
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
     "--xla_cpu_parallel_codegen_split_count=1 "
     # A machine that stands still for a minute must not abort a sharded program.
-    "--xla_cpu_collective_call_terminate_timeout_seconds=900"
+    "--xla_cpu_collective_call_terminate_timeout_seconds=300"
     # JAX < 0.11: a way to compile fused operations that takes half the time.
     + " --xla_cpu_use_fusion_emitters=false"
     * version("jaxlib").startswith("0.10."),
