@@ -53,6 +53,7 @@ MADE = {
     Made.NEGATIVE: "it may be negative",
     Made.GIVEN: "it is made of arguments alone",
     Made.NEGATED: "it is the negative of a value",
+    Made.OFFSET: "it is a number above 8, beside which half has few digits",
 }
 ENDS = {
     Ends.INDEX: "it becomes an index",

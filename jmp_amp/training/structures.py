@@ -81,7 +81,7 @@ class TreeStructure:
     half: tuple[str, ...]
     known: bool = True
     promoted: bool = False
-    unscales: bool = dataclasses.field(default=False, compare=False)
+    unscales: bool = False
 
     @classmethod
     def of(cls, tree: PyTree) -> Self:

@@ -140,9 +140,11 @@ def test_gradients_are_not_unscaled_twice(differentiate):
     assert gradient == 32.0
     updates, _ = tx.update(gradient, state)
     assert updates == -4.0
-    # Without it, the call unscales.
-    state = amp.with_loss_scale(optax.sgd(1.0), scale).init(jnp.float32(2.0))
-    assert amp.grad(jnp.square)(jnp.float32(2.0), loss_scale=state) == 4.0
+    # Without it, the call unscales, also if one compiled function has seen both states.
+    other = amp.with_loss_scale(optax.sgd(1.0), scale).init(jnp.float32(2.0))
+    handed_on = jax.jit(lambda state: state)
+    handed_on(state)
+    assert amp.grad(jnp.square)(jnp.float32(2.0), loss_scale=handed_on(other)) == 4.0
 
 
 def test_a_gradient_that_overflows_only_when_unscaled_is_skipped():

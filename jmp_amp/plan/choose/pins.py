@@ -14,13 +14,8 @@ import numpy as np
 
 from jmp_amp.plan.choose.records import Decision
 from jmp_amp.plan.dataflow.ends import Ends
-from jmp_amp.plan.dataflow.facts import (
-    Made,
-    is_linear,
-    makes_solutions,
-    weighs,
-)
-from jmp_amp.plan.dataflow.made import is_offset, subtracts
+from jmp_amp.plan.dataflow.facts import Made, is_linear, makes_solutions, weighs
+from jmp_amp.plan.dataflow.made import adds_offset, subtracts
 from jmp_amp.plan.dataflow.standing import Pin, Standing
 from jmp_amp.plan.dataflow.values import Known, Origin, Trait, castable, is_inexact
 from jmp_amp.plan.program.dimensions import Dimensions, is_in_f32, is_larger
@@ -166,9 +161,7 @@ def _weighs_free_solution(at: Standing) -> bool:
 
 def _adds_offset(at: Standing) -> bool:
     """Whether a number is added that leaves few digits to the activation."""
-    return role_of(at.name) in (Role.ADDS, Role.SUBTRACTS) and any(
-        map(is_offset, at.eqn.invars)
-    )
+    return adds_offset(at.eqn, at.facts)
 
 
 def _is_scaled(at: Standing) -> bool:

@@ -41,7 +41,7 @@ from jmp_amp.plan.dataflow.facts import (
     scales,
     weighs_solution,
 )
-from jmp_amp.plan.dataflow.made import is_offset, subtracts
+from jmp_amp.plan.dataflow.made import adds_offset, subtracts
 from jmp_amp.plan.dataflow.solver import Back, backward, entering, once
 from jmp_amp.plan.dataflow.values import castable
 from jmp_amp.plan.program import jaxprs
@@ -280,7 +280,7 @@ def _end_beside(eqn: Eqn, facts: Sequence[Fact]) -> End:
         end |= Ends.DISTANCE
     if subtracts_means(eqn, facts):
         end |= Ends.MOMENT
-    if subtracts_parts(eqn, facts) or any(map(is_offset, eqn.invars)):
+    if subtracts_parts(eqn, facts) or adds_offset(eqn, facts):
         end |= Ends.COORDINATE
     if subtracts(eqn, facts) and made & Made.GIVEN:
         end |= Ends.MEASURED

@@ -10,14 +10,9 @@ import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 
-from jmp_amp.plan.dataflow.made import (
-    Fact,
-    Facts,
-    Made,
-    any_of,
-    scales,
-    squares,
-)
+import numpy as np
+
+from jmp_amp.plan.dataflow.made import Fact, Facts, Made, any_of, scales, squares
 from jmp_amp.plan.dataflow.signs import sign_of, signs
 from jmp_amp.plan.dataflow.solver import forward, once
 from jmp_amp.plan.dataflow.values import castable
@@ -83,7 +78,7 @@ class BodyFacts:
 
     def of(self, atom: Atom) -> Fact:
         if isinstance(atom, Literal):
-            return self.new(sign_of(atom))
+            return self.new(sign_of(atom) | _offset(atom))
         if atom not in self.known:
             return self.new(Made.NOTHING)
         return self.known[atom]
@@ -304,6 +299,14 @@ def made_from(eqn: Eqn, facts: Sequence[Fact]) -> int:
     if role_of(name) is Role.MULTIPLIES:
         return Made.TIMES | _of_two(facts) | normalized
     return Made.NOTHING
+
+
+def _offset(number: Literal) -> int:
+    """Returns `Made.OFFSET` of a large number. Beside -1e9 f32 has no digits either."""
+    # A number in f16 is compared with one that f16 does not hold.
+    size = np.abs(number.val).astype(np.float64)
+    is_large = np.all((size > 8) & (size < 2**20))
+    return Made.OFFSET if is_large else Made.NOTHING
 
 
 def _given(eqn: Eqn, facts: Sequence[Fact]) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, aval_of
 from jmp_amp.plan.tables.operations import Role, role_of
 
@@ -49,12 +47,14 @@ class Made:
     GIVEN: Final = 262144
     # The negative of a value, moved: to add it is to subtract the value.
     NEGATED: Final = 524288
+    # A number that leaves few digits of bf16 to what is added to it, as for kelvin.
+    OFFSET: Final = 1048576
     # What is subtracted from a moment.
     MEANS: Final = SQUARED_MEAN | TWO_TOTALS | TWO_SUMS
     TOTAL: Final = SUM | PRODUCT
     # Of what made a value at last. The other bits are of all that it is made of.
-    LAST: Final = (
-        REDUCED | SUM_OR_TERM | NORMALIZER | NORMALIZED | BROADCAST | GIVEN | NEGATED
+    LAST: Final = (REDUCED | SUM_OR_TERM | NORMALIZER | NORMALIZED | BROADCAST) | (
+        GIVEN | NEGATED | OFFSET
     )
 
 
@@ -109,18 +109,12 @@ def subtracts(eqn: Eqn, facts: Sequence[Fact]) -> bool:
     return role is Role.SUBTRACTS or is_negated
 
 
+def adds_offset(eqn: Eqn, facts: Sequence[Fact]) -> bool:
+    """Whether an operation adds or subtracts a large number."""
+    is_sum = role_of(eqn.primitive.name) in (Role.ADDS, Role.SUBTRACTS)
+    return is_sum and bool(any_of(facts) & Made.OFFSET)
+
+
 def is_number(atom: Atom) -> bool:
     """Whether a value has no dimensions, or is a literal."""
     return isinstance(atom, Literal) or not aval_of(atom).ndim
-
-
-def is_offset(atom: Atom) -> bool:
-    """Whether a number leaves few digits of bf16 to what is added to it, as in kelvin.
-
-    A mask of -1e9 leaves none, in f32 neither.
-    """
-    if not isinstance(atom, Literal):
-        return False
-    # A number in f16 is compared with one that f16 does not hold.
-    size = np.abs(atom.val).astype(np.float64)
-    return bool(np.any((size > 8) & (size < 2**20)))
