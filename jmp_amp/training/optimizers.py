@@ -94,7 +94,7 @@ def with_loss_scale(
       loss_scale: from `dynamic_loss_scale`, `static_loss_scale` or `no_loss_scale`.
       unscale: whether the incoming gradients are still those of the scaled loss
         (`jax.grad` of `loss_scale.scale(loss)`). By default they are unscaled, as
-        `value_and_grad` returns them, which raises if it is given such a state.
+        `value_and_grad` returns them. It raises if it is given a state that unscales.
       axis_name: mapped axes (of `shard_map`, `vmap`, `pmap`) over which a step is
         skipped together, so that replicas keep one scale. Inside `shard_map` take the
         mean over devices in the loss, `jax.lax.pmean(loss, "data")`: with `check_vma`,

@@ -6,7 +6,7 @@ _FILTER = "the covariance of a filter leads to a linear system in every turn"
 
 _RECURSION = "no activation stands between the product and the carry of its loop"
 
-# Nothing in them asks for it. The bound of the errors says nothing of them.
+# No line of these idioms asks for f32. A bound on errors does not see a lost half.
 NOTHING_IN_HALF = {
     "conjugate_gradients_of_fixed_length": _RECURSION,
     "conjugate_gradients_of_jax": _OPAQUE,

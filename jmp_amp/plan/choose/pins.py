@@ -121,7 +121,8 @@ def _is_difference(at: Standing) -> bool:
 def _is_coordinate(at: Standing) -> bool:
     """Whether an argument is a term of a coordinate, or of an angle.
 
-    A bias is none, which is broadcast, unless its own digits cancel.
+    A bias is broadcast. It counts where parts of a sum with it are subtracted from each
+    other, and nowhere else.
     """
     is_coordinate = bool(at.end & Ends.COORDINATE)
     is_place = is_coordinate or bool(at.end & (Ends.ANGLE | Ends.MEASURED))
@@ -335,7 +336,7 @@ PINS = (
     ),
     Pin(
         "coordinate",
-        "an argument is a term of a coordinate or an angle: it is far from zero",
+        "a term of a coordinate or an angle: an argument may be far from zero",
         _never,
         _is_coordinate,
     ),
