@@ -61,12 +61,13 @@ def digest(text: str) -> str:
 def versions() -> dict[str, str]:
     """Returns what a compiled program depends on besides its jaxpr."""
     compilers = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
-    found = _versions("jax", "jaxlib", *compilers)
+    found = versions_of("jax", "jaxlib", *compilers)
     return found | {"described GPU": digest(h100.H100)}
 
 
 @functools.cache
-def _versions(*names: str) -> dict[str, str]:
+def versions_of(*names: str) -> dict[str, str]:
+    """Returns the versions of those distributions that are installed."""
     return {
         name: importlib.metadata.version(name)
         for name in names
@@ -96,7 +97,7 @@ def figures(
       **jit_options: options of `jax.jit` such as `donate_argnums`.
     """
     if made_by:
-        program = [*map(_code_of, made_by), _versions("flax")]
+        program = [*map(code_of, made_by), versions_of("flax")]
     else:
         program = jax.jit(fn, **jit_options).trace(*args).jaxpr
     text = f"{program} {sorted(jit_options.items())}"
@@ -141,7 +142,7 @@ def figures_of_text(
     current = versions()
     # Without a compiler its version is unknown: then that of the figures will do.
     moved = current.items() - kept["versions"].items()
-    if found and not moved and found["traced"] == traced and mode != "again":
+    if found and not moved and found["traced"] == traced and not again():
         return found["figures"]
     reason = h100.why_no_compiler()
     if h100.skips(reason, h100.compiler_is_required()):
@@ -185,14 +186,14 @@ def outcome(
         by the code of `modules` and `sources`. It bears zeros, see `dry_run`.
     """
     code = [*map(inspect.getsource, modules), *map(Path.read_text, sources)]
-    texts = [*map(_code_of, code)]
+    texts = [*map(code_of, code)]
     if of_library is not nothing:
         texts.insert(0, dry_run.programs_of(of_library or run, modules))
-    ran, mode, current = digest("\n".join(texts)), _mode(), _versions(*_OF_RUNS)
+    ran, mode, current = digest("\n".join(texts)), _mode(), versions_of(*_OF_RUNS)
     kept = _read(file)
     found = kept["programs"].get(name)
     same = found and found["traced"] == ran and kept["versions"] == current
-    if same and mode != "again":
+    if same and not again():
         return found["figures"]
     found = {"traced": ran, "figures": json.loads(json.dumps(read(run())))}
     if mode == "write":
@@ -205,7 +206,7 @@ def nothing() -> None:
 
 
 @functools.cache
-def _code_of(source: str) -> str:
+def code_of(source: str) -> str:
     """Returns the code of a source without comments and docstrings."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -220,6 +221,11 @@ def _read(file: Path) -> dict[str, Any]:
 
 # What is kept is asked for a thousand times. Nobody changes what this returns.
 _parsed = functools.lru_cache(maxsize=4)(json.loads)
+
+
+def again() -> bool:
+    """Whether all is to run again, whatever was kept."""
+    return _mode() == "again"
 
 
 def _mode() -> str:
