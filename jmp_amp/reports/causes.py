@@ -42,6 +42,7 @@ _ENDS_OF_PINS = {
         PLACES,
         "Here its parts or arguments are subtracted, or it is an angle",
     ),
+    "change": (Ends.CHANGED, "Here two sums with a term in common are subtracted"),
     "moment": (Ends.MOMENT, "Here squared means and a second moment are subtracted"),
 }
 # The readers on a way to an end that are told; a longer way is cut short.

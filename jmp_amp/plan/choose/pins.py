@@ -133,6 +133,11 @@ def _is_coordinate(at: Standing) -> bool:
     )
 
 
+def _is_changed(at: Standing) -> bool:
+    """Whether a sum of activations is subtracted from another one with its terms."""
+    return bool(at.end & Ends.CHANGED) and len(list(_terms(at))) > 1
+
+
 def _is_distance(at: Standing) -> bool:
     return bool(at.end & Ends.DISTANCE) and not _is_rows_by_columns(at)
 
@@ -339,6 +344,12 @@ PINS = (
         "a term of a coordinate or an angle: an argument may be far from zero",
         _never,
         _is_coordinate,
+    ),
+    Pin(
+        "change",
+        "what it has in common with another sum cancels in their difference",
+        _never,
+        _is_changed,
     ),
     Pin(
         "recursion",

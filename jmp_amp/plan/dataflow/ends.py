@@ -92,10 +92,13 @@ class Ends:
     ANGLE: Final = 2048
     # An argument is subtracted from it.
     MEASURED: Final = 4096
+    # A sum with one of its terms is subtracted from it, or it from such a sum.
+    CHANGED: Final = 8192
 
 
 PLACES = Ends.COORDINATE | Ends.ANGLE | Ends.MEASURED
-_LINEAR_ENDS = Ends.FACTOR | Ends.DISTANCE | Ends.MOMENT | PLACES
+_SUBTRACTED = PLACES | Ends.CHANGED
+_LINEAR_ENDS = Ends.FACTOR | Ends.DISTANCE | Ends.MOMENT | _SUBTRACTED
 _ELEMENTWISE = Ends.SOLVED | Ends.EXACT | Ends.STREAM | Ends.STOPPED | Ends.OTHERWISE
 _NOTHING_PASSES = (Kind.PRODUCT, Kind.ALGEBRA, Kind.COMPARISON)
 # Linear algebra that divides by numbers that may be small.
@@ -135,7 +138,7 @@ def _passed(name: str) -> End:
         return _ELEMENTWISE
     linear = _LINEAR_ENDS if is_linear(name) else Ends.NONE
     if operation.kind is Kind.SELECTION:
-        linear |= PLACES
+        linear |= _SUBTRACTED
     passed = _ELEMENTWISE | Ends.INDEX | linear
     return passed & ~Ends.OTHERWISE if name == "stop_gradient" else passed
 
@@ -255,7 +258,7 @@ def end_of_operands(eqn: Eqn, results: End, facts: Sequence[Fact], made: int) ->
         end |= results & _LINEAR_ENDS
     elif role_of(name) in (Role.MULTIPLIES, Role.DIVIDES):
         if any_of(facts) & Made.GIVEN:
-            end |= results & PLACES
+            end |= results & _SUBTRACTED
     if made & Made.MEANS:
         end |= results & Ends.MOMENT
     if name in _TERMS:
@@ -284,12 +287,21 @@ def _end_beside(eqn: Eqn, facts: Sequence[Fact]) -> End:
         end |= Ends.COORDINATE
     if subtracts(eqn, facts) and made & Made.GIVEN:
         end |= Ends.MEASURED
+    if subtracts_terms(eqn, facts):
+        end |= Ends.CHANGED
     return end
 
 
 def subtracts_parts(eqn: Eqn, facts: Sequence[Fact]) -> bool:
     """Whether two parts of one value are subtracted: it is a coordinate, perhaps."""
     return subtracts(eqn, facts) and facts[0].whole == facts[1].whole
+
+
+def subtracts_terms(eqn: Eqn, facts: Sequence[Fact]) -> bool:
+    """Whether two values that have a term in common are subtracted: it cancels."""
+    if not subtracts(eqn, facts) or facts[0].whole == facts[1].whole:
+        return False
+    return not facts[0].summed.isdisjoint(facts[1].summed)
 
 
 def subtracts_means(eqn: Eqn, facts: Sequence[Fact]) -> bool:

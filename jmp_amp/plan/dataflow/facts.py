@@ -38,6 +38,7 @@ _SCALED = ~(Made.SOLUTION | Made.LAST)
 _SUMMED = Made.SQUARES | Made.TOTAL | Made.MOMENT | Made.MIXED_MOMENT
 # What returns the solution of a linear system.
 _SOLUTIONS = named(Also.SOLUTION) | {"custom_linear_solve"}
+_TERMS = 256
 _LINEAR = frozenset(
     name
     for name, each in OPERATIONS.items()
@@ -71,7 +72,11 @@ class BodyFacts:
     """
 
     def __init__(self, body: Body, inputs: Facts) -> None:
-        given = [n for each in inputs for n in (each.value, each.whole, *each.factors)]
+        given = [
+            n
+            for each in inputs
+            for n in (each.value, each.whole, *each.factors, *each.terms)
+        ]
         self._numbers = itertools.count(1 + max(given, default=-1))
         self.known = dict(zip(body.jaxpr.invars, inputs, strict=True))
         self.inner: dict[int, list[Facts]] = {}
@@ -84,11 +89,16 @@ class BodyFacts:
         return self.known[atom]
 
     def new(
-        self, made: int, whole: int | None = None, factors: tuple[int, ...] = ()
+        self,
+        made: int,
+        whole: int | None = None,
+        factors: tuple[int, ...] = (),
+        terms: frozenset[int] = frozenset(),
     ) -> Fact:
         """Returns a fact of a value that is no other one, but may be a part of one."""
         value = next(self._numbers)
-        return Fact(made, value, value if whole is None else whole, factors)
+        whole = value if whole is None else whole
+        return Fact(made, value, whole, factors, terms=terms)
 
     def number(self) -> int:
         """Returns a number that no value has."""
@@ -121,7 +131,8 @@ class FactFinder:
             factors = ()
             if eqn.primitive.name in PRODUCTS:
                 factors = tuple(each.value for each in operands[:2])
-            return [found.new(made, whole, factors) for _ in eqn.outvars]
+            terms = _terms(eqn, operands, whole)
+            return [found.new(made, whole, factors, terms) for _ in eqn.outvars]
         if jaxprs.is_loop(eqn):
             operands = _of_turns(eqn, operands, found)
         inputs: dict[int, Facts] = {}
@@ -134,11 +145,15 @@ class FactFinder:
             results = _handed_back(outputs, given, operands, found)
             if jaxprs.is_loop(eqn):
                 # Each turn makes another value, but perhaps of parts of the same one.
-                return [found.new(each.made, each.whole) for each in results]
+                return [
+                    found.new(each.made, each.whole, terms=each.terms)
+                    for each in results
+                ]
             return results
 
         def turned(operand: int, now: Fact, update: Fact) -> Fact:
-            return now._replace(made=_made_either(now, update))
+            terms = now.terms & update.summed
+            return now._replace(made=_made_either(now, update), terms=terms)
 
         pairs = _Numbers(found.number)
 
@@ -152,6 +167,7 @@ class FactFinder:
                 either(one.whole, other.whole),
                 one.factors if one.factors == other.factors else (),
                 one.last if one.last == other.last else -1,
+                _most(one.summed | other.summed) if one != other else one.terms,
             )
 
         results = forward(eqn, operands, outputs, turned, joined).results
@@ -171,18 +187,26 @@ def _handed_back(
       found: those of the body around.
     """
     values, wholes = _Numbers(found.number), _Numbers(found.number)
+    around: dict[int, frozenset[int]] = {}
     for inside, outside in zip(given, operands, strict=True):
         wholes[inside.whole] = outside.whole
         values[inside.value] = outside.value
         values.update(zip(inside.factors, outside.factors, strict=True))
-    return [_renumbered(each, values, wholes) for each in outputs]
+        for n in inside.summed:
+            around[n] = around.get(n, outside.summed) & outside.summed
+    results = []
+    for each in outputs:
+        result = _renumbered(each, values, wholes)
+        terms = result.terms.union(*(around[n] for n in each.summed if n in around))
+        results.append(result._replace(terms=_most(terms - {result.whole})))
+    return results
 
 
 def _of_turns(eqn: Eqn, operands: Sequence[Fact], found: BodyFacts) -> list[Fact]:
     """Returns the facts of what one turn of a loop reads, which is that of no other."""
     carried, operands = jaxprs.carried(eqn), list(operands)
     for i in carried:
-        operands[i] = found.new(operands[i].made)
+        operands[i] = found.new(operands[i].made, terms=operands[i].summed)
     if not jaxprs.is_while(eqn):
         slices = _Numbers(found.number)
         for i in range(carried.stop, len(operands)):
@@ -206,7 +230,26 @@ def _numbered(facts: Sequence[Fact]) -> Facts:
     """Returns the facts of the inputs of a body: the numbers say who is who."""
     values = _Numbers(itertools.count().__next__)
     wholes = _Numbers(itertools.count().__next__)
-    return tuple([_renumbered(each, values, wholes) for each in facts])
+    shared = _shared(facts)
+    return tuple(
+        [
+            _renumbered(each._replace(terms=each.terms & shared), values, wholes)
+            for each in facts
+        ]
+    )
+
+
+def _shared(facts: Sequence[Fact]) -> frozenset[int]:
+    """Returns the terms that several values have: one of those that the same have."""
+    seen, twice = set[int](), set[int]()
+    for each in facts:
+        twice |= seen & each.summed
+        seen |= each.summed
+    wholes = {each.whole for each in facts}
+    first: dict[tuple[bool, ...], int] = {}
+    for term in sorted(twice, key=lambda n: (n not in wholes, n)):
+        first.setdefault(tuple([term in each.summed for each in facts]), term)
+    return frozenset(first.values())
 
 
 def _renumbered(fact: Fact, values: _Numbers, wholes: _Numbers) -> Fact:
@@ -214,6 +257,7 @@ def _renumbered(fact: Fact, values: _Numbers, wholes: _Numbers) -> Fact:
         value=values[fact.value],
         whole=wholes[fact.whole],
         factors=tuple([values[each] for each in fact.factors]),
+        terms=frozenset([wholes[each] for each in sorted(fact.terms)]),
     )
 
 
@@ -249,6 +293,27 @@ def _whole(eqn: Eqn, facts: Sequence[Fact]) -> int | None:
         fact.whole for fact, v in zip(facts, eqn.invars, strict=True) if castable(v)
     }
     return wholes.pop() if len(wholes) == 1 else None
+
+
+def _terms(eqn: Eqn, facts: Sequence[Fact], whole: int | None) -> frozenset[int]:
+    """Returns the terms of the results of an equation, given whose parts they are."""
+    name = eqn.primitive.name
+    pairs = zip(facts, eqn.invars, strict=True)
+    arrays = [f for f, v in pairs if castable(v) and not isinstance(v, Literal)]
+    if whole is not None:
+        return frozenset().union(*(each.terms for each in arrays))
+    scaled = role_of(name) in (Role.MULTIPLIES, Role.DIVIDES) and any(
+        each.made & Made.GIVEN for each in facts
+    )
+    adds = role_of(name) in (Role.ADDS, Role.SUBTRACTS)
+    if adds or scaled or scales(eqn) or kind_of(name) is Kind.SELECTION:
+        return _most(frozenset().union(*(each.summed for each in arrays)))
+    return frozenset()
+
+
+def _most(terms: frozenset[int]) -> frozenset[int]:
+    """Returns the last of very many terms: each sum of a long chain would have all."""
+    return terms if len(terms) <= _TERMS else frozenset(sorted(terms)[-_TERMS:])
 
 
 def _is_moved(eqn: Eqn) -> bool:

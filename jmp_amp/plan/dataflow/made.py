@@ -67,6 +67,7 @@ class Fact(NamedTuple):
       whole: a number that they share if they are parts of one value, or of each other.
       factors: the values that a product multiplied.
       last: where a transpose has put the last axis, from the end.
+      terms: the wholes that it is a sum of, each times a number.
     """
 
     made: int
@@ -74,6 +75,12 @@ class Fact(NamedTuple):
     whole: int
     factors: tuple[int, ...] = ()
     last: int = -1
+    terms: frozenset[int] = frozenset()
+
+    @property
+    def summed(self) -> frozenset[int]:
+        """The wholes that it is a sum of, and its own."""
+        return self.terms | {self.whole}
 
 
 # One for each input, or for each output, of a body.

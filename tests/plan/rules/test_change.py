@@ -1,0 +1,103 @@
+"""A term that two sums have in common cancels in their difference."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from tests.plan.rules import BF16, F32, W, X, planned
+
+
+def layer(h, w):
+    return h + 0.1 * jnp.tanh(h @ w)
+
+
+def after_layers(h, w):
+    return layer(layer(h, w), w)
+
+
+def after_a_scan(h, w):
+    weights = jnp.stack([w, w.T])
+    return lax.scan(lambda h, each: (layer(h, each), None), h, weights)[0]
+
+
+def chosen(h, w):
+    return lax.cond(w[0, 0] > 9, after_layers, layer, h, w)
+
+
+def masked(h, w):
+    return jnp.where(h > 0, layer(h, w), h)
+
+
+def weighed(h, w):
+    return 0.9 * h + 0.1 * jnp.tanh(h @ w)
+
+
+WAYS = {
+    "layer": layer,
+    "jit": jax.jit(layer),
+    "checkpoint": jax.checkpoint(layer),
+    "layers": after_layers,
+    "scan": after_a_scan,
+    "cond": chosen,
+    "where": masked,
+    "weighed": weighed,
+    "part": lambda h, w: layer(h, w)[:4],
+}
+
+
+def change(way):
+    def fn(x, w):
+        h = x @ w
+        changed = way(h, w)
+        return jnp.tanh((changed - h[: len(changed)]) @ w)
+
+    return fn
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_change(name):
+    fn = change(WAYS[name])
+    assert {*planned(fn, X, W, of="add")} == {F32}
+    assert {*planned(fn, X, W, of="add", without="change")} == {BF16}
+
+
+def test_what_has_no_term_in_common_is_no_change():
+    def of_two_networks(x, w):
+        return jnp.tanh((layer(x @ w, w) - layer(x @ w.T, w)) @ w)
+
+    def normalized(x, w):
+        h = layer(x @ w, w)
+        return jnp.tanh((h - h.mean(-1, keepdims=True)) @ w)
+
+    def neighbours(x, w):
+        h = layer(x @ w, w)
+        return jnp.tanh((h[1:] - h[:-1]) @ w)
+
+    for fn in (of_two_networks, normalized, neighbours):
+        assert {*planned(fn, X, W, of="add")} == {BF16}, fn.__name__
+
+
+def test_two_sums_of_one_term_differ_by_a_change():
+    def consistency(x, w):
+        h = x @ w
+        return (layer(h, w) - (h + 0.1 * jnp.sin(h @ w))) @ w
+
+    assert planned(consistency, X, W, of="add") == [F32, F32]
+
+
+@jax.jit
+def squared(a, b):
+    return (a - b) ** 2
+
+
+def test_a_helper_knows_which_of_its_arguments_have_a_term_in_common():
+    def fn(x, w):
+        h = x @ w
+        return squared(layer(h, w), h) @ w
+
+    def nearest(x, w):
+        return squared(layer(x @ w, w), x @ w.T) @ w
+
+    assert planned(fn, X, W, of="add") == [F32]
+    assert planned(nearest, X, W, of="add") == [BF16]
