@@ -138,7 +138,7 @@ WINGS = {
                     ("blocks", "threaded"),
                     ("statistics", "watch"),
                     ("distances", "measuring"),
-                    ("own_dtypes", "pair_constructs", "programs"),
+                    ("pair_constructs", "programs"),
                     ("lockstep",),
                 ),
             ),
@@ -147,7 +147,7 @@ WINGS = {
             Folder(
                 "diagnose",
                 (
-                    ("suggestions", "wording", "eight_bits"),
+                    ("suggestions", "wording"),
                     ("diagnosis_tables", "decoding", "turns"),
                     ("diagnosis", "advice"),
                     ("checking",),
@@ -157,8 +157,8 @@ WINGS = {
             Folder(
                 "tune",
                 (
-                    ("groups", "trials", "tuning"),
-                    ("flagged", "moves"),
+                    ("groups", "tuning"),
+                    ("flagged", "moves", "trials"),
                     ("searching",),
                     ("tuner",),
                 ),
@@ -222,7 +222,7 @@ FOLDERS = [
 ]
 WINGS_OF_FOLDERS = {folder.partition(".")[0] for folder in FOLDERS}
 MOST_FLOORS = 9
-# Of a file of a wing of folders, and of a function of the plan.
+# Of a file of a wing of folders, and of a function in it.
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 450, 50
 PACKAGE = Path(amp.__file__).parent
 MODULES = sorted(
@@ -298,12 +298,16 @@ def test_files_of_a_wing_of_folders_are_short(module):
     assert len(path.read_text().splitlines()) <= MOST_LINES
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if is_in(name, "plan")])
-def test_functions_of_the_plan_are_short(module):
+@pytest.mark.parametrize(
+    "module", [name for name in MODULES if name.partition(".")[0] in WINGS_OF_FOLDERS]
+)
+def test_functions_of_a_wing_of_folders_are_short(module):
     for node in nodes(module):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno is not None
             lines = node.end_lineno - node.lineno + 1
+            if node.name in EXPORTS:  # its docstring is as long as users need
+                lines -= len((ast.get_docstring(node, clean=False) or "").splitlines())
             assert lines <= MOST_LINES_OF_A_FUNCTION, f"{module}: {node.name}"
 
 

@@ -8,7 +8,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jmp_amp.policies.patterns import paths_matching
 from jmp_amp.reports import plain_data, report_tables, requests, rows, sentences, tables
 from jmp_amp.reports.askers import by_asker
 from jmp_amp.reports.rows import Asked, Cast, Costs, Equation, Kept, Reason, Saved
@@ -234,12 +233,9 @@ class Report(tables.Shown):
         """
         requests.check_module(module, "Report.drill_down")
         requests.check_width(width, "Report.drill_down", 140)
-        known = paths_matching(self.modules, module)
-        chosen = [e for e in self.equations if e.module in known]
-        heading = f"{len(chosen)} of {len(self.equations)} equations"
-        if not chosen:
-            paths = ", ".join(path or '""' for path in self.modules)
-            heading += f": {module!r} matches no module. There are {paths}."
+        chosen, heading = requests.of_modules(
+            self.equations, self.modules, module, "equations"
+        )
         shown = report_tables.of_equations(chosen)
         return tables.as_text(heading, shown, width)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import difflib
-import os
 from collections.abc import Callable, Iterable, Mapping
 
 from jmp_amp.plan.rewrites.f32_gradients import NOTE
@@ -12,7 +11,7 @@ from jmp_amp.plan.tables.operations import OPERATIONS
 from jmp_amp.plan.tables.rules import FUNCTION_RULES
 from jmp_amp.reports.folding import flat, folded
 from jmp_amp.reports.rows import Asked, Cast, Costs, Equation, Kept, Reason
-from jmp_amp.reports.tables import Table, quantity, shape_text
+from jmp_amp.reports.tables import Table, file_name, listed, quantity, shape_text
 
 TOP_LEVEL = "(top level)"
 
@@ -123,7 +122,7 @@ def of_asked(askers: Iterable[Asked]) -> Table:
             str(each.matmuls or ""),
             quantity(each.flops) if each.flops else "",
             listed(path or TOP_LEVEL for path in each.modules),
-            listed(map(_file_name, each.sources)),
+            listed(map(file_name, each.sources)),
         )
         for each in askers
     ]
@@ -134,12 +133,6 @@ def of_asked(askers: Iterable[Asked]) -> Table:
     )
     columns = ("asked for by", *numbers, "modules", "source")
     return Table("In half whatever the policy", columns, rows, numbers, note)
-
-
-def listed(names: Iterable[str], between: str = ", ") -> str:
-    """Returns the first three names."""
-    first, more = [*names][:3], len([*names][3:])
-    return between.join(first) + f" and {more} more" * bool(more)
 
 
 def of_products(reasons: Iterable[Reason], note: str | None) -> Table:
@@ -167,7 +160,7 @@ def of_opaque(equations: Iterable[Equation], on_cpu: bool) -> Table:
             e.calls or e.operation,
             e.reason,
             e.module or TOP_LEVEL,
-            _file_name(e.source),
+            file_name(e.source),
             str(e.matmuls or ""),
             str(e.matmuls_in_half) if e.matmuls else "",
         )
@@ -209,7 +202,7 @@ def of_equations(equations: Iterable[Equation]) -> list[Table]:
         shown.setdefault(path, Table(path, columns, [])).rows.append(
             (
                 equation.identity,
-                _file_name(equation.source),
+                file_name(equation.source),
                 _operation(equation) + times,
                 " ".join(map(shape_text, equation.shapes)),
                 equation.dtype,
@@ -223,10 +216,6 @@ def of_equations(equations: Iterable[Equation]) -> list[Table]:
 
 def _operation(equation: Equation) -> str:
     return f"{equation.operation} {equation.calls}".strip()
-
-
-def _file_name(source: str | None) -> str:
-    return "" if source is None else os.path.basename(source)
 
 
 def _casts(casts: Iterable[Cast]) -> str:

@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from jmp_amp.policies.patterns import paths_matching
+
+
+class _InModule(Protocol):
+    @property
+    def module(self) -> str: ...
+
+
+R = TypeVar("R", bound=_InModule)
+
+
+def of_modules(
+    rows: Sequence[R], modules: Iterable[str], pattern: str, what: str
+) -> tuple[list[R], str]:
+    """Returns the rows whose module a glob matches, and how many of `what` they are."""
+    known = paths_matching(modules, pattern)
+    chosen = [row for row in rows if row.module in known]
+    heading = f"{len(chosen)} of {len(rows)} {what}"
+    if not chosen:
+        paths = ", ".join(path or '""' for path in modules)
+        heading += f": {pattern!r} matches no module. There are {paths}."
+    return chosen, heading
 
 
 def check_module(module: object, call: str) -> None:

@@ -6,7 +6,8 @@ import abc
 import html
 import io
 import math
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from rich import box
@@ -158,3 +159,14 @@ def count(value: int) -> str:
     if not value:
         return ""
     return str(value) if value < 10000 else quantity(value).strip()
+
+
+def listed(names: Iterable[str], between: str = ", ") -> str:
+    """Returns the first three names."""
+    first, more = [*names][:3], len([*names][3:])
+    return between.join(first) + f" and {more} more" * bool(more)
+
+
+def file_name(source: str | None) -> str:
+    """Returns the `file:line` of a path and its line; "" for none."""
+    return "" if source is None else os.path.basename(source)

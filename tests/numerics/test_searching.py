@@ -10,7 +10,7 @@ import jmp_amp as amp
 from jmp_amp.numerics.tune.groups import Group, Member
 from jmp_amp.numerics.tune.moves import menu_of
 from jmp_amp.numerics.tune.searching import Search
-from jmp_amp.numerics.tune.trials import Measured
+from jmp_amp.numerics.tune.tuning import Step
 from jmp_amp.policies.patterns import matches_path
 
 F16 = amp.get_policy("mixed_float16")
@@ -39,7 +39,7 @@ def searched(errors, bound, real=None, known=()):
     groups = [Group(*key.split(":")) for key in errors]
     expected_of = dict(zip(groups, errors.values(), strict=True))
     real_of = expected_of if real is None else dict(zip(groups, real, strict=True))
-    members = [Member(group, str(i), group.name) for i, group in enumerate(groups)]
+    members = [Member(group, str(i)) for i, group in enumerate(groups)]
     paths = {group.path for group in groups if group.path} | set(known)
     menu = menu_of(amp.PolicyMap(F16), (F32,), members, paths, {})
 
@@ -56,7 +56,7 @@ def searched(errors, bound, real=None, known=()):
         return total(expected_of, by_group(level_of))
 
     def measured(policies):
-        return Measured(total(real_of, [in_half(g, policies) for g in groups]), 1.0)
+        return Step("", total(real_of, [in_half(g, policies) for g in groups]), 1.0)
 
     alone = {
         menu_group: math.hypot(

@@ -20,12 +20,7 @@ Say = Callable[[str], None]
 
 
 def checked_bound(bound: object) -> float:
-    """Returns a bound on the gradient error.
-
-    Raises:
-      TypeError: if it is no number.
-      ValueError: if it is not positive, or not finite.
-    """
+    """Returns a bound on the gradient error, if it is a positive, finite number."""
     written = f"tune(fn, max_grad_error={bound!r})"
     if isinstance(bound, bool) or not isinstance(bound, numbers.Real):
         raise TypeError(
@@ -42,12 +37,7 @@ def checked_bound(bound: object) -> float:
 
 
 def checked_candidates(candidates: object) -> tuple[Policy, ...]:
-    """Returns the policies that modules may get.
-
-    Raises:
-      TypeError: if they are no sequence, or one of them is no policy.
-      ValueError: if there is none, one of them is unknown, or a half one follows f32.
-    """
+    """Returns the policies that modules may get, if they go from cheap to dear."""
     written = f"tune(fn, candidates={candidates!r})"
     if isinstance(candidates, str | Policy | PolicyMap) or not isinstance(
         candidates, Sequence

@@ -147,9 +147,8 @@ def _bodies(body: Body, seen: set[int] | None = None) -> Iterator[Body]:
 def compiler_options(fast: bool = False) -> dict[str, Any]:
     """Returns the options for `jax.stages.Lowered.compile`.
 
-    Args:
-      fast: whether to compile fast, for a program that runs seldom or is small: on a
-        CPU it runs about four times as long then.
+    `fast` is for a program that runs seldom or is small: on a CPU it is compiled fast
+    then, and runs about four times as long.
     """
     return _EXACT | _FAST if fast and jax.default_backend() == "cpu" else _EXACT
 

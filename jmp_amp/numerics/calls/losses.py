@@ -101,28 +101,21 @@ class LossCall:
                 outputs = list(run(filled))
                 return scaled(outputs[position]), outputs
 
-            with _told_if_not_differentiable(self.written):
+            try:
                 moving = tuple(arrays[i] for i in self.keys)
                 gradients, outputs = jax.grad(loss, has_aux=True)(moving)
+            except (ValueError, NotImplementedError) as error:
+                told = " ".join(str(error).split())
+                if not _NO_GRADIENT.search(told):
+                    raise
+                raise ValueError(
+                    f"{self.written}: the function returns one real scalar, but JAX "
+                    f"cannot differentiate it: {told.rstrip('.')}. diagnose(lambda "
+                    "*args: [fn(*args)]) diagnoses the forward pass alone."
+                ) from error
             return outputs, gradients
 
         return both
-
-
-@contextlib.contextmanager
-def _told_if_not_differentiable(call: str) -> Iterator[None]:
-    """Says what to do if JAX cannot differentiate an operation of a function."""
-    try:
-        yield
-    except (ValueError, NotImplementedError) as error:
-        told = " ".join(str(error).split())
-        if not _NO_GRADIENT.search(told):
-            raise
-        raise ValueError(
-            f"{call}: the function returns one real scalar, but JAX cannot "
-            f"differentiate it: {told.rstrip('.')}. diagnose(lambda *args: "
-            "[fn(*args)]) diagnoses the forward pass alone."
-        ) from error
 
 
 def check_traced(traced: jax.stages.Traced, args: Sequence[Value], call: str) -> None:
@@ -174,32 +167,18 @@ def loss_call(
     """Traces and plans `fn(*args, **kwargs)`; nothing is executed.
 
     Args:
-      fn, policies, args, kwargs: as `autocast` takes them.
-      argnums, has_aux: as in `amp.value_and_grad`.
+      fn, policies, args, kwargs, argnums, has_aux, cpu: as those of `autocast` and
+        `amp.value_and_grad`.
       call: the caller's call as written, for errors.
-      cpu: the CPU that the plan is for; None for a GPU or a TPU.
       notes_modules: whether name scopes say which module runs, see `scopes.module_of`.
 
     Raises:
-      TypeError: if an argument is traced or a `jax.ShapeDtypeStruct`; if `has_aux` and
-        no pair is returned; if the function returns a loss and no argument is
-        differentiable.
-      ValueError: if `argnums` name an argument twice, or none although the function
-        returns a loss.
+      TypeError, ValueError: if an argument has no value, `argnums` name none of the
+        arguments or one twice, or `has_aux` is wrong.
     """
     check_distinct(argnums, call, len(args))
     args, kwargs = as_differentiated(args, kwargs, argnums)
-    leaves = jax.tree.leaves((args, kwargs), is_leaf=is_node)
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
-        raise TypeError(
-            f"{call}: an argument is traced, and has no value to measure. Call it "
-            "outside of jax.jit, jax.grad and jax.vmap."
-        )
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-        raise TypeError(
-            f"{call}: an argument is a jax.ShapeDtypeStruct, which has no values to "
-            "measure. Give arrays; explain(fn, policy) takes shapes."
-        )
+    _check_values(jax.tree.leaves((args, kwargs), is_leaf=is_node), call)
     with planned_call(
         fn, policies, args, kwargs, call, cpu, notes_modules=notes_modules
     ) as planned:
@@ -218,6 +197,19 @@ def loss_call(
                     "the parameters with argnums=."
                 )
         yield LossCall(planned, loss, keys, has_aux, call)
+
+
+def _check_values(leaves: Sequence[PyTree], call: str) -> None:
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        raise TypeError(
+            f"{call}: an argument is traced, and has no value to measure. Call it "
+            "outside of jax.jit, jax.grad and jax.vmap."
+        )
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        raise TypeError(
+            f"{call}: an argument is a jax.ShapeDtypeStruct, which has no values to "
+            "measure. Give arrays; explain(fn, policy) takes shapes."
+        )
 
 
 @contextlib.contextmanager

@@ -12,24 +12,18 @@ from jmp_amp.numerics.diagnose.suggestions import Runs, in_half
 from jmp_amp.numerics.diagnose.turns import ran_otherwise
 from jmp_amp.numerics.diagnose.wording import number, place, run, share
 from jmp_amp.numerics.locate.sites import Site, or_infinite, scaled
-from jmp_amp.numerics.measure.own_dtypes import own_dtypes
 from jmp_amp.plan.tables.operations import Also, named
 from jmp_amp.policies.dtypes import PyTree, parse_dtype
 from jmp_amp.reports import plain_data
-from jmp_amp.reports.report_tables import listed
-from jmp_amp.reports.tables import count, scale_text
+from jmp_amp.reports.askers import own_dtypes
+from jmp_amp.reports.tables import count, listed, scale_text
 
 # What is not finite without the policy, and what the suggested policy does.
 ITSELF, POLICY = "itself", "policy"
 
 
 class Finding(NamedTuple):
-    """A sentence of advice.
-
-    Attributes:
-      kind: what it is about, a key of `_FINDERS`.
-      text: the sentence.
-    """
+    """A sentence of advice, and what it is about: a key of `_FINDERS`."""
 
     kind: str
     text: str

@@ -8,23 +8,19 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from jmp_amp.numerics.calls import losses
 from jmp_amp.numerics.calls.executables import Compile
-from jmp_amp.numerics.calls.losses import (
-    Called,
-    LossCall,
-    RunProgram,
-    called_as_it_is,
-)
+from jmp_amp.numerics.calls.losses import LossCall, RunProgram
 from jmp_amp.numerics.diagnose.advice import ITSELF, POLICY, Finding, largest_of
 from jmp_amp.numerics.diagnose.suggestions import Runs
 from jmp_amp.numerics.diagnose.wording import located, number, place, share
 from jmp_amp.numerics.locate.sites import Site
 from jmp_amp.numerics.measure import programs
-from jmp_amp.numerics.measure.own_dtypes import is_inside
 from jmp_amp.plan.program.jaxprs import Value
 from jmp_amp.policies.dtypes import is_half, parse_dtype
 from jmp_amp.policies.policy import get_policy
 from jmp_amp.policies.policy_map import PolicyMap
+from jmp_amp.reports.askers import is_inside
 from jmp_amp.reports.reading import read_plan
 from jmp_amp.reports.rows import Equation
 from jmp_amp.training.finite import all_finite
@@ -42,13 +38,9 @@ def ends_well(
 
 
 class _Tried(NamedTuple):
-    """What came of a run under a policy.
+    """Whether a run under a policy is finite with its gradients, and whether its value.
 
-    Attributes:
-      is_finite: whether the value and the gradients are finite.
-      is_value_finite: whether the value is.
-      rows: what `read_plan` tells of its equations; of a run that is finite nobody
-        asks for them.
+    `rows` are its equations, see `read_plan`; none of a run that is finite.
     """
 
     is_finite: bool
@@ -58,15 +50,9 @@ class _Tried(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Checks:
-    """Runs of a call that tell what is finite under other policies.
+    """Runs of a call, of which the numbers are known, under other policies."""
 
-    Attributes:
-      called: traces and plans the call under a policy.
-      runs: what the numbers were.
-      compile_: begins to compile a program.
-    """
-
-    called: Called
+    called: losses.Called
     runs: Runs
     compile_: Compile
 
@@ -105,7 +91,7 @@ class Checks:
         first = self.runs.first_itself
         if first is None or not first.is_in_half:
             return [*findings], False
-        with called_as_it_is(self.called, self.runs.policy) as call:
+        with losses.called_as_it_is(self.called, self.runs.policy) as call:
             if not self._is_finite(call, call.call.as_it_is, 1.0)[0]:
                 return [*findings], False
         told = (
@@ -155,8 +141,9 @@ class Checks:
             return ends_well(call, outputs, gradients), ends_well(call, outputs, ())
 
         inputs = jnp.float32(scale), call.arrays
-        options = programs.options_for(0)
-        compiling = self.compile_(finite, *inputs, options=lambda: options)
+        compiling = self.compile_(
+            finite, *inputs, options=lambda: programs.options_for(0)
+        )
         is_finite, is_value_finite = map(bool, compiling.result()(*inputs))
         return is_finite, is_value_finite
 

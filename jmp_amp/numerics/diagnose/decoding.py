@@ -38,9 +38,8 @@ T = TypeVar("T")
 class Places:
     """Where the equations of a program are: their modules and source lines.
 
-    Args:
-      rows: what `read_plan` tells of them.
-      program: the function as it was traced, with notes of its modules.
+    `rows` are what `read_plan` tells of them, `program` is the function as it was
+    traced, with notes of its modules.
     """
 
     def __init__(self, rows: Sequence[Equation], program: ClosedJaxpr):
@@ -91,23 +90,17 @@ def _noted(notes: Mapping[str, T], identity: Path) -> T | None:
 def sites_of(
     program: Program, places: Places, errors: Errors | None, roundoff: float
 ) -> tuple[Site, ...]:
-    """Returns the sites of a program: forward, then backward, in its order.
+    """Returns the sites of a program that ran: forward, then backward, in its order.
 
-    Args:
-      program: it was run.
-      places: of its equations.
-      errors: of the forward sites; None if they are not known.
-      roundoff: errors of operands count as no smaller than this.
+    `errors` are those of the forward sites, if they are known; errors of operands count
+    as no smaller than `roundoff`.
     """
     found: list[tuple[tuple[bool, Path], Site]] = []
     for body in _bodies(program):
         for number, (where, entry) in enumerate(body.table.entries):
+            site = _site(program, body, number, body.table.sources[number], places)
             error, amplified = _error_of(entry, errors, roundoff)
-            site = dataclasses.replace(
-                _site(program, body, number, body.table.sources[number], places),
-                error=error,
-                amplification=amplified,
-            )
+            site = dataclasses.replace(site, error=error, amplification=amplified)
             found.append(((entry.direction != FORWARD, (*where, entry.index)), site))
     return tuple(site for _, site in sorted(found, key=lambda each: each[0]))
 
@@ -182,6 +175,7 @@ def _site(
 ) -> Site:
     """Returns the site of a number, with the figures of `sources`; it has no error."""
     where, entry = body.table.entries[number]
+    frame = program.measure.frames[where]
     found = list(itertools.starmap(body.figures, sources))
     rows, bad = [each for each, _ in found], min(bad for _, bad in found)
     exponents: Counter[int] = Counter()
@@ -189,7 +183,7 @@ def _site(
         exponents.update(row.exponents)
     made, nan = (of.get(number, NEVER) for of in (body.made, body.nans))
     first_bad = int(next((x for x in (made, nan) if x != NEVER), bad))
-    avals = [aval_of(v) for v in entry.results]
+    avals = list(map(aval_of, entry.results))
     # A complex number is two.
     size = sum(math.prod(x.shape) * (1 + (x.dtype.kind == "c")) for x in avals)
     amax = max(row.amax for row in rows)
@@ -205,7 +199,7 @@ def _site(
         amin=min((row.amin for row in rows if row.amin), default=0.0),
         zeros=sum(row.zeros for row in rows),
         nonfinite=sum(row.nonfinite for row in rows),
-        turn=first_bad if _in_loop(program, where) and first_bad != NEVER else None,
+        turn=first_bad if frame.in_loop and first_bad != NEVER else None,
         exponents=dict(sorted(exponents.items())),
         error=None,
         amplification=None,
@@ -230,12 +224,3 @@ def _error_of(
     before = max(errors.of_operands(key), roundoff)
     amplified = 1.0 if math.isinf(before) else error / before
     return error, amplified
-
-
-def _in_loop(program: Program, path: Path) -> bool:
-    """Whether a body runs in the turns of a loop."""
-    frames = program.measure.frames
-    return any(
-        jaxprs.is_loop(frames[path[:end]].body.jaxpr.eqns[path[end]])
-        for end in range(0, len(path), 2)
-    )

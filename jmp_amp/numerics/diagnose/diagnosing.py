@@ -9,14 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmp_amp.numerics.calls import losses
 from jmp_amp.numerics.calls.executables import Compile, Executables, undisturbed
 from jmp_amp.numerics.calls.inputs import nonfinite_inputs
-from jmp_amp.numerics.calls.losses import (
-    LossCall,
-    called_beside_f32,
-    check_measured,
-    loss_call,
-)
+from jmp_amp.numerics.calls.losses import LossCall
 from jmp_amp.numerics.diagnose.advice import advise
 from jmp_amp.numerics.diagnose.checking import Checks, ends_well
 from jmp_amp.numerics.diagnose.decoding import Places, scaled_casts, sites_of
@@ -131,54 +127,58 @@ def diagnose(
       >>> str(found.policy)
       'p=f32,c=f16,o=f32,full=dot_general'
     """
-    check_measured("diagnose", fn, argnums)
+    losses.check_measured("diagnose", fn, argnums)
     policies = as_policy_map(policy, "diagnose(fn, {})")
     has_aux = checked_flag(has_aux, "diagnose(fn, has_aux={})")
     checked_target(target, "diagnose(fn, target={})")
     name = getattr(fn, "__name__", type(fn).__name__)
-    scaler = find_scaler(loss_scale, f"diagnose({name})")
+    call = f"diagnose({name})"
+    scaler = find_scaler(loss_scale, call)
     executables = Executables()
 
     @functools.wraps(fn, updated=())
     @undisturbed()
     def diagnosed(*args: PyTree, **kwargs: PyTree) -> Diagnosis:
-        call_text, cpu = f"diagnose({name})", cpu_of(target)
-
-        def called(policies: PolicyMap) -> Any:
-            return loss_call(
-                fn, policies, args, kwargs, argnums, has_aux, call_text, cpu
-            )
-
-        with executables.compiling(call_text) as compile_:
-            with called_beside_f32(called, policies) as call:
-                runs = _ran(
-                    compile_,
-                    call,
-                    policies,
-                    scaler,
-                    lambda: nonfinite_inputs(fn, args, kwargs),
-                )
-            policy, is_finite_itself = runs.policy, runs.is_finite_itself
-            findings, checks = advise(runs), Checks(called, runs, compile_)
-            if not is_finite_itself:
-                findings, is_finite_itself = checks.with_function_tried(findings)
-            if is_finite_itself and not (runs.is_finite and policy == policies):
-                # No policy mends a loss scale that is too large.
-                scale = min(runs.scale, runs.suggested_scale)
-                policy, findings = checks.checked(findings, scale)
-        return Diagnosis(
-            name,
-            str(policies),
-            runs.value,
-            runs.sites,
-            runs.reference,
-            dict(runs.gradients),
-            runs.suggested_scale,
-            policy,
-            tuple(each.text for each in findings),
+        called = functools.partial(
+            losses.loss_call,
+            fn,
+            args=args,
+            kwargs=kwargs,
+            argnums=argnums,
+            has_aux=has_aux,
+            call=call,
+            cpu=cpu_of(target),
         )
+        arguments = functools.partial(nonfinite_inputs, fn, args, kwargs)
+        with executables.compiling(call) as compile_:
+            with losses.called_beside_f32(called, policies) as low:
+                runs = _ran(compile_, low, policies, scaler, arguments)
+            return _diagnosis(name, runs, Checks(called, runs, compile_))
 
-    return Waiting(diagnosed, f"diagnose({name})", "Diagnosis")
+    return Waiting(diagnosed, call, "Diagnosis")
+
+
+def _diagnosis(name: str, runs: Runs, checks: Checks) -> Diagnosis:
+    """Returns what the runs of a call tell; the suggested policy is tried."""
+    policy, is_finite_itself = runs.policy, runs.is_finite_itself
+    findings = advise(runs)
+    if not is_finite_itself:
+        findings, is_finite_itself = checks.with_function_tried(findings)
+    if is_finite_itself and not (runs.is_finite and policy == runs.given):
+        # No policy mends a loss scale that is too large.
+        scale = min(runs.scale, runs.suggested_scale)
+        policy, findings = checks.checked(findings, scale)
+    return Diagnosis(
+        name,
+        str(runs.given),
+        runs.value,
+        runs.sites,
+        runs.reference,
+        dict(runs.gradients),
+        runs.suggested_scale,
+        policy,
+        tuple(each.text for each in findings),
+    )
 
 
 def _ran(
@@ -191,9 +191,9 @@ def _ran(
     """Runs all programs of a call, and puts together what they tell."""
     rows = read_plan(call.call)
     places = Places(rows, call.call.jaxpr)
-    scaled = (lambda loss: loss) if scaler is None else scaler.scale
     traced, plan = call.call.as_traced(call.arrays), plan_as_traced(call.call.jaxpr)
     measured = functools.partial(programs.measured, compile_, call)
+    scaled = (lambda loss: loss) if scaler is None else scaler.scale
     of_low = measured(call.plan, call.arrays, scaled)
     of_full = measured(plan, traced, lambda loss: loss)
     of_errors = _errors(compile_, call, traced)

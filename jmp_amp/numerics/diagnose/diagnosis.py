@@ -8,18 +8,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jmp_amp.numerics.diagnose import diagnosis_tables, eight_bits
-from jmp_amp.numerics.diagnose.eight_bits import EightBits
-from jmp_amp.numerics.locate.sites import (
-    Gradient,
-    Numbers,
-    Site,
-    added_up,
-    first_made,
-    or_infinite,
-)
+import jax
+
+from jmp_amp.numerics.diagnose import diagnosis_tables, wording
+from jmp_amp.numerics.diagnose.diagnosis_tables import is_rounding
+from jmp_amp.numerics.locate import sites
+from jmp_amp.numerics.locate.sites import EightBits, Gradient, Numbers, Site
 from jmp_amp.policies.dtypes import PyTree
-from jmp_amp.policies.patterns import paths_matching
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.reports import plain_data, requests, tables
 
@@ -73,12 +68,12 @@ class Diagnosis(tables.Shown):
         groups: dict[str, list[Site]] = {}
         for site in self.sites:
             groups.setdefault(site.module, []).append(site)
-        return {path: added_up(group) for path, group in groups.items()}
+        return {path: sites.added_up(group) for path, group in groups.items()}
 
     @property
     def first_nonfinite(self) -> Site | None:
         """The first site whose operands were all finite and a result was not."""
-        return first_made(self.sites)
+        return sites.first_made(self.sites)
 
     @property
     def blame(self) -> tuple[Site, ...]:
@@ -86,12 +81,14 @@ class Diagnosis(tables.Shown):
         found = [
             site for site in self.sites if site.is_forward and site.error is not None
         ]
-        return tuple(sorted(found, key=lambda site: -or_infinite(site.amplification)))
+        return tuple(
+            sorted(found, key=lambda site: -sites.or_infinite(site.amplification))
+        )
 
     @functools.cached_property
     def quantised(self) -> tuple[EightBits, ...]:
         """The arrays that became 8-bit floats, for the products of an fp8 policy."""
-        return eight_bits.quantised(self.sites)
+        return sites.quantised(self.sites)
 
     @property
     def is_finite(self) -> bool:
@@ -105,14 +102,20 @@ class Diagnosis(tables.Shown):
     @property
     def summary(self) -> str:
         """What is finite and what is not, and where that began, in one sentence."""
-        return diagnosis_tables.summary(
-            self.function,
-            self.given,
-            self.value,
-            self.gradients,
-            self.first_nonfinite,
-            self.loss_scale,
-        )
+        parts, gradients = [_value(self.value)], self.gradients
+        if bad := sum(bool(each.nonfinite) for each in gradients.values()):
+            parts.append(f"{bad} of {len(gradients)} gradients not finite")
+        elif gradients:
+            each = gradients.values()
+            told = [x.error for x in each if not is_rounding(x, gradients)]
+            worst = max(told, key=sites.or_infinite, default=0.0)
+            parts.append(f"gradients finite, error up to {wording.number(worst)}")
+        if (first := self.first_nonfinite) is not None:
+            parts.append(f"first made by {wording.place(first)}, {wording.run(first)}")
+        if gradients:
+            scale = tables.scale_text(self.loss_scale)
+            parts.append(f"suggested loss scale {scale}")
+        return f"{self.function} with {self.given}: {'; '.join(parts)}"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Diagnosis):
@@ -156,7 +159,7 @@ class Diagnosis(tables.Shown):
 
     def _modules(self, **options: Any) -> tables.Table:
         return diagnosis_tables.of_modules(
-            self.modules, self.sites, self.reference, self.first_nonfinite, **options
+            self.modules, self.sites, self.reference, **options
         )
 
     def drill_down(self, module: str = "**", *, width: int = 140) -> str:
@@ -185,12 +188,7 @@ class Diagnosis(tables.Shown):
         """
         requests.check_module(module, "Diagnosis.drill_down")
         requests.check_width(width, "Diagnosis.drill_down", 140)
-        known = paths_matching((site.module for site in self.sites), module)
-        chosen = [site for site in self.sites if site.module in known]
-        heading = f"{len(chosen)} of {len(self.sites)} sites"
-        if not chosen:
-            paths = ", ".join(path or '""' for path in self.modules)
-            heading += f": {module!r} matches no module. There are {paths}."
+        chosen, heading = requests.of_modules(self.sites, self.modules, module, "sites")
         shown = diagnosis_tables.of_sites(chosen, self.reference)
         return tables.as_text(heading, shown, width)
 
@@ -213,12 +211,9 @@ class Diagnosis(tables.Shown):
         derived = {
             "summary": self.summary,
             "is_finite": self.is_finite,
-            "first_nonfinite": None if first is None else dataclasses.asdict(first),
+            "first_nonfinite": None if first is None else vars(first),
             "blame": [places[id(site)] for site in self.blame],
-            "modules": {
-                path: dataclasses.asdict(numbers)
-                for path, numbers in self.modules.items()
-            },
+            "modules": {path: vars(each) for path, each in self.modules.items()},
         }
         return self._fields() | plain_data.written(derived)
 
@@ -282,13 +277,18 @@ class Diagnosis(tables.Shown):
         found = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self)
         }
-        found["sites"] = [dataclasses.asdict(site) for site in self.sites]
-        found["reference"] = [dataclasses.asdict(site) for site in self.reference]
-        found["gradients"] = {
-            key: dataclasses.asdict(each) for key, each in self.gradients.items()
-        }
+        found["sites"] = list(map(vars, self.sites))
+        found["reference"] = list(map(vars, self.reference))
+        found["gradients"] = {key: vars(each) for key, each in self.gradients.items()}
         found["policy"] = _policy_written(self.policy)
         return plain_data.written(found)
+
+
+def _value(value: PyTree) -> str:
+    leaves = jax.tree.leaves(plain_data.read(plain_data.written(value)))
+    if len(leaves) == 1 and isinstance(leaves[0], float):
+        return f"value {leaves[0]:.4g}"
+    return f"value {'finite' if plain_data.is_finite(value) else 'not finite'}"
 
 
 def _site(row: Mapping[str, Any]) -> Site:

@@ -6,17 +6,19 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import jax
-
 from jmp_amp.numerics.diagnose import wording
-from jmp_amp.numerics.diagnose.eight_bits import EightBits
 from jmp_amp.numerics.diagnose.suggestions import counterparts, in_half
-from jmp_amp.numerics.locate.sites import Gradient, Numbers, Site, or_infinite
-from jmp_amp.policies.dtypes import PyTree
+from jmp_amp.numerics.locate.sites import (
+    EightBits,
+    Gradient,
+    Numbers,
+    Site,
+    first_made,
+    or_infinite,
+)
 from jmp_amp.policies.fp8 import FORMATS
-from jmp_amp.reports import plain_data
-from jmp_amp.reports.report_tables import TOP_LEVEL, listed
-from jmp_amp.reports.tables import Table, count, scale_text, shape_text
+from jmp_amp.reports.report_tables import TOP_LEVEL
+from jmp_amp.reports.tables import Table, count, file_name, listed, shape_text
 
 # What modules are sorted by, and the figures of each.
 SORTS: dict[str, Callable[[Numbers], float]] = {
@@ -31,31 +33,7 @@ _MOST_ROWS = 8
 _SMALL = 2.0**-10
 
 
-def summary(
-    function: str,
-    given: str,
-    value: PyTree,
-    gradients: Mapping[str, Gradient],
-    first: Site | None,
-    loss_scale: float,
-) -> str:
-    """Returns what is finite and what is not, in one sentence; see `Diagnosis`."""
-    parts = [_value(value)]
-    bad = sum(bool(each.nonfinite) for each in gradients.values())
-    if bad:
-        parts.append(f"{bad} of {len(gradients)} gradients not finite")
-    elif gradients:
-        told = [x for x in gradients.values() if not _is_rounding(x, gradients)]
-        worst = max((each.error for each in told), key=or_infinite, default=0.0)
-        parts.append(f"gradients finite, error up to {wording.number(worst)}")
-    if first is not None:
-        parts.append(f"first made by {wording.place(first)}, {wording.run(first)}")
-    if gradients:
-        parts.append(f"suggested loss scale {scale_text(loss_scale)}")
-    return f"{function} with {given}: {'; '.join(parts)}"
-
-
-def _is_rounding(gradient: Gradient, gradients: Mapping[str, Gradient]) -> bool:
+def is_rounding(gradient: Gradient, gradients: Mapping[str, Gradient]) -> bool:
     """Whether a gradient is small, and less than its error: 0 in exact arithmetic.
 
     The bias of the keys of an attention is such a parameter.
@@ -65,18 +43,10 @@ def _is_rounding(gradient: Gradient, gradients: Mapping[str, Gradient]) -> bool:
     return small and gradient.error > 1
 
 
-def _value(value: PyTree) -> str:
-    leaves = jax.tree.leaves(plain_data.read(plain_data.written(value)))
-    if len(leaves) == 1 and isinstance(leaves[0], float):
-        return f"value {leaves[0]:.4g}"
-    return f"value {'finite' if plain_data.is_finite(value) else 'not finite'}"
-
-
 def of_modules(
     modules: Mapping[str, Numbers],
     sites: Sequence[Site],
     reference: Sequence[Site],
-    first: Site | None = None,
     sort: str | None = None,
     is_whole: bool = False,
 ) -> Table:
@@ -84,20 +54,17 @@ def of_modules(
 
     Args:
       modules, sites, reference: as of a `Diagnosis`.
-      first: the first site that made a value which is not finite. What follows it, and
-        the backward pass, spread that: its module stands first.
       sort: one of `SORTS`: the largest first.
       is_whole: whether to show all modules, and not only those with the most trouble.
     """
-    begins = first.module if first is not None else None
-    if sum(each.nonfinite > 0 for each in modules.values()) < 2:
-        begins = None
-    elif begins is not None:
+    begins, first = None, first_made(sites)
+    if first is not None and sum(x.nonfinite > 0 for x in modules.values()) > 1:
+        # What follows it, and the backward pass, spread what is not finite.
+        begins = first.module
         modules = {begins: modules[begins], **modules}
+    order = list(modules.items())
     if sort is not None:
-        figure = SORTS[sort]
-        ordered = sorted(modules.items(), key=lambda each: -figure(each[1]))
-        modules = dict(ordered)
+        order.sort(key=lambda each: -SORTS[sort](each[1]))
     lost = [_lost_by_module(sites, reference, d) for d in ("forward", "backward")]
     shown = set(modules) if is_whole else _worst(modules)
     numbers = (*_FIGURES, "lost", "lost bwd", "error")
@@ -108,7 +75,7 @@ def of_modules(
             *(wording.share(shares.get(path, 0.0)) for shares in lost),
             wording.number(each.error),
         )
-        for path, each in modules.items()
+        for path, each in order
         if path in shown
     ]
     notes = []
@@ -121,10 +88,8 @@ def of_modules(
         notes.append("amax: without constants of the program, such as those of a mask.")
     if any(each.error is not None for each in modules.values()):
         notes.append("error: of the worst operation.")
-    if left_out := len(modules) - len(rows):
-        notes.append(
-            f"{left_out} more modules are no worse: Diagnosis.table() shows them."
-        )
+    if more := len(modules) - len(rows):
+        notes.append(f"{more} more modules are no worse: Diagnosis.table() shows them.")
     columns = ("module", *numbers)
     return _shown(Table("Modules", columns, rows, numbers, "\n".join(notes)))
 
@@ -177,6 +142,7 @@ def _lost_by_module(
 def of_blame(blame: Iterable[Site]) -> Table:
     """Returns one row for each of the worst sites that make the error larger."""
     numbers = ("growth", "error")
+    worse = [x for x in blame if or_infinite(x.amplification) > 1 and x.error]
     rows = [
         (
             wording.number(site.amplification),
@@ -184,17 +150,15 @@ def of_blame(blame: Iterable[Site]) -> Table:
             site.operation,
             site.dtype,
             site.module or TOP_LEVEL,
-            wording.file_name(site.source),
+            file_name(site.source),
         )
-        for site in blame
-        if or_infinite(site.amplification) > 1 and site.error
+        for site in worse[:_MOST_ROWS]
     ]
     columns = (*numbers, "operation", "dtype", "module", "source")
     note = "growth: the error over the largest error of the operands."
-    if left_out := len(rows) - len(rows[:_MOST_ROWS]):
+    if left_out := len(worse) - len(rows):
         note += f"\n{left_out} more make no more of it: Diagnosis.blame has them."
-    title = "Where the error is made"
-    return Table(title, columns, rows[:_MOST_ROWS], numbers, note)
+    return Table("Where the error is made", columns, rows, numbers, note)
 
 
 def of_quantised(found: Iterable[EightBits]) -> Table:
@@ -220,8 +184,10 @@ def of_quantised(found: Iterable[EightBits]) -> Table:
     if any(share for each in ordered for share in each.underflowed.values()):
         notes.append("0 in ...: the share of values that become 0.")
     if left_out := len(ordered) - len(rows):
-        told = f"{left_out} more arrays lose no larger share"
-        notes.append(f"{told}: Diagnosis.quantised has them.")
+        notes.append(
+            f"{left_out} more arrays lose no larger share: Diagnosis.quantised has "
+            "them."
+        )
     columns = ("array", "", *numbers)
     return _shown(Table("In 8 bits", columns, rows, numbers, "\n".join(notes)))
 
@@ -237,7 +203,7 @@ def of_gradients(gradients: Mapping[str, Gradient]) -> Table:
         row = f"all {len(gradients)}", every, every
         numbers = "not finite", "size"
         return Table(title, ("parameter", *numbers), [row], numbers)
-    rounding = [k for k, each in gradients.items() if _is_rounding(each, gradients)]
+    rounding = [k for k, each in gradients.items() if is_rounding(each, gradients)]
 
     def trouble(item: tuple[str, Gradient]) -> tuple[bool, bool, bool, float]:
         key, each = item
@@ -255,9 +221,11 @@ def of_gradients(gradients: Mapping[str, Gradient]) -> Table:
         )
         for key, each in worst[:_MOST_ROWS]
     ]
-    left_out = len(gradients) - len(rows)
-    told = f"{left_out} more gradients are no worse: Diagnosis.gradients has them."
-    notes = [told] if left_out else []
+    notes = []
+    if more := len(gradients) - len(rows):
+        notes.append(
+            f"{more} more gradients are no worse: Diagnosis.gradients has them."
+        )
     if rounding:
         notes.append(f"0 but for rounding, whatever their error: {listed(rounding)}.")
     columns = ("parameter", *numbers)
@@ -282,7 +250,7 @@ def of_sites(sites: Iterable[Site], reference: Sequence[Site]) -> list[Table]:
         shown.setdefault(path, Table(path, columns, [], numbers)).rows.append(
             (
                 site.identity,
-                wording.file_name(site.source),
+                file_name(site.source),
                 site.operation + times,
                 site.direction,
                 site.dtype,

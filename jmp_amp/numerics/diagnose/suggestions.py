@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jmp_amp.numerics.locate.sites import Gradient, Site, first_made
-from jmp_amp.numerics.measure.own_dtypes import is_inside
 from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.policies.patterns import Pattern
 from jmp_amp.policies.policy import Policy, get_policy
 from jmp_amp.policies.policy_map import PolicyMap
+from jmp_amp.reports.askers import is_inside
 from jmp_amp.reports.rows import Equation
 
 LARGEST_SCALE = 2.0**24
@@ -65,13 +65,7 @@ def in_half(
 def suggested_loss_scale(
     sites: Sequence[Site], reference: Sequence[Site], largest_cast: float = 0.0
 ) -> float:
-    """Returns the loss scale that makes the best use of f16's range.
-
-    The largest power of two in [1, 2^24] that keeps every backward value that runs in
-    f16 under the policy, as it is in the reference, at or below an eighth of f16's
-    largest, and that keeps what the plan casts to f16 finite. Factors of a derivative,
-    which no scale multiplies, do not count. 2^24 if all values are zero; 1.0 if no
-    power fits, or if nothing backward runs in f16.
+    """Returns the loss scale that makes the best use of f16's range, see `diagnose`.
 
     `largest_cast` is the largest backward value, unscaled, that the plan casts to f16:
     the reference has no such site.
@@ -110,10 +104,7 @@ def needs_of(
     reference: Sequence[Site],
     functions: Collection[str] | None = None,
 ) -> list[Need]:
-    """Returns the forward sites that need f32.
-
-    Those in half which overflow their format in the reference, or which make a value
-    that is not finite where the reference is finite.
+    """Returns the forward sites that need f32, see `diagnose`.
 
     `functions` are the names of the jitted functions of the program; by default the
     last name of a site's module is taken for one.
@@ -137,11 +128,9 @@ def needs_of(
 
 
 def suggested_policy(needs: Sequence[Need], given: PolicyMap) -> PolicyMap:
-    """Returns a policy with f32 for what half precision cannot hold.
+    """Returns a policy with f32 for what half precision cannot hold, see `diagnose`.
 
-    It has an entry for the module of each need. Outside of modules, and for the
-    outermost module's own equations, the default names the jitted function, or else the
-    operation, among those in f32. `given` itself comes back if nothing is needed.
+    `given` itself comes back if nothing is needed.
     """
     paths = {_pattern(need.path): None for need in needs if need.path is not None}
     names = {need.name for need in needs if need.name is not None}

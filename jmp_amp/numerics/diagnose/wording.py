@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from jmp_amp.numerics.locate.sites import Site
+from jmp_amp.reports.tables import file_name
 
 
 def place(site: Site) -> str:
@@ -22,10 +21,6 @@ def run(site: Site) -> str:
     """Returns the direction and the dtype of a site, and its first bad turn."""
     text = f"{site.direction}, {site.dtype}"
     return text if site.turn is None else f"{text}, turn {site.turn}"
-
-
-def file_name(source: str | None) -> str:
-    return "" if source is None else os.path.basename(source)
 
 
 def number(value: float | None) -> str:

@@ -9,12 +9,13 @@ are calls, loops and branches themselves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
 from jmp_amp.numerics.locate import marks as marking
-from jmp_amp.numerics.locate.liveness import Flags, Liveness, whole
+from jmp_amp.numerics.locate.liveness import Flags, Liveness
 from jmp_amp.numerics.locate.marks import Marked, PlanMarks
 from jmp_amp.plan.plan import Identity
 from jmp_amp.plan.program import jaxprs, scope_text
@@ -67,28 +68,30 @@ class Frame:
       repeated: the places of equations that only have an effect, which they had before:
         a checkpoint computes them again.
       turns: how often it runs, as far as the program tells; those of a `while` are one.
+      in_loop: whether it runs in the turns of a loop.
     """
 
     body: Body
-    entries: tuple[Entry, ...]
+    entries: tuple[Entry, ...] = ()
     repeated: frozenset[int] = frozenset()
     turns: int = 1
+    in_loop: bool = False
 
 
 def frames_of(
     program: ClosedJaxpr, marks: PlanMarks, differentiated: bool
 ) -> dict[Path, Frame]:
     """Returns the bodies of a replay with marks, or of its gradient."""
-    found: dict[Path, Frame] = {}
-    reader = _Reader(marks, differentiated, found)
+    reader = _Reader(marks, differentiated)
     body = jaxprs.body_of(program)
-    reader.read(body, (), _Place((), marks.main), whole(body))
-    return found
+    outputs = (True,) * len(body.jaxpr.outvars)
+    reader.read(body, (), _Place((), marks.main), outputs)
+    return reader.found
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a body is.
+    """Where a body is, or an equation.
 
     Attributes:
       identity: the way to it in the plan.
@@ -98,7 +101,7 @@ class _Place:
       again: it is computed again.
       derivative: it exists for the derivative only.
       branch: it is a branch, or in one.
-      turns: as in `Frame`.
+      turns, in_loop: as in `Frame`.
     """
 
     identity: Path
@@ -109,106 +112,146 @@ class _Place:
     derivative: bool = False
     branch: bool = False
     turns: int = 1
+    in_loop: bool = False
+
+    @property
+    def direction(self) -> str:
+        return BACKWARD if self.backward else FORWARD
+
+    @property
+    def is_cotangent(self) -> bool:
+        """Whether what is computed there leads to a gradient, and runs once."""
+        return self.backward and not self.again
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _At:
+    """An equation of a body.
+
+    Attributes:
+      eqn, index: the equation, and its place in the body.
+      scope: its name stack.
+      place: where it is.
+      marked: the equation of the plan that it comes from; None if it has no mark.
+      cast: which inserted cast of that equation it is; None if it is none.
+    """
+
+    eqn: Eqn
+    index: int
+    scope: str
+    place: _Place
+    marked: Marked | None
+    cast: str | None
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
+    def fp8(self) -> Fp8 | None:
+        """How the equation of the plan multiplies 8-bit floats, if it does."""
+        rewrite = None if self.marked is None else self.marked.planned.rewrite
+        return None if rewrite is None else rewrite.fp8
+
+    def entry(
+        self,
+        direction: str,
+        operation: str,
+        results: Iterable[Var],
+        operands: Iterable[Atom],
+        format: str | None = None,
+    ) -> Entry:
+        return Entry(
+            Identity(self.place.identity),
+            self.marked is not None,
+            direction,
+            operation,
+            self.eqn,
+            self.index,
+            tuple(results),
+            tuple(operands),
+            scales=direction == BACKWARD and self.place.is_cotangent,
+            cast=self.cast if direction == FORWARD else None,
+            format=format,
+        )
+
+
+@dataclasses.dataclass
 class _Reader:
     """Reads the bodies of a program."""
 
-    def __init__(
-        self, marks: PlanMarks, differentiated: bool, found: dict[Path, Frame]
-    ):
-        self.marks, self.differentiated, self.found = marks, differentiated, found
-        self.liveness = Liveness()
+    marks: PlanMarks
+    differentiated: bool
+    found: dict[Path, Frame] = dataclasses.field(default_factory=dict)
+    liveness: Liveness = dataclasses.field(default_factory=Liveness)
 
     def read(self, body: Body, path: Path, place: _Place, outputs: Flags) -> None:
         """Notes the sites of a body, of which some outputs are read, and all in it."""
-        jaxpr = body.jaxpr
         live = self.liveness.of(body, outputs)
-        own: set[Identity] = set()
+        found: list[Entry] = []
         # A rule is one site, which stands where the first of its equations does.
-        rules: dict[tuple[Path, str], list[Eqn]] = {}
-        found: list[Entry | tuple[Path, str]] = []
-        repeated: set[int] = set()
-        filled: set[Var] = set()
+        rules: defaultdict[tuple[Path, str], list[_At]] = defaultdict(list)
+        repeated, own, filled = set[int](), set[Path](), set[Var]()
         # The frame of a body stands before those of the bodies in it.
-        self.found[path] = Frame(body, ())
-        for index, eqn in enumerate(jaxpr.eqns):
+        self.found[path] = Frame(body)
+        for index, eqn in enumerate(body.jaxpr.eqns):
             scope = jaxprs.scope_text(eqn)
             if not live.eqns[index] or scope_text.is_noted("scaling", scope):
                 continue
-            chain, identity = self._chain(scope, place)
-            here = dataclasses.replace(
-                place,
-                identity=identity,
-                backward=place.backward or _is_more(scope, chain, scope_text.BACKWARD),
-                again=place.again or _is_more(scope, chain, scope_text.AGAIN),
-                derivative=place.derivative or any(m.is_derivative for m in chain),
-            )
-            last, cast = chain[-1] if chain else None, marking.cast_of(scope)
-            if last is not None and jaxprs.is_custom_vjp(last.eqn) and cast is None:
-                rule = identity, BACKWARD if here.backward else FORWARD
+            at = self._at(eqn, index, scope, place)
+            last, here = at.marked, at.place
+            if last is not None and jaxprs.is_custom_vjp(last.eqn) and at.cast is None:
                 if not here.again:
-                    if rule not in rules:
-                        found.append(rule)
-                    rules.setdefault(rule, []).append(eqn)
-                continue
-            if inner := jaxprs.inner_bodies(eqn):
+                    rules[here.identity, here.direction].append(at)
+            elif inner := jaxprs.inner_bodies(eqn):
                 for number, each in enumerate(inner):
-                    inside = self._inside(eqn, here, last, number)
+                    inside = self._inside(at, number)
                     ends = live.outputs[index][number]
                     self.read(each.body, (*path, index, number), inside, ends)
-                continue
-            if here.again and eqn.effects and not jaxprs.is_read(eqn):
-                repeated.add(index)
-            fp8 = None if last is None else _fp8(last)
-            if fp8 is not None and _makes_8_bits(eqn, scope, cast):
-                entry = _quantised(eqn, index, here, scope, fp8)
-                if entry is not None and not here.again:
-                    found.append(entry)
-                continue
-            product = last
-            if last is None or cast is not None or not _is_one_product(last):
-                product = None
-            elif not _is_product(eqn, last):
-                continue
-            if here.branch and last is None and _fills(eqn, filled):
+            elif here.branch and last is None and _fills(eqn, filled):
                 filled.update(eqn.outvars)
-                continue
-            direction = self._direction(eqn, here, last, cast is not None, own)
-            if direction is not None:
-                entry = _entry(eqn, index, here, last, direction, cast, live.read)
-                if product is not None:
-                    # Other results of the equations that are solved are none of it.
-                    name, results = product.eqn.primitive.name, entry.results[:1]
-                    entry = dataclasses.replace(entry, operation=name, results=results)
-                found.append(entry)
-        entries = [
-            each if isinstance(each, Entry) else _rule(rules[each], *each, body)
-            for each in found
-        ]
-        entries = tuple(e for e in entries if e.results)
-        self.found[path] = Frame(body, entries, frozenset(repeated), place.turns)
+            else:
+                if here.again and eqn.effects and not jaxprs.is_read(eqn):
+                    repeated.add(index)
+                if (entry := self._entry(at, own, live.read)) is not None:
+                    found.append(entry)
+        found += [_rule(those, body) for those in rules.values()]
+        entries = sorted((e for e in found if e.results), key=lambda e: e.index)
+        self.found[path] = Frame(
+            body, tuple(entries), frozenset(repeated), place.turns, place.in_loop
+        )
 
-    def _chain(self, scope: str, place: _Place) -> tuple[list[Marked], Path]:
-        """Returns the marks of an equation, and its identity."""
-        chain = self.marks.chain(scope)
-        if not chain:
-            return ([] if place.owner is None else [place.owner]), place.identity
-        first, *others = chain
-        # What a loop computes in every turn alike may stand before it.
-        is_here = first.body == place.number
-        identity = (*place.identity, first.identity[-1]) if is_here else first.identity
-        for each in others:
-            identity = (*identity, *each.identity[-2:])
-        return chain, identity
+    def _at(self, eqn: Eqn, index: int, scope: str, place: _Place) -> _At:
+        """Returns an equation of a body, which is at `place`."""
+        chain, identity = self.marks.chain(scope), place.identity
+        if chain:
+            first, *others = chain
+            # What a loop computes in every turn alike may stand before it.
+            is_here = first.body == place.number
+            identity = (*identity, first.identity[-1]) if is_here else first.identity
+            for each in others:
+                identity = (*identity, *each.identity[-2:])
+        elif place.owner is not None:
+            chain = [place.owner]
+        here = dataclasses.replace(
+            place,
+            identity=identity,
+            backward=place.backward or _is_more(scope, chain, scope_text.BACKWARD),
+            again=place.again or _is_more(scope, chain, scope_text.AGAIN),
+            derivative=place.derivative or any(m.is_derivative for m in chain),
+        )
+        marked = chain[-1] if chain else None
+        return _At(eqn, index, scope, here, marked, marking.cast_of(scope))
 
-    def _inside(
-        self, eqn: Eqn, here: _Place, last: Marked | None, number: int
-    ) -> _Place:
+    def _inside(self, at: _At, number: int) -> _Place:
         """Returns where a body of an equation is."""
-        branch = here.branch or jaxprs.is_branch(eqn)
-        turns = here.turns * jaxprs.repetitions(eqn)
-        here = dataclasses.replace(here, branch=branch, turns=turns)
+        last = at.marked
+        here = dataclasses.replace(
+            at.place,
+            branch=at.place.branch or jaxprs.is_branch(at.eqn),
+            turns=at.place.turns * jaxprs.repetitions(at.eqn),
+            in_loop=at.place.in_loop or jaxprs.is_loop(at.eqn),
+        )
         if last is None or (here.owner is last and not last.planned.bodies):
             return here
         if not last.planned.bodies:
@@ -221,35 +264,52 @@ class _Reader:
             owner=None,
         )
 
-    def _direction(
-        self,
-        eqn: Eqn,
-        here: _Place,
-        last: Marked | None,
-        is_cast: bool,
-        own: set[Identity],
-    ) -> str | None:
+    def _entry(self, at: _At, own: set[Path], read: Collection[Var]) -> Entry | None:
+        """Returns the site of an equation that calls nothing; None if it is none.
+
+        `own` are the identities of those that the body had as the function has them;
+        `read` is what anybody reads.
+        """
+        last = at.marked
+        if at.fp8 is not None and _makes_8_bits(at):
+            return None if at.place.again else _quantised(at, at.fp8)
+        is_product = last is not None and at.cast is None and _is_one_product(last)
+        if is_product and not _is_product(at):
+            return None
+        direction = self._direction(at, own)
+        if direction is None:
+            return None
+        operation, results = at.name, at.eqn.outvars
+        if last is not None and direction == FORWARD:
+            if at.eqn.primitive is last.eqn.primitive:
+                # Others are for the derivative: that of singular values needs vectors.
+                results = results[: len(last.eqn.outvars)]
+        results = [v for v in results if jaxprs.is_floating(v) and v in read]
+        if last is not None and is_product:
+            # Other results of the equations that are solved are none of it.
+            operation, results = last.eqn.primitive.name, results[:1]
+        operands = filter(jaxprs.is_floating, at.eqn.invars)
+        return at.entry(direction, operation, results, operands)
+
+    def _direction(self, at: _At, own: set[Path]) -> str | None:
         """Returns the direction of an equation that calls nothing; None for no site."""
+        eqn, here, last = at.eqn, at.place, at.marked
+        is_cast = at.cast is not None
         if jaxprs.is_conversion(eqn):
             atoms = *eqn.invars, *eqn.outvars
             if len({jaxprs.aval_of(each).dtype for each in atoms}) == 1:
                 return None  # of a weak type alone
         elif is_cast and not here.backward:
             return None  # what a saturating cast does before
-        forward = is_cast and not here.derivative
-        if last is not None and not is_cast and not here.derivative:
-            identity = Identity(here.identity)
+        is_own = is_cast
+        if last is not None and not is_cast and here.identity not in own:
             is_own = eqn.primitive is last.eqn.primitive or (
-                _is_one_product(last) and eqn.primitive.name == "dot_general"
+                _is_one_product(last) and at.name == "dot_general"
             )
-            if is_own and identity not in own:
-                # In a backward body, it is there if it is computed again.
-                forward = not here.backward or here.again
-                if forward:
-                    own.add(identity)
-        if is_cast and here.backward and not here.again:
-            forward = False
-        if forward:
+        # What is computed again is of the function, in the backward pass too.
+        if is_own and not here.derivative and not here.is_cotangent:
+            if not is_cast:
+                own.add(here.identity)
             return None if here.again else FORWARD
         return BACKWARD if self.differentiated else None
 
@@ -279,33 +339,6 @@ def _fills(eqn: Eqn, filled: Collection[Var]) -> bool:
     )
 
 
-def _entry(
-    eqn: Eqn,
-    index: int,
-    here: _Place,
-    last: Marked | None,
-    direction: str,
-    cast: str | None,
-    read: Collection[Var],
-) -> Entry:
-    results, made_by = eqn.outvars, None if last is None else last.eqn
-    if direction == FORWARD and made_by and eqn.primitive is made_by.primitive:
-        # Others are for the derivative: that of singular values needs the vectors.
-        results = results[: len(made_by.outvars)]
-    return Entry(
-        Identity(here.identity),
-        last is not None,
-        direction,
-        eqn.primitive.name,
-        eqn,
-        index,
-        tuple(v for v in results if jaxprs.is_floating(v) and v in read),
-        tuple(v for v in eqn.invars if jaxprs.is_floating(v)),
-        scales=direction == BACKWARD and here.backward and not here.again,
-        cast=cast if direction == FORWARD else None,
-    )
-
-
 def _is_one_product(marked: Marked) -> bool:
     """Whether all that an equation binds is one product, and what prepares it."""
     rewrite = marked.planned.rewrite
@@ -315,83 +348,59 @@ def _is_one_product(marked: Marked) -> bool:
     return is_product and bool(marked.planned.f32_gradients)
 
 
-def _is_product(eqn: Eqn, marked: Marked) -> bool:
+def _is_product(at: _At) -> bool:
     """Whether an equation is the product itself, see `_is_one_product`."""
-    name = eqn.primitive.name
-    is_product = kind_of(name) is Kind.PRODUCT or name == marked.eqn.primitive.name
-    return is_product or name == "custom_linear_solve"
+    assert at.marked is not None
+    names = at.marked.eqn.primitive.name, "custom_linear_solve"
+    return kind_of(at.name) is Kind.PRODUCT or at.name in names
 
 
-def _fp8(marked: Marked) -> Fp8 | None:
-    """Returns how an equation multiplies 8-bit floats; None if it does not."""
-    rewrite = marked.planned.rewrite
-    return None if rewrite is None else rewrite.fp8
-
-
-def _makes_8_bits(eqn: Eqn, scope: str, cast: str | None) -> bool:
+def _makes_8_bits(at: _At) -> bool:
     """Whether a part of an fp8 product is neither a product nor a cast of the plan."""
     # A product of a gradient that leaves in f32 is solved for together with another.
-    is_solved = eqn.primitive.name == "custom_linear_solve" and len(eqn.outvars) > 1
-    if eqn.primitive.name == "dot_general" or is_solved:
+    is_solved = at.name == "custom_linear_solve" and len(at.eqn.outvars) > 1
+    if at.name == "dot_general" or is_solved:
         return False
-    return cast is None or scope_text.is_noted("quantised", scope)
+    return at.cast is None or scope_text.is_noted("quantised", at.scope)
 
 
-def _quantised(
-    eqn: Eqn, index: int, here: _Place, scope: str, fp8: Fp8
-) -> Entry | None:
+def _quantised(at: _At, fp8: Fp8) -> Entry | None:
     """Returns the site of an array that becomes 8-bit floats, where that begins.
 
     Forward, its gradient is stopped first. Backward, it is what is solved for, see
     `fp8_products`.
     """
-    name = eqn.primitive.name
-    if name == "stop_gradient" and scope_text.is_noted("quantised", scope):
+    eqn = at.eqn
+    if at.name == "stop_gradient" and scope_text.is_noted("quantised", at.scope):
         direction, values, format = FORWARD, eqn.outvars, fp8.forward
-    elif name == "custom_linear_solve" and here.backward:
+    elif at.name == "custom_linear_solve" and at.place.backward:
         direction, values, format = BACKWARD, eqn.invars, fp8.backward
     else:
         return None
-    return Entry(
-        Identity(here.identity),
-        True,
-        direction,
-        "quantise",
-        eqn,
-        index,
-        tuple(jaxprs.variables(values)),
-        tuple(jaxprs.variables(eqn.invars)),
-        scales=direction == BACKWARD,
-        cast=marking.cast_of(scope) if direction == FORWARD else None,
-        format=format,
-    )
+    results, operands = jaxprs.variables(values), jaxprs.variables(eqn.invars)
+    return at.entry(direction, "quantise", results, operands, format)
 
 
-def _rule(eqns: Sequence[Eqn], identity: Path, direction: str, body: Body) -> Entry:
+def _rule(rule: Sequence[_At], body: Body) -> Entry:
     """Returns the site of all that a rule of a `custom_vjp` computes in a body."""
+    eqns, first = [at.eqn for at in rule], rule[0]
     made = {v for eqn in eqns for v in eqn.outvars}
-    if direction == FORWARD:
-        # What is kept for the backward rule is no result of the function.
-        named = [eqn for eqn in eqns if eqn.params.get("name") == marking.RESULT]
-        results = [v for eqn in named for v in eqn.outvars]
-    else:
-        inside = set(map(id, eqns))
-        others = [eqn for eqn in body.jaxpr.eqns if id(eqn) not in inside]
+    operands = [v for eqn in eqns for v in eqn.invars if jaxprs.is_floating(v)]
+    if first.place.backward:
+        inside = {at.index for at in rule}
+        others = [e for i, e in enumerate(body.jaxpr.eqns) if i not in inside]
         outside = {v for eqn in others for v in jaxprs.variables(eqn.invars)}
         outside.update(jaxprs.variables(body.jaxpr.outvars))
         results = [v for eqn in eqns for v in eqn.outvars if v in outside]
-    operands = [v for eqn in eqns for v in eqn.invars if jaxprs.is_floating(v)]
-    if direction == BACKWARD:
         # A derivative that is made infinite is made here. A mask may be made so.
         operands = jaxprs.variables(operands)
-    return Entry(
-        Identity(identity),
-        True,
-        direction,
+    else:
+        # What is kept for the backward rule is no result of the function.
+        named = [eqn for eqn in eqns if eqn.params.get("name") == marking.RESULT]
+        results = [v for eqn in named for v in eqn.outvars]
+    return first.entry(
+        first.place.direction,
         "custom_vjp_call",
-        eqns[0],
-        next(i for i, eqn in enumerate(body.jaxpr.eqns) if eqn is eqns[0]),
-        tuple(v for v in results if jaxprs.is_floating(v)),
-        tuple(v for v in operands if isinstance(v, Literal) or v not in made),
-        scales=direction == BACKWARD,
+        filter(jaxprs.is_floating, results),
+        [v for v in operands if isinstance(v, Literal) or v not in made],
     )

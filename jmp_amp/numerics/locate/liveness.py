@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import compress
 from typing import NamedTuple
 
-from jmp_amp.plan.dataflow.solver import backward, in_any_turn
+from jmp_amp.plan.dataflow.solver import backward, entering, in_any_turn, once
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Body, Eqn, Var
 
@@ -31,24 +31,14 @@ class Live(NamedTuple):
 class Liveness:
     """Follows what is read backwards, each body once for its outputs that are."""
 
-    def __init__(self) -> None:
-        self._found: dict[tuple[int, Flags], Live] = {}
-
+    @once
     def of(self, body: Body, outputs: Flags) -> Live:
         """Returns what is read of `body` if these of its outputs are."""
-        key = id(body.jaxpr), outputs
-        if key not in self._found:
-            self._found[key] = self._of(body, outputs)
-        return self._found[key]
-
-    def _of(self, body: Body, outputs: Flags) -> Live:
         jaxpr = body.jaxpr
-        ends = zip(jaxpr.outvars, outputs, strict=True)
-        read = set(jaxprs.variables([v for v, is_read in ends if is_read]))
+        read = set(jaxprs.variables([*compress(jaxpr.outvars, outputs)]))
         eqns = [False] * len(jaxpr.eqns)
         inside: dict[int, list[Flags]] = {}
-        for index in reversed(range(len(jaxpr.eqns))):
-            eqn = jaxpr.eqns[index]
+        for index, eqn in reversed([*enumerate(jaxpr.eqns)]):
             if not eqn.effects and read.isdisjoint(eqn.outvars):
                 continue
             eqns[index] = True
@@ -56,7 +46,7 @@ class Liveness:
             if jaxprs.inner_bodies(eqn):
                 results = tuple(v in read for v in eqn.outvars)
                 inside[index], wanted = self._through(eqn, results)
-                operands = [v for i, v in enumerate(operands) if i in wanted]
+                operands = [operands[i] for i in wanted]
             read.update(jaxprs.variables(operands))
         inputs = tuple(v in read for v in jaxpr.invars)
         return Live(tuple(eqns), frozenset(read), inputs, inside)
@@ -72,13 +62,8 @@ class Liveness:
             False,
             True,
         )
-        wanted = {0} if jaxprs.is_branch(eqn) else set()
-        for (_, operands), body in zip(inner, found, strict=True):
-            wanted.update(compress(operands, body.inputs))
+        wanted = {i for i, is_read in entering(eqn, found) if is_read}
         wanted.update(compress(jaxprs.carried(eqn), found[-1].outputs))
+        if jaxprs.is_branch(eqn):
+            wanted.add(0)
         return [body.outputs for body in found], wanted
-
-
-def whole(body: Body) -> Flags:
-    """Returns that all outputs of a body are read."""
-    return (True,) * len(body.jaxpr.outvars)

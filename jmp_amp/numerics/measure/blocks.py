@@ -52,11 +52,9 @@ class Part(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Arrays of one kind that are read together.
+    """The numbers of arrays of one kind that are read together.
 
-    Attributes:
-      block: how many elements a block of them has; 0 if they are read in pieces.
-      members: their numbers.
+    A block of them has `block` elements; they are read in pieces if that is 0.
     """
 
     block: int
@@ -64,11 +62,9 @@ class Group(NamedTuple):
 
 
 def groups_of(kinds: Sequence[Hashable], sizes: Sequence[int]) -> list[Group]:
-    """Returns groups of the arrays that have elements.
+    """Returns groups of the arrays that have elements: `sizes`, of each array.
 
-    Args:
-      kinds: of each array, what all of a group have alike.
-      sizes: how many elements each has.
+    All arrays of a group have the same kind.
     """
     large = _PIECE if jax.default_backend() in ("gpu", "cuda", "rocm") else 0
     by_kind: dict[tuple[Hashable, int], list[int]] = {}

@@ -17,16 +17,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jmp_amp.numerics.calls.executables import Compile
-from jmp_amp.numerics.measure import distances
+from jmp_amp.numerics.measure import distances, pair_constructs
 from jmp_amp.numerics.measure.distances import Distance
 from jmp_amp.numerics.measure.measuring import MOVES
 from jmp_amp.numerics.measure.pair_constructs import (
-    Frame,
+    Distances,
     Key,
     Keys,
     Pair,
-    of_own_branch,
-    run_construct,
+    Ran,
     united,
 )
 from jmp_amp.numerics.measure.programs import options_for
@@ -81,27 +80,23 @@ def errors(
     plan in the dtypes that the function was traced with.
     """
     walk = Lockstep(meshes.mesh_of(arrays))
-    keys_of: list[list[Keys]] = []
-
     # An array in both is one input: the program takes no copy of it.
     others = {
         i: b for i, (a, b) in enumerate(zip(arrays, traced, strict=True)) if a is not b
     }
 
-    def run(arrays: Sequence[Value], others: Mapping[int, Value]) -> list[Distance]:
+    def run(arrays: Sequence[Value], others: Mapping[int, Value]) -> Distances:
         full = [others.get(i, each) for i, each in enumerate(arrays)]
-        frame = walk.run(plan, list(map(Pair, arrays, full)), ())
-        keys_of.append(frame.keys)
-        return frame.distances
+        return walk.run(plan, list(map(Pair, arrays, full)), ())[1]
 
     compiling = compile_(run, arrays, others, options=lambda: options_for(walk.size))
 
     def found() -> Errors:
         apart = jax.device_get(compiling.result()(arrays, others))
         worst: dict[Key, float] = {}
-        for keys, each in zip(keys_of[-1], apart, strict=True):
+        for path, each in apart.items():
             relative = distances.relative(each).tolist()
-            for key, error in zip(keys, relative, strict=True):
+            for key, error in zip(walk.keys[path], relative, strict=True):
                 worst[key] = max(worst.get(key, 0.0), error)
         return Errors(worst, walk.operands)
 
@@ -115,55 +110,56 @@ class Lockstep(Walk[Pair]):
     Attributes:
       devices: the mesh that the program runs on, see `meshes.mesh_of`.
       operands: as in `Errors`.
+      keys: the sites that are compared in each body, by the way to it.
       threaded: what runs constructs, and merges the distances of all runs.
       path: the way to the body.
       turns: how often the body runs, as far as the program tells.
       size: how many values are compared, those of a `while` in one turn.
       pairs: what is to be compared, and the sites.
-      inner: what was compared in bodies that run otherwise often.
+      found: the distances in bodies inside that run otherwise often.
       here: the equation, and which of its inserted casts comes next.
     """
 
     devices: Mesh | None
     operands: dict[Key, Keys] = dataclasses.field(default_factory=dict)
-    threaded: Threaded[list[Distance]] = dataclasses.field(
-        default_factory=lambda: Threaded(
-            lambda a, b: list(map(distances.merged, a, b)),
-            lambda found, axes: [distances.across(each, axes) for each in found],
-        )
+    keys: dict[tuple[int, ...], Keys] = dataclasses.field(default_factory=dict)
+    threaded: Threaded[Distance] = dataclasses.field(
+        default_factory=lambda: Threaded(distances.merged, distances.across)
     )
     path: tuple[int, ...] = ()
     turns: int = 1
     size: int = 0
     pairs: list[tuple[Key, Pair]] = dataclasses.field(default_factory=list)
-    inner: list[tuple[Keys, Distance]] = dataclasses.field(default_factory=list)
+    found: Distances = dataclasses.field(default_factory=dict)
     here: tuple[tuple[int, ...], str, int] = ((), "out", 0)
     replay = Replay(recomputes=False)
 
     def run(
         self, plan: Plan, pairs: Sequence[Pair], path: tuple[int, ...], times: int = 1
-    ) -> Frame:
+    ) -> Ran:
         """Runs a body that may run several times, or on some shards only.
 
         It runs `times` as often as the body around it, as far as the program tells.
         """
+        here, turns = (path, "out", 0), self.turns * times
         walk = dataclasses.replace(
-            self, path=path, turns=self.turns * times, here=(path, "out", 0)
+            self, path=path, turns=turns, here=here, size=0, pairs=[], found={}
         )
-        walk.size, walk.pairs, walk.inner = 0, [], []
-        results, found = walk.body(plan, pairs), walk.inner
-        if walk.pairs:
-            keys = tuple(key for key, _ in walk.pairs)
-            compared = [(pair.low, pair.full) for _, pair in walk.pairs]
-            found.append((keys, distances.distances(compared, self.devices)))
+        results = walk.body(plan, pairs)
         self.size += walk.size
-        apart = [jax.tree.map(meshes.here, each) for _, each in found]
-        return Frame(results, apart, [keys for keys, _ in found])
+        if walk.pairs:
+            self.keys[path] = tuple(key for key, _ in walk.pairs)
+            compared = [(pair.low, pair.full) for _, pair in walk.pairs]
+            walk.found[path] = distances.distances(compared, self.devices)
+        return results, jax.tree.map(meshes.here, walk.found)
+
+    def _note(self, key: Key, *made: Keys) -> None:
+        """Notes the sites that the operands of a site may come from."""
+        self.operands[key] = united([self.operands.get(key, ()), *made])
 
     def _compare(self, key: Key, pair: Pair, operands: Sequence[Pair]) -> Pair:
         """Notes a result of a site; returns it."""
-        known = self.operands.get(key, ())
-        self.operands[key] = united([known, *(each.made for each in operands)])
+        self._note(key, *(each.made for each in operands))
         # A literal is no array.
         low, full = jnp.asarray(pair.low), jnp.asarray(pair.full)
         self.pairs.append((key, Pair(low, full)))
@@ -246,7 +242,7 @@ class Lockstep(Walk[Pair]):
         for atom, pair in zip(eqn.invars, operands, strict=False):
             if jaxprs.is_mutable(atom):
                 for key in pair.made:
-                    self.operands[key] = united([self.operands.get(key, ()), made])
+                    self._note(key, made)
 
     def _written(self, planned: EquationPlan, results: Sequence[Pair]) -> list[Pair]:
         """Returns results in the dtypes that they are kept in."""
@@ -267,18 +263,18 @@ class Lockstep(Walk[Pair]):
         if is_branch or jaxprs.is_loop(eqn) or jaxprs.is_shard_map(eqn):
             times = jaxprs.repetitions(eqn)
 
-            def run(number: int, pairs: Sequence[Pair]) -> Frame:
+            def run(number: int, pairs: Sequence[Pair]) -> Ran:
                 return self.run(plans[number], pairs, (*identity, number), times)
 
-            results, compared = run_construct(
+            results, found = pair_constructs.run_construct(
                 eqn, operands, identity, run, self.operands, self.threaded
             )
-            self.inner += compared
+            self.found |= found
             if not is_branch:
                 return results
             # Where the other branch was taken, they are further apart than what made
             # them.
-            results = of_own_branch(plans, operands, results)
+            results = pair_constructs.of_own_branch(plans, operands, results)
             return [
                 self._compare((identity, f"branch{i}"), pair, [pair])
                 if jaxprs.is_floating(var)

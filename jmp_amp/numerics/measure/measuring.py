@@ -8,8 +8,9 @@ again: its site reads the row of the other, as often as it repeats it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,28 +19,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jmp_amp.numerics.locate.frames import Entry, Frame, Path
-from jmp_amp.numerics.measure.statistics import (
-    Layout,
-    Worst,
-    counted,
-    layout_of,
-    none_counted,
-    worst_counted,
-    worst_of,
-)
+from jmp_amp.numerics.measure import statistics
+from jmp_amp.numerics.measure.statistics import Counted, Layout, Worst, layout_of
 from jmp_amp.numerics.measure.watch import Run, bodies_inside
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Var, aval_of
 from jmp_amp.plan.tables.operations import Also, named
 from jmp_amp.policies.dtypes import F16
 
-# The number of a run that never was.
-NEVER = np.uint32(0xFFFFFFFF)
-
 # Operations whose results have the magnitudes of their operand.
 MOVES = named(Also.ONE_EACH)
-
-
 # Operations whose results a mutable array held before: others made them.
 _HELD = frozenset("get swap freeze".split())
 
@@ -77,6 +66,10 @@ class Count(NamedTuple):
         return Count(low, high + (upper >> half) + carried)
 
 
+# The number of a run that never was.
+NEVER = np.uint32(0xFFFFFFFF)
+
+
 class Measured(NamedTuple):
     """The statistic of a body.
 
@@ -104,6 +97,7 @@ class Measured(NamedTuple):
 
 # A value: the way to its body, and what the body calls it.
 _Value = tuple[Path, Atom]
+_Key = tuple[Path, int]
 # Where a value is measured: among all rows of a body.
 _Position = int
 
@@ -168,13 +162,13 @@ class Measure:
     def nothing(self, path: Path) -> Measured | None:
         if (table := self.tables.get(path)) is None:
             return None
-        zero = Count.of(jnp.zeros((), jnp.uint32))
-        nothing = [none_counted(len(atoms), layout) for layout, atoms in table.groups]
-        counts = tuple(Count.of(each.counts) for each in nothing)
-        extremes = tuple(each.extremes for each in nothing)
+        nothing = [
+            statistics.none_counted(len(atoms), layout)
+            for layout, atoms in table.groups
+        ]
         bad = jnp.full(sum(len(atoms) for _, atoms in table.groups), NEVER, jnp.uint32)
         made = jnp.full(len(table.makers), NEVER, jnp.uint32)
-        return Measured(counts, extremes, bad, made, made, zero, zero)
+        return _measured(nothing, bad, made, made, 0)
 
     def seen(self, path: Path, run: Run) -> Measured | None:
         if (table := self.tables.get(path)) is None:
@@ -189,14 +183,16 @@ class Measure:
             return jnp.where(is_now, jnp.uint32(0), NEVER)
 
         found = [
-            counted(list(map(read, atoms)), layout, self.mesh)
+            statistics.counted(list(map(read, atoms)), layout, self.mesh)
             for layout, atoms in table.groups
         ]
         pairs = zip(found, table.groups, strict=True)
-        worst = [worst_counted(each.counts, layout) for each, (layout, _) in pairs]
+        worst = [
+            statistics.worst_counted(each.counts, layout) for each, (layout, _) in pairs
+        ]
         none = jnp.zeros(1, jnp.int32)
         bad = first(jnp.concatenate([none, *worst])[1:] > Worst.FINITE)
-        worst.append(worst_of(list(map(read, table.others)), self.mesh))
+        worst.append(statistics.worst_of(list(map(read, table.others)), self.mesh))
         worst = jnp.concatenate([*worst, none])
         made = nans = jnp.zeros(0, jnp.uint32)
         if table.makers:
@@ -206,10 +202,7 @@ class Measure:
             )
             made = first((after > Worst.FINITE) & (before == Worst.FINITE))
             nans = first((after == Worst.NAN) & (before < Worst.NAN))
-        counts = tuple(Count.of(each.counts) for each in found)
-        extremes = tuple(each.extremes for each in found)
-        one = Count.of(jnp.ones((), jnp.uint32))
-        return Measured(counts, extremes, bad, made, nans, one, one)
+        return _measured(found, bad, made, nans, 1)
 
     def merged(
         self, before: Measured | None, after: Measured | None
@@ -244,12 +237,25 @@ class Measure:
         return Measured(counts, extremes, bad, made, nans, runs, turns)
 
 
+def _measured(
+    found: Sequence[Counted],
+    bad: jax.Array,
+    made: jax.Array,
+    nans: jax.Array,
+    runs: int,
+) -> Measured:
+    counts = tuple(Count.of(each.counts) for each in found)
+    extremes = tuple(each.extremes for each in found)
+    often = Count.of(jnp.full((), runs, jnp.uint32))
+    return Measured(counts, extremes, bad, made, nans, often, often)
+
+
 def _matrix(reads: Sequence[Sequence[int]], nothing: int) -> np.ndarray:
     """Returns positions in rows of one length, filled up with that of `nothing`."""
-    width = max(map(len, reads), default=0) or 1
-    return np.asarray(
-        [[*row, *[nothing] * (width - len(row))] for row in reads], np.int32
-    )
+    columns = [*itertools.zip_longest(*reads, fillvalue=nothing)] or [
+        [nothing] * len(reads)
+    ]
+    return np.asarray(columns, np.int32).T
 
 
 def _table(frames: Mapping[Path, Frame]) -> Table:
@@ -259,50 +265,53 @@ def _table(frames: Mapping[Path, Frame]) -> Table:
         path: {v: eqn for eqn in frame.body.jaxpr.eqns for v in eqn.outvars}
         for path, frame in frames.items()
     }
-    results: list[list[tuple[Atom, int]]] = []
+
+    def sources(path: Path, atoms: Iterable[Atom]) -> list[tuple[_Value, int]]:
+        found = (_source(atom, makers_of[path]) for atom in atoms)
+        return [((path, atom), times) for atom, times in found]
+
+    results = [sources(path, entry.results) for path, entry in entries]
     operands: dict[int, list[_Value]] = {}
-    wanted: list[_Value] = []
     for number, (path, entry) in enumerate(entries):
-        found = [_source(v, makers_of[path]) for v in entry.results]
-        results.append(found)
-        wanted += ((path, atom) for atom, _ in found)
-        own = set(map(id, entry.results)) & {id(atom) for atom, _ in found}
-        if own and entry.operation not in _HELD:
-            read = (_source(v, makers_of[path])[0] for v in entry.operands)
-            operands[number] = [(path, atom) for atom in read if not _is_finite(atom)]
+        own = {id(atom) for (_, atom), _ in results[number]}
+        if entry.operation not in _HELD and own.intersection(map(id, entry.results)):
+            read = (value for value, _ in sources(path, entry.operands))
+            operands[number] = [each for each in read if not _is_finite(each[1])]
+    wanted = [value for each in results for value, _ in each]
     for number, read in operands.items():
         if is_scaled_cast(entries[number][1]):
             wanted += read
-    groups: dict[Layout, dict[tuple[Path, int], _Value]] = {}
-    for path, atom in wanted:
-        group = groups.setdefault(layout_of(aval_of(atom).dtype), {})
-        group.setdefault((path, id(atom)), (path, atom))
+    groups: dict[Layout, dict[_Key, _Value]] = {}
+    for value in wanted:
+        group = groups.setdefault(layout_of(aval_of(value[1]).dtype), {})
+        group.setdefault(_key(value), value)
     counted = {key for group in groups.values() for key in group}
-    others = {
-        (path, id(atom)): (path, atom)
-        for read in operands.values()
-        for path, atom in read
-        if (path, id(atom)) not in counted
-    }
-    keys = [key for group in (*groups.values(), others) for key in group]
+    read_alone = {_key(x): x for read in operands.values() for x in read}
+    others = {key: x for key, x in read_alone.items() if key not in counted}
+    keys = [*itertools.chain(*groups.values(), others)]
     position = {key: index for index, key in enumerate(keys)}
-    sources = [
-        tuple((position[path, id(atom)], times) for atom, times in found)
-        for (path, _), found in zip(entries, results, strict=True)
+    made_of = [
+        tuple((position[_key(value)], times) for value, times in each)
+        for each in results
     ]
     return Table(
         tuple(entries),
         tuple((layout, tuple(group.values())) for layout, group in groups.items()),
         tuple(others.values()),
-        tuple(sources),
+        tuple(made_of),
         {
             number: (
-                [position[path, id(atom)] for path, atom in read],
-                [at for at, _ in sources[number]],
+                [position[_key(x)] for x in read],
+                [at for at, _ in made_of[number]],
             )
             for number, read in operands.items()
         },
     )
+
+
+def _key(value: _Value) -> _Key:
+    path, atom = value
+    return path, id(atom)  # a literal has no hash
 
 
 def is_scaled_cast(entry: Entry) -> bool:
@@ -327,7 +336,8 @@ def _source(atom: Atom, makers: Mapping[Var, Eqn]) -> tuple[Atom, int]:
             break
         (operand,) = eqn.invars
         if eqn.primitive.name == "broadcast_in_dim":
-            times *= _repeats(operand, atom)
+            size = math.prod(aval_of(operand).shape)
+            times *= math.prod(aval_of(atom).shape) // size if size else 0
         elif eqn.primitive.name == "convert_element_type":
             held, wanted = aval_of(operand).dtype, aval_of(atom).dtype
             if not np.can_cast(held, wanted) or layout_of(held) != layout_of(wanted):
@@ -342,8 +352,3 @@ def _source(atom: Atom, makers: Mapping[Var, Eqn]) -> tuple[Atom, int]:
             break
         atom = operand
     return atom, times
-
-
-def _repeats(operand: Atom, result: Atom) -> int:
-    size = math.prod(aval_of(operand).shape)
-    return math.prod(aval_of(result).shape) // size if size else 0

@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from jmp_amp.numerics.measure import distances
 from jmp_amp.numerics.measure.distances import Distance
-from jmp_amp.numerics.measure.threaded import Threaded
+from jmp_amp.numerics.measure.threaded import Statistics, Threaded
 from jmp_amp.plan.plan import Plan
 from jmp_amp.plan.program import binding, constructs, jaxprs
 from jmp_amp.plan.program.jaxprs import Eqn, Inner, Value
@@ -36,16 +35,11 @@ class Pair:
     made: Keys = ()
 
 
-class Frame(NamedTuple):
-    """One run of a body: its results, the distances in it, and whose they are."""
-
-    results: list[Pair]
-    distances: list[Distance]
-    keys: list[Keys]
-
-
+Distances = Statistics[Distance]
+# One run of a body: its results, and the distances in it.
+Ran = tuple[list[Pair], Distances]
 # Runs a body: its number, what it reads.
-RunBody = Callable[[int, Sequence[Pair]], Frame]
+RunBody = Callable[[int, Sequence[Pair]], Ran]
 
 
 def united(keys: Sequence[Keys]) -> Keys:
@@ -59,12 +53,12 @@ def run_construct(
     identity: tuple[int, ...],
     run: RunBody,
     known: dict[Key, Keys],
-    threaded: Threaded[list[Distance]],
-) -> tuple[list[Pair], list[tuple[Keys, Distance]]]:
+    threaded: Threaded[Distance],
+) -> Ran:
     """Runs a loop, a branch or a sharded map: of branches, that of the policy for both.
 
-    It returns the results, and the distances of all runs of each body. `known` are the
-    sites that the operands of each site come from; carries are added.
+    The distances are those of all runs. `known` are the sites that the operands of each
+    site come from; carries are added.
     """
     values, made = _apart(operands), [pair.made for pair in operands]
     carries = []
@@ -86,15 +80,13 @@ def run_construct(
         lambda number, args: bodies[number].run(args),
         lambda number: bodies[number].nothing(),
     )
-    pairs = zip(bodies, found, strict=True)
-    compared = [x for body, each in pairs for x in zip(body.keys, each, strict=True)]
     # Of a `while`, the body.
     returning = bodies if is_branch else bodies[-1:]
     last = list(map(united, zip(*(each.made for each in returning), strict=True)))
     for i, key in enumerate(carries):
         known[key] = united([known[key], last[i]])
         last[i] = united([last[i], (key,)])
-    return _paired(results, last), compared
+    return _paired(results, last), found
 
 
 def of_own_branch(
@@ -127,17 +119,15 @@ class _Body:
 
     Attributes:
       run: returns the values of its results, and the distances in it.
-      keys: whose these distances are, when it was traced.
-      made: for each result, the sites that it may come from.
+      made: for each result, the sites that it may come from, when it was traced.
     """
 
-    keys: list[Keys]
     made: list[Keys]
 
     def __init__(
         self,
         eqn: Eqn,
-        run_body: Callable[[Sequence[Pair]], Frame],
+        run_body: Callable[[Sequence[Pair]], Ran],
         inner: Inner,
         values: _Values,
         made: Sequence[Keys],
@@ -147,25 +137,26 @@ class _Body:
 
         # It keeps its trace: the bodies inside would be traced again for each call.
         @functools.partial(jax.jit, inline=True)
-        def run(values: _Values) -> tuple[_Values, list[Distance]]:
-            frame = run_body(_paired(values, made))
-            self.keys, self.made = frame.keys, [pair.made for pair in frame.results]
-            return _apart(frame.results), frame.distances
+        def run(values: _Values) -> tuple[_Values, Distances]:
+            results, found = run_body(_paired(values, made))
+            self.made = [pair.made for pair in results]
+            return _apart(results), found
 
         self.run = run
 
-    def nothing(self) -> list[Distance]:
+    def nothing(self) -> Distances:
         """Returns the distances of a run that has compared nothing."""
-        jax.eval_shape(self._traced)
-        return list(map(distances.nothing, map(len, self.keys)))
+        _, found = jax.eval_shape(self._traced)
+        # Those of all turns of a `scan` have an axis more.
+        return jax.tree.map(lambda x: jnp.zeros(x.shape[-2:], x.dtype), found)
 
-    def _traced(self) -> object:
+    def _traced(self) -> tuple[_Values, Distances]:
         values = self._values
         if not jaxprs.is_loop(self._eqn) or jaxprs.is_while(self._eqn):
             return self.run(values)
         start, stop = jaxprs.carried(self._eqn).start, jaxprs.carried(self._eqn).stop
 
-        def turn(carry: _Values, xs: _Values) -> tuple[_Values, list[Distance]]:
+        def turn(carry: _Values, xs: _Values) -> tuple[_Values, Distances]:
             return carry, self.run([*values[:start], *carry, *xs])[1]
 
         return constructs.scan(self._eqn, turn, values[start:stop], values[stop:])

@@ -52,12 +52,8 @@ def measured(
 ) -> Callable[[], Program]:
     """Begins to compile a plan and its derivative, and what measures all sites.
 
-    It returns a function that runs the program, once.
-
-    Args:
-      compile_, call: begins to compile a program; the call of the function.
-      plan, arrays: the plan to run, of the inputs and outputs of the call; its inputs.
-      scaled: what to do to the loss before it is differentiated.
+    It returns a function that runs the program, once. `plan` has the inputs and outputs
+    of the call, `arrays` are its inputs. Of `scaled(loss)` the gradient is taken.
     """
     marks = PlanMarks(plan)
 

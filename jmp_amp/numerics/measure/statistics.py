@@ -94,13 +94,9 @@ class Counted(NamedTuple):
 
 
 class Figures:
-    """The statistic of one array, as numbers of Python.
+    """The statistic of one array, as numbers of Python; the attributes are a `Site`'s.
 
-    Attributes:
-      amax: the largest finite magnitude; 0.0 if there is none.
-      amin: the smallest magnitude that is not zero; 0.0 if there is none.
-      zeros, nonfinite, nans: how many values are zero, not finite, NaN.
-      exponents: how many finite values have each exponent.
+    They are amax, amin, zeros, nonfinite, nans and exponents.
     """
 
     def __init__(self, counts: np.ndarray, extremes: np.ndarray, layout: Layout):

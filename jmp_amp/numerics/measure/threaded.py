@@ -1,8 +1,8 @@
 """Loops, branches, checkpoints and sharded maps that run again, and are counted.
 
-Each run of a body returns a statistic of fixed size beside its outputs. A construct
-returns one for each of its bodies: that of all turns, of the branches that ran, of all
-shards. So the memory of statistics does not grow with the runs.
+Each run of a body returns statistics of fixed size beside its outputs: its own, and
+those of the bodies in it. A construct returns those of all turns, of the branches that
+ran, of all shards. So the memory of statistics does not grow with the runs.
 
 A value may be a pytree, such as one array of each of several runs side by side. Then a
 `while` goes on until all have ended, and what has ended stays as it is.
@@ -25,13 +25,14 @@ from jmp_amp.plan.program.jaxprs import Eqn, Value
 from jmp_amp.policies.dtypes import PyTree
 
 S = TypeVar("S")  # A statistic: a pytree of arrays, of one structure for each body.
-# (number of the body, its operands) -> its outputs, and the statistic of this run
-RunBody = Callable[[int, list[PyTree]], tuple[Sequence[PyTree], S]]
-# Returns the statistic of a body that never ran.
-Nothing = Callable[[int], S]
-_Ran = tuple[Sequence[PyTree], list[S]]
-# Of a `while`: what goes on, the carry, and the statistics of its two bodies.
-_State = tuple[PyTree, list[PyTree], list[S]]
+# The way to a body: of each body around it, the equation that calls, and which body.
+Path = tuple[int, ...]
+Statistics = dict[Path, S]
+_Ran = tuple[Sequence[PyTree], Statistics[S]]
+# (number of the body, its operands) -> its outputs, and the statistics of this run
+RunBody = Callable[[int, list[PyTree]], _Ran[S]]
+# Of a `while`: what goes on, the carry, and the statistics so far.
+_State = tuple[PyTree, list[PyTree], Statistics[S]]
 
 
 @dataclasses.dataclass
@@ -49,67 +50,77 @@ class Threaded(Generic[S]):
     mesh: Eqn | None = None
 
     def run(
-        self, eqn: Eqn, operands: list[PyTree], run: RunBody[S], nothing: Nothing[S]
+        self,
+        eqn: Eqn,
+        operands: list[PyTree],
+        run: RunBody[S],
+        nothing: Callable[[int], Statistics[S]],
     ) -> _Ran[S]:
-        """Returns the results of a construct, and a statistic for each body.
+        """Returns the results of a construct, and the statistics of its bodies.
 
         The index of a branch is an array. `run` may be called for one body more than
-        once; `nothing` makes the statistics that the first runs are merged with.
+        once; `nothing` returns the statistics of a body that never ran.
         """
         if jaxprs.is_checkpoint(eqn):
             return _checkpoint(eqn, operands, run)
         if jaxprs.is_shard_map(eqn):
             return self._shard_map(eqn, operands, run)
-        count = len(jaxprs.inner_bodies(eqn))
-        none = [self._varying(nothing(number)) for number in range(count)]
+        count, none = len(jaxprs.inner_bodies(eqn)), Statistics[S]()
+        for number in range(count):
+            none |= self._varying(nothing(number))
         if jaxprs.is_branch(eqn):
-            return self._branch(operands, run, none)
+            return self._branch(count, operands, run, none)
         if jaxprs.is_while(eqn):
             return self._while_loop(eqn, operands, run, none)
         return self._scan(eqn, operands, run, none)
 
-    def _varying(self, statistic: S) -> S:
-        """Returns a statistic that differs between the shards around, if any."""
+    def _merged(self, before: Statistics[S], after: Statistics[S]) -> Statistics[S]:
+        """Returns the statistics of the runs of both; of `after` a body may be none."""
+        return before | {k: self.merged(before[k], x) for k, x in after.items()}
+
+    def _varying(self, found: Statistics[S]) -> Statistics[S]:
+        """Returns statistics that differ between the shards around, if any."""
         mesh = self.mesh
         if mesh is None:
-            return statistic
-        # It may differ along some of the axes already.
+            return found
+        # They may differ along some of the axes already.
         return jax.tree.map(
-            lambda x: x + constructs.varying(mesh, jnp.zeros((), x.dtype)), statistic
+            lambda x: x + constructs.varying(mesh, jnp.zeros((), x.dtype)), found
         )
 
     def _branch(
-        self, operands: list[PyTree], run: RunBody[S], none: list[S]
+        self,
+        count: int,
+        operands: list[PyTree],
+        run: RunBody[S],
+        none: Statistics[S],
     ) -> _Ran[S]:
         def branch(number: int, operands: list[PyTree]) -> _Ran[S]:
             outputs, found = run(number, operands)
-            found = self.merged(none[number], found)
-            return outputs, [*none[:number], found, *none[number + 1 :]]
+            return outputs, self._merged(none, found)
 
         index, *others = operands
-        branches = [functools.partial(branch, number) for number in range(len(none))]
+        branches = [functools.partial(branch, number) for number in range(count)]
         return jax.lax.switch(index, branches, others)
 
     def _scan(
-        self, eqn: Eqn, operands: list[PyTree], run: RunBody[S], none: list[S]
+        self, eqn: Eqn, operands: list[PyTree], run: RunBody[S], none: Statistics[S]
     ) -> _Ran[S]:
         carried = jaxprs.carried(eqn)
         consts, count = operands[: carried.start], len(carried)
 
-        def turn(
-            state: tuple[list[PyTree], S], xs: list[PyTree]
-        ) -> tuple[tuple[list[PyTree], S], list[PyTree]]:
+        def turn(state: _Ran[S], xs: list[PyTree]) -> tuple[_Ran[S], list[PyTree]]:
             carry, before = state
             outputs, found = run(0, [*consts, *carry, *xs])
-            after = self.merged(before, found)
+            after = self._merged(before, found)
             return ([*outputs[:count]], after), [*outputs[count:]]
 
         start, xs = operands[carried.start : carried.stop], operands[carried.stop :]
-        (carry, found), ys = constructs.scan(eqn, turn, (start, none[0]), xs)
-        return [*carry, *ys], [found]
+        (carry, found), ys = constructs.scan(eqn, turn, (start, none), xs)
+        return [*carry, *ys], found
 
     def _while_loop(
-        self, eqn: Eqn, operands: list[PyTree], run: RunBody[S], none: list[S]
+        self, eqn: Eqn, operands: list[PyTree], run: RunBody[S], none: Statistics[S]
     ) -> _Ran[S]:
         """Runs a `while`; a turn runs the condition after the body, to return both.
 
@@ -121,7 +132,7 @@ class Threaded(Generic[S]):
             for inner in jaxprs.inner_bodies(eqn)
         )
 
-        def test(carry: list[PyTree]) -> tuple[PyTree, S]:
+        def test(carry: list[PyTree]) -> tuple[PyTree, Statistics[S]]:
             (goes_on,), found = run(0, [*for_test, *carry])
             return goes_on, found
 
@@ -134,7 +145,7 @@ class Threaded(Generic[S]):
                 pairs = zip(after, before, strict=True)
                 after = [jax.tree.map(_select, goes_on, *each) for each in pairs]
             goes_further, of_test = test(after)
-            new = list(map(self.merged, found, (of_test, of_turn)))
+            new = self._merged(found, of_test | of_turn)
             if len(conditions) > 1:
                 all_go_on = functools.reduce(operator.and_, conditions).any()
                 new = jax.tree.map(functools.partial(_select, all_go_on), new, found)
@@ -145,17 +156,19 @@ class Threaded(Generic[S]):
 
         start = [operands[i] for i in carried]
         goes_on, found = test(start)
-        state = goes_on, start, [self.merged(none[0], found), none[1]]
+        state = goes_on, start, self._merged(none, found)
         _, carry, found = jax.lax.while_loop(one_goes_on, turn, state)
         return carry, found
 
     def _shard_map(self, eqn: Eqn, operands: list[PyTree], run: RunBody[S]) -> _Ran[S]:
-        def shard(*operands: PyTree) -> tuple[Sequence[PyTree], list[S]]:
+        axes = constructs.mapped_axes(eqn)
+
+        def shard(*operands: PyTree) -> _Ran[S]:
             before, self.mesh = self.mesh, eqn
             outputs, found = run(0, [*operands])
             found = self._varying(found)
             self.mesh = before
-            return outputs, [self.across(found, constructs.mapped_axes(eqn))]
+            return outputs, {k: self.across(x, axes) for k, x in found.items()}
 
         return constructs.bind_shard_map_with(eqn, shard, operands)
 
@@ -172,7 +185,7 @@ def _checkpoint(eqn: Eqn, operands: list[PyTree], run: RunBody[S]) -> _Ran[S]:
 
     results = binding.bind_staged(eqn, [binding.trace(flat, operands)], operands)
     count = len(eqn.outvars)
-    return results[:count], [trees[-1].unflatten(results[count:])]
+    return results[:count], trees[-1].unflatten(results[count:])
 
 
 def _select(condition: Value, yes: Value, no: Value) -> Value:

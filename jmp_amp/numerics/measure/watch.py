@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import jax
 
-from jmp_amp.numerics.measure.threaded import Threaded
+from jmp_amp.numerics.measure.threaded import Path, Statistics, Threaded
 from jmp_amp.plan.dataflow.values import is_move
 from jmp_amp.plan.program import binding, jaxprs, meshes
 from jmp_amp.plan.program.jaxprs import (
@@ -27,8 +27,6 @@ from jmp_amp.plan.program.jaxprs import (
 )
 
 S = TypeVar("S")  # A statistic: a pytree of arrays.
-# The way to a body: of each body around it, the equation that calls, and which body.
-Path = tuple[int, ...]
 # The variables of a body and of those that run once in it, by the way to each of them:
 # of jitted functions, of custom derivative rules, of blocks.
 Run = dict[Path, Mapping[Var, Value]]
@@ -104,21 +102,12 @@ def bodies_inside(body: Body, path: Path) -> dict[Path, Body]:
     return found
 
 
-Statistics = dict[Path, S]
-
-
 class _Watch(Generic[S]):
     """One evaluation: the statistics of a body, and of those inside it, come out."""
 
     def __init__(self, observer: Observer[S]):
         self.observer = observer
-        self.threaded: Threaded[Statistics[S]] = Threaded(self.merged, self.across)
-
-    def merged(self, before: Statistics[S], after: Statistics[S]) -> Statistics[S]:
-        return {k: self.observer.merged(before[k], each) for k, each in after.items()}
-
-    def across(self, found: Statistics[S], axes: Sequence[str]) -> Statistics[S]:
-        return {k: self.observer.across(each, axes) for k, each in found.items()}
+        self.threaded = Threaded(observer.merged, observer.across)
 
     def nothing(self, body: Body, path: Path) -> Statistics[S]:
         """Returns the statistics of a body that never ran."""
@@ -169,26 +158,23 @@ class _Watch(Generic[S]):
                     (each,) = inner
                     results = self.run(each.body, operands, (*here, 0), whole, inside)
                 else:
-                    results = self.construct(eqn, operands, here, inside)
+                    results, inside = self.construct(eqn, operands, here)
             # The equation may run in another mesh than those around it.
             found |= jax.tree.map(meshes.here, inside)
             values.update(zip(eqn.outvars, results, strict=True))
         return list(map(read, jaxpr.outvars))
 
     def construct(
-        self, eqn: Eqn, operands: list[Value], here: Path, found: Statistics[S]
-    ) -> Sequence[Value]:
+        self, eqn: Eqn, operands: list[Value], here: Path
+    ) -> tuple[Sequence[Value], Statistics[S]]:
         """Runs a loop, a branch, a checkpoint or a sharded map."""
         bodies = [each.body for each in jaxprs.inner_bodies(eqn)]
-        results, inside = self.threaded.run(
+        return self.threaded.run(
             eqn,
             operands,
             lambda number, args: self.body(bodies[number], args, (*here, number)),
             lambda number: self.nothing(bodies[number], (*here, number)),
         )
-        for each in inside:
-            found |= each
-        return results
 
 
 def _computed_once(eqn: Eqn, results: Sequence[Value]) -> Sequence[Value]:

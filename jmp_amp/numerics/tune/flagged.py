@@ -25,6 +25,7 @@ from jmp_amp.plan.rewrites.rewriting import Rewrite, Shared
 from jmp_amp.plan.walk import Walk
 from jmp_amp.policies.dtypes import BF16, F32, is_half
 from jmp_amp.transform.derivatives import with_planned_rule
+from jmp_amp.transform.interpreter import Replay
 
 # The flag of a group that rounds as the plan says.
 BASE = 0
@@ -255,9 +256,5 @@ def _half(dtype: np.dtype | None) -> np.dtype | None:
 
 
 def _there_and_back(array: Value, dtype: np.dtype, saturate: bool) -> Value:
-    if saturate:
-        largest = jnp.finfo(dtype).max.astype(array.dtype)
-        clipped = jax.lax.clamp(-largest, array, largest)
-        array = jax.lax.select(jnp.isinf(array), array, clipped)
-    half = jax.lax.convert_element_type(array, dtype)
+    half = Replay().cast(array, dtype, saturate)
     return jax.lax.convert_element_type(half, array.dtype)

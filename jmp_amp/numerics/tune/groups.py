@@ -25,8 +25,6 @@ from jmp_amp.transform import scopes
 
 # What they compute is rounded where it is read: they hand on what they get.
 _EXACT = (Mode.PASSED_ON, Mode.AS_HELD, Mode.CONVERSION)
-
-
 # Stands for all operations that an autocast inside of the function decides.
 _INSIDE = "autocast()"
 
@@ -102,20 +100,19 @@ class Place:
 
 
 class Member(NamedTuple):
-    """An equation that the plan runs in half precision.
-
-    Attributes:
-      group: its group.
-      identity: as in `explain`.
-      operation: the name of its primitive.
-    """
+    """An equation that the plan runs in half; its identity is as in `explain`."""
 
     group: Group
     identity: str
-    operation: str
 
 
-def equations(plan: Plan, place: Place) -> Iterator[tuple[Place, Eqn, EquationPlan]]:
+# Where the body of a program is.
+OUTSIDE = Place()
+
+
+def equations(
+    plan: Plan, place: Place = OUTSIDE
+) -> Iterator[tuple[Place, Eqn, EquationPlan]]:
     """Yields all equations of a plan; each comes before those of its bodies."""
     for eqn, planned in zip(plan.body.jaxpr.eqns, plan.equations, strict=True):
         yield place, eqn, planned
@@ -123,17 +120,17 @@ def equations(plan: Plan, place: Place) -> Iterator[tuple[Place, Eqn, EquationPl
             yield from equations(inner, place.inside(eqn, planned.index, number))
 
 
-def members(plan: Plan, place: Place) -> Iterator[Member]:
+def members(plan: Plan) -> Iterator[Member]:
     """Yields the equations of a plan that round to half precision."""
-    for where, eqn, planned in equations(plan, place):
+    for where, eqn, planned in equations(plan):
         if where.runs and jaxprs.runs(eqn) and is_rounded(eqn, planned):
             identity = Identity((*where.identity, planned.index))
-            yield Member(where.group(eqn), str(identity), eqn.primitive.name)
+            yield Member(where.group(eqn), str(identity))
 
 
-def module_paths(plan: Plan, place: Place) -> set[str]:
+def module_paths(plan: Plan) -> set[str]:
     """Returns the paths of the modules of a program that compute something."""
-    scoped = (jaxprs.scope_text(eqn) for _, eqn, _ in equations(plan, place))
+    scoped = (jaxprs.scope_text(eqn) for _, eqn, _ in equations(plan))
     return {path for path in map(scopes.module_of, scoped) if path is not None}
 
 
@@ -141,7 +138,7 @@ def policies_in_force(plan: Plan, default: Policy) -> dict[str, Policy]:
     """Returns the policy of the region that each equation is in, by its identity."""
     regions: dict[tuple[int, ...], Region] = {}
     outer = outermost(default, None, plan.entries)
-    for where, eqn, planned in equations(plan, Place()):
+    for where, eqn, planned in equations(plan):
         around = regions.get(where.identity[:-1], outer)
         here = (*where.identity, planned.index)
         regions[here] = region_of(jaxprs.scope_text(eqn), around)

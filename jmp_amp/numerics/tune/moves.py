@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from jmp_amp.numerics.tune.groups import Group, Member
 from jmp_amp.plan.tables.operations import PRODUCTS
@@ -127,67 +129,59 @@ def menu_of(
 ) -> Menu:
     """Returns the moves of a program.
 
-    Args:
-      start, candidates: see `Menu`.
-      found: the equations that the plan runs in half precision.
-      found_modules: the paths of all modules.
-      flops: of each equation, by identity.
+    `found` are the equations that its plan runs in half precision, `found_modules` the
+    paths of all modules, and `flops` those of each equation, by identity.
     """
     paths = list(dict.fromkeys(each.group.path for each in found))
-    leaves = {
-        path
-        for path in paths
-        if path and not any(each != path and _is_in(each, path) for each in paths)
-    }
-    coarse = {
-        each.group: Group(each.group.path) if each.group.path in leaves else each.group
-        for each in found
-    }
-    groups = tuple(dict.fromkeys(coarse.values()))
-    cost = {group: 0 for group in groups}
-    for each in found:
-        cost[coarse[each.group]] += flops.get(each.identity, 0)
+    leaves = {x for x in paths if x and not any(_is_below(each, x) for each in paths)}
+    cost = Counter[Group]()
+    for (path, name), identity in found:
+        cost[Group(path, "" if path in leaves else name)] += flops.get(identity, 0)
+
+    def move(pattern: Pattern, reached: Iterable[Group], **which: Any) -> Move:
+        groups = frozenset(reached)
+        return Move(pattern, groups, sum(cost[group] for group in groups), **which)
 
     def module(path: str) -> Move:
-        reached = frozenset(g for g in groups if not path or _is_in(g.path, path))
-        total = sum(cost[group] for group in reached)
-        return Move(_literal(path), reached, total, paths=frozenset((path,)))
+        reached = (g for g in cost if path in ("", g.path) or _is_below(g.path, path))
+        return move(_literal(path), reached, paths=frozenset((path,)))
 
     def named(name: str, those: Iterable[Group]) -> Move:
-        reached = frozenset(group for group in those if group.name == name)
-        return Move(name, reached, sum(cost[group] for group in reached), name=name)
+        return move(name, (group for group in those if group.name == name), name=name)
 
-    modules = [module(path) for path in paths if path]
-    parents = [move for move in modules if not move.paths <= leaves]
-    names = dict.fromkeys(group.name for group in groups if group.name)
-    names = [name for name in names if _may_be_named(name, start.default)]
-    if all(each.compute_dtype != F32 for each in candidates):
-        names = []
+    names = dict.fromkeys(group.name for group in cost)
+    names = [x for x in names if _may_be_named(x, start.default, candidates)]
     known = {*found_modules, *filter(None, paths)}
-    whole = [module("")] if "" in known else []
-    for path in [*known]:
-        parts = path.split("/")
-        known |= {"/".join(parts[:end]) for end in range(1, len(parts))}
-    outside = [named(name, [g for g in groups if not g.path]) for name in names]
+    # A path has one slash more for each module around.
+    parents = [path for path in paths if path and path not in leaves]
+    parents.sort(key=lambda path: -path.count("/"))
+    outside = [named(name, [g for g in cost if not g.path]) for name in names]
     return Menu(
         start=start,
         candidates=tuple(candidates),
-        groups=groups,
-        known=frozenset(known),
-        leaves=tuple(move for move in modules if move.paths <= leaves),
-        outside=tuple(move for move in outside if move.reaches),
+        groups=tuple(cost),
+        known=frozenset(known.union(*map(_around, known))),
+        leaves=tuple(module(path) for path in paths if path in leaves),
+        outside=tuple(each for each in outside if each.reaches),
         # A product by name is one in every module.
         everywhere=tuple(
-            named(name, groups) for name in names if name not in PRODUCTS or not modules
+            named(x, cost) for x in names if x not in PRODUCTS or not any(paths)
         ),
-        # A path has one slash more for each module around.
-        parents=tuple(sorted(parents, key=lambda move: -max(move.paths).count("/"))),
-        whole=tuple(whole),
+        parents=tuple(map(module, parents)),
+        whole=(module(""),) if "" in known else (),
     )
 
 
-def _may_be_named(name: str, default: Policy) -> bool:
-    """Whether `with_full` takes a name, and the user has not given it a class."""
+def _around(path: str) -> list[str]:
+    """Returns the paths of the modules around one."""
+    names = path.split("/")
+    return ["/".join(names[:end]) for end in range(1, len(names))]
+
+
+def _may_be_named(name: str, default: Policy, candidates: Sequence[Policy]) -> bool:
+    """Whether a name may get f32: the user has not given it a class."""
+    if all(each.compute_dtype != F32 for each in candidates):
+        return False
     spelled = name.replace("-", "_")
     taken = default.low | default.follow | default.full
     return spelled.isidentifier() and spelled not in taken
@@ -250,5 +244,5 @@ def _nearest(levels: Mapping[str, int], path: str) -> int:
     return levels.get(path, 0)
 
 
-def _is_in(path: str, outer: str) -> bool:
-    return path == outer or path.startswith(f"{outer}/")
+def _is_below(path: str, outer: str) -> bool:
+    return path.startswith(f"{outer}/")

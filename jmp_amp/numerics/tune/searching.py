@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jmp_amp.numerics.tune.groups import Group
 from jmp_amp.numerics.tune.moves import Choice, Menu, Move
-from jmp_amp.numerics.tune.trials import Measured
+from jmp_amp.numerics.tune.tuning import Step
 from jmp_amp.policies.dtypes import F32
 from jmp_amp.policies.policy_map import PolicyMap
 
@@ -46,10 +47,10 @@ class Search:
     menu: Menu
     bound: float
     expected: Callable[[tuple[int, ...]], float]
-    measured: Callable[[PolicyMap], Measured]
+    measured: Callable[[PolicyMap], Step]
     compilations: Callable[[], int]
     sensitivity: Mapping[Group, float]
-    steps: dict[PolicyMap, Measured] = dataclasses.field(default_factory=dict)
+    steps: dict[PolicyMap, Step] = dataclasses.field(default_factory=dict)
     is_minimal: bool = True
 
     def real(self, policies: PolicyMap) -> float:
@@ -145,7 +146,6 @@ class Search:
 
     def _solved(self, moves: Sequence[Move], target: float) -> Choice:
         """Returns a cheap choice of moves expected to meet a target; all of them do."""
-
         orders = [
             sorted(moves, key=lambda move: -self._weight(move)),
             sorted(moves, key=lambda move: -self._weight(move) / (1 + move.flops)),
@@ -191,14 +191,9 @@ class Search:
         self, moves: Sequence[Move], is_met: Callable[[Choice], bool]
     ) -> Sequence[Move]:
         """Returns the first of some moves, as few as meet the bound; all of them do."""
-        low, high = 0, len(moves)
-        while low < high:
-            middle = (low + high) // 2
-            if is_met(self._all(moves[:middle])):
-                high = middle
-            else:
-                low = middle + 1
-        return moves[:high]
+        counts = range(len(moves))
+        met = bisect_left(counts, True, key=lambda n: is_met(self._all(moves[:n])))
+        return moves[:met]
 
     def _cheaper(self, choice: Choice) -> Choice:
         """Returns a choice whose moves got cheaper candidates where that will do."""

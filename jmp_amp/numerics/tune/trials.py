@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.core
@@ -14,6 +14,7 @@ import numpy as np
 
 from jmp_amp.numerics.calls.executables import compiler_options
 from jmp_amp.numerics.calls.losses import LossCall, RunProgram, check_traced
+from jmp_amp.numerics.tune.tuning import Step
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import ClosedJaxpr, Value
 from jmp_amp.policies.policy_map import PolicyMap
@@ -23,18 +24,6 @@ from jmp_amp.reports.rows import Equation
 
 # A program of smaller inputs runs fast anyway.
 _FEW_ELEMENTS = 2**22
-
-
-class Measured(NamedTuple):
-    """The gradient under a map of policies, as its compiled program computes it.
-
-    Attributes:
-      error: `|g - g32| / |g32|`; inf if a gradient is not finite.
-      cost: the share of the matmul FLOPs of its program in half precision or less.
-    """
-
-    error: float
-    cost: float
 
 
 class Bench:
@@ -68,15 +57,9 @@ class Bench:
         return traced.lower().compile(compiler_options=options), cost
 
     def refer(self, loss: LossCall) -> None:
-        """Measures the reference.
-
-        Raises:
-          ValueError: if it is not finite.
-        """
-        compiled, _ = self.compiled(
-            gradients_of(loss, loss.call.as_it_is), *loss.arrays
-        )
-        gradients = compiled(*loss.arrays)
+        """Measures the reference; raises a ValueError if it is not finite."""
+        gradient = gradients_of(loss, loss.call.as_it_is)
+        gradients = self.compiled(gradient, *loss.arrays)[0](*loss.arrays)
         for key, gradient in zip(loss.keys.values(), gradients, strict=True):
             if not np.all(np.isfinite(gradient)):
                 raise ValueError(
@@ -95,11 +78,11 @@ class Bench:
             return 0.0
         return distance / size if size and math.isfinite(distance) else math.inf
 
-    def measured(self, policies: PolicyMap) -> Measured:
+    def measured(self, policies: PolicyMap) -> Step:
         """Compiles and runs the call under a map of policies."""
         with self.loss(policies, notes_modules=False) as loss:
             compiled, cost = self.compiled(gradients_of(loss, loss.run), *loss.arrays)
-            return Measured(self.error(compiled(*loss.arrays)), cost)
+            return Step(str(policies), self.error(compiled(*loss.arrays)), cost)
 
 
 def gradients_of(
@@ -115,7 +98,6 @@ def gradient_flops(rows: Iterable[Equation], gradient: ClosedJaxpr) -> dict[str,
     A layer has three products: one forward, and one for each gradient. The first layer
     has two: nobody asks for the gradient of the input. So the program of the gradient
     is read. The products of a module share what its products cost there.
-
     """
     rows = [row for row in rows if row.flops]
     forward: Counter[str] = Counter()

@@ -12,34 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp.numerics.calls.asked import (
-    Say,
-    check_loss,
-    checked_bound,
-    checked_candidates,
-    shown,
-)
+from jmp_amp.numerics.calls import asked, losses
 from jmp_amp.numerics.calls.executables import undisturbed
-from jmp_amp.numerics.calls.losses import (
-    LossCall,
-    called_as_it_is,
-    called_beside_f32,
-    check_measured,
-    loss_call,
-)
-from jmp_amp.numerics.measure.own_dtypes import own_dtypes
+from jmp_amp.numerics.calls.losses import LossCall
 from jmp_amp.numerics.tune.flagged import BASE, Flagged, Held
 from jmp_amp.numerics.tune.groups import (
+    OUTSIDE,
     Group,
-    Member,
-    Place,
     members,
     module_paths,
     policies_in_force,
 )
-from jmp_amp.numerics.tune.moves import Menu, menu_of
+from jmp_amp.numerics.tune.moves import menu_of
 from jmp_amp.numerics.tune.searching import Search
-from jmp_amp.numerics.tune.trials import Bench, Measured, gradient_flops, gradients_of
+from jmp_amp.numerics.tune.trials import Bench, gradient_flops, gradients_of
 from jmp_amp.numerics.tune.tuning import Step, Tuned, Tuning
 from jmp_amp.plan.dataflow.values import traced_dtype
 from jmp_amp.plan.program import binding
@@ -50,8 +36,8 @@ from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.policies.two_calls import Waiting, in_two_calls
+from jmp_amp.reports.askers import own_dtypes
 from jmp_amp.reports.reading import read_plan
-from jmp_amp.reports.rows import Equation
 from jmp_amp.training.gradients import Argnums
 
 
@@ -130,10 +116,10 @@ def tune(
       p=f32,c=f16,o=f32,full=cancel 1.0
     """
     call = "tune(fn)"
-    check_measured("tune", fn, argnums)
+    losses.check_measured("tune", fn, argnums)
     start = as_policy_map(policy, "tune(fn, {})")
-    bound = checked_bound(max_grad_error)
-    others = checked_candidates(candidates)
+    bound = asked.checked_bound(max_grad_error)
+    others = asked.checked_candidates(candidates)
     has_aux = checked_flag(has_aux, "tune(fn, has_aux={})")
     progress = checked_flag(progress, "tune(fn, progress={})")
     checked_target(target, "tune(fn, target={})")
@@ -142,7 +128,7 @@ def tune(
     @undisturbed()
     def tuned(*args: object, **kwargs: object) -> Tuning:
         loss = functools.partial(
-            loss_call,
+            losses.loss_call,
             fn,
             args=args,
             kwargs=kwargs,
@@ -151,9 +137,8 @@ def tune(
             call=call,
             cpu=cpu_of(target),
         )
-        bench = Bench(loss, call)
-        with shown(progress) as say:
-            return _Tuner(bench, start, others, bound, say).tuning(name)
+        with asked.shown(progress) as say:
+            return _Tuner(Bench(loss, call), start, others, bound, say).tuning(name)
 
     return Waiting(tuned, f"tune({name})", "Tuning")
 
@@ -166,28 +151,37 @@ class _Tuner:
     start: PolicyMap
     candidates: Sequence[Policy]
     bound: float
-    say: Say
+    say: asked.Say
     notes: tuple[str, ...] = ()
 
-    def tuning(self, name: str) -> Tuning:
-        bench = self.bench
+    def _refer(self) -> None:
         self.say("compiling the function as it is")
-        traced = functools.partial(bench.loss, notes_modules=False)
-        with called_as_it_is(traced, self.start) as loss:
-            check_loss(loss, bench.call)
-            bench.refer(loss)
+        traced = functools.partial(self.bench.loss, notes_modules=False)
+        with losses.called_as_it_is(traced, self.start) as loss:
+            asked.check_loss(loss, self.bench.call)
+            self.bench.refer(loss)
+
+    def tuning(self, name: str) -> Tuning:
+        self._refer()
+        bench = self.bench
         self.say("tracing")
-        with called_beside_f32(bench.loss, self.start) as loss:
-            found = list(members(loss.plan, Place()))
+        with losses.called_beside_f32(bench.loss, self.start) as loss:
+            found = list(members(loss.plan))
             rows = read_plan(loss.call)
-            menu = self._menu(loss, [m for m in found if not m.group.is_fixed], rows)
+            gradient = binding.trace(gradients_of(loss, loss.run), loss.arrays)
+            menu = menu_of(
+                self.start,
+                self.candidates,
+                [each for each in found if not each.group.is_fixed],
+                module_paths(loss.plan),
+                gradient_flops(rows, gradient),
+            )
             fixed = dict.fromkeys(m.group for m in found if m.group.is_fixed)
             groups = (*menu.groups, *fixed)
             self.say("compiling the program with flags")
             levels_tell = self._expected(loss, groups)
         self.notes = tuple(own_dtypes(rows, "tune(fn, {}, max_grad_error=...)(...)"))
         self.say("measuring modules")
-
         exact = _levels_of(self.candidates).index(None) + 1
 
         def alone(those: Collection[Group]) -> float:
@@ -208,13 +202,23 @@ class _Tuner:
         policies = search.found()
         if policies is None:
             self._give_up(search)
-        before, after = search.steps[self.start], search.steps[policies]
         paths = {row.identity: row.module for row in rows}
         together: defaultdict[str, set[Group]] = defaultdict(set)
-        for group, identity, _ in found:
+        for group, identity in found:
             # Of some modules all operations are one group.
             known = group if group in groups else Group(group.path)
             together[paths[identity]].add(known)
+        of_modules = {path: alone(groups) for path, groups in together.items()}
+        return self._result(name, search, policies, of_modules)
+
+    def _result(
+        self,
+        name: str,
+        search: Search,
+        policies: PolicyMap,
+        sensitivity: dict[str, float],
+    ) -> Tuning:
+        before, after = search.steps[self.start], search.steps[policies]
         return Tuning(
             function=name,
             policy=policies,
@@ -223,22 +227,12 @@ class _Tuner:
             error_before=before.error,
             cost=after.cost,
             cost_before=before.cost,
-            modules=self._modules(
-                policies, {path: alone(groups) for path, groups in together.items()}
-            ),
-            steps=tuple(Step(str(p), *each) for p, each in search.steps.items()),
-            compilations=bench.compilations,
+            modules=self._modules(policies, sensitivity),
+            steps=tuple(search.steps.values()),
+            compilations=self.bench.compilations,
             is_minimal=search.is_minimal,
             notes=self.notes,
         )
-
-    def _menu(
-        self, loss: LossCall, found: Sequence[Member], rows: Sequence[Equation]
-    ) -> Menu:
-        gradient = gradients_of(loss, loss.run)
-        flops = gradient_flops(rows, binding.trace(gradient, loss.arrays))
-        modules = module_paths(loss.plan, Place())
-        return menu_of(self.start, self.candidates, found, modules, flops)
 
     def _expected(
         self, loss: LossCall, groups: Sequence[Group]
@@ -253,7 +247,7 @@ class _Tuner:
         others = _levels_of(self.candidates)
 
         def flagged(flags: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-            walk = Flagged(Place(), flags, numbers, others)
+            walk = Flagged(OUTSIDE, flags, numbers, others)
 
             def run(arrays: Sequence[Value]) -> list[Value]:
                 return walk.run(
@@ -272,7 +266,7 @@ class _Tuner:
 
         return expected
 
-    def _measured(self, policies: PolicyMap) -> Measured:
+    def _measured(self, policies: PolicyMap) -> Step:
         count = self.bench.compilations
         self.say(f"measuring map {count - 1}: {str(policies)[:60]}")
         return self.bench.measured(policies)
@@ -281,7 +275,7 @@ class _Tuner:
         self, policies: PolicyMap, sensitivity: dict[str, float]
     ) -> dict[str, Tuned]:
         """Returns what each module of the program got under a map of policies."""
-        with called_beside_f32(self.bench.loss, policies) as loss:
+        with losses.called_beside_f32(self.bench.loss, policies) as loss:
             got = policies_in_force(loss.plan, policies.default)
             rows = read_plan(loss.call)
         flops, first = Counter[str](), dict[str, Policy]()
