@@ -640,7 +640,8 @@ def test_a_loss_scaled_by_hand_gives_the_same_numbers(dtype):
         np.testing.assert_array_equal(hand_updates, -(2.0**10) * slopes)
         # The state of one says that it unscales, so only the leaves are equal.
         chex.assert_trees_all_equal(
-            jax.tree.leaves((updates, state)), jax.tree.leaves((hand_updates, hand_state))
+            jax.tree.leaves((updates, state)),
+            jax.tree.leaves((hand_updates, hand_state)),
         )
     # Without a scale the first is lost to f16.
     lost = amp.grad(loss_fn)(params)[0]
