@@ -69,3 +69,8 @@ def stored(*program: Any, **how: str) -> list[str]:
 def rewritten(*program: Any, **how: str) -> list[bool]:
     """Whether each equation is bound otherwise than as traced."""
     return [each.rewrite is not None for each in planned_equations(*program, **how)]
+
+
+def reasons(*program: Any, **how: str) -> list[str]:
+    """Why each equation computes in its dtype."""
+    return [each.reason for each in planned_equations(*program, **how)]

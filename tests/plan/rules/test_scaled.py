@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from tests.plan.rules import BF16, F16, F32, W, X, array, planned
+from tests.plan.rules import BF16, F16, F32, W, X, array, planned, reasons
 
 
 def test_scaled():
@@ -17,3 +17,5 @@ def test_scaled():
     assert planned(units, *args, of="mul", half=F16, without="scaled") == [F16]
     assert planned(nearest, *args, of="mul", half=F16) == [F16]
     assert planned(units, *args, of="mul", half=BF16) == [BF16]
+    told = "in a unit that float16 may have no place for"
+    assert reasons(units, *args, of="mul", half=F16) == [told]

@@ -88,6 +88,7 @@ def values_of(transform):
     return transform(loss)(x, w)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "transform",
     [
