@@ -546,7 +546,7 @@ def test_a_norm_takes_half_and_keeps_its_own_parameters_in_f32(half):
 
     tokens = jnp.zeros((2, 4), jnp.int32)
     net = Net()
-    variables = net.init(jax.random.key(0), tokens)
+    variables = jax.eval_shape(net.init, jax.random.key(0), tokens)
     casts = casts_of(autocast(lambda v: net.apply(v, tokens), half), variables)
     stream = [c for c in casts if c[0] == "(2, 4, 16)"]
     assert stream == [
@@ -776,7 +776,7 @@ def test_the_layer_inside_weight_norm_is_not_a_norm(half):
 
     net = Net()
     x = jnp.ones((2, 16))
-    variables = net.init(jax.random.key(0), x)
+    variables = jax.eval_shape(net.init, jax.random.key(0), x)
     fn = autocast(net.apply, half)
     assert results_of(fn, variables, x, primitive="dot_general") == [half, half]
     assert results_of(fn, variables, x, primitive="tanh") == [half]
@@ -785,10 +785,10 @@ def test_the_layer_inside_weight_norm_is_not_a_norm(half):
 def test_statistics_of_a_norm_are_as_in_f32():
     net = nn.BatchNorm(use_running_average=False, momentum=0.5)
     x = jax.random.normal(jax.random.key(0), (64, 4)) + 100.0
-    variables = net.init(jax.random.key(0), x)
+    variables = jax.jit(net.init)(jax.random.key(0), x)
     apply = lambda v, x: net.apply(v, x, mutable=["batch_stats"])  # noqa: E731
-    _, expected = apply(variables, x)
-    _, found = amp.autocast(apply, MIXED_F16)(variables, x)
+    _, expected = jax.jit(apply)(variables, x)
+    _, found = jax.jit(amp.autocast(apply, MIXED_F16))(variables, x)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
