@@ -5,9 +5,9 @@ depth, and the turns of their loops are written out, see `cutting`. Every produc
 every equation that is f32 for its own sake, keeps its dtype. In calls and branches the
 other equations keep theirs too: there a value is handed on as it is.
 
-Each idiom is cut in one way, some by default. The slow tests cut each program into
-calls and branches of all kinds, side by side and one in the other, and then into turns
-of all kinds; what they find is `EXPECTED`, no more and no less.
+Every fourth idiom is cut in one way, some by default. The slow tests cut each program
+into calls and branches of all kinds, side by side and one in the other, and then into
+turns of all kinds; what they find is `EXPECTED`, no more and no less.
 """
 
 import functools
@@ -53,20 +53,15 @@ EXPECTED: dict[str, str] = {
         top_k_and_a_threshold-calls-float16
     """,
     "a product of the first turn is not seen to be solved in the next one": """
-        kalman_filter-unrolled-bfloat16 kalman_filter-unrolled-float16
-        kalman_filter_from_an_argument-unrolled-bfloat16
+        kalman_filter-unrolled-bfloat16
         kalman_filter_from_an_argument-unrolled-float16
     """,
     "no carry tells that steps recur which are written out": """
         conjugate_gradients_of_fixed_length-unrolled-bfloat16
-        conjugate_gradients_of_fixed_length-unrolled-float16
         power_iteration_of_fixed_length-unrolled-bfloat16
-        power_iteration_of_fixed_length-unrolled-float16
     """,
     "an activation made the data of a step that is written before its loop": """
-        inner_adam-peeled-bfloat16 inner_adam-peeled-float16
-        inner_momentum-peeled-bfloat16 inner_momentum-peeled-float16
-        power_iteration_of_fixed_length-peeled-bfloat16
+        inner_adam-peeled-float16 inner_momentum-peeled-bfloat16
         power_iteration_of_fixed_length-peeled-float16
     """,
     "a loop keeps what is a stream where its turns are written out": """
@@ -222,11 +217,8 @@ WITH_BRANCHES = names_with(r"lax\.(cond|switch)\(")
 @pytest.mark.parametrize(
     ("name", "way", "dtype"),
     [
-        case(
-            *(name, [*CUTS][number % len(CUTS)], HALF[number // len(CUTS) % 2]),
-            slow=number % 4 > 0,
-        )
-        for number, name in enumerate(IDIOMS)
+        case(name, [*CUTS][i % len(CUTS)], HALF[i // len(CUTS) % 2])
+        for i, name in enumerate([*IDIOMS][::4])
     ]
     # What is found in other ways.
     + [case(*each.split("-"), slow=True) for each in ids(EXPECTED) if is_cut(each)],
@@ -235,19 +227,13 @@ def test_idiom_in_pieces_has_the_same_plan(name, way, dtype):
     assert not moved(name, way, dtype)
 
 
-@pytest.mark.breadth(3)
 @pytest.mark.parametrize(
-    ("name", "way", "dtype"),
-    [
-        *(case(n, "peeled", HALF[i // 3 % 2]) for i, n in enumerate(WITH_LOOPS[::3])),
-        *(case(n, "exchanged", dtype) for n in WITH_BRANCHES for dtype in HALF),
-    ],
+    ("name", "way"),
+    [(WITH_LOOPS[0], "peeled"), (WITH_BRANCHES[0], "exchanged")],
 )
-def test_idiom_with_loops_and_branches_written_otherwise_has_the_same_plan(
-    name, way, dtype
-):
+def test_idiom_with_a_loop_or_a_branch_written_otherwise_has_the_same_plan(name, way):
     assert CHANGES[way](traced(name), None).closed is not traced(name).closed
-    assert not moved(name, way, dtype)
+    assert not moved(name, way, HALF[0])
 
 
 @pytest.mark.breadth(2)
@@ -266,18 +252,16 @@ def test_model_in_pieces_has_the_same_plan(name, way, dtype):
 @pytest.mark.skipif(
     bool(EXPECTED) and not SAME_CUTS, reason="what is expected, JAX 0.10 has found"
 )
-@pytest.mark.parametrize(
-    ("way", "dtype"),
-    [
-        *((way, dtype) for way in ("calls", *LOOPS, *ORDERS) for dtype in HALF),
-        # Of these only products and pinned equations keep their dtypes.
-        ("turns", "bfloat16"),
-    ],
-)
-def test_every_program_changed_in_each_way_has_the_same_plan(way, dtype):
-    names = [*IDIOMS, *zoo.MODELS]
-    found = {f"{n}-{way}-{dtype}" for n in names if moved(n, way, dtype)}
-    assert found == {f"{n}-{way}-{dtype}" for n in names} & ids(EXPECTED).keys()
+@pytest.mark.parametrize("way", ["calls", *LOOPS, *ORDERS, "turns"])
+def test_every_program_changed_in_each_way_has_the_same_plan(way):
+    # In one half dtype or the other: few plans depend on which.
+    programs = {
+        name: HALF[(number + [*CHANGES].index(way)) % 2]
+        for number, name in enumerate([*IDIOMS, *zoo.MODELS])
+    }
+    found = {f"{n}-{way}-{d}" for n, d in programs.items() if moved(n, way, d)}
+    cases = {f"{n}-{way}-{d}" for n, d in programs.items()}
+    assert found == cases & ids(EXPECTED).keys()
 
 
 def everything(w, x):
