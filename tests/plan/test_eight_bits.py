@@ -180,7 +180,7 @@ def test_what_is_rounded_is_all_that_differs(layer, form, monkeypatch):
             assert relative <= 2**-9
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transformations_go_through(name, word):

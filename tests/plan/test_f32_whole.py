@@ -105,6 +105,18 @@ def expected_number(w):
     return jax.nn.softmax(w @ w) @ jnp.linspace(-10.0, 10.0, len(w))[:, None]
 
 
+def noisy(draw):
+    return lambda w, key: jnp.tanh((w + draw(key, w.shape)) @ draw(key, w.shape))
+
+
+def uniform(key, shape):
+    return jax.random.uniform(key, shape, minval=-3.0, maxval=5.0)
+
+
+def student(key, shape):
+    return jax.random.t(key, 3.0, shape)
+
+
 def decayed(x, w):
     decay = jax.nn.sigmoid(x @ w)
 
@@ -174,6 +186,10 @@ PLANNED = {
         experts, jnp.ones((1000, 16)), W, ragged_dot_general=[HALF]
     ),
     "a table of small numbers": of(expected_number, HALF, HALF),
+    # Noise that the program draws is no grid.
+    "normal noise": of(noisy(jax.random.normal), HALF, args=(W, KEY)),
+    "uniform noise": of(noisy(uniform), HALF, args=(W, KEY)),
+    "noise of Student": of(noisy(student), HALF, args=(W, KEY)),
     # Functions of libraries
     "linalg.matmul": of(lambda w: jnp.linalg.matmul(w, w), HALF),
     "linalg.multi_dot": of(lambda w: jnp.linalg.multi_dot([w, w, w]), HALF, HALF),
@@ -289,28 +305,9 @@ def test_a_table_that_integers_make_is_a_place_too():
     np.testing.assert_array_equal(got, np.arange(1500, 1508))
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @each_policy
-@pytest.mark.parametrize(
-    "draw",
-    [
-        jax.random.normal,
-        lambda key, shape: jax.random.uniform(key, shape, minval=-3.0, maxval=5.0),
-        lambda key, shape: jax.random.t(key, 3.0, shape),
-    ],
-    ids="normal uniform t".split(),
-)
-def test_noise_that_the_program_draws_is_no_grid(draw, policy):
-    def fn(w, key):
-        return jnp.tanh((w + draw(key, w.shape)) @ draw(key, w.shape))
-
-    half = amp.get_policy(policy).compute_dtype.name
-    assert products(amp.autocast(fn, policy), W, KEY) == [half]
-
-
-@pytest.mark.breadth(2)
-@each_policy
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_histogram_counts_every_value(seed, policy):
     x, w = (jax.random.normal(jax.random.key(i), (8, 8)) for i in (seed, seed + 9))
     counts, edges = jax.jit(
