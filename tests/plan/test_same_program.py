@@ -241,7 +241,7 @@ def test_idiom_with_a_loop_or_a_branch_written_otherwise_has_the_same_plan(name,
     ("name", "way", "dtype"),
     [
         case(name, [*CUTS][number % len(CUTS)], HALF[number % 2])
-        for number, name in enumerate(zoo.MODELS)
+        for number, name in enumerate([*zoo.MODELS][::6])
     ],
 )
 def test_model_in_pieces_has_the_same_plan(name, way, dtype):
