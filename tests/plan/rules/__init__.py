@@ -83,6 +83,7 @@ def needed(
     gets: list[Any],
     nearest: list[Any],
     half: str = BF16,
+    other_half: list[Any] | None = None,
     read: Callable[..., list[Any]] = planned,
 ) -> Callable[[Callable[..., Any]], Callable[[], None]]:
     """Returns a decorator that makes the test of a rule from its two programs.
@@ -95,6 +96,7 @@ def needed(
       gets: what `read` finds of the program that needs the rule.
       nearest: what it finds of the other one.
       half: the half dtype.
+      other_half: what `read` finds of the first program in the other half dtype.
       read: one of the functions above.
     """
 
@@ -116,6 +118,9 @@ def needed(
                 "without the rule": nearest,
                 "its nearest": nearest,
             }
+            if other_half is not None:
+                other = F16 if half == BF16 else BF16
+                assert read(needs, *given, of=of, half=other) == other_half
 
         test.__name__ = program.__name__
         test.__module__ = program.__module__
