@@ -113,14 +113,16 @@ def needed(
                 "without the rule": read_of(needs, *given, without=rule),
                 "its nearest": read_of(near, *given),
             }
-            assert found == {
+            expected = {
                 "the program": gets,
                 "without the rule": nearest,
                 "its nearest": nearest,
             }
             if other_half is not None:
                 other = F16 if half == BF16 else BF16
-                assert read(needs, *given, of=of, half=other) == other_half
+                found[other] = read(needs, *given, of=of, half=other)
+                expected[other] = other_half
+            assert found == expected, f"{found} for {expected}"
 
         test.__name__ = program.__name__
         test.__module__ = program.__module__
