@@ -150,12 +150,11 @@ def check_plan(row: Planned, half: str) -> None:
         elif wanted[0] is ...:
             dtypes = dtypes[-len(told) :]
         found[primitive], expected[primitive] = dtypes, told
-    assert found == expected
+    assert found == expected, f"{found} for {expected}"
     for operation, reason in row.why.items():
         policy = f"mixed_{half}"
-        assert (
-            reason_of(row.fn, *row.args, operation=operation, policy=policy) == reason
-        )
+        why = reason_of(row.fn, *row.args, operation=operation, policy=policy)
+        assert why == reason, f"{operation}: {why!r} for {reason!r}"
 
 
 def _named(dtypes: Any, half: str) -> Any:
