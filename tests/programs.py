@@ -1,12 +1,18 @@
 """Reading what a transformed function computes in: the dtypes of its jaxpr."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
+import pytest
 from jax.extend import core
 
 import jmp_amp as amp
+
+F32, BF16, F16 = "float32", "bfloat16", "float16"
+# In a table of programs: the half dtype of the case.
+HALF = "half"
+F16_IF_SLOW = pytest.param(F16, marks=pytest.mark.slow)
 
 
 def with_rule(product: Callable[..., Any]) -> Any:
@@ -36,15 +42,8 @@ def dtypes_of(
     fn: Callable[..., Any], *args: Any, primitive: str
 ) -> list[tuple[str, ...]]:
     """The dtypes of the float operands and then of the results of each `primitive`."""
-    return [
-        tuple(
-            v.aval.dtype.name
-            for v in (*eqn.invars, *eqn.outvars)
-            if jax.numpy.issubdtype(v.aval.dtype, jax.numpy.inexact)
-        )
-        for eqn in equations(jax.make_jaxpr(fn)(*args))
-        if eqn.primitive.name == primitive
-    ]
+    program = jax.make_jaxpr(fn)(*args)
+    return [_floats(e) for e in equations(program) if e.primitive.name == primitive]
 
 
 def products(fn: Callable[..., Any], *args: Any) -> list[str]:
@@ -94,3 +93,77 @@ def casts_of(fn: Callable[..., Any], *args: Any) -> list[tuple[str, ...]]:
         and row[0] != row[1]
         for row in [[d.name for d in row]]
     ]
+
+
+class Planned(NamedTuple):
+    """A row of a table of programs, see `plans`."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    dtypes: dict[str, Any]
+    why: Mapping[str, str]
+    half: str | None
+
+
+def plans(
+    fn: Callable[..., Any],
+    *args: Any,
+    why: Mapping[str, str] | None = None,
+    half: str | None = None,
+    **dtypes: Any,
+) -> Planned:
+    """Returns a row of a table of programs.
+
+    Args:
+      fn: the program.
+      args: its arguments; by default an activation (8, 16) and a matrix (16, 16).
+      why: by primitive, the reason of the last of its equations.
+      half: the only half dtype to plan for; by default it is bf16, and f16 in the slow
+        tests.
+      dtypes: by primitive, what each of its equations of floats reads and makes: one
+        dtype, or a tuple. `[..., F32]` is the end of that list, `{F32}` its set.
+    """
+    default = [jax.ShapeDtypeStruct((n, 16), jax.numpy.float32) for n in (8, 16)]
+    return Planned(fn, args or tuple(default), dtypes, why or {}, half)
+
+
+def each_plan(table: Mapping[str, Planned]) -> pytest.MarkDecorator:
+    """Parameters `row` and `half` of a test that calls `check_plan`."""
+    cases = []
+    for name, row in table.items():
+        for half in (row.half,) if row.half else (BF16, F16):
+            marks = [pytest.mark.slow] * (half == F16 and row.half is None)
+            cases.append(pytest.param(row, half, marks=marks, id=f"{name}-{half}"))
+    return pytest.mark.parametrize(("row", "half"), cases)
+
+
+def check_plan(row: Planned, half: str) -> None:
+    """Asserts that a program has the dtypes, and the reasons, of its row."""
+    program = jax.make_jaxpr(amp.autocast(row.fn, f"mixed_{half}"))(*row.args)
+    found, expected = {}, {}
+    for primitive, wanted in row.dtypes.items():
+        eqns = (e for e in equations(program) if e.primitive.name == primitive)
+        dtypes = [d[0] if len({*d}) == 1 else d for d in map(_floats, eqns) if d]
+        told = [_named(d, half) for d in wanted if d is not ...]
+        if isinstance(wanted, set):
+            dtypes, told = ({*each} for each in (dtypes, told))
+        elif wanted[0] is ...:
+            dtypes = dtypes[-len(told) :]
+        found[primitive], expected[primitive] = dtypes, told
+    assert found == expected, f"{found} for {expected}"
+    for operation, reason in row.why.items():
+        policy = f"mixed_{half}"
+        why = reason_of(row.fn, *row.args, operation=operation, policy=policy)
+        assert why == reason, f"{operation}: {why!r} for {reason!r}"
+
+
+def _named(dtypes: Any, half: str) -> Any:
+    """Returns dtypes of a row with that of the case for `HALF`."""
+    if isinstance(dtypes, tuple):
+        return tuple(_named(each, half) for each in dtypes)
+    return half if dtypes == HALF else dtypes
+
+
+def _floats(eqn: Any) -> tuple[str, ...]:
+    names = ((v.aval.dtype, v.aval.dtype.name) for v in (*eqn.invars, *eqn.outvars))
+    return tuple(n for d, n in names if jax.numpy.issubdtype(d, jax.numpy.inexact))

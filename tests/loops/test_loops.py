@@ -36,19 +36,19 @@ def known(reason):
     return pytest.mark.xfail(strict=True, reason=reason)
 
 
-@pytest.mark.breadth(3)
+@pytest.mark.breadth(2)
 @recursions(NEEDS)
 def test_recursion_that_needs_f32_has_it_in_its_loops(name):
     assert measure.products(LOOPS[name].idiom).half_in_loops == 0
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", ALREADY)
 def test_recursion_that_has_f32_without_a_rule_keeps_it(name):
     assert measure.products(LOOPS[name].idiom).half_in_loops == 0
 
 
-@pytest.mark.breadth(4)
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize(
     "name",
     [

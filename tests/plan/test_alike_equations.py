@@ -17,80 +17,66 @@ W = jnp.ones((16, 16))
 X, Y, B = jnp.ones((8, 16)), jnp.ones((8, 16)), jnp.ones((8, 16))
 
 
-# Programs with two equations of one primitive that differ in one thing.
-
-
 def doubled(h):
     return h * 2.0
 
 
-def function_around_it(h, w, y, b):
-    return h * 2.0, doubled(h)
+def in_f32_whole(h):
+    return amp.full_precision(lambda h: h * 2.0)(h)
 
 
-def policy_around_it(h, w, y, b):
-    return h * 2.0, amp.full_precision(lambda h: h * 2.0)(h)
-
-
-def origin_of_an_operand(h, w, y, b):
-    full = jnp.exp(h)
-    return h * 2.0, full * 2.0, full
-
-
-def kind_of_an_operand(h, w, y, b):
-    full = jnp.exp(h)
-    return full * b, full * jnp.tanh(b)
-
-
-def range_of_a_constant(h, w, y, b):
-    return h * 2.0, h * 1e-42
-
-
-def what_the_result_becomes(h, w, y, b):
+def becomes_an_index(h, y):
     moved, place = h * y, h * y
     return moved, place, y[place.astype(int)[:, 0] % 8]
 
 
-def what_an_operand_is_made_of(h, w, y, b):
-    return h + b, y @ w + y, b
+def wished(h, w):
+    return lax.dot(h, w, precision=lax.DotAlgorithmPreset.F32_F32_F32)
 
 
-def what_reads_the_result(h, w, y, b):
-    return h * 2.0, jnp.exp(h * 2.0)
+def summed(n, w, y):
+    return jnp.einsum("in,nj->ij", jnp.tanh(y[:, :n]), w[:n])
 
 
-def wish_of_a_product(h, w, y, b):
-    return h @ w, lax.dot(h, w, precision=lax.DotAlgorithmPreset.F32_F32_F32)
-
-
-def shape_of_an_operand(h, w, y, b):
-    return [jnp.einsum("in,nj->ij", jnp.tanh(y[:, :n]), w[:n]) for n in (2, 1)]
+# Two equations of one primitive, of an activation `h` and of arguments, that differ in
+# one thing.
+APART = {
+    "function around it": ("mul", lambda h, w, y, b: (h * 2.0, doubled(h))),
+    "policy around it": ("mul", lambda h, w, y, b: (h * 2.0, in_f32_whole(h))),
+    "origin of an operand": (
+        "mul",
+        lambda h, w, y, b: (h * 2.0, (full := jnp.exp(h)) * 2.0, full),
+    ),
+    "kind of an operand": (
+        "mul",
+        lambda h, w, y, b: ((full := jnp.exp(h)) * b, full * jnp.tanh(b)),
+    ),
+    "range of a constant": ("mul", lambda h, w, y, b: (h * 2.0, h * 1e-42)),
+    "what the result becomes": ("mul", lambda h, w, y, b: becomes_an_index(h, y)),
+    "what an operand is made of": ("add", lambda h, w, y, b: (h + b, y @ w + y, b)),
+    "what reads the result": ("mul", lambda h, w, y, b: (h * 2.0, jnp.exp(h * 2.0))),
+    "wish of a product": ("dot_general", lambda h, w, y, b: (h @ w, wished(h, w))),
+    "shape of an operand": (
+        "dot_general",
+        lambda h, w, y, b: [summed(n, w, y) for n in (2, 1)],
+    ),
+}
 
 
 @pytest.mark.breadth(2)
 @pytest.mark.filterwarnings("ignore:Policy. 'doubled' decided nothing")
-@pytest.mark.parametrize(
-    ("program", "primitive", "dtypes"),
-    [
-        (function_around_it, "mul", [BF16, F32]),
-        (policy_around_it, "mul", [BF16, F32]),
-        (origin_of_an_operand, "mul", [BF16, F32]),
-        (kind_of_an_operand, "mul", [BF16, F32]),
-        (range_of_a_constant, "mul", [BF16, F32]),
-        (what_the_result_becomes, "mul", [BF16, F32]),
-        (what_an_operand_is_made_of, "add", [BF16, F32]),
-        (what_reads_the_result, "mul", [BF16, F32]),
-        (wish_of_a_product, "dot_general", [BF16, BF16, F32]),
-        (shape_of_an_operand, "dot_general", [BF16, F32]),
-    ],
-)
-def test_two_equations_are_told_apart(program, primitive, dtypes):
+@pytest.mark.parametrize("name", APART)
+def test_two_equations_are_told_apart(name):
+    primitive, program = APART[name]
+
     def fn(x, w, y, b):
         return [jnp.sum(each @ w) for each in program(x @ w, w, y, b)]
 
     policy = amp.Policy().with_full("doubled")
     found = planned(fn, X, W, Y, B, primitive=primitive, policy=policy)
-    assert found[: len(dtypes)] == dtypes
+    # The product that makes `h` is in half.
+    first = [BF16] * (name == "wish of a product")
+    assert found[: len(first) + 2] == [*first, BF16, F32]
 
 
 def test_what_alike_regions_make_is_their_own():

@@ -112,7 +112,7 @@ def test_outputs_are_those_of_the_pass_without_a_gradient(form):
         return value, jax.jvp(jax.grad(square), (p,), (grads,))[1]
 
     y = inside(f, P)
-    assert largest(y - f(P)) > 0  # half precision is
+    assert largest(y - jax.jit(f)(P)) > 0  # half precision is
     np.testing.assert_array_equal(inside(with_gradient, P)[0], y)
     np.testing.assert_array_equal(inside(curved, P)[0], inside(square, P))
 
@@ -145,6 +145,7 @@ def test_a_loop_of_a_backward_pass_that_begins_with_a_value_leaves_it_in_half():
     assert found == ["bfloat16"] * 2
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("wrap", [jax.value_and_grad, jax.grad])
 def test_ratio_of_new_and_old_policies_begins_at_one(wrap):
     """Schulman et al. 2017, equation 7: gradients are those of the first step."""
@@ -191,7 +192,7 @@ def test_gradients_are_as_exact_as_where_they_are_taken_around(activation):
 
     def error(grads):
         norms = jax.tree.map(
-            lambda g, t: jnp.linalg.norm(g - t) / jnp.linalg.norm(t), grads, true
+            lambda g, t: np.linalg.norm(g - t) / np.linalg.norm(t), grads, true
         )
         return max(jax.tree.leaves(norms))
 

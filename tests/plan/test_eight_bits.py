@@ -55,12 +55,13 @@ class TestFormat:
         # XLA multiplies by the reciprocal of 448.
         np.testing.assert_allclose(found.restored(), expected * scale, rtol=3e-7)
 
-    @pytest.mark.breadth(2)
+    @pytest.mark.breadth(1)
     @pytest.mark.parametrize("word", WORDS)
     @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
     def test_a_block_with_a_number_that_is_not_finite_is_nan(self, word, value):
-        x = jnp.ones((2, 256)).at[1, 3].set(value)
-        found = np.asarray(EightBits.of(x, word).restored())
+        x = np.ones((2, 256), np.float32)
+        x[1, 3] = value
+        found = np.asarray(EightBits.of(jnp.asarray(x), word).restored())
         assert np.isnan(found[1, :128]).all()
         np.testing.assert_array_equal(found[0], 1.0)
         assert np.isnan(found[1, 128:]).all() == (word == "e4m3")
@@ -179,7 +180,7 @@ def test_what_is_rounded_is_all_that_differs(layer, form, monkeypatch):
             assert relative <= 2**-9
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transformations_go_through(name, word):
@@ -322,13 +323,13 @@ def test_a_gradient_shows_a_number_that_is_not_finite(word):
         return jnp.sum(jnp.where(jnp.isfinite(h), h, 0).astype(jnp.float32) @ w[1])
 
     x = X.at[3, 5].set(jnp.inf)
-    gradients = jax.grad(autocast(loss, word))(W, x)
-    assert not np.isfinite(gradients).all()
-    assert np.isfinite(jax.grad(autocast(loss, word))(W, X)).all()
+    gradient = jax.jit(jax.grad(autocast(loss, word)))
+    assert not np.isfinite(gradient(W, x)).all()
+    assert np.isfinite(gradient(W, X)).all()
 
 
 @pytest.mark.breadth(1)
-@pytest.mark.parametrize("layer", ["attention", "gated"])
+@pytest.mark.parametrize("layer", ["gated", "attention"])
 def test_no_product_runs_twice(layer):
     loss = functools.partial(unrolled, LAYER[layer])
 
@@ -339,7 +340,9 @@ def test_no_product_runs_twice(layer):
     assert products("int8") == products("all") > 0
 
 
-def test_data_parallel_adds_no_collective():
+@pytest.mark.breadth(1)
+@pytest.mark.parametrize("word", WORDS)
+def test_data_parallel_adds_no_collective(word):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "d")
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
     all_of = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -352,9 +355,10 @@ def test_data_parallel_adds_no_collective():
         names = ("all-reduce(", "all-gather(", "all-to-all(", "collective-permute(")
         return {name: text.as_text().count(name) for name in names}
 
-    assert collectives("int8") == collectives("e4m3") == collectives("all")
+    assert collectives(word) == collectives("all")
 
 
+@pytest.mark.slow
 def test_a_sharded_program_has_near_the_same_gradients():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "d")
     specs = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("d")
@@ -391,7 +395,7 @@ def test_explain_says_what_is_kept_in_8_bits():
 
 
 def test_blocks_that_are_alike_are_traced_once():
-    w = jnp.concatenate([W] * 4)
+    w = jnp.concatenate([W] * 2)
 
     def traced(word, layers):
         loss = functools.partial(unrolled, LAYER["gelu_layer"])
@@ -402,7 +406,7 @@ def test_blocks_that_are_alike_are_traced_once():
         return eqn.params.get("name") == "linear"
 
     # The first layer reads an argument, and the last one is followed by no other.
-    assert traced("int8", 12) == traced("int8", 6) > 0
+    assert traced("int8", 6) == traced("int8", 4) > 0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""What a program keeps, keeps its digits: dtypes, and the bits that nobody wrote."""
+"""What a program keeps, keeps its digits: dtypes, and the bits that nobody wrote.
+
+A program that needs a rule, and its nearest, stand in `tests/plan/rules`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,52 +10,177 @@ import pytest
 from jax import lax
 
 import jmp_amp as amp
-from tests.programs import (
-    planned,
-    products,
-    reason_of,
-    results_of,
-)
-from tests.rounding import BF16, F16, POLICIES, W, X, half_of
+from tests.programs import BF16, F16, F32, HALF, check_plan, each_plan, plans
+from tests.rounding import F16 as MIXED_F16
+from tests.rounding import POLICIES, W, X
 
 STATE = jax.random.normal(jax.random.key(2), (16, 16))
 each_policy = pytest.mark.parametrize("policy", POLICIES)
+ROWS = jnp.arange(8)
 
 
-# Outputs
+def step(state, x, w):
+    state = 0.999 * state + 0.001 * (x.T @ (x @ w))
+    return state, jnp.sum((x @ state) ** 2)
 
 
-@each_policy
-def test_a_state_that_is_returned_is_made_in_f32_whatever_reads_it(policy):
-    def step(state, x, w):
-        state = 0.999 * state + 0.001 * (x.T @ (x @ w))
-        return state, jnp.sum((x @ state) ** 2)
-
-    assert planned(step, STATE, X, W, primitive="add", policy=policy) == ["float32"]
-    assert products(amp.autocast(step, policy), STATE, X, W) == [half_of(policy)] * 3
-    assert reason_of(step, STATE, X, W, operation="add") == "returned in f32"
+def state(y, w):
+    return (y + jnp.tanh(y @ w)) @ w
 
 
-def test_a_state_that_comes_back_after_several_sums_is_f32_in_all_of_them():
-    def steps(state, x, w):
-        total = 0.0
-        for _ in range(3):
-            state = 0.999 * state + 0.001 * (x.T @ (x @ w))
-            total += jnp.sum((x @ state) ** 2)
-        return state, total
-
-    assert set(planned(steps, STATE, X, W, primitive="add")[:-1]) == {"float32"}
+def biased(x, w, b):
+    for _ in range(3):
+        x = jnp.tanh(x @ w + b)
+    return x @ w
 
 
-def test_of_a_stream_that_is_returned_the_last_sum_alone_is_f32():
-    def stack(x, w):
-        h = x @ w
-        for _ in range(3):
-            h = h + jnp.tanh(h @ w)
-        return h, jnp.sum(h @ w)
+def positions(tokens, table, position, w):
+    h = table[tokens] + position
+    for _ in range(3):
+        h = h + jnp.tanh((h + position) @ w)
+    return h @ w
 
-    adds = planned(stack, X, W, primitive="add")
-    assert adds == ["bfloat16", "bfloat16", "float32"]
+
+def difference(x, w, y):
+    return (x @ w - y) @ w
+
+
+def spread(x, w, mean):
+    return (x @ w - jnp.broadcast_to(mean, x.shape)) @ w
+
+
+def moved(x, w):
+    h = x @ w
+    h = h + jnp.tanh(h)
+    return jnp.where(h > 0, h, 0.0).T, jnp.sum((h @ w) ** 2)
+
+
+def in_a_branch(flag, state, x, w):
+    def updated(state):
+        return 0.9 * state + 0.1 * (x.T @ (x @ w))
+
+    state = lax.cond(flag, updated, lambda state: state, state)
+    return updated(state), jnp.sum((x @ state) ** 2)
+
+
+def begun_by_a_lookup_in_a_branch(flag, table, other, w):
+    h = lax.cond(flag, lambda: table[ROWS], lambda: other[ROWS])
+    layers = jnp.stack([w] * 3)
+    return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), h, layers)[0] @ w
+
+
+def steps(y, w):
+    for _ in range(3):
+        y = y + 0.01 * jnp.tanh(y @ w)
+    return y @ w
+
+
+def joined(x, y):
+    target = jnp.concatenate([jnp.zeros((X.shape[0], 4)), y], axis=1)
+    return (target - x @ W) @ W
+
+
+def indexed(index):
+    def fn(x, w):
+        place = jnp.tanh(x @ w) * 3.7 + 511.0
+        return x @ w + place.T[:8, :8] @ x, index(place)
+
+    return plans(
+        fn,
+        dot_general=[HALF] * 3,
+        tanh=[F32],
+        mul=[F32],
+        add=[F32, F32],
+        why={"tanh": "becomes an index"},
+    )
+
+
+ONES = {shape: jnp.ones(shape) for shape in ((), (1, 16), (8, 1), (8, 16))}
+PLANNED = {
+    # Outputs
+    "a state that is returned is made in f32 whatever reads it": plans(
+        *(step, STATE, X, W),
+        add=[F32],
+        dot_general=[HALF] * 3,
+        why={"add": "returned in f32"},
+    ),
+    "a move of a sum that is kept keeps it": plans(moved, add=[F32]),
+    # Arguments: states and parameters
+    "a state is f32": plans(
+        state, add=[F32], why={"add": "a state: what is added to it is made of it"}
+    ),
+    # Of one size with what it is added to, and shared by layers.
+    "a parameter follows": plans(biased, X, W, ONES[8, 16], add=[HALF] * 3),
+    # The first two add arguments to one another.
+    "so do positions that each layer adds": plans(
+        *(positions, ROWS, W, ONES[8, 16], W), add=[..., *[HALF] * 5]
+    ),
+    "a state behind a lookup is a state": plans(
+        lambda y, w, table: (y + (jnp.tanh(y @ w) - table[ROWS]) @ w) @ w,
+        *(X, W, W),
+        add=[F32],
+    ),
+    "a state that a difference hands on is a state": plans(
+        lambda y, x, w: (y + (jnp.tanh(x @ w) - y) @ w) @ w, X, X, W, add=[F32]
+    ),
+    "an argument is subtracted in f32": plans(
+        *(difference, X, W, X),
+        sub=[F32],
+        why={"sub": "an argument keeps its digits in a difference"},
+    ),
+    **{
+        f"a statistic of shape {shape} is subtracted in half": plans(
+            difference, X, W, ONES[shape], sub=[HALF]
+        )
+        for shape in ((), (1, 16), (8, 1))
+    },
+    "one that is broadcast before, too": plans(spread, X, W, ONES[1, 16], sub=[HALF]),
+    "a target that is joined of zeros and an argument keeps its digits": plans(
+        joined, X, X[:, 4:], sub=[F32]
+    ),
+    # Only what is broadcast as a whole is a parameter.
+    "a row that is broadcast to a target is none": plans(
+        lambda x, b: (jnp.broadcast_to(b[None], X.shape) - x @ W) @ W,
+        *(X, X[0]),
+        sub=[HALF],
+    ),
+    "a small array that is closed over is a state": plans(
+        lambda w: steps(jnp.asarray(np.asarray(X)), w), W, add=[F32] * 3
+    ),
+    "as an argument is": plans(steps, add=[F32] * 3),
+    "a bias that is closed over is none": plans(
+        lambda x: (x @ W + np.asarray(X)) @ W, X, add=[HALF]
+    ),
+    # Indices
+    "what is rounded down becomes an index": indexed(jnp.floor),
+    "what is rounded up becomes an index": indexed(jnp.ceil),
+    "what is rounded becomes an index": indexed(jnp.round),
+    "what is cast to integers becomes an index": indexed(lambda x: x.astype(jnp.int32)),
+    # Between 256 and 512 there is 2 between two bfloat16, between 2048 and 4096 f16.
+    **{
+        f"a grid that counts to {count:.0f} is added in {dtype}": plans(
+            lambda x, w, end=count: (jnp.linspace(0.0, end, 8)[:, None] + x @ w) @ w,
+            half=half,
+            add=[..., dtype],
+        )
+        for count, half, dtype in (
+            *((255.0, BF16, BF16), (511.0, BF16, F32)),
+            *((2047.0, F16, F16), (4095.0, F16, F32)),
+        )
+    },
+    # Branches
+    "a state that a branch updates is f32 in the branch": plans(
+        in_a_branch, True, STATE, X, W, add=[F32, F32]
+    ),
+    "a stream that a lookup in a branch began is half": plans(
+        begun_by_a_lookup_in_a_branch, True, W, W, W, add=[HALF]
+    ),
+}
+
+
+@each_plan(PLANNED)
+def test_planned(row, half):
+    check_plan(row, half)
 
 
 @pytest.mark.breadth(2)
@@ -79,65 +207,6 @@ def test_rows_that_nobody_wrote_keep_their_bits(write, policy):
     assert not np.array_equal(new[0], bank[0])
 
 
-# Arguments: states and parameters
-
-
-def test_a_state_is_f32_and_a_parameter_follows():
-    def state(y, w):
-        return (y + jnp.tanh(y @ w)) @ w
-
-    assert planned(state, X, W, primitive="add") == ["float32"]
-    text = "a state: what is added to it is made of it"
-    assert reason_of(state, X, W, operation="add") == text
-
-    def bias(x, w, b):  # of one size with what it is added to, and shared by layers
-        for _ in range(3):
-            x = jnp.tanh(x @ w + b)
-        return x @ w
-
-    b = jnp.ones((8, 16))
-    assert planned(bias, X, W, b, primitive="add") == ["bfloat16"] * 3
-
-    def positions(tokens, table, position, w):
-        h = table[tokens] + position
-        for _ in range(3):
-            h = h + jnp.tanh((h + position) @ w)
-        return h @ w
-
-    adds = planned(positions, jnp.arange(8), W, b, W, primitive="add")
-    # The first two add arguments to one another.
-    assert adds[2:] == ["bfloat16"] * 5
-
-
-def test_a_state_in_a_jitted_sum_is_f32():
-    add = jax.jit(lambda y, k: y + k)
-
-    def fn(y, w):
-        return add(y, jnp.tanh(y @ w)) @ w
-
-    assert planned(fn, X, W, primitive="add") == ["float32"]
-    # Without the sum's other half it is a parameter.
-    follows = planned(lambda b, x, w: add(b, x @ w) @ w, X, X, W, primitive="add")
-    assert follows == ["bfloat16"]
-
-
-def test_an_argument_is_subtracted_in_f32_and_a_broadcast_statistic_in_half():
-    def difference(x, w, y):
-        return (x @ w - y) @ w
-
-    assert planned(difference, X, W, X, primitive="sub") == ["float32"]
-    text = "an argument keeps its digits in a difference"
-    assert reason_of(difference, X, W, X, operation="sub") == text
-    for mean in (jnp.ones(()), jnp.ones((1, 16)), jnp.ones((8, 1))):
-        centred = planned(difference, X, W, mean, primitive="sub")
-        assert centred == ["bfloat16"], mean.shape
-
-    def spread(x, w, mean):
-        return (x @ w - jnp.broadcast_to(mean, x.shape)) @ w
-
-    assert planned(spread, X, W, jnp.ones((1, 16)), primitive="sub") == ["bfloat16"]
-
-
 def test_a_metric_beside_a_loss_changes_nothing():
     target = 1e5 * jnp.ones((8, 16))
 
@@ -151,121 +220,8 @@ def test_a_metric_beside_a_loss_changes_nothing():
         return jnp.mean(error[rows] ** 2), jnp.median(abs(error))
 
     for fn in (loss, of_rows):
-        found, expected = (jax.jit(f)(X, W) for f in (amp.autocast(fn, F16), fn))
+        found, expected = (jax.jit(f)(X, W) for f in (amp.autocast(fn, MIXED_F16), fn))
         np.testing.assert_allclose(found, expected, rtol=1e-3)
-
-
-def test_what_only_comparisons_read_is_f32_and_asks_for_nothing():
-    def fn(x, w):
-        h = jnp.tanh(x @ w)
-        return h @ w, jnp.sum(abs(h * 2.0) < 1.0)
-
-    assert planned(fn, X, W, primitive="tanh") == ["bfloat16"]
-    assert planned(fn, X, W, primitive="abs") == ["float32"]
-
-
-# Indices
-
-
-@pytest.mark.breadth(2)
-@pytest.mark.parametrize(
-    "index",
-    [jnp.floor, jnp.ceil, jnp.round, lambda x: x.astype(jnp.int32)],
-    ids="floor ceil round cast".split(),
-)
-@pytest.mark.parametrize("around", [lambda fn: fn, jax.jit, jax.checkpoint])
-def test_the_chain_that_leads_to_an_index_is_f32(index, around):
-    def fn(x, w):
-        place = around(lambda flow: jnp.tanh(flow) * 3.7 + 511.0)(x @ w)
-        return x @ w + place.T[:8, :8] @ x, around(index)(place)
-
-    policy = amp.autocast(fn)
-    assert products(policy, X, W) == ["bfloat16"] * 3
-    assert planned(fn, X, W, primitive="tanh") == ["float32"]
-    assert planned(fn, X, W, primitive="mul") == ["float32"]
-    assert results_of(policy, X, W, primitive="add")[0] == "float32"
-    reasons = [e.reason for e in amp.explain(fn)(X, W).equations]
-    assert "becomes an index" in reasons
-    np.testing.assert_array_equal(amp.autocast(fn, BF16)(X, W)[1].shape, (8, 16))
-
-
-def test_a_grid_that_counts_further_than_half_is_added_in_f32():
-    def fn(count):
-        return lambda x, w: (jnp.linspace(0.0, count, 8)[:, None] + x @ w) @ w
-
-    def adds(count, policy):
-        return planned(fn(count), X, W, primitive="add", policy=policy)[-1]
-
-    # Between 256 and 512 there is 2 between two bfloat16, between 2048 and 4096 f16.
-    assert adds(255.0, BF16) == "bfloat16"
-    assert adds(511.0, BF16) == "float32"
-    assert adds(2047.0, F16) == "float16"
-    assert adds(4095.0, F16) == "float32"
-
-
-def test_a_move_of_a_kept_sum_keeps_it():
-    def step(x, w):
-        h = x @ w
-        h = h + jnp.tanh(h)
-        return jnp.where(h > 0, h, 0.0).T, jnp.sum((h @ w) ** 2)
-
-    assert planned(step, X, W, primitive="add") == ["float32"]
-
-
-def test_a_state_behind_a_lookup_is_a_state():
-    def fn(y, w, table):
-        return (y + (jnp.tanh(y @ w) - table[jnp.arange(8)]) @ w) @ w
-
-    assert planned(fn, X, W, W, primitive="add") == ["float32"]
-
-
-def test_a_state_that_a_difference_hands_on_is_a_state():
-    def fn(y, x, w):
-        return (y + (jnp.tanh(x @ w) - y) @ w) @ w
-
-    assert planned(fn, X, X, W, primitive="add") == ["float32"]
-
-
-# Branches
-
-
-def test_a_state_that_a_branch_updates_is_f32_in_the_branch():
-    def step(flag, state, x, w):
-        def updated(state):
-            return 0.9 * state + 0.1 * (x.T @ (x @ w))
-
-        state = lax.cond(flag, updated, lambda state: state, state)
-        loss = jnp.sum((x @ state) ** 2)
-        return updated(state), loss
-
-    adds = planned(step, True, STATE, X, W, primitive="add")
-    assert adds == ["float32"] * 2
-
-
-def test_a_stream_that_a_lookup_in_a_branch_began_is_half():
-    def fn(flag, table, other, w):
-        rows = jnp.arange(8)
-        h = lax.cond(flag, lambda: table[rows], lambda: other[rows])
-        layers = jnp.stack([w] * 3)
-        return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), h, layers)[0] @ w
-
-    assert planned(fn, True, W, W, W, primitive="add") == ["bfloat16"]
-
-
-def test_a_small_array_that_is_closed_over_is_a_state_as_an_argument_is():
-    start = np.asarray(X)
-
-    def steps(y, w):
-        for _ in range(3):
-            y = y + 0.01 * jnp.tanh(y @ w)
-        return y @ w
-
-    closed = planned(lambda w: steps(jnp.asarray(start), w), W, primitive="add")
-    given = planned(steps, X, W, primitive="add")
-    assert closed == given == ["float32"] * 3
-    # A bias is none, closed over or not.
-    bias = planned(lambda x: (x @ W + start) @ W, X, primitive="add")
-    assert bias == ["bfloat16"]
 
 
 @pytest.mark.breadth(2)
@@ -305,15 +261,3 @@ def test_moves_that_only_comparisons_read_are_compared_as_they_are(pieces):
     for found, expected in zip(amp.autocast(fn)(X, W), fn(X, W), strict=True):
         # Of 128 elements, bf16 may turn the sign of the smallest.
         assert np.mean(np.asarray(found) != expected) < 0.05
-
-
-def test_a_target_that_is_joined_of_zeros_and_an_argument_keeps_its_digits():
-    def loss(x, y):
-        target = jnp.concatenate([jnp.zeros((X.shape[0], 4)), y], axis=1)
-        return (target - x @ W) @ W
-
-    half = jnp.zeros_like(X)[:, 4:]
-    assert planned(loss, X, half, primitive="sub") == ["float32"]
-    # Only what is broadcast as a whole is a parameter.
-    bias = lambda x, b: (jnp.broadcast_to(b[None], X.shape) - x @ W) @ W  # noqa: E731
-    assert planned(bias, X, X[0], primitive="sub") == ["bfloat16"]

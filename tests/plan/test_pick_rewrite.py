@@ -105,7 +105,7 @@ def assert_is_that_of_numpy(x, labels, mode):
         np.testing.assert_array_equal(gradient, derivative)
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("mode", [FILL, CLIP, PROMISE], ids=lambda m: m.name)
 @pytest.mark.parametrize("dtype", INDICES)
 def test_indices_of_every_dtype_pick_from_rows_longer_than_they_count(dtype, mode):
@@ -114,7 +114,7 @@ def test_indices_of_every_dtype_pick_from_rows_longer_than_they_count(dtype, mod
     assert_is_that_of_numpy(small_integers(ROWS, length), labels, mode)
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("mode", [FILL, CLIP], ids=lambda m: m.name)
 @pytest.mark.parametrize(
     "labels",
@@ -131,7 +131,7 @@ def test_an_index_out_of_bounds_is_filled_or_clipped_as_in_a_gather(labels, mode
     assert_is_that_of_numpy(small_integers(ROWS, 20), labels, mode)
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("dtype", INDICES)
 def test_the_labels_of_a_loss_may_be_of_any_integer_dtype(dtype):
     length, largest = INDICES[dtype]
@@ -187,7 +187,7 @@ def test_its_tangent_is_what_is_picked_from_the_tangents(mode):
         found_by(mixed)
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("axes", [(0, 0), (None, 0), (0, None)], ids=str)
 def test_it_is_batched_along_operand_and_indices(axes):
     x = jnp.asarray(small_integers(2, ROWS, 20), jnp.float32)

@@ -10,18 +10,32 @@ from jax import lax
 
 import jmp_amp as amp
 from tests.measures import compiled
-from tests.programs import casts_of, dtypes_of, equations, reason_of, results_of
+from tests.programs import (
+    BF16,
+    F16,
+    F16_IF_SLOW,
+    F32,
+    HALF,
+    casts_of,
+    check_plan,
+    dtypes_of,
+    each_plan,
+    equations,
+    plans,
+    results_of,
+)
 from tests.rounding import half_of
 
-HALF = ("bfloat16", "float16")
 # Names of one primitive in the versions of JAX.
 REMAT = ("checkpoint", "remat", "remat2")
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 W = jax.ShapeDtypeStruct((16, 16), jnp.float32)
-F16 = "mixed_float16"
+ROW, BIAS = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 16), (16,)))
+LOWEST = float(jnp.finfo(jnp.float32).min)
+MIXED_F16 = "mixed_float16"
 
 
-@pytest.fixture(params=HALF)
+@pytest.fixture(params=[BF16, F16_IF_SLOW])
 def half(request):
     return request.param
 
@@ -30,26 +44,177 @@ def autocast(fn, half="bfloat16"):
     return amp.autocast(fn, f"mixed_{half}")
 
 
-# The four classes
+# What is bound to which dtype
 
 
-def test_a_matrix_product_runs_in_the_compute_dtype(half):
-    fn = autocast(lambda x, w: x @ w, half)
-    assert dtypes_of(fn, X, W, primitive="dot_general") == [(half, half, half)]
-
-
-def test_a_convolution_runs_in_the_compute_dtype(half):
-    image, kernel = jnp.ones((2, 8, 8, 3)), jnp.ones((3, 3, 3, 4))
-
-    def conv(x, k):
-        return jax.lax.conv_general_dilated(
-            x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
-
-    rows = dtypes_of(
-        autocast(conv, half), image, kernel, primitive="conv_general_dilated"
+def convolution(x, k):
+    return lax.conv_general_dilated(
+        x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
-    assert rows == [(half, half, half)]
+
+
+def block(x, w, b):
+    h = x @ w + b
+    h = h + jnp.tanh(h) @ w
+    return h @ w
+
+
+def rotate(x, w):
+    angle = jnp.outer(jnp.arange(8.0), 1e4 ** -(jnp.arange(16.0) / 16))
+    return (x @ w * jnp.cos(angle)) @ w
+
+
+def standardised(x, w):
+    w = (w - jnp.mean(w)) / (jnp.std(w) + jnp.float32(1e-5))
+    return x @ w
+
+
+def variance(x, w):
+    h = x @ w
+    return jnp.sum(jnp.square(h * 2.0)), h @ w
+
+
+def read_twice(x, w):
+    h = jnp.tanh(x @ w)
+    return jnp.sum(h), h @ w
+
+
+def norm(h):
+    return jnp.tanh(h) * 0.5
+
+
+def attend(scale):
+    def fn(x, w):
+        return jax.nn.softmax(scale(x @ w, x > 0)) @ w
+
+    return fn
+
+
+def of_segments(x, w):
+    return jax.ops.segment_max(x @ w, jnp.arange(8) // 2, 4)
+
+
+def compared(x, w):
+    h = x @ w
+    return jnp.sum(jnp.where(h > 0.5, h, 2 * h) @ w), h < h[::-1]
+
+
+def plus(constant, **how):
+    return plans(lambda x, w: (x @ w + constant) @ w, **how)
+
+
+PLANNED = {
+    "a matrix product runs in the compute dtype": plans(
+        lambda x, w: x @ w, dot_general=[HALF]
+    ),
+    "a convolution runs in the compute dtype": plans(
+        *(convolution, jnp.ones((2, 8, 8, 3)), jnp.ones((3, 3, 3, 4))),
+        conv_general_dilated=[HALF],
+    ),
+    "a bias after a product stays low, and so does the residual stream": plans(
+        block, X, W, ROW, add=[HALF, HALF]
+    ),
+    "an f32 operand that activations make makes the result f32": plans(
+        lambda x, w: (x @ w) * jnp.exp(x @ w) @ w, mul=[F32]
+    ),
+    "a table of constants does not drag an activation to f32": plans(
+        rotate, cos=[F32], mul=[..., HALF]
+    ),
+    "what only parameters and inputs make is left untouched": plans(
+        standardised, sub={F32}, dot_general=[HALF]
+    ),
+    # Early up-casts
+    "what only feeds f32 operations runs in f32": plans(
+        variance, square=[F32], mul=[F32]
+    ),
+    "an output in f32 is an f32 consumer": plans(lambda x, w: x @ w + 1.0, add=[F32]),
+    "a second reader does not change what a value is computed in": plans(
+        read_twice, tanh=[F32], why={"tanh": "an f32 operation reads it"}
+    ),
+    "the early up-cast passes through an inner jit": plans(
+        lambda x, w: jnp.sum(jax.jit(lambda h: jax.jit(lambda h: h * 3.0)(h))(x @ w)),
+        mul=[F32],
+    ),
+    # A selection rounds nothing: in f32 its derivative would keep f32 zeros.
+    "an exact operation is not cast early for nothing": plans(
+        attend(lambda h, mask: jnp.where(mask, h, -1e4)), select_n=[..., HALF]
+    ),
+    "with the product before it, that gains": plans(
+        attend(lambda h, mask: jnp.where(mask, h * 0.3, 0.0)), select_n=[F32]
+    ),
+    **{
+        f"an explicit up-cast of activations in {half} stays f32": plans(
+            lambda x, w, d=half: (
+                jnp.tanh((x.astype(d) @ w.astype(d)).astype(jnp.float32)) @ w
+            ),
+            half=half,
+            tanh=[F32],
+        )
+        for half in (BF16, F16)
+    },
+    "a bias is cast before it is broadcast": plans(
+        lambda x, w, b: (x @ w + jnp.broadcast_to(b, (8, 16))) @ w,
+        *(X, W, BIAS),
+        broadcast_in_dim=[HALF],
+    ),
+    # Bound otherwise
+    "a function of the user called norm is nothing special": plans(
+        lambda x, w: norm(x @ w) @ w, tanh=[HALF]
+    ),
+    "a product that names its algorithm keeps the dtypes that it names": plans(
+        lambda x, w: lax.dot(x, w, precision=lax.DotAlgorithmPreset.F32_F32_F32),
+        dot_general=[F32],
+    ),
+    "explain says what an operation is bound to": plans(
+        of_segments,
+        why={
+            "scatter-max": "bound to the dtypes that it was traced in",
+            "iota": "nothing here may be cast",
+        },
+    ),
+    "a comparison reads half activations as they are": plans(
+        compared, gt=[HALF], lt=[HALF]
+    ),
+    "a comparison of two dtypes is made in f32": plans(
+        lambda x, w: x @ w > jnp.exp(x @ w), gt=[F32]
+    ),
+    # Constants
+    **{
+        f"f16 has no place for {constant}": plus(constant, half=F16, add=[F32])
+        for constant in (-1e9, LOWEST, 1e5, 1e-8)
+    },
+    **{
+        f"{constant} fits in {dtype}": plus(constant, half=dtype, add=[dtype])
+        for constant, dtype in ((-1e9, BF16), (1e-8, BF16), (1e-3, F16))
+    },
+    "the smallest f32 does not fit bf16 either": plus(LOWEST, half=BF16, add=[F32]),
+    "a misfit travels into a jit": plans(
+        lambda x, w: jax.jit(lambda h, c: h + c)(x @ w, -1e9) @ w, half=F16, add=[F32]
+    ),
+}
+MASKS = {
+    "multiplied": lambda m: (1.0 - m) * -1e9,
+    "selected": lambda m: jnp.where(m > 0, 0.0, -1e9),
+    "broadcast": lambda m: jnp.broadcast_to(jnp.float32(-1e9), m.shape),
+    "an array": lambda m: jnp.array([[-1e9] * 16], jnp.float32),
+    "in a jit": lambda m: jax.jit(lambda m: m * -1e9)(m),
+    "of integers": lambda m: jnp.where(m > 0, 0, -1_000_000_000).astype(jnp.float32),
+    "a difference": lambda m: 1e9 - m,
+}
+PLANNED |= {
+    f"a misfit travels through operations on free values, {name}": plans(
+        lambda x, w, m, mask=mask: (x @ w + mask(m)) @ w,
+        *(X, W, X),
+        half=F16,
+        add=[..., F32],
+    )
+    for name, mask in MASKS.items()
+}
+
+
+@each_plan(PLANNED)
+def test_planned(row, half):
+    check_plan(row, half)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +235,7 @@ def test_a_convolution_runs_in_the_compute_dtype(half):
     ],
 )
 def test_an_operation_without_range_in_half_runs_in_f32(function, primitive, half):
-    fn = autocast(lambda x, w: function(x @ w), half)
-    rows = dtypes_of(fn, X, W, primitive=primitive)
-    assert rows and all(set(row) == {"float32"} for row in rows)
+    check_plan(plans(lambda x, w: function(x @ w), **{primitive: {F32}}), half)
 
 
 @pytest.mark.parametrize(
@@ -80,79 +243,7 @@ def test_an_operation_without_range_in_half_runs_in_f32(function, primitive, hal
     [(jnp.tanh, "tanh"), (jax.nn.relu, "max"), (jax.nn.silu, "logistic")],
 )
 def test_an_elementwise_operation_between_products_stays_low(function, primitive, half):
-    fn = autocast(lambda x, w: function(x @ w) @ w, half)
-    rows = dtypes_of(fn, X, W, primitive=primitive)
-    assert rows and all(set(row) == {half} for row in rows)
-
-
-def test_a_bias_added_after_a_product_stays_low_and_the_residual_stream_too(half):
-    def block(x, w, b):
-        h = x @ w + b
-        h = h + jnp.tanh(h) @ w
-        return h @ w
-
-    bias = jnp.ones((1, 16))
-    rows = dtypes_of(autocast(block, half), X, W, bias, primitive="add")
-    assert rows == [(half, half, half)] * 2
-
-
-def test_an_f32_operand_made_from_activations_makes_the_result_f32(half):
-    fn = autocast(lambda x, w: (x @ w) * jnp.exp(x @ w) @ w, half)
-    assert dtypes_of(fn, X, W, primitive="mul") == [("float32",) * 3]
-
-
-def test_a_table_of_constants_does_not_drag_an_activation_to_f32(half):
-    def rotate(x, w):
-        angle = jnp.outer(jnp.arange(8.0), 1e4 ** -(jnp.arange(16.0) / 16))
-        return (x @ w * jnp.cos(angle)) @ w
-
-    fn = autocast(rotate, half)
-    assert results_of(fn, X, W, primitive="cos") == ["float32"]
-    assert dtypes_of(fn, X, W, primitive="mul")[-1] == (half,) * 3
-
-
-def test_what_only_parameters_and_inputs_make_is_left_untouched(half):
-    def standardised(x, w):
-        w = (w - jnp.mean(w)) / (jnp.std(w) + jnp.float32(1e-5))
-        return x @ w
-
-    fn = autocast(standardised, half)
-    assert set(results_of(fn, X, W, primitive="sub")) == {"float32"}
-    assert results_of(fn, X, W, primitive="dot_general") == [half]
-
-
-# Early up-casts
-
-
-def test_what_only_feeds_f32_operations_runs_in_f32(half):
-    def variance(x, w):
-        h = x @ w
-        return jnp.sum(jnp.square(h * 2.0)), h @ w
-
-    rows = dtypes_of(autocast(variance, half), X, W, primitive="square")
-    assert rows == [("float32", "float32")]
-    rows = dtypes_of(autocast(variance, half), X, W, primitive="mul")
-    assert rows == [("float32",) * 3]
-
-
-def test_an_output_in_f32_is_an_f32_consumer(half):
-    fn = autocast(lambda x, w: x @ w + 1.0, half)
-    assert dtypes_of(fn, X, W, primitive="add") == [("float32",) * 3]
-
-
-def test_a_second_reader_does_not_change_what_a_value_is_computed_in(half):
-    def fn(x, w):
-        h = jnp.tanh(x @ w)
-        return jnp.sum(h), h @ w
-
-    assert results_of(autocast(fn, half), X, W, primitive="tanh") == ["float32"]
-    assert reason_of(fn, X, W, operation="tanh") == "an f32 operation reads it"
-
-
-def test_the_early_up_cast_passes_through_an_inner_jit(half):
-    inner = jax.jit(lambda h: h * 3.0)
-    fn = autocast(lambda x, w: jnp.sum(jax.jit(lambda h: inner(h))(x @ w)), half)
-    assert dtypes_of(fn, X, W, primitive="mul") == [("float32",) * 3]
+    check_plan(plans(lambda x, w: function(x @ w) @ w, **{primitive: {HALF}}), half)
 
 
 # Softmax, norms and losses
@@ -170,19 +261,19 @@ def test_a_softmax_is_f32_from_end_to_end(function, half):
 
 def test_a_softmax_over_more_entries_than_f16_counts_is_right():
     x, w = jnp.ones((1, 4)), jnp.zeros((4, 70_000))
-    probabilities = amp.autocast(lambda x, w: jax.nn.softmax(x @ w), F16)(x, w)
+    probabilities = amp.autocast(lambda x, w: jax.nn.softmax(x @ w), MIXED_F16)(x, w)
     np.testing.assert_allclose(probabilities, 1 / 70_000, rtol=1e-6)
-    logs = amp.autocast(lambda x, w: jax.nn.log_softmax(x @ w), F16)(x, w)
+    logs = amp.autocast(lambda x, w: jax.nn.log_softmax(x @ w), MIXED_F16)(x, w)
     np.testing.assert_allclose(logs, -np.log(70_000), rtol=1e-6)
 
 
 def test_a_norm_of_large_activations_does_not_overflow_in_f16():
     x, w = jnp.full((1, 4), 100.0), jnp.full((4, 3), 1.0)
-    norm = amp.autocast(lambda x, w: jnp.linalg.norm(x @ w), F16)(x, w)
+    norm = amp.autocast(lambda x, w: jnp.linalg.norm(x @ w), MIXED_F16)(x, w)
     np.testing.assert_allclose(norm, 400 * np.sqrt(3), rtol=1e-6)
     # Traced in f16, jnp squares in f16: 400 * 400 is inf there.
     half = jnp.asarray(x, jnp.float16), jnp.asarray(w, jnp.float16)
-    norm = amp.autocast(lambda x, w: jnp.linalg.norm(x @ w), F16)(*half)
+    norm = amp.autocast(lambda x, w: jnp.linalg.norm(x @ w), MIXED_F16)(*half)
     assert norm.dtype == jnp.float16
     np.testing.assert_allclose(float(norm), 400 * np.sqrt(3), rtol=2**-10)
 
@@ -194,41 +285,15 @@ def test_an_l2_loss_of_large_errors_does_not_overflow_in_f16():
     def loss(x, w):
         return optax.l2_loss(x @ w, target), x @ w @ jnp.ones((3, 3))
 
-    (losses, _) = amp.autocast(loss, F16)(x, w)
+    (losses, _) = amp.autocast(loss, MIXED_F16)(x, w)
     np.testing.assert_allclose(losses, 400.0**2 / 2, rtol=1e-6)
 
 
 def test_a_target_that_f16_cannot_hold_is_not_cast():
     target = jnp.full((8, 16), 1e5)
-    fn = amp.autocast(lambda x, w: jnp.mean((x @ w - target) ** 2), F16)
+    fn = amp.autocast(lambda x, w: jnp.mean((x @ w - target) ** 2), MIXED_F16)
     loss = fn(jnp.zeros((8, 16)), jnp.zeros((16, 16)))
     np.testing.assert_allclose(loss, 1e10, rtol=1e-6)
-
-
-def test_a_users_own_function_called_norm_is_nothing_special(half):
-    def norm(h):
-        return jnp.tanh(h) * 0.5
-
-    fn = autocast(lambda x, w: norm(x @ w) @ w, half)
-    assert results_of(fn, X, W, primitive="tanh") == [half]
-
-
-def test_a_product_that_names_its_algorithm_keeps_the_dtypes_it_names(half):
-    def fn(x, w):
-        return lax.dot(x, w, precision=lax.DotAlgorithmPreset.F32_F32_F32)
-
-    rows = dtypes_of(autocast(fn, half), X, W, primitive="dot_general")
-    assert rows == [("float32",) * 3]
-
-
-def test_explain_says_what_an_operation_is_bound_to(half):
-    def fn(x, w):
-        return jax.ops.segment_max(x @ w, jnp.arange(8) // 2, 4)
-
-    reason = reason_of(fn, X, W, operation="scatter-max", policy=f"mixed_{half}")
-    assert reason == "bound to the dtypes that it was traced in"
-    reason = reason_of(fn, X, W, operation="iota", policy=f"mixed_{half}")
-    assert reason == "nothing here may be cast"
 
 
 # The user's own classes
@@ -278,52 +343,6 @@ def test_a_user_lowers_a_built_in_function(half):
 
 
 # Constants
-
-
-@pytest.mark.parametrize("constant", [-1e9, float(jnp.finfo("float32").min), 1e5, 1e-8])
-def test_a_constant_that_f16_has_no_place_for_makes_its_equation_f32(constant):
-    fn = autocast(lambda x, w: (x @ w + constant) @ w, "float16")
-    assert dtypes_of(fn, X, W, primitive="add") == [("float32",) * 3]
-
-
-@pytest.mark.parametrize(
-    ("constant", "dtype"), [(-1e9, "bfloat16"), (1e-8, "bfloat16"), (1e-3, "float16")]
-)
-def test_a_constant_that_fits_leaves_its_equation_low(constant, dtype):
-    fn = autocast(lambda x, w: (x @ w + constant) @ w, dtype)
-    assert dtypes_of(fn, X, W, primitive="add") == [(dtype,) * 3]
-
-
-def test_the_smallest_f32_does_not_fit_bf16_either():
-    lowest = float(jnp.finfo(jnp.float32).min)
-    fn = autocast(lambda x, w: (x @ w + lowest) @ w, "bfloat16")
-    assert dtypes_of(fn, X, W, primitive="add") == [("float32",) * 3]
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        lambda m: (1.0 - m) * -1e9,
-        lambda m: jnp.where(m > 0, 0.0, -1e9),
-        lambda m: jnp.broadcast_to(jnp.float32(-1e9), m.shape),
-        lambda m: jnp.array([[-1e9] * 16], jnp.float32),
-        lambda m: jax.jit(lambda m: m * -1e9)(m),
-        lambda m: jnp.where(m > 0, 0, -1_000_000_000).astype(jnp.float32),
-        lambda m: 1e9 - m,
-    ],
-)
-def test_a_misfit_travels_through_operations_on_free_values(mask):
-    def fn(x, w, m):
-        return (x @ w + mask(m)) @ w
-
-    rows = dtypes_of(autocast(fn, "float16"), X, W, X, primitive="add")
-    assert rows[-1] == ("float32",) * 3
-
-
-def test_a_misfit_travels_into_a_jit(half):
-    add = jax.jit(lambda h, c: h + c)
-    fn = autocast(lambda x, w: add(x @ w, -1e9) @ w, "float16")
-    assert dtypes_of(fn, X, W, primitive="add") == [("float32",) * 3]
 
 
 @pytest.mark.breadth(1)
@@ -378,22 +397,6 @@ def test_a_mask_that_saturates_may_be_a_number_and_keeps_what_is_infinite():
     np.testing.assert_array_equal(infinite, np.full((8, 16), -np.inf))
 
 
-def test_an_exact_operation_is_not_cast_early_for_nothing(half):
-    # A selection rounds nothing: in f32 its derivative would keep f32 zeros.
-    def attend(x, w):
-        scores = jnp.where(x > 0, x @ w, -1e4)
-        return jax.nn.softmax(scores) @ w
-
-    rows = results_of(autocast(attend, half), X, W, primitive="select_n")
-    assert rows[-1] == half
-
-    def scaled(x, w):
-        return jax.nn.softmax(jnp.where(x > 0, x @ w * 0.3, 0.0)) @ w
-
-    rows = results_of(autocast(scaled, half), X, W, primitive="select_n")
-    assert rows == ["float32"]  # with the product before it, that gains
-
-
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_a_fully_masked_row_has_no_nan(policy):
     lowest = float(jnp.finfo(jnp.float32).min)
@@ -408,7 +411,7 @@ def test_a_fully_masked_row_has_no_nan(policy):
 
 def test_a_small_denominator_keeps_its_epsilon_in_f16():
     x, w = jnp.zeros((8, 16)), jnp.ones((16, 16))
-    fn = amp.autocast(lambda x, w: ((x @ w) / (x @ w + 1e-8)) @ w, F16)
+    fn = amp.autocast(lambda x, w: ((x @ w) / (x @ w + 1e-8)) @ w, MIXED_F16)
     assert np.isfinite(np.asarray(fn(x, w))).all()
 
 
@@ -425,23 +428,15 @@ def test_an_explicit_cast_is_obeyed(half):
     assert out.dtype == jnp.bfloat16
 
 
-def test_an_explicit_up_cast_of_half_activations_stays_f32(half):
-    def fn(x, w):
-        h = (x.astype(half) @ w.astype(half)).astype(jnp.float32)
-        return jnp.tanh(h) @ w
-
-    assert results_of(autocast(fn, half), X, W, primitive="tanh") == ["float32"]
-
-
 def test_a_cast_up_and_down_again_vanishes():
     def fn(x, w):
         h = (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
         return h.astype(jnp.float16) @ w.astype(jnp.float16)
 
-    casts = casts_of(amp.autocast(fn, F16), X, W)
+    casts = casts_of(amp.autocast(fn, MIXED_F16), X, W)
     assert not [c for c in casts if c[1:] == ("float16", "float32")]
     x, w = jnp.ones((8, 16)), jnp.ones((16, 16))
-    np.testing.assert_array_equal(amp.autocast(fn, F16)(x, w), fn(x, w))
+    np.testing.assert_array_equal(amp.autocast(fn, MIXED_F16)(x, w), fn(x, w))
 
 
 def test_a_sum_of_f16_divided_by_its_count_is_finite():
@@ -450,7 +445,9 @@ def test_a_sum_of_f16_divided_by_its_count_is_finite():
 
     x = jnp.full((8192, 2), 20.0, jnp.float16)
     assert np.isinf(np.asarray(mean(x))).all()  # 8192 * 20 > 65504
-    out = amp.autocast(lambda x, w: mean(x @ w), F16)(x, jnp.eye(2, dtype=jnp.float16))
+    out = amp.autocast(lambda x, w: mean(x @ w), MIXED_F16)(
+        x, jnp.eye(2, dtype=jnp.float16)
+    )
     assert out.dtype == jnp.float16
     np.testing.assert_allclose(np.asarray(out, np.float64), 20.0, rtol=2**-10)
 
@@ -459,7 +456,7 @@ def test_a_standard_deviation_of_f16_does_not_overflow_in_its_variance():
     # jnp casts the variance, 160000, back to f16 and takes the root of inf.
     x = jnp.array([[-400.0], [400.0]] * 4, jnp.float16)
     assert np.isinf(float(jnp.std(x)))
-    found = amp.autocast(lambda x, w: jnp.std(x @ w), F16)(
+    found = amp.autocast(lambda x, w: jnp.std(x @ w), MIXED_F16)(
         x, jnp.ones((1, 1), jnp.float16)
     )
     assert found.dtype == jnp.float16
@@ -489,15 +486,6 @@ def test_a_parameter_is_cast_at_each_use_so_that_its_gradients_sum_in_f32(half):
     assert casts.count(("(16, 16)", "float32", half)) == 2
     grad = jax.grad(autocast(tied, half))
     assert results_of(grad, W, X, primitive="add_any")[-1] == "float32"
-
-
-def test_a_bias_is_cast_before_it_is_broadcast(half):
-    def fn(x, w, b):
-        return (x @ w + jnp.broadcast_to(b, (8, 16))) @ w
-
-    b = jax.ShapeDtypeStruct((16,), jnp.float32)
-    rows = dtypes_of(autocast(fn, half), X, W, b, primitive="broadcast_in_dim")
-    assert rows == [(half, half)]
 
 
 def test_a_moved_parameter_that_is_used_twice_sums_its_gradients_in_f32(half):
@@ -558,7 +546,7 @@ def test_a_norm_takes_half_and_keeps_its_own_parameters_in_f32(half):
 
     tokens = jnp.zeros((2, 4), jnp.int32)
     net = Net()
-    variables = net.init(jax.random.key(0), tokens)
+    variables = jax.eval_shape(net.init, jax.random.key(0), tokens)
     casts = casts_of(autocast(lambda v: net.apply(v, tokens), half), variables)
     stream = [c for c in casts if c[0] == "(2, 4, 16)"]
     assert stream == [
@@ -573,20 +561,6 @@ def test_a_norm_takes_half_and_keeps_its_own_parameters_in_f32(half):
 
 
 @pytest.mark.breadth(2)
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
-def test_a_softmax_between_half_values_saves_no_f32(half, wrap):
-    softmax = wrap(lambda scores: jax.nn.softmax(scores))
-
-    def attend(x, w):
-        return softmax((x @ w) @ w.T) @ w
-
-    x, w = jnp.ones((8, 16)), jnp.ones((16, 16))
-    _, backward = jax.vjp(autocast(attend, half), x, w)
-    saved = [v for v in jax.tree.leaves(backward) if v.shape == (8, 16)]
-    assert saved and {v.dtype.name for v in saved} == {half}
-
-
-@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "function",
     [
@@ -594,8 +568,9 @@ def test_a_softmax_between_half_values_saves_no_f32(half, wrap):
         lambda h: jnp.log1p(jnp.var(h)),
         lambda h: h / jnp.linalg.norm(h, axis=-1, keepdims=True),
         lambda h: optax.softmax_cross_entropy_with_integer_labels(h, jnp.arange(8)),
+        lambda h: jax.nn.softmax(h) ** 2,
     ],
-    ids=["entropy", "variance", "unit", "loss"],
+    ids=["entropy", "variance", "unit", "loss", "softmax"],
 )
 def test_f32_operations_between_half_values_save_no_f32(half, function):
     def fn(x, w):
@@ -637,30 +612,6 @@ def test_gradients_of_what_is_read_in_f32_are_added_up_in_f32(half):
     assert sums and ("float32",) * 3 in sums and (half,) * 3 not in sums
 
 
-def test_effects_happen_in_the_order_of_the_program_around_f32_operations(half):
-    seen = []
-
-    def noted(name, x):
-        def note(x):
-            seen.append(name)
-            return x
-
-        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return jax.experimental.io_callback(note, shape, x, ordered=True)
-
-    def fn(x, w):
-        h = x @ w
-        first = noted("first", jax.nn.softmax(h) @ w)
-        # An operation on `h` in f32 as the softmax is, that waits for the second.
-        second = jnp.exp(h * noted("second", w[:8]))
-        return first + second @ w
-
-    x, w = jnp.ones((8, 16)), 0.1 * jnp.ones((16, 16))
-    jax.block_until_ready(jax.jit(autocast(fn, half))(x, w))
-    jax.effects_barrier()
-    assert seen == ["first", "second"]
-
-
 def test_an_f32_value_that_comes_back_through_half_does_not_wait_for_itself(half):
     def fn(x, w):
         a = jnp.exp(x @ w)  # f32, read by a product and by the sum after it
@@ -699,7 +650,7 @@ def test_what_only_the_results_read_runs_in_the_order_of_what_it_reads(half):
 # Half operands with an f32 result
 
 
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", [BF16, F16_IF_SLOW])
 def test_a_product_with_an_f32_result_has_half_products_in_its_backward_pass(dtype):
     def fn(x, w):
         x, w = x.astype(dtype), w.astype(dtype)
@@ -788,7 +739,7 @@ def test_the_layer_inside_weight_norm_is_not_a_norm(half):
 
     net = Net()
     x = jnp.ones((2, 16))
-    variables = net.init(jax.random.key(0), x)
+    variables = jax.eval_shape(net.init, jax.random.key(0), x)
     fn = autocast(net.apply, half)
     assert results_of(fn, variables, x, primitive="dot_general") == [half, half]
     assert results_of(fn, variables, x, primitive="tanh") == [half]
@@ -797,32 +748,11 @@ def test_the_layer_inside_weight_norm_is_not_a_norm(half):
 def test_statistics_of_a_norm_are_as_in_f32():
     net = nn.BatchNorm(use_running_average=False, momentum=0.5)
     x = jax.random.normal(jax.random.key(0), (64, 4)) + 100.0
-    variables = net.init(jax.random.key(0), x)
+    variables = jax.jit(net.init)(jax.random.key(0), x)
     apply = lambda v, x: net.apply(v, x, mutable=["batch_stats"])  # noqa: E731
-    _, expected = apply(variables, x)
-    _, found = amp.autocast(apply, F16)(variables, x)
+    _, expected = jax.jit(apply)(variables, x)
+    _, found = jax.jit(amp.autocast(apply, MIXED_F16))(variables, x)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-def test_a_comparison_reads_half_activations_as_they_are():
-    def fn(w, x):
-        h = x @ w
-        return jnp.sum(jnp.where(h > 0.5, h, 2 * h) @ w), h < h.T
-
-    args = jnp.ones((4, 4)), jnp.ones((4, 4))
-    for primitive in ("gt", "lt"):
-        ((*operands,),) = dtypes_of(amp.autocast(fn), *args, primitive=primitive)
-        assert operands == ["bfloat16"] * 2
-
-
-def test_a_comparison_of_two_dtypes_is_made_in_f32():
-    def fn(w, x):
-        h = x @ w
-        return h > jnp.exp(h)
-
-    args = jnp.ones((4, 4)), jnp.ones((4, 4))
-    ((*operands,),) = dtypes_of(amp.autocast(fn), *args, primitive="gt")
-    assert operands == ["float32"] * 2
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
@@ -848,10 +778,18 @@ def test_a_product_that_is_not_of_castable_floats_runs_as_traced(dtype):
     np.testing.assert_array_equal(jax.grad(fn)(w, x), expected)
 
 
-def test_tokens_go_through():
+@pytest.mark.parametrize(
+    "beside",
+    [
+        lambda x: lax.after_all(lax.create_token(x)),
+        lambda x: lax.while_loop(lambda _: jnp.sum(x) < 0.0, lambda _: (), ()),
+    ],
+    ids=["a token", "a loop that carries nothing"],
+)
+def test_it_is_planned_beside(beside):
     def fn(w, x):
-        lax.after_all(lax.create_token(w))
-        return jnp.sum(w @ x)
+        beside(x)
+        return jnp.sum(x @ w)
 
     assert amp.autocast(fn)(jnp.ones((4, 4)), jnp.ones((4, 4))) == 64.0
 
@@ -869,16 +807,6 @@ def test_a_lookup_of_labels_that_the_user_wants_low_has_no_scatter_in_its_deriva
 
 
 def test_a_product_that_asks_for_f32_hands_on_f32():
-    def fn(w, x):
-        return 1.5 * jnp.dot(x, w, preferred_element_type=jnp.float32)
-
+    fn = lambda w, x: 1.5 * jnp.dot(x, w, preferred_element_type=F32)  # noqa: E731
     half = jnp.ones((4, 4), jnp.bfloat16)
     assert casts_of(amp.autocast(fn), half, half) == []
-
-
-def test_a_loop_that_carries_nothing_is_planned():
-    def fn(w, x):
-        lax.while_loop(lambda _: jnp.sum(x) < 0.0, lambda _: (), ())
-        return jnp.sum(x @ w)
-
-    assert amp.autocast(fn)(jnp.ones((4, 4)), jnp.ones((4, 4))) == 64.0

@@ -14,7 +14,7 @@ from flax import linen as nn
 from jax import lax
 
 import jmp_amp as amp
-from tests.programs import dtypes_of, equations, results_of
+from tests.programs import F16_IF_SLOW, dtypes_of, equations, results_of
 from tests.rounding import assert_only_rounded
 
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -25,7 +25,7 @@ SCALES = {"params": {"scale": jnp.ones(16), "bias": jnp.zeros(16)}}
 IDS = jnp.array([0, 3, 3, 1])
 
 
-@pytest.fixture(params=["bfloat16", "float16"])
+@pytest.fixture(params=["bfloat16", F16_IF_SLOW])
 def half(request):
     return request.param
 
@@ -112,9 +112,9 @@ def test_a_bias_is_added_to_a_costly_f32_value_in_f32_and_half_keeps_the_sum(hal
     assert not [x for x in saved if x.dtype == jnp.float32 and x.shape == (8, 16)]
 
 
-# Their digits are those that the costly value has and half precision has not.
+# Their digits are those that the costly value has and half precision has not; the plain
+# difference is in `tests/plan/rules`.
 DELICATE = {
-    "a difference": ("sub", lambda c: c[1:] - c[:-1]),
     "a difference of lookups": (
         "sub",
         lambda c: c[jnp.arange(1, 8)] - c[jnp.arange(7)],
@@ -147,11 +147,6 @@ def test_what_needs_the_digits_of_a_costly_f32_value_has_them(name, operation, h
     scale = np.abs(read).max(initial=0.0)
     wanted = read @ np.asarray(W, np.float64)
     assert np.abs(jax.jit(mixed)(X) - wanted).max() <= 16 * jnp.finfo(half).eps * scale
-
-
-def test_what_reads_a_cheap_f32_value_is_f32(half):
-    fn = autocast(lambda w: jnp.cos(jnp.exp(X @ w)) @ w, half)
-    assert results_of(fn, W, primitive="cos") == ["float32"]
 
 
 def test_what_f32_reads_too_does_not_fall(half):
@@ -213,20 +208,6 @@ def test_a_norm_of_a_costly_f32_value_has_its_digits(half):
 # What a parameter scales
 
 
-def unit(h):
-    return h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + 1e-3)
-
-
-def test_the_last_step_of_a_norm_is_half(half):
-    def fn(w, scale):
-        return (unit(X @ w) * scale) @ w
-
-    rows = dtypes_of(autocast(fn, half), W, SCALE, primitive="mul")
-    assert rows[-1] == (half,) * 3
-    assert set(rows[:-1]) == {("float32",) * 3}
-    assert_loss_is_only_rounded(fn, W, SCALE)
-
-
 def test_what_a_parameter_scales_falls_to_f16_only_if_it_is_normalized():
     def fn(w, scale):
         return (jnp.exp(X * 0 + jnp.ones((8, 16)) @ w) * scale) @ w
@@ -240,11 +221,6 @@ def test_what_a_parameter_scales_falls_to_f16_only_if_it_is_normalized():
     found = jax.jit(autocast(fn, "float16"))(w, scale)
     expected = 12e-3 * np.exp(12.0)
     np.testing.assert_allclose(found, expected, rtol=4 * 2.0**-10)
-
-
-def test_what_a_constant_scales_does_not_fall(half):
-    fn = autocast(lambda w: jnp.exp(X @ w) * 0.3 @ w, half)
-    assert dtypes_of(fn, W, primitive="mul") == [("float32",) * 3]
 
 
 def test_an_f32_result_of_a_call_is_handed_out_in_half_if_only_half_reads_it(half):
@@ -265,20 +241,6 @@ def test_an_f32_result_of_a_call_is_handed_out_in_half_if_only_half_reads_it(hal
 def both_ways(x, w):
     """Reads `w` twice; nothing but its two gradients is added up for the derivative."""
     return jnp.sum((x @ w) * (x[::-1] @ w))
-
-
-@pytest.mark.parametrize(
-    "move",
-    [
-        lambda w: lax.rev(w, (0,)),
-        lambda w: jnp.flip(w, 0),
-        jax.jit(lambda w: lax.rev(w, (0,))),
-    ],
-    ids=["operation", "helper", "jit"],
-)
-def test_gradients_of_a_parameter_that_is_moved_are_summed_in_f32(move, half):
-    gradient = jax.grad(autocast(lambda w: both_ways(X, move(w)), half))
-    assert dtypes_of(gradient, W, primitive="add_any") == [("float32",) * 3]
 
 
 def test_gradients_of_a_parameter_that_a_branch_hands_on_are_summed_in_f32(half):
@@ -314,11 +276,13 @@ def test_what_is_computed_from_parameters_is_kept_in_half_if_only_half_reads_it(
 @pytest.mark.parametrize(
     "read_twice",
     [
+        lambda w: both_ways(X, lax.rev(w, (0,))),
+        lambda w: both_ways(X, jnp.flip(w, 0)),
         lambda w: both_ways(X, jnp.sin(w)),
         lambda w: jax.jit(functools.partial(both_ways, X))(lax.rev(w, (0,))),
         lambda w: both_ways(X, lax.optimization_barrier(lax.rev(w, (0,)))),
     ],
-    ids=["computed", "in a call", "passed on"],
+    ids=["moved", "moved by a helper", "computed", "in a call", "passed on"],
 )
 def test_gradients_of_what_is_made_of_a_parameter_are_summed_in_f32(read_twice, half):
     gradient = jax.grad(autocast(read_twice, half))
@@ -360,11 +324,6 @@ def test_the_sum_of_two_embeddings_is_half_if_only_half_reads_it(half):
     assert [row for row in rows if row] == [("float32",) * 3]
 
 
-def test_the_sum_of_what_parameters_were_computed_to_is_f32(half):
-    fn = autocast(lambda w: X @ (jnp.sin(w) + jnp.cos(w)), half)
-    assert dtypes_of(fn, W, primitive="add") == [("float32",) * 3]
-
-
 # What f32 reads
 
 
@@ -388,12 +347,11 @@ def test_what_is_looked_up_in_activations_for_f32_is_half_if_it_is_more(half):
         assert results_of(fn, W, primitive="sin") == [dtype]
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
-def test_what_is_looked_up_is_f32_if_f32_reads_the_activations_too(wrap, half):
+def test_what_is_looked_up_is_f32_if_f32_reads_the_activations_too(half):
     # So that their gradients are summed in f32.
     def fn(w):
-        loss = wrap(lambda h: jnp.sum(jnp.exp(h)) + jnp.sum(jnp.exp(h[IDS])))
-        return loss(jnp.sin(X @ w))
+        h = jnp.sin(X @ w)
+        return jnp.sum(jnp.exp(h)) + jnp.sum(jnp.exp(h[IDS]))
 
     assert results_of(autocast(fn, half), W, primitive="gather") == ["float32"]
     sums = results_of(jax.grad(autocast(fn, half)), W, primitive="add_any")

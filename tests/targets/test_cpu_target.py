@@ -165,7 +165,7 @@ def test_the_products_of_a_module_are_those_of_its_policy(native):
             return nn.Dense(128, name="head")(x)
 
     model, x = Two(), jnp.ones(SHAPE)
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
     policies = amp.PolicyMap("mixed_bfloat16", {"head": "float32"})
     apply = amp.autocast(model.apply, policies, target="cpu")
     assert products(apply, variables, x) == [NATIVE, ("float32",) * 3]
@@ -206,7 +206,7 @@ def test_a_norm_takes_and_hands_on_f32_on_a_cpu(native):
             return nn.Dense(128)(nn.gelu(x))
 
     model, ids = Embedded(), jnp.zeros(128, int)
-    variables = model.init(jax.random.key(0), ids)
+    variables = jax.eval_shape(model.init, jax.random.key(0), ids)
 
     apply = amp.autocast(model.apply, target="cpu")
     casts = [each for each in lowered(apply, variables, ids) if each[0] == "convert"]
@@ -386,7 +386,7 @@ def test_an_entry_that_switches_fp8_off_is_no_reason_on_a_cpu(native):
             return nn.Dense(128, name="head")(nn.gelu(nn.Dense(128, name="body")(x)))
 
     model, x = Two(), jnp.ones(SHAPE)
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
     policies = amp.PolicyMap("fp8", {"head": "mixed_bfloat16"})
     report = amp.explain(model.apply, policies, target="cpu")(variables, x)
     reason = "on this CPU: bf16 x bf16 -> f32"
@@ -408,7 +408,7 @@ def test_half_parameters_are_multiplied_as_they_are_stored(native):
     policy = amp.Policy(BF16, BF16, F32)
     fn = amp.autocast(lambda w, x: jax.nn.relu(x @ w), policy, target="cpu")
     assert products(fn, w, x) == [NATIVE]
-    gradient = jax.grad(lambda w, x: jnp.sum(fn(w, x)))(w, x)
+    gradient = jax.jit(jax.grad(lambda w, x: jnp.sum(fn(w, x))))(w, x)
     exact = np.asarray(x, float).T @ (np.asarray(x, float) @ np.asarray(w, float) > 0)
     np.testing.assert_array_equal(gradient.astype(F32), exact)
 

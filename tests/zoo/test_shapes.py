@@ -96,6 +96,7 @@ def test_a_step_on_an_h100_needs_no_more_memory_than_by_hand(model, shape, progr
     assert round(ours["temp"] / limit, 2) <= 1.00
 
 
+@pytest.mark.slow
 def test_an_unbatched_case_is_the_mean_of_its_examples():
     case = zoo.CASES["mlp", "small"]
     mapped = unbatched(case, 3)

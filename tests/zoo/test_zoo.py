@@ -52,12 +52,21 @@ WHOLE = [m for m in zoo.MODELS if m not in compare_precision.AS_TRACED]
 IN_F16_TOO = ("mlp", "transformer", "gpt_scan", "lstm", "moe", "resnet")
 
 
+# Their layers are those of a model that is traced by default, in fewer equations.
+LIKE_OTHERS = ("clip", "encoder_decoder", "gpt", "resnet", "unet", "vit")
+
+
+def marks_of(model: str, dtype: str) -> list[pytest.MarkDecorator]:
+    by_default = model == "moe" if dtype == "float16" else model not in LIKE_OTHERS
+    return [pytest.mark.xdist_group(model), *[pytest.mark.slow] * (not by_default)]
+
+
 def each_program(models: Sequence[str], dtypes: Sequence[str]) -> pytest.MarkDecorator:
     """One process for a model (`--dist loadgroup`): its programs are made once."""
     return pytest.mark.parametrize(
         ("model", "program", "dtype"),
         [
-            pytest.param(*(model, program, dtype), marks=pytest.mark.xdist_group(model))
+            pytest.param(*(model, program, dtype), marks=marks_of(model, dtype))
             for model in models
             for program in ("autocast", "forward")[: 1 + (model in WRAPPED)]
             for dtype in dtypes

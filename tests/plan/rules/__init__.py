@@ -8,6 +8,7 @@ the name of its rule.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -69,3 +70,62 @@ def stored(*program: Any, **how: str) -> list[str]:
 def rewritten(*program: Any, **how: str) -> list[bool]:
     """Whether each equation is bound otherwise than as traced."""
     return [each.rewrite is not None for each in planned_equations(*program, **how)]
+
+
+def reasons(*program: Any, **how: str) -> list[str]:
+    """Why each equation computes in its dtype."""
+    return [each.reason for each in planned_equations(*program, **how)]
+
+
+def needed(
+    *args: Any,
+    of: str,
+    gets: list[Any],
+    nearest: list[Any],
+    half: str = BF16,
+    other_half: list[Any] | None = None,
+    read: Callable[..., list[Any]] = planned,
+) -> Callable[[Callable[..., Any]], Callable[[], None]]:
+    """Returns a decorator that makes the test of a rule from its two programs.
+
+    The program without the rule, and the nearest one with it, have the same.
+
+    Args:
+      args: what the programs are given, by default `X, W`.
+      of: the primitive that is looked at.
+      gets: what `read` finds of the program that needs the rule.
+      nearest: what it finds of the other one.
+      half: the half dtype.
+      other_half: what `read` finds of the first program in the other half dtype.
+      read: one of the functions above.
+    """
+
+    def of_program(program: Callable[..., Any]) -> Callable[[], None]:
+        """Of (whether it is the program that needs the rule, *args) -> its results."""
+        rule = program.__name__.removeprefix("test_")
+
+        def test() -> None:
+            needs, near = (functools.partial(program, each) for each in (True, False))
+            read_of = functools.partial(read, of=of, half=half)
+            given = args or (X, W)
+            found = {
+                "the program": read_of(needs, *given),
+                "without the rule": read_of(needs, *given, without=rule),
+                "its nearest": read_of(near, *given),
+            }
+            expected = {
+                "the program": gets,
+                "without the rule": nearest,
+                "its nearest": nearest,
+            }
+            if other_half is not None:
+                other = F16 if half == BF16 else BF16
+                found[other] = read(needs, *given, of=of, half=other)
+                expected[other] = other_half
+            assert found == expected, f"{found} for {expected}"
+
+        test.__name__ = program.__name__
+        test.__module__ = program.__module__
+        return test
+
+    return of_program

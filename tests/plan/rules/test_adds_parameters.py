@@ -2,16 +2,9 @@
 
 import jax.numpy as jnp
 
-from tests.plan.rules import BF16, F32, W, X, planned
+from tests.plan.rules import BF16, F32, W, X, needed
 
 
-def test_adds_parameters():
-    def embedded(x, w, v):
-        return x @ (w + v)
-
-    def nearest(x, w, v):
-        return x @ (w + jnp.sin(v))
-
-    assert planned(embedded, X, W, W, of="add") == [BF16]
-    assert planned(embedded, X, W, W, of="add", without="adds_parameters") == [F32]
-    assert planned(nearest, X, W, W, of="add") == [F32]
+@needed(X, W, W, of="add", gets=[BF16], nearest=[F32])
+def test_adds_parameters(needs, x, w, v):
+    return x @ (w + (v if needs else jnp.sin(v)))

@@ -2,20 +2,17 @@
 
 import jax.numpy as jnp
 
-from tests.plan.rules import BF16, F32, W, X, array, planned
+from tests.plan.rules import BF16, F32, W, X, array, needed, planned
 
 
-def test_angle():
-    def warped(x, w, at):
-        return jnp.sin((at + x @ w) * 64.0) @ w
+@needed(X, W, X, of="add", gets=[F32], nearest=[BF16])
+def test_angle(needs, x, w, at):
+    curve = jnp.sin if needs else jnp.tanh
+    return curve((at + x @ w) * 64.0) @ w
 
-    def nearest(x, w, at):
-        return jnp.tanh((at + x @ w) * 64.0) @ w
 
+def test_a_bias_is_no_angle():
     def with_a_bias(x, w, bias):
         return jnp.sin((x @ w + bias) * 64.0) @ w
 
-    assert planned(warped, X, W, X, of="add") == [F32]
-    assert planned(warped, X, W, X, of="add", without="angle") == [BF16]
-    assert planned(nearest, X, W, X, of="add") == [BF16]
     assert planned(with_a_bias, X, W, array(1, 16), of="add") == [BF16]

@@ -3,22 +3,13 @@
 import jax.numpy as jnp
 from jax import lax
 
-from tests.plan.rules import BF16, F32, W, X, array, planned
+from tests.plan.rules import BF16, F32, W, X, array, needed
 
 
-def loop(keeps):
-    def turn(h, row, w):
+@needed(X, W, array(16), of="add", gets=[F32], nearest=[BF16])
+def test_carried(needs, x, w, h):
+    def turn(h, row):
         new = row @ w + jnp.tanh(h) @ w
-        return (new if keeps else jnp.cos(h)), new
+        return (new if needs else jnp.cos(h)), new
 
-    def fn(x, w, h):
-        return lax.scan(lambda h, row: turn(h, row, w), h, x)[1] @ w
-
-    return fn
-
-
-def test_carried():
-    args = (X, W, array(16))
-    assert planned(loop(True), *args, of="add") == [F32]
-    assert planned(loop(True), *args, of="add", without="carried") == [BF16]
-    assert planned(loop(False), *args, of="add") == [BF16]
+    return lax.scan(turn, h, x)[1] @ w

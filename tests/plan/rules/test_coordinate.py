@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from tests.plan.rules import BF16, F32, W, X, planned
+from tests.plan.rules import BF16, F32, W, X, needed, planned
 
 EDGES = np.arange(32) % 8
 
@@ -22,16 +22,8 @@ def test_coordinate_of_an_argument():
     assert planned(nearest, X, W, X, of="add")[0] == BF16
 
 
-def test_coordinate():
-    def between(x, w):
-        p = x @ w
-        return jnp.exp(p[EDGES] - p[EDGES[::-1]])
-
-    def nearest(x, w):
-        p = x @ w
-        return jnp.exp(p[EDGES] + p[EDGES[::-1]])
-
-    assert planned(between, X, W, of="gather") == [F32, F32]
-    found = planned(between, X, W, of="gather", without="coordinate")
-    assert found == [BF16, BF16]
-    assert planned(nearest, X, W, of="gather") == [BF16, BF16]
+@needed(of="gather", gets=[F32, F32], nearest=[BF16, BF16])
+def test_coordinate(needs, x, w):
+    p = x @ w
+    first, second = p[EDGES], p[EDGES[::-1]]
+    return jnp.exp(first - second if needs else first + second)

@@ -2,18 +2,10 @@
 
 import jax.numpy as jnp
 
-from tests.plan.rules import BF16, F32, W, X, planned
+from tests.plan.rules import BF16, F32, W, needed
 
 
-def test_factor():
-    def columns(x, y):
-        a = x.T @ y
-        return jnp.linalg.cholesky(a @ a.T)
-
-    def nearest(x, y):
-        a = x @ y
-        return jnp.linalg.cholesky(a @ a.T)
-
-    assert planned(columns, X, X, of="dot_general") == [F32, F32]
-    assert planned(columns, X, X, of="dot_general", without="factor")[0] == BF16
-    assert planned(nearest, W, W, of="dot_general")[0] == BF16
+@needed(W, W, of="dot_general", gets=[F32, F32], nearest=[BF16, F32])
+def test_factor(needs, x, y):
+    a = (x.T if needs else x) @ y
+    return jnp.linalg.cholesky(a @ a.T)

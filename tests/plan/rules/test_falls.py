@@ -2,17 +2,9 @@
 
 import jax.numpy as jnp
 
-from tests.plan.rules import BF16, F32, W, X, array, planned
+from tests.plan.rules import BF16, F32, W, X, array, needed
 
 
-def test_falls():
-    def norm(x, w, scale):
-        return (jnp.exp(x @ w) * scale) @ w
-
-    def nearest(x, w, scale):
-        return (jnp.exp(x @ w) * 0.3) @ w
-
-    args = (X, W, array(1, 16))
-    assert planned(norm, *args, of="mul") == [BF16]
-    assert planned(norm, *args, of="mul", without="falls") == [F32]
-    assert planned(nearest, *args, of="mul") == [F32]
+@needed(X, W, array(1, 16), of="mul", gets=[BF16], nearest=[F32])
+def test_falls(needs, x, w, scale):
+    return (jnp.exp(x @ w) * (scale if needs else 0.3)) @ w

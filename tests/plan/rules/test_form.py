@@ -2,17 +2,9 @@
 
 import jax.numpy as jnp
 
-from tests.plan.rules import BF16, F32, W, planned
+from tests.plan.rules import BF16, F32, W, needed
 
 
-def test_form():
-    def mapped(f, p, g):
-        return jnp.linalg.cholesky(f @ p @ f.T)
-
-    def nearest(f, p, g):
-        return jnp.linalg.cholesky(f @ p @ g.T)
-
-    args = (W, W, W)
-    assert planned(mapped, *args, of="dot_general") == [F32, F32]
-    assert planned(mapped, *args, of="dot_general", without="form")[0] == BF16
-    assert planned(nearest, *args, of="dot_general")[0] == BF16
+@needed(W, W, W, of="dot_general", gets=[F32, F32], nearest=[BF16, BF16])
+def test_form(needs, f, p, g):
+    return jnp.linalg.cholesky(f @ p @ (f if needs else g).T)

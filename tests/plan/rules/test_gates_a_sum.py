@@ -2,19 +2,12 @@
 
 import jax.numpy as jnp
 
-from tests.plan.rules import BF16, F16, F32, W, X, planned
+from tests.plan.rules import BF16, F32, needed
 
 
-def test_gates_a_sum():
-    def gate(x, w):
+@needed(of="mul", gets=[BF16], nearest=[F32], other_half=[F32])
+def test_gates_a_sum(needs, x, w):
+    sums = jnp.exp(x @ w)
+    if needs:
         sums = jnp.sum(jnp.exp(jnp.stack([x @ w, x @ w.T])), axis=0)
-        return (sums * jnp.sin(x @ w)) @ w
-
-    def nearest(x, w):
-        sums = jnp.exp(x @ w)
-        return (sums * jnp.sin(x @ w)) @ w
-
-    assert planned(gate, X, W, of="mul") == [BF16]
-    assert planned(gate, X, W, of="mul", without="gates_a_sum") == [F32]
-    assert planned(nearest, X, W, of="mul") == [F32]
-    assert planned(gate, X, W, of="mul", half=F16) == [F32]
+    return (sums * jnp.sin(x @ w)) @ w

@@ -2,17 +2,9 @@
 
 import jax.numpy as jnp
 
-from tests.plan.rules import BF16, F32, W, X, array, planned
+from tests.plan.rules import BF16, F32, W, X, array, needed
 
 
-def test_given():
-    def from_a_point(x, w, at, point):
-        return jnp.tanh((at + x @ w - point) @ w)
-
-    def nearest(x, w, at, point):
-        return jnp.tanh((at + x @ w - (point @ w)) @ w)
-
-    args = X, W, X, array(1, 16)
-    assert planned(from_a_point, *args, of="add") == [F32]
-    assert planned(from_a_point, *args, of="add", without="given") == [BF16]
-    assert planned(nearest, *args, of="add") == [BF16]
+@needed(X, W, X, array(1, 16), of="add", gets=[F32], nearest=[BF16])
+def test_given(needs, x, w, at, point):
+    return jnp.tanh((at + x @ w - (point if needs else point @ w)) @ w)

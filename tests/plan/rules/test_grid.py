@@ -2,16 +2,11 @@
 
 import numpy as np
 
-from tests.plan.rules import BF16, F32, W, X, planned
+from tests.plan.rules import BF16, F32, needed
 
 
-def counted(end):
-    grid = np.linspace(0, end, 8, dtype=np.float32)[:, None]
-    return lambda x, w: (grid + x @ w) @ w
-
-
-def test_grid():
+@needed(of="add", gets=[F32], nearest=[BF16])
+def test_grid(needs, x, w):
     # From 256 on every other number is a bfloat16.
-    assert planned(counted(511), X, W, of="add") == [F32]
-    assert planned(counted(511), X, W, of="add", without="grid") == [BF16]
-    assert planned(counted(255), X, W, of="add") == [BF16]
+    end = 511 if needs else 255
+    return (np.linspace(0, end, 8, dtype=np.float32)[:, None] + x @ w) @ w

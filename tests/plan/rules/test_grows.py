@@ -3,15 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from tests.plan.rules import BF16, F32, W, X, planned
-
-
-def messages(edges):
-    def fn(x, w):
-        nodes = x @ w
-        return jnp.exp(nodes[edges]), jnp.exp(nodes)
-
-    return fn
+from tests.plan.rules import BF16, F32, W, X, needed, planned
 
 
 def test_a_lookup_that_does_not_grow_rises_as_a_slice_does():
@@ -27,8 +19,8 @@ def test_a_lookup_that_does_not_grow_rises_as_a_slice_does():
         assert planned(fn, X, W, of="add") == [F32]
 
 
-def test_grows():
-    many, few = messages(np.arange(32) % 8), messages(np.arange(8))
-    assert planned(many, X, W, of="gather") == [BF16]
-    assert planned(many, X, W, of="gather", without="grows") == [F32]
-    assert planned(few, X, W, of="gather") == [F32]
+@needed(of="gather", gets=[BF16], nearest=[F32])
+def test_grows(needs, x, w):
+    nodes = x @ w
+    edges = np.arange(32) % 8 if needs else np.arange(8)
+    return jnp.exp(nodes[edges]), jnp.exp(nodes)

@@ -2,16 +2,10 @@
 
 import jax.numpy as jnp
 
-from tests.plan.rules import BF16, F32, W, X, planned
+from tests.plan.rules import BF16, F32, needed
 
 
-def test_index():
-    def place(x, w):
-        return jnp.floor(jnp.tanh(x @ w)) @ w
-
-    def nearest(x, w):
-        return jnp.sin(jnp.tanh(x @ w)) @ w
-
-    assert planned(place, X, W, of="tanh") == [F32]
-    assert planned(place, X, W, of="tanh", without="index") == [BF16]
-    assert planned(nearest, X, W, of="tanh") == [BF16]
+@needed(of="tanh", gets=[F32], nearest=[BF16])
+def test_index(needs, x, w):
+    becomes = jnp.floor if needs else jnp.sin
+    return becomes(jnp.tanh(x @ w)) @ w

@@ -3,18 +3,12 @@
 import jax
 import numpy as np
 
-from tests.plan.rules import BF16, F32, W, X, planned
+from tests.plan.rules import BF16, F32, W, X, needed
 
 BUCKETS = np.arange(8) % 3
 
 
-def test_looked_up():
-    def biased(x, w, table):
-        return jax.nn.softmax(x @ w + table[BUCKETS]) @ w
-
-    def nearest(x, w, table):
-        return jax.nn.softmax(x @ w + table[:8]) @ w
-
-    assert planned(biased, X, W, W, of="add")[-1] == BF16
-    assert planned(biased, X, W, W, of="add", without="looked_up")[-1] == F32
-    assert planned(nearest, X, W, W, of="add")[-1] == F32
+@needed(X, W, W, of="add", gets=[BF16], nearest=[F32])
+def test_looked_up(needs, x, w, table):
+    rows = table[BUCKETS] if needs else table[:8]
+    return jax.nn.softmax(x @ w + rows) @ w

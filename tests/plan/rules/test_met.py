@@ -2,15 +2,10 @@
 
 import jax.numpy as jnp
 
-from tests.plan.rules import BF16, F32, W, X, planned
+from tests.plan.rules import BF16, F32, needed
 
 
-def bounded(bound):
-    return lambda x, w: jnp.minimum(jnp.tanh(x @ w), bound) @ w
-
-
-def test_met():
+@needed(of="min", gets=[F32], nearest=[BF16])
+def test_met(needs, x, w):
     # In half precision 1 - 1e-4 is 1.
-    assert planned(bounded(1 - 1e-4), X, W, of="min") == [F32]
-    assert planned(bounded(1 - 1e-4), X, W, of="min", without="met") == [BF16]
-    assert planned(bounded(0.9), X, W, of="min") == [BF16]
+    return jnp.minimum(jnp.tanh(x @ w), 1 - 1e-4 if needs else 0.9) @ w

@@ -2,15 +2,9 @@
 
 import jax.numpy as jnp
 
-from tests.plan.rules import BF16, F16, F32, W, X, planned
+from tests.plan.rules import BF16, F16, F32, needed
 
 
-def scaled(constant):
-    return lambda x, w: jnp.cos(x @ w * constant) @ w
-
-
-def test_misfit():
-    assert planned(scaled(1e5), X, W, of="mul", half=F16) == [F32]
-    assert planned(scaled(1e5), X, W, of="mul", half=F16, without="misfit") == [F16]
-    assert planned(scaled(1e4), X, W, of="mul", half=F16) == [F16]
-    assert planned(scaled(1e5), X, W, of="mul", half=BF16) == [BF16]
+@needed(of="mul", gets=[F32], nearest=[F16], half=F16, other_half=[BF16])
+def test_misfit(needs, x, w):
+    return jnp.cos(x @ w * (1e5 if needs else 1e4)) @ w

@@ -2,18 +2,11 @@
 
 import jax.numpy as jnp
 
-from tests.plan.rules import BF16, F32, W, X, planned
+from tests.plan.rules import BF16, F32, W, X, needed
 
 
-def test_negated():
-    def difference(x, w, at):
-        place = at + x @ w
-        return jnp.tanh((place + -place[:1]) @ w)
-
-    def nearest(x, w, at):
-        place = at + x @ w
-        return jnp.tanh((place + place[:1]) @ w)
-
-    assert planned(difference, X, W, X, of="add")[0] == F32
-    assert planned(difference, X, W, X, of="add", without="negated")[0] == BF16
-    assert planned(nearest, X, W, X, of="add")[0] == BF16
+@needed(X, W, X, of="add", gets=[F32, F32], nearest=[BF16, BF16])
+def test_negated(needs, x, w, at):
+    place = at + x @ w
+    first = place[:1]
+    return jnp.tanh((place + (-first if needs else first)) @ w)

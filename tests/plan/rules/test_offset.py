@@ -3,22 +3,18 @@
 import jax
 import jax.numpy as jnp
 
-from tests.plan.rules import BF16, F32, W, X, planned
+from tests.plan.rules import BF16, F32, W, X, needed, planned
 
 
-def test_offset():
-    def kelvin(x, w):
-        return jnp.tanh((x @ w + 273.0) * 0.5) @ w
+def warmer(add, number):
+    return lambda x, w: jnp.tanh(add(x @ w, number) * 0.5) @ w
 
-    def in_a_helper(x, w):
-        shifted = jax.jit(jnp.add)(x @ w, 273.0)
-        return jnp.tanh(shifted * 0.5) @ w
 
-    def nearest(x, w):
-        return jnp.tanh((x @ w + 3.0) * 0.5) @ w
+@needed(of="add", gets=[F32], nearest=[BF16])
+def test_offset(needs, x, w):
+    return warmer(jnp.add, 273.0 if needs else 3.0)(x, w)
 
-    assert planned(kelvin, X, W, of="add") == [F32]
-    assert planned(kelvin, X, W, of="mul") == [F32]
-    assert planned(in_a_helper, X, W, of="add") == [F32]
-    assert planned(kelvin, X, W, of="add", without="offset") == [BF16]
-    assert planned(nearest, X, W, of="add") == [BF16]
+
+def test_what_follows_is_f32_too_and_a_helper_may_add():
+    assert planned(warmer(jnp.add, 273.0), X, W, of="mul") == [F32]
+    assert planned(warmer(jax.jit(jnp.add), 273.0), X, W, of="add") == [F32]

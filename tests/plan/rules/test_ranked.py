@@ -2,18 +2,10 @@
 
 import jax.numpy as jnp
 
-from tests.plan.rules import BF16, F32, W, X, planned
+from tests.plan.rules import BF16, F32, needed
 
 
-def test_ranked():
-    def rank(x, w):
-        h = jnp.tanh(x @ w)
-        return jnp.argmax(h, axis=1), h @ w
-
-    def nearest(x, w):
-        h = jnp.tanh(x @ w)
-        return h > 0, h @ w
-
-    assert planned(rank, X, W, of="tanh") == [F32]
-    assert planned(rank, X, W, of="tanh", without="ranked") == [BF16]
-    assert planned(nearest, X, W, of="tanh") == [BF16]
+@needed(of="tanh", gets=[F32], nearest=[BF16])
+def test_ranked(needs, x, w):
+    h = jnp.tanh(x @ w)
+    return (jnp.argmax(h, axis=1) if needs else h > 0), h @ w

@@ -2,18 +2,24 @@
 
 import jax.numpy as jnp
 
-from tests.plan.rules import BF16, F16, F32, W, X, array, planned
+from tests.plan.rules import BF16, F16, F32, W, X, array, needed, reasons
 
 
-def test_scaled():
-    def units(x, w, scale):
+@needed(
+    *(X, W, array(1, 16)),
+    of="mul",
+    gets=[F32],
+    nearest=[F16],
+    half=F16,
+    other_half=[BF16],
+)
+def test_scaled(needs, x, w, scale):
+    return jnp.tanh((x @ w) * (scale if needs else 3.0)) @ w
+
+
+def test_its_reason_names_the_dtype():
+    def fn(x, w, scale):
         return jnp.tanh((x @ w) * scale) @ w
 
-    def nearest(x, w, scale):
-        return jnp.tanh((x @ w) * 3.0) @ w
-
-    args = (X, W, array(1, 16))
-    assert planned(units, *args, of="mul", half=F16) == [F32]
-    assert planned(units, *args, of="mul", half=F16, without="scaled") == [F16]
-    assert planned(nearest, *args, of="mul", half=F16) == [F16]
-    assert planned(units, *args, of="mul", half=BF16) == [BF16]
+    told = "in a unit that float16 may have no place for"
+    assert reasons(fn, X, W, array(1, 16), of="mul", half=F16) == [told]

@@ -4,20 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tests.plan.rules import BF16, F32, W, X, planned
+from tests.plan.rules import BF16, F32, W, X, needed
 
 
-def place(case):
-    def fn(x, w, v):
-        h = x @ w + x @ v
-        taken = lax.select_n(case, jnp.sin(x @ w), h)
-        return jnp.floor(taken), h @ w
-
-    return fn
-
-
-def test_selected():
-    first, second = place(np.bool_(False)), place(np.bool_(True))
-    assert planned(first, X, W, W, of="add") == [BF16]
-    assert planned(first, X, W, W, of="add", without="selected") == [F32]
-    assert planned(second, X, W, W, of="add") == [F32]
+@needed(X, W, W, of="add", gets=[BF16], nearest=[F32])
+def test_selected(needs, x, w, v):
+    h = x @ w + x @ v
+    taken = lax.select_n(np.bool_(not needs), jnp.sin(x @ w), h)
+    return jnp.floor(taken), h @ w

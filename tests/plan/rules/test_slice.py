@@ -3,20 +3,12 @@
 import jax.numpy as jnp
 from jax import lax
 
-from tests.plan.rules import BF16, F32, X, array, planned
-
-LAYERS = array(3, 16, 16)
+from tests.plan.rules import BF16, F32, X, array, needed
 
 
-def test_slice():
-    def layers(x, stack):
-        turn = lambda h, w: (h + jnp.tanh(h @ w), None)  # noqa: E731
-        return lax.scan(turn, x @ stack[0], stack)[0] @ stack[0]
+@needed(X, array(3, 16, 16), of="add", gets=[BF16], nearest=[F32])
+def test_slice(needs, x, stack):
+    def turn(h, w):
+        return h + jnp.tanh(h @ (w if needs else stack[0])), None
 
-    def nearest(x, stack):
-        turn = lambda h, w: (h + jnp.tanh(h @ stack[0]), None)  # noqa: E731
-        return lax.scan(turn, x @ stack[0], stack)[0] @ stack[0]
-
-    assert set(planned(layers, X, LAYERS, of="add")) == {BF16}
-    assert set(planned(layers, X, LAYERS, of="add", without="slice")) == {F32}
-    assert set(planned(nearest, X, LAYERS, of="add")) == {F32}
+    return lax.scan(turn, x @ stack[0], stack)[0] @ stack[0]

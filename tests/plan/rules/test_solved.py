@@ -2,18 +2,10 @@
 
 import jax.numpy as jnp
 
-from tests.plan.rules import BF16, F32, W, X, planned
+from tests.plan.rules import BF16, F32, needed
 
 
-def test_solved():
-    def gram(x, w):
-        h = x @ w
-        return jnp.linalg.cholesky(h.T @ h)
-
-    def nearest(x, w):
-        h = x @ w
-        return jnp.tanh(h.T @ h)
-
-    assert planned(gram, X, W, of="dot_general") == [BF16, F32]
-    assert planned(gram, X, W, of="dot_general", without="solved") == [BF16, BF16]
-    assert planned(nearest, X, W, of="dot_general") == [BF16, BF16]
+@needed(of="dot_general", gets=[BF16, F32], nearest=[BF16, BF16])
+def test_solved(needs, x, w):
+    h = x @ w
+    return (jnp.linalg.cholesky if needs else jnp.tanh)(h.T @ h)

@@ -3,20 +3,17 @@
 import jax.numpy as jnp
 from jax import lax
 
-from tests.plan.rules import BF16, F32, X, planned
+from tests.plan.rules import BF16, F32, X, needed
 
 
-def loop(goes_on):
+@needed(X, of="dot_general", gets=[F32], nearest=[BF16])
+def test_solver(needs, x):
     def turn(carry):
         count, _, y = carry
         moved = jnp.tanh(y @ jnp.ones((16, 16)))
         return count + 1, jnp.max(jnp.abs(moved - y)), moved
 
-    return lambda x: lax.while_loop(goes_on, turn, (0, 1.0, x))
+    def goes_on(carry):
+        return carry[1] > 1e-5 if needs else carry[0] < 9
 
-
-def test_solver():
-    solver, counter = loop(lambda c: c[1] > 1e-5), loop(lambda c: c[0] < 9)
-    assert planned(solver, X, of="dot_general") == [F32]
-    assert planned(solver, X, of="dot_general", without="solver") == [BF16]
-    assert planned(counter, X, of="dot_general") == [BF16]
+    return lax.while_loop(goes_on, turn, (0, 1.0, x))

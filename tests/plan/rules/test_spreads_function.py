@@ -3,16 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 
-from tests.plan.rules import BF16, F16, F32, W, X, planned
+from tests.plan.rules import BF16, F32, needed
 
 
-def messages(edges):
-    return lambda x, w: jnp.sqrt(jnp.exp(x @ w)[edges]) @ w
-
-
-def test_spreads_function():
-    many, few = messages(np.arange(32) % 8), messages(np.arange(8))
-    assert planned(many, X, W, of="gather") == [BF16]
-    assert planned(many, X, W, of="gather", without="spreads_function") == [F32]
-    assert planned(few, X, W, of="gather") == [F32]
-    assert planned(many, X, W, of="gather", half=F16) == [F32]
+@needed(of="gather", gets=[BF16], nearest=[F32], other_half=[F32])
+def test_spreads_function(needs, x, w):
+    edges = np.arange(32) % 8 if needs else np.arange(8)
+    return jnp.sqrt(jnp.exp(x @ w)[edges]) @ w

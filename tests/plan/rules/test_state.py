@@ -3,19 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from tests.plan.rules import BF16, F32, W, X, planned
+from tests.plan.rules import BF16, F32, W, X, needed, planned
 
 
-def test_state():
-    def step(y, b, w):
-        return (y + jnp.tanh(y @ w)) @ w
-
-    def nearest(y, b, w):
-        return (b + jnp.tanh(y @ w)) @ w
-
-    assert planned(step, X, X, W, of="add") == [F32]
-    assert planned(step, X, X, W, of="add", without="state") == [BF16]
-    assert planned(nearest, X, X, W, of="add") == [BF16]
+@needed(X, X, W, of="add", gets=[F32], nearest=[BF16])
+def test_state(needs, y, b, w):
+    return ((y if needs else b) + jnp.tanh(y @ w)) @ w
 
 
 def test_state_of_which_autodiff_adds_the_terms():

@@ -3,16 +3,10 @@
 import jax.numpy as jnp
 from jax import lax
 
-from tests.plan.rules import BF16, F32, W, X, planned
+from tests.plan.rules import BF16, F32, needed
 
 
-def test_stopped():
-    def barrier(x, w):
-        return lax.stop_gradient(jnp.tanh(x @ w)) @ w
-
-    def nearest(x, w):
-        return jnp.tanh(x @ w) @ w
-
-    assert planned(barrier, X, W, of="tanh") == [F32]
-    assert planned(barrier, X, W, of="tanh", without="stopped") == [BF16]
-    assert planned(nearest, X, W, of="tanh") == [BF16]
+@needed(of="tanh", gets=[F32], nearest=[BF16])
+def test_stopped(needs, x, w):
+    h = jnp.tanh(x @ w)
+    return (lax.stop_gradient(h) if needs else h) @ w

@@ -2,19 +2,15 @@
 
 import jax.numpy as jnp
 
-from tests.plan.rules import BF16, F32, W, X, planned, stored
+from tests.plan.rules import BF16, F32, W, X, needed, planned, stored
 
 
-def test_stored_in_half():
-    def once(x, w):
-        made = jnp.sin(w)
-        return x @ made
+@needed(of="sin", gets=[BF16], nearest=[F32], read=stored)
+def test_stored_in_half(needs, x, w):
+    made = jnp.sin(w)
+    # Two gradients are summed in f32.
+    return x @ made if needs else (x @ made, (2 * x) @ made)
 
-    def nearest(x, w):
-        made = jnp.sin(w)
-        return x @ made, (2 * x) @ made  # their gradients are summed in f32
 
-    assert planned(once, X, W, of="sin") == [F32]
-    assert stored(once, X, W, of="sin") == [BF16]
-    assert stored(once, X, W, of="sin", without="stored_in_half") == [F32]
-    assert stored(nearest, X, W, of="sin") == [F32]
+def test_it_is_computed_in_f32():
+    assert planned(lambda x, w: x @ jnp.sin(w), X, W, of="sin") == [F32]

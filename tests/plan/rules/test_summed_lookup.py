@@ -2,15 +2,10 @@
 
 import numpy as np
 
-from tests.plan.rules import W, X, rewritten
+from tests.plan.rules import needed, rewritten
 
 
-def looked_up(count):
-    return lambda x, w: (x @ w)[np.arange(count) % 8] @ w
-
-
-def test_summed_lookup():
-    often, nearest = looked_up(16 * 8), looked_up(16 * 8 - 1)
-    assert rewritten(often, X, W, of="gather") == [True]
-    assert rewritten(often, X, W, of="gather", without="summed_lookup") == [False]
-    assert rewritten(nearest, X, W, of="gather") == [False]
+@needed(of="gather", gets=[True], nearest=[False], read=rewritten)
+def test_summed_lookup(needs, x, w):
+    count = 16 * 8 if needs else 16 * 8 - 1
+    return (x @ w)[np.arange(count) % 8] @ w

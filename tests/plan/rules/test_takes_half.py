@@ -1,27 +1,21 @@
 """A norm that hands on half precision takes what it normalises in half."""
 
+import contextlib
+
 import jax.numpy as jnp
 
 import jmp_amp as amp
 from jmp_amp.plan.program.scope_text import policy_noted
-from tests.plan.rules import BF16, F32, W, X, planned, stored
+from tests.plan.rules import BF16, F32, W, X, needed, planned, stored
 
 NORM = amp.Policy("float32", "float32", "bfloat16")
 
 
-def test_takes_half():
-    def norm(x, w):
-        h = jnp.sin(x @ w)
-        with policy_noted(NORM):
-            return jnp.exp(h) @ w
-
-    def nearest(x, w):
-        h = jnp.sin(x @ w)
+@needed(of="sin", gets=[BF16], nearest=[F32])
+def test_takes_half(needs, x, w):
+    h = jnp.sin(x @ w)
+    with policy_noted(NORM) if needs else contextlib.nullcontext():
         return jnp.exp(h) @ w
-
-    assert planned(norm, X, W, of="sin") == [BF16]
-    assert planned(norm, X, W, of="sin", without="takes_half") == [F32]
-    assert planned(nearest, X, W, of="sin") == [F32]
 
 
 def test_takes_the_digits_of_a_dear_value_that_joins_no_stream():

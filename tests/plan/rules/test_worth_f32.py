@@ -2,16 +2,10 @@
 
 import jax.numpy as jnp
 
-from tests.plan.rules import BF16, F32, W, X, planned
+from tests.plan.rules import BF16, F32, needed
 
 
-def test_worth_f32():
-    def read_in_f32(x, w):
-        return jnp.exp(jnp.sin(x @ w)) @ w
-
-    def nearest(x, w):
-        return jnp.cos(jnp.sin(x @ w)) @ w
-
-    assert planned(read_in_f32, X, W, of="sin") == [F32]
-    assert planned(read_in_f32, X, W, of="sin", without="worth_f32") == [BF16]
-    assert planned(nearest, X, W, of="sin") == [BF16]
+@needed(of="sin", gets=[F32], nearest=[BF16])
+def test_worth_f32(needs, x, w):
+    reads = jnp.exp if needs else jnp.cos
+    return reads(jnp.sin(x @ w)) @ w
