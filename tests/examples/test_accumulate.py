@@ -20,7 +20,10 @@ PIECES = 4
 DTYPES = {"float32": jnp.float32, "mixed_float16": jnp.float16}
 # f32 has no loss scale, and skips all the same.
 BACKOFF = {"float32": 1, "mixed_float16": 0.5}
-BOTH = pytest.mark.parametrize("policy", DTYPES)
+# A step of each is compiled: that of f32 in slow tests alone.
+BOTH = pytest.mark.parametrize(
+    "policy", [pytest.param("float32", marks=pytest.mark.slow), "mixed_float16"]
+)
 
 # MultiSteps of optax divides by its integer count, which strict JAX refuses. That the
 # rest mixes no dtypes has a test of its own; so each step is compiled only once.
@@ -115,7 +118,6 @@ TOLERANCE = {
 }
 
 
-@pytest.mark.breadth(2)
 @BOTH
 @pytest.mark.parametrize("way", accumulate.WAYS)
 def test_accumulated_gradients_train_as_the_whole_batch_does(policy, way):
@@ -124,7 +126,6 @@ def test_accumulated_gradients_train_as_the_whole_batch_does(policy, way):
     assert amp.metrics(opt_state)["skipped_total"] == 0
 
 
-@pytest.mark.breadth(1)
 @BOTH
 def test_step_by_hand_mixes_no_dtypes(policy):
     step, _ = step_of(policy, "by hand")

@@ -254,27 +254,32 @@ def test_layers_are_still_scanned_and_computed_again_in_the_backward_pass(policy
     assert max(matmuls, default=0) == 7 + 16
 
 
+def kept_of(loss_fn, model=TINY):
+    return digits_report.saved_for_backward(
+        *(lambda *args: (loss_fn(*args), None), shapes(model)),
+        *(batch(0), jax.random.key(0)),
+    )
+
+
 @pytest.mark.parametrize(
     "policy", [pytest.param("float32", marks=pytest.mark.slow), "mixed_float16"]
 )
 def test_only_the_residual_stream_is_kept_of_a_layer(policy):
-    key = jax.random.key(0)
-
-    def kept(loss_fn, model=TINY):
-        return digits_report.saved_for_backward(
-            lambda *args: (loss_fn(*args), None), shapes(model), batch(0), key
-        )
-
     deeper = char_gpt.Model(layers=3, width=32, context=16)
-    in_two, in_three = (
-        kept(loss_under(policy)),
-        kept(loss_under(policy, deeper), deeper),
-    )
+    in_two = kept_of(loss_under(policy))
+    in_three = kept_of(loss_under(policy, deeper), deeper)
     # One activation of the model's width, and the layer's dropout key.
     stream = jnp.zeros((char_gpt.BATCH, 16, 32), HALF.get(policy, jnp.float32))
-    assert in_three - in_two == stream.nbytes + jax.random.key_data(key).nbytes
+    key = jax.random.key_data(jax.random.key(0))
+    assert in_three - in_two == stream.nbytes + key.nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_a_training_says_what_is_kept_with_and_without_its_policy(policy):
     result = trained_by_the_caller() if policy == "mixed_float16" else trained(policy)
-    assert result.saved == (in_two, kept(char_gpt.make_loss(TINY.apply)))
+    plain = kept_of(char_gpt.make_loss(TINY.apply))
+    assert result.saved == (kept_of(loss_under(policy)), plain)
 
 
 @pytest.mark.slow

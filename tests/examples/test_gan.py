@@ -223,6 +223,7 @@ def test_every_matmul_of_both_gradients_is_in_half(policy):
     assert half == ((0, 0) if policy == "float32" else every)
 
 
+@pytest.mark.slow
 def test_without_a_penalty_the_loss_lacks_it_and_its_matmuls():
     state, (real, noises) = first_state(), gan.batch_of(0, 0)
     args = state.discriminator, state.generator, state.batch_stats, real, noises[0]
