@@ -14,7 +14,6 @@ import train_digits
 
 import jmp_amp as amp
 from tests import kept
-from tests.scripts import refusal
 
 PIECES = 4
 DTYPES = {"float32": jnp.float32, "mixed_float16": jnp.float16}
@@ -247,20 +246,6 @@ def test_two_steps_print_a_row_for_each_way_with_and_without_a_bad_pixel(
     np.testing.assert_allclose(losses[1:3], losses[0], rtol=TOLERANCE[jnp.float16])
     # One update instead of two, and from the same parameters.
     assert losses[0] < losses[3] and losses[3] == pytest.approx(losses[4], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ("--policy fp17", "unknown policy 'fp17'"),
-        ("--steps 0", "--steps 0: "),
-        ("--pieces 3", "--pieces 3: "),
-        ("--pieces 0", "--pieces 0: "),
-    ],
-)
-def test_option_that_makes_no_sense_is_refused(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["accumulate.py", *arguments.split()])
-    assert message in refusal(capsys, lambda: accumulate.main())
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """The character-level GPT: a scan over layers that are computed again, and its text."""
 
 import functools
-import sys
 
 import char_gpt
 import chex
@@ -16,7 +15,7 @@ import pytest
 import jmp_amp as amp
 from tests import kept
 from tests.programs import equations
-from tests.scripts import refusal, run_example
+from tests.scripts import run_example
 
 # Tests share trainings: one process has the slow ones (`--dist loadgroup`).
 pytestmark = pytest.mark.xdist_group("char_gpt")
@@ -78,13 +77,6 @@ def test_two_steps_of_the_script_print_a_table_and_a_text_for_every_policy():
     for policy in policies:
         _, written = printed.split(f"─ {policy} ─")
         assert written.splitlines()[1].startswith(char_gpt.PROMPT)
-
-
-def test_script_stops_at_a_wrong_policy_without_a_traceback(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["char_gpt.py", "--policy", "fp17"])
-    message = refusal(capsys, lambda: char_gpt.main())
-    assert message.startswith("char_gpt.py: error: ")
-    assert "unknown policy 'fp17'" in message
 
 
 def test_tokens_are_the_whole_text_and_the_last_tenth_is_held_out():
