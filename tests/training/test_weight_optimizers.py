@@ -383,13 +383,6 @@ def test_masters_begin_with_the_digits_of_the_original():
     chex.assert_trees_all_equal(state.masters["w"], jnp.float32([1.001, 0.3]))
 
 
-def test_a_leaf_in_float32_has_no_master():
-    tx = amp.with_master_weights(optax.sgd(1.0))
-    params = many_parameters(BF16)
-    masters = jax.tree.leaves(tx.init(params).masters)
-    assert [leaf.shape for leaf in masters] == [(4096,)]
-
-
 def test_a_parameter_that_was_changed_outside_takes_its_master_along():
     tx = amp.with_master_weights(optax.sgd(1.0))
     params = jnp.asarray([1.0, 2.0], BF16)
