@@ -21,14 +21,12 @@ from flax import nnx
 import jmp_amp as amp
 from jmp_amp.recipes.levels import LEVELS
 from tests import h100, kept, measures
+from tests.training.wrappers import BF16, F16, F32, STORING, standard
 
-F16, BF16, F32 = jnp.dtype("float16"), jnp.dtype("bfloat16"), jnp.dtype("float32")
 NAMES = (
     *("O0", "O1", "O2", "O3", "OD", "auto", "fp16", "bf16", "fp8", "fp16_apex"),
     *("fp16_naive", "mixed_float16", "mixed_bfloat16", "float32"),
 )
-# Optax adds f32 updates to half parameters, and Adam raises a float to a step count.
-standard = functools.partial(jax.numpy_dtype_promotion, "standard")
 
 
 class Model(nn.Module):
@@ -85,6 +83,8 @@ def train(recipe: amp.Recipe) -> tuple[Any, Any, list[float]]:
     for _ in range(30):
         params, stats, opt_state, loss = step(params, stats, opt_state)
         losses.append(float(loss))
+    # An array that is bound to a device is compiled for, without a new trace.
+    assert step._cache_size() == 1
     return params, opt_state, losses
 
 
@@ -220,25 +220,6 @@ def test_what_others_print_is_left_out(key):
 
 
 # What is stored how
-
-
-@pytest.mark.breadth(2)
-@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
-def test_a_step_is_compiled_once(name):
-    recipe = amp.recipe(name, "float16")
-    tx = recipe.wrap(optax.sgd(0.1, momentum=0.9))
-    params, opt_state = recipe.init(tx, {"w": jnp.ones((4, 4)) * 1.0001})
-
-    @jax.jit
-    def step(params: Any, opt_state: Any) -> Any:
-        updates, opt_state = tx.update({"w": jnp.ones((4, 4))}, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    with standard():
-        for _ in range(3):
-            params, opt_state = step(params, opt_state)
-    # An array that is bound to a device is compiled for, without a new trace.
-    assert step._cache_size() == 1
 
 
 def test_parameters_are_half_and_norms_and_statistics_are_not_at_o2():
@@ -494,8 +475,11 @@ def test_an_optimizer_that_is_not_wrapped_is_refused():
 
 
 @pytest.mark.breadth(1)
-@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
-def test_an_nnx_module_is_trained_with_an_nnx_optimizer(name):
+@pytest.mark.parametrize(
+    ("name", "digits"),
+    [("O2", None), ("O1", None), ("O3", None), ("O3", "kahan"), ("O3", "stochastic")],
+)
+def test_an_nnx_module_is_trained_with_an_nnx_optimizer(name, digits):
     class Layer(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
             self.dense = nnx.Linear(8, 4, rngs=rngs)
@@ -507,7 +491,8 @@ def test_an_nnx_module_is_trained_with_an_nnx_optimizer(name):
     recipe = amp.recipe(name, "bf16")
     original = Layer(nnx.Rngs(0))
     before = jax.device_get(nnx.to_pure_dict(nnx.state(original)))
-    tx = recipe.wrap(optax.sgd(1e-2))
+    tx = optax.sgd(1e-2)
+    tx = recipe.wrap(tx if digits is None else STORING[digits](tx))
     model, optimizer = recipe.init(tx, original)
     stored = F32 if name == "O1" else BF16
     assert model.dense.kernel[...].dtype == stored
@@ -532,8 +517,14 @@ def test_an_nnx_module_is_trained_with_an_nnx_optimizer(name):
 
     losses = [float(step(model, optimizer)) for _ in range(20)]
     assert losses[-1] < losses[0]
-    assert model.dense.kernel[...].dtype == stored
-    assert (model.dense.kernel[...].astype(F32) != before["dense"]["kernel"]).any()
+    assert amp.metrics(optimizer)["applied"] == 20
+    kernel = model.dense.kernel[...]
+    assert kernel.dtype == stored
+    exported = amp.export_params(model, optimizer).dense.kernel[...]
+    assert exported.dtype == F32
+    np.testing.assert_array_equal(exported.astype(stored), kernel)
+    for moved in (kernel.astype(F32), exported):
+        assert (moved != before["dense"]["kernel"]).any()
     # The module that it was made of is left alone.
     chex.assert_trees_all_equal(nnx.to_pure_dict(nnx.state(original)), before)
 
