@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -402,21 +401,6 @@ def test_optax_can_map_over_the_codes():
     assert mapped.inner_state[0].count == 0
 
 
-def test_orbax_restores_a_run_at_the_same_bits(tmp_path):
-    tx, params = low(optax.adamw(1e-2), "float8 at random"), parameters()
-    step = stepper(tx)
-    params, state = after_steps(step, params, tx.init(params), 2)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        found = checkpointer.restore(tmp_path / "state", tx.init(params))
-    chex.assert_trees_all_equal(found, state)
-    assert kinds(found) == kinds(state)
-    chex.assert_trees_all_equal(
-        after_steps(step, params, found, 1), after_steps(step, params, state, 1)
-    )
-
-
 @pytest.mark.breadth(1)
 @pytest.mark.parametrize("way", ["bfloat16", "float8"])
 def test_checkpoints_get_float32_and_hand_it_back(way):
@@ -443,7 +427,7 @@ def test_an_nnx_optimizer_is_exported_too():
     model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
     tx = optax.sgd(1e-2, momentum=0.9)
     plain = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    mine = nnx.Optimizer(model, low(tx, "float8"), wrt=nnx.Param)
+    mine = nnx.Optimizer(model, low(tx, "bfloat16"), wrt=nnx.Param)
     grads = jax.tree.map(np.ones_like, nnx.state(model, nnx.Param))
     for _ in range(2):
         mine.update(model, grads)

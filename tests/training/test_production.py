@@ -20,12 +20,13 @@ from flax import serialization
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jmp_amp as amp
-from tests.training.wrappers import BF16, KEY, standard
+from tests.training.wrappers import BF16, CODING, KEY, standard
 
 STORAGE: dict[str, Callable[..., Any]] = {
     "float32": lambda tx, original: tx,
     "masters": lambda tx, original: amp.with_master_weights(tx, init_from=original),
     "kahan": lambda tx, original: amp.with_kahan(tx),
+    "float8": lambda tx, _: CODING["float8 at random"](tx),
     "stochastic": lambda tx, _: amp.with_stochastic_rounding(tx, KEY),
 }
 each_storage = pytest.mark.parametrize("storage", STORAGE)
@@ -99,7 +100,7 @@ def setup(storage: str, policy: str, static_scale: float | None) -> Any:
         )
 
     params, stats = original()["params"], original()["batch_stats"]
-    params = params if storage == "float32" else half(params)
+    params = params if storage.startswith("float") else half(params)
     with standard():
         return tx, step, (params, stats, params, tx.init(params))
 
