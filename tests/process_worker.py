@@ -89,7 +89,8 @@ def replicas(axis_name: str | None) -> dict[str, Any]:
     params = jax.tree.map(lambda leaf: placed(leaf, everywhere), sharded.parameters())
     rows = NamedSharding(mesh, P("data"))
     batch = jax.tree.map(lambda leaf: placed(leaf, rows), BATCHES[1])
-    _, state = step(params, tx.init(params), batch)
+    averages = placed(sharded.AVERAGES, rows)
+    _, state, _ = step(params, tx.init(params), batch, averages)
     return {"scale": sharded.on_every_device(amp.metrics(state)["scale"])}
 
 

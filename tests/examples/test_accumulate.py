@@ -14,13 +14,15 @@ import train_digits
 
 import jmp_amp as amp
 from tests import kept
-from tests.scripts import refusal
 
 PIECES = 4
 DTYPES = {"float32": jnp.float32, "mixed_float16": jnp.float16}
 # f32 has no loss scale, and skips all the same.
 BACKOFF = {"float32": 1, "mixed_float16": 0.5}
-BOTH = pytest.mark.parametrize("policy", DTYPES)
+# A step of each is compiled: that of f32 in slow tests alone.
+BOTH = pytest.mark.parametrize(
+    "policy", [pytest.param("float32", marks=pytest.mark.slow), "mixed_float16"]
+)
 
 # MultiSteps of optax divides by its integer count, which strict JAX refuses. That the
 # rest mixes no dtypes has a test of its own; so each step is compiled only once.
@@ -115,7 +117,6 @@ TOLERANCE = {
 }
 
 
-@pytest.mark.breadth(2)
 @BOTH
 @pytest.mark.parametrize("way", accumulate.WAYS)
 def test_accumulated_gradients_train_as_the_whole_batch_does(policy, way):
@@ -124,7 +125,6 @@ def test_accumulated_gradients_train_as_the_whole_batch_does(policy, way):
     assert amp.metrics(opt_state)["skipped_total"] == 0
 
 
-@pytest.mark.breadth(1)
 @BOTH
 def test_step_by_hand_mixes_no_dtypes(policy):
     step, _ = step_of(policy, "by hand")
@@ -246,20 +246,6 @@ def test_two_steps_print_a_row_for_each_way_with_and_without_a_bad_pixel(
     np.testing.assert_allclose(losses[1:3], losses[0], rtol=TOLERANCE[jnp.float16])
     # One update instead of two, and from the same parameters.
     assert losses[0] < losses[3] and losses[3] == pytest.approx(losses[4], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ("--policy fp17", "unknown policy 'fp17'"),
-        ("--steps 0", "--steps 0: "),
-        ("--pieces 3", "--pieces 3: "),
-        ("--pieces 0", "--pieces 0: "),
-    ],
-)
-def test_option_that_makes_no_sense_is_refused(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["accumulate.py", *arguments.split()])
-    assert message in refusal(capsys, lambda: accumulate.main())
 
 
 @pytest.mark.slow

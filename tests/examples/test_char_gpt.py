@@ -1,7 +1,6 @@
 """The character-level GPT: a scan over layers that are computed again, and its text."""
 
 import functools
-import sys
 
 import char_gpt
 import chex
@@ -16,7 +15,7 @@ import pytest
 import jmp_amp as amp
 from tests import kept
 from tests.programs import equations
-from tests.scripts import refusal, run_example
+from tests.scripts import run_example
 
 # Tests share trainings: one process has the slow ones (`--dist loadgroup`).
 pytestmark = pytest.mark.xdist_group("char_gpt")
@@ -78,13 +77,6 @@ def test_two_steps_of_the_script_print_a_table_and_a_text_for_every_policy():
     for policy in policies:
         _, written = printed.split(f"─ {policy} ─")
         assert written.splitlines()[1].startswith(char_gpt.PROMPT)
-
-
-def test_script_stops_at_a_wrong_policy_without_a_traceback(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["char_gpt.py", "--policy", "fp17"])
-    message = refusal(capsys, lambda: char_gpt.main())
-    assert message.startswith("char_gpt.py: error: ")
-    assert "unknown policy 'fp17'" in message
 
 
 def test_tokens_are_the_whole_text_and_the_last_tenth_is_held_out():
@@ -254,27 +246,32 @@ def test_layers_are_still_scanned_and_computed_again_in_the_backward_pass(policy
     assert max(matmuls, default=0) == 7 + 16
 
 
+def kept_of(loss_fn, model=TINY):
+    return digits_report.saved_for_backward(
+        *(lambda *args: (loss_fn(*args), None), shapes(model)),
+        *(batch(0), jax.random.key(0)),
+    )
+
+
 @pytest.mark.parametrize(
     "policy", [pytest.param("float32", marks=pytest.mark.slow), "mixed_float16"]
 )
 def test_only_the_residual_stream_is_kept_of_a_layer(policy):
-    key = jax.random.key(0)
-
-    def kept(loss_fn, model=TINY):
-        return digits_report.saved_for_backward(
-            lambda *args: (loss_fn(*args), None), shapes(model), batch(0), key
-        )
-
     deeper = char_gpt.Model(layers=3, width=32, context=16)
-    in_two, in_three = (
-        kept(loss_under(policy)),
-        kept(loss_under(policy, deeper), deeper),
-    )
+    in_two = kept_of(loss_under(policy))
+    in_three = kept_of(loss_under(policy, deeper), deeper)
     # One activation of the model's width, and the layer's dropout key.
     stream = jnp.zeros((char_gpt.BATCH, 16, 32), HALF.get(policy, jnp.float32))
-    assert in_three - in_two == stream.nbytes + jax.random.key_data(key).nbytes
+    key = jax.random.key_data(jax.random.key(0))
+    assert in_three - in_two == stream.nbytes + key.nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_a_training_says_what_is_kept_with_and_without_its_policy(policy):
     result = trained_by_the_caller() if policy == "mixed_float16" else trained(policy)
-    assert result.saved == (in_two, kept(char_gpt.make_loss(TINY.apply)))
+    plain = kept_of(char_gpt.make_loss(TINY.apply))
+    assert result.saved == (kept_of(loss_under(policy)), plain)
 
 
 @pytest.mark.slow

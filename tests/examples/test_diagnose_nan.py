@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import jmp_amp as amp
-from tests.scripts import refusal
 
 STEPS = 15
 
@@ -30,9 +29,9 @@ def diagnosis():
     return diagnose_nan.diagnosed(before.params, batch, "mixed_float16")
 
 
-def test_f16_skips_the_batches_whose_products_it_cannot_hold_and_f32_none():
-    before, f32 = trained("mixed_float16"), trained("float32")
-    assert 0 < len(before.skipped) < STEPS and not f32.skipped
+def test_f16_skips_the_batches_whose_products_it_cannot_hold():
+    before = trained("mixed_float16")
+    assert 0 < len(before.skipped) < STEPS
     assert before.scale == 2.0 ** (16 - len(before.skipped))
     kernel = np.asarray(before.params["stem"]["kernel"], np.float64)
     products = np.abs(before.skipped[-1]["counts"].astype(np.float64) @ kernel)
@@ -55,7 +54,7 @@ def test_the_diagnosis_names_the_first_layer_and_its_policy_trains_as_f32_does()
     assert "but for rounding" not in str(found)
     assert found.policy == amp.PolicyMap("mixed_float16", {"stem": "float32"})
     after, f32 = trained(found.policy), trained("float32")
-    assert not after.skipped
+    assert not after.skipped and not f32.skipped
     eps = float(jnp.finfo(jnp.float16).eps)
     np.testing.assert_allclose(after.losses, f32.losses, rtol=4 * eps)
     assert after.losses[-1] < after.losses[0]
@@ -98,9 +97,3 @@ def test_the_script_tells_the_story(monkeypatch, capsys, tmp_path):
     assert f"mixed_float16: {skipped} of {STEPS} steps skipped" in first
     assert any(f": 0 of {STEPS} steps skipped" in line for line in printed)
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_number_that_makes_no_sense_is_refused(capsys):
-    assert "--steps 0: " in refusal(
-        capsys, lambda: diagnose_nan.parse(["--steps", "0"])
-    )

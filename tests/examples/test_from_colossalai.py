@@ -120,6 +120,7 @@ def test_the_scale_backs_off_after_the_second_overflow_as_in_colossalai():
     assert scales[1] == scales[0] == 2 * scales[3]
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_everything_as_it_was():
     of_oracle, _, optimizer, history = overflowing()
     changed = [changed for *_, changed in history]
@@ -127,6 +128,7 @@ def test_a_skipped_step_leaves_everything_as_it_was():
     assert int(amp.metrics(optimizer)["skipped_total"]) == sum(of_oracle["overflow"])
 
 
+@pytest.mark.slow
 def test_the_warm_up_counts_the_steps_that_were_made():
     of_oracle, _, _, history = overflowing()
     total, made = len(history), 0
@@ -141,6 +143,7 @@ def test_the_warm_up_counts_the_steps_that_were_made():
     assert np.argmax(rates) == WARMUP + 2
 
 
+@pytest.mark.slow
 def test_naive_parameters_are_stored_in_f16_and_those_of_norms_are_not():
     _, model, _, _ = overflowing()
     assert model.patches.kernel[...].dtype == jnp.float16
@@ -148,6 +151,7 @@ def test_naive_parameters_are_stored_in_f16_and_those_of_norms_are_not():
     assert model.blocks[0].norm1.scale[...].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_the_loss_that_is_reported_is_that_of_f32_unscaled():
     _, _, _, history = overflowing()
     batch = from_colossalai.batch_of(from_colossalai.digits()[0], 0, 0)

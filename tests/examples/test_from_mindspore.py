@@ -16,6 +16,8 @@ from tests import kept
 from tests.examples.tutorials import bad, mindspore
 from tests.rounding import eps
 
+# One process has them and those of `test_tutorials`: they share compiled steps.
+pytestmark = pytest.mark.xdist_group("tutorials")
 ROOT = Path(__file__).parents[2]
 ORACLE = ROOT / "tests" / "oracle" / "scalers_other.json"
 # Larger scales overflow by themselves, without a bad pixel.

@@ -22,6 +22,8 @@ from tests.examples.tutorials import (
 )
 from tests.rounding import eps
 
+# One process has them and those of `test_tutorials`: they share compiled steps.
+pytestmark = pytest.mark.xdist_group("tutorials")
 SAVED = from_torch.SCALER
 
 

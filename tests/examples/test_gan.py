@@ -14,7 +14,6 @@ import pytest
 import jmp_amp as amp
 from tests import kept
 from tests.programs import equations
-from tests.scripts import refusal
 
 # Tests share compiled steps: one process has the slow ones (`--dist loadgroup`).
 pytestmark = pytest.mark.xdist_group("gan")
@@ -223,6 +222,7 @@ def test_every_matmul_of_both_gradients_is_in_half(policy):
     assert half == ((0, 0) if policy == "float32" else every)
 
 
+@pytest.mark.slow
 def test_without_a_penalty_the_loss_lacks_it_and_its_matmuls():
     state, (real, noises) = first_state(), gan.batch_of(0, 0)
     args = state.discriminator, state.generator, state.batch_stats, real, noises[0]
@@ -308,15 +308,6 @@ def test_two_steps_of_every_policy_print_a_table_and_digits_and_write_a_plot(
         assert max(map(len, lines)) <= 5 * 16 + 4 * 2
     assert len(drawn.splitlines()) == 1 + 8
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [("--policy fp17", "unknown policy 'fp17'"), ("--steps 0", "--steps 0: ")],
-)
-def test_option_that_makes_no_sense_is_refused(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["gan.py", *arguments.split()])
-    assert message in refusal(capsys, lambda: gan.main())
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ import train_digits
 
 import jmp_amp as amp
 from tests import kept
-from tests.scripts import refusal
 
 TASKS = dict(half_weights.TASKS)
 # Slow tests share their trainings: one process has them all (`--dist loadgroup`).
@@ -206,12 +205,6 @@ def test_table_has_the_mean_over_the_seeds_of_every_run():
     assert rows["f32"][1:3] == ["3.0000", "1.0000x"]
     assert rows["naive"][1:3] == ["3.5000", "1.1667x"]
     assert (rows["f32"][-1], rows["naive"][-1]) == ("43.8%", "12.5%")
-
-
-@pytest.mark.parametrize("option", ["--steps", "--seeds"])
-def test_number_that_makes_no_sense_is_refused(option, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["half_weights.py", option, "0"])
-    assert f"{option} 0: " in refusal(capsys, lambda: half_weights.main())
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import functools
 import io
-import sys
 
 import chex
 import digits_report
@@ -78,23 +77,6 @@ def test_policy_that_is_none_gets_the_error_of_the_library_in_one_line(policy, c
     message = refusal(capsys, lambda: train_digits.parse(["--policy", policy]))
     assert message.endswith(f"error: {expected.value}\n")
     assert message.count("\n") == 1
-
-
-def test_script_stops_at_a_wrong_policy_without_a_traceback(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train_digits.py", "--policy", "fp17"])
-    message = refusal(capsys, train_digits.main)
-    assert message.startswith("train_digits.py: error: ")
-    assert "unknown policy 'fp17'" in message
-
-
-@pytest.mark.parametrize(
-    "option, number",
-    [("--steps", "0"), ("--loss-mult", "-1.0"), ("--loss-mult", "nan")],
-)
-def test_number_that_makes_no_sense_is_refused(option, number, capsys):
-    assert f"{option} {number}: " in refusal(
-        capsys, lambda: train_digits.parse([option, number])
-    )
 
 
 def test_comparison_trains_f16_with_and_without_scaling_on_the_same_losses():

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import json
 import pickle
 import re
@@ -108,14 +109,12 @@ def test_a_policy_is_read_back_from_its_text_with_its_word(compute, word):
 
 
 @each_legal
-@pytest.mark.parametrize(
-    "part", ["s={}", "saved={}", "S={}", "SAVED={}", " Saved = {} ", "s=  {}"]
-)
-def test_the_key_and_the_word_are_read_forgivingly(compute, word, part):
-    for given in (word, word.upper()):
-        first = amp.get_policy(f"{part.format(given)},c={compute},o=f32")
-        last = amp.get_policy(f"c={compute},o=f32,{part.format(given)}")
-        assert first == last == of(compute, word)
+def test_the_key_and_the_word_are_read_forgivingly(compute, word):
+    for part in ("s={}", "saved={}", "S={}", "SAVED={}", " Saved = {} ", "s=  {}"):
+        for given in (word, word.upper()):
+            first = amp.get_policy(f"{part.format(given)},c={compute},o=f32")
+            last = amp.get_policy(f"c={compute},o=f32,{part.format(given)}")
+            assert first == last == of(compute, word), part
 
 
 def test_the_word_stands_between_products_and_operations():
@@ -222,30 +221,28 @@ def test_a_word_is_replaced():
     assert dataclasses.replace(policy, saved=None) == amp.Policy()
 
 
-@each_legal
-@pytest.mark.parametrize(
-    "clone",
-    [
-        copy.copy,
-        copy.deepcopy,
-        *(
-            lambda each, protocol=protocol: pickle.loads(pickle.dumps(each, protocol))
-            for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
-        ),
-    ],
-)
-def test_a_copied_or_pickled_policy_has_the_word(compute, word, clone):
-    policy = of(compute, word)
-    cloned = clone(policy)
-    assert cloned == policy and hash(cloned) == hash(policy)
-    assert cloned.saved == word and str(cloned) == str(policy)
-    assert clone(amp.PolicyMap("bf16", {"a": "c=f16,s=least"})) == amp.PolicyMap(
-        "bf16", {"a": "c=f16,s=least"}
-    )
-    # What was a default still is one.
-    for dtype in ("bf16", "f32"):
-        want = dataclasses.replace(policy, compute_dtype=dtype)
-        assert dataclasses.replace(cloned, compute_dtype=dtype) == want
+CLONES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    **{
+        f"pickle {n}": lambda each, n=n: pickle.loads(pickle.dumps(each, n))
+        for n in range(pickle.HIGHEST_PROTOCOL + 1)
+    },
+}
+
+
+@pytest.mark.parametrize("way", CLONES)
+def test_a_copied_or_pickled_policy_has_the_word(way):
+    clone, policies = CLONES[way], amp.PolicyMap("bf16", {"a": "c=f16,s=least"})
+    assert clone(policies) == policies
+    for policy in itertools.starmap(of, LEGAL):
+        cloned = clone(policy)
+        assert cloned == policy and hash(cloned) == hash(policy)
+        assert cloned.saved == policy.saved and str(cloned) == str(policy)
+        # What was a default still is one.
+        for dtype in ("bf16", "f32"):
+            want = dataclasses.replace(policy, compute_dtype=dtype)
+            assert dataclasses.replace(cloned, compute_dtype=dtype) == want
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,12 @@ from flax import nnx
 import jmp_amp as amp
 from jmp_amp.recipes.levels import LEVELS
 from tests import h100, kept, measures
+from tests.training.wrappers import BF16, F16, F32, STORING, standard
 
-F16, BF16, F32 = jnp.dtype("float16"), jnp.dtype("bfloat16"), jnp.dtype("float32")
 NAMES = (
     *("O0", "O1", "O2", "O3", "OD", "auto", "fp16", "bf16", "fp8", "fp16_apex"),
     *("fp16_naive", "mixed_float16", "mixed_bfloat16", "float32"),
 )
-# Optax adds f32 updates to half parameters, and Adam raises a float to a step count.
-standard = functools.partial(jax.numpy_dtype_promotion, "standard")
 
 
 class Model(nn.Module):
@@ -85,6 +83,8 @@ def train(recipe: amp.Recipe) -> tuple[Any, Any, list[float]]:
     for _ in range(30):
         params, stats, opt_state, loss = step(params, stats, opt_state)
         losses.append(float(loss))
+    # An array that is bound to a device is compiled for, without a new trace.
+    assert step._cache_size() == 1
     return params, opt_state, losses
 
 
@@ -220,25 +220,6 @@ def test_what_others_print_is_left_out(key):
 
 
 # What is stored how
-
-
-@pytest.mark.breadth(2)
-@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
-def test_a_step_is_compiled_once(name):
-    recipe = amp.recipe(name, "float16")
-    tx = recipe.wrap(optax.sgd(0.1, momentum=0.9))
-    params, opt_state = recipe.init(tx, {"w": jnp.ones((4, 4)) * 1.0001})
-
-    @jax.jit
-    def step(params: Any, opt_state: Any) -> Any:
-        updates, opt_state = tx.update({"w": jnp.ones((4, 4))}, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    with standard():
-        for _ in range(3):
-            params, opt_state = step(params, opt_state)
-    # An array that is bound to a device is compiled for, without a new trace.
-    assert step._cache_size() == 1
 
 
 def test_parameters_are_half_and_norms_and_statistics_are_not_at_o2():
@@ -494,8 +475,11 @@ def test_an_optimizer_that_is_not_wrapped_is_refused():
 
 
 @pytest.mark.breadth(1)
-@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
-def test_an_nnx_module_is_trained_with_an_nnx_optimizer(name):
+@pytest.mark.parametrize(
+    ("name", "digits"),
+    [("O2", None), ("O1", None), ("O3", None), ("O3", "kahan"), ("O3", "stochastic")],
+)
+def test_an_nnx_module_is_trained_with_an_nnx_optimizer(name, digits):
     class Layer(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
             self.dense = nnx.Linear(8, 4, rngs=rngs)
@@ -507,7 +491,8 @@ def test_an_nnx_module_is_trained_with_an_nnx_optimizer(name):
     recipe = amp.recipe(name, "bf16")
     original = Layer(nnx.Rngs(0))
     before = jax.device_get(nnx.to_pure_dict(nnx.state(original)))
-    tx = recipe.wrap(optax.sgd(1e-2))
+    tx = optax.sgd(1e-2)
+    tx = recipe.wrap(tx if digits is None else STORING[digits](tx))
     model, optimizer = recipe.init(tx, original)
     stored = F32 if name == "O1" else BF16
     assert model.dense.kernel[...].dtype == stored
@@ -532,8 +517,14 @@ def test_an_nnx_module_is_trained_with_an_nnx_optimizer(name):
 
     losses = [float(step(model, optimizer)) for _ in range(20)]
     assert losses[-1] < losses[0]
-    assert model.dense.kernel[...].dtype == stored
-    assert (model.dense.kernel[...].astype(F32) != before["dense"]["kernel"]).any()
+    assert amp.metrics(optimizer)["applied"] == 20
+    kernel = model.dense.kernel[...]
+    assert kernel.dtype == stored
+    exported = amp.export_params(model, optimizer).dense.kernel[...]
+    assert exported.dtype == F32
+    np.testing.assert_array_equal(exported.astype(stored), kernel)
+    for moved in (kernel.astype(F32), exported):
+        assert (moved != before["dense"]["kernel"]).any()
     # The module that it was made of is left alone.
     chex.assert_trees_all_equal(nnx.to_pure_dict(nnx.state(original)), before)
 
@@ -665,79 +656,65 @@ def test_products_are_half_in_the_backward_pass_too(name, dtype):
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides", "error", "message"),
-    [
-        ("O5", {}, ValueError, r"unknown recipe\. There are O0, O1, O2, O3, OD"),
-        ("02", {}, ValueError, r'the letter O, not the digit zero: "O2"'),
-        ("o2", {}, ValueError, r'Did you mean "O2"\?'),
-        ("fp61", {}, ValueError, r'Did you mean "fp16"\?'),
-        (2, {}, ValueError, r"recipe\(2\): unknown recipe"),
-        ("O1", {"keep_batchnorm_fp32": True}, ValueError, r"norms are f32 .* use O2"),
-        ("O1", {"keep_batchnorm_fp32": False}, ValueError, r"norms are f32 .* use O2"),
-        ("O1", {"master_weights": True}, ValueError, r"need no masters.*use O2"),
-        ("OD", {"master_weight": False}, ValueError, r"master_weight=False.*use O2"),
-        ("O1", {"cast_model_type": "f16"}, ValueError, r"Use O2 or O3 to cast them"),
-        ("O2", {"patch_torch_functions": True}, ValueError, r"another recipe. Use O1"),
-        ("O1", {"patch_functions": False}, ValueError, r"Use O0 for f32, O2 or O3"),
-        ("O1", {"loss_scale": "dyn"}, ValueError, r'neither "dynamic" nor a positive'),
-        ("O1", {"loss_scale": 0.0}, ValueError, r'neither "dynamic" nor a positive'),
-        ("O1", {"loss_scale": [1]}, TypeError, r'neither "dynamic" nor a number'),
-        ("O2", {"loss_scale": 8, "init_scale": 2}, TypeError, r"init_scale is of a dy"),
-        ("O2", {"keep_batchnorm_fp32": "no"}, TypeError, r"neither True nor False"),
-        ("O2", {"enabled": 1}, TypeError, r"enabled=1\): neither True nor False"),
-        ("O2", {"cast_model_type": "int8"}, TypeError, r"not a floating dtype"),
-        (
-            "O2",
-            {"cast_model_type": "e4m3"},
-            ValueError,
-            r"float16, bfloat16 or float32",
-        ),
-        ("O1", {"loss_scale": True}, TypeError, r'neither "dynamic" nor a number'),
-        ("O2", {"scaler": 3}, TypeError, r"unknown property"),
-        ("O2", {"keep_batchnorm_fp32": []}, TypeError, r"neither True nor False"),
-        ("O1", {"custom_white_list": 5}, TypeError, r"Use a set of strings"),
-        ("fp16_apex", {"opt_level": "02"}, ValueError, r"It is the letter O"),
-        ("O2", {"num_losses": 0}, ValueError, r"an int, at least 1"),
-        ("O2", {"num_losses": True}, ValueError, r"an int, at least 1"),
-        ("O2", {"init_scal": 2}, TypeError, r"Did you mean init_scale\?.*keep_batch"),
-        (
-            "O1",
-            {"half": "f16"},
-            TypeError,
-            r"half='f16'\): .*Did you mean half_dtype\?",
-        ),
-        ("O1", {"scale": 8}, TypeError, r"Did you mean loss_scale or "),
-        ("O1", {"model_type": "f16"}, TypeError, r"Did you mean cast_model_type\?"),
-        ("O1", {"target": "cpu"}, TypeError, r"recipe\.autocast\(fn, target='cpu'\)"),
-        ("O2", {"opt_level": "O1"}, TypeError, r"the level is the name"),
-        ("fp16_apex", {"opt_level": "O7"}, ValueError, r"unknown level"),
-        ("O2", {"master_weight": 1}, TypeError, r"master_weight=1\): neither True"),
-        (
-            "O2",
-            {"master_weight": True, "master_weights": True},
-            TypeError,
-            r"given twice",
-        ),
+REFUSED = {
+    ValueError: [
+        ("O5", {}, r"unknown recipe\. There are O0, O1, O2, O3, OD"),
+        ("02", {}, r'the letter O, not the digit zero: "O2"'),
+        ("o2", {}, r'Did you mean "O2"\?'),
+        ("fp61", {}, r'Did you mean "fp16"\?'),
+        (2, {}, r"recipe\(2\): unknown recipe"),
+        ("O1", {"keep_batchnorm_fp32": True}, r"norms are f32 .* use O2"),
+        ("O1", {"keep_batchnorm_fp32": False}, r"norms are f32 .* use O2"),
+        ("O1", {"master_weights": True}, r"need no masters.*use O2"),
+        ("OD", {"master_weight": False}, r"master_weight=False.*use O2"),
+        ("O1", {"cast_model_type": "f16"}, r"Use O2 or O3 to cast them"),
+        ("O2", {"patch_torch_functions": True}, r"another recipe. Use O1"),
+        ("O1", {"patch_functions": False}, r"Use O0 for f32, O2 or O3"),
+        ("O1", {"loss_scale": "dyn"}, r'neither "dynamic" nor a positive'),
+        ("O1", {"loss_scale": 0.0}, r'neither "dynamic" nor a positive'),
+        ("O2", {"cast_model_type": "e4m3"}, r"float16, bfloat16 or float32"),
+        ("fp16_apex", {"opt_level": "02"}, r"It is the letter O"),
+        ("O2", {"num_losses": 0}, r"an int, at least 1"),
+        ("O2", {"num_losses": True}, r"an int, at least 1"),
+        ("fp16_apex", {"opt_level": "O7"}, r"unknown level"),
         (
             "O1",
             {"custom_white_list": {"tanh"}, "custom_black_list": {"tanh", "exp"}},
-            ValueError,
             r"'tanh' is in custom_white_list too",
         ),
-        ("O1", {"custom_white_list": "tanh"}, TypeError, r"Use a set of strings"),
-        ("O1", {"half_dtype": "f32"}, ValueError, r"is no half dtype"),
-        ("fp16", {"half_dtype": "bf16"}, ValueError, r"but the name says f16"),
-        ("fp16_naive", {"cast_model_type": "bf16"}, ValueError, r"the name says f16"),
-        (
-            "O2",
-            {"half_dtype": "f16", "cast_model_type": "bf16"},
-            ValueError,
-            r"Give one of them",
-        ),
+        ("O1", {"half_dtype": "f32"}, r"is no half dtype"),
+        ("fp16", {"half_dtype": "bf16"}, r"but the name says f16"),
+        ("fp16_naive", {"cast_model_type": "bf16"}, r"the name says f16"),
+        ("O2", {"half_dtype": "f16", "cast_model_type": "bf16"}, r"Give one of them"),
     ],
+    TypeError: [
+        ("O1", {"loss_scale": [1]}, r'neither "dynamic" nor a number'),
+        ("O2", {"loss_scale": 8, "init_scale": 2}, r"init_scale is of a dy"),
+        ("O2", {"keep_batchnorm_fp32": "no"}, r"neither True nor False"),
+        ("O2", {"enabled": 1}, r"enabled=1\): neither True nor False"),
+        ("O2", {"cast_model_type": "int8"}, r"not a floating dtype"),
+        ("O1", {"loss_scale": True}, r'neither "dynamic" nor a number'),
+        ("O2", {"scaler": 3}, r"unknown property"),
+        ("O2", {"keep_batchnorm_fp32": []}, r"neither True nor False"),
+        ("O1", {"custom_white_list": 5}, r"Use a set of strings"),
+        ("O2", {"init_scal": 2}, r"Did you mean init_scale\?.*keep_batch"),
+        ("O1", {"half": "f16"}, r"half='f16'\): .*Did you mean half_dtype\?"),
+        ("O1", {"scale": 8}, r"Did you mean loss_scale or "),
+        ("O1", {"model_type": "f16"}, r"Did you mean cast_model_type\?"),
+        ("O1", {"target": "cpu"}, r"recipe\.autocast\(fn, target='cpu'\)"),
+        ("O2", {"opt_level": "O1"}, r"the level is the name"),
+        ("O2", {"master_weight": 1}, r"master_weight=1\): neither True"),
+        ("O2", {"master_weight": True, "master_weights": True}, r"given twice"),
+        ("O1", {"custom_white_list": "tanh"}, r"Use a set of strings"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "overrides", "message"),
+    [(error, *row) for error, rows in REFUSED.items() for row in rows],
 )
-def test_what_contradicts_a_recipe_is_refused(name, overrides, error, message):
+def test_what_contradicts_a_recipe_is_refused(error, name, overrides, message):
     with pytest.raises(error, match=message):
         amp.recipe(name, **overrides)
 

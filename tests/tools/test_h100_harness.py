@@ -240,9 +240,8 @@ class TestMeasures:
         expected = 32 * 16 * 4 + 32 * 16 * 2 + 16 * 4 * 2
         assert measures.traced(loss, params, aval(32, 8)).saved_bytes == expected
 
-    @pytest.mark.parametrize(
-        "model", ["mlp", pytest.param("cnn", marks=pytest.mark.slow)]
-    )
+    @pytest.mark.slow
+    @pytest.mark.parametrize("model", ["mlp", "cnn"])
     def test_float64_reference_drops_and_normalises_as_the_float32_model(self, model):
         case = BRANCHING[model]
         errors = compare_precision.gradient_errors(

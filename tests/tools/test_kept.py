@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,55 +19,119 @@ from tests import dry_run, h100, kept
 X = jax.ShapeDtypeStruct((256, 512), jnp.float32)
 
 
-@pytest.fixture
-def figures(tmp_path, monkeypatch):
-    """Returns a function (scale) -> figures, with how many programs it has read."""
-    monkeypatch.delenv("KEPT_FIGURES", raising=False)
-    read = []
+class Keeper(NamedTuple):
+    """Figures of a program, or of a training, by a number that is a part of it.
 
-    def figures(scale: int) -> dict:
-        def of(program):
-            read.append(program)
-            return {"casts": len(h100.pure_casts(program)), "read": len(read)}
+    Attributes:
+      figure: a number -> its figure, which is kept.
+      exact: a number -> what the figure is.
+      ran: the numbers for which nothing was kept, in their order.
+      file: where they are kept.
+      version: the name of a package of whose version they are.
+    """
 
+    figure: Callable[[float], float]
+    exact: Callable[[float], float]
+    ran: list[float]
+    file: Path
+    version: str
+
+
+def of_programs(file: Path) -> Keeper:
+    ran = []
+
+    def figure(scale: float) -> float:
         def program(x):
-            return x.astype(jnp.bfloat16) if scale == 1 else x * float(scale)
+            return x.astype(jnp.bfloat16) if scale == 1 else x * scale
 
-        return kept.figures("it", program, X, read=of, file=figures.file)
+        def read(program):
+            ran.append(scale)
+            return {"casts": len(h100.pure_casts(program))}
 
-    figures.read = read
-    figures.file = tmp_path / "figures.json"
-    return figures
+        return kept.figures("it", program, X, read=read, file=file)["casts"]
+
+    return Keeper(figure, lambda scale: int(scale == 1), ran, file, "jaxlib")
+
+
+def of_trainings(file: Path) -> Keeper:
+    ran = []
+
+    def figure(rate: float) -> float:
+        def train():
+            w = jnp.ones(3)
+            for _ in range(5):
+                w = step_of(rate)(w)
+            return w
+
+        def read(w):
+            ran.append(rate)
+            return {"end": float(w[0])}
+
+        return kept.training("it", train, read, [sys.modules[__name__]], file)["end"]
+
+    def exact(rate: float) -> float:
+        w = 1.0
+        for _ in range(5):
+            w -= rate * np.sin(w)
+        return w
+
+    return Keeper(figure, exact, ran, file, "optax")
+
+
+KINDS = {"figures": of_programs, "training": of_trainings}
+
+
+@pytest.fixture(params=[pytest.param("figures", marks=h100.needs_compiler), "training"])
+def keeper(request, tmp_path, monkeypatch):
+    monkeypatch.setenv("KEPT_FIGURES", "write")
+    return KINDS[request.param](tmp_path / "kept.json")
+
+
+@pytest.fixture
+def training(tmp_path, monkeypatch):
+    monkeypatch.setenv("KEPT_FIGURES", "write")
+    return of_trainings(tmp_path / "kept.json")
+
+
+def test_it_runs_once_as_long_as_nothing_moves(keeper, monkeypatch):
+    first = keeper.figure(1)
+    np.testing.assert_allclose(first, keeper.exact(1), rtol=1e-6)
+    monkeypatch.delenv("KEPT_FIGURES")
+    assert keeper.figure(1) == first and keeper.ran == [1]
+
+
+@pytest.mark.breadth(4)
+@pytest.mark.parametrize("moved", ["program", "version", "flag", "source"])
+def test_it_runs_again_where_something_moved(keeper, monkeypatch, moved):
+    keeper.figure(1)
+    monkeypatch.setenv("KEPT_FIGURES", "again" if moved == "flag" else "")
+    if moved == "version":
+        text = json.loads(keeper.file.read_text())
+        text["versions"][keeper.version] = "0.1.0"
+        keeper.file.write_text(json.dumps(text))
+    if moved == "source":
+        monkeypatch.setattr(kept.inspect, "getsource", lambda module: "x = 2")
+    before = keeper.file.read_text()
+    number = 2 if moved == "program" else 1
+    np.testing.assert_allclose(keeper.figure(number), keeper.exact(number), rtol=1e-6)
+    # A compiled program is known by what was traced.
+    of_source = moved == "source" and keeper.version == "jaxlib"
+    assert keeper.ran == ([1] if of_source else [1, number])
+    assert keeper.file.read_text() == before
+
+
+def test_what_was_kept_is_what_is_judged(keeper, monkeypatch):
+    keeper.figure(1)
+    monkeypatch.delenv("KEPT_FIGURES")
+    found = json.loads(keeper.file.read_text())
+    (name,) = found["programs"]["it"]["figures"]
+    found["programs"]["it"]["figures"][name] = 7.0
+    keeper.file.write_text(json.dumps(found))
+    assert keeper.figure(1) == 7.0
 
 
 @h100.needs_compiler
 class TestFigures:
-    def test_a_program_is_compiled_once_as_long_as_nothing_moves(
-        self, figures, monkeypatch
-    ):
-        monkeypatch.setenv("KEPT_FIGURES", "write")
-        assert figures(1) == {"casts": 1, "read": 1}
-        monkeypatch.delenv("KEPT_FIGURES")
-        assert figures(1) == {"casts": 1, "read": 1}
-        assert len(figures.read) == 1
-
-    @pytest.mark.breadth(2)
-    @pytest.mark.parametrize("moved", ["program", "version", "flag"])
-    def test_it_is_compiled_again_where_something_moved(
-        self, figures, monkeypatch, moved
-    ):
-        monkeypatch.setenv("KEPT_FIGURES", "write")
-        figures(1)
-        monkeypatch.setenv("KEPT_FIGURES", "again" if moved == "flag" else "")
-        if moved == "version":
-            text = json.loads(figures.file.read_text())
-            text["versions"]["jaxlib"] = "0.9.0"
-            figures.file.write_text(json.dumps(text))
-        before = figures.file.read_text()
-        scale = 2 if moved == "program" else 1
-        assert figures(scale) == {"casts": int(scale == 1), "read": 2}
-        assert figures.file.read_text() == before
-
     def test_a_program_that_compiles_by_itself_is_known_as_it_is_lowered(
         self, tmp_path, monkeypatch
     ):
@@ -104,24 +171,16 @@ class TestFigures:
         assert [found(code)["read"] for code in codes] == [1, 1, 2]
 
     def test_figures_of_another_version_are_not_kept_beside_new_ones(
-        self, figures, monkeypatch
+        self, tmp_path, monkeypatch
     ):
         old = {"versions": {"jaxlib": "0.9.0"}, "programs": {"it": {}, "other": {}}}
-        figures.file.write_text(json.dumps(old))
+        keeper = of_programs(tmp_path / "kept.json")
+        keeper.file.write_text(json.dumps(old))
         monkeypatch.setenv("KEPT_FIGURES", "write")
-        figures(1)
-        found = json.loads(figures.file.read_text())
+        keeper.figure(1)
+        found = json.loads(keeper.file.read_text())
         assert list(found["programs"]) == ["it"]
         assert found["versions"] == kept.versions()
-
-    def test_what_was_kept_is_what_is_judged(self, figures, monkeypatch):
-        monkeypatch.setenv("KEPT_FIGURES", "write")
-        figures(1)
-        monkeypatch.delenv("KEPT_FIGURES")
-        found = json.loads(figures.file.read_text())
-        found["programs"]["it"]["figures"]["casts"] = 7
-        figures.file.write_text(json.dumps(found))
-        assert figures(1)["casts"] == 7
 
 
 def test_a_hash_tells_programs_apart_but_not_addresses():
@@ -143,68 +202,14 @@ def step_of(rate: float):
 
 
 class TestTrainings:
-    @pytest.fixture
-    def training(self, tmp_path, monkeypatch):
-        """Returns a function (rate) -> figures, with how many trainings have run."""
-        monkeypatch.delenv("KEPT_FIGURES", raising=False)
-        ran = []
-
-        def training(rate: float) -> dict:
-            def train():
-                w = jnp.ones(3)
-                for _ in range(5):
-                    w = step_of(rate)(w)
-                return w
-
-            def read(w):
-                ran.append(rate)
-                return {"end": float(w[0])}
-
-            modules = [sys.modules[__name__]]
-            return kept.training("it", train, read, modules, training.file)
-
-        training.ran, training.file = ran, tmp_path / "trainings.json"
-        return training
-
-    def by_hand(self, rate: float) -> float:
-        w = 1.0
-        for _ in range(5):
-            w -= rate * np.sin(w)
-        return w
-
-    def test_it_runs_once_as_long_as_nothing_moves(self, training, monkeypatch):
-        monkeypatch.setenv("KEPT_FIGURES", "write")
-        first = training(0.5)
-        np.testing.assert_allclose(first["end"], self.by_hand(0.5), rtol=1e-6)
-        monkeypatch.delenv("KEPT_FIGURES")
-        assert training(0.5) == first and training.ran == [0.5]
-
-    @pytest.mark.breadth(2)
-    @pytest.mark.parametrize("moved", ["program", "version", "flag", "source"])
-    def test_it_runs_again_where_something_moved(self, training, monkeypatch, moved):
-        monkeypatch.setenv("KEPT_FIGURES", "write")
-        training(0.5)
-        monkeypatch.setenv("KEPT_FIGURES", "again" if moved == "flag" else "")
-        if moved == "version":
-            text = json.loads(training.file.read_text())
-            text["versions"]["optax"] = "0.1.0"
-            training.file.write_text(json.dumps(text))
-        if moved == "source":
-            monkeypatch.setattr(kept.inspect, "getsource", lambda module: "x = 2")
-        rate = 0.25 if moved == "program" else 0.5
-        found = training(rate)
-        np.testing.assert_allclose(found["end"], self.by_hand(rate), rtol=1e-6)
-        assert training.ran == [0.5, rate]
-
     def test_code_of_the_library_counts_where_it_runs_beside_what_is_compiled(
         self, training, monkeypatch, tmp_path
     ):
-        monkeypatch.setenv("KEPT_FIGURES", "write")
         source = tmp_path / "weights.py"
         monkeypatch.setattr(kept, "_TRAINING", [source])
         for rate, code in ((0.5, "x = 1"), (0.5, "x = 1  # one"), (0.5, "x = 2")):
             source.write_text(code)
-            training(rate)
+            training.figure(rate)
         assert training.ran == [0.5, 0.5]
 
     def test_errors_of_a_program_are_kept_in_whatever_json_holds(self, tmp_path):
@@ -255,25 +260,15 @@ class TestTrainings:
             )
             monkeypatch.setattr(kept.inspect, "getsource", lambda module: text)
 
-        monkeypatch.setenv("KEPT_FIGURES", "write")
         source("One.", "return 1")
-        training(0.5)
+        training.figure(0.5)
         monkeypatch.delenv("KEPT_FIGURES")
         source("Another.", "return 1")
-        training(0.5)
+        training.figure(0.5)
         assert training.ran == [0.5]
         source("One.", "return 2")
-        training(0.5)
+        training.figure(0.5)
         assert training.ran == [0.5, 0.5]
-
-    def test_what_was_kept_is_what_is_judged(self, training, monkeypatch):
-        monkeypatch.setenv("KEPT_FIGURES", "write")
-        training(0.5)
-        monkeypatch.delenv("KEPT_FIGURES")
-        found = json.loads(training.file.read_text())
-        found["programs"]["it"]["figures"]["end"] = 7.0
-        training.file.write_text(json.dumps(found))
-        assert training(0.5) == {"end": 7.0}
 
 
 class TestDryRun:

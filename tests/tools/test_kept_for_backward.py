@@ -156,6 +156,8 @@ class TestOperationsOneByOne:
         np.testing.assert_array_equal(found, cube(x))
 
 
+# The library has no part in them.
+@pytest.mark.slow
 class TestModels:
     def test_attention_is_that_of_jax(self):
         query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 8, 16, 4))
@@ -184,7 +186,6 @@ class TestModels:
             expected = each / np.sqrt((each**2).mean(-1, keepdims=True) + 1e-6)
             np.testing.assert_allclose(found, expected, rtol=64 * EPS, atol=64 * EPS)
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["gpt", "llama", "mlp"])
     def test_layers_in_a_loop_compute_what_they_do_one_by_one(self, name):
         values = []
@@ -207,7 +208,6 @@ class TestModels:
             assert len(products) == 2 * 8 + 1
             assert all(":bf16[" in line.split("=")[0] for line in products)
 
-    @pytest.mark.slow
     def test_words_have_one_gradient_bit_for_bit(self):
         size = kept_for_backward.MODELS["mlp_scanned"].small
         with jax.numpy_rank_promotion("allow"):

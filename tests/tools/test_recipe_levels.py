@@ -42,6 +42,7 @@ def plain_losses(model: str, steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_the_first_level_is_training_without_the_library():
     found = recipe_levels.trained("mlp", "O0", steps=8)
     first, *_, last = plain_losses("mlp", 8)

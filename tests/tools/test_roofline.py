@@ -40,8 +40,10 @@ def moved(kernels):
     return sum(kernel.bytes * kernel.times for kernel in kernels)
 
 
+# Texts of programs are read below; here they are compiled too.
+@pytest.mark.slow
+@h100.needs_compiler
 class TestProducts:
-    @pytest.mark.breadth(2)
     @pytest.mark.parametrize(
         "dtype, precision, rate",
         [
@@ -52,7 +54,6 @@ class TestProducts:
             (F32, "highest", 67e12),
         ],
     )
-    @h100.needs_compiler
     def test_large_product_takes_its_flops_at_the_rate_of_its_dtype(
         self, dtype, precision, rate
     ):
@@ -67,7 +68,6 @@ class TestProducts:
         seconds = 2 * m * k * n / rate + H100.launch
         np.testing.assert_allclose(kernel.seconds(H100), seconds, rtol=1e-12)
 
-    @h100.needs_compiler
     def test_thin_product_takes_the_bytes_of_its_weight(self):
         k, n = 8192, 8192
         kernels = kernels_of(lax.dot, aval(8, k, dtype=BF16), aval(k, n, dtype=BF16))
@@ -76,7 +76,6 @@ class TestProducts:
         np.testing.assert_allclose(found["ms"], 1e3 * seconds, rtol=1e-12)
         assert (found["kernels"], found["products"]) == (1, 1.0)
 
-    @h100.needs_compiler
     def test_batched_product_contracts_each_example(self):
         kernels = kernels_of(
             lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k),
@@ -86,7 +85,6 @@ class TestProducts:
         (product,) = [kernel for kernel in kernels if kernel.is_product]
         assert product.flops == 2 * 4 * 8 * 128 * 256 * 64
 
-    @h100.needs_compiler
     def test_product_of_8_bits_has_twice_the_rate(self):
         def scaled(x, w, scale):
             wide = [each.astype(BF16) * scale for each in (x, w)]
@@ -103,7 +101,6 @@ class TestProducts:
         assert product.flops == 2 * 512 * 1024 * 2048
         assert H100.rates["f8"] == 1979e12
 
-    @h100.needs_compiler
     def test_gradients_of_a_convolution_have_the_flops_of_the_convolution(self):
         def loss(x, kernel):
             out = lax.conv_general_dilated(
@@ -124,7 +121,6 @@ class TestProducts:
         ] * 3
         assert {kernel.rate for kernel in products} == {"half"}
 
-    @h100.needs_compiler
     def test_convolution_in_groups_multiplies_the_features_of_its_group(self):
         def grouped(x, kernel):
             return lax.conv_general_dilated(
@@ -143,6 +139,7 @@ class TestProducts:
         assert product.flops == 2 * (8 * 16 * 16 * 128) * (3 * 3 * 16)
 
 
+@pytest.mark.slow
 @h100.needs_compiler
 class TestMemory:
     def test_elementwise_program_reads_and_writes_once(self):

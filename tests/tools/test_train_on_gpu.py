@@ -43,6 +43,7 @@ def test_every_program_is_timed_in_every_round_and_its_memory_is_known(results):
         assert len(row["timed_with"]) == len(train_on_gpu.PROGRAMS) - 1
 
 
+@pytest.mark.slow
 def test_programs_train_the_same_model(results):
     programs = results[1]["programs"]
     expected = programs["f32_highest"]
@@ -55,6 +56,7 @@ def test_programs_train_the_same_model(results):
     }
 
 
+@pytest.mark.slow
 def test_ratios_are_those_of_the_figures_in_the_same_file(results):
     programs = results[1]["programs"]
     for name, row in programs.items():
@@ -68,6 +70,7 @@ def test_ratios_are_those_of_the_figures_in_the_same_file(results):
             assert math.isclose(row["ratios"][other]["program_bytes"], memory)
 
 
+@pytest.mark.slow
 def test_conditions_say_what_was_measured(results):
     about = results[1]["conditions"]
     assert about["device"]["kind"] == jax.devices()[0].device_kind
@@ -204,7 +207,7 @@ def test_option_that_makes_no_sense_is_refused(option, value, capsys):
 
 # Published: 124,439,808 of GPT-2, its position table of 1024 included; 25,557,032 of
 # ResNet-50; ViT-B/16 has 85,798,656 below its head, and 7,690 are a head of 10 classes.
-@pytest.mark.breadth(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model, parameters",
     [

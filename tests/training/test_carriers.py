@@ -177,7 +177,7 @@ CARRIERS = {
 }
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_a_run_trains_and_a_skipped_step_leaves_all_but_the_scale(carrier):
     run = CARRIERS[carrier]()

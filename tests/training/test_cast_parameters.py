@@ -625,16 +625,11 @@ def test_a_subclass_of_a_module_class_is_of_its_policy():
     assert found["a/kernel"] == F16 and found["b/kernel"] == BF16
 
 
-def test_an_abstract_nnx_module_is_cast():
-    abstract = nnx.eval_shape(NnxModel)
-    found = amp.cast_params(abstract, "bf16")
-    assert nnx_dtypes(found) == nnx_dtypes(amp.cast_params(NnxModel(), "bf16"))
-
-
-def test_an_nnx_module_is_cast_inside_of_nnx_jit():
-    model = NnxModel()
-    found = nnx.jit(lambda m: amp.cast_params(m, "bf16"))(model)
-    assert nnx_dtypes(found) == nnx_dtypes(amp.cast_params(model, "bf16"))
+def test_an_abstract_nnx_module_and_one_inside_of_nnx_jit_are_cast():
+    expected = nnx_dtypes(amp.cast_params(NnxModel(), "bf16"))
+    assert nnx_dtypes(amp.cast_params(nnx.eval_shape(NnxModel), "bf16")) == expected
+    inside = nnx.jit(lambda: amp.cast_params(NnxModel(), "bf16"))
+    assert nnx_dtypes(inside()) == expected
 
 
 # Back

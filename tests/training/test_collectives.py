@@ -75,15 +75,6 @@ def test_other_leaves_are_sums_of_jax():
     assert found["int"].dtype == tree["int"].dtype
 
 
-def test_one_device_and_several_axes():
-    one = jnp.full((1, 3), 1.5, jnp.bfloat16)
-    found = summed(amp.psum_in_f32, one, mesh_of(1))(one)
-    assert (found.dtype, found.tolist()) == (jnp.float32, [1.5] * 3)
-    parts = jnp.arange(DEVICES * 3).reshape(DEVICES, 3).astype(jnp.bfloat16)
-    both = summed(amp.psum_in_f32, parts, mesh_of(2, 4), ("data", "model"))(parts)
-    assert both.tolist() == np.arange(DEVICES * 3).reshape(DEVICES, 3).sum(0).tolist()
-
-
 def test_an_array_that_is_the_same_on_all_devices_is_added_up_too():
     x = jnp.asarray([1.5, -2.0], jnp.bfloat16)
     each = jax.shard_map(
@@ -110,18 +101,25 @@ def test_its_derivative_is_that_of_a_sum():
     np.testing.assert_array_equal(grads, np.tile([1.0, 2.0, 4.0], (DEVICES, 1)))
 
 
-@pytest.mark.breadth(1)
-@pytest.mark.parametrize("axis", [["data"], ("data", "model"), ["data", "model"]])
-def test_axes_may_be_several_in_a_list(axis):
-    parts = jnp.ones((DEVICES, 3), jnp.bfloat16)
-    shape = (DEVICES,) if len(axis) == 1 else (2, DEVICES // 2)
+@pytest.mark.breadth(3)
+@pytest.mark.parametrize(
+    ("axis", "shape"),
+    [
+        ("data", (1,)),
+        (["data"], (DEVICES,)),
+        (("data", "model"), (2, DEVICES // 2)),
+        (["data", "model"], (2, DEVICES // 2)),
+    ],
+)
+def test_axes_may_be_one_device_and_several_in_a_tuple_or_a_list(axis, shape):
+    parts = 1.5 * np.arange(np.prod(shape) * 3).reshape(-1, 3)
     found = jax.shard_map(
         lambda part: amp.psum_in_f32(part[0], axis),
         mesh=mesh_of(*shape),
-        in_specs=P(tuple(axis)),
+        in_specs=P(axis if isinstance(axis, str) else tuple(axis)),
         out_specs=P(),
-    )(parts)
-    np.testing.assert_array_equal(found, np.full(3, DEVICES, np.float32))
+    )(jnp.asarray(parts, jnp.bfloat16))
+    np.testing.assert_array_equal(found, np.float32(parts.sum(0)), strict=True)
 
 
 @pytest.mark.parametrize("axis", [None, (), []])

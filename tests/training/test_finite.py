@@ -1,3 +1,4 @@
+import functools
 import re
 
 import jax
@@ -78,33 +79,32 @@ OVER_AXES = {
 }
 
 
-@pytest.mark.parametrize("call", OVER_AXES)
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_an_unknown_axis_of_a_shard_map_is_named_beside_those_there_are(
-    call, check_vma
-):
-    # JAX's own collectives raise an AssertionError without a word.
+def inside_shard_map(fn, check_vma):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
-    fn = jax.shard_map(
-        OVER_AXES[call]("batch"),
-        mesh=mesh,
-        in_specs=P(),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
-    with pytest.raises(NameError) as raised:
-        jax.eval_shape(fn, jnp.ones(2, jnp.int32))
-    assert str(raised.value).startswith(f"{call}'batch'): no mapped axis is called")
-    assert "The mesh here has 'data'." in str(raised.value)
+    specs = {"in_specs": P(), "out_specs": P()}
+    return jax.shard_map(fn, mesh=mesh, check_vma=check_vma, **specs)
 
 
+# JAX's own collectives raise an AssertionError without a word.
 @pytest.mark.parametrize("call", OVER_AXES)
-@pytest.mark.parametrize("mapped", [False, True])
-def test_an_unknown_axis_elsewhere_is_named_with_the_remedy(call, mapped):
-    fn = OVER_AXES[call]("batch")
-    fn = jax.vmap(fn, axis_name="data") if mapped else fn
-    with pytest.raises(NameError, match=r"'batch' here\. Call it inside of jax"):
-        jax.eval_shape(fn, jnp.ones((2, 2), jnp.int32))
+@pytest.mark.parametrize(
+    ("around", "told"),
+    [
+        *(
+            (functools.partial(inside_shard_map, check_vma=check), "The mesh here has")
+            for check in (True, False)
+        ),
+        (functools.partial(jax.vmap, axis_name="data"), "Call it inside of jax"),
+        (lambda fn: fn, "Call it inside of jax"),
+    ],
+    ids=["shard_map", "shard_map, unchecked", "vmap", "nothing"],
+)
+def test_an_unknown_axis_is_named_with_the_remedy(call, around, told):
+    with pytest.raises(NameError) as raised:
+        jax.eval_shape(around(OVER_AXES[call]("batch")), jnp.ones((2, 2), jnp.int32))
+    message = str(raised.value)
+    assert message.startswith(f"{call}'batch'): no mapped axis is called 'batch'")
+    assert told in message and ("'data'" in message) == (told == "The mesh here has")
 
 
 @pytest.mark.parametrize("axis_name", [0, ("data", 1), [{}]])

@@ -26,34 +26,30 @@ def square(w):
     return jnp.sum(w.astype(jnp.float32) ** 2)
 
 
-def mlp_loss(params, x):
-    for w in params:
-        x = jnp.tanh(x @ w)
-    return jnp.mean(x**2)
-
-
-def mlp_params():
-    keys = jax.random.split(jax.random.key(0), 3)
-    return [jax.random.normal(key, (4, 4)) for key in keys]
-
-
 # The loss and the gradients
 
 
 @pytest.mark.breadth(1)
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", [True, False])
 def test_a_power_of_two_changes_neither_loss_nor_gradients(jit):
-    params, x = mlp_params(), jnp.ones((8, 4))
-    mine, plain = amp.value_and_grad(mlp_loss), jax.value_and_grad(mlp_loss)
+    model, x = nn.Sequential([nn.Dense(4), jnp.tanh, nn.Dense(3)]), jnp.ones((8, 4))
+    variables = jax.jit(model.init)(jax.random.key(0), x)
+    loss_fn = lambda v: jnp.mean(model.apply(v, x) ** 2)  # noqa: E731
+    mine, plain = amp.value_and_grad(loss_fn), jax.value_and_grad(loss_fn)
     if jit:
         mine, plain = jax.jit(mine), jax.jit(plain)
-    expected = plain(params, x)
-    chex.assert_trees_all_equal(mine(params, x, loss_scale=SCALE), expected)
-    chex.assert_trees_all_equal(mine(params, x), expected)
+    expected = plain(variables)
+    chex.assert_trees_all_equal(mine(variables, loss_scale=SCALE), expected)
+    chex.assert_trees_all_equal(mine(variables), expected)
 
 
-@pytest.mark.breadth(2)
-@pytest.mark.parametrize("shape", [(1, 2, 3), (2, 1, 2, 3)], ids=str)
+# All transforms by default, and each kind of parameter.
+@pytest.mark.breadth(6)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    # Half kernels alone are given a memory layout.
+    [((1, 2, 3), "float16"), ((2, 1, 2, 3), "float16"), ((1, 2, 3), "float32")],
+)
 @pytest.mark.parametrize(
     "transform",
     [
@@ -68,9 +64,8 @@ def test_a_power_of_two_changes_neither_loss_nor_gradients(jit):
     ],
     ids=["", "vmap", "jvp", "grad", "map", "checkpoint"],
 )
-def test_gradients_of_half_kernels_are_those_of_others(transform, shape):
-    # They alone are given a memory layout.
-    w = jnp.arange(np.prod(shape)).reshape(shape).astype(jnp.float16)
+def test_gradients_inside_of_transforms_are_those_outside(transform, shape, dtype):
+    w = jnp.arange(np.prod(shape)).reshape(shape).astype(dtype)
     for loss_scale in (None, amp.static_loss_scale(2.0**8)):
         gradient = functools.partial(amp.grad(square), loss_scale=loss_scale)
         found = jax.jit(transform(gradient))(w)
@@ -177,21 +172,14 @@ def test_an_overflow_reaches_the_caller_as_a_gradient_that_is_not_finite():
     assert gradient == jnp.inf
 
 
-def test_float64_gradients_have_all_their_digits_at_any_scale():
+@pytest.mark.parametrize("scale", [2.0**16, 1000.0])
+def test_float64_gradients_have_all_their_digits_at_any_scale(scale):
     with jax.enable_x64(True):
-        scale = amp.static_loss_scale(1000.0)
-        gradient = amp.grad(jnp.sin)(jnp.float64(0.3), loss_scale=scale)
-        assert gradient.dtype == jnp.float64
-        eps = float(jnp.finfo(jnp.float64).eps)
-        np.testing.assert_allclose(gradient, np.cos(0.3), rtol=4 * eps)
-
-
-def test_float64_gradients_stay_float64():
-    with jax.enable_x64(True):
-        w = jnp.float64(1.0 + 2.0**-40)
-        loss, gradient = amp.value_and_grad(lambda w: w * w)(w, loss_scale=SCALE)
-        assert (loss.dtype, gradient.dtype) == (jnp.float64, jnp.float64)
-        assert gradient == 2.0 + 2.0**-39
+        scale = amp.static_loss_scale(scale)
+        found = amp.value_and_grad(jnp.sin)(jnp.float64(0.3), loss_scale=scale)
+        assert [each.dtype for each in found] == [jnp.float64] * 2
+        rtol = 4 * float(jnp.finfo(jnp.float64).eps)
+        np.testing.assert_allclose(found, [np.sin(0.3), np.cos(0.3)], rtol=rtol)
 
 
 def test_complex_gradients_keep_their_imaginary_part():
@@ -295,16 +283,6 @@ def test_it_works_under_vmap():
     np.testing.assert_array_equal(gradients, 2.0 * batch)
 
 
-def test_it_works_in_scan():
-    def step(w, _):
-        loss, gradient = amp.value_and_grad(square)(w, loss_scale=SCALE)
-        return w - 0.25 * gradient, loss
-
-    w, losses = jax.lax.scan(step, jnp.array([8.0]), length=3)
-    np.testing.assert_array_equal(losses, [64.0, 16.0, 4.0])
-    np.testing.assert_array_equal(w, [1.0])
-
-
 def test_it_works_inside_shard_map():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     x = jnp.arange(8.0)
@@ -317,11 +295,6 @@ def test_it_works_inside_shard_map():
 
     loss, gradient = run(jnp.float32(2.0), x)
     assert (loss, gradient) == (7.0, 3.5)
-
-
-def test_its_own_gradient_can_be_taken():
-    second = jax.grad(lambda w: amp.grad(lambda w: w**3)(w, loss_scale=SCALE))
-    assert second(jnp.float32(2.0)) == 12.0
 
 
 def test_a_step_is_traced_once_while_the_scale_moves():
@@ -451,15 +424,6 @@ def test_something_that_is_no_function_is_refused():
 
 
 # Flax
-
-
-def test_linen_models_train():
-    model = nn.Dense(3)
-    x = jnp.ones((2, 4))
-    variables = model.init(jax.random.key(0), x)
-    loss_fn = lambda v: jnp.mean(model.apply(v, x) ** 2)  # noqa: E731
-    found = amp.value_and_grad(loss_fn)(variables, loss_scale=SCALE)
-    chex.assert_trees_all_equal(found, jax.value_and_grad(loss_fn)(variables))
 
 
 class Net(nnx.Module):

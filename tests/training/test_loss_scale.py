@@ -2,6 +2,7 @@ import copy
 import dataclasses
 import math
 import pickle
+import re
 
 import chex
 import jax
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jmp_amp as amp
+from tests.training.wrappers import HALF, kinds
 
 MODES = ("until_growth", "consecutive", "rearming")
 SETTINGS = {
@@ -27,13 +29,6 @@ SETTINGS = {
 }
 
 
-def kinds(tree):
-    """What a compiled program depends on."""
-    return jax.tree.structure(tree), [
-        (leaf.shape, leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(tree)
-    ]
-
-
 def scales(loss_scale, steps):
     """The scale after each step; "f" is a finite one."""
     values = []
@@ -46,51 +41,66 @@ def scales(loss_scale, steps):
 # The state machine
 
 
-def test_the_scale_grows_after_exactly_growth_interval_finite_steps():
-    loss_scale = amp.dynamic_loss_scale(2.0, growth_interval=3)
-    assert scales(loss_scale, "fffffff") == [2.0, 2.0, 4.0, 4.0, 4.0, 8.0, 8.0]
+STORIES = {
+    "grows after exactly growth_interval finite steps": (
+        *({"init_scale": 2.0, "growth_interval": 3}, "fffffff"),
+        [2.0, 2.0, 4.0, 4.0, 4.0, 8.0, 8.0],
+    ),
+    "an overflow starts the growth count anew": (
+        *({"init_scale": 8.0, "growth_interval": 3}, "ffoffof"),
+        [8.0, 8.0, 4.0, 4.0, 4.0, 2.0, 2.0],
+    ),
+    "growth that would pass the cap is refused, not clamped": (
+        dict(init_scale=1e3, growth_factor=3.0, growth_interval=1, max_scale=1e4),
+        *("ffff", [3000.0, 9000.0, 9000.0, 9000.0]),
+    ),
+    "a cap of infinity is the largest float32": (
+        {"init_scale": 2.0**126, "growth_interval": 1, "max_scale": math.inf},
+        *("fff", [2.0**127] * 3),
+    ),
+    "hysteresis until growth is used up once": (
+        *({"init_scale": 1024.0, "growth_interval": 4, "hysteresis": 3},),
+        *("oofooffffooo", [1024.0] * 3 + [512.0] + [256.0] * 4 + [512.0] * 3 + [256.0]),
+    ),
+    "consecutive hysteresis refills on every finite step": (
+        {"init_scale": 1024.0, "hysteresis": 2, "hysteresis_mode": "consecutive"},
+        *("ofofooofo", [1024.0] * 5 + [512.0, 256.0, 256.0, 256.0]),
+    ),
+    "rearming hysteresis counts anew after every backoff": (
+        {"init_scale": 1024.0, "hysteresis": 2, "hysteresis_mode": "rearming"},
+        *("ofooooofo", [1024.0] * 3 + [512.0] * 2 + [256.0] * 4),
+    ),
+    "hysteresis of zero behaves as one": (
+        *({"init_scale": 4.0, "hysteresis": 0}, "o", [2.0]),
+    ),
+}
 
 
-def test_an_overflow_starts_the_growth_count_anew():
-    loss_scale = amp.dynamic_loss_scale(8.0, growth_interval=3)
-    assert scales(loss_scale, "ffoffof") == [8.0, 8.0, 4.0, 4.0, 4.0, 2.0, 2.0]
+@pytest.mark.parametrize("story", STORIES)
+def test_the_scale_after_each_step_is_that_of_the_story(story):
+    settings, steps, expected = STORIES[story]
+    assert scales(amp.dynamic_loss_scale(**settings), steps) == expected
 
 
-@pytest.mark.parametrize("jit", [False, True])
-def test_the_floor_holds(jit):
-    adjust = lambda s: s.adjust(False)  # noqa: E731
-    adjust = jax.jit(adjust) if jit else adjust
-    loss_scale = amp.dynamic_loss_scale(32.0, min_scale=8.0)
-    for expected in (16.0, 8.0, 8.0, 8.0):
-        loss_scale = adjust(loss_scale)
-        assert loss_scale.value == expected
+def test_the_floor_holds():
+    for adjust in (amp.LossScale.adjust, jax.jit(amp.LossScale.adjust)):
+        loss_scale = amp.dynamic_loss_scale(32.0, min_scale=8.0)
+        for expected in (16.0, 8.0, 8.0, 8.0):
+            loss_scale = adjust(loss_scale, False)
+            assert loss_scale.value == expected
 
 
-def test_the_default_scale_never_reaches_zero():
-    loss_scale = jax.lax.fori_loop(
-        0, 1000, lambda _, s: s.adjust(False), amp.dynamic_loss_scale()
-    )
-    assert loss_scale.value == 2.0**-14
-
-
-def test_the_default_scale_stops_at_a_power_of_two_whose_reciprocal_is_exact():
+@pytest.mark.parametrize(("finite", "end"), [(False, 2.0**-14), (True, 2.0**24)])
+def test_the_default_scale_stops_where_its_reciprocal_is_exact(finite, end):
     loss_scale = amp.dynamic_loss_scale(growth_interval=1)
-    loss_scale = jax.lax.fori_loop(0, 1000, lambda _, s: s.adjust(True), loss_scale)
-    assert loss_scale.value == 2.0**24
-    assert loss_scale.unscale(jnp.float32(1.0)) == 2.0**-24
+    loss_scale = jax.lax.fori_loop(0, 1000, lambda _, s: s.adjust(finite), loss_scale)
+    assert loss_scale.value == end
+    assert loss_scale.unscale(jnp.float32(1.0)) == 1 / end
 
 
-def test_growth_that_would_pass_the_cap_is_refused_not_clamped():
-    loss_scale = amp.dynamic_loss_scale(
-        1000.0, growth_factor=3.0, growth_interval=1, max_scale=10000.0
-    )
-    assert scales(loss_scale, "ffff") == [3000.0, 9000.0, 9000.0, 9000.0]
-    assert loss_scale.adjust(True).growth_tracker == 0
-
-
-def test_a_cap_of_infinity_is_the_largest_float32():
-    loss_scale = amp.dynamic_loss_scale(2.0**126, growth_interval=1, max_scale=math.inf)
-    assert scales(loss_scale, "fff") == [2.0**127] * 3
+def test_growth_that_is_refused_starts_the_count_anew():
+    scale = amp.dynamic_loss_scale(9.0, growth_interval=1, max_scale=10.0)
+    assert scale.adjust(True).growth_tracker == 0
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
@@ -112,28 +122,6 @@ def test_the_growth_count_stops_at_the_largest_integer():
     scale = dataclasses.replace(amp.dynamic_loss_scale(4.0), growth_tracker=largest)
     assert scale.adjust(True).growth_tracker == largest
     assert scale.adjust(True).adjust(False).growth_tracker == 0
-
-
-def test_hysteresis_until_growth_is_used_up_once():
-    loss_scale = amp.dynamic_loss_scale(1024.0, growth_interval=4, hysteresis=3)
-    found = scales(loss_scale, "oofooffffooo")
-    assert found == [1024.0] * 3 + [512.0] + [256.0] * 4 + [512.0] * 3 + [256.0]
-
-
-def test_consecutive_hysteresis_refills_on_every_finite_step():
-    loss_scale = amp.dynamic_loss_scale(
-        1024.0, hysteresis=2, hysteresis_mode="consecutive"
-    )
-    found = scales(loss_scale, "ofofooofo")
-    assert found == [1024.0] * 5 + [512.0, 256.0, 256.0, 256.0]
-
-
-def test_rearming_hysteresis_counts_anew_after_every_backoff():
-    loss_scale = amp.dynamic_loss_scale(
-        1024.0, hysteresis=2, hysteresis_mode="rearming"
-    )
-    found = scales(loss_scale, "ofooooofo")
-    assert found == [1024.0] * 3 + [512.0] * 2 + [256.0] * 4
 
 
 def reference(config, overflow):
@@ -317,18 +305,13 @@ def test_a_scale_can_be_made_from_a_traced_number():
 # Scaling and unscaling
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_a_half_loss_is_scaled_in_float32(dtype):
-    scaled = amp.dynamic_loss_scale().scale(dtype(4.0))
-    assert scaled.dtype == jnp.float32
-    assert scaled == 4.0 * 2.0**16
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_a_small_half_gradient_survives_unscaling(dtype):
-    gradient = dtype(5e-4)
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_numbers_are_scaled_and_unscaled_in_float32(dtype):
+    loss, gradient = jnp.asarray(4.0, dtype), jnp.asarray(5e-4, dtype)
+    scaled = amp.dynamic_loss_scale().scale(loss)
     found = amp.static_loss_scale(2.0**24).unscale(gradient)
-    assert found.dtype == jnp.float32
+    assert scaled.dtype == found.dtype == jnp.float32
+    assert scaled == 4.0 * 2.0**16
     assert float(found) == float(gradient) * 2.0**-24
 
 
@@ -352,7 +335,7 @@ def test_float64_leaves_are_unscaled_with_all_their_digits(jit):
 
 
 @pytest.mark.breadth(2)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, *HALF])
 @pytest.mark.parametrize("jit", [False, True])
 def test_other_leaves_are_multiplied_by_the_reciprocal_in_float32(dtype, jit):
     # As torch's GradScaler.unscale_: scale.double().reciprocal().float().
@@ -412,11 +395,8 @@ def test_leaves_that_are_no_floats_come_back_as_the_same_objects(method):
         assert found[name] is leaf, name
 
 
-def test_none_stays_none():
+def test_none_stays_none_and_a_python_float_is_scaled():
     assert amp.dynamic_loss_scale().unscale({"frozen": None}) == {"frozen": None}
-
-
-def test_a_python_float_is_scaled():
     assert amp.static_loss_scale(128.0).scale(0.5) == 64.0
 
 
@@ -429,36 +409,39 @@ def test_scaling_works_under_vmap():
 # Bad input, and what is shown
 
 
+# Values of a setting, and what is said of them besides the setting and the value.
+WRONG_VALUES = {
+    "init_scale": {0: "positive and finite", -2.0: "positive", math.inf: "finite"},
+    "growth_factor": {1.0: "above 1", 0.5: "", math.inf: ""},
+    "backoff_factor": {0.0: "between 0 and 1", 1.0: "", -0.5: ""},
+    "growth_interval": {0: "at least 1", -3: "", 2.5: "Use an int", math.inf: ""},
+    "min_scale": {0.0: "floor"},
+    "hysteresis": {-1: ""},
+}
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"init_scale": 0}, ValueError, "init_scale=0.*positive and finite"),
-        ({"init_scale": -2.0}, ValueError, "init_scale=-2.0.*positive"),
-        ({"init_scale": math.inf}, ValueError, "init_scale=inf.*finite"),
-        ({"init_scale": math.nan}, ValueError, "init_scale=nan"),
+        *(
+            ({name: value}, ValueError, re.escape(f"{name}={value}") + f".*{told}")
+            for name, values in WRONG_VALUES.items()
+            for value, told in values.items()
+        ),
+        *(
+            ({name: math.nan}, ValueError, f"{name}=nan")
+            for name in ("init_scale", "growth_factor", "max_scale")
+        ),
         ({"init_scale": jnp.float16(jnp.inf)}, ValueError, "positive and finite"),
         ({"init_scale": "dynamic"}, TypeError, "'dynamic'.*not a real number"),
-        ({"init_scale": None}, TypeError, "not a real number"),
-        ({"init_scale": True}, TypeError, "not a real number"),
-        ({"init_scale": jnp.ones(1)}, TypeError, "not a real number"),
-        ({"growth_factor": 1.0}, ValueError, r"growth_factor=1\.0.*above 1"),
-        ({"growth_factor": 0.5}, ValueError, r"growth_factor=0\.5"),
-        ({"growth_factor": math.inf}, ValueError, "growth_factor=inf"),
-        ({"growth_factor": math.nan}, ValueError, "growth_factor=nan"),
+        *(
+            ({"init_scale": value}, TypeError, "not a real number")
+            for value in (None, True, jnp.ones(1))
+        ),
         ({"growth_factor": "2"}, TypeError, "growth_factor='2'"),
-        ({"backoff_factor": 0.0}, ValueError, r"backoff_factor=0\.0.*between 0 and 1"),
-        ({"backoff_factor": 1.0}, ValueError, r"backoff_factor=1\.0"),
-        ({"backoff_factor": -0.5}, ValueError, r"backoff_factor=-0\.5"),
-        ({"growth_interval": 0}, ValueError, "growth_interval=0.*at least 1"),
-        ({"growth_interval": -3}, ValueError, "growth_interval=-3"),
-        ({"growth_interval": 2.5}, ValueError, r"growth_interval=2\.5.*Use an int"),
-        ({"growth_interval": math.inf}, ValueError, "growth_interval=inf"),
         ({"growth_interval": None}, TypeError, "growth_interval=None"),
-        ({"min_scale": 0.0}, ValueError, r"min_scale=0\.0.*floor"),
         ({"min_scale": 1e-44}, ValueError, "normal float32"),
         ({"min_scale": 4.0, "max_scale": 2.0}, ValueError, "below the floor"),
-        ({"max_scale": math.nan}, ValueError, "max_scale=nan"),
-        ({"hysteresis": -1}, ValueError, "hysteresis=-1"),
         ({"hysteresis_mode": "always"}, ValueError, "'until_growth', 'consecutive'"),
     ],
     ids=str,
@@ -477,10 +460,6 @@ def test_a_bad_static_scale_is_refused(scale):
 def test_a_setting_that_is_traced_is_refused():
     with pytest.raises(TypeError, match="known before the program runs"):
         jax.jit(lambda x: amp.dynamic_loss_scale(growth_factor=x))(2.0)
-
-
-def test_hysteresis_of_zero_behaves_as_one():
-    assert amp.dynamic_loss_scale(4.0, hysteresis=0).adjust(False).value == 2.0
 
 
 def test_repr_shows_values_and_says_when_there_are_none():

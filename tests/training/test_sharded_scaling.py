@@ -538,7 +538,8 @@ def test_eight_h100s_reduce_one_flag():
 def replicas(axis_name: Any, check_vma: bool) -> tuple[Any, Callable[..., Any]]:
     """An optimizer, and a step of eight replicas with gradients of their own.
 
-    The step returns what each of them has.
+    The step returns what each of them has: parameters, state, and an average that it
+    writes besides.
     """
     tx = scaled_adam(axis_name)
 
@@ -546,17 +547,22 @@ def replicas(axis_name: Any, check_vma: bool) -> tuple[Any, Callable[..., Any]]:
     @functools.partial(
         jax.shard_map,
         mesh=mesh_of(LAYOUTS["data parallel"]),
-        in_specs=(P(), P(), P("data")),
+        in_specs=(P(), P(), P("data"), P("data")),
         out_specs=P("data"),
         check_vma=check_vma,
     )
-    def step(params: Any, state: Any, batch: Any) -> Any:
+    def step(params: Any, state: Any, batch: Any, average: Any) -> Any:
         # Else JAX would sum the gradients of what is the same on all devices.
         own = jax.lax.pcast(params, "data", to="varying")
         params, state, _ = half_step(tx)(own, state, batch)
-        return jax.tree.map(lambda leaf: leaf[None], (params, state))
+        new = jnp.mean(batch["x"], axis=0)
+        kept = amp.keep_if_finite(state, new, average[0])
+        return jax.tree.map(lambda leaf: leaf[None], (params, state, kept))
 
     return tx, step
+
+
+AVERAGES = np.arange(8.0 * FEATURES, dtype=np.float32).reshape(8, FEATURES)
 
 
 def eight_times(tree: Any) -> Any:
@@ -570,13 +576,15 @@ def test_the_bad_number_of_one_replica_skips_the_step_of_all(check_vma, kind):
     tx, step = replicas("data", check_vma)
     params = jax.tree.map(jnp.asarray, parameters())
     state = tx.init(params)
-    after, after_state = step(params, state, bad_batch(kind))
+    after, after_state, kept = step(params, state, bad_batch(kind), AVERAGES)
     np.testing.assert_array_equal(amp.metrics(after_state)["scale"], [SCALE / 2] * 8)
     np.testing.assert_array_equal(amp.metrics(after_state)["finite"], [False] * 8)
     chex.assert_trees_all_equal(host(after), eight_times(params))
     moments, moments_before = after_state.inner_state, state.inner_state
     chex.assert_trees_all_equal(host(moments), eight_times(moments_before))
-    after, after_state = step(params, state, good_batch(0))
+    np.testing.assert_array_equal(kept, AVERAGES)
+    after, after_state, kept = step(params, state, good_batch(0), AVERAGES)
+    assert (kept != AVERAGES).any(axis=1).all()
     np.testing.assert_array_equal(amp.metrics(after_state)["applied"], [1] * 8)
     assert len({leaf.tobytes() for leaf in np.asarray(after["w1"])}) == 8
 
@@ -584,13 +592,14 @@ def test_the_bad_number_of_one_replica_skips_the_step_of_all(check_vma, kind):
 def test_without_an_axis_name_the_replicas_part():
     tx, step = replicas(None, check_vma=True)
     params = jax.tree.map(jnp.asarray, parameters())
-    after, state = step(params, tx.init(params), bad_batch())
+    after, state, kept = step(params, tx.init(params), bad_batch(), AVERAGES)
     bad_device = BAD_ROW * 8 // ROWS
     expected = np.full(8, SCALE)
     expected[bad_device] /= 2
     np.testing.assert_array_equal(amp.metrics(state)["scale"], expected)
-    unchanged = [(w == params["w1"]).all() for w in after["w1"]]
-    assert unchanged == [device == bad_device for device in range(8)]
+    skipped = [device == bad_device for device in range(8)]
+    assert [(w == params["w1"]).all() for w in after["w1"]] == skipped
+    assert (kept == AVERAGES).all(axis=1).tolist() == skipped
 
 
 def mean_over_devices(params: Any, batch: Any) -> Any:
@@ -905,27 +914,3 @@ def test_a_pmap_that_averages_is_the_run_of_one_device():
         own, own_state = jax.tree.map(itemgetter(member), host((params, state)))
         assert_close((own, losses), (alone, losses_alone))
         assert counters(own_state) == counters(state_alone)
-
-
-@pytest.mark.parametrize("axis_name", [None, "data"])
-def test_replicas_take_back_together_what_else_they_wrote(axis_name):
-    tx = scaled_adam(axis_name)
-    averages = jnp.arange(8.0 * FEATURES).reshape(8, FEATURES)
-
-    @jax.jit
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh_of(LAYOUTS["fsdp"]),
-        in_specs=(P(), P(), P("data"), P("data")),
-        out_specs=P("data"),
-    )
-    def step(params: Any, state: Any, average: Any, batch: Any) -> Any:
-        own = jax.lax.pcast(params, "data", to="varying")
-        _, state, _ = half_step(tx)(own, state, batch)
-        return amp.keep_if_finite(state, jnp.mean(batch["x"], 0)[None], average)
-
-    params = jax.tree.map(jnp.asarray, parameters())
-    kept = step(params, tx.init(params), averages, bad_batch("overflow"))
-    unchanged = np.asarray(kept == averages).all(axis=1)
-    bad = np.arange(8) == BAD_ROW * 8 // ROWS
-    np.testing.assert_array_equal(unchanged, bad if axis_name is None else bad | True)

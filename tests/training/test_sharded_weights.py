@@ -16,23 +16,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jmp_amp as amp
 from tests import h100
+from tests.training.wrappers import BF16, F32, STORING, standard
 
-BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
-# Optax adds f32 updates to half parameters, and Adam raises a float to a step count.
-standard = functools.partial(jax.numpy_dtype_promotion, "standard")
-
-WRAPPERS = {
-    "masters": amp.with_master_weights,
-    "kahan": amp.with_kahan,
-    "stochastic": lambda inner: amp.with_stochastic_rounding(inner, jax.random.key(7)),
-}
-each_wrapper = pytest.mark.parametrize("name", WRAPPERS)
+each_wrapper = pytest.mark.parametrize("name", STORING)
 
 
 def optimizer(name: str) -> Any:
     with standard():
         inner = optax.chain(optax.clip_by_global_norm(1e6), optax.adamw(1e-2))
-        return amp.with_loss_scale(WRAPPERS[name](inner), amp.dynamic_loss_scale(4.0))
+        return amp.with_loss_scale(STORING[name](inner), amp.dynamic_loss_scale(4.0))
 
 
 def numbers(*shape: int, seed: int) -> np.ndarray:
@@ -110,7 +102,7 @@ def test_with_the_state_sharded_and_parameters_replicated_the_bits_are_the_same(
 @pytest.mark.breadth(1)
 @each_wrapper
 def test_replicas_in_shard_map_round_alike_and_skip_together(name):
-    inner = WRAPPERS[name](optax.sgd(1e-2))
+    inner = STORING[name](optax.sgd(1e-2))
     tx = amp.with_loss_scale(inner, amp.dynamic_loss_scale(4.0), axis_name="d")
     mesh = mesh_of_eight()
     params = parameters()
@@ -133,7 +125,7 @@ def test_replicas_in_shard_map_round_alike_and_skip_together(name):
         found, after = step(params, state, bad)
         expected = params
         if np.isfinite(bad).all():
-            alone = one_device(name)
+            alone = amp.with_loss_scale(inner, amp.dynamic_loss_scale(4.0))
             step_alone = jax.jit(step_of(alone))
             expected, _ = step_alone(params, alone.init(params), gradients(0))
         # Of all eight replicas.
@@ -146,11 +138,6 @@ def test_replicas_in_shard_map_round_alike_and_skip_together(name):
         )
         scales = after.loss_scale.value
         np.testing.assert_array_equal(scales, 4.0 if np.isfinite(bad).all() else 2.0)
-
-
-def one_device(name: str) -> Any:
-    inner = WRAPPERS[name](optax.sgd(1e-2))
-    return amp.with_loss_scale(inner, amp.dynamic_loss_scale(4.0))
 
 
 # What eight GPUs would send each other

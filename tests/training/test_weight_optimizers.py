@@ -18,7 +18,6 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax import nnx
 
 import jmp_amp as amp
 from jmp_amp.training.digits import Half
@@ -383,13 +382,6 @@ def test_masters_begin_with_the_digits_of_the_original():
     chex.assert_trees_all_equal(state.masters["w"], jnp.float32([1.001, 0.3]))
 
 
-def test_a_leaf_in_float32_has_no_master():
-    tx = amp.with_master_weights(optax.sgd(1.0))
-    params = many_parameters(BF16)
-    masters = jax.tree.leaves(tx.init(params).masters)
-    assert [leaf.shape for leaf in masters] == [(4096,)]
-
-
 def test_a_parameter_that_was_changed_outside_takes_its_master_along():
     tx = amp.with_master_weights(optax.sgd(1.0))
     params = jnp.asarray([1.0, 2.0], BF16)
@@ -721,57 +713,6 @@ def test_keys_of_the_old_style_and_of_other_generators_are_keys():
     assert_same_bits(*found)
     rbg = amp.with_stochastic_rounding(optax.sgd(1.0), jax.random.key(5, impl="rbg"))
     assert len(np.unique(stepper(rbg)(params, rbg.init(params), gradient)[0])) == 2
-
-
-# nnx
-
-
-class Layer(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.dense = nnx.Linear(4, 4, rngs=rngs)
-        self.norm = nnx.LayerNorm(4, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.norm(self.dense(x))
-
-
-@pytest.mark.breadth(1)
-@pytest.mark.parametrize("name", [*STORING, "nothing stored"])
-def test_an_nnx_optimizer_trains_half_parameters(name):
-    original = Layer(nnx.Rngs(0))
-    model = amp.cast_params(original, "bf16")
-    tx, rate = optax.sgd(1e-4), 1e-4
-    if name == "masters":
-        tx = amp.with_master_weights(tx, init_from=original)
-    else:
-        tx = STORING.get(name, lambda inner: inner)(tx)
-    tx = amp.with_loss_scale(tx, amp.dynamic_loss_scale())
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 4)), F32)
-
-    @nnx.jit
-    def step(model, optimizer):
-        def loss_fn(model):
-            return jnp.mean(amp.autocast(lambda m: m(x))(model) ** 2 * 3)
-
-        with standard():
-            loss, grads = amp.value_and_grad(loss_fn)(model, loss_scale=optimizer)
-            optimizer.update(model, grads)
-        return loss
-
-    for _ in range(3):
-        step(model, optimizer)
-    assert amp.metrics(optimizer)["applied"] == 3
-    kernel = model.dense.kernel[...]
-    assert kernel.dtype == BF16
-    assert model.norm.scale[...].dtype == F32
-    exported = amp.export_params(model, optimizer).dense.kernel[...]
-    assert exported.dtype == F32
-    np.testing.assert_array_equal(exported.astype(BF16), kernel)
-    if name == "masters":
-        first = original.dense.kernel[...]
-        assert jnp.any(exported != first)
-        np.testing.assert_allclose(exported, first, atol=100 * rate)
 
 
 # linen, with module policies

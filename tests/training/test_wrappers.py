@@ -214,12 +214,13 @@ def test_half_parameters_are_optimized_in_float32(name):
         *("kahan, scale outside", "stochastic, scale inside"),
     ],
 )
-def test_float16_gradients_too_small_for_adam_are_no_trouble(name):
-    # Squared in f16 they are zero, and so is Adam's epsilon.
+def test_float16_gradients_too_small_or_too_large_for_adam_are_no_trouble(name):
+    # Squared in f16 they are zero or infinite; Adam's epsilon is zero.
     tx, params = EVERYWHERE[name](optax.adam(1e-2)), jnp.ones(4, F16)
     step = jax.jit(stepper(tx))
-    params, _ = step(params, tx.init(params), jnp.full(4, 1e-7, F16))
-    np.testing.assert_allclose(params, 0.99, atol=5e-3)
+    gradients = jnp.asarray([1e-7, -1e-5, 3e4, -3e4], F16)
+    params, _ = step(params, tx.init(params), gradients)
+    np.testing.assert_allclose(params, [0.99, 1.01, 0.99, 1.01], atol=5e-3)
 
 
 @pytest.mark.breadth(1)
