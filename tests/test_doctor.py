@@ -222,10 +222,7 @@ def test_every_check_holds_here():
     "recipe, fails",
     [
         # Nothing is in half precision, nothing is scaled.
-        (
-            amp.recipe("O0"),
-            {"every product of a gradient is in half precision"},
-        ),
+        (amp.recipe("O0"), {"every product of a gradient is in half precision"}),
         (
             amp.recipe("O1", "float16", loss_scale=1.0),
             {"a step that overflows changes no parameter, and a scale backs off"},

@@ -123,11 +123,7 @@ WINGS = {
         (
             Folder(
                 "calls",
-                (
-                    ("differentiated", "inputs"),
-                    ("losses",),
-                    ("asked", "executables"),
-                ),
+                (("differentiated", "inputs"), ("losses",), ("asked", "executables")),
             ),
             Folder("locate", (("marks", "sites", "liveness", "written"), ("frames",))),
         ),

@@ -139,11 +139,7 @@ SLIPS = {
             ("metrics", amp.metrics, ValueError),
             ("import_opt_state", lambda x: amp.import_opt_state(STATE, x), ValueError),
             ("with_loss_scale", lambda x: updated(wrapped(ADAM), x), TypeError),
-            (
-                "with_kahan",
-                lambda x: updated(amp.with_kahan(ADAM), x),
-                TypeError,
-            ),
+            ("with_kahan", lambda x: updated(amp.with_kahan(ADAM), x), TypeError),
             (
                 "with_low_precision_state",
                 lambda x: updated(low_precision(ADAM), x),

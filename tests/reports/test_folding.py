@@ -26,10 +26,7 @@ def times(count):
 @pytest.mark.parametrize("stem", ["", "block_", "Dense_"])
 def test_three_equal_siblings_are_one_row_with_their_sum(stem):
     paths = [f"net/{stem}{i}" for i in range(3)]
-    assert rows(*paths) == [
-        (0, "net", None),
-        (1, f"{stem}0 .. {stem}2 (3x)", times(3)),
-    ]
+    assert rows(*paths) == [(0, "net", None), (1, f"{stem}0 .. {stem}2 (3x)", times(3))]
 
 
 def test_what_is_inside_is_added_up_too():

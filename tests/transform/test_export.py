@@ -208,8 +208,7 @@ def dtypes(jaxpr: Any) -> list[tuple[str, ...]]:
 
 @pytest.mark.breadth(2)
 @pytest.mark.parametrize(
-    ("name", "policy"),
-    [(name, POLICIES[-i % 3]) for i, name in enumerate(CASES)],
+    ("name", "policy"), [(name, POLICIES[-i % 3]) for i, name in enumerate(CASES)]
 )
 def test_sizes_that_are_told_later_change_no_dtype(name, policy):
     case = CASES[name]

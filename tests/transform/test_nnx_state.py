@@ -661,8 +661,7 @@ def call_model(model, x):
 
 @pytest.mark.breadth(2)
 @pytest.mark.parametrize(
-    "model",
-    quick(MODELS, *(MODELS.keys() - {"list", "sequential", "slots"})),
+    "model", quick(MODELS, *(MODELS.keys() - {"list", "sequential", "slots"}))
 )
 def test_a_model_of_any_shape_ends_as_without_autocast(model):
     make = MODELS[model]
@@ -868,10 +867,7 @@ def test_nnx_transformations_inside_write_as_without_autocast(construct):
     assert_as_without_autocast(lambda amped, m: amped(INSIDE[construct])(m, X))
 
 
-THROUGH = {
-    "scan of remat": through_scan_of_remat,
-    "vmap": through_vmap,
-}
+THROUGH = {"scan of remat": through_scan_of_remat, "vmap": through_vmap}
 
 
 @pytest.mark.slow
