@@ -5,7 +5,6 @@ import functools
 import json
 import re
 from pathlib import Path
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +30,15 @@ NVIDIA = {
 }
 
 
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch):
+    # No test reads how fast this machine is.
+    monkeypatch.setattr(timings, "ROUNDS", 2)
+
+
 @functools.cache
 def examination() -> doctor.Examination:
-    # No test reads how fast this machine is.
-    with mock.patch.object(timings, "ROUNDS", 2):
-        return doctor.examine()
+    return doctor.examine()
 
 
 @pytest.mark.parametrize(
@@ -144,8 +147,7 @@ def test_the_table_has_the_product_that_a_plan_for_the_cpu_runs():
     assert "on this CPU" not in str(on_a_cpu(None))
 
 
-def test_that_product_is_timed_where_a_cpu_multiplies_bf16(monkeypatch):
-    monkeypatch.setattr(timings, "ROUNDS", 2)
+def test_that_product_is_timed_where_a_cpu_multiplies_bf16():
     timed = [timings.of_products("cpu", native) for native in (False, True)]
     on_cpu = [[each.speed_on_cpu for each in products] for products in timed]
     assert on_cpu[0] == [None] * 3

@@ -10,7 +10,8 @@ import pytest
 from flax import linen as nn
 
 import jmp_amp as amp
-from tests.programs import equations
+from tests.measures import compiled
+from tests.programs import products
 
 X = jnp.linspace(-1.0, 1.0, 32).reshape(4, 8)
 WS = [jnp.eye(8) * (1 + 2.0**-10), jnp.eye(8) * (1 - 2.0**-10)]
@@ -25,16 +26,6 @@ def layer(name, w, x):
 def model(ws, x):
     with jax.named_scope("net"):
         return layer("head", ws[1], layer("body", ws[0], x))
-
-
-def products(fn, *args):
-    """Returns the dtype of the operands of each product, by the traced program."""
-    jaxpr = jax.make_jaxpr(fn)(*args)
-    return [
-        eqn.invars[0].aval.dtype.name
-        for eqn in equations(jaxpr)
-        if eqn.primitive.name == "dot_general"
-    ]
 
 
 def of(fn, entries, default="mixed_bfloat16"):
@@ -104,9 +95,10 @@ def test_gradients_are_f32_where_the_scope_is():
     def loss(ws, x):
         return jnp.sum(model(ws, x) ** 2)
 
-    found = jax.grad(amp.autocast(loss, policies))(WS, X)
-    exact = jax.grad(loss)(WS, X)
-    half = jax.grad(amp.autocast(loss))(WS, X)
+    found, exact, half = (
+        compiled(jax.grad(fn))(WS, X)
+        for fn in (amp.autocast(loss, policies), loss, amp.autocast(loss))
+    )
 
     def error(grads):
         return np.linalg.norm(grads[1] - exact[1]) / np.linalg.norm(exact[1])
