@@ -33,7 +33,6 @@ from tests.rounding import (
     eps,
     half_of,
     mean_square,
-    one_policy,
     relative_error,
 )
 
@@ -149,14 +148,13 @@ def test_an_autocast_inside_a_region_wins():
 # Values that leave
 
 
-@one_policy
-def test_what_leaves_in_f32_makes_what_reads_it_f32(policy):
-    half = half_of(policy)
+def test_what_leaves_in_f32_makes_what_reads_it_f32():
+    half = half_of(BF16)
     block = amp.full_precision(lambda h, w: h @ w)
-    fn = amp.autocast(lambda w: jnp.tanh(block(X @ w, w)) @ w, policy)
+    fn = amp.autocast(lambda w: jnp.tanh(block(X @ w, w)) @ w, BF16)
     assert results_of(fn, W, primitive="tanh") == ["float32"]
     handed_on = amp.with_policy(f"p=f32,c=f32,o={half}")(lambda h, w: h @ w)
-    fn = amp.autocast(lambda w: jnp.tanh(handed_on(X @ w, w)) @ w, policy)
+    fn = amp.autocast(lambda w: jnp.tanh(handed_on(X @ w, w)) @ w, BF16)
     assert results_of(fn, W, primitive="tanh") == [half]
     assert products(fn, W) == [half, "float32", half]
 
@@ -170,16 +168,6 @@ def test_a_half_region_inside_an_f32_program_is_one(policy):
     assert results_of(fn, W, primitive="tanh") == ["float32"]
     exact = np.asarray(X, np.float64) @ np.asarray(W, np.float64)
     assert relative_error(fn(W), np.tanh(exact)) < ROUNDINGS * eps(policy)
-
-
-def test_integers_and_keys_leave_as_they_are():
-    @amp.with_policy(amp.get_policy("bf16"))
-    def block(i, key):
-        return i + 1, jax.random.split(key)[0], jax.random.bits(key)
-
-    found = amp.autocast(block, BF16)(jnp.int32(2**24), KEY)
-    for a, b in zip(found, block(jnp.int32(2**24), KEY), strict=True):
-        assert a.dtype == b.dtype and jnp.all(a == b)
 
 
 def test_parameters_of_a_full_region_are_not_rounded():
@@ -390,23 +378,6 @@ def test_an_input_that_is_returned_by_cast_inputs_is_an_f32_array():
     found = amp.autocast(amp.cast_inputs(lambda x, n: (x, n)), BF16)(X, 3)
     assert found[0].dtype == jnp.float32 and found[1] == 3
     assert relative_error(found[0], X) < eps(BF16)
-
-
-def test_gradients_of_parameters_of_cast_inputs_are_summed_in_f32():
-    # One part of 1 and 63 of 2**-9: in half precision the small ones are lost.
-    xs = np.concatenate([[1.0], np.full(63, 2.0**-9)]).astype(np.float32)
-
-    def fn(w):
-        product = amp.cast_inputs(lambda x, w: x @ w)
-        return lax.scan(
-            lambda total, x: (total + jnp.sum(product(x.reshape(1, 1), w)), None),
-            jnp.float32(0),
-            jnp.asarray(xs),
-        )[0]
-
-    for policy in POLICIES:
-        gradient = jax.grad(amp.autocast(fn, policy))(jnp.ones((1, 1)))
-        np.testing.assert_allclose(gradient[0, 0], np.sum(xs, dtype="f8"), rtol=1e-6)
 
 
 # Regions and rules
