@@ -247,13 +247,13 @@ def test_the_name_of_a_class_and_dots_in_a_map_are_told(glob, model, advice):
     fn = module if model == "nnx" else module.apply
     half = amp.autocast(fn, amp.PolicyMap("mixed_bfloat16", {glob: "float32"}))
     with pytest.warns(UserWarning) as caught:
-        jax.eval_shape(lambda: half(*args, X))
+        jax.eval_shape(lambda *args: half(*args, X), *args)
     (told,) = caught
     assert advice in str(told.message)
     assert "layers" in str(told.message)
 
 
-PARAMS_OF_LINEN = Linen().init(jax.random.key(0), X)
+PARAMS_OF_LINEN = jax.eval_shape(Linen().init, jax.random.key(0), X)
 
 
 def test_another_error_of_an_optimizer_stays_as_it_is():

@@ -218,7 +218,7 @@ def test_a_jitted_helper_does_not_carry_autocast_to_plain_callers():
             return nn.LayerNorm()(nn.Dense(16)(x))
 
     net = Net()
-    variables = net.init(KEY, X)
+    variables = jax.eval_shape(net.init, KEY, X)
     helper = jax.jit(net.apply)
     plain = str(jax.make_jaxpr(helper)(variables, X))
     mixed = str(jax.make_jaxpr(amp.autocast(helper, BF16))(variables, X))

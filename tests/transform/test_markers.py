@@ -211,7 +211,7 @@ def test_neither_order_of_calls_leaks_between_plain_and_autocast():
 @pytest.mark.parametrize("order", [(BF16, F16, None), (None, F16, BF16)])
 def test_a_jitted_helper_with_norms_does_not_leak_between_policies(order):
     net = Net()
-    variables = net.init(KEY, X)
+    variables = jax.eval_shape(net.init, KEY, X)
 
     def traced(helper, policy):
         fn = helper if policy is None else amp.autocast(helper, policy)
@@ -239,7 +239,7 @@ def test_a_jitted_helper_has_the_policy_of_each_of_its_regions():
 
 def test_a_helper_with_norms_has_the_policy_of_each_of_its_regions():
     net = Net()
-    variables = net.init(KEY, X)
+    variables = jax.eval_shape(net.init, KEY, X)
     helper = jax.jit(net.apply)
 
     def fn(variables):
@@ -499,7 +499,7 @@ def test_a_linen_module_may_have_any_name():
             x = nn.Dense(4, name="clamp[0]")(x)
             return mark_f32(nn.Dense(4, name="ramp[f32]"))(x)
 
-    params = Net().init(KEY, X)
+    params = jax.eval_shape(Net().init, KEY, X)
     assert products(amp.autocast(Net().apply, F16), params, X) == ["float16", "float32"]
 
 
@@ -533,7 +533,7 @@ class NnxNet(nnx.Module):
 
 def test_linen_classes_and_modules_can_be_marked_and_keep_their_names():
     net = LinenNet()
-    variables = net.init(jax.random.key(0), X)
+    variables = jax.eval_shape(net.init, jax.random.key(0), X)
     assert sorted(variables["params"]) == [f"Dense_{i}" for i in range(4)]
     apply = amp.autocast(net.apply, BF16)
     expected = ["bfloat16", "float32", "float32", "bfloat16"]
@@ -544,7 +544,7 @@ def test_linen_classes_and_modules_can_be_marked_and_keep_their_names():
 def test_marking_a_linen_module_leaves_the_module_itself_alone():
     net = LinenNet()
     marked = mark_f32(net)
-    variables = marked.init(jax.random.key(0), X)
+    variables = jax.eval_shape(marked.init, jax.random.key(0), X)
     assert products(amp.autocast(marked.apply, BF16), variables, X) == ["float32"] * 4
     assert "bfloat16" in products(amp.autocast(net.apply, BF16), variables, X)
     assert isinstance(marked, LinenNet)
@@ -604,7 +604,7 @@ def test_marking_tells_nothing_to_a_users_class_and_its_subclasses_do(cls):
             fn, args = amp.autocast(lambda x, each=each: each(x), BF16), (X,)
         else:
             fn = amp.autocast(each.apply, BF16)
-            args = each.init(jax.random.key(0), X), X
+            args = jax.eval_shape(each.init, jax.random.key(0), X), X
         assert products(fn, *args) == ["float32"]
 
 

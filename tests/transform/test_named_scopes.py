@@ -119,7 +119,7 @@ def test_scopes_in_flax_modules_are_left_to_patterns_of_modules():
                 return x @ x.T
 
     net = Net()
-    params = net.init(jax.random.key(0), X)
+    params = jax.eval_shape(net.init, jax.random.key(0), X)
     policies = amp.PolicyMap("mixed_bfloat16", {"**/tail": "float32"})
     with pytest.warns(UserWarning, match="tail' matched no module"):
         found = products(amp.autocast(net.apply, policies), params, X)
@@ -148,7 +148,7 @@ def test_the_same_map_has_the_same_plan_whatever_it_met_before():
             return nn.Dense(8, name="head")(x)
 
     net = Net()
-    params = net.init(jax.random.key(0), X)
+    params = jax.eval_shape(net.init, jax.random.key(0), X)
     assert products(amp.autocast(net.apply, policies), params, X) == [FULL]
     assert products(fn, WS, X) == before == [HALF, FULL]
 
@@ -203,7 +203,7 @@ def test_an_autocast_in_a_flax_module_sees_the_scopes_of_its_function():
             return amp.autocast(model, policies)(ws, nn.Dense(8)(x))
 
     net = Net()
-    params = net.init(jax.random.key(0), WS, X)
+    params = jax.eval_shape(net.init, jax.random.key(0), WS, X)
     policies = amp.PolicyMap("mixed_bfloat16", {"Dense_0": "float32"})
     found = products(amp.autocast(net.apply, policies), params, WS, X)
     assert found == [FULL, HALF, FULL]
