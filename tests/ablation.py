@@ -183,9 +183,7 @@ RULES: dict[str, Rule] = {
     "slice": (
         Change(choosing, "_is_slice", lambda _: lambda at: False),
         Change(
-            choices,
-            "_entering",
-            lambda _: lambda eqn, inputs, operands: tuple(inputs),
+            choices, "_entering", lambda _: lambda eqn, inputs, operands: tuple(inputs)
         ),
     ),
     # What is half although f32 would be right.

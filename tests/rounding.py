@@ -37,11 +37,7 @@ def mean_square(x):
 
 
 def assert_only_rounded(
-    results,
-    transform=amp.autocast,
-    roundings=ROUNDINGS,
-    args=W,
-    policies=POLICIES,
+    results, transform=amp.autocast, roundings=ROUNDINGS, args=W, policies=POLICIES
 ):
     """Compares the trees that `results(transform, *args)` gives with the f32 program's.
 

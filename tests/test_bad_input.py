@@ -13,6 +13,7 @@ from flax import nnx
 
 import jmp_amp as amp
 
+F16 = "mixed_float16"
 PARAMS = jnp.ones(3)
 PLAIN = optax.sgd(0.1, momentum=0.9)
 TX = amp.with_loss_scale(PLAIN, amp.dynamic_loss_scale())
@@ -85,19 +86,22 @@ CONDITIONS = {
 }
 
 
-@pytest.mark.parametrize("value", ["no", "", 0, 1, 1.0, [True], np.int8(1)], ids=repr)
-@pytest.mark.parametrize("name", [*FLAGS, *CONDITIONS])
-def test_what_is_no_bool_is_no_flag(name, value):
-    with pytest.raises(TypeError) as raised:
+each_flag = pytest.mark.parametrize("name", [*FLAGS, *CONDITIONS])
+
+
+@each_flag
+def test_what_is_no_bool_is_no_flag(name):
+    for value in ("no", "", 0, 1, 1.0, [True], np.int8(1)):
+        with pytest.raises(TypeError) as raised:
+            (FLAGS | CONDITIONS)[name](value)
+        assert str(raised.value).startswith(name.partition(".")[0]), value
+        assert repr(value) in str(raised.value)
+
+
+@each_flag
+def test_a_bool_of_python_or_numpy_is_a_flag(name):
+    for value in (True, False, np.True_, np.False_):
         (FLAGS | CONDITIONS)[name](value)
-    assert str(raised.value).startswith(name.partition(".")[0])
-    assert repr(value) in str(raised.value)
-
-
-@pytest.mark.parametrize("value", [True, False, np.True_, np.False_], ids=repr)
-@pytest.mark.parametrize("name", [*FLAGS, *CONDITIONS])
-def test_a_bool_of_python_or_numpy_is_a_flag(name, value):
-    (FLAGS | CONDITIONS)[name](value)
 
 
 def test_a_bool_of_numpy_means_what_it_says():
@@ -379,6 +383,48 @@ def test_bad_input_is_refused_with_the_call_and_the_remedy(name):
     assert type(raised.value) is error
     assert str(raised.value).startswith(beginning)
     assert remedy in str(raised.value)
+
+
+# What transforms, marks or explains functions, and words of the error.
+MARKED = "it marks a function, a method or a Flax module"
+EXPLAINED = "the first argument is the function to explain"
+IN_F64 = "cannot compute in float64"
+OF_FUNCTIONS = [
+    (lambda: amp.autocast(F16), TypeError, "autocast(fn, 'mixed_float16')"),
+    (lambda: amp.autocast(3), TypeError, "found int"),
+    (lambda: amp.autocast(abs, "mixed_float17"), ValueError, "mixed_float16"),
+    (lambda: amp.autocast(abs, 16), TypeError, "16"),
+    (lambda: amp.autocast(abs, "c=f8_e4m3"), ValueError, "float8_e4m3fn"),
+    (lambda: amp.autocast(abs, "c=f64"), ValueError, "float64"),
+    (lambda: amp.with_policy("mixed_float17"), ValueError, "mixed_float16"),
+    (lambda: amp.with_policy(16), TypeError, "16"),
+    (lambda: amp.with_policy("c=f64"), ValueError, "float64"),
+    (lambda: amp.with_policy("c=f8_e4m3"), ValueError, "float8_e4m3fn"),
+    (lambda: amp.full_precision(3), TypeError, "found int"),
+    (lambda: amp.full_precision("bf16"), TypeError, "found str"),
+    (lambda: amp.cast_inputs(3), TypeError, "found int"),
+    (lambda: amp.cast_inputs(abs, "f8_e4m3"), (TypeError, ValueError), "f8_e4m3"),
+    (lambda: amp.cast_inputs(abs, jnp.float64), ValueError, "float64"),
+    (lambda: amp.cast_inputs(abs, jnp.int32), (TypeError, ValueError), "int32"),
+    (lambda: amp.cast_inputs(abs, "bf17"), (TypeError, ValueError), "bf17"),
+    (lambda: amp.with_policy("float32")(int), TypeError, f"{MARKED}, found type"),
+    (lambda: amp.with_policy("float32")("relu"), TypeError, f"{MARKED}, found str"),
+    (lambda: amp.with_policy(F16)(3), TypeError, f"{MARKED}, found int"),
+    (lambda: amp.explain("float32"), TypeError, f"explain('float32'): {EXPLAINED}"),
+    (lambda: amp.explain(amp.Policy()), TypeError, EXPLAINED),
+    (lambda: amp.explain(3), TypeError, f"explain(3): {EXPLAINED}"),
+    (lambda: amp.explain(abs, "c=fp17"), ValueError, "fp17"),
+    (lambda: amp.explain(abs, "c=f64"), ValueError, f"explain(fn, 'c=f64'): {IN_F64}"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), OF_FUNCTIONS)
+def test_what_is_no_function_and_no_policy_is_refused_before_anything_runs(
+    call, error, words
+):
+    with pytest.raises(error) as raised:
+        call()
+    assert words in str(raised.value)
 
 
 def test_what_is_just_within_bounds_is_taken():

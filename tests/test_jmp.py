@@ -571,10 +571,7 @@ def test_shards_agree_on_the_scale_when_told_the_axis():
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
 Y = np.tanh(X @ np.array([[1.0], [-2.0], [0.5], [1.5]], np.float32))
-OPTIMIZERS = {
-    "sgd": optax.sgd(0.2),
-    "adam": optax.adam(0.02),
-}
+OPTIMIZERS = {"sgd": optax.sgd(0.2), "adam": optax.adam(0.02)}
 
 
 def initial_params():

@@ -1,14 +1,13 @@
 """The house: wings import one way, and so do the rooms of each wing."""
 
 import ast
+import functools
 import inspect
 import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-
-import pytest
 
 import jmp_amp as amp
 
@@ -21,158 +20,87 @@ class Folder(NamedTuple):
 
 
 # A room imports from the wings before its own, and from the rows of its own wing that
-# are above its own row. The rows of some wings hold folders, and a folder has rows too.
+# are above its own row. In the rows of some wings are folders, and a folder has rows
+# too: `folder[first row | second row]`. The last wing is the package itself.
+HOUSE = """
+policies:
+  - dtypes patterns flags arguments tracebacks
+  - fp8 casting saved_words operation_names
+  - policy
+  - policy_map two_calls
+plan:
+  - program[python_stack jaxprs cpu_target scope_text
+      | source_code regions dimensions constructs meshes | binding]
+  - tables[operations | rules]
+  - dataflow[solver constants made | dead_code gelus values signs
+      | joins sources facts | ends paths | recursions | standing]
+  - rewrites[quantising linear | rewriting
+      | pick_rewrite f16_division cpu_products f32_gradients
+      | fp8_choice fp8_barriers lookups f32_results | fp8_products shifted_scores
+      | rewrite_table]
+  - choose[modes | records uses | flows pins | trade_offs solver_loops derivatives
+      | choosing | decision_cache | choices demands | held]
+  - plan
+  - saved[needs cut alike | values | blocks] walk
+  - planner
+transform:
+  - scopes closures refusals successors marking functions custom_jvp_rules
+    stored_blocks unused_names layer_dtypes
+  - nnx_modules outputs
+  - linen_modules
+  - markers calls derivatives widened blocks
+  - planned
+  - interpreter
+  - autocasting
+training:
+  - overwritten rounding reading
+  - state_codes
+  - structures parameters
+  - finite digits recomputed
+  - skipping trainable
+  - loss_scale
+  - states
+  - low_precision collectives
+  - presets gradients optimizers checkpoints weights
+reports:
+  - costs rows tables plain_data ways bit_words requests
+  - opaque askers overruling causes folding sentences
+  - reading report_tables why
+  - saved_bytes report
+  - explaining
+numerics:
+  - calls[differentiated inputs | losses | asked executables]
+    locate[marks sites liveness written | frames]
+  - measure[blocks threaded | statistics watch | distances measuring
+      | pair_constructs programs | lockstep]
+  - diagnose[suggestions wording | diagnosis_tables decoding turns
+      | diagnosis advice | checking | diagnosing]
+    tune[groups tuning | flagged moves trials | searching | tuner]
+recipes:
+  - levels recipe_tables
+  - overrides
+  - recipes
+:
+  - exponent_maps jmp
+  - plots
+  - checkup timings
+  - doctor
+  - __main__ __init__
+"""
+
+
+def names_or_folders(row: str) -> tuple[str | Folder, ...]:
+    return tuple(
+        Folder(name, tuple(tuple(each.split()) for each in rows.split("|")))
+        if rows
+        else name
+        for name, rows in re.findall(r"(\w+)(?:\[(.*?)\])?", row, re.DOTALL)
+    )
+
+
 WINGS = {
-    "policies": (
-        ("dtypes", "patterns", "flags", "arguments", "tracebacks"),
-        ("fp8", "casting", "saved_words", "operation_names"),
-        ("policy",),
-        ("policy_map", "two_calls"),
-    ),
-    "plan": (
-        (
-            Folder(
-                "program",
-                (
-                    ("python_stack", "jaxprs", "cpu_target", "scope_text"),
-                    ("source_code", "regions", "dimensions", "constructs", "meshes"),
-                    ("binding",),
-                ),
-            ),
-        ),
-        (Folder("tables", (("operations",), ("rules",))),),
-        (
-            Folder(
-                "dataflow",
-                (
-                    ("solver", "constants", "made"),
-                    ("dead_code", "gelus", "values", "signs"),
-                    ("joins", "sources", "facts"),
-                    ("ends", "paths"),
-                    ("recursions",),
-                    ("standing",),
-                ),
-            ),
-        ),
-        (
-            Folder(
-                "rewrites",
-                (
-                    ("quantising", "linear"),
-                    ("rewriting",),
-                    ("pick_rewrite", "f16_division", "cpu_products", "f32_gradients"),
-                    ("fp8_choice", "fp8_barriers", "lookups", "f32_results"),
-                    ("fp8_products", "shifted_scores"),
-                    ("rewrite_table",),
-                ),
-            ),
-        ),
-        (
-            Folder(
-                "choose",
-                (
-                    ("modes",),
-                    ("records", "uses"),
-                    ("flows", "pins"),
-                    ("trade_offs", "solver_loops", "derivatives"),
-                    ("choosing",),
-                    ("decision_cache",),
-                    ("choices", "demands"),
-                    ("held",),
-                ),
-            ),
-        ),
-        ("plan",),
-        (
-            Folder("saved", (("needs", "cut", "alike"), ("values",), ("blocks",))),
-            "walk",
-        ),
-        ("planner",),
-    ),
-    "transform": (
-        (
-            *("scopes", "closures", "refusals", "successors", "marking", "functions"),
-            *("custom_jvp_rules", "stored_blocks", "unused_names", "layer_dtypes"),
-        ),
-        ("nnx_modules", "outputs"),
-        ("linen_modules",),
-        ("markers", "calls", "derivatives", "widened", "blocks"),
-        ("planned",),
-        ("interpreter",),
-        ("autocasting",),
-    ),
-    "training": (
-        ("overwritten", "rounding", "reading"),
-        ("state_codes",),
-        ("structures", "parameters"),
-        ("finite", "digits", "recomputed"),
-        ("skipping", "trainable"),
-        ("loss_scale",),
-        ("states",),
-        ("low_precision", "collectives"),
-        ("presets", "gradients", "optimizers", "checkpoints", "weights"),
-    ),
-    "reports": (
-        ("costs", "rows", "tables", "plain_data", "ways", "bit_words", "requests"),
-        ("opaque", "askers", "overruling", "causes", "folding", "sentences"),
-        ("reading", "report_tables", "why"),
-        ("saved_bytes", "report"),
-        ("explaining",),
-    ),
-    "numerics": (
-        (
-            Folder(
-                "calls",
-                (
-                    ("differentiated", "inputs"),
-                    ("losses",),
-                    ("asked", "executables"),
-                ),
-            ),
-            Folder("locate", (("marks", "sites", "liveness", "written"), ("frames",))),
-        ),
-        (
-            Folder(
-                "measure",
-                (
-                    ("blocks", "threaded"),
-                    ("statistics", "watch"),
-                    ("distances", "measuring"),
-                    ("pair_constructs", "programs"),
-                    ("lockstep",),
-                ),
-            ),
-        ),
-        (
-            Folder(
-                "diagnose",
-                (
-                    ("suggestions", "wording"),
-                    ("diagnosis_tables", "decoding", "turns"),
-                    ("diagnosis", "advice"),
-                    ("checking",),
-                    ("diagnosing",),
-                ),
-            ),
-            Folder(
-                "tune",
-                (
-                    ("groups", "tuning"),
-                    ("flagged", "moves", "trials"),
-                    ("searching",),
-                    ("tuner",),
-                ),
-            ),
-        ),
-    ),
-    "recipes": (("levels", "recipe_tables"), ("overrides",), ("recipes",)),
-    "": (
-        ("exponent_maps", "jmp"),
-        ("plots",),
-        ("checkup", "timings"),
-        ("doctor",),
-        ("__main__", "__init__"),
-    ),
+    wing: tuple(map(names_or_folders, rows.split("- ")[1:]))
+    for wing, rows in re.findall(r"^(\w*):\n((?: .*\n)+)", HOUSE, re.MULTILINE)
 }
 
 
@@ -235,14 +163,17 @@ EXPORTS = {
     if not isinstance(value, types.ModuleType)
 }
 
-each_module = pytest.mark.parametrize("module", MODULES)
+
+def text_of(module: str) -> str:
+    return (PACKAGE / f"{module.replace('.', '/')}.py").read_text()
 
 
-def nodes(module: str) -> Iterator[ast.AST]:
-    path = PACKAGE / f"{module.replace('.', '/')}.py"
-    return ast.walk(ast.parse(path.read_text()))
+@functools.cache
+def nodes(module: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(text_of(module))))
 
 
+@functools.cache
 def imported(module: str) -> set[str]:
     """The dotted names that a module imports: `from a import b` is both a and a.b."""
     found = set()
@@ -271,18 +202,14 @@ def test_every_room_has_a_place():
     assert sorted({*PLACE, *entrances}) == MODULES
 
 
-@pytest.mark.parametrize("wing", [wing for wing in (*WINGS, *FOLDERS) if wing])
-def test_entrance_of_a_wing_tells_its_idea_and_defines_nothing(wing):
-    path = PACKAGE / wing.replace(".", "/") / "__init__.py"
-    (idea,) = ast.parse(path.read_text()).body
-    assert isinstance(idea, ast.Expr) and len(ast.literal_eval(idea.value)) > 100
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_entrance_of_a_folder_is_of_at_most_three_sentences(folder):
-    path = PACKAGE / folder.replace(".", "/") / "__init__.py"
-    text = ast.literal_eval(ast.parse(path.read_text()).body[0].value)
-    assert len(re.findall(r"[.?!](?=\s|$)", text)) <= 3
+def test_entrance_of_a_wing_tells_its_idea_and_defines_nothing():
+    for wing in filter(None, (*WINGS, *FOLDERS)):
+        (idea,) = ast.parse(text_of(f"{wing}.__init__")).body
+        assert isinstance(idea, ast.Expr), wing
+        text = ast.literal_eval(idea.value)
+        assert len(text) > 100, wing
+        # Of a folder in at most three sentences.
+        assert wing in WINGS or len(re.findall(r"[.?!](?=\s|$)", text)) <= 3, wing
 
 
 def test_a_wing_of_folders_has_few_floors():
@@ -290,55 +217,52 @@ def test_a_wing_of_folders_has_few_floors():
         assert len(WINGS[wing]) <= MOST_FLOORS
 
 
-@pytest.mark.parametrize(
-    "module", [name for name in MODULES if name.partition(".")[0] in WINGS_OF_FOLDERS]
-)
-def test_files_of_a_wing_of_folders_are_short(module):
-    path = PACKAGE / f"{module.replace('.', '/')}.py"
-    assert len(path.read_text().splitlines()) <= MOST_LINES
+def test_files_of_a_wing_of_folders_are_short():
+    for module in MODULES:
+        if module.partition(".")[0] in WINGS_OF_FOLDERS:
+            assert len(text_of(module).splitlines()) <= MOST_LINES, module
 
 
-@pytest.mark.parametrize(
-    "module", [name for name in MODULES if name.partition(".")[0] in WINGS_OF_FOLDERS]
-)
-def test_functions_of_a_wing_of_folders_are_short(module):
-    for node in nodes(module):
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno is not None
-            lines = node.end_lineno - node.lineno + 1
-            if node.name in EXPORTS:  # its docstring is as long as users need
-                lines -= len((ast.get_docstring(node, clean=False) or "").splitlines())
-            assert lines <= MOST_LINES_OF_A_FUNCTION, f"{module}: {node.name}"
-
-
-@each_module
-def test_room_imports_from_wings_before_its_own_and_from_rows_above(module):
-    if module.endswith(".__init__"):
-        return
-    for name in imported(module):
-        package, _, rest = name.partition(".")
-        if package != "jmp_amp" or not rest or rest in (*WINGS, *FOLDERS):
+def test_functions_of_a_wing_of_folders_are_short():
+    for module in MODULES:
+        if module.partition(".")[0] not in WINGS_OF_FOLDERS:
             continue
-        found = [room for room in PLACE if is_in(rest, room)]
-        assert found, f"{module}.py imports {name}, which is no room"
-        assert PLACE[found[0]].is_above(PLACE[module]), f"{module}.py imports {name}"
+        for node in nodes(module):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno is not None
+                lines = node.end_lineno - node.lineno + 1
+                if node.name in EXPORTS:  # its docstring is as long as users need
+                    told = ast.get_docstring(node, clean=False) or ""
+                    lines -= len(told.splitlines())
+                assert lines <= MOST_LINES_OF_A_FUNCTION, f"{module}: {node.name}"
 
 
-@each_module
-def test_module_uses_public_jax_only(module):
-    for name in used(module):
-        parts = name.split(".")
-        assert not is_in(name, "jax.interpreters"), f"{module}.py uses {name}"
-        assert not (
-            parts[0] in ("jax", "jaxlib", "flax", "optax")
-            and any(part.startswith("_") for part in parts)
-        ), f"{module}.py uses {name}"
+def test_room_imports_from_wings_before_its_own_and_from_rows_above():
+    for module in PLACE:
+        for name in imported(module):
+            package, _, rest = name.partition(".")
+            if package != "jmp_amp" or not rest or rest in (*WINGS, *FOLDERS):
+                continue
+            found = [room for room in PLACE if is_in(rest, room)]
+            assert found, f"{module}.py imports {name}, which is no room"
+            is_above = PLACE[found[0]].is_above(PLACE[module])
+            assert is_above, f"{module}.py imports {name}"
 
 
-@each_module
-def test_jaxprs_and_binding_alone_use_jax_extend(module):
-    extends = any(is_in(name, "jax.extend") for name in used(module))
-    assert extends == (module in ("plan.program.jaxprs", "plan.program.binding"))
+def test_modules_use_public_jax_only():
+    for module in MODULES:
+        for name in used(module):
+            parts = name.split(".")
+            assert not is_in(name, "jax.interpreters"), f"{module}.py uses {name}"
+            assert not (
+                parts[0] in ("jax", "jaxlib", "flax", "optax")
+                and any(part.startswith("_") for part in parts)
+            ), f"{module}.py uses {name}"
+
+
+def test_jaxprs_and_binding_alone_use_jax_extend():
+    found = [m for m in MODULES if any(is_in(n, "jax.extend") for n in used(m))]
+    assert set(found) == {"plan.program.jaxprs", "plan.program.binding"}
 
 
 def is_prose(node: ast.AST) -> bool:
@@ -362,10 +286,10 @@ def decided_by_prose(node: ast.AST) -> bool:
     return isinstance(node, ast.Subscript) and is_prose(node.slice)
 
 
-@each_module
-def test_nothing_is_decided_by_the_words_of_a_reason(module):
-    found = [ast.unparse(node) for node in nodes(module) if decided_by_prose(node)]
-    assert not found, f"{module}.py compares prose: {found}"
+def test_nothing_is_decided_by_the_words_of_a_reason():
+    for module in MODULES:
+        found = [ast.unparse(node) for node in nodes(module) if decided_by_prose(node)]
+        assert not found, f"{module}.py compares prose: {found}"
 
 
 def test_no_module_shares_a_name_with_an_export():
@@ -384,15 +308,9 @@ def public(name: str, value: object) -> Iterator[tuple[str, object]]:
                 yield f"{name}.{attribute}", member
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        pytest.param(*both, id=both[0])
-        for item in EXPORTS.items()
-        for both in public(*item)
-    ],
-)
-def test_export_has_a_docstring_with_an_example(name, value):
-    first, *rest = (inspect.getdoc(value) or "").splitlines()
-    assert first.endswith((".", "?")), f"{name}: the first line is no sentence"
-    assert "Example:" in rest and any(line.strip().startswith(">>>") for line in rest)
+def test_exports_have_a_docstring_with_an_example():
+    for name, value in (both for item in EXPORTS.items() for both in public(*item)):
+        first, *rest = (inspect.getdoc(value) or "").splitlines()
+        assert first.endswith((".", "?")), f"{name}: the first line is no sentence"
+        shows = any(line.strip().startswith(">>>") for line in rest)
+        assert "Example:" in rest and shows, name

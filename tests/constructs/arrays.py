@@ -49,10 +49,7 @@ def custom_reductions(w):
     largest, _ = lax.reduce(
         (h, lax.broadcasted_iota(jnp.int32, h.shape, 1)),
         (jnp.float32(-jnp.inf), jnp.int32(0)),
-        lambda a, b: (
-            jnp.maximum(a[0], b[0]),
-            jnp.where(a[0] >= b[0], a[1], b[1]),
-        ),
+        lambda a, b: (jnp.maximum(a[0], b[0]), jnp.where(a[0] >= b[0], a[1], b[1])),
         (1,),
     )
     return product, largest

@@ -96,7 +96,7 @@ ROWS = {
         lambda w: lax.scan(
             lambda h, i: (jnp.where(True, layer(h, w), h) * jnp.sum(w, where=True), i),
             *(X @ w, jnp.arange(3)),
-        )[0],
+        )[0]
     ),
     "select": lambda w: lax.select(X > 0, X @ w, jnp.zeros((8, 16))) @ w,
 }

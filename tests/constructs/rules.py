@@ -164,8 +164,7 @@ ROWS = {
         lambda w: looked_up(X @ w, jnp.array([2.0, 3.0])) @ w, "own rule"
     ),
     "custom_vjp_optimized": row(
-        lambda w: jax.checkpoint(lambda h: rematerialised(h @ w))(X @ w) @ w,
-        "own rule",
+        lambda w: jax.checkpoint(lambda h: rematerialised(h @ w))(X @ w) @ w, "own rule"
     ),
     "custom_vjp_static": row(lambda w: scaled(X @ w, 2) @ w, "own rule"),
     "custom_vjp_in_scan": row(scanned(tripled), "own rule"),

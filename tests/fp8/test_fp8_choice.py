@@ -20,6 +20,7 @@ def aval(*shape, dtype="float32"):
 
 
 X, W = aval(M, K), aval(K, N)
+F8 = jnp.float8_e4m3fn
 
 
 def convolution(x, kernel):
@@ -41,34 +42,20 @@ def asking(**options):
     return lambda x, w: jnp.dot(x, w, **options)
 
 
+NO_MULTIPLE = " is no multiple of 16"
 PRODUCTS = {
     "plain": (jnp.dot, (X, W), "e4m3", E4M3),
     "x[B,T,K] @ w": (jnp.matmul, (aval(2, 8, K), W), "e4m3", E4M3),
     "an f32 result": (asking(preferred_element_type="float32"), (X, W), "e4m3", E4M3),
     "default precision": (asking(precision="default"), (X, W), "e4m3", E4M3),
     "jitted": (jax.jit(jnp.dot), (X, W), "e4m3", E4M3),
-    "m": (jnp.dot, (aval(8, K), W), "bf16", "m = 8 is no multiple of 16"),
-    "n": (jnp.dot, (X, aval(K, 17)), "bf16", "n = 17 is no multiple of 16"),
-    "k": (
-        jnp.dot,
-        (aval(M, 100), aval(100, N)),
-        "bf16",
-        "k = 100 is no multiple of 16",
-    ),
-    "m of three": (
-        jnp.matmul,
-        (aval(2, 4, K), W),
-        "bf16",
-        "m = 8 is no multiple of 16",
-    ),
-    "a vector": (jnp.dot, (X, aval(K)), "bf16", "n = 1 is no multiple of 16"),
-    "no terms": (
-        jnp.dot,
-        (aval(M, 0), aval(0, N)),
-        "bf16",
-        "k = 0 is no multiple of 16",
-    ),
-    "no rows": (jnp.dot, (aval(0, K), W), "bf16", "m = 0 is no multiple of 16"),
+    "m": (jnp.dot, (aval(8, K), W), "bf16", f"m = 8{NO_MULTIPLE}"),
+    "n": (jnp.dot, (X, aval(K, 17)), "bf16", f"n = 17{NO_MULTIPLE}"),
+    "k": (jnp.dot, (aval(M, 100), aval(100, N)), "bf16", f"k = 100{NO_MULTIPLE}"),
+    "m of three": (jnp.matmul, (aval(2, 4, K), W), "bf16", f"m = 8{NO_MULTIPLE}"),
+    "a vector": (jnp.dot, (X, aval(K)), "bf16", f"n = 1{NO_MULTIPLE}"),
+    "no terms": (jnp.dot, (aval(M, 0), aval(0, N)), "bf16", f"k = 0{NO_MULTIPLE}"),
+    "no rows": (jnp.dot, (aval(0, K), W), "bf16", f"m = 0{NO_MULTIPLE}"),
     "batched": (
         jnp.matmul,
         (aval(4, M, K), aval(4, K, N)),
@@ -94,9 +81,7 @@ PRODUCTS = {
         "an operand has its dtype from the program",
     ),
     "fp8 operands": (
-        lambda x, w: (x.astype(jnp.float8_e4m3fn) @ w.astype(jnp.float8_e4m3fn)).astype(
-            jnp.float32
-        ),
+        lambda x, w: (x.astype(F8) @ w.astype(F8)).astype(jnp.float32),
         (X, W),
         "f8_e4m3",
         None,
@@ -158,7 +143,7 @@ def test_attention_takes_batched_products_of_a_fitting_size():
     assert reasons(scores, q, q, policy=policy) == [E4M3]
     narrow = aval(2, 4, 16, 8)
     found = reasons(scores, narrow, narrow, policy=policy)
-    assert found == ["k = 8 is no multiple of 16"]
+    assert found == [f"k = 8{NO_MULTIPLE}"]
 
 
 def test_a_product_that_does_not_fit_is_that_of_mixed_bfloat16():
@@ -367,7 +352,7 @@ def test_totals_count_products_operations_and_arrays():
     assert total.quantisations == 2
     assert [(p.reason, p.equations) for p in report.products] == [
         (E4M3, 2),
-        ("n = 17 is no multiple of 16", 1),
+        (f"n = 17{NO_MULTIPLE}", 1),
     ]
 
 

@@ -331,8 +331,7 @@ def test_what_q_k_and_v_share_is_saved_once():
 
 @pytest.mark.breadth(2)
 @pytest.mark.parametrize(
-    "name",
-    ["dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable"],
+    "name", ["dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable"]
 )
 def test_a_checkpoint_saves_what_it_saves_of_bf16(name):
     policy = getattr(jax.checkpoint_policies, name)

@@ -147,9 +147,7 @@ def case_name(case):
     "case",
     [
         pytest.param(
-            case,
-            id=case_name(case),
-            marks=() if case["m"] == 32 else pytest.mark.slow,
+            case, id=case_name(case), marks=() if case["m"] == 32 else pytest.mark.slow
         )
         for case in TORCHAO
     ],

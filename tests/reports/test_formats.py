@@ -64,7 +64,7 @@ def test_modules_of_two_formats_have_the_reasons_of_each():
             return [Model(name=name)(x) for name in ("one", "two")]
 
     model = Outer()
-    params = model.init(jax.random.key(0), X)
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
     policy = amp.PolicyMap("mixed_float16", {"two": "mixed_bfloat16"})
     report = amp.explain(model.apply, policy)(params, X)
     reasons = {e.module: e.reason for e in report.equations if e.operation == "exp"}
@@ -74,7 +74,7 @@ def test_modules_of_two_formats_have_the_reasons_of_each():
 
 def test_a_norm_has_the_reasons_of_the_format_around_it():
     model = nn.Sequential([nn.Dense(16), nn.LayerNorm()])
-    params = model.init(jax.random.key(0), X)
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
     for policy, is_f16 in zip(MIXED, (True, False), strict=True):
         rows = amp.explain(model.apply, policy)(params, X).equations
         (reason,) = {row.reason for row in rows if row.operation == "reduce_sum"}
@@ -104,7 +104,7 @@ def test_a_class_that_parameters_give_is_not_the_one_of_the_table():
 @pytest.mark.parametrize("policy", MIXED)
 def test_a_norm_is_f32_by_itself_and_another_module_by_its_policy(policy):
     model = nn.Sequential([nn.Dense(16), nn.LayerNorm(), nn.Dense(4), jnp.tanh])
-    params = model.init(jax.random.key(0), X)
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
     policy = amp.PolicyMap(policy, {"layers_2": "float32"})
     report = amp.explain(model.apply, policy)(params, X)
     reasons = {}

@@ -7,6 +7,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jmp_amp as amp
+from tests.transform.flax_models import in_linen, with_values
 
 X = jnp.ones((2, 4))
 
@@ -58,7 +59,7 @@ class NnxOuter(nnx.Module):
 
 
 LINEN, NNX = Outer(), NnxOuter()
-PARAMS = LINEN.init(jax.random.key(0), X)
+PARAMS = with_values(in_linen(LINEN, X).variables)
 
 
 @jax.jit

@@ -977,22 +977,6 @@ def test_the_drill_down_tells_the_identity_of_each_equation():
         assert f" {equation.identity} " in text
 
 
-# Mistakes
-
-
-@pytest.mark.parametrize("wrong", ["float32", amp.Policy(), 3])
-def test_what_is_no_function_is_refused(wrong):
-    with pytest.raises(TypeError, match=r"explain\(.*the function to explain"):
-        amp.explain(wrong)
-
-
-def test_a_wrong_policy_is_refused_before_the_call():
-    with pytest.raises(ValueError, match="fp17"):
-        amp.explain(jnp.sin, "c=fp17")
-    with pytest.raises(ValueError, match=r"explain\(fn, .*cannot compute in float64"):
-        amp.explain(jnp.sin, "p=f32,c=f64,o=f32")
-
-
 def test_text_is_text_in_a_notebook_too(monkeypatch):
     # What Rich takes for the sign of a notebook.
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)

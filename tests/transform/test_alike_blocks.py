@@ -104,7 +104,7 @@ def test_every_block_has_the_names_of_its_layer():
             return x
 
     model = Model()
-    params = model.init(jax.random.key(0), X)
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
 
     def loss(params):
         return jnp.mean(model.apply(params, X) ** 2)

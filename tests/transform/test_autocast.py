@@ -89,16 +89,6 @@ def test_a_checkpoint_stays_one_with_its_policy_and_names():
     assert set(kept) == {"bfloat16"}
 
 
-def test_the_name_of_a_custom_function_and_of_a_jit_survives():
-    def my_block(x, w):
-        return jnp.tanh(x @ w)
-
-    fn = amp.autocast(lambda w: scaled_sine(jax.jit(my_block)(X, w), X) @ w, BF16)
-    text = str(jax.make_jaxpr(fn)(W))
-    assert "name=my_block" in text and "name=scaled_sine" in text
-    assert "my_block" in jax.jit(fn).lower(W).as_text(debug_info=True)
-
-
 # Signatures
 
 
@@ -128,14 +118,17 @@ def test_structure_shapes_and_dtypes_are_those_of_the_function():
             assert a == b and type(a) is type(b)
 
 
-def test_integers_and_keys_pass_bit_for_bit():
+@pytest.mark.parametrize("mark", [lambda fn: fn, amp.with_policy("bf16")])
+def test_integers_and_keys_pass_bit_for_bit(mark):
     def fn(ids, key):
-        return ids @ ids.T, jax.random.bits(key, (4,)), jax.random.normal(key, (4,))
+        return ids @ ids.T, ids + 1, jax.random.split(key)[0], jax.random.bits(key)
 
     ids = jnp.arange(2**24 + 1, 2**24 + 5).reshape(2, 2)
-    jax.tree.map(
-        np.testing.assert_array_equal, amp.autocast(fn, F16)(ids, KEY), fn(ids, KEY)
-    )
+    found, expected = amp.autocast(mark(fn), F16)(ids, KEY), fn(ids, KEY)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype and jnp.all(a == b)
+    found = amp.autocast(mark(jax.random.normal), F16)(KEY, (4,))
+    np.testing.assert_array_equal(found, jax.random.normal(KEY, (4,)))
 
 
 def test_float64_is_never_touched():
@@ -196,19 +189,6 @@ def test_it_is_a_decorator():
     assert results_of(product, X, W, primitive="dot_general") == ["float16"]
 
 
-def test_effects_happen_once():
-    seen = []
-
-    def fn(x):
-        h = x @ W
-        jax.debug.callback(lambda v: seen.append(v.dtype), h)
-        return h
-
-    jax.block_until_ready(amp.autocast(fn, BF16)(X))
-    jax.effects_barrier()
-    assert seen == [np.dtype("float32")]
-
-
 # What runs as traced
 
 
@@ -238,7 +218,7 @@ def test_a_jitted_helper_does_not_carry_autocast_to_plain_callers():
             return nn.LayerNorm()(nn.Dense(16)(x))
 
     net = Net()
-    variables = net.init(KEY, X)
+    variables = jax.eval_shape(net.init, KEY, X)
     helper = jax.jit(net.apply)
     plain = str(jax.make_jaxpr(helper)(variables, X))
     mixed = str(jax.make_jaxpr(amp.autocast(helper, BF16))(variables, X))
@@ -283,24 +263,7 @@ def test_attributes_go_along_but_those_that_compile_the_function_as_it_was():
         assert not hasattr(transform(jax.pmap(fn)), "lower")
 
 
-# Bad input
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: amp.autocast(F16), TypeError, "autocast(fn, 'mixed_float16')"),
-        (lambda: amp.autocast(3), TypeError, "found int"),
-        (lambda: amp.autocast(abs, "mixed_float17"), ValueError, "mixed_float16"),
-        (lambda: amp.autocast(abs, 16), TypeError, "16"),
-        (lambda: amp.autocast(abs, "c=f8_e4m3"), ValueError, "float8_e4m3fn"),
-        (lambda: amp.autocast(abs, "c=f64"), ValueError, "float64"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_runs(call, error, message):
-    with pytest.raises(error) as raised:
-        call()
-    assert message in str(raised.value)
+# Mistakes of the function
 
 
 def test_an_error_of_the_function_is_the_functions():

@@ -76,9 +76,7 @@ def test_lists_and_dictionaries_that_a_function_changes_are_changed():
 
 
 @pytest.mark.parametrize(
-    "fn",
-    [lambda x: HELD[0].forward(x), lambda x: PARTIAL(x)],
-    ids=["list", "partial"],
+    "fn", [lambda x: HELD[0].forward(x), lambda x: PARTIAL(x)], ids=["list", "partial"]
 )
 def test_a_global_that_holds_a_module_is_searched(fn):
     assert dtypes(fn, X) == ["f32"]

@@ -22,7 +22,7 @@ from tests.constructs.devices import (
     scanning_block,
     sharded,
 )
-from tests.constructs.rules import quintupled
+from tests.constructs.rules import quintupled, scaled_sine
 from tests.programs import dtypes_of, equations, products, results_of, saved
 from tests.rounding import (
     BF16,
@@ -158,7 +158,7 @@ def test_a_checkpoint_keeps_its_option():
     assert [e.params["prevent_cse"] for e in marks] == [False]
 
 
-def test_callbacks_see_the_dtypes_they_were_traced_with():
+def test_callbacks_run_once_and_see_the_dtypes_they_were_traced_with():
     seen = []
 
     def note(*arrays):
@@ -175,9 +175,11 @@ def test_callbacks_see_the_dtypes_they_were_traced_with():
         jax.debug.print("{x}", x=h[0, 0])
         return (h * one * two) @ w
 
-    jax.block_until_ready(jax.jit(amp.autocast(fn))(W))
-    jax.effects_barrier()
-    assert sorted(seen) == [("float32", (8, 16))] * 3 + [("float32", (16, 16))]
+    for run in (amp.autocast(fn), jax.jit(amp.autocast(fn))):
+        jax.block_until_ready(run(W))
+        jax.effects_barrier()
+        assert sorted(seen) == [("float32", (8, 16))] * 3 + [("float32", (16, 16))]
+        seen.clear()
 
 
 def test_a_kernel_sees_the_dtypes_it_was_traced_with():
@@ -194,22 +196,27 @@ def test_a_kernel_sees_the_dtypes_it_was_traced_with():
     assert rows == [("bfloat16", "bfloat16")]
 
 
-def test_name_scopes_and_named_calls_survive_in_bodies():
+def test_names_of_scopes_calls_and_functions_survive_in_bodies():
     def block(h, w):
         with jax.named_scope("inner_scope"):
             return jnp.tanh(h @ w)
 
+    def jitted_block(x, w):
+        return scaled_sine(x @ w, x)
+
+    def turn(h, w):
+        return jax.named_call(block, name="my_block")(h, w), None
+
     def fn(w):
         with jax.named_scope("outer_scope"):
-            return lax.scan(
-                lambda h, _: (jax.named_call(block, name="my_block")(h, w), None),
-                X @ w,
-                None,
-                length=2,
-            )[0]
+            h = lax.scan(lambda h, _: turn(h, w), X @ w, None, length=2)[0]
+        return jax.jit(jitted_block)(h, w)
 
+    jaxpr = str(jax.make_jaxpr(amp.autocast(fn))(W))
+    assert "name=jitted_block" in jaxpr and "name=scaled_sine" in jaxpr
     text = jax.jit(amp.autocast(fn)).lower(W).as_text(debug_info=True)
-    assert "outer_scope" in text and "my_block" in text and "inner_scope" in text
+    for name in ("outer_scope", "my_block", "inner_scope", "jitted_block"):
+        assert name in text
 
 
 def test_a_mutable_array_that_is_closed_over_is_written():

@@ -27,10 +27,10 @@ from tests.rounding import (
     eps,
     half_of,
     mean_square,
-    one_policy,
     relative_error,
 )
 
+HALF = "bfloat16"
 # Which half it is matters where a constant does not fit: `test_every_construct.py` has
 # both for every construct.
 assert_only_rounded = functools.partial(rounding.assert_only_rounded, policies=[F16])
@@ -48,13 +48,12 @@ def results(eqn):
 
 
 @pytest.mark.breadth(2)
-@one_policy
 @pytest.mark.parametrize(
     ("start", "carried"),
     [
-        (lambda w, x: x @ w, "half"),
-        (lambda w, x: w[jnp.arange(8)], "half"),  # as an embedding is looked up
-        (lambda w, x: w[jnp.arange(8)] + x, "half"),  # and a position added
+        (lambda w, x: x @ w, HALF),
+        (lambda w, x: w[jnp.arange(8)], HALF),  # as an embedding is looked up
+        (lambda w, x: w[jnp.arange(8)] + x, HALF),  # and a position added
         (lambda w, x: w[:8], "float32"),
         (lambda w, x: x, "float32"),
         (lambda w, x: x + 1.0, "float32"),
@@ -65,26 +64,24 @@ def results(eqn):
     ],
     ids="product lookup position slice input sum zeros full like exp".split(),
 )
-def test_a_carry_is_half_if_a_product_or_a_lookup_began_it(start, carried, policy):
+def test_a_carry_is_half_if_a_product_or_a_lookup_began_it(start, carried):
     def fn(w, x):
         layers = jnp.stack([w] * 3)
         return scan(lambda h, w: (residual(h, w), None), start(w, x), layers)[0] @ w
 
-    (loop,) = loops(amp.autocast(fn, policy), W, X)
-    assert results(loop) == [carried.replace("half", half_of(policy))]
+    (loop,) = loops(amp.autocast(fn, BF16), W, X)
+    assert results(loop) == [carried]
 
 
-@one_policy
-def test_a_carry_that_meets_a_full_value_is_f32(policy):
+def test_a_carry_that_meets_a_full_value_is_f32():
     def fn(w):
         return scan(lambda h, _: (h + jnp.exp(-(h @ w)), None), X @ w, length=3)[0] @ w
 
-    (loop,) = loops(amp.autocast(fn, policy), W)
+    (loop,) = loops(amp.autocast(fn, BF16), W)
     assert results(loop) == ["float32"]
 
 
-@one_policy
-def test_carries_that_feed_each_other_are_settled_together(policy):
+def test_carries_that_feed_each_other_are_settled_together():
     def turn(carry, w):
         a, b, c, d = carry
         return (b @ w, jnp.tanh(a), d + 1.0, c * 2.0), None
@@ -93,12 +90,12 @@ def test_carries_that_feed_each_other_are_settled_together(policy):
         layers = jnp.stack([w] * 4)
         return scan(turn, (X @ w, start, jnp.zeros(()), X[0, 0]), layers)[0]
 
-    (loop,) = loops(amp.autocast(lambda w: fn(w, X @ w)[0] @ w, policy), W)
-    assert results(loop)[:2] == [half_of(policy)] * 2
+    (loop,) = loops(amp.autocast(lambda w: fn(w, X @ w)[0] @ w, BF16), W)
+    assert results(loop)[:2] == [HALF] * 2
     # The second starts from zeros: it is f32, and the first takes it over.
     zeros = jnp.zeros((8, 16))
-    (loop,) = loops(amp.autocast(lambda w: fn(w, zeros)[0] @ w, policy), W)
-    assert results(loop)[:2] in ([half_of(policy), "float32"], ["float32"] * 2)
+    (loop,) = loops(amp.autocast(lambda w: fn(w, zeros)[0] @ w, BF16), W)
+    assert results(loop)[:2] in ([HALF, "float32"], ["float32"] * 2)
     assert results(loop)[2:] == ["float32"] * 2
 
 
@@ -138,8 +135,7 @@ def test_an_accumulator_of_a_carry_that_turns_half_is_f32(policy):
     np.testing.assert_array_equal(total, 3000)
 
 
-@one_policy
-def test_carries_that_are_no_f32_are_untouched(policy):
+def test_carries_that_are_no_f32_are_untouched():
     with jax.enable_x64(True):
 
         def turn(carry, _):
@@ -154,24 +150,23 @@ def test_carries_that_are_no_f32_are_untouched(policy):
             *(jnp.float64(1), jnp.bfloat16(1)),
         )
         fn = functools.partial(scan, turn, start, length=3)
-        (loop,) = loops(amp.autocast(fn, policy))
+        (loop,) = loops(amp.autocast(fn, BF16))
         types = [str(KEY.dtype), "complex64", "float64", "bfloat16"]
         assert results(loop)[1:] == ["int32", "bool", *types, "int32", "float64"]
-        found, expected = (jax.jit(each)() for each in (amp.autocast(fn, policy), fn))
+        found, expected = (jax.jit(each)() for each in (amp.autocast(fn, BF16), fn))
         (h, *others), (h32, *others32) = found[0], expected[0]
         jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
         for a, b in zip(others, others32, strict=True):
             assert a.dtype == b.dtype and jnp.all(a == b)
-        assert relative_error(h, h32) < ROUNDINGS * eps(policy)
+        assert relative_error(h, h32) < ROUNDINGS * eps(BF16)
 
 
-@one_policy
-def test_a_while_carries_what_it_was_traced_with(policy):
-    fn = amp.autocast(lambda w: counted_while(w) @ w, policy)
+def test_a_while_carries_what_it_was_traced_with():
+    fn = amp.autocast(lambda w: counted_while(w) @ w, BF16)
     (loop,) = loops(fn, W, primitive="while")
     assert results(loop) == ["int32", "float32"]
     rows = dtypes_of(fn, W, primitive="dot_general")
-    assert rows == [(half_of(policy),) * 3] * 3
+    assert rows == [(HALF,) * 3] * 3
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -265,28 +260,28 @@ def test_a_constant_that_grows_from_turn_to_turn_is_taken_to_grow_beyond_f16():
     assert rows == [("float16",) * 3]
 
 
-@one_policy
-def test_the_stacked_results_of_a_loop_between_products_are_half(policy):
+def test_the_stacked_results_of_a_loop_between_products_are_half():
     def fn(w):
         layers = jnp.stack([w] * 3)
         return scan(lambda h, w: (residual(h, w),) * 2, X @ w, layers)[1] @ w
 
-    (loop,) = loops(amp.autocast(fn, policy), W)
-    assert results(loop) == [half_of(policy)] * 2
+    (loop,) = loops(amp.autocast(fn, BF16), W)
+    assert results(loop) == [HALF] * 2
 
 
 # Gradients of parameters
 
 
+@pytest.mark.parametrize("product", [jnp.matmul, amp.cast_inputs(jnp.matmul)])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_gradient_of_a_shared_weight_is_summed_in_f32(policy):
+def test_the_gradient_of_a_shared_weight_is_summed_in_f32(policy, product):
     # 64 turns that each add a gradient of 1: in half precision the sum of the small
     # parts after the large first one is lost.
     xs = np.concatenate([[1.0], np.full(63, 2.0**-9)]).astype(np.float32)
 
     def fn(w):
         def turn(total, x):
-            return total + jnp.sum(x.reshape(1, 1) @ w), None
+            return total + jnp.sum(product(x.reshape(1, 1), w)), None
 
         return scan(turn, jnp.float32(0), xs)[0]
 
@@ -313,14 +308,13 @@ def test_stacked_parameters_are_cast_inside_the_body(remat):
     ]
 
 
-@one_policy
-def test_stacked_parameters_that_are_moved_first_are_cast_inside_the_body(policy):
+def test_stacked_parameters_that_are_moved_first_are_cast_inside_the_body():
     def fn(layers):
         layers = layers.reshape(4, 16, 16).swapaxes(1, 2)
         return mean_square(scan(lambda h, w: (residual(h, w), None), X, layers)[0])
 
     flat = LAYERS.reshape(64, 16)
-    (loop,) = loops(amp.autocast(fn, policy), flat)
+    (loop,) = loops(amp.autocast(fn, BF16), flat)
     assert [str(v.aval.dtype) for v in loop.invars if v.aval.shape == (4, 16, 16)] == [
         "float32"
     ]

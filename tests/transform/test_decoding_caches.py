@@ -14,8 +14,8 @@ from tests.measures import EXACTLY_AS_WRITTEN
 
 LENGTH = 6
 X = jax.random.normal(jax.random.key(0), (2, LENGTH, 8))
-HALF = [("mixed_bfloat16", jnp.bfloat16), ("mixed_float16", jnp.float16)]
-each_half = pytest.mark.parametrize(("policy", "half"), HALF)
+BF16 = "mixed_bfloat16"
+HALF = [(BF16, jnp.bfloat16), ("mixed_float16", jnp.float16)]
 
 
 class Decoder(nn.Module):
@@ -29,10 +29,12 @@ def variables():
     return jax.jit(Decoder().init)(jax.random.key(1), X)
 
 
+def applied(params, cache, x):
+    return Decoder().apply({"params": params, "cache": cache}, x, mutable=["cache"])
+
+
 def apply(cache, x):
-    return Decoder().apply(
-        {"params": variables()["params"], "cache": cache}, x, mutable=["cache"]
-    )
+    return applied(variables()["params"], cache, x)
 
 
 def decoded(apply, cache):
@@ -55,18 +57,32 @@ def dtypes(cache):
     return {x.dtype.name for x in jax.tree.leaves(cache)}
 
 
-@pytest.mark.breadth(1)
-@each_half
-@pytest.mark.parametrize("output", ["float32", "half"])
+STORED = "p=bf16,c=bf16,o=f32"
+# The policy, the dtype of the cache, and of outputs; whether parameters are half too,
+# and whether the cache is an argument itself or in one.
+DECODED = [
+    *((*each, output, False, True) for each in HALF for output in ("f32", "half")),
+    *((p, jnp.bfloat16, "f32", True, bare) for p in (BF16, STORED) for bare in (0, 1)),
+]
+
+
+@pytest.mark.breadth(2)
+@pytest.mark.parametrize(("policy", "half", "output", "half_params", "bare"), DECODED)
 def test_a_half_precision_cache_of_linen_stays_so_and_decodes_as_f32(
-    policy, half, output
+    policy, half, output, half_params, bare
 ):
     wanted = decoded_in_f32()
     policy = amp.get_policy(policy)
     if output == "half":
         policy = policy.with_output_dtype(half)
-    cast = amp.cast_floating(variables()["cache"], half)
-    found, cache = decoded(amp.autocast(apply, policy), cast)
+    params = variables()["params"]
+    params = amp.cast_floating(params, half) if half_params else params
+    call = applied if bare else lambda p, cache, x: applied(p, cache["cache"], x)
+    call = amp.autocast(call, policy)
+    found, cache = decoded(
+        lambda cache, x: call(params, cache if bare else {"cache": cache}, x),
+        amp.cast_floating(variables()["cache"], half),
+    )
     assert found.dtype == policy.output_dtype
     assert dtypes(cache) == {jnp.dtype(half).name, "int32"}
     scale = float(jnp.max(jnp.abs(wanted)))
@@ -87,10 +103,11 @@ def test_a_half_precision_cache_is_written_and_read_without_a_cast():
     assert of_caches == [("dynamic_update_slice", half)] * 2
 
 
-def decoded_by_nnx(dtype, transform=lambda fn: fn):
+def decoded_by_nnx(dtype, transform=lambda fn: fn, params_dtype=None):
     """All tokens, one after another, and the layer with its cache after them."""
     layer = nnx.MultiHeadAttention(2, 8, decode=True, rngs=nnx.Rngs(0))
     layer.init_cache(X.shape, dtype=dtype)
+    layer = amp.cast_params(layer, params_dtype) if params_dtype else layer
     call = nnx.jit(transform(lambda layer, x: layer(x)))
     steps = [call(layer, X[:, t : t + 1]) for t in range(LENGTH)]
     return jnp.concatenate(steps, axis=1), layer
@@ -98,9 +115,12 @@ def decoded_by_nnx(dtype, transform=lambda fn: fn):
 
 def test_a_half_precision_cache_of_nnx_stays_so_and_decodes_as_f32():
     wanted, _ = decoded_by_nnx(jnp.float32)
-    for policy, half in HALF:
-        found, layer = decoded_by_nnx(half, lambda fn, p=policy: amp.autocast(fn, p))
+    of_half = (BF16, jnp.bfloat16, "bf16"), (STORED, jnp.bfloat16, "bf16")
+    for policy, half, params in (*((*each, None) for each in HALF), *of_half):
+        amped = functools.partial(amp.autocast, policy=policy)
+        found, layer = decoded_by_nnx(half, amped, params)
         assert layer.cached_key[...].dtype == layer.cached_value[...].dtype == half
+        assert layer.query.kernel[...].dtype == (half if params else jnp.float32)
         assert int(layer.cache_index[...]) == LENGTH
         atol = 8 * float(jnp.finfo(half).eps) * float(jnp.max(jnp.abs(wanted)))
         np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)

@@ -208,8 +208,7 @@ def dtypes(jaxpr: Any) -> list[tuple[str, ...]]:
 
 @pytest.mark.breadth(2)
 @pytest.mark.parametrize(
-    ("name", "policy"),
-    [(name, POLICIES[-i % 3]) for i, name in enumerate(CASES)],
+    ("name", "policy"), [(name, POLICIES[-i % 3]) for i, name in enumerate(CASES)]
 )
 def test_sizes_that_are_told_later_change_no_dtype(name, policy):
     case = CASES[name]
@@ -280,7 +279,7 @@ def test_an_exported_model_keeps_its_derivative_when_it_is_stored():
 
 
 @pytest.mark.breadth(1)
-@pytest.mark.parametrize("name", ["language", "scan over time", "experts"])
+@pytest.mark.parametrize("name", ["scan over time", "language", "experts"])
 def test_products_of_a_cpu_are_exported_with_sizes_that_are_told_later(
     name, monkeypatch
 ):

@@ -112,65 +112,7 @@ def test_what_an_nnx_module_writes_keeps_its_dtype():
     assert model.dense.kernel[...].dtype == BF16
 
 
-def test_a_mistake_is_told_as_it_was_made():
-    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
-        raise TypeError("no such layer")
-
-    for policy in (STORED, "mixed_bfloat16"):
-        with pytest.raises(TypeError, match="no such layer"):
-            amp.autocast(fn, policy)(jnp.ones(2, BF16), X)
-
-
-# Half-precision parameters and decoding caches together
-
-
-class Decoder(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.MultiHeadDotProductAttention(2, decode=True)(x)
-
-
-TOKEN = X[:, None]
-
-
-@pytest.mark.breadth(1)
-@pytest.mark.parametrize("policy", [STORED, "mixed_bfloat16"])
-@pytest.mark.parametrize("bare", [False, True])
-def test_a_half_cache_beside_half_parameters_stays_half_in_linen(policy, bare):
-    variables = jax.jit(Decoder().init)(jax.random.key(0), jnp.ones((4, 3, 8)))
-    params, cache = variables["params"], amp.cast_to_full(variables["cache"])
-
-    def apply(params: Any, cache: Any) -> Any:
-        cache = cache if bare else cache["cache"]
-        variables = {"params": params, "cache": cache}
-        return Decoder().apply(variables, TOKEN, mutable=["cache"])
-
-    half = amp.cast_params(params, STORED), amp.cast_floating(cache, BF16)
-    half = half if bare else (half[0], {"cache": half[1]})
-    found, written = compiled(amp.autocast(apply, policy))(*half)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(written)} == {
-        "bfloat16",
-        "int32",
-    }
-    full = (params, cache) if bare else (params, {"cache": cache})
-    expected, _ = compiled(apply)(*full)
-    np.testing.assert_allclose(found.astype(F32), expected, atol=8 * EPS)
-
-
-@pytest.mark.breadth(1)
-@pytest.mark.parametrize("policy", [STORED, "mixed_bfloat16"])
-def test_a_half_cache_beside_half_parameters_stays_half_in_nnx(policy):
-    def made(dtype: Any) -> nnx.Module:
-        layer = nnx.MultiHeadAttention(2, 8, decode=True, rngs=nnx.Rngs(0))
-        layer.init_cache((4, 3, 8), dtype=dtype)
-        return layer
-
-    expected = nnx.jit(lambda layer, x: layer(x))(made(F32), TOKEN)
-    layer = amp.cast_params(made(BF16), STORED)
-    found = nnx.jit(amp.autocast(lambda layer, x: layer(x), policy))(layer, TOKEN)
-    assert layer.cached_key[...].dtype == layer.cached_value[...].dtype == BF16
-    assert layer.query.kernel[...].dtype == BF16
-    np.testing.assert_allclose(found.astype(F32), expected, atol=8 * EPS)
+# Mistakes
 
 
 def raises_its_own(w: jax.Array) -> jax.Array:

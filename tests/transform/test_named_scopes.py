@@ -10,7 +10,8 @@ import pytest
 from flax import linen as nn
 
 import jmp_amp as amp
-from tests.programs import equations
+from tests.measures import compiled
+from tests.programs import products
 
 X = jnp.linspace(-1.0, 1.0, 32).reshape(4, 8)
 WS = [jnp.eye(8) * (1 + 2.0**-10), jnp.eye(8) * (1 - 2.0**-10)]
@@ -25,16 +26,6 @@ def layer(name, w, x):
 def model(ws, x):
     with jax.named_scope("net"):
         return layer("head", ws[1], layer("body", ws[0], x))
-
-
-def products(fn, *args):
-    """Returns the dtype of the operands of each product, by the traced program."""
-    jaxpr = jax.make_jaxpr(fn)(*args)
-    return [
-        eqn.invars[0].aval.dtype.name
-        for eqn in equations(jaxpr)
-        if eqn.primitive.name == "dot_general"
-    ]
 
 
 def of(fn, entries, default="mixed_bfloat16"):
@@ -104,9 +95,10 @@ def test_gradients_are_f32_where_the_scope_is():
     def loss(ws, x):
         return jnp.sum(model(ws, x) ** 2)
 
-    found = jax.grad(amp.autocast(loss, policies))(WS, X)
-    exact = jax.grad(loss)(WS, X)
-    half = jax.grad(amp.autocast(loss))(WS, X)
+    found, exact, half = (
+        compiled(jax.grad(fn))(WS, X)
+        for fn in (amp.autocast(loss, policies), loss, amp.autocast(loss))
+    )
 
     def error(grads):
         return np.linalg.norm(grads[1] - exact[1]) / np.linalg.norm(exact[1])
@@ -127,7 +119,7 @@ def test_scopes_in_flax_modules_are_left_to_patterns_of_modules():
                 return x @ x.T
 
     net = Net()
-    params = net.init(jax.random.key(0), X)
+    params = jax.eval_shape(net.init, jax.random.key(0), X)
     policies = amp.PolicyMap("mixed_bfloat16", {"**/tail": "float32"})
     with pytest.warns(UserWarning, match="tail' matched no module"):
         found = products(amp.autocast(net.apply, policies), params, X)
@@ -156,7 +148,7 @@ def test_the_same_map_has_the_same_plan_whatever_it_met_before():
             return nn.Dense(8, name="head")(x)
 
     net = Net()
-    params = net.init(jax.random.key(0), X)
+    params = jax.eval_shape(net.init, jax.random.key(0), X)
     assert products(amp.autocast(net.apply, policies), params, X) == [FULL]
     assert products(fn, WS, X) == before == [HALF, FULL]
 
@@ -211,7 +203,7 @@ def test_an_autocast_in_a_flax_module_sees_the_scopes_of_its_function():
             return amp.autocast(model, policies)(ws, nn.Dense(8)(x))
 
     net = Net()
-    params = net.init(jax.random.key(0), WS, X)
+    params = jax.eval_shape(net.init, jax.random.key(0), WS, X)
     policies = amp.PolicyMap("mixed_bfloat16", {"Dense_0": "float32"})
     found = products(amp.autocast(net.apply, policies), params, WS, X)
     assert found == [FULL, HALF, FULL]

@@ -35,18 +35,19 @@ def standard_promotion():
         yield
 
 
-def as_argument(model, policy):
-    graphdef, state = nnx.split(model)
-    transformed = amp.autocast(lambda model, x: model(x), policy)
-    return products(lambda s, x: transformed(nnx.merge(graphdef, s), x), state, X)
+def call(model, x):
+    return model(x)
 
 
-def as_closure(model, policy):
-    return products(lambda x: amp.autocast(lambda x: model(x), policy)(x), X)
+def of_state(transform):
+    """The products of a model that is merged outside of what is transformed."""
 
+    def way(model, policy):
+        graphdef, state = nnx.split(model)
+        transformed = transform(lambda fn: amp.autocast(fn, policy))
+        return products(lambda s, x: transformed(nnx.merge(graphdef, s), x), state, X)
 
-def itself(model, policy):
-    return products(amp.autocast(model, policy), X)
+    return way
 
 
 def as_state(model, policy):
@@ -61,22 +62,8 @@ def with_graphdef(model, policy):
     return products(lambda state, x: transformed(graphdef, state, x), state, X)
 
 
-def inside_of_jit(model, policy):
-    graphdef, state = nnx.split(model)
-    transformed = nnx.jit(amp.autocast(lambda model, x: model(x), policy))
-    return products(lambda s, x: transformed(nnx.merge(graphdef, s), x), state, X)
-
-
-def around_jit(model, policy):
-    graphdef, state = nnx.split(model)
-    transformed = amp.autocast(nnx.jit(lambda model, x: model(x)), policy)
-    return products(lambda s, x: transformed(nnx.merge(graphdef, s), x), state, X)
-
-
-def around_remat(model, policy):
-    graphdef, state = nnx.split(model)
-    transformed = amp.autocast(nnx.remat(lambda model, x: model(x)), policy)
-    return products(lambda s, x: transformed(nnx.merge(graphdef, s), x), state, X)
+def itself(model, policy):
+    return products(amp.autocast(model, policy), X)
 
 
 def of_a_copy(model, policy):
@@ -84,17 +71,20 @@ def of_a_copy(model, policy):
     return products(lambda x: amp.autocast(copy, policy)(model, x), X)
 
 
-WAYS = [
-    as_argument,
-    as_closure,
-    itself,
-    as_state,
-    with_graphdef,
-    inside_of_jit,
-    around_jit,
-    around_remat,
-    of_a_copy,
-]
+as_argument = of_state(lambda amped: amped(call))
+WAYS = {
+    "as argument": as_argument,
+    "as closure": lambda model, policy: products(
+        lambda x: amp.autocast(lambda x: model(x), policy)(x), X
+    ),
+    "itself": itself,
+    "as state": as_state,
+    "with graphdef": with_graphdef,
+    "inside of jit": of_state(lambda amped: nnx.jit(amped(call))),
+    "around jit": of_state(lambda amped: amped(nnx.jit(call))),
+    "around remat": of_state(lambda amped: amped(nnx.remat(call))),
+    "of a copy": of_a_copy,
+}
 
 
 @pytest.mark.breadth(2)
@@ -104,7 +94,7 @@ def test_a_policy_reaches_a_module_however_the_function_comes_by_it(way):
         F16, {NnxWideBlock: F32, "first/up": BF16, re.compile("head"): F32}
     )
     expected = ["bfloat16", "float16", F32, F32, F32]
-    assert way(NnxNet(), policy) == expected
+    assert WAYS[way](NnxNet(), policy) == expected
 
 
 def test_a_report_names_modules_by_their_paths_and_methods():

@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +18,6 @@ import jmp_amp as amp
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
 X = jax.random.normal(jax.random.key(0), (8, 16))
 ROUNDINGS = 16
-
-
-def quick(names, *chosen):
-    """Parameters of a test: all but the chosen ones are slow, all together."""
-    assert set(chosen) <= set(names)
-    slow = pytest.mark.slow
-    return [pytest.param(n, marks=[] if n in chosen else slow) for n in names]
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +96,7 @@ def objects(node):
     return dict(nnx.iter_graph(node))
 
 
-def assert_as_without_autocast(program, policy=BF16, make=Net):
+def assert_as_without_autocast(program, make, policy=BF16):
     """Runs `program(transform, model)` with and without autocast, and compares.
 
     Compared are its results, and all that it did to the model.
@@ -137,8 +132,16 @@ def values(results):
     )
 
 
-# How a function comes by a module
+# Programs: each takes `amped`, which is `autocast` or nothing, and a model
+Program = Callable[[Callable[..., Any], Any], Any]
+PROGRAMS: dict[str, tuple[Program, Callable[[], Any]]] = {}
 
+
+def programs(of_a_kind, kind, make=Net):
+    PROGRAMS.update({f"{kind}: {name}": (p, make) for name, p in of_a_kind.items()})
+
+
+# How a function comes by a module
 
 GLOBAL = Net()
 
@@ -232,10 +235,7 @@ WAYS = {
 }
 
 
-@pytest.mark.breadth(3)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_module_is_found_and_ends_as_without_autocast(way):
-    assert_as_without_autocast(WAYS[way])
+programs(WAYS, "found")
 
 
 @pytest.mark.parametrize("fn", [of_a_global, of_a_helper])
@@ -390,45 +390,20 @@ def nothing_written(m, x):
 DEEDS = {
     deed.__name__: deed
     for deed in (
-        set_up,
-        replace_parts,
-        switch_modes,
-        leave_in_eval,
-        share_parts,
-        write_parameters,
-        write_in_place,
-        return_parts,
-        return_state,
-        clone_and_call,
-        view_in_eval,
-        split_and_merge,
-        update_from_state,
-        count_calls,
-        pop_intermediates,
-        pass_on,
-        nothing_written,
+        *(set_up, replace_parts, switch_modes, leave_in_eval, share_parts),
+        *(write_parameters, write_in_place, return_parts, return_state),
+        *(clone_and_call, view_in_eval, split_and_merge, update_from_state),
+        *(count_calls, pop_intermediates, pass_on, nothing_written),
     )
 }
-
-
-@pytest.mark.breadth(2)
-@pytest.mark.parametrize("deed", DEEDS)
-def test_a_module_ends_as_without_autocast_whatever_is_done_to_it(deed):
-    deed = DEEDS[deed]
-    assert_as_without_autocast(lambda amped, m: amped(deed)(m, X))
-
-
 # What is added, replaced, returned, written in place and taken out. The other deeds do
 # no more than these to what nnx.jit brings back.
 JITTED = ("set_up", "switch_modes", "replace_parts", "return_parts", "write_in_place")
 JITTED += ("pop_intermediates",)
-
-
-@pytest.mark.breadth(1)
-@pytest.mark.parametrize("deed", quick(JITTED, "set_up", "switch_modes"))
-def test_a_module_ends_as_without_autocast_inside_of_nnx_jit(deed):
-    deed = DEEDS[deed]
-    assert_as_without_autocast(lambda amped, m: nnx.jit(amped(deed))(m, X))
+for name, deed in DEEDS.items():
+    programs({name: lambda amped, m, f=deed: amped(f)(m, X)}, "done to it")
+    if name in JITTED:
+        programs({name: lambda amped, m, f=deed: nnx.jit(amped(f))(m, X)}, "in nnx.jit")
 
 
 def test_what_is_returned_is_the_object_itself_or_a_new_one():
@@ -457,16 +432,15 @@ def test_random_numbers_are_those_without_autocast():
         assert_close(pure(mixed), pure(plain), BF16)
 
 
-def test_random_streams_may_be_arguments():
-    def draw(rngs, x):
-        return (
-            jax.random.normal(rngs.params(), x.shape) + rngs.noise.uniform(x.shape) + x
-        )
+def draw(rngs, x):
+    return jax.random.normal(rngs.params(), x.shape) + rngs.noise.uniform(x.shape) + x
 
-    assert_as_without_autocast(
-        lambda amped, rngs: [amped(draw)(rngs, X) for _ in range(2)],
-        make=lambda: nnx.Rngs(0, noise=1),
-    )
+
+programs(
+    {"as arguments": lambda amped, rngs: [amped(draw)(rngs, X) for _ in range(2)]},
+    "random streams",
+    lambda: nnx.Rngs(0, noise=1),
+)
 
 
 def test_a_written_variable_keeps_its_dtype_whatever_the_policy():
@@ -504,24 +478,24 @@ def test_a_variable_that_is_not_written_keeps_its_very_array():
     assert model.norm.mean.get_raw_value() is mean
 
 
-def test_variables_with_accessors_of_their_own_do_as_without_autocast():
-    class Rounded(nnx.Param):
-        def get_value(self, *, index=...):
-            return jnp.round(super().get_value(index=index))
+class Rounded(nnx.Param):
+    """A variable with accessors of its own."""
 
-        def set_value(self, value, *, index=...):
-            super().set_value(value + 1, index=index)
+    def get_value(self, *, index=...):
+        return jnp.round(super().get_value(index=index))
 
-    class Model(nnx.Module):
-        def __init__(self):
-            self.w = Rounded(jnp.full((16, 16), 0.75))
+    def set_value(self, value, *, index=...):
+        super().set_value(value + 1, index=index)
 
-        def __call__(self, x):
-            y = x @ self.w.get_value()
-            self.w.set_value(self.w.get_value() + 2)
-            return y
 
-    assert_as_without_autocast(lambda amped, m: amped(m)(X), make=Model)
+class WithAccessors(nnx.Module):
+    def __init__(self):
+        self.w = Rounded(jnp.full((16, 16), 0.75))
+
+    def __call__(self, x):
+        y = x @ self.w.get_value()
+        self.w.set_value(self.w.get_value() + 2)
+        return y
 
 
 # Models of all shapes
@@ -643,6 +617,7 @@ MODELS = {
     "cyclic": Cyclic,
     "derived": Derived,
     "slots": lambda: Slots(3, rngs=nnx.Rngs(0)),
+    "accessors": WithAccessors,
     "list": lambda: nnx.List([Net(), nnx.BatchNorm(16, rngs=nnx.Rngs(0))]),
     "sequential": lambda: nnx.Sequential(Net(), nnx.relu, Net()),
     "lora": lambda: nnx.LoRALinear(16, 16, lora_rank=2, rngs=nnx.Rngs(0)),
@@ -659,42 +634,29 @@ def call_model(model, x):
     return model(x)
 
 
-@pytest.mark.breadth(2)
-@pytest.mark.parametrize(
-    "model",
-    quick(MODELS, *(MODELS.keys() - {"list", "sequential", "slots"})),
-)
-def test_a_model_of_any_shape_ends_as_without_autocast(model):
-    make = MODELS[model]
-    assert_as_without_autocast(
-        lambda amped, m: [amped(call_model)(m, X) for _ in range(2)], make=make
-    )
+def called_twice(amped, model):
+    return [amped(call_model)(model, X) for _ in range(2)]
 
 
-@pytest.mark.breadth(2)
-@pytest.mark.parametrize(
-    "model",
-    quick(
-        ["shared", "no pytree", "cyclic", "lora", "containers", "derived", "marked"],
-        *("shared", "no pytree", "cyclic", "lora"),
-    ),
-)
-def test_a_split_model_of_any_shape_is_merged_inside(model):
+def merged_inside(amped, model):
     """The functional pattern: the description of the model closed over."""
+    graphdef, state = nnx.split(model)
 
-    def program(amped, model):
-        graphdef, state = nnx.split(model)
+    def forward(state, x):
+        merged = nnx.merge(graphdef, state)
+        y = call_model(merged, x)
+        return y, nnx.state(merged)
 
-        def forward(state, x):
-            merged = nnx.merge(graphdef, state)
-            y = call_model(merged, x)
-            return y, nnx.state(merged)
+    y, state = jax.jit(amped(forward))(state, X)
+    nnx.update(model, state)
+    return y
 
-        y, state = jax.jit(amped(forward))(state, X)
-        nnx.update(model, state)
-        return y
 
-    assert_as_without_autocast(program, make=MODELS[model])
+SPLIT = ("shared", "no pytree", "cyclic", "lora", "containers", "derived", "marked")
+for name, make in MODELS.items():
+    programs({name: called_twice}, "model", make)
+    if name in SPLIT:
+        programs({name: merged_inside}, "split model", make)
 
 
 def decoding():
@@ -705,57 +667,46 @@ def decoding():
     return attention
 
 
-@pytest.mark.slow
-def test_a_decode_cache_is_written_step_by_step():
-    tokens = X.reshape(2, 4, 16)
-
-    def program(amped, attention):
-        step = amped(lambda m, x: m(x))
-        return [step(attention, tokens[:, i : i + 1]) for i in range(4)]
-
-    assert_as_without_autocast(program, make=decoding)
+def with_dropout():
+    options = dict(dropout_rate=0.5, deterministic=False, normalize_qk=True)
+    return nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0), **options)
 
 
-@pytest.mark.slow
-def test_a_decode_cache_is_written_in_a_loop_and_may_be_started_inside():
-    tokens = X.reshape(2, 4, 16)
-
-    def scanned(amped, attention):
-        @nnx.scan(in_axes=(nnx.StateAxes({...: nnx.Carry}), 1), out_axes=1)
-        def steps(attention, x):
-            return attention(x[:, None])[:, 0]
-
-        return amped(steps)(attention, tokens)
-
-    assert_as_without_autocast(scanned, make=decoding)
-
-    def started_inside(amped, attention):
-        def run(attention, x):
-            attention.init_cache((2, 4, 16))
-            return attention(x)
-
-        return amped(run)(attention, tokens[:, :1])
-
-    assert_as_without_autocast(started_inside, make=decoding)
+TOKENS = X.reshape(2, 4, 16)
 
 
-@pytest.mark.slow
-def test_attention_with_dropout_draws_the_same_masks():
-    def make():
-        return nnx.MultiHeadAttention(
-            4,
-            16,
-            dropout_rate=0.5,
-            deterministic=False,
-            normalize_qk=True,
-            decode=False,
-            rngs=nnx.Rngs(0),
-        )
+def decode_in_a_loop(amped, attention):
+    @nnx.scan(in_axes=(nnx.StateAxes({...: nnx.Carry}), 1), out_axes=1)
+    def steps(attention, x):
+        return attention(x[:, None])[:, 0]
 
-    tokens = X.reshape(2, 4, 16)
-    assert_as_without_autocast(
-        lambda amped, m: [amped(m)(tokens) for _ in range(2)], make=make
-    )
+    return amped(steps)(attention, TOKENS)
+
+
+def started_inside(amped, attention):
+    def run(attention, x):
+        attention.init_cache((2, 4, 16))
+        return attention(x)
+
+    return amped(run)(attention, TOKENS[:, :1])
+
+
+programs(
+    {
+        "step by step": lambda amped, m: [
+            amped(lambda m, x: m(x))(m, TOKENS[:, i : i + 1]) for i in range(4)
+        ],
+        "in a loop": decode_in_a_loop,
+        "started inside": started_inside,
+    },
+    "decode cache",
+    decoding,
+)
+programs(
+    {"twice": lambda amped, m: [amped(m)(TOKENS) for _ in range(2)]},
+    "attention with dropout",
+    with_dropout,
+)
 
 
 class Sows(nnx.Module):
@@ -768,30 +719,36 @@ class Sows(nnx.Module):
         return nnx.relu(x)
 
 
-def test_intermediates_are_captured_as_without_autocast():
-    def outside(amped, model):
-        y, seen = nnx.capture(amped(lambda m, x: m(x)), nnx.Intermediate)(model, X)
+def capture_outside(amped, model):
+    y, seen = nnx.capture(amped(lambda m, x: m(x)), nnx.Intermediate)(model, X)
+    return y, nnx.to_pure_dict(seen)
+
+
+def capture_inside(amped, model):
+    def run(model, x):
+        y, seen = nnx.capture(model, nnx.Intermediate)(x)
         return y, nnx.to_pure_dict(seen)
 
-    def inside(amped, model):
-        def run(model, x):
-            y, seen = nnx.capture(model, nnx.Intermediate)(x)
-            return y, nnx.to_pure_dict(seen)
-
-        return amped(run)(model, X)
-
-    def methods(amped, model):
-        capture = nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Intermediate)
-        y, seen = amped(lambda x: capture(x))(X)
-        return y, nnx.to_pure_dict(seen)
-
-    for program in (outside, inside, methods):
-        assert_as_without_autocast(program, make=Sows)
+    return amped(run)(model, X)
 
 
-@pytest.mark.filterwarnings("ignore:.*outside of:DeprecationWarning")
-def test_what_a_module_sows_is_in_the_module():
-    assert_as_without_autocast(lambda amped, m: amped(m)(X), make=Sows)
+def capture_methods(amped, model):
+    capture = nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Intermediate)
+    y, seen = amped(lambda x: capture(x))(X)
+    return y, nnx.to_pure_dict(seen)
+
+
+programs(
+    {
+        "captured outside": capture_outside,
+        "captured inside": capture_inside,
+        "of methods": capture_methods,
+        # They are in the module.
+        "sown": lambda amped, m: amped(m)(X),
+    },
+    "intermediates",
+    Sows,
+)
 
 
 # Transformations of nnx inside
@@ -859,35 +816,14 @@ INSIDE = {
 }
 
 
-@pytest.mark.breadth(2)
-@pytest.mark.parametrize(
-    "construct",
-    quick(INSIDE, "jit", "remat", "cond on one side", "while", "lax.scan, closed over"),
-)
-def test_nnx_transformations_inside_write_as_without_autocast(construct):
-    assert_as_without_autocast(lambda amped, m: amped(INSIDE[construct])(m, X))
-
-
-THROUGH = {
-    "scan of remat": through_scan_of_remat,
-    "vmap": through_vmap,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("through", quick(THROUGH, "scan of remat"))
-def test_stacked_layers_inside_write_as_without_autocast(through):
-    through = THROUGH[through]
-    assert_as_without_autocast(
-        lambda amped, m: [amped(through)(m, X) for _ in range(2)], make=stacked
-    )
+for name, fn in INSIDE.items():
+    programs({name: lambda amped, m, fn=fn: amped(fn)(m, X)}, "inside")
+for name, fn in {"scan of remat": through_scan_of_remat, "vmap": through_vmap}.items():
+    twice = lambda amped, m, fn=fn: [amped(fn)(m, X) for _ in range(2)]  # noqa: E731
+    programs({name: twice}, "inside, stacked", stacked)
 
 
 # Transformations of nnx outside
-
-
-def of_layer(amped, transform):
-    return transform(amped(lambda layer, x: layer(x)))
 
 
 AROUND = {
@@ -912,9 +848,7 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("construct", quick(AROUND, "scan of remat"))
-def test_autocast_inside_of_nnx_maps_writes_as_without(construct):
-    assert_as_without_autocast(AROUND[construct], make=stacked)
+programs(AROUND, "autocast inside", stacked)
 
 
 def mean_square_of(m, x):
@@ -960,70 +894,112 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.breadth(2)
-@pytest.mark.parametrize(
-    "gradient",
-    quick(
-        GRADIENTS, "has_aux", "DiffState", "amp", "two argnums", "inside, closed over"
-    ),
-)
-def test_gradients_of_modules_are_those_without_autocast(gradient):
-    def program(amped, model):
-        return nnx.as_pure(GRADIENTS[gradient](amped, model))
-
-    assert_as_without_autocast(program)
+for name, of in GRADIENTS.items():
+    programs({name: lambda amped, m, of=of: nnx.as_pure(of(amped, m))}, "gradient")
 
 
-def test_gradients_of_closed_over_arrays_reach_a_state():
-    """jax.grad over a State, the description of the model closed over or given."""
+# jax.grad over a State, the description of the model closed over or given.
 
-    def closed_over(amped, model):
-        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
-        def loss(params, rest, x):
-            # A copy: `rest` belongs to the trace around the gradient.
+def closed_over(amped, model):
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, rest, x):
+        # A copy: `rest` belongs to the trace around the gradient.
+        merged = nnx.merge(graphdef, params, rest, copy=True)
+        y = jnp.mean(jnp.square(merged(x)))
+        return y, nnx.state(merged, nnx.Not(nnx.Param))
+
+    step = jax.jit(jax.grad(amped(loss), has_aux=True))
+    gradients, state = step(params, rest, X)
+    nnx.update(model, state)
+    return nnx.to_pure_dict(gradients)
+
+
+def as_argument(amped, model):
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(graphdef, params, rest, x):
+        def loss(graphdef, params, rest, x):
             merged = nnx.merge(graphdef, params, rest, copy=True)
             y = jnp.mean(jnp.square(merged(x)))
-            return y, nnx.state(merged, nnx.Not(nnx.Param))
+            return y, nnx.split(merged, nnx.Param, ...)[2]
 
-        step = jax.jit(jax.grad(amped(loss), has_aux=True))
-        gradients, state = step(params, rest, X)
-        nnx.update(model, state)
-        return nnx.to_pure_dict(gradients)
+        transformed = jax.grad(amped(loss), argnums=1, has_aux=True)
+        return transformed(graphdef, params, rest, x)
 
-    def as_argument(amped, model):
-        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    gradients, state = step(graphdef, params, rest, X)
+    nnx.update(model, state)
+    return nnx.to_pure_dict(gradients)
 
-        @functools.partial(jax.jit, static_argnums=0)
-        def step(graphdef, params, rest, x):
-            def loss(graphdef, params, rest, x):
-                merged = nnx.merge(graphdef, params, rest, copy=True)
-                y = jnp.mean(jnp.square(merged(x)))
-                return y, nnx.split(merged, nnx.Param, ...)[2]
 
-            transformed = jax.grad(amped(loss), argnums=1, has_aux=True)
-            return transformed(graphdef, params, rest, x)
+def whole(amped, model):
+    graphdef, state = nnx.split(model)
 
-        gradients, state = step(graphdef, params, rest, X)
-        nnx.update(model, state)
-        return nnx.to_pure_dict(gradients)
+    def forward(state, x):
+        merged = nnx.merge(graphdef, state)
+        return merged(x), nnx.split(merged)
 
-    def whole(amped, model):
-        graphdef, state = nnx.split(model)
+    y, (new_graphdef, new_state) = amped(forward)(state, X)
+    assert new_graphdef == graphdef
+    model_again = nnx.merge(new_graphdef, new_state)
+    assert structure(model_again) == structure(model)
+    nnx.update(model, new_state)
+    return y
 
-        def forward(state, x):
-            merged = nnx.merge(graphdef, state)
-            return merged(x), nnx.split(merged)
 
-        y, (new_graphdef, new_state) = amped(forward)(state, X)
-        assert new_graphdef == graphdef
-        model_again = nnx.merge(new_graphdef, new_state)
-        assert structure(model_again) == structure(model)
-        nnx.update(model, new_state)
-        return y
+GIVEN = {"closed over": closed_over, "as argument": as_argument, "whole": whole}
+programs(GIVEN, "description")
 
-    for program in (closed_over, as_argument, whole):
-        assert_as_without_autocast(program)
+
+# Bridges
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16)(x)
+        x = nn.BatchNorm(use_running_average=False)(x)
+        return nn.Dropout(0.5, deterministic=False)(x)
+
+
+class Mixed(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0, dropout=1)
+        self.block = nnx.bridge.ToNNX(LinenBlock(), rngs=rngs).lazy_init(X)
+        self.head = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        y = self.block(x, mutable=["batch_stats"])
+        return self.head(y)
+
+
+programs({"in nnx": called_twice}, "linen", Mixed)
+BY_DEFAULT = {
+    *("found: argument", "found: recursion", "found: nested"),
+    *("done to it: set_up", "done to it: nothing_written", "in nnx.jit: set_up"),
+    *("random streams: as arguments", "model: accessors", "model: shared"),
+    *("model: marked instance", "split model: shared", "split model: lora"),
+    *("intermediates: captured outside", "intermediates: captured inside"),
+    *("intermediates: of methods", "intermediates: sown", "inside: jit"),
+    *("inside: lax.scan, closed over", "autocast inside: scan of remat"),
+    *("gradient: has_aux", "gradient: inside, closed over", "linen: in nnx"),
+    *("description: closed over", "description: as argument", "description: whole"),
+}
+assert BY_DEFAULT < PROGRAMS.keys()
+
+
+@pytest.mark.filterwarnings("ignore:.*outside of:DeprecationWarning")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.slow] * (n not in BY_DEFAULT))
+        for n in PROGRAMS
+    ],
+)
+def test_a_module_ends_as_without_autocast(name):
+    assert_as_without_autocast(*PROGRAMS[name])
 
 
 # Traces around
@@ -1128,33 +1104,6 @@ def test_explain_of_a_module_writes_nothing():
     assert report.total.matmuls_in_half == 2
     assert_close(pure(model), before, "exactly")
     assert structure(model) == structure(Net())
-
-
-# Bridges
-
-
-class LinenBlock(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(16)(x)
-        x = nn.BatchNorm(use_running_average=False)(x)
-        return nn.Dropout(0.5, deterministic=False)(x)
-
-
-def test_a_linen_module_in_nnx_ends_as_without_autocast():
-    class Mixed(nnx.Module):
-        def __init__(self):
-            rngs = nnx.Rngs(0, dropout=1)
-            self.block = nnx.bridge.ToNNX(LinenBlock(), rngs=rngs).lazy_init(X)
-            self.head = nnx.Linear(16, 16, rngs=rngs)
-
-        def __call__(self, x):
-            y = self.block(x, mutable=["batch_stats"])
-            return self.head(y)
-
-    assert_as_without_autocast(
-        lambda amped, m: [amped(m)(X) for _ in range(2)], make=Mixed
-    )
 
 
 KEY = jax.random.key(3)

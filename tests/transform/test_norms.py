@@ -275,12 +275,7 @@ def test_a_subclass_of_a_norm_is_a_norm(library):
 @pytest.mark.parametrize(("policy", "train"), [(BF16, False), ("f16", True)])
 def test_batch_statistics_are_f32_under_every_policy(policy, train, library):
     net = around(library, "BatchNorm", train)
-    for entries in (
-        {},
-        {"norm": "bf16"},
-        {net.of.norms.BatchNorm: "f16"},
-        {"**": F16},
-    ):
+    for entries in ({}, {"norm": "bf16"}, {net.of.norms.BatchNorm: "f16"}, {"**": F16}):
         apply = amp.autocast(net.writing, amp.PolicyMap(policy, entries))
         found, written = jax.eval_shape(apply, net.variables, IMAGES)
         assert found.dtype == amp.get_policy(policy).output_dtype
@@ -323,8 +318,9 @@ HALVES = {
 }  # fmt: skip
 
 
+# nnx is tested by default: it has fewer norms with half parameters to compile.
 @pytest.mark.breadth(1)
-@each_library
+@pytest.mark.parametrize("library", ["nnx", "linen"])
 def test_half_parameters_work_in_train_and_eval(library):
     def gradients(net, policy, variables):
         def loss(variables):

@@ -9,14 +9,7 @@ from jax.custom_derivatives import SymbolicZero
 
 import jmp_amp as amp
 from tests.programs import results_of
-from tests.rounding import (
-    BF16,
-    F16,
-    W,
-    X,
-    eps,
-    relative_error,
-)
+from tests.rounding import BF16, F16, W, X, eps, relative_error
 
 EPS = eps(F16)
 
@@ -115,10 +108,7 @@ def test_a_fill_value_that_f16_cannot_hold_is_a_constant_that_does_not_fit(
 @pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     ("function", "at"),
-    [
-        (jnp.arcsinh, 300.0),
-        (lambda h: jnp.arctan2(h, 2.0), 300.0),
-    ],
+    [(jnp.arcsinh, 300.0), (lambda h: jnp.arctan2(h, 2.0), 300.0)],
     ids=["arcsinh", "arctan2"],
 )
 def test_a_derivative_whose_square_overflows_f16_is_that_of_f32(function, at):

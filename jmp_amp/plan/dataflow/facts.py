@@ -122,17 +122,27 @@ class FactFinder:
     def _results(self, index: int, eqn: Eqn, found: BodyFacts) -> Sequence[Fact]:
         operands = [found.of(atom) for atom in eqn.invars]
         inner = () if eqn.primitive.name in OPERATIONS else jaxprs.inner_bodies(eqn)
-        if not inner:
-            if _is_moved(eqn):
-                return [_moved(eqn, operands[0])]
-            made = made_from(eqn, operands) | signs(eqn, operands)
-            made = made & ~Made.GIVEN | _given(eqn, operands)
-            whole = _whole(eqn, operands)
-            factors = ()
-            if eqn.primitive.name in PRODUCTS:
-                factors = tuple(each.value for each in operands[:2])
-            terms = _terms(eqn, operands, whole)
-            return [found.new(made, whole, factors, terms) for _ in eqn.outvars]
+        if inner:
+            return self._through_bodies(index, eqn, operands, inner, found)
+        if _is_moved(eqn):
+            return [_moved(eqn, operands[0])]
+        made = made_from(eqn, operands) | signs(eqn, operands)
+        made = made & ~Made.GIVEN | _given(eqn, operands)
+        whole = _whole(eqn, operands)
+        factors = ()
+        if eqn.primitive.name in PRODUCTS:
+            factors = tuple(each.value for each in operands[:2])
+        terms = _terms(eqn, operands, whole)
+        return [found.new(made, whole, factors, terms) for _ in eqn.outvars]
+
+    def _through_bodies(
+        self,
+        index: int,
+        eqn: Eqn,
+        operands: Sequence[Fact],
+        inner: Sequence[jaxprs.Inner],
+        found: BodyFacts,
+    ) -> Sequence[Fact]:
         if jaxprs.is_loop(eqn):
             operands = _of_turns(eqn, operands, found)
         inputs: dict[int, Facts] = {}
@@ -145,10 +155,8 @@ class FactFinder:
             results = _handed_back(outputs, given, operands, found)
             if jaxprs.is_loop(eqn):
                 # Each turn makes another value, but perhaps of parts of the same one.
-                return [
-                    found.new(each.made, each.whole, terms=each.terms)
-                    for each in results
-                ]
+                news = ((each.made, each.whole, (), each.terms) for each in results)
+                return [found.new(*each) for each in news]
             return results
 
         def turned(operand: int, now: Fact, update: Fact) -> Fact:
