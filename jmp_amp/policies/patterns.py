@@ -90,14 +90,32 @@ def paths_matching(paths: Iterable[str], glob: str) -> set[str]:
     """Returns the paths of a report that a glob matches.
 
     Reports begin a path with the class of the outermost module, and with the functions
-    that are jitted around it; a glob need not.
+    that are jitted around it; a glob need not. Nor need it tell methods.
     """
-    names, left = _names(glob), [(path, _names(path)) for path in paths]
-    found = {path for path, each in left if _matches_names(each, names)}
-    while glob and left and not found:
-        left = [(path, each[1:]) for path, each in left if len(each) > 1]
+    names, paths = _names(glob), list(paths)
+    for of_path in (_names, lambda path: _of_modules(_names(path))):
+        left = [(path, of_path(path)) for path in paths]
         found = {path for path, each in left if _matches_names(each, names)}
-    return found
+        while glob and left and not found:
+            left = [(path, each[1:]) for path, each in left if len(each) > 1]
+            found = {path for path, each in left if _matches_names(each, names)}
+        if found:
+            return found
+    return set()
+
+
+def _of_modules(names: Sequence[str]) -> list[str]:
+    """Returns the names of modules in a path that tells their methods.
+
+    `Outer.encode/embed.attend` is Outer/embed. A module that calls a method of its own
+    is there twice: `Outer/Outer.encode`.
+    """
+    plain = [name.partition(".")[0] for name in names]
+    return [
+        name
+        for i, name in enumerate(plain)
+        if name == names[i] or i == 0 or name != plain[i - 1]
+    ]
 
 
 # Returns the names of a glob without those that lead to the outermost module, as they
@@ -109,8 +127,7 @@ def inside_of(root: str) -> Inside:
     """Returns the `Inside` for an outermost module of that name, or of that class."""
 
     def inside(names: Sequence[str]) -> Sequence[str] | None:
-        # A report tells the method too: `Outer.encode/embed.attend`.
-        plain = [name.partition(".")[0] for name in names]
+        plain = _of_modules(names)
         return plain[plain.index(root) + 1 :] if root in plain else None
 
     return inside

@@ -18,7 +18,7 @@ class Net(nn.Module):
         self.head = nn.Dense(3)
 
     def __call__(self, x):
-        return self.head(self.body(x))
+        return self.head(self.encode(x))
 
     def encode(self, x):
         return self.body(x)
@@ -41,7 +41,7 @@ class NnxNet(nnx.Module):
         self.head = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
 
     def __call__(self, x):
-        return self.head(self.body(x))
+        return self.head(self.encode(x))
 
     def encode(self, x):
         return self.body(x)
@@ -158,6 +158,13 @@ def test_drill_down_of_a_diagnosis_takes_paths_of_both_kinds():
     diagnosis = amp.diagnose(LINEN.apply, "mixed_float16")(PARAMS, X)
     both = [diagnosis.drill_down(glob) for glob in ("Outer/net/head", "net/head")]
     assert both[0] == both[1] and "Outer/net/head" in both[0]
+
+
+def test_drill_down_needs_no_methods():
+    report = amp.explain(LINEN.apply)(PARAMS, X)
+    told = report.drill_down("Outer/net/net.encode/body")
+    assert told.startswith("3 of ")
+    assert told == report.drill_down("net/body") == report.drill_down("Outer/net/body")
 
 
 def test_drill_down_of_nothing_is_what_is_outside_of_modules():
