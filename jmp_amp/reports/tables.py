@@ -162,9 +162,9 @@ def count(value: int) -> str:
 
 
 def listed(names: Iterable[str], between: str = ", ") -> str:
-    """Returns the first three names."""
-    first, more = [*names][:3], len([*names][3:])
-    return between.join(first) + f" and {more} more" * bool(more)
+    """Returns the first three names, and how many more there are."""
+    first, more = (names := [*names])[:3], len(names) - 3
+    return between.join(first) + f" and {more} more" * (more > 0)
 
 
 def file_name(source: str | None) -> str:

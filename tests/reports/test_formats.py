@@ -123,3 +123,17 @@ def test_why_has_the_reason_of_the_row():
     (row,) = (row for row in texts if row.operation == "exp")
     assert row.reason in texts[row]
     assert not any(is_of_f16(without_bf16(text)) for text in texts.values())
+
+
+def test_of_more_than_three_modules_the_number_is_told():
+    class Tower(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(5):
+                x = nn.Dense(4, dtype=jnp.bfloat16)(x)
+            return x
+
+    model, x = Tower(), jnp.ones((2, 4))
+    params = model.init(jax.random.key(0), x)
+    text = str(amp.explain(model.apply, "float32")(params, x))
+    assert "Tower/Dense_2 and 2 more" in text

@@ -90,6 +90,11 @@ def _relative(x, w, at):
     return jnp.tanh((place[1:] - place[:-1]) @ w)
 
 
+def _change(x, w):
+    h = x @ w
+    return jnp.tanh((h + 0.1 * jnp.tanh(h @ w) - h) @ w)
+
+
 def _power(x, w):
     return jax.lax.scan(lambda v, _: (w @ v, None), x[0], length=9)[0]
 
@@ -127,6 +132,7 @@ BEGUN = {
         "is the argument",
     ),
     "coordinate": (_relative, (X, W, X), "add", "sub", "its parts"),
+    "change": (_change, (X, W), "add", "sub", "a term in common"),
     "offset": (
         lambda x, w: jnp.tanh(x @ w + 273.0) @ w,
         (X, W),
