@@ -209,8 +209,7 @@ RULES: dict[str, Rule] = {
         row.__name__: without_rewrite(row)
         for row in (
             *(rewrite_table.f32_result, rewrite_table.pick_from_rows),
-            *(rewrite_table.summed_lookup, rewrite_table.quotient),
-            rewrite_table.shifted_scores,
+            *(rewrite_table.summed_lookup, rewrite_table.shifted_scores),
         )
     },
 }

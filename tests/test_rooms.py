@@ -35,7 +35,7 @@ plan:
   - dataflow[solver constants made | dead_code gelus values signs
       | joins sources facts | ends paths | recursions | standing]
   - rewrites[quantising linear | rewriting
-      | pick_rewrite f16_division cpu_products f32_gradients
+      | pick_rewrite cpu_products f32_gradients
       | fp8_choice fp8_barriers lookups f32_results | fp8_products shifted_scores
       | rewrite_table]
   - choose[modes | records uses | flows pins | trade_offs solver_loops derivatives

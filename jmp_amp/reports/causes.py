@@ -65,7 +65,8 @@ def _is_solution(at: Standing, i: int) -> bool:
 
 
 def _is_scale(at: Standing, i: int) -> bool:
-    return Trait.SCALED in at.views[i].traits or _is_argument(at, i)
+    divides = role_of(at.name) is Role.DIVIDES and i == 1
+    return divides or Trait.SCALED in at.views[i].traits or _is_argument(at, i)
 
 
 def _is_difference(at: Standing, i: int) -> bool:

@@ -171,21 +171,21 @@ def _adds_offset(at: Standing) -> bool:
 
 
 def _is_scaled(at: Standing) -> bool:
-    """Whether an activation is in units that are an argument's, and f16 is too small.
+    """Whether an activation is in a unit that f16 has no place for, perhaps.
 
-    An elementwise chain between two products costs no memory in f32. A stream between
-    layers does: it takes what is added to it in half precision.
+    That is an argument's unit, or the inverse of an activation's. An elementwise chain
+    between two products costs no memory in f32. A stream between layers does: it takes
+    what is added to it in half precision.
     """
     if not is_cheap(at.name) or role_of(at.name) is Role.LOOKS_UP:
         return False
     scaled = [Trait.SCALED in v.traits for v in at.activations]
     if role_of(at.name) in (Role.ADDS, Role.SUBTRACTS):
         return bool(scaled) and all(scaled)
-    return any(scaled) or (
-        at.low == F16
-        and role_of(at.name) in _SCALES
-        and any(map(is_argument, at.views, at.eqn.invars))
-    )
+    if any(scaled) or at.low != F16 or role_of(at.name) not in _SCALES:
+        return any(scaled)
+    divides = role_of(at.name) is Role.DIVIDES and at.views[1].origin != Origin.FREE
+    return divides or any(map(is_argument, at.views, at.eqn.invars))
 
 
 def _is_solved(at: Standing) -> bool:

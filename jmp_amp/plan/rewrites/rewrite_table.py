@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from jmp_amp.plan.dataflow.standing import Standing
 from jmp_amp.plan.rewrites.cpu_products import cpu_product
-from jmp_amp.plan.rewrites.f16_division import quotient
 from jmp_amp.plan.rewrites.f32_results import f32_gradient, f32_result
 from jmp_amp.plan.rewrites.fp8_products import fp8_product
 from jmp_amp.plan.rewrites.lookups import summed_lookup
@@ -26,7 +25,6 @@ _REWRITES = (
     fp8_product,
     pick_from_rows,
     summed_lookup,
-    quotient,
     shifted_scores,
 )
 
