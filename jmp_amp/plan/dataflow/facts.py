@@ -38,6 +38,7 @@ _SCALED = ~(Made.SOLUTION | Made.LAST)
 _SUMMED = Made.SQUARES | Made.TOTAL | Made.MOMENT | Made.MIXED_MOMENT
 # What returns the solution of a linear system.
 _SOLUTIONS = named(Also.SOLUTION) | {"custom_linear_solve"}
+# The most terms of a sum that are told apart.
 _TERMS = 256
 _LINEAR = frozenset(
     name
@@ -310,13 +311,17 @@ def _terms(eqn: Eqn, facts: Sequence[Fact], whole: int | None) -> frozenset[int]
     arrays = [f for f, v in pairs if castable(v) and not isinstance(v, Literal)]
     if whole is not None:
         return frozenset().union(*(each.terms for each in arrays))
-    scaled = role_of(name) in (Role.MULTIPLIES, Role.DIVIDES) and any(
-        each.made & Made.GIVEN for each in facts
-    )
-    adds = role_of(name) in (Role.ADDS, Role.SUBTRACTS)
-    if adds or scaled or scales(eqn) or kind_of(name) is Kind.SELECTION:
-        return _most(frozenset().union(*(each.summed for each in arrays)))
-    return frozenset()
+    if role_of(name) in (Role.MULTIPLIES, Role.DIVIDES) and not scales(eqn):
+        # What a parameter scales is a sum of the same terms; the parameter is none.
+        scaled = [each for each in arrays if not each.made & Made.GIVEN]
+        arrays = scaled if len(scaled) < len(arrays) else []
+    elif not (
+        role_of(name) in (Role.ADDS, Role.SUBTRACTS)
+        or kind_of(name) is Kind.SELECTION
+        or scales(eqn)
+    ):
+        arrays = []
+    return _most(frozenset().union(*(each.summed for each in arrays)))
 
 
 def _most(terms: frozenset[int]) -> frozenset[int]:

@@ -42,6 +42,7 @@ WAYS = {
     "cond": chosen,
     "where": masked,
     "weighed": weighed,
+    "scaled": lambda h, w: layer(h, w) * jnp.exp(w[:1]),
     "part": lambda h, w: layer(h, w)[:4],
 }
 
@@ -74,7 +75,11 @@ def test_what_has_no_term_in_common_is_no_change():
         h = layer(x @ w, w)
         return jnp.tanh((h[1:] - h[:-1]) @ w)
 
-    for fn in (of_two_networks, normalized, neighbours):
+    def scaled_alike(x, w):
+        scale = jnp.exp(w[:1])
+        return jnp.tanh((layer(x @ w, w) * scale - layer(x @ w.T, w) * scale) @ w)
+
+    for fn in (of_two_networks, normalized, neighbours, scaled_alike):
         assert {*planned(fn, X, W, of="add")} == {BF16}, fn.__name__
 
 
