@@ -42,9 +42,11 @@ _PACKAGE = "jmp_amp"
 _OF_PACKAGE = re.compile(rf"^{_PACKAGE}(\.\w+)*$|(import|from|-m) {_PACKAGE}\b")
 # What they read of the package, the program that they are given has read too.
 _INSTRUMENTS = ("tests/dry_run.py", "tests/kept.py")
+# What `conftest.py` skips tests with. It decides nothing else.
+_THIS = "tests/unmoved.py"
 _DISTRIBUTIONS = (
-    *("chex", "flax", "hypothesis", "jax", "jaxlib", "jax-cuda12-pjrt"),
-    *("jax-cuda13-pjrt", "numpy", "optax", "orbax-checkpoint", "scikit-learn"),
+    *("flax", "jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt"),
+    *("numpy", "optax", "orbax-checkpoint"),
 )
 
 
@@ -98,7 +100,7 @@ class Checkout:
             if "importlib.import_module" in names:  # of its folder, one after the other
                 beside = path.parent.glob("*.py")
                 found.update(each for each in beside if not each.match("test_*"))
-            self._next_of[path] = frozenset(found - {path})
+            self._next_of[path] = frozenset(found - {path, self.top / _THIS})
         return self._next_of[path]
 
     def _files(self, text: str) -> Set[Path]:

@@ -15,7 +15,8 @@ FILES = {
     "jmp_amp/plan/planner.py": "HALF = 1",
     "jmp_amp/reports/explaining.py": "",
     "examples/gan.py": "import numpy",
-    "tests/conftest.py": "",
+    "tests/conftest.py": "from tests import unmoved",
+    "tests/unmoved.py": "import jmp_amp as amp\namp._ROOMS",
     "tests/data.json": "{}",
     "tests/programs.py": "import gan",
     "tests/table/__init__.py": "import importlib\nimportlib.import_module(f'{1}')",
@@ -150,3 +151,4 @@ def test_a_process_imports_no_code_that_is_not_reached(name):
     assert len(loaded) > 5
     # `conftest.py` asks for the code of slow tests, with these.
     assert loaded - reached <= {str(top / "tests" / "unmoved.py")}
+    assert not any("/jmp_amp/numerics/" in each for each in reached)
