@@ -243,7 +243,7 @@ def test_code_cells_are_of_the_style_of_the_library(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.slow
 @each_executed
 def test_notebook_runs_in_a_fresh_kernel_and_shows_what_it_showed(name):
     notebook, _ = executed(name)
@@ -666,6 +666,7 @@ def test_measurements_show_what_is_kept_by_each_word():
     assert not shown
 
 
+@pytest.mark.slow
 def test_how_it_works_names_the_module_of_every_operation():
     _, values = executed("05_how_it_works")
     dense = ["dot_general", "reshape", "add"]
@@ -675,6 +676,7 @@ def test_how_it_works_names_the_module_of_every_operation():
     assert {module for module, _ in values["scopes"][7:]} == {""}
 
 
+@pytest.mark.slow
 def test_how_it_works_plans_by_makers_and_readers():
     _, values = executed("05_how_it_works")
     dtypes = {(module, name): dtype for module, name, dtype in values["dtypes"]}
@@ -692,6 +694,7 @@ def test_how_it_works_plans_by_makers_and_readers():
     assert added == half | full
 
 
+@pytest.mark.slow
 def test_how_it_works_shows_the_rules_of_the_plan():
     _, values = executed("05_how_it_works")
     found = {
@@ -741,6 +744,7 @@ def test_how_it_works_shows_the_rules_of_the_plan():
     assert set(values["weights"].values()) == {float(jnp.bfloat16(1.1))}
 
 
+@pytest.mark.slow
 def test_how_it_works_prints_every_value_that_it_tells_of():
     _, traced, _, _, totals, *_, kernels, policies, _, _, in_f16, devices, _ = (
         printed_lines("05_how_it_works")
