@@ -3,6 +3,7 @@
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -552,3 +553,36 @@ def test_a_gradient_inside_a_loss_may_have_a_scale_of_its_own(scale):
     found = gradient(weights, x, loss_scale=amp.static_loss_scale(2.0**8))
     tolerance = 4 * float(jnp.finfo(jnp.float16).eps)
     assert (largest_error(found, expected) < tolerance) == (scale > 1.0)
+
+
+# Scaled by hand
+
+
+@pytest.mark.breadth(2)
+@pytest.mark.parametrize("dtype", [jnp.float32, *HALF])
+def test_a_loss_scaled_by_hand_gives_the_same_numbers(dtype):
+    # The first slope is below the subnormals of f16, the second among them.
+    slopes = np.array([3 * 2.0**-28, 5 * 2.0**-22, 0.75, -(2.0**-10)])
+    loss_fn = lambda p: jnp.sum(  # noqa: E731
+        (p * jnp.ones_like(p)).astype(jnp.float32) * jnp.asarray(slopes, jnp.float32)
+    )
+    loss_scale = dynamic(2.0**15, growth_interval=1)
+    by_hand = amp.with_loss_scale(optax.sgd(2.0**10), loss_scale, unscale=True)
+    tx = amp.with_loss_scale(optax.sgd(2.0**10), loss_scale)
+    params = jnp.ones(4, dtype)
+    state, hand_state = tx.init(params), by_hand.init(params)
+    for _ in range(2):
+        _, gradient = amp.value_and_grad(loss_fn)(params, loss_scale=state)
+        loss_scale = amp.loss_scale_of(hand_state)
+        scaled = jax.grad(lambda p, s=loss_scale: s.scale(loss_fn(p)))(params)
+        assert scaled.dtype == dtype
+        hand_updates, hand_state = by_hand.update(scaled, hand_state)
+        updates, state = tx.update(gradient, state)
+        np.testing.assert_array_equal(gradient, slopes)
+        np.testing.assert_array_equal(hand_updates, -(2.0**10) * slopes)
+        # The state of one says that it unscales: only the leaves are equal.
+        pair = (updates, state), (hand_updates, hand_state)
+        chex.assert_trees_all_equal(*map(jax.tree.leaves, pair))
+    # Without a scale the first is lost to f16.
+    lost = amp.grad(loss_fn)(params)[0]
+    assert (lost == 0.0) == (dtype == jnp.float16)
