@@ -69,7 +69,7 @@ ENDS = {
     Ends.COORDINATE: "parts of it are subtracted from each other: it is a coordinate",
     Ends.ANGLE: "a periodic function, such as a sine, reads it",
     Ends.MEASURED: "an argument is subtracted from it",
-    Ends.CHANGED: "another sum with the same term is subtracted, or it from that one",
+    Ends.CHANGED: "a value with the same term is subtracted from it, or it from that",
 }
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests import unmoved
+from tests import conftest, unmoved
 
 FILES = {
     "pyproject.toml": "",
@@ -117,6 +117,29 @@ def test_a_file_of_which_a_test_failed_or_was_skipped_is_not_kept():
         report = SimpleNamespace(nodeid=f"{name}::test[1]@group", **found)
         outcomes.pytest_runtest_logreport(report)
     assert outcomes.passed - outcomes.others == {"passes", "fails as expected"}
+
+
+@pytest.mark.parametrize(
+    ("marks", "unmoved_is", "skips"),
+    [
+        (["slow"], True, True),
+        (["slow"], False, False),
+        (["slow", "trains"], True, False),
+        ([], True, False),
+    ],
+)
+def test_only_slow_tests_whose_code_has_not_moved_are_skipped(
+    monkeypatch, marks, unmoved_is, skips
+):
+    asked = []
+    monkeypatch.setattr(unmoved, "is_unmoved", lambda p: asked.append(p) or unmoved_is)
+    item = SimpleNamespace(get_closest_marker=lambda m: m in marks or None, path="it")
+    if skips:
+        with pytest.raises(pytest.skip.Exception, match="KEPT_FIGURES=again runs it"):
+            conftest.pytest_runtest_setup(item)
+    else:
+        conftest.pytest_runtest_setup(item)
+    assert asked == ["it"] * (marks == ["slow"])
 
 
 # What a process has imported of the repository when the tests of a file have passed.

@@ -134,8 +134,9 @@ def _is_coordinate(at: Standing) -> bool:
 
 
 def _is_changed(at: Standing) -> bool:
-    """Whether a sum of activations is subtracted from another one with its terms."""
-    return bool(at.end & Ends.CHANGED) and len(list(_terms(at))) > 1
+    """Whether two activations are added, and a term of the sum cancels later."""
+    adds = role_of(at.name) in (Role.ADDS, Role.SUBTRACTS)
+    return adds and len(at.activations) > 1 and bool(at.end & Ends.CHANGED)
 
 
 def _is_distance(at: Standing) -> bool:
@@ -347,7 +348,7 @@ PINS = (
     ),
     Pin(
         "change",
-        "what it has in common with another sum cancels in their difference",
+        "a sum that is subtracted from one with the same term: the term cancels",
         _never,
         _is_changed,
     ),

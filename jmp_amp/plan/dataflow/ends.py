@@ -18,6 +18,9 @@ A coordinate is measured: parts of it, arguments or large numbers are subtracted
 angle is what a periodic function reads. Both lose all their digits where they are far
 from zero, so an argument is added in f32.
 
+Two sums may have a term in common: `(h + f(h)) - h`. The term cancels, and a change is
+left. Half precision would round the change with the term that it is added to.
+
 `stop_gradient` ends the derivative: what it alone reads is saved by nobody, so f32
 costs no memory, back to the product.
 """
@@ -92,7 +95,7 @@ class Ends:
     ANGLE: Final = 2048
     # An argument is subtracted from it.
     MEASURED: Final = 4096
-    # A sum with one of its terms is subtracted from it, or it from such a sum.
+    # A value that has a term in common with it is subtracted from it, or it from that.
     CHANGED: Final = 8192
 
 

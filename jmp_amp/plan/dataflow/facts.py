@@ -38,7 +38,7 @@ _SCALED = ~(Made.SOLUTION | Made.LAST)
 _SUMMED = Made.SQUARES | Made.TOTAL | Made.MOMENT | Made.MIXED_MOMENT
 # What returns the solution of a linear system.
 _SOLUTIONS = named(Also.SOLUTION) | {"custom_linear_solve"}
-# The most terms of a sum that are told apart.
+# So many terms of a sum are known at most.
 _TERMS = 256
 _LINEAR = frozenset(
     name
@@ -249,7 +249,10 @@ def _numbered(facts: Sequence[Fact]) -> Facts:
 
 
 def _shared(facts: Sequence[Fact]) -> frozenset[int]:
-    """Returns the terms that several values have: one of those that the same have."""
+    """Returns terms that several values have, one for each set of values.
+
+    More of them would tell nothing: who has a term in common with whom.
+    """
     seen, twice = set[int](), set[int]()
     for each in facts:
         twice |= seen & each.summed
@@ -305,14 +308,17 @@ def _whole(eqn: Eqn, facts: Sequence[Fact]) -> int | None:
 
 
 def _terms(eqn: Eqn, facts: Sequence[Fact], whole: int | None) -> frozenset[int]:
-    """Returns the terms of the results of an equation, given whose parts they are."""
+    """Returns the terms of the results of an equation.
+
+    `whole` is the number of the value that they are parts of, if they are.
+    """
     name = eqn.primitive.name
     pairs = zip(facts, eqn.invars, strict=True)
     arrays = [f for f, v in pairs if castable(v) and not isinstance(v, Literal)]
     if whole is not None:
         return frozenset().union(*(each.terms for each in arrays))
     if role_of(name) in (Role.MULTIPLIES, Role.DIVIDES) and not scales(eqn):
-        # What a parameter scales is a sum of the same terms; the parameter is none.
+        # What an argument scales is a sum of the same terms. The argument is no term.
         scaled = [each for each in arrays if not each.made & Made.GIVEN]
         arrays = scaled if len(scaled) < len(arrays) else []
     elif not (
@@ -325,7 +331,7 @@ def _terms(eqn: Eqn, facts: Sequence[Fact], whole: int | None) -> frozenset[int]
 
 
 def _most(terms: frozenset[int]) -> frozenset[int]:
-    """Returns the last of very many terms: each sum of a long chain would have all."""
+    """Returns terms, of very many the last: a long chain of sums has all of them."""
     return terms if len(terms) <= _TERMS else frozenset(sorted(terms)[-_TERMS:])
 
 

@@ -67,7 +67,8 @@ class Fact(NamedTuple):
       whole: a number that they share if they are parts of one value, or of each other.
       factors: the values that a product multiplied.
       last: where a transpose has put the last axis, from the end.
-      terms: the wholes that it is a sum of, each times a number.
+      terms: the numbers `whole` of the values that are added up in it, whatever number
+        or argument scales them. Its own is no term.
     """
 
     made: int
@@ -79,7 +80,7 @@ class Fact(NamedTuple):
 
     @property
     def summed(self) -> frozenset[int]:
-        """The wholes that it is a sum of, and its own."""
+        """The terms, and the number `whole` of the value itself."""
         return self.terms | {self.whole}
 
 
