@@ -184,6 +184,13 @@ def test_a_pin_is_named_with_its_words_and_where_it_begins(pin):
     assert any(words in line for line in lines[1:]), text
 
 
+def test_a_divisor_is_what_scales():
+    fn = lambda x, w: ((x @ w) / jnp.tanh(x @ w.T)) @ w  # noqa: E731
+    text = told(fn, X, W, operation="div", policy="mixed_float16")
+    assert 'The pin "scaled" decided' in "\n".join(text)
+    assert any("scales it" in line and "tanh" in line for line in chain(text))
+
+
 # Causes
 
 

@@ -38,6 +38,8 @@ _SCALED = ~(Made.SOLUTION | Made.LAST)
 _SUMMED = Made.SQUARES | Made.TOTAL | Made.MOMENT | Made.MIXED_MOMENT
 # What returns the solution of a linear system.
 _SOLUTIONS = named(Also.SOLUTION) | {"custom_linear_solve"}
+# What has the terms of all operands: what it chooses or limits is one of them.
+_ADD_TERMS = (Role.ADDS, Role.SUBTRACTS, Role.CHOOSES, Role.LIMITS)
 # So many terms of a sum are known at most.
 _TERMS = 256
 _LINEAR = frozenset(
@@ -321,11 +323,7 @@ def _terms(eqn: Eqn, facts: Sequence[Fact], whole: int | None) -> frozenset[int]
         # What an argument scales is a sum of the same terms. The argument is no term.
         scaled = [each for each in arrays if not each.made & Made.GIVEN]
         arrays = scaled if len(scaled) < len(arrays) else []
-    elif not (
-        role_of(name) in (Role.ADDS, Role.SUBTRACTS)
-        or kind_of(name) is Kind.SELECTION
-        or scales(eqn)
-    ):
+    elif not (role_of(name) in _ADD_TERMS or scales(eqn)):
         arrays = []
     return _most(frozenset().union(*(each.summed for each in arrays)))
 

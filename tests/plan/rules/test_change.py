@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from tests.plan.rules import BF16, F32, W, X, planned
+from tests.plan.rules import BF16, F32, W, X, array, planned
 
 
 def layer(h, w):
@@ -63,6 +63,11 @@ def test_change(name):
     assert {*planned(fn, X, W, of="add", without="change")} == {BF16}
 
 
+@jax.jit
+def swapped(a, b):
+    return b, a
+
+
 def test_what_has_no_term_in_common_is_no_change():
     def of_two_networks(x, w):
         return jnp.tanh((layer(x @ w, w) - layer(x @ w.T, w)) @ w)
@@ -79,7 +84,29 @@ def test_what_has_no_term_in_common_is_no_change():
         scale = jnp.exp(w[:1])
         return jnp.tanh((layer(x @ w, w) * scale - layer(x @ w.T, w) * scale) @ w)
 
-    for fn in (of_two_networks, normalized, neighbours, scaled_alike):
+    def gated(x, w):
+        h = x @ w
+        return jnp.tanh((h * jnp.sin(h @ w) + jnp.tanh(h @ w) - h) @ w)
+
+    def scores_less_their_maximum(x, w):
+        return jax.nn.softmax(x @ w + x @ w.T) @ w
+
+    def beside_the_beginning(x, w):
+        begun = x @ w
+
+        def turn(h, each):
+            return jnp.tanh(h @ each), jnp.tanh((layer(h, each) - begun) @ each)
+
+        return lax.scan(turn, begun, jnp.stack([w, w.T]))[1]
+
+    def handed_back(x, w):
+        h, change = x @ w, jnp.tanh(x @ w.T)
+        same, other = swapped(h + change, h)
+        return jnp.tanh((same - (x @ w.T + change)) @ w + other @ w) @ w
+
+    nearest = (of_two_networks, normalized, neighbours, scaled_alike, gated)
+    others = (scores_less_their_maximum, beside_the_beginning, handed_back)
+    for fn in (*nearest, *others):
         assert {*planned(fn, X, W, of="add")} == {BF16}, fn.__name__
 
 
@@ -106,3 +133,11 @@ def test_a_helper_knows_which_of_its_arguments_have_a_term_in_common():
 
     assert planned(fn, X, W, of="add") == [F32]
     assert planned(nearest, X, W, of="add") == [BF16]
+
+
+def test_a_bias_is_no_change():
+    def fn(x, w, bias):
+        h = x @ w
+        return (h + bias - h) @ w
+
+    assert planned(fn, X, W, array(1, 16), of="add") == [BF16]
