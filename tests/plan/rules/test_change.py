@@ -42,6 +42,7 @@ WAYS = {
     "cond": chosen,
     "where": masked,
     "weighed": weighed,
+    "clipped": lambda h, w: jnp.maximum(layer(h, w), -h),
     "scaled": lambda h, w: layer(h, w) * jnp.exp(w[:1]),
     "part": lambda h, w: layer(h, w)[:4],
 }
