@@ -344,6 +344,21 @@ def test_what_a_product_reads_is_rounded_in_the_flagged_program():
     assert tuning.modules[""].sensitivity == pytest.approx(1 / 3, rel=1e-6)
 
 
+def test_a_mask_that_saturates_is_measured_as_it_runs():
+    """Zeros times the largest f16 are zeros; times infinity they are NaN."""
+    rng = np.random.default_rng(0)
+    x, w, v = (rng.normal(size=(16, 16)).astype(np.float32) for _ in "xwv")
+    mask = np.arange(16) < 14
+    w, v = w / 4, v / 4 * mask[:, None]
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(jnp.where(mask, x @ w, -1e9) @ v))
+
+    before = error_of(loss, "mixed_float16", w, x)
+    tuning = amp.tune(loss, "mixed_float16", max_grad_error=before / 2)(w, x)
+    assert tuning.modules[""].sensitivity == pytest.approx(before, rel=0.1)
+
+
 @jax.custom_jvp
 def shrink(x):
     return x * 0.5
