@@ -171,6 +171,37 @@ def test_inside_of_auto_axes_the_figures_are_those_of_whole_arrays(name, is_loss
     assert found.gradients == alone.gradients
 
 
+def until_large(x):
+    """Doubles each row until it is large, so some rows stay while others go on."""
+    body = lambda row: row * 2.0  # noqa: E731
+    return jax.lax.while_loop(lambda row: jnp.sum(row) < 8.0, body, x)
+
+
+LOOPS = {
+    "of the array": lambda w, x: jax.lax.while_loop(
+        lambda s: s[0] < 2, lambda s: (s[0] + 1, jnp.abs(s[1])), (0, x @ w)
+    )[1],
+    "of each row": lambda w, x: jax.vmap(until_large)(jnp.abs(x @ w) + 1.0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_a_while_runs_beside_its_reference_where_types_have_shardings(loop):
+    w, x = integers((8, 8), 1), integers((16, 8), 0)
+    alone = amp.diagnose(loop, "mixed_bfloat16")(w, x)
+    mesh = jax.make_mesh((1, 2), ("data", "model"), (AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        found = amp.diagnose(loop, "mixed_bfloat16")(
+            jax.device_put(w, PartitionSpec(None, "model")),
+            jax.device_put(x, PartitionSpec("data", None)),
+        )
+    operations = {"dot_general", "abs", "mul"}
+    assert len(figures(found.sites, operations)) >= 2
+    assert figures(found.sites, operations) == figures(alone.sites, operations)
+    assert figures(found.reference, operations) == figures(alone.reference, operations)
+
+
 def test_tune_measures_what_is_inside_of_auto_axes():
     w, x = (jax.random.normal(jax.random.key(i), (16, 16)) for i in range(2))
     rows = PartitionSpec("data", None)
