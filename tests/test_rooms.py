@@ -33,7 +33,7 @@ plan:
       | source_code regions dimensions constructs meshes | binding]
   - tables[operations | rules]
   - dataflow[solver constants made | dead_code gelus values signs
-      | joins sources facts | ends paths | recursions | standing]
+      | terms | joins sources facts | ends paths | recursions | standing]
   - rewrites[quantising linear | rewriting
       | pick_rewrite cpu_products f32_gradients
       | fp8_choice fp8_barriers lookups f32_results | fp8_products shifted_scores

@@ -49,6 +49,7 @@ MADE = {
     Made.NORMALIZER: "it is the factor of a norm",
     Made.NORMALIZED: "the factor of a norm scales it",
     Made.BROADCAST: "it is a smaller value, broadcast",
+    Made.RELATED: "it joins values that have a term in common",
     Made.DIFFERENCE: "it is near zero where a difference is",
     Made.NEGATIVE: "it may be negative",
     Made.GIVEN: "it is made of arguments alone",

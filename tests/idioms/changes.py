@@ -62,3 +62,40 @@ def change_over_a_stack_in_a_jitted_helper(p, inputs):
     h = inputs["x"] @ p["w"]
     after = lax.scan(lambda h, v: (layer(h, v), None), h, p["stack"])[0]
     return jnp.tanh(velocity(after, h) @ p["v"])
+
+
+@row(MODEL, X)
+def consistency_of_two_predictions(p, inputs):
+    """Laine and Aila 2016, arXiv:1610.02242: of two noises, beside each other."""
+    h = inputs["x"] @ p["w"]
+    told, other = map(jax.nn.softmax, (layer(h, p["v"]), layer(h, p["u"])))
+    return jnp.sum((told - other) ** 2, -1)
+
+
+@row(MODEL, X)
+def drift_of_a_normalized_feature(p, inputs):
+    h = inputs["x"] @ p["w"]
+    before, after = (
+        each / jnp.linalg.norm(each, axis=-1, keepdims=True)
+        for each in (h, layer(h, p["v"]))
+    )
+    return jnp.sum((after - before) ** 2, -1)
+
+
+@row(MODEL, X)
+def length_of_a_stacked_path(p, inputs):
+    path = [inputs["x"] @ p["w"]]
+    for v in (p["v"], p["u"], p["v"]):
+        path.append(layer(path[-1], v))
+    return jnp.linalg.norm(jnp.diff(jnp.stack(path), axis=0), axis=-1).sum(0)
+
+
+@row(both(MODEL, weights(stack=(3, 8, 8))), X)
+def steps_of_a_scanned_path(p, inputs):
+    def turn(h, v):
+        after = layer(h, v)
+        return after, after
+
+    path = lax.scan(turn, inputs["x"] @ p["w"], p["stack"])[1]
+    steps = jnp.diff(path, axis=0)
+    return jnp.sum(steps**2, (0, -1)), jnp.tanh(path @ p["v"]).sum((0, -1))

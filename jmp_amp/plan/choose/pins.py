@@ -14,11 +14,11 @@ import numpy as np
 
 from jmp_amp.plan.choose.records import Decision
 from jmp_amp.plan.dataflow.ends import Ends
-from jmp_amp.plan.dataflow.facts import Made, is_linear, makes_solutions, weighs
-from jmp_amp.plan.dataflow.made import adds_offset, subtracts
+from jmp_amp.plan.dataflow.facts import Made, makes_solutions, weighs
+from jmp_amp.plan.dataflow.made import adds_offset, is_broadcast, is_linear, subtracts
 from jmp_amp.plan.dataflow.standing import Pin, Standing
 from jmp_amp.plan.dataflow.values import Known, Origin, Trait, castable, is_inexact
-from jmp_amp.plan.program.dimensions import Dimensions, is_in_f32, is_larger
+from jmp_amp.plan.program.dimensions import Dimensions, is_in_f32
 from jmp_amp.plan.program.jaxprs import Atom, aval_of
 from jmp_amp.plan.tables.operations import (
     Also,
@@ -113,7 +113,8 @@ def _is_state(at: Standing) -> bool:
 def _is_difference(at: Standing) -> bool:
     """Whether an argument is subtracted; no parameter is, but one that is broadcast."""
     return subtracts(at.eqn, at.facts) and any(
-        is_argument(value, at.eqn.invars[i]) and not _is_broadcast(at, i)
+        is_argument(value, at.eqn.invars[i])
+        and not is_broadcast(at.eqn, i, at.facts[i])
         for i, value in _terms(at)
     )
 
@@ -128,7 +129,7 @@ def _is_coordinate(at: Standing) -> bool:
     is_place = is_coordinate or bool(at.end & (Ends.ANGLE | Ends.MEASURED))
     return is_place and any(
         is_argument(value, at.eqn.invars[i])
-        and (is_coordinate or not _is_broadcast(at, i))
+        and (is_coordinate or not is_broadcast(at.eqn, i, at.facts[i]))
         for i, value in _terms(at)
     )
 
@@ -279,13 +280,6 @@ def is_argument(value: Known, atom: Atom) -> bool:
     )
 
 
-def _is_broadcast(at: Standing, i: int) -> bool:
-    """Whether an operand is smaller than the result, or a smaller one broadcast."""
-    sizes = aval_of(at.eqn.outvars[0]).size, aval_of(at.eqn.invars[i]).size
-    is_smaller = is_larger(*sizes, unless_known=True)
-    return is_smaller or bool(at.facts[i].made & Made.BROADCAST)
-
-
 def made_of(at: Standing, made: Decision) -> tuple[bool, ...]:
     """Returns, for each operand, whether the results count as made of it."""
     everything = (True,) * len(at.views)
@@ -307,7 +301,7 @@ def sums_argument(at: Standing) -> bool:
     return role_of(at.name) in (Role.ADDS, Role.SUBTRACTS) and any(
         is_argument(value, atom)
         and Trait.LOOKED_UP not in value.traits
-        and not _is_broadcast(at, i)
+        and not is_broadcast(at.eqn, i, at.facts[i])
         for i, (value, atom) in enumerate(zip(at.views, at.eqn.invars, strict=True))
     )
 

@@ -19,7 +19,8 @@ angle is what a periodic function reads. Both lose all their digits where they a
 from zero, so an argument is added in f32.
 
 Two sums may have a term in common: `(h + f(h)) - h`. The term cancels, and a change is
-left. Half precision would round the change with the term that it is added to.
+left. Half precision would round the change with the term that it is added to. A change
+is as well what is left of one function of both, or of two parts of a join of both.
 
 `stop_gradient` ends the derivative: what it alone reads is saved by nobody, so f32
 costs no memory, back to the product.
@@ -40,12 +41,12 @@ from jmp_amp.plan.dataflow.facts import (
     Facts,
     Made,
     any_of,
-    is_linear,
     scales,
     weighs_solution,
 )
-from jmp_amp.plan.dataflow.made import adds_offset, subtracts
+from jmp_amp.plan.dataflow.made import adds_offset, is_linear, subtracts
 from jmp_amp.plan.dataflow.solver import Back, backward, entering, once
+from jmp_amp.plan.dataflow.terms import is_curve, scaled
 from jmp_amp.plan.dataflow.values import castable
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Literal, Var, aval_of
@@ -262,6 +263,10 @@ def end_of_operands(eqn: Eqn, results: End, facts: Sequence[Fact], made: int) ->
     elif role_of(name) in (Role.MULTIPLIES, Role.DIVIDES):
         if any_of(facts) & Made.GIVEN:
             end |= results & _SUBTRACTED
+        if scaled(eqn, facts):
+            end |= results & Ends.CHANGED
+    elif is_curve(eqn):
+        end |= results & Ends.CHANGED
     if made & Made.MEANS:
         end |= results & Ends.MOMENT
     if name in _TERMS:
@@ -302,8 +307,10 @@ def subtracts_parts(eqn: Eqn, facts: Sequence[Fact]) -> bool:
 
 def subtracts_terms(eqn: Eqn, facts: Sequence[Fact]) -> bool:
     """Whether two values that have a term in common are subtracted: it cancels."""
-    if not subtracts(eqn, facts) or facts[0].whole == facts[1].whole:
+    if not subtracts(eqn, facts):
         return False
+    if facts[0].whole == facts[1].whole:
+        return bool(any_of(facts) & Made.RELATED)
     return not facts[0].summed.isdisjoint(facts[1].summed)
 
 

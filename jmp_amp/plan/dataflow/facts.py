@@ -12,9 +12,18 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
-from jmp_amp.plan.dataflow.made import Fact, Facts, Made, any_of, scales, squares
+from jmp_amp.plan.dataflow.made import (
+    Fact,
+    Facts,
+    Made,
+    any_of,
+    is_linear,
+    scales,
+    squares,
+)
 from jmp_amp.plan.dataflow.signs import sign_of, signs
 from jmp_amp.plan.dataflow.solver import forward, once
+from jmp_amp.plan.dataflow.terms import most, related, shared, terms_of
 from jmp_amp.plan.dataflow.values import castable
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.dimensions import (
@@ -35,29 +44,15 @@ from jmp_amp.plan.tables.operations import (
 )
 
 _SCALED = ~(Made.SOLUTION | Made.LAST)
-_SUMMED = Made.SQUARES | Made.TOTAL | Made.MOMENT | Made.MIXED_MOMENT
+_MOMENTS = Made.MOMENT | Made.MIXED_MOMENT
+_SUMMED = Made.SQUARES | Made.TOTAL | _MOMENTS | Made.RELATED
 # What returns the solution of a linear system.
 _SOLUTIONS = named(Also.SOLUTION) | {"custom_linear_solve"}
-# What has the terms of all operands: what it chooses or limits is one of them.
-_ADD_TERMS = (Role.ADDS, Role.SUBTRACTS, Role.CHOOSES, Role.LIMITS)
-# So many terms of a sum are known at most.
-_TERMS = 256
-_LINEAR = frozenset(
-    name
-    for name, each in OPERATIONS.items()
-    if each.kind is Kind.MOVE
-    or each.row.role in (Role.ADDS, Role.SUBTRACTS, Role.NEGATES)
-)
 
 
 def makes_solutions(name: str) -> bool:
     """Whether a primitive returns the solution of a linear system."""
     return name in _SOLUTIONS
-
-
-def is_linear(name: str) -> bool:
-    """Whether a primitive moves its operands, adds or subtracts them."""
-    return name in _LINEAR
 
 
 def of_arguments(body: Body) -> Facts:
@@ -83,6 +78,7 @@ class BodyFacts:
         self._numbers = itertools.count(1 + max(given, default=-1))
         self.known = dict(zip(body.jaxpr.invars, inputs, strict=True))
         self.inner: dict[int, list[Facts]] = {}
+        self._parts = _Numbers(self.number)
 
     def of(self, atom: Atom) -> Fact:
         if isinstance(atom, Literal):
@@ -102,6 +98,12 @@ class BodyFacts:
         value = next(self._numbers)
         whole = value if whole is None else whole
         return Fact(made, value, whole, factors, terms=terms)
+
+    def part(self, fact: Fact, made: int, place: Hashable) -> Fact:
+        """Returns the fact of a part of a value: what is cut alike is one value."""
+        value = self._parts[fact.value, place]
+        terms = frozenset([self._parts[term, place] for term in sorted(fact.terms)])
+        return Fact(made, value, fact.whole, terms=terms)
 
     def number(self) -> int:
         """Returns a number that no value has."""
@@ -131,11 +133,18 @@ class FactFinder:
             return [_moved(eqn, operands[0])]
         made = made_from(eqn, operands) | signs(eqn, operands)
         made = made & ~Made.GIVEN | _given(eqn, operands)
+        is_move = kind_of(eqn.primitive.name) is Kind.MOVE
+        if is_move:
+            made |= related(eqn, operands)
+        if is_move and len(operands) == 1 and not made & Made.RELATED:
+            # Parts that stand where the program says: no index does.
+            places = [(str(eqn.params), i) for i in range(len(eqn.outvars))]
+            return [found.part(operands[0], made, each) for each in places]
         whole = _whole(eqn, operands)
         factors = ()
         if eqn.primitive.name in PRODUCTS:
             factors = tuple(each.value for each in operands[:2])
-        terms = _terms(eqn, operands, whole)
+        terms = terms_of(eqn, operands)
         return [found.new(made, whole, factors, terms) for _ in eqn.outvars]
 
     def _through_bodies(
@@ -157,6 +166,8 @@ class FactFinder:
             outputs = [facts.of(v) for v in body.jaxpr.outvars]
             results = _handed_back(outputs, given, operands, found)
             if jaxprs.is_loop(eqn):
+                if not jaxprs.is_while(eqn):
+                    results = _of_all_turns(eqn, given, outputs, results)
                 # Each turn makes another value, but perhaps of parts of the same one.
                 news = ((each.made, each.whole, (), each.terms) for each in results)
                 return [found.new(*each) for each in news]
@@ -178,7 +189,7 @@ class FactFinder:
                 either(one.whole, other.whole),
                 one.factors if one.factors == other.factors else (),
                 one.last if one.last == other.last else -1,
-                _most(one.summed | other.summed) if one != other else one.terms,
+                most(one.summed | other.summed) if one != other else one.terms,
             )
 
         results = forward(eqn, operands, outputs, turned, joined).results
@@ -209,7 +220,7 @@ def _handed_back(
     for each in outputs:
         result = _renumbered(each, values, wholes)
         terms = result.terms.union(*(around[n] for n in each.summed if n in around))
-        results.append(result._replace(terms=_most(terms - {result.whole})))
+        results.append(result._replace(terms=most(terms - {result.value})))
     return results
 
 
@@ -224,6 +235,28 @@ def _of_turns(eqn: Eqn, operands: Sequence[Fact], found: BodyFacts) -> list[Fact
             value = slices[operands[i].value]
             operands[i] = operands[i]._replace(value=value, factors=(), last=-1)
     return operands
+
+
+def _of_all_turns(
+    eqn: Eqn, given: Facts, outputs: Sequence[Fact], results: Sequence[Fact]
+) -> list[Fact]:
+    """Returns the facts of results of a scan, some of which stack one of each turn.
+
+    Args:
+      eqn: the scan.
+      given: the facts of the inputs of a turn.
+      outputs: those of its outputs.
+      results: those of its results outside.
+    """
+    carried = jaxprs.carried(eqn)
+    before, after = given[carried.start : carried.stop], outputs[: len(carried)]
+    pairs = zip(before, after, strict=True)
+    handed_on = {old.value for old, new in pairs if old.value in new.summed}
+    found = list(results)
+    for i, each in enumerate(outputs[len(carried) :], len(carried)):
+        if not handed_on.isdisjoint(each.summed):
+            found[i] = found[i]._replace(made=found[i].made | Made.RELATED)
+    return found
 
 
 class _Numbers(dict[Hashable, int]):
@@ -241,29 +274,13 @@ def _numbered(facts: Sequence[Fact]) -> Facts:
     """Returns the facts of the inputs of a body: the numbers say who is who."""
     values = _Numbers(itertools.count().__next__)
     wholes = _Numbers(itertools.count().__next__)
-    shared = _shared(facts)
+    common = shared(facts)
     return tuple(
         [
-            _renumbered(each._replace(terms=each.terms & shared), values, wholes)
+            _renumbered(each._replace(terms=each.terms & common), values, wholes)
             for each in facts
         ]
     )
-
-
-def _shared(facts: Sequence[Fact]) -> frozenset[int]:
-    """Returns terms that several values have, one for each set of values.
-
-    More of them would tell nothing: who has a term in common with whom.
-    """
-    seen, twice = set[int](), set[int]()
-    for each in facts:
-        twice |= seen & each.summed
-        seen |= each.summed
-    wholes = {each.whole for each in facts}
-    first: dict[tuple[bool, ...], int] = {}
-    for term in sorted(twice, key=lambda n: (n not in wholes, n)):
-        first.setdefault(tuple([term in each.summed for each in facts]), term)
-    return frozenset(first.values())
 
 
 def _renumbered(fact: Fact, values: _Numbers, wholes: _Numbers) -> Fact:
@@ -271,7 +288,7 @@ def _renumbered(fact: Fact, values: _Numbers, wholes: _Numbers) -> Fact:
         value=values[fact.value],
         whole=wholes[fact.whole],
         factors=tuple([values[each] for each in fact.factors]),
-        terms=frozenset([wholes[each] for each in sorted(fact.terms)]),
+        terms=frozenset([values[each] for each in sorted(fact.terms)]),
     )
 
 
@@ -307,30 +324,6 @@ def _whole(eqn: Eqn, facts: Sequence[Fact]) -> int | None:
         fact.whole for fact, v in zip(facts, eqn.invars, strict=True) if castable(v)
     }
     return wholes.pop() if len(wholes) == 1 else None
-
-
-def _terms(eqn: Eqn, facts: Sequence[Fact], whole: int | None) -> frozenset[int]:
-    """Returns the terms of the results of an equation.
-
-    `whole` is the number of the value that they are parts of, if they are.
-    """
-    name = eqn.primitive.name
-    pairs = zip(facts, eqn.invars, strict=True)
-    arrays = [f for f, v in pairs if castable(v) and not isinstance(v, Literal)]
-    if whole is not None:
-        return frozenset().union(*(each.terms for each in arrays))
-    if role_of(name) in (Role.MULTIPLIES, Role.DIVIDES) and not scales(eqn):
-        # What an argument scales is a sum of the same terms. The argument is no term.
-        scaled = [each for each in arrays if not each.made & Made.GIVEN]
-        arrays = scaled if len(scaled) < len(arrays) else []
-    elif not (role_of(name) in _ADD_TERMS or scales(eqn)):
-        arrays = []
-    return _most(frozenset().union(*(each.summed for each in arrays)))
-
-
-def _most(terms: frozenset[int]) -> frozenset[int]:
-    """Returns terms, of very many the last: a long chain of sums has all of them."""
-    return terms if len(terms) <= _TERMS else frozenset(sorted(terms)[-_TERMS:])
 
 
 def _is_moved(eqn: Eqn) -> bool:

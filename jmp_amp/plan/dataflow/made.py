@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
+from jmp_amp.plan.program.dimensions import is_larger
 from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, aval_of
-from jmp_amp.plan.tables.operations import Role, role_of
+from jmp_amp.plan.tables.operations import OPERATIONS, Kind, Role, role_of
+
+_LINEAR = frozenset(
+    name
+    for name, each in OPERATIONS.items()
+    if each.kind is Kind.MOVE
+    or each.row.role in (Role.ADDS, Role.SUBTRACTS, Role.NEGATES)
+)
 
 
 class Made:
@@ -49,6 +57,8 @@ class Made:
     NEGATED: Final = 524288
     # A number that leaves few digits of bf16 to what is added to it, as for kelvin.
     OFFSET: Final = 1048576
+    # A join of values that have a term in common: its parts differ by a change.
+    RELATED: Final = 2097152
     # What is subtracted from a moment.
     MEANS: Final = SQUARED_MEAN | TWO_TOTALS | TWO_SUMS
     TOTAL: Final = SUM | PRODUCT
@@ -67,8 +77,8 @@ class Fact(NamedTuple):
       whole: a number that they share if they are parts of one value, or of each other.
       factors: the values that a product multiplied.
       last: where a transpose has put the last axis, from the end.
-      terms: the numbers `whole` of the values that are added up in it, whatever number
-        or argument scales them. Its own is no term.
+      terms: the numbers `value` of what is added up in it, or in what it is a function
+        of, whatever number, argument or norm scales them. Its own is no term.
     """
 
     made: int
@@ -80,8 +90,8 @@ class Fact(NamedTuple):
 
     @property
     def summed(self) -> frozenset[int]:
-        """The terms, and the number `whole` of the value itself."""
-        return self.terms | {self.whole}
+        """The terms, and the number of the value itself."""
+        return self.terms | {self.value}
 
 
 # One for each input, or for each output, of a body.
@@ -96,6 +106,11 @@ def any_of(facts: Iterable[Fact]) -> int:
     return made
 
 
+def is_linear(name: str) -> bool:
+    """Whether a primitive moves its operands, adds or subtracts them."""
+    return name in _LINEAR
+
+
 def squares(eqn: Eqn, facts: Sequence[Fact]) -> bool:
     """Whether an operation multiplies a value by itself."""
     name = eqn.primitive.name
@@ -108,6 +123,13 @@ def scales(eqn: Eqn) -> bool:
     """Whether an operation multiplies by a number."""
     scales = role_of(eqn.primitive.name) in (Role.MULTIPLIES, Role.DIVIDES)
     return scales and any(map(is_number, eqn.invars))
+
+
+def is_broadcast(eqn: Eqn, i: int, fact: Fact) -> bool:
+    """Whether an operand is smaller than the result, or a smaller one broadcast."""
+    sizes = aval_of(eqn.outvars[0]).size, aval_of(eqn.invars[i]).size
+    is_smaller = is_larger(*sizes, unless_known=True)
+    return is_smaller or bool(fact.made & Made.BROADCAST)
 
 
 def subtracts(eqn: Eqn, facts: Sequence[Fact]) -> bool:

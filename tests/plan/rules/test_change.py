@@ -25,6 +25,11 @@ def chosen(h, w):
     return lax.cond(w[0, 0] > 9, after_layers, layer, h, w)
 
 
+def handed_through_a_scan(h, w):
+    same = lax.scan(lambda h, each: (h, None), h, w)[0]
+    return layer(same, w)
+
+
 def masked(h, w):
     return jnp.where(h > 0, layer(h, w), h)
 
@@ -39,6 +44,7 @@ WAYS = {
     "checkpoint": jax.checkpoint(layer),
     "layers": after_layers,
     "scan": after_a_scan,
+    "handed through": handed_through_a_scan,
     "cond": chosen,
     "where": masked,
     "weighed": weighed,
@@ -64,6 +70,60 @@ def test_change(name):
     assert {*planned(fn, X, W, of="add", without="change")} == {BF16}
 
 
+CURVES = {
+    "tanh": jnp.tanh,
+    "softmax": jax.nn.softmax,
+    "square": lambda h: h * h,
+    "unit": lambda h: h / jnp.linalg.norm(h, axis=-1, keepdims=True),
+    "norm": lambda h: h * lax.rsqrt(jnp.sum(h**2, -1, keepdims=True)),
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_one_curve_of_two_sums_differs_by_a_change(name):
+    def fn(x, w):
+        h = x @ w
+        return (CURVES[name](layer(h, w)) - CURVES[name](h)) @ w
+
+    assert F32 in planned(fn, X, W, of="add")
+    assert F32 not in planned(fn, X, W, of="add", without="change")
+
+
+def stacked(h, w):
+    return jnp.stack([h, layer(h, w)])
+
+
+def updated(h, w):
+    return jnp.zeros((2, *h.shape)).at[0].set(h).at[1].set(layer(h, w))
+
+
+def scanned(h, w):
+    def turn(h, each):
+        after = layer(h, each)
+        return after, after
+
+    return lax.scan(turn, h, jnp.stack([w, w.T]))[1]
+
+
+STEPS = {
+    "from part to part": lambda path, h: jnp.diff(path, axis=0),
+    "from the beginning": lambda path, h: path - h[None],
+    "to the end": lambda path, h: path[1:] - h[None],
+}
+
+
+@pytest.mark.parametrize("joined", [stacked, updated, scanned, jax.jit(stacked)])
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
+def test_parts_of_a_join_of_sums_differ_by_changes(joined, steps):
+    def fn(x, w):
+        h = x @ w
+        path = joined(h, w)
+        return jnp.tanh(steps(path, h) @ w), jnp.tanh(path @ w)
+
+    assert {*planned(fn, X, W, of="add")} == {F32}
+    assert {*planned(fn, X, W, of="add", without="change")} == {BF16}
+
+
 @jax.jit
 def swapped(a, b):
     return b, a
@@ -80,6 +140,26 @@ def test_what_has_no_term_in_common_is_no_change():
     def neighbours(x, w):
         h = layer(x @ w, w)
         return jnp.tanh((h[1:] - h[:-1]) @ w)
+
+    def neighbours_of_a_change(x, w):
+        h = x @ w
+        return jnp.tanh((layer(h, w)[1:] - h[:-1]) @ w)
+
+    def of_two_stacks(x, w):
+        stacked = jnp.stack([layer(x @ w, w), layer(x @ w.T, w)])
+        return jnp.tanh(jnp.diff(stacked, axis=0) @ w)
+
+    def of_other_states_each_turn(x, w):
+        def turn(h, each):
+            return jnp.tanh(h @ each), layer(h, each)
+
+        path = lax.scan(turn, x @ w, jnp.stack([w, w.T]))[1]
+        return jnp.tanh(jnp.diff(path, axis=0) @ w)
+
+    def turned_by_an_angle(x, w):
+        a, b = jnp.split(layer(x @ w, w), 2, -1)
+        cos, sin = jnp.cos(w[:1, :8]), jnp.sin(w[:1, :8])
+        return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1) @ w
 
     def scaled_alike(x, w):
         scale = jnp.exp(w[:1])
@@ -107,7 +187,9 @@ def test_what_has_no_term_in_common_is_no_change():
 
     nearest = (of_two_networks, normalized, neighbours, scaled_alike, gated)
     others = (scores_less_their_maximum, beside_the_beginning, handed_back)
-    for fn in (*nearest, *others):
+    parts = (neighbours_of_a_change, turned_by_an_angle)
+    joins = (of_two_stacks, of_other_states_each_turn)
+    for fn in (*nearest, *others, *parts, *joins):
         assert {*planned(fn, X, W, of="add")} == {BF16}, fn.__name__
 
 

@@ -1,0 +1,95 @@
+"""The terms of values: what two sums have in common cancels in their difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jmp_amp.plan.dataflow.made import (
+    Fact,
+    Made,
+    is_broadcast,
+    is_linear,
+    scales,
+    squares,
+)
+from jmp_amp.plan.dataflow.values import castable
+from jmp_amp.plan.program.jaxprs import Eqn, Literal
+from jmp_amp.plan.tables.operations import OPERATIONS, Kind, Role, Saves, role_of
+
+# What has the terms of both operands: what it chooses or limits is one of them.
+_EITHER = (Role.CHOOSES, Role.LIMITS)
+_FUNCTIONS = frozenset(
+    name
+    for name, each in OPERATIONS.items()
+    if each.kind in (Kind.FUNCTION, Kind.ARITHMETIC)
+    and each.row.saves is not Saves.NOTHING
+)
+# So many terms of a sum are known at most.
+_TERMS = 256
+
+
+def terms_of(eqn: Eqn, facts: Sequence[Fact]) -> frozenset[int]:
+    """Returns the terms of the results of an equation that calls nothing."""
+    name = eqn.primitive.name
+    pairs = zip(facts, eqn.invars, strict=True)
+    arrays = [f for f, v in pairs if castable(v) and not isinstance(v, Literal)]
+    if role_of(name) in (Role.MULTIPLIES, Role.DIVIDES) and not scales(eqn):
+        arrays = scaled(eqn, facts)
+    elif not (
+        is_linear(name) or role_of(name) in _EITHER or scales(eqn) or is_curve(eqn)
+    ):
+        arrays = []
+    return most(frozenset().union(*(each.summed for each in arrays)))
+
+
+def related(eqn: Eqn, facts: Sequence[Fact]) -> int:
+    """Returns `Made.RELATED` of a join of values that have a term in common."""
+    seen: dict[int, frozenset[int]] = {}
+    for fact, v in zip(facts, eqn.invars, strict=True):
+        if castable(v) and not isinstance(v, Literal) and fact.whole not in seen:
+            if not all(map(fact.summed.isdisjoint, seen.values())):
+                return Made.RELATED
+            seen[fact.whole] = fact.summed
+    return Made.NOTHING
+
+
+def scaled(eqn: Eqn, facts: Sequence[Fact]) -> list[Fact]:
+    """Returns the factors of a product that an argument scales, or a norm of rows.
+
+    They are sums of the same terms afterwards. The argument is no term. A square is one
+    as well.
+    """
+    factors = [
+        fact
+        for i, fact in enumerate(facts)
+        if not (fact.made & Made.GIVEN or is_broadcast(eqn, i, fact))
+    ]
+    return factors if len(factors) < len(facts) or squares(eqn, facts) else []
+
+
+def is_curve(eqn: Eqn) -> bool:
+    """Whether an operation is a smooth function of one array."""
+    if eqn.primitive.name not in _FUNCTIONS:
+        return False
+    return sum(not isinstance(v, Literal) for v in eqn.invars) == 1
+
+
+def shared(facts: Sequence[Fact]) -> frozenset[int]:
+    """Returns terms that several values have, one for each set of values.
+
+    More of them would tell nothing: who has a term in common with whom.
+    """
+    seen, twice = set[int](), set[int]()
+    for each in facts:
+        twice |= seen & each.summed
+        seen |= each.summed
+    values = {each.value for each in facts}
+    first: dict[tuple[bool, ...], int] = {}
+    for term in sorted(twice, key=lambda n: (n not in values, n)):
+        first.setdefault(tuple([term in each.summed for each in facts]), term)
+    return frozenset(first.values())
+
+
+def most(terms: frozenset[int]) -> frozenset[int]:
+    """Returns terms, of very many the last: a long chain of sums has all of them."""
+    return terms if len(terms) <= _TERMS else frozenset(sorted(terms)[-_TERMS:])
