@@ -140,14 +140,7 @@ def diagnose(
     @undisturbed()
     def diagnosed(*args: PyTree, **kwargs: PyTree) -> Diagnosis:
         called = functools.partial(
-            losses.loss_call,
-            fn,
-            args=args,
-            kwargs=kwargs,
-            argnums=argnums,
-            has_aux=has_aux,
-            call=call,
-            cpu=cpu_of(target),
+            losses.loss_call, fn, args, kwargs, argnums, has_aux, call, cpu_of(target)
         )
         arguments = functools.partial(nonfinite_inputs, fn, args, kwargs)
         with executables.compiling(call) as compile_:

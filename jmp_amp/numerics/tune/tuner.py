@@ -128,14 +128,7 @@ def tune(
     @undisturbed()
     def tuned(*args: object, **kwargs: object) -> Tuning:
         loss = functools.partial(
-            losses.loss_call,
-            fn,
-            args=args,
-            kwargs=kwargs,
-            argnums=argnums,
-            has_aux=has_aux,
-            call=call,
-            cpu=cpu_of(target),
+            losses.loss_call, fn, args, kwargs, argnums, has_aux, call, cpu_of(target)
         )
         with asked.shown(progress) as say:
             return _Tuner(Bench(loss, call), start, others, bound, say).tuning(name)
