@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -13,7 +12,7 @@ import numpy as np
 
 from jmp_amp.numerics.locate.frames import FORWARD, Entry, Path
 from jmp_amp.numerics.locate.sites import Site
-from jmp_amp.numerics.locate.written import Magnitudes, is_written, written
+from jmp_amp.numerics.locate.written import is_written, written
 from jmp_amp.numerics.measure.lockstep import Errors
 from jmp_amp.numerics.measure.measuring import (
     NEVER,
@@ -64,19 +63,13 @@ class Places:
         """Returns the module, the path and the source line of a site."""
         row = _noted(self.rows, entry.identity)
         path, called = _noted(self.notes, entry.identity) or (None, None)
-        module = "/".join(module_scopes(entry.eqn)) if row is None else row.module
-        source = source_code.source_line(entry.eqn)
-        if row is not None and entry.is_marked:
+        module = "/".join(module_scopes(entry.at.eqn)) if row is None else row.module
+        source = source_code.source_line(entry.at.eqn)
+        if row is not None and entry.at.marked is not None:
             source = row.source
         # A function that a library jitted has no lines of the user's: where it is
         # called has one.
         return {"module": module, "path": path, "source": source or called}
-
-    def constants_of(self, entry: Entry) -> Magnitudes:
-        """Returns the large constants that a site may hold: a forward one."""
-        is_forward = entry.direction == FORWARD
-        text = str(Identity(entry.identity))
-        return self.constants.get(text, frozenset()) if is_forward else frozenset()
 
 
 def _noted(notes: Mapping[str, T], identity: Path) -> T | None:
@@ -98,10 +91,12 @@ def sites_of(
     found: list[tuple[tuple[bool, Path], Site]] = []
     for body in _bodies(program):
         for number, (where, entry) in enumerate(body.table.entries):
-            site = _site(program, body, number, body.table.sources[number], places)
-            error, amplified = _error_of(entry, errors, roundoff)
-            site = dataclasses.replace(site, error=error, amplification=amplified)
-            found.append(((entry.direction != FORWARD, (*where, entry.index)), site))
+            sources, error = (
+                body.table.sources[number],
+                _error_of(entry, errors, roundoff),
+            )
+            site = _site(program, body, number, sources, places, *error)
+            found.append(((entry.direction != FORWARD, (*where, entry.at.index)), site))
     return tuple(site for _, site in sorted(found, key=lambda each: each[0]))
 
 
@@ -172,10 +167,12 @@ def _site(
     number: int,
     sources: Iterable[tuple[int, int]],
     places: Places,
+    error: float | None = None,
+    amplification: float | None = None,
 ) -> Site:
-    """Returns the site of a number, with the figures of `sources`; it has no error."""
+    """Returns the site of a number, with the figures of `sources`."""
     where, entry = body.table.entries[number]
-    frame = program.measure.frames[where]
+    in_loop = program.measure.frames[where].place.in_loop
     found = list(itertools.starmap(body.figures, sources))
     rows, bad = [each for each, _ in found], min(bad for _, bad in found)
     exponents: Counter[int] = Counter()
@@ -186,7 +183,9 @@ def _site(
     avals = list(map(aval_of, entry.results))
     # A complex number is two.
     size = sum(math.prod(x.shape) * (1 + (x.dtype.kind == "c")) for x in avals)
-    amax = max(row.amax for row in rows)
+    amax, identity = max(row.amax for row in rows), str(entry.identity)
+    # Only forward a site holds constants of the program.
+    constants = places.constants.get(identity, ()) if entry.direction == FORWARD else ()
     return Site(
         **places.of(entry),  # pyright: ignore[reportArgumentType]
         operation=entry.operation,
@@ -199,17 +198,17 @@ def _site(
         amin=min((row.amin for row in rows if row.amin), default=0.0),
         zeros=sum(row.zeros for row in rows),
         nonfinite=sum(row.nonfinite for row in rows),
-        turn=first_bad if frame.in_loop and first_bad != NEVER else None,
+        turn=first_bad if in_loop and first_bad != NEVER else None,
         exponents=dict(sorted(exponents.items())),
-        error=None,
-        amplification=None,
+        error=error,
+        amplification=amplification,
         makes_nonfinite=bool(made != NEVER),
         nans=sum(row.nans for row in rows),
         makes_nan=bool(nan != NEVER),
-        identity=str(entry.identity),
+        identity=identity,
         scales=entry.scales,
-        is_constant=is_written(amax, places.constants_of(entry)),
-        reads_floats=any(map(jaxprs.is_floating, entry.eqn.invars)),
+        is_constant=is_written(amax, constants),
+        reads_floats=any(map(jaxprs.is_floating, entry.at.eqn.invars)),
     )
 
 
@@ -217,7 +216,7 @@ def _error_of(
     entry: Entry, errors: Errors | None, roundoff: float
 ) -> tuple[float | None, float | None]:
     """Returns the error of a forward site, and its amplification."""
-    key = tuple(entry.identity), entry.cast
+    key = tuple(entry.identity), entry.at.cast
     error = None if errors is None else errors.at(key)
     if errors is None or error is None or entry.direction != FORWARD:
         return None, None

@@ -20,13 +20,7 @@ from jmp_amp.plan.rewrites.quantising import scale_of
 from jmp_amp.policies.dtypes import BF16, F16, F32, is_half, parse_dtype
 from jmp_amp.policies.fp8 import FORMATS
 
-_FORMATS = {
-    "f16": F16,
-    "bf16": BF16,
-    "e4m3": jnp.dtype(jnp.float8_e4m3fn),
-    "e5m2": jnp.dtype(jnp.float8_e5m2),
-    "f32": F32,
-}
+_FORMATS = {"f16": F16, "bf16": BF16, **FORMATS, "f32": F32}
 
 
 @dataclasses.dataclass(frozen=True)

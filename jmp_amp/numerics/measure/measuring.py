@@ -150,7 +150,7 @@ class Measure:
     def size(self) -> int:
         """How many values are measured, those of a `while` in one turn."""
         return sum(
-            self.frames[path].turns * math.prod(aval_of(atom).shape)
+            self.frames[path].place.turns * math.prod(aval_of(atom).shape)
             for table in self.tables.values()
             for _, atoms in table.groups
             for path, atom in atoms
@@ -316,7 +316,7 @@ def _key(value: _Value) -> _Key:
 
 def is_scaled_cast(entry: Entry) -> bool:
     """Whether a site casts to f16 what a loss scale multiplies."""
-    is_cast = entry.scales and jaxprs.is_conversion(entry.eqn)
+    is_cast = entry.scales and jaxprs.is_conversion(entry.at.eqn)
     return is_cast and aval_of(entry.results[0]).dtype == F16
 
 
