@@ -13,7 +13,7 @@ from jmp_amp.numerics.diagnose.turns import ran_otherwise
 from jmp_amp.numerics.diagnose.wording import number, place, run, share
 from jmp_amp.numerics.locate.sites import Site, or_infinite, scaled
 from jmp_amp.plan.tables.operations import Also, named
-from jmp_amp.policies.dtypes import PyTree, parse_dtype
+from jmp_amp.policies.dtypes import parse_dtype
 from jmp_amp.reports import plain_data
 from jmp_amp.reports.askers import own_dtypes
 from jmp_amp.reports.tables import count, listed, scale_text
@@ -66,19 +66,15 @@ def _summed(runs: Runs) -> Iterator[str]:
 
 def _pair(runs: Runs) -> Iterator[str]:
     """Yields how to differentiate a function that returns a loss and more."""
-    if not runs.gradients and _begins_with_a_number(runs.value):
+    value = runs.value
+    if runs.gradients or not isinstance(value, tuple) or len(value) != 2:
+        return
+    is_scalar = isinstance(value[0], jax.Array) and not value[0].shape
+    if is_scalar and jnp.issubdtype(value[0].dtype, jnp.floating):
         yield (
             "The function returns a tuple, so the backward pass did not run. If its "
             "first element is the loss, give has_aux=True."
         )
-
-
-def _begins_with_a_number(value: PyTree) -> bool:
-    if not isinstance(value, tuple) or len(value) != 2:
-        return False
-    first = value[0]
-    is_scalar = isinstance(first, jax.Array) and not first.shape
-    return is_scalar and jnp.issubdtype(first.dtype, jnp.floating)
 
 
 def _is_own(site: Site, runs: Runs) -> bool:
@@ -93,9 +89,7 @@ def _origin(runs: Runs) -> Iterator[str]:
     first = next((site for site in made if not _is_own(site, runs)), None)
     if first is None:
         return
-    known = runs.same(first)
-    told = _made(first)
-    fits = known is None or not known.overflow(first.dtype)
+    told, fits = _made(first), not runs.overflow(first)
     if not first.is_forward and runs.scale > 1.0 and first.is_in_half and fits:
         yield (
             f"{told}: the loss scale {scale_text(runs.scale)} is too large for this "
@@ -105,7 +99,7 @@ def _origin(runs: Runs) -> Iterator[str]:
     else:
         is_narrow = first.dtype == "f16" and not first.is_forward
         wider = " Use mixed_bfloat16, which has f32's range." * is_narrow
-        yield f"{told}: {_reason(first, known)}.{wider}"
+        yield f"{told}: {_reason(first, runs.same(first))}.{wider}"
 
 
 def _made(site: Site) -> str:
@@ -345,28 +339,17 @@ def _error(runs: Runs) -> Iterator[str]:
     if not found or not _ends_with_error(runs):
         return
     worst = max(found, key=lambda site: or_infinite(site.amplification))
-    known = runs.same(worst)
     told = f"{place(worst)} makes a relative error of {number(worst.error)}, "
     if worst.reads_floats:
         told += f"{number(worst.amplification)} times that of its operands"
     else:
         told += "because a comparison or an index came out otherwise than in f32"
-    if known is not None and worst.is_in_half and known.underflow(worst.dtype) > 0.1:
-        told += (
-            f": {share(known.underflow(worst.dtype))} of it underflows {worst.dtype}"
-        )
+    if worst.is_in_half and (lost := runs.underflow(worst)) > 0.1:
+        told += f": {share(lost)} of it underflows {worst.dtype}"
     yield (
         f"{told}. amp.tune(fn, policy, max_grad_error=...) finds the modules that need "
         "f32."
     )
-
-
-def _otherwise(runs: Runs) -> Iterator[str]:
-    return ran_otherwise(runs.sites, runs.reference, runs.rows or ())
-
-
-def _own(runs: Runs) -> Iterator[str]:
-    return own_dtypes(runs.rows or (), "diagnose(fn, {})(...)")
 
 
 # By importance. What is not finite comes first, and where it begins; then ranges and
@@ -379,8 +362,10 @@ _FINDERS: dict[str, Callable[[Runs], Iterator[str]]] = {
     "underflow": _underflow,
     "lost": _lost,
     "summed": _summed,
-    "otherwise": _otherwise,
+    "otherwise": lambda runs: ran_otherwise(
+        runs.sites, runs.reference, runs.rows or ()
+    ),
     "error": _error,
     "pair": _pair,
-    "own": _own,
+    "own": lambda runs: own_dtypes(runs.rows or (), "diagnose(fn, {})(...)"),
 }

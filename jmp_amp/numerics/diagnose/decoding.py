@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,8 @@ from jmp_amp.reports.reading import module_scopes
 from jmp_amp.reports.rows import Equation
 from jmp_amp.transform.scopes import module_of
 
-T = TypeVar("T")
+# Of an equation: its row, the path of its module, and its source line.
+_Note = tuple[Equation | None, str | None, str | None]
 
 
 class Places:
@@ -42,27 +43,31 @@ class Places:
     """
 
     def __init__(self, rows: Sequence[Equation], program: ClosedJaxpr):
-        self.rows = {row.identity: row for row in rows}
-        # Of each equation, the path of its module and its source line.
-        self.notes: dict[str, tuple[str | None, str | None]] = {}
         self.constants = written(program)
-        self._note(jaxprs.body_of(program), (), None, None)
+        self.notes: dict[Path, _Note] = {}
+        known = {row.identity: row for row in rows}
+        self._note(jaxprs.body_of(program), known, (), (None, None, None))
 
     def _note(
-        self, body: Body, path: Path, around: str | None, called: str | None
+        self, body: Body, rows: Mapping[str, Equation], path: Path, around: _Note
     ) -> None:
         for index, eqn in enumerate(body.jaxpr.eqns):
+            here = (*path, index)
+            row, module, source = around
+            row = rows.get(str(Identity(here)), row)
             found = module_of(jaxprs.scope_text(eqn))
-            found = around if found is None else found
-            source = source_code.source_line(eqn) or called
-            self.notes[str(Identity((*path, index)))] = found, source
+            module = module if found is None else found
+            note = row, module, source_code.source_line(eqn) or source
+            self.notes[here] = note
             for number, each in enumerate(jaxprs.inner_bodies(eqn)):
-                self._note(each.body, (*path, index, number), found, source)
+                self._note(each.body, rows, (*here, number), note)
 
     def of(self, entry: Entry) -> dict[str, str | None]:
         """Returns the module, the path and the source line of a site."""
-        row = _noted(self.rows, entry.identity)
-        path, called = _noted(self.notes, entry.identity) or (None, None)
+        # Of what the function has not, those of the equation that it is in.
+        around = (entry.identity[:end] for end in range(len(entry.identity), 0, -1))
+        noted = (self.notes[each] for each in around if each in self.notes)
+        row, path, called = next(noted, (None, None, None))
         module = "/".join(module_scopes(entry.at.eqn)) if row is None else row.module
         source = source_code.source_line(entry.at.eqn)
         if row is not None and entry.at.marked is not None:
@@ -70,14 +75,6 @@ class Places:
         # A function that a library jitted has no lines of the user's: where it is
         # called has one.
         return {"module": module, "path": path, "source": source or called}
-
-
-def _noted(notes: Mapping[str, T], identity: Path) -> T | None:
-    """Returns what is noted of an equation, or of the one that it is in."""
-    for end in range(len(identity), 0, -1):
-        if (found := notes.get(str(Identity(identity[:end])))) is not None:
-            return found
-    return None
 
 
 def sites_of(
@@ -91,11 +88,8 @@ def sites_of(
     found: list[tuple[tuple[bool, Path], Site]] = []
     for body in _bodies(program):
         for number, (where, entry) in enumerate(body.table.entries):
-            sources, error = (
-                body.table.sources[number],
-                _error_of(entry, errors, roundoff),
-            )
-            site = _site(program, body, number, sources, places, *error)
+            error = _error_of(entry, errors, roundoff)
+            site = _site(body, number, body.table.sources[number], places, *error)
             found.append(((entry.direction != FORWARD, (*where, entry.at.index)), site))
     return tuple(site for _, site in sorted(found, key=lambda each: each[0]))
 
@@ -107,7 +101,7 @@ def scaled_casts(program: Program, places: Places) -> tuple[Site, ...]:
     """
     return tuple(
         # The operand may be a literal, which is not measured.
-        _site(program, body, number, [(at, 1) for at in operands or results], places)
+        _site(body, number, [(at, 1) for at in operands or results], places)
         for body in _bodies(program)
         for number, (operands, results) in body.table.makers.items()
         if is_scaled_cast(body.table.entries[number][1])
@@ -162,7 +156,6 @@ def _bodies(program: Program) -> Iterator[_Body]:
 
 
 def _site(
-    program: Program,
     body: _Body,
     number: int,
     sources: Iterable[tuple[int, int]],
@@ -171,8 +164,7 @@ def _site(
     amplification: float | None = None,
 ) -> Site:
     """Returns the site of a number, with the figures of `sources`."""
-    where, entry = body.table.entries[number]
-    in_loop = program.measure.frames[where].place.in_loop
+    _, entry = body.table.entries[number]
     found = list(itertools.starmap(body.figures, sources))
     rows, bad = [each for each, _ in found], min(bad for _, bad in found)
     exponents: Counter[int] = Counter()
@@ -198,7 +190,7 @@ def _site(
         amin=min((row.amin for row in rows if row.amin), default=0.0),
         zeros=sum(row.zeros for row in rows),
         nonfinite=sum(row.nonfinite for row in rows),
-        turn=first_bad if in_loop and first_bad != NEVER else None,
+        turn=first_bad if entry.at.place.in_loop and first_bad != NEVER else None,
         exponents=dict(sorted(exponents.items())),
         error=error,
         amplification=amplification,

@@ -94,7 +94,7 @@ def of_modules(
     return _shown(Table("Modules", columns, rows, numbers, "\n".join(notes)))
 
 
-def _figures(each: Site | Numbers | Gradient) -> tuple[str, str, str, str]:
+def _figures(each: Site | Numbers) -> tuple[str, str, str, str]:
     """Returns the figures that `_FIGURES` name."""
     return (
         wording.number(each.amax),

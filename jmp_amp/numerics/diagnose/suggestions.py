@@ -182,12 +182,8 @@ def _pattern(path: str) -> Pattern:
 def _with_full(policy: Policy, names: Collection[str]) -> Policy:
     """Returns a policy with `names` in f32, even if it names them otherwise."""
     names = {name.replace("-", "_") for name in names}
-    return dataclasses.replace(
-        policy,
-        low=policy.low - names,
-        follow=policy.follow - names,
-        full=policy.full | names,
-    )
+    low, follow = policy.low - names, policy.follow - names
+    return dataclasses.replace(policy, low=low, follow=follow, full=policy.full | names)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -223,6 +219,16 @@ class Runs:
     def same(self) -> Callable[[Site], Site | None]:
         """A site of the policy's run -> the equation of the reference, if it has it."""
         return counterparts(self.sites, self.reference)
+
+    def overflow(self, site: Site) -> float:
+        """Returns the share of the reference's values that overflow a site's dtype."""
+        known = self.same(site)
+        return 0.0 if known is None else known.overflow(site.dtype)
+
+    def underflow(self, site: Site) -> float:
+        """Returns the share of the reference's values that underflow it."""
+        known = self.same(site)
+        return 0.0 if known is None else known.underflow(site.dtype)
 
     @property
     def first(self) -> Site | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from jmp_amp.numerics.diagnose.wording import located
+from jmp_amp.numerics.diagnose.wording import place
 from jmp_amp.numerics.locate.sites import Site
 from jmp_amp.plan.plan import Identity
 from jmp_amp.reports.rows import Equation
@@ -35,7 +35,7 @@ def ran_otherwise(
         told = _told(row.operation, path[-1], of_low[0], of_full[0])
         if told is not None:
             yield (
-                f"{located(row.operation, row.module, row.source)} {told}: its "
+                f"{place(row)} {told}: its "
                 "condition came out otherwise, and the values behind it differ by more "
                 "than their rounding. Keep in f32 what the condition is computed from."
             )

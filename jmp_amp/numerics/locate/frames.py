@@ -233,7 +233,7 @@ class _Reader:
         return dataclasses.replace(
             here,
             identity=(*here.identity, number),
-            number=self.marks.body_of(last.planned, number),
+            number=self.marks.bodies[last.planned.bodies[number]],
             owner=None,
         )
 

@@ -205,37 +205,6 @@ class Site:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gradient:
-    """What the numbers of one parameter's gradient were, unscaled.
-
-    Attributes:
-      amax, amin, zeros, nonfinite, size: as of a `Site`.
-      error: the relative L2 distance to the gradient without a policy; 0.0 if both are
-        zero. Values that are not finite count as in `Site.error`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jmp_amp as amp
-      >>> loss = lambda w, x: jnp.sum(jnp.square(x @ w))
-      >>> d = amp.diagnose(loss, "mixed_bfloat16")(jnp.ones(2), jnp.eye(2))
-      >>> d.gradients[""].amax, d.gradients[""].error
-      (2.0, 0.0)
-    """
-
-    amax: float
-    amin: float
-    zeros: int
-    nonfinite: int
-    size: int
-    error: float
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether all of it is zero, and in f32 it is not."""
-        return 0 < self.size == self.zeros and self.error != 0
-
-
-@dataclasses.dataclass(frozen=True)
 class Numbers:
     """What the numbers of several sites were: those of a module.
 
@@ -259,6 +228,32 @@ class Numbers:
     nonfinite: int
     size: int
     error: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient(Numbers):
+    """What the numbers of one parameter's gradient were, unscaled.
+
+    Attributes:
+      amax, amin, zeros, nonfinite, size: as of a `Site`.
+      error: the relative L2 distance to the gradient without a policy; 0.0 if both are
+        zero. Values that are not finite count as in `Site.error`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> loss = lambda w, x: jnp.sum(jnp.square(x @ w))
+      >>> d = amp.diagnose(loss, "mixed_bfloat16")(jnp.ones(2), jnp.eye(2))
+      >>> d.gradients[""].amax, d.gradients[""].error
+      (2.0, 0.0)
+    """
+
+    error: float
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether all of it is zero, and in f32 it is not."""
+        return 0 < self.size == self.zeros and self.error != 0
 
 
 class EightBits(NamedTuple):

@@ -221,7 +221,11 @@ class Lockstep(Walk[Pair]):
             # It reads what a rewrite computed of its operands, not them.
             operands = operands[len(eqn.invars) :]
         made = united([x.made for x in operands])
-        self._written_to(eqn, made, operands)
+        # What a mutable array holds may come from the other operands.
+        for atom, each in zip(eqn.invars, operands, strict=False):
+            if jaxprs.is_mutable(atom):
+                for key in each.made:
+                    self._note(key, made)
         results = []
         for var, low, other in zip(eqn.outvars, bound, full, strict=True):
             pair = Pair(low, other, made)
@@ -236,13 +240,6 @@ class Lockstep(Walk[Pair]):
                 pair = self._compare((identity, None), pair, operands)
             results.append(pair)
         return self._written(planned, results)
-
-    def _written_to(self, eqn: Eqn, made: Keys, operands: Sequence[Pair]) -> None:
-        """Notes that what a mutable array holds may come from the other operands."""
-        for atom, pair in zip(eqn.invars, operands, strict=False):
-            if jaxprs.is_mutable(atom):
-                for key in pair.made:
-                    self._note(key, made)
 
     def _written(self, planned: EquationPlan, results: Sequence[Pair]) -> list[Pair]:
         """Returns results in the dtypes that they are kept in."""

@@ -120,10 +120,7 @@ class Flagged(Walk[Held]):
         with binding.source_of(eqn):
             if planned.bodies:
                 results = self._call(eqn, planned, operands)
-                return [
-                    Held(x, dtype)
-                    for x, dtype in zip(results, planned.writes, strict=True)
-                ]
+                return list(map(Held, results, planned.writes))
             if is_rounded(eqn, planned):
                 return self._in_half(eqn, planned, operands)
             arrays = [
@@ -132,10 +129,7 @@ class Flagged(Walk[Held]):
                 for x, dtype in zip(operands, planned.reads, strict=True)
             ]
             results = binding.bind(eqn, arrays)
-        return [
-            Held(x, dtype, _half(dtype))
-            for x, dtype in zip(results, planned.writes, strict=True)
-        ]
+        return list(map(Held, results, planned.writes, map(_half, planned.writes)))
 
     def _in_half(
         self, eqn: Eqn, planned: EquationPlan, operands: Sequence[Held]

@@ -151,7 +151,7 @@ class _Tuner:
         self.say("compiling the function as it is")
         traced = functools.partial(self.bench.loss, notes_modules=False)
         with losses.called_as_it_is(traced, self.start) as loss:
-            asked.check_loss(loss, self.bench.call)
+            asked.check_loss(loss)
             self.bench.refer(loss)
 
     def tuning(self, name: str) -> Tuning:
