@@ -137,7 +137,8 @@ class Checks:
         compiling = self.compile_(
             finite, *inputs, options=lambda: programs.options_for(0)
         )
-        return _Tried(*map(bool, compiling.result()(*inputs)))
+        is_finite, is_value_finite = compiling.result()(*inputs)
+        return _Tried(bool(is_finite), bool(is_value_finite))
 
 
 def _is_in_half(row: Equation) -> bool:

@@ -13,14 +13,9 @@ import numpy as np
 from jmp_amp.numerics.locate.frames import FORWARD, Entry, Path
 from jmp_amp.numerics.locate.sites import Site
 from jmp_amp.numerics.locate.written import is_written, written
+from jmp_amp.numerics.measure import measuring
 from jmp_amp.numerics.measure.lockstep import Errors
-from jmp_amp.numerics.measure.measuring import (
-    NEVER,
-    Count,
-    Measured,
-    Table,
-    is_scaled_cast,
-)
+from jmp_amp.numerics.measure.measuring import NEVER, Count, Measured, Table
 from jmp_amp.numerics.measure.programs import Program
 from jmp_amp.numerics.measure.statistics import Figures
 from jmp_amp.plan.plan import Identity
@@ -104,7 +99,7 @@ def scaled_casts(program: Program, places: Places) -> tuple[Site, ...]:
         _site(body, number, [(at, 1) for at in operands or results], places)
         for body in _bodies(program)
         for number, (operands, results) in body.table.makers.items()
-        if is_scaled_cast(body.table.entries[number][1])
+        if measuring.is_scaled_cast(body.table.entries[number][1])
     )
 
 

@@ -20,7 +20,7 @@ from jmp_amp.reports import plain_data, requests, tables
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Diagnosis(tables.Shown):
+class Diagnosis(tables.Shown, plain_data.Written):
     """What the numbers of a function did under a policy; `diagnose` makes it.
 
     `str(diagnosis)` says what is wrong and what to do, then shows tables, and so does a
@@ -253,16 +253,6 @@ class Diagnosis(tables.Shown):
             read["loss_scale"] = plain_data.read(data["loss_scale"])
             read["advice"] = tuple(data["advice"])
         return cls(**read)
-
-    @classmethod
-    def from_json(cls, text: str) -> Diagnosis:
-        """Returns the diagnosis that `to_json` wrote.
-
-        Raises:
-          TypeError: if `text` is not text.
-          ValueError: if it is not what `to_json` wrote.
-        """
-        return cls.from_dict(plain_data.parsed(text, "Diagnosis"))
 
     def _tables(self) -> list[tables.Table]:
         shown = [

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from jmp_amp.numerics.diagnose.wording import place
+from jmp_amp.numerics.locate.frames import Path
 from jmp_amp.numerics.locate.sites import Site
 from jmp_amp.plan.plan import Identity
 from jmp_amp.reports.rows import Equation
-
-_Path = tuple[int, ...]
 
 
 def ran_otherwise(
@@ -42,9 +41,9 @@ def ran_otherwise(
             return
 
 
-def _runs(sites: Sequence[Site]) -> dict[_Path, tuple[int, bool]]:
+def _runs(sites: Sequence[Site]) -> dict[Path, tuple[int, bool]]:
     """Returns how often each body ran, and whether it computes more than casts."""
-    found: dict[_Path, tuple[int, bool]] = {}
+    found: dict[Path, tuple[int, bool]] = {}
     for site in sites:
         if site.is_forward and site.identity:
             identity = tuple(map(int, site.identity.split(".")))

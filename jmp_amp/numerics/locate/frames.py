@@ -225,7 +225,7 @@ class _Reader:
             turns=at.place.turns * jaxprs.repetitions(at.eqn),
             in_loop=at.place.in_loop or jaxprs.is_loop(at.eqn),
         )
-        if last is None or (here.owner is last and not last.planned.bodies):
+        if last is None:
             return here
         if not last.planned.bodies:
             return dataclasses.replace(here, number=None, owner=last)

@@ -20,14 +20,7 @@ from jmp_amp.numerics.calls.executables import Compile
 from jmp_amp.numerics.measure import distances, pair_constructs
 from jmp_amp.numerics.measure.distances import Distance
 from jmp_amp.numerics.measure.measuring import MOVES
-from jmp_amp.numerics.measure.pair_constructs import (
-    Distances,
-    Key,
-    Keys,
-    Pair,
-    Ran,
-    united,
-)
+from jmp_amp.numerics.measure.pair_constructs import Distances, Key, Keys, Pair, Ran
 from jmp_amp.numerics.measure.programs import options_for
 from jmp_amp.numerics.measure.threaded import Threaded
 from jmp_amp.plan.plan import EquationPlan, Plan
@@ -155,7 +148,7 @@ class Lockstep(Walk[Pair]):
 
     def _note(self, key: Key, *made: Keys) -> None:
         """Notes the sites that the operands of a site may come from."""
-        self.operands[key] = united([self.operands.get(key, ()), *made])
+        self.operands[key] = pair_constructs.united([self.operands.get(key, ()), *made])
 
     def _compare(self, key: Key, pair: Pair, operands: Sequence[Pair]) -> Pair:
         """Notes a result of a site; returns it."""
@@ -220,7 +213,7 @@ class Lockstep(Walk[Pair]):
         if len(operands) > len(eqn.invars):
             # It reads what a rewrite computed of its operands, not them.
             operands = operands[len(eqn.invars) :]
-        made = united([x.made for x in operands])
+        made = pair_constructs.united([x.made for x in operands])
         # What a mutable array holds may come from the other operands.
         for atom, each in zip(eqn.invars, operands, strict=False):
             if jaxprs.is_mutable(atom):

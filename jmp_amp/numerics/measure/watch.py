@@ -16,15 +16,7 @@ import jax
 from jmp_amp.numerics.measure.threaded import Path, Statistics, Threaded
 from jmp_amp.plan.dataflow.values import is_move
 from jmp_amp.plan.program import binding, jaxprs, meshes
-from jmp_amp.plan.program.jaxprs import (
-    Atom,
-    Body,
-    ClosedJaxpr,
-    Eqn,
-    Literal,
-    Value,
-    Var,
-)
+from jmp_amp.plan.program.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Value, Var
 
 S = TypeVar("S")  # A statistic: a pytree of arrays.
 # The variables of a body and of those that run once in it, by the way to each of them:
@@ -143,7 +135,7 @@ class _Watch(Generic[S]):
         whole[path] = values
 
         def read(atom: Atom) -> Value:
-            return atom.val if isinstance(atom, Literal) else values[atom]
+            return atom.val if isinstance(atom, jaxprs.Literal) else values[atom]
 
         for index, eqn in enumerate(jaxpr.eqns):
             if not jaxprs.runs(eqn) or self.observer.skips(path, index):

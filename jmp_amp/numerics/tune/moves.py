@@ -38,9 +38,6 @@ class Move:
     paths: frozenset[str] = frozenset()
     name: str = ""
 
-    def __str__(self) -> str:
-        return f"full={self.name}" if self.name else repr(self.pattern)
-
 
 # The number of a candidate for each move, from 1; 0 is the policy at the start.
 Choice = Mapping[Move, int]

@@ -26,7 +26,7 @@ from jmp_amp.numerics.tune.groups import (
 from jmp_amp.numerics.tune.moves import menu_of
 from jmp_amp.numerics.tune.searching import Search
 from jmp_amp.numerics.tune.trials import Bench, gradient_flops, gradients_of
-from jmp_amp.numerics.tune.tuning import Step, Tuned, Tuning
+from jmp_amp.numerics.tune.tuning import Tuned, Tuning
 from jmp_amp.plan.dataflow.values import traced_dtype
 from jmp_amp.plan.program import binding
 from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
@@ -131,7 +131,7 @@ def tune(
             losses.loss_call, fn, args, kwargs, argnums, has_aux, call, cpu_of(target)
         )
         with asked.shown(progress) as say:
-            return _Tuner(Bench(loss, call), start, others, bound, say).tuning(name)
+            return _Tuner(Bench(loss, call, say), start, others, bound).tuning(name)
 
     return Waiting(tuned, f"tune({name})", "Tuning")
 
@@ -144,20 +144,12 @@ class _Tuner:
     start: PolicyMap
     candidates: Sequence[Policy]
     bound: float
-    say: asked.Say
     notes: tuple[str, ...] = ()
 
-    def _refer(self) -> None:
-        self.say("compiling the function as it is")
-        traced = functools.partial(self.bench.loss, notes_modules=False)
-        with losses.called_as_it_is(traced, self.start) as loss:
-            asked.check_loss(loss)
-            self.bench.refer(loss)
-
     def tuning(self, name: str) -> Tuning:
-        self._refer()
         bench = self.bench
-        self.say("tracing")
+        bench.refer(self.start)
+        bench.say("tracing")
         with losses.called_beside_f32(bench.loss, self.start) as loss:
             found = list(members(loss.plan))
             rows = read_plan(loss.call)
@@ -171,10 +163,10 @@ class _Tuner:
             )
             fixed = dict.fromkeys(m.group for m in found if m.group.is_fixed)
             groups = (*menu.groups, *fixed)
-            self.say("compiling the program with flags")
+            bench.say("compiling the program with flags")
             levels_tell = self._expected(loss, groups)
         self.notes = tuple(own_dtypes(rows, "tune(fn, {}, max_grad_error=...)(...)"))
-        self.say("measuring modules")
+        bench.say("measuring modules")
         exact = _levels_of(self.candidates).index(None) + 1
 
         def alone(those: Collection[Group]) -> float:
@@ -188,7 +180,7 @@ class _Tuner:
             menu,
             self.bound,
             expected,
-            self._measured,
+            bench.measured,
             lambda: bench.compilations,
             sensitivity,
         )
@@ -258,11 +250,6 @@ class _Tuner:
             return self.bench.error(compiled(jnp.asarray(levels, jnp.int32), *arrays))
 
         return expected
-
-    def _measured(self, policies: PolicyMap) -> Step:
-        count = self.bench.compilations
-        self.say(f"measuring map {count - 1}: {str(policies)[:60]}")
-        return self.bench.measured(policies)
 
     def _modules(
         self, policies: PolicyMap, sensitivity: dict[str, float]
