@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp.numerics.tune.groups import Group, Place, is_rounded
+from jmp_amp.numerics.tune.groups import OUTSIDE, Group, Place, is_rounded
 from jmp_amp.plan.dataflow.values import traced_dtype
 from jmp_amp.plan.plan import EquationPlan, Plan
 from jmp_amp.plan.program import binding, constructs, jaxprs, meshes
@@ -62,18 +62,18 @@ class Flagged(Walk[Held]):
     """A walk that computes as traced, and rounds what the plan has in half precision.
 
     Attributes:
-      place: where the body is.
       flags: int32[number of groups].
       numbers: the place of each group among the flags; for modules that are one group,
         without the name of an operation.
       others: for each flag above `BASE`, the half dtype that it rounds to; None for one
         that leaves values as they are.
+      place: where the body is.
     """
 
-    place: Place
     flags: Value
     numbers: Mapping[Group, int]
     others: Sequence[np.dtype | None]
+    place: Place = OUTSIDE
 
     def _number(self, eqn: Eqn) -> int | None:
         """Returns the number of the group of an equation."""

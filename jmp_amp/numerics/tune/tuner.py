@@ -16,13 +16,7 @@ from jmp_amp.numerics.calls import asked, losses
 from jmp_amp.numerics.calls.executables import undisturbed
 from jmp_amp.numerics.calls.losses import LossCall
 from jmp_amp.numerics.tune.flagged import BASE, Flagged, Held
-from jmp_amp.numerics.tune.groups import (
-    OUTSIDE,
-    Group,
-    members,
-    module_paths,
-    policies_in_force,
-)
+from jmp_amp.numerics.tune.groups import Group, members, module_paths, policies_in_force
 from jmp_amp.numerics.tune.moves import menu_of
 from jmp_amp.numerics.tune.searching import Search
 from jmp_amp.numerics.tune.trials import Bench, gradient_flops, gradients_of
@@ -131,7 +125,8 @@ def tune(
             losses.loss_call, fn, args, kwargs, argnums, has_aux, call, cpu_of(target)
         )
         with asked.shown(progress) as say:
-            return _Tuner(Bench(loss, call, say), start, others, bound).tuning(name)
+            bench = Bench(loss, call, say)
+            return _Tuner(name, bench, start, others, bound).tuning()
 
     return Waiting(tuned, f"tune({name})", "Tuning")
 
@@ -140,13 +135,14 @@ def tune(
 class _Tuner:
     """One call of the function that `tune` returns."""
 
+    name: str
     bench: Bench
     start: PolicyMap
     candidates: Sequence[Policy]
     bound: float
     notes: tuple[str, ...] = ()
 
-    def tuning(self, name: str) -> Tuning:
+    def tuning(self) -> Tuning:
         bench = self.bench
         bench.refer(self.start)
         bench.say("tracing")
@@ -194,18 +190,14 @@ class _Tuner:
             known = group if group in groups else Group(group.path)
             together[paths[identity]].add(known)
         of_modules = {path: alone(groups) for path, groups in together.items()}
-        return self._result(name, search, policies, of_modules)
+        return self._result(search, policies, of_modules)
 
     def _result(
-        self,
-        name: str,
-        search: Search,
-        policies: PolicyMap,
-        sensitivity: dict[str, float],
+        self, search: Search, policies: PolicyMap, sensitivity: dict[str, float]
     ) -> Tuning:
         before, after = search.steps[self.start], search.steps[policies]
         return Tuning(
-            function=name,
+            function=self.name,
             policy=policies,
             max_grad_error=self.bound,
             error=after.error,
@@ -232,7 +224,7 @@ class _Tuner:
         others = _levels_of(self.candidates)
 
         def flagged(flags: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-            walk = Flagged(OUTSIDE, flags, numbers, others)
+            walk = Flagged(flags, numbers, others)
 
             def run(arrays: Sequence[Value]) -> list[Value]:
                 return walk.run(
