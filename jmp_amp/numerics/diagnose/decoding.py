@@ -96,29 +96,25 @@ def scaled_casts(program: Program, places: Places) -> tuple[Site, ...]:
     """
     return tuple(
         # The operand may be a literal, which is not measured.
-        _site(body, number, [(at, 1) for at in operands or results], places)
+        _site(body, i, [(at, 1) for at in reads] or body.table.sources[i], places)
         for body in _bodies(program)
-        for number, (operands, results) in body.table.makers.items()
-        if measuring.is_scaled_cast(body.table.entries[number][1])
+        for i, reads in body.table.makers.items()
+        if measuring.is_scaled_cast(body.table.entries[i][1])
     )
 
 
 class _Body(NamedTuple):
-    """A body that ran.
+    """A body that ran: what was measured in it, the figures, and how often it ran.
 
     Attributes:
-      table: what was measured in it.
-      measured: the figures.
       rows: the layouts of the values that were counted, by number, and their rows.
-      made, nans: as in `Measured`, by the number of the site.
-      runs: how often it ran.
+      firsts: `made` and `nans` of `Measured`, by the number of the site.
     """
 
     table: Table
     measured: Measured
     rows: list[tuple[int, int]]
-    made: dict[int, int]
-    nans: dict[int, int]
+    firsts: dict[int, tuple[int, int]]
     runs: int
 
     def figures(self, position: int, times: int) -> tuple[Figures, int]:
@@ -143,11 +139,9 @@ def _bodies(program: Program) -> Iterator[_Body]:
             for group, (_, atoms) in enumerate(table.groups)
             for row in range(len(atoms))
         ]
-        made, nans = (
-            dict(zip(table.makers, each.tolist(), strict=True))
-            for each in (measured.made, measured.nans)
-        )
-        yield _Body(table, measured, rows, made, nans, runs)
+        firsts = zip(measured.made.tolist(), measured.nans.tolist(), strict=True)
+        by_site = dict(zip(table.makers, firsts, strict=True))
+        yield _Body(table, measured, rows, by_site, runs)
 
 
 def _site(
@@ -165,7 +159,7 @@ def _site(
     exponents: Counter[int] = Counter()
     for row in rows:
         exponents.update(row.exponents)
-    made, nan = (of.get(number, NEVER) for of in (body.made, body.nans))
+    made, nan = body.firsts.get(number, (NEVER, NEVER))
     first_bad = int(next((x for x in (made, nan) if x != NEVER), bad))
     avals = list(map(aval_of, entry.results))
     # A complex number is two.

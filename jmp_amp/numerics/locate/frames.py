@@ -70,7 +70,6 @@ class At:
     Attributes:
       eqn, index: the equation, and its place in the body.
       scope: its name stack.
-      place: where it is.
       marked: the equation of the plan that it comes from; None if it has no mark.
       cast: which inserted cast of that equation it is; None if it is none.
     """
@@ -99,7 +98,6 @@ class Entry:
 
     Attributes:
       at: the equation; the first one of several.
-      direction: "forward" or "backward".
       operation: the name of the primitive.
       results: the floating results.
       operands: the floating operands, those that come from outside of it.

@@ -151,8 +151,10 @@ class Site:
         """
         held = _range(format, "overflow")
         is_at_the_top = math.frexp(self.amax)[1] - 1 == held.top
-        lost = is_at_the_top and held.cast(self.amax) == math.inf
-        return self._share(e for e in self.exponents if e > held.top - lost)
+        with np.errstate(all="ignore"):
+            fits = math.isfinite(np.float64(self.amax).astype(held.dtype))
+        top = held.top - (is_at_the_top and not fits)
+        return self._share(e for e in self.exponents if e > top)
 
     def underflow(self, format: DTypeLike) -> float:
         """Returns the share of the finite values that `format` turns into zero.
@@ -348,7 +350,6 @@ class _Range(NamedTuple):
     """What a format can hold.
 
     Attributes:
-      dtype: the dtype.
       top: the power of two of its largest number.
       normal: that of its smallest normal number.
       bottom: that of half its smallest number.
@@ -358,12 +359,6 @@ class _Range(NamedTuple):
     top: int
     normal: int
     bottom: int
-
-    def cast(self, magnitude: float) -> float:
-        """Returns what becomes of a finite magnitude; infinity if it is too large."""
-        with np.errstate(all="ignore"):
-            result = float(np.float64(magnitude).astype(self.dtype))
-        return result if math.isfinite(result) else math.inf
 
 
 def _range(format: DTypeLike, method: str) -> _Range:

@@ -105,7 +105,6 @@ class Lockstep(Walk[Pair]):
       operands: as in `Errors`.
       keys: the sites that are compared in each body, by the way to it.
       threaded: what runs constructs, and merges the distances of all runs.
-      path: the way to the body.
       turns: how often the body runs, as far as the program tells.
       size: how many values are compared, those of a `while` in one turn.
       pairs: what is to be compared, and the sites.

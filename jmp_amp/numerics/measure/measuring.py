@@ -115,21 +115,20 @@ class Table:
       sources: for each site, where the values are whose statistics its results have,
         and how many times over.
       makers: the sites that make something, those that do more than move: where their
-        operands and their results are.
+        operands are.
     """
 
-    entries: tuple[tuple[Path, Entry], ...]
-    groups: tuple[tuple[Layout, tuple[_Value, ...]], ...]
-    others: tuple[_Value, ...]
-    sources: tuple[tuple[tuple[_Position, int], ...], ...]
-    makers: dict[int, tuple[list[_Position], list[_Position]]]
+    entries: Sequence[tuple[Path, Entry]]
+    groups: Sequence[tuple[Layout, Sequence[_Value]]]
+    others: Sequence[_Value]
+    sources: Sequence[Sequence[tuple[_Position, int]]]
+    makers: dict[int, list[_Position]]
 
 
 class Measure:
     """An observer that measures the sites of a program.
 
     Attributes:
-      frames: the bodies of the program.
       tables: what to measure in each body that is seen, see `watch.bodies_inside`.
       mesh: of the devices that the program runs on, see `meshes.mesh_of`.
     """
@@ -196,9 +195,10 @@ class Measure:
         worst = jnp.concatenate([*worst, none])
         made = nans = jnp.zeros(0, jnp.uint32)
         if table.makers:
+            results = [[at for at, _ in table.sources[i]] for i in table.makers]
             before, after = (
                 worst[_matrix(each, len(worst) - 1)].max(axis=1)
-                for each in zip(*table.makers.values(), strict=True)
+                for each in ([*table.makers.values()], results)
             )
             made = first((after > Worst.FINITE) & (before == Worst.FINITE))
             nans = first((after == Worst.NAN) & (before < Worst.NAN))
@@ -290,22 +290,12 @@ def _table(frames: Mapping[Path, Frame]) -> Table:
     others = {key: x for key, x in read_alone.items() if key not in counted}
     keys = [*itertools.chain(*groups.values(), others)]
     position = {key: index for index, key in enumerate(keys)}
-    made_of = [
-        tuple((position[_key(value)], times) for value, times in each)
-        for each in results
-    ]
     return Table(
-        tuple(entries),
-        tuple((layout, tuple(group.values())) for layout, group in groups.items()),
-        tuple(others.values()),
-        tuple(made_of),
-        {
-            number: (
-                [position[_key(x)] for x in read],
-                [at for at, _ in made_of[number]],
-            )
-            for number, read in operands.items()
-        },
+        entries,
+        [(layout, [*group.values()]) for layout, group in groups.items()],
+        [*others.values()],
+        [[(position[_key(x)], times) for x, times in each] for each in results],
+        {number: [position[_key(x)] for x in operands[number]] for number in operands},
     )
 
 

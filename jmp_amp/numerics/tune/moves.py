@@ -85,7 +85,7 @@ class Menu:
     def policies(self, choice: Choice) -> PolicyMap:
         """Returns the map that a choice of moves makes."""
         names = sorted(move.name for move in choice if move.name)
-        default = self.start.default.with_full(*names) if names else self.start.default
+        default = self.start.default.with_full(*names)
         chosen = {
             move.pattern: self.candidates[level - 1]
             for move, level in choice.items()
