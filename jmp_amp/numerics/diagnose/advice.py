@@ -89,7 +89,7 @@ def _origin(runs: Runs) -> Iterator[str]:
     first = next((site for site in made if not _is_own(site, runs)), None)
     if first is None:
         return
-    told, fits = _made(first), not runs.overflow(first)
+    told, fits = _made(first, first.nonfinite), not runs.overflow(first)
     if not first.is_forward and runs.scale > 1.0 and first.is_in_half and fits:
         yield (
             f"{told}: the loss scale {scale_text(runs.scale)} is too large for this "
@@ -102,9 +102,9 @@ def _origin(runs: Runs) -> Iterator[str]:
         yield f"{told}: {_reason(first, runs.same(first))}.{wider}"
 
 
-def _made(site: Site) -> str:
-    many = f"{count(site.nonfinite)} of {count(site.size)} values"
-    return f"{place(site)} made {many} infinite or NaN ({run(site)})"
+def _made(site: Site, made: int, what: str = "infinite or NaN") -> str:
+    many = f"{count(made)} of {count(site.size)} values"
+    return f"{place(site)} made {many} {what} ({run(site)})"
 
 
 def _itself(runs: Runs) -> Iterator[str]:
@@ -114,7 +114,7 @@ def _itself(runs: Runs) -> Iterator[str]:
         return
     what = "function" if first.is_forward else "derivative"
     wide = "in f32 " if first.dtype == "f32" else ""
-    told = f"{wide}{_made(first)}."
+    told = f"{wide}{_made(first, first.nonfinite)}."
     run = [site for site in runs.sites if site.key == first.key]
     if runs.is_finite_itself:
         yield (
@@ -169,9 +169,8 @@ def _given(runs: Runs) -> Iterator[str]:
             known = runs.same(site)
             if known is not None and site.nonfinite > known.nonfinite:
                 yield (
-                    f"{place(site)} made {count(site.nonfinite - known.nonfinite)} of "
-                    f"{count(site.size)} values infinite or NaN ({run(site)}), beside "
-                    "those that are not finite in f32 either, such as a mask of -inf: "
+                    f"{_made(site, site.nonfinite - known.nonfinite)}, beside those "
+                    "that are not finite in f32 either, such as a mask of -inf: "
                     f"{_reason(site, known)}."
                 )
                 return
@@ -180,17 +179,10 @@ def _given(runs: Runs) -> Iterator[str]:
         if first is None:
             told = f"No operation made the first value that is not finite. {told}"
         yield told
-    nan = next((site for site in runs.sites if site.makes_nan), None)
     if first is not None:
         return
-    if nan is not None:
+    if nan := next((site for site in runs.sites if site.makes_nan), None):
         yield _made_of_infinities(nan, runs.same(nan))
-    elif arguments is None:
-        yield (
-            "No operation made the values that are not finite: an argument or a "
-            "constant is not finite already. Look at the batch and the parameters "
-            "with amp.all_finite."
-        )
     elif not arguments:
         yield (
             "No operation made the values that are not finite, and the arguments are "
@@ -200,9 +192,10 @@ def _given(runs: Runs) -> Iterator[str]:
 
 
 def _made_of_infinities(nan: Site, known: Site | None) -> str:
-    many = f"{count(nan.nans)} of {count(nan.size)} values"
-    told = f"{place(nan)} made {many} NaN ({run(nan)}), out of infinities that an "
-    told += "argument or a constant holds: inf - inf, 0 * inf, inf / inf."
+    told = (
+        f"{_made(nan, nan.nans, 'NaN')}, out of infinities that an argument or a "
+        "constant holds: inf - inf, 0 * inf, inf / inf."
+    )
     if known is not None and known.makes_nan:
         told += " The function does so itself, and no policy helps."
     if nan.operation == "sub" and nan.is_forward:
@@ -362,10 +355,8 @@ _FINDERS: dict[str, Callable[[Runs], Iterator[str]]] = {
     "underflow": _underflow,
     "lost": _lost,
     "summed": _summed,
-    "otherwise": lambda runs: ran_otherwise(
-        runs.sites, runs.reference, runs.rows or ()
-    ),
+    "otherwise": lambda runs: ran_otherwise(runs.sites, runs.reference, runs.rows),
     "error": _error,
     "pair": _pair,
-    "own": lambda runs: own_dtypes(runs.rows or (), "diagnose(fn, {})(...)"),
+    "own": lambda runs: own_dtypes(runs.rows, "diagnose(fn, {})(...)"),
 }

@@ -132,7 +132,7 @@ class _Body(NamedTuple):
 def _bodies(program: Program) -> Iterator[_Body]:
     for path, table in program.measure.tables.items():
         measured = program.statistics[path]
-        if measured is None or not (runs := int(measured.runs.numbers())):
+        if not (runs := int(measured.runs.numbers())):
             continue
         rows = [
             (group, row)

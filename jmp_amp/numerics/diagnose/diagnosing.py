@@ -207,7 +207,7 @@ def _ran(
         *is_finite,
         scale=1.0 if scaler is None else float(scaler.value),
         casts=scaled_casts(low, places),
-        arguments=None if is_finite[0] else nonfinite_arguments(),
+        arguments=() if is_finite[0] else nonfinite_arguments(),
         rows=rows,
     )
 

@@ -232,9 +232,8 @@ def of_gradients(gradients: Mapping[str, Gradient]) -> Table:
     return _shown(Table(title, columns, rows, numbers, "\n".join(notes)))
 
 
-def of_sites(sites: Iterable[Site], reference: Sequence[Site]) -> list[Table]:
+def of_sites(sites: Sequence[Site], reference: Sequence[Site]) -> list[Table]:
     """Returns one row for each site, one table for each module."""
-    sites = list(sites)
     same = counterparts(sites, reference)
     numbers = (*_FIGURES, "lost", "error", "growth")
     columns = ("#", "source", "operation", "", "dtype", "shape", *numbers)

@@ -199,8 +199,8 @@ class Runs:
         the policy and in the reference. Sites may be infinite, and be masked.
       scale: of the loss; 1.0 without one.
       casts: what the backward pass of the run casts to f16, as it is before.
-      arguments: those that are not finite, in words; None if that is not known.
-      rows: what `read_plan` tells of the equations; None if that is not known.
+      arguments: those that are not finite, in words, if the run was not finite.
+      rows: what `read_plan` tells of the equations.
     """
 
     given: PolicyMap
@@ -212,8 +212,8 @@ class Runs:
     is_finite_itself: bool
     scale: float = 1.0
     casts: tuple[Site, ...] = ()
-    arguments: Sequence[str] | None = None
-    rows: Sequence[Equation] | None = None
+    arguments: Sequence[str] = ()
+    rows: Sequence[Equation] = ()
 
     @functools.cached_property
     def same(self) -> Callable[[Site], Site | None]:
@@ -248,11 +248,9 @@ class Runs:
     @functools.cached_property
     def needs(self) -> list[Need]:
         """What the suggested policy mends: nothing inside of an autocast inside."""
-        rows, functions = self.rows or (), None
-        inside = {row.identity for row in rows if is_inside(row.asked_by)}
+        inside = {row.identity for row in self.rows if is_inside(row.asked_by)}
         mended = [site for site in self.sites if site.identity not in inside]
-        if self.rows is not None:
-            functions = {row.calls for row in rows if row.calls}
+        functions = {row.calls for row in self.rows if row.calls}
         return needs_of(mended, self.reference, functions)
 
     @functools.cached_property

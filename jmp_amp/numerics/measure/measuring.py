@@ -204,12 +204,7 @@ class Measure:
             nans = first((after == Worst.NAN) & (before < Worst.NAN))
         return _measured(found, bad, made, nans, 1)
 
-    def merged(
-        self, before: Measured | None, after: Measured | None
-    ) -> Measured | None:
-        if before is None or after is None:
-            return None
-
+    def merged(self, before: Measured, after: Measured) -> Measured:
         def first(a: jax.Array, b: jax.Array) -> jax.Array:
             later = jnp.where(b == NEVER, NEVER, b + before.turns.low)
             return jnp.where(a == NEVER, later, a)
@@ -224,11 +219,7 @@ class Measure:
             before.turns.plus(after.turns),
         )
 
-    def across(
-        self, statistic: Measured | None, axes: Sequence[str]
-    ) -> Measured | None:
-        if statistic is None:
-            return None
+    def across(self, statistic: Measured, axes: Sequence[str]) -> Measured:
         counts = tuple(each.across(axes) for each in statistic.counts)
         extremes, turns = jax.lax.pmax((statistic.extremes, statistic.turns), axes)
         firsts = statistic.bad, statistic.made, statistic.nans

@@ -38,7 +38,7 @@ class Program(NamedTuple):
     """
 
     measure: Measure
-    statistics: dict[Path, Measured | None]
+    statistics: dict[Path, Measured]
     outputs: list[Value]
     gradients: tuple[Value, ...]
 

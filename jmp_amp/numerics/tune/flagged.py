@@ -89,8 +89,7 @@ class Flagged(Walk[Held]):
         ]
 
     def constant(self, value: Value, var: Var) -> Held:
-        value = jnp.asarray(value) if isinstance(value, np.ndarray) else value
-        return Held(value, traced_dtype(var))
+        return Held(Replay().constant(value, var), traced_dtype(var))
 
     def literal(self, atom: Literal, dtype: np.dtype | None, saturate: bool) -> Held:
         # It may be a number of Python.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections import Counter
@@ -28,6 +29,7 @@ from jmp_amp.reports.rows import Equation
 _FEW_ELEMENTS = 2**22
 
 
+@dataclasses.dataclass
 class Bench:
     """The gradients of one call of a function, under policies.
 
@@ -39,12 +41,11 @@ class Bench:
       reference: the gradient of the function as it is, flat.
     """
 
-    def __init__(
-        self, loss: Callable[..., AbstractContextManager[LossCall]], call: str, say: Say
-    ):
-        self.loss, self.call, self.say = loss, call, say
-        self.compilations = 0
-        self.reference = np.zeros(0)
+    loss: Callable[..., AbstractContextManager[LossCall]]
+    call: str
+    say: Say
+    compilations: int = 0
+    reference: np.ndarray = dataclasses.field(init=False)
 
     def compiled(
         self, function: Callable[..., Any], *args: Value, in_haste: bool = False
