@@ -21,7 +21,6 @@ from jmp_amp.numerics.tune.moves import menu_of
 from jmp_amp.numerics.tune.searching import Search
 from jmp_amp.numerics.tune.trials import Bench, gradient_flops, gradients_of
 from jmp_amp.numerics.tune.tuning import Tuned, Tuning
-from jmp_amp.plan.dataflow.values import traced_dtype
 from jmp_amp.plan.program import binding
 from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
 from jmp_amp.plan.program.jaxprs import Value
@@ -31,7 +30,7 @@ from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.policies.two_calls import Waiting, in_two_calls
 from jmp_amp.reports.askers import own_dtypes
-from jmp_amp.reports.reading import read_plan
+from jmp_amp.reports.reading import inputs_of, read_plan
 from jmp_amp.training.gradients import Argnums
 
 
@@ -215,12 +214,7 @@ class _Tuner:
         self, loss: LossCall, groups: Sequence[Group]
     ) -> Callable[[tuple[int, ...]], float]:
         """Returns the error of the flagged program, given the level of each group."""
-        # In which the plan holds the inputs; None for those never cast.
-        dtypes = [
-            np.dtype(x.dtype) if traced_dtype(v) is not None else None
-            for x, v in zip(loss.arrays, loss.call.jaxpr.jaxpr.invars, strict=True)
-        ]
-        numbers = {group: i for i, group in enumerate(groups)}
+        dtypes, numbers = inputs_of(loss.call), {g: i for i, g in enumerate(groups)}
         others = _levels_of(self.candidates)
 
         def flagged(flags: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
