@@ -8,11 +8,7 @@ import pytest
 from flax import linen as nn
 
 import jmp_amp as amp
-from jmp_amp.numerics.diagnose.suggestions import (
-    needs_of,
-    suggested_loss_scale,
-    suggested_policy,
-)
+from jmp_amp.numerics.diagnose.suggestions import Runs, needs_of, suggested_policy
 from tests.numerics.made import site
 
 F16 = amp.PolicyMap("mixed_float16")
@@ -29,6 +25,10 @@ def backward(amax, *dtypes):
         for i, value in enumerate(amax)
     ]
     return sites, reference
+
+
+def suggested_loss_scale(sites, reference):
+    return Runs(F16, sites, reference, None, {}, True, True).suggested_scale
 
 
 @pytest.mark.parametrize(

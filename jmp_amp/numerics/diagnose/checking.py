@@ -128,8 +128,7 @@ class Checks:
     def _ran(self, call: LossCall, run_program: RunProgram, scale: float) -> _Tried:
 
         def finite(scale: Value, arrays: Sequence[Value]) -> tuple[Value, Value]:
-            scaled = static_loss_scale(scale).scale
-            both = call.with_gradients(run_program, scaled)
+            both = call.with_gradients(run_program, static_loss_scale(scale).scale)
             outputs, gradients = both(*arrays)
             return ends_well(call, outputs, gradients), ends_well(call, outputs, ())
 

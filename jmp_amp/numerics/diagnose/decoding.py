@@ -202,5 +202,4 @@ def _error_of(
     if errors is None or error is None or entry.direction != FORWARD:
         return None, None
     before = max(errors.of_operands(key), roundoff)
-    amplified = 1.0 if math.isinf(before) else error / before
-    return error, amplified
+    return error, 1.0 if math.isinf(before) else error / before

@@ -244,9 +244,12 @@ class _Reader:
         last = at.marked
         if at.fp8 is not None and _makes_8_bits(at):
             return None if at.place.again else _quantised(at, at.fp8)
-        is_product = last is not None and at.cast is None and _is_one_product(last)
-        if is_product and not _is_product(at):
-            return None
+        product = None
+        if last is not None and at.cast is None and _is_one_product(last):
+            product = last.eqn.primitive.name
+            names = product, "custom_linear_solve"
+            if kind_of(at.name) is not Kind.PRODUCT and at.name not in names:
+                return None
         direction = self._direction(at, own)
         if direction is None:
             return None
@@ -256,9 +259,9 @@ class _Reader:
                 # Others are for the derivative: that of singular values needs vectors.
                 results = results[: len(last.eqn.outvars)]
         results = [v for v in results if jaxprs.is_floating(v) and v in read]
-        if last is not None and is_product:
+        if product is not None:
             # Other results of the equations that are solved are none of it.
-            operation, results = last.eqn.primitive.name, results[:1]
+            operation, results = product, results[:1]
         operands = [v for v in at.eqn.invars if jaxprs.is_floating(v)]
         return Entry(at, direction, operation, results, operands)
 
@@ -317,13 +320,6 @@ def _is_one_product(marked: Marked) -> bool:
         return True
     is_product = kind_of(marked.eqn.primitive.name) is Kind.PRODUCT
     return is_product and bool(marked.planned.f32_gradients)
-
-
-def _is_product(at: At) -> bool:
-    """Whether an equation is the product itself, see `_is_one_product`."""
-    assert at.marked is not None
-    names = at.marked.eqn.primitive.name, "custom_linear_solve"
-    return kind_of(at.name) is Kind.PRODUCT or at.name in names
 
 
 def _makes_8_bits(at: At) -> bool:

@@ -112,8 +112,7 @@ class PlanMarks(Marks):
 
     def derivative(self, rule: Plan, eqn: Eqn, planned: EquationPlan) -> None:
         body, index = self._names[planned]
-        identity = self.equations[body, index].identity
-        path = *identity, len(planned.bodies)
+        path = *self.equations[body, index].identity, len(planned.bodies)
         self._add(rule, path, _unneeded(rule, len(eqn.outvars)))
         for each, inner in zip(rule.equations, rule.body.jaxpr.eqns, strict=True):
             if jaxprs.is_custom_jvp(inner) and _same_function(inner, eqn):

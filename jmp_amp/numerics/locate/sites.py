@@ -170,8 +170,7 @@ class Site:
           >>> site.underflow("f16"), site.underflow("bf16"), site.underflow("e4m3")
           (0.25, 0.0, 0.25)
         """
-        held = _range(format, "underflow")
-        border = self._lost_below(held)
+        border = self._lost_below(_range(format, "underflow"))
         return self._share(e for e in self.exponents if e < border)
 
     def subnormal(self, format: DTypeLike) -> float:
@@ -337,10 +336,9 @@ def scaled(site: Site, scale: float) -> Site:
     """Returns a site with all values multiplied by a power of two."""
     fraction, shift = math.frexp(scale)
     assert fraction == 0.5
-    exponents = {e + shift - 1: count for e, count in site.exponents.items()}
     return dataclasses.replace(
         site,
-        exponents=exponents,
+        exponents={e + shift - 1: count for e, count in site.exponents.items()},
         amax=site.amax * scale,
         amin=site.amin * scale,
     )

@@ -218,8 +218,9 @@ class Lockstep(Walk[Pair]):
             if jaxprs.is_mutable(atom):
                 for key in each.made:
                     self._note(key, made)
-        results = []
-        for var, low, other in zip(eqn.outvars, bound, full, strict=True):
+        results, cast = [], None
+        made_of = zip(eqn.outvars, bound, full, planned.writes, strict=True)
+        for var, low, other, dtype in made_of:
             pair = Pair(low, other, made)
             if jaxprs.is_mutable(var):
                 # It has a key of its own, as if it were a site.
@@ -230,19 +231,13 @@ class Lockstep(Walk[Pair]):
                 self.operands[identity, None] = made
             elif jaxprs.is_floating(var):
                 pair = self._compare((identity, None), pair, operands)
-            results.append(pair)
-        return self._written(planned, results)
-
-    def _written(self, planned: EquationPlan, results: Sequence[Pair]) -> list[Pair]:
-        """Returns results in the dtypes that they are kept in."""
-        kept, key = [], None
-        for pair, dtype in zip(results, planned.writes, strict=True):
             if dtype is not None and pair.low.dtype != dtype:
-                key = key or self._next_cast()
-                low = jax.lax.convert_element_type(pair.low, dtype)
-                pair = self._compare(key, Pair(low, pair.full), [pair])
-            kept.append(pair)
-        return kept
+                # It is kept in another dtype.
+                cast = cast or self._next_cast()
+                low = jax.lax.convert_element_type(low, dtype)
+                pair = self._compare(cast, Pair(low, other), [pair])
+            results.append(pair)
+        return results
 
     def _call(
         self, eqn: Eqn, planned: EquationPlan, operands: list[Pair]

@@ -306,10 +306,7 @@ def _is_finite(atom: Atom) -> bool:
 
 
 def _source(atom: Atom, makers: Mapping[Var, Eqn]) -> tuple[Atom, int]:
-    """Returns the value that `atom` moves or repeats, and how many times over.
-
-    That is `atom` itself, if it does neither.
-    """
+    """Returns what `atom` moves or repeats, else itself, and how many times over."""
     times = 1
     while not isinstance(atom, Literal) and atom in makers:
         eqn = makers[atom]

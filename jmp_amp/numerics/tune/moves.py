@@ -216,10 +216,9 @@ def _joined(
 
 def _generalised(path: str, place: int | None) -> str:
     """Returns a glob with `*` for the numbers in a path, or in one of its names."""
-    names = map(_escaped, path.split("/"))
     return "/".join(
         re.sub(r"\d+", "*", name) if place in (None, i) else name
-        for i, name in enumerate(names)
+        for i, name in enumerate(map(_escaped, path.split("/")))
     )
 
 

@@ -170,14 +170,13 @@ class _Tuner:
         def expected(levels: tuple[int, ...]) -> float:
             return levels_tell((*levels, *(BASE for _ in fixed)))
 
-        sensitivity = {group: alone({group}) for group in menu.groups}
         search = Search(
             menu,
             self.bound,
             expected,
             bench.measured,
             lambda: bench.compilations,
-            sensitivity,
+            {group: alone({group}) for group in menu.groups},
         )
         policies = search.found()
         if policies is None:
@@ -215,10 +214,9 @@ class _Tuner:
     ) -> Callable[[tuple[int, ...]], float]:
         """Returns the error of the flagged program, given the level of each group."""
         dtypes, numbers = inputs_of(loss.call), {g: i for i, g in enumerate(groups)}
-        others = _levels_of(self.candidates)
 
         def flagged(flags: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-            walk = Flagged(flags, numbers, others)
+            walk = Flagged(flags, numbers, _levels_of(self.candidates))
 
             def run(arrays: Sequence[Value]) -> list[Value]:
                 return walk.run(
