@@ -81,7 +81,6 @@ def shown(progress: bool) -> Iterator[Say]:
         yield lambda text: None
         return
     columns = (SpinnerColumn(), TextColumn("tune: {task.description}"))
-    console = Console(stderr=True)
-    with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("tracing", total=None)
         yield lambda text: bar.update(task, description=text, refresh=True)

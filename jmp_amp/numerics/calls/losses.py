@@ -48,7 +48,6 @@ class LossCall:
     """A call of a function, planned, and its gradient if it has one.
 
     Attributes:
-      call: the planned call.
       loss: which output of the program is the loss; None if the function returns
         something else, which has no gradient.
       keys: which inputs of the program are differentiated, and the key path of each in

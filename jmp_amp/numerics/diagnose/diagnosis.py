@@ -78,12 +78,9 @@ class Diagnosis(tables.Shown, plain_data.Written):
     @property
     def blame(self) -> tuple[Site, ...]:
         """The forward sites that make the error larger, the largest factor first."""
-        found = [
-            site for site in self.sites if site.is_forward and site.error is not None
-        ]
-        return tuple(
-            sorted(found, key=lambda site: -sites.or_infinite(site.amplification))
-        )
+        found = [x for x in self.sites if x.is_forward and x.error is not None]
+        found.sort(key=lambda site: -sites.or_infinite(site.amplification))
+        return tuple(found)
 
     @functools.cached_property
     def quantised(self) -> tuple[EightBits, ...]:
@@ -113,8 +110,7 @@ class Diagnosis(tables.Shown, plain_data.Written):
         if (first := self.first_nonfinite) is not None:
             parts.append(f"first made by {wording.place(first)}, {wording.run(first)}")
         if gradients:
-            scale = tables.scale_text(self.loss_scale)
-            parts.append(f"suggested loss scale {scale}")
+            parts.append(f"suggested loss scale {tables.scale_text(self.loss_scale)}")
         return f"{self.function} with {self.given}: {'; '.join(parts)}"
 
     def __eq__(self, other: object) -> bool:

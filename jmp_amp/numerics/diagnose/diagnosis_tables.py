@@ -243,9 +243,7 @@ def of_sites(sites: Sequence[Site], reference: Sequence[Site]) -> list[Table]:
         times = f" x{site.times}" if site.times > 1 else ""
         turn = "" if site.turn is None else f" (turn {site.turn})"
         amax, amin, zeros, nonfinite = _figures(site)
-        lost = 0.0
-        if known is not None and site.is_in_half:
-            lost = known.underflow(site.dtype)
+        lost = known.underflow(site.dtype) if known and site.is_in_half else 0.0
         shown.setdefault(path, Table(path, columns, [], numbers)).rows.append(
             (
                 site.identity,

@@ -144,8 +144,7 @@ def frames_of(
     """Returns the bodies of a replay with marks, or of its gradient."""
     reader = _Reader(marks, differentiated)
     body = jaxprs.body_of(program)
-    outputs = (True,) * len(body.jaxpr.outvars)
-    reader.read(body, (), Place((), marks.main), outputs)
+    reader.read(body, (), Place((), marks.main), (True,) * len(body.jaxpr.outvars))
     return reader.found
 
 
@@ -294,9 +293,8 @@ def _is_more(scope: str, chain: Sequence[Marked], name: str) -> bool:
     A function may differentiate another one itself.
     """
     count = scope.count(name)
-    return count > 0 and count > sum(
-        jaxprs.scope_text(each.eqn).count(name) for each in chain
-    )
+    own = (jaxprs.scope_text(each.eqn).count(name) for each in chain)
+    return count > 0 and count > sum(own)
 
 
 def _fills(eqn: Eqn, filled: Collection[Var]) -> bool:

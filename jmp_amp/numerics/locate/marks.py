@@ -28,7 +28,6 @@ class Marked(NamedTuple):
       identity: which one; that of the first call, if its body is called several times.
       body: the number of its body.
       eqn: the equation as it was traced.
-      planned: its plan.
       is_derivative: whether it exists for a derivative only.
     """
 

@@ -6,6 +6,7 @@ of two of the values tell which share of them a format cannot hold.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -236,7 +237,6 @@ class Gradient(Numbers):
     """What the numbers of one parameter's gradient were, unscaled.
 
     Attributes:
-      amax, amin, zeros, nonfinite, size: as of a `Site`.
       error: the relative L2 distance to the gradient without a policy; 0.0 if both are
         zero. Values that are not finite count as in `Site.error`.
 
@@ -360,24 +360,19 @@ class _Range(NamedTuple):
 
 
 def _range(format: DTypeLike, method: str) -> _Range:
-    dtype = _dtype(format)
+    dtype = None
+    if isinstance(format, str):
+        is_other_name = format.strip().lower() == "e4m3fn"
+        dtype = _FORMATS["e4m3"] if is_other_name else parse_dtype(format)
+    elif format is not None:
+        with contextlib.suppress(TypeError):
+            dtype = jnp.dtype(format)
     if dtype not in _FORMATS.values():
         raise ValueError(
             f"Site.{method}({format!r}): no known format. Use one of "
             f"{', '.join(_FORMATS)}, or the dtype."
         )
     return _range_of(dtype)
-
-
-def _dtype(format: DTypeLike) -> np.dtype | None:
-    if isinstance(format, str):
-        name = format.strip().lower()
-        # A name that `parse_dtype` does not know.
-        return _FORMATS["e4m3"] if name == "e4m3fn" else parse_dtype(name)
-    try:
-        return None if format is None else jnp.dtype(format)
-    except TypeError:
-        return None
 
 
 @functools.cache

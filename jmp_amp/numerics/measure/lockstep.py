@@ -74,9 +74,8 @@ def errors(
     """
     walk = Lockstep(meshes.mesh_of(arrays))
     # An array in both is one input: the program takes no copy of it.
-    others = {
-        i: b for i, (a, b) in enumerate(zip(arrays, traced, strict=True)) if a is not b
-    }
+    inputs = enumerate(zip(arrays, traced, strict=True))
+    others = {i: full for i, (low, full) in inputs if low is not full}
 
     def run(arrays: Sequence[Value], others: Mapping[int, Value]) -> Distances:
         full = [others.get(i, each) for i, each in enumerate(arrays)]

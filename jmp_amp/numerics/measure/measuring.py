@@ -161,13 +161,10 @@ class Measure:
     def nothing(self, path: Path) -> Measured | None:
         if (table := self.tables.get(path)) is None:
             return None
-        nothing = [
-            statistics.none_counted(len(atoms), layout)
-            for layout, atoms in table.groups
-        ]
+        found = [statistics.none_counted(len(x), layout) for layout, x in table.groups]
         bad = jnp.full(sum(len(atoms) for _, atoms in table.groups), NEVER, jnp.uint32)
         made = jnp.full(len(table.makers), NEVER, jnp.uint32)
-        return _measured(nothing, bad, made, made, 0)
+        return _measured(found, bad, made, made, 0)
 
     def seen(self, path: Path, run: Run) -> Measured | None:
         if (table := self.tables.get(path)) is None:
@@ -186,9 +183,7 @@ class Measure:
             for layout, atoms in table.groups
         ]
         pairs = zip(found, table.groups, strict=True)
-        worst = [
-            statistics.worst_counted(each.counts, layout) for each, (layout, _) in pairs
-        ]
+        worst = [statistics.worst_counted(x.counts, layout) for x, (layout, _) in pairs]
         none = jnp.zeros(1, jnp.int32)
         bad = first(jnp.concatenate([none, *worst])[1:] > Worst.FINITE)
         worst.append(statistics.worst_of(list(map(read, table.others)), self.mesh))

@@ -78,9 +78,7 @@ class Menu:
             if move.name
             for group in move.reaches
         }
-        return tuple(
-            named.get(group, 0) or _nearest(paths, group.path) for group in self.groups
-        )
+        return tuple(named.get(g, 0) or _nearest(paths, g.path) for g in self.groups)
 
     def policies(self, choice: Choice) -> PolicyMap:
         """Returns the map that a choice of moves makes."""

@@ -143,11 +143,13 @@ class _Tuner:
 
     def tuning(self) -> Tuning:
         bench = self.bench
+        # What the flags above `BASE` round to; the last of all leaves values.
+        dtypes = [each.compute_dtype for each in self.candidates]
+        others = [*(dtype if is_half(dtype) else None for dtype in dtypes), None]
         bench.refer(self.start)
         bench.say("tracing")
         with losses.called_beside_f32(bench.loss, self.start) as loss:
-            found = list(members(loss.plan))
-            rows = read_plan(loss.call)
+            found, rows = list(members(loss.plan)), read_plan(loss.call)
             gradient = binding.trace(gradients_of(loss, loss.run), loss.arrays)
             menu = menu_of(
                 self.start,
@@ -159,10 +161,10 @@ class _Tuner:
             fixed = dict.fromkeys(m.group for m in found if m.group.is_fixed)
             groups = (*menu.groups, *fixed)
             bench.say("compiling the program with flags")
-            levels_tell = self._expected(loss, groups)
+            levels_tell = self._expected(loss, groups, others)
         self.notes = tuple(own_dtypes(rows, "tune(fn, {}, max_grad_error=...)(...)"))
         bench.say("measuring modules")
-        exact = _levels_of(self.candidates).index(None) + 1
+        exact = others.index(None) + 1
 
         def alone(those: Collection[Group]) -> float:
             return levels_tell(tuple(BASE if g in those else exact for g in groups))
@@ -210,18 +212,17 @@ class _Tuner:
         )
 
     def _expected(
-        self, loss: LossCall, groups: Sequence[Group]
+        self, loss: LossCall, groups: Sequence[Group], others: Sequence[np.dtype | None]
     ) -> Callable[[tuple[int, ...]], float]:
         """Returns the error of the flagged program, given the level of each group."""
         dtypes, numbers = inputs_of(loss.call), {g: i for i, g in enumerate(groups)}
 
         def flagged(flags: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-            walk = Flagged(flags, numbers, _levels_of(self.candidates))
+            walk = Flagged(flags, numbers, others)
 
             def run(arrays: Sequence[Value]) -> list[Value]:
-                return walk.run(
-                    loss.plan, list(map(Held, loss.call.as_traced(arrays), dtypes))
-                )
+                held = map(Held, loss.call.as_traced(arrays), dtypes)
+                return walk.run(loss.plan, list(held))
 
             return gradients_of(loss, run)(*arrays)
 
@@ -268,9 +269,3 @@ class _Tuner:
             f"max_grad_error={self.bound!r}. The smallest error is "
             f"{measured.error:.3g}, with {str(best)!r}. {told}"
         )
-
-
-def _levels_of(candidates: Sequence[Policy]) -> list[np.dtype | None]:
-    """Returns what the flags above `BASE` round to; the last of all leaves values."""
-    dtypes = [each.compute_dtype for each in candidates]
-    return [*(dtype if is_half(dtype) else None for dtype in dtypes), None]
