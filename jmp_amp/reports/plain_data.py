@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,25 @@ import numpy as np
 from jmp_amp.policies.dtypes import PyTree
 
 _WORDS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+class Written(abc.ABC):
+    """A result that is written as plain data, and read back."""
+
+    @classmethod
+    @abc.abstractmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Returns the result that `to_dict` wrote."""
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Returns the result that `to_json` wrote.
+
+        Raises:
+          TypeError: if `text` is not text.
+          ValueError: if it is not what `to_json` wrote.
+        """
+        return cls.from_dict(parsed(text, cls.__name__))
 
 
 def written(value: PyTree) -> Any:

@@ -16,7 +16,7 @@ from jmp_amp.reports.why import Why
 
 
 @dataclasses.dataclass(frozen=True)
-class Report(tables.Shown):
+class Report(tables.Shown, plain_data.Written):
     """The plan of a function under autocast, as plain data; `explain` makes it.
 
     `str(report)` is a table, and so is a report at the end of a notebook's cell. It is
@@ -333,16 +333,6 @@ class Report(tables.Shown):
             read["largest_kept"] = tuple(map(_kept, data["largest_kept"]))
             read["unused_rules"] = tuple(data["unused_rules"])
         return cls(**read)
-
-    @classmethod
-    def from_json(cls, text: str) -> Report:
-        """Returns the report that `to_json` wrote.
-
-        Raises:
-          TypeError: if `text` is not text.
-          ValueError: if it is not what `to_json` wrote.
-        """
-        return cls.from_dict(plain_data.parsed(text, "Report"))
 
     def _tables(self) -> list[tables.Table]:
         in_f64 = [e for e in self.equations if e.dtype == "f64" and e.matmuls]

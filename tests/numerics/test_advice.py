@@ -20,7 +20,7 @@ ATTN = {"module": "GPT/attn", "path": "attn", "source": "/home/me/gpt.py:41"}
 MADE = {"nonfinite": 1, "makes_nonfinite": True}
 
 
-def advice(sites, reference, *, gradients=(), scale=1.0, value=1.0):
+def advice(sites, reference, *, gradients=(), value=1.0, **fields):
     gradients = dict(gradients)
     values = [*gradients.values()]
     is_finite = is_all_finite(value) and not any(each.nonfinite for each in values)
@@ -30,9 +30,7 @@ def advice(sites, reference, *, gradients=(), scale=1.0, value=1.0):
         )
         for those in (sites, reference)
     )
-    runs = Runs(
-        F16, sites, reference, value, gradients, is_finite, is_finite, scale=scale
-    )
+    runs = Runs(F16, sites, reference, value, gradients, is_finite, is_finite, **fields)
     return tuple(each.text for each in advise(runs))
 
 
@@ -119,8 +117,14 @@ def test_what_came_first_is_told_first():
 
 
 def test_an_argument_that_is_not_finite_is_not_blamed_on_an_operation():
-    (told,) = advice([site([NAN], dtype="f16")], [site([NAN])], value=jnp.nan)
-    assert "an argument or a constant" in told
+    sites, reference = [site([NAN], dtype="f16")], [site([NAN])]
+    (told,) = advice(sites, reference, value=NAN, arguments=["x holds 1 NaN"])
+    assert told.startswith("No operation made the first value that is not finite.")
+    assert told.endswith("The argument x holds 1 NaN.")
+    # Those that the function closes over are no arguments.
+    (told,) = advice(sites, reference, value=NAN)
+    assert told.startswith("No operation made the values that are not finite")
+    assert "closes over, or a constant" in told
 
 
 def backward(values, dtype="f16", **fields):

@@ -161,7 +161,17 @@ def small(h):
     return jnp.sum(h) * 1e-6
 
 
+@amp.with_policy("mixed_float16")
+def marked_sum_and_product(x, w):
+    return (x + x) @ (w / 2)
+
+
 MARKED = {
+    "function behind a sum": (
+        lambda w, x: small(marked_sum_and_product(x, w)),
+        jnp.full((8, 8), 300.0),
+        "dot_general (test_checking.py:",
+    ),
     "function": (
         lambda w, x: small(marked_product(x, w)),
         jnp.full((8, 8), 300.0),

@@ -204,6 +204,22 @@ def test_what_exists_for_the_derivative_alone_is_backward():
     )
 
 
+def test_what_a_rule_of_the_user_computes_for_the_tangent_is_backward():
+    @jax.custom_jvp
+    def fn(x):
+        return jnp.exp(x)
+
+    @fn.defjvp
+    def rule(primals, tangents):
+        (x,), (tangent,) = primals, tangents
+        return jnp.exp(x), jnp.cos(x) * tangent
+
+    d = amp.diagnose(lambda x: jnp.sum(fn(x)), "float32")(jnp.float32([0.0, 1.0]))
+    forward = [s.operation for s in d.sites if s.direction == "forward"]
+    assert forward == ["exp", "reduce_sum"]
+    assert only(d.sites, "cos", "backward").amax == 1.0
+
+
 @pytest.mark.slow
 def test_what_a_checkpoint_computes_again_is_no_site_again():
     def block(x):

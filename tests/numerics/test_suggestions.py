@@ -8,11 +8,7 @@ import pytest
 from flax import linen as nn
 
 import jmp_amp as amp
-from jmp_amp.numerics.diagnose.suggestions import (
-    needs_of,
-    suggested_loss_scale,
-    suggested_policy,
-)
+from jmp_amp.numerics.diagnose.suggestions import Runs, needs_of, suggested_policy
 from tests.numerics.made import site
 
 F16 = amp.PolicyMap("mixed_float16")
@@ -29,6 +25,10 @@ def backward(amax, *dtypes):
         for i, value in enumerate(amax)
     ]
     return sites, reference
+
+
+def suggested_loss_scale(sites, reference, **fields):
+    return Runs(F16, sites, reference, None, {}, True, True, **fields).suggested_scale
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,14 @@ def test_without_f16_or_without_a_backward_pass_the_loss_scale_is_one():
     assert suggested_loss_scale(*backward([1e-6], "bf16")) == 1.0
     assert suggested_loss_scale(*backward([1e-6], "f32")) == 1.0
     assert suggested_loss_scale([site(dtype="f16")], [site()]) == 1.0
+
+
+def test_what_the_run_casts_to_f16_has_to_fit_without_the_scale_that_it_had():
+    sites, reference = backward([1e-3], "f16")
+    assert suggested_loss_scale(sites, reference) == 2.0**22
+    casts = [site([1.0 * 2.0**12], direction="backward")]
+    scale = suggested_loss_scale(sites, reference, scale=2.0**12, casts=casts)
+    assert scale == 2.0**15 and scale <= 65504 < 2 * scale
 
 
 def pair(values, path, dtype="f16", **fields):

@@ -21,18 +21,13 @@ Say = Callable[[str], None]
 
 def checked_bound(bound: object) -> float:
     """Returns a bound on the gradient error, if it is a positive, finite number."""
-    written = f"tune(fn, max_grad_error={bound!r})"
+    written = f"tune(fn, max_grad_error={bound!r}): the bound is a"
+    remedy = "Give the relative error that the gradient may have, such as 0.01."
     if isinstance(bound, bool) or not isinstance(bound, numbers.Real):
-        raise TypeError(
-            f"{written}: the bound is a number, found {type(bound).__name__}. Give the "
-            "relative error that the gradient may have, such as 0.01."
-        )
+        raise TypeError(f"{written} number, found {type(bound).__name__}. {remedy}")
     value = float(bound)
     if not (value > 0 and math.isfinite(value)):
-        raise ValueError(
-            f"{written}: the bound is a positive number. Give the relative error that "
-            "the gradient may have, such as 0.01."
-        )
+        raise ValueError(f"{written} positive number. {remedy}")
     return value
 
 
@@ -68,14 +63,14 @@ def checked_candidates(candidates: object) -> tuple[Policy, ...]:
     return tuple(checked)
 
 
-def check_loss(loss: LossCall, call: str) -> None:
+def check_loss(loss: LossCall) -> None:
     """Raises a TypeError if a function returns no real scalar."""
     if loss.loss is None:
         returned = jax.tree.map(str, loss.call.jaxpr.out_avals)
         raise TypeError(
-            f"{call}: fn has to return one real floating-point scalar, the loss, but "
-            f"its results are {', '.join(returned) or 'no arrays'}. Tune the loss "
-            "function; one that returns (loss, aux) wants has_aux=True."
+            f"{loss.written}: fn has to return one real floating-point scalar, the "
+            f"loss, but its results are {', '.join(returned) or 'no arrays'}. Tune the "
+            "loss function; one that returns (loss, aux) wants has_aux=True."
         )
 
 
@@ -86,7 +81,6 @@ def shown(progress: bool) -> Iterator[Say]:
         yield lambda text: None
         return
     columns = (SpinnerColumn(), TextColumn("tune: {task.description}"))
-    console = Console(stderr=True)
-    with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("tracing", total=None)
         yield lambda text: bar.update(task, description=text, refresh=True)

@@ -132,7 +132,6 @@ def _cloned(tree: PyTree) -> PyTree:
 
 def _as_array(leaf: PyTree) -> PyTree:
     """Returns a number of Python or numpy as an array, as `jax.grad` does."""
-    is_number = isinstance(leaf, numbers.Real) and not isinstance(
-        leaf, numbers.Integral | np.bool_
-    )
+    is_whole = isinstance(leaf, numbers.Integral | np.bool_)
+    is_number = isinstance(leaf, numbers.Real) and not is_whole
     return jnp.asarray(leaf) if is_number else leaf

@@ -88,10 +88,7 @@ class Executables:
             yield compile_
 
     def once(self, key: Hashable, begin: Callable[[], _Compiling]) -> _Compiling:
-        """Returns what `begin` began when it was first called for the key.
-
-        It is called again if that failed.
-        """
+        """Returns what `begin` began for the key; it begins again if that failed."""
         with self._lock:
             known = self._known.pop(key, None)
             if known is None or (known.done() and known.exception() is not None):

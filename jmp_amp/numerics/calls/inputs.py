@@ -36,12 +36,9 @@ def _leaves(
 ) -> Iterator[tuple[str, PyTree]]:
     for argument, tree in _named(fn, args, kwargs).items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node):
-            inside = [((), leaf)]
-            if is_node(leaf):
-                is_graph = isinstance(leaf, nnx.GraphDef)
-                state = {} if is_graph else nnx.state(leaf)
-                inside = jax.tree_util.tree_leaves_with_path(state)
-            for rest, value in inside:
+            is_object = is_node(leaf) and not isinstance(leaf, nnx.GraphDef)
+            inside = nnx.state(leaf) if is_object else leaf
+            for rest, value in jax.tree_util.tree_leaves_with_path(inside):
                 yield argument + jax.tree_util.keystr((*path, *rest)), value
 
 

@@ -48,7 +48,6 @@ class LossCall:
     """A call of a function, planned, and its gradient if it has one.
 
     Attributes:
-      call: the planned call.
       loss: which output of the program is the loss; None if the function returns
         something else, which has no gradient.
       keys: which inputs of the program are differentiated, and the key path of each in
@@ -155,20 +154,20 @@ def check_measured(name: str, fn: object, argnums: Any) -> None:
 @contextlib.contextmanager
 def loss_call(
     fn: AnyFn,
-    policies: PolicyMap,
     args: tuple[PyTree, ...],
     kwargs: Mapping[str, PyTree],
     argnums: Argnums,
     has_aux: bool,
     call: str,
-    cpu: Cpu | None = None,
+    cpu: Cpu | None,
+    policies: PolicyMap,
     notes_modules: bool = True,
 ) -> Iterator[LossCall]:
     """Traces and plans `fn(*args, **kwargs)`; nothing is executed.
 
     Args:
-      fn, policies, args, kwargs, argnums, has_aux, cpu: as those of `autocast` and
-        `amp.value_and_grad`.
+      fn, args, kwargs, argnums, has_aux, cpu, policies: as those of `autocast` and
+        `amp.value_and_grad`. Without `policies` it is a `Called`.
       call: the caller's call as written, for errors.
       notes_modules: whether name scopes say which module runs, see `scopes.module_of`.
 

@@ -13,7 +13,7 @@ from jmp_amp.numerics.diagnose.turns import ran_otherwise
 from jmp_amp.numerics.diagnose.wording import number, place, run, share
 from jmp_amp.numerics.locate.sites import Site, or_infinite, scaled
 from jmp_amp.plan.tables.operations import Also, named
-from jmp_amp.policies.dtypes import PyTree, parse_dtype
+from jmp_amp.policies.dtypes import parse_dtype
 from jmp_amp.reports import plain_data
 from jmp_amp.reports.askers import own_dtypes
 from jmp_amp.reports.tables import count, listed, scale_text
@@ -66,19 +66,15 @@ def _summed(runs: Runs) -> Iterator[str]:
 
 def _pair(runs: Runs) -> Iterator[str]:
     """Yields how to differentiate a function that returns a loss and more."""
-    if not runs.gradients and _begins_with_a_number(runs.value):
+    value = runs.value
+    if runs.gradients or not isinstance(value, tuple) or len(value) != 2:
+        return
+    is_scalar = isinstance(value[0], jax.Array) and not value[0].shape
+    if is_scalar and jnp.issubdtype(value[0].dtype, jnp.floating):
         yield (
             "The function returns a tuple, so the backward pass did not run. If its "
             "first element is the loss, give has_aux=True."
         )
-
-
-def _begins_with_a_number(value: PyTree) -> bool:
-    if not isinstance(value, tuple) or len(value) != 2:
-        return False
-    first = value[0]
-    is_scalar = isinstance(first, jax.Array) and not first.shape
-    return is_scalar and jnp.issubdtype(first.dtype, jnp.floating)
 
 
 def _is_own(site: Site, runs: Runs) -> bool:
@@ -93,9 +89,7 @@ def _origin(runs: Runs) -> Iterator[str]:
     first = next((site for site in made if not _is_own(site, runs)), None)
     if first is None:
         return
-    known = runs.same(first)
-    told = _made(first)
-    fits = known is None or not known.overflow(first.dtype)
+    told, fits = _made(first, first.nonfinite), not runs.overflow(first)
     if not first.is_forward and runs.scale > 1.0 and first.is_in_half and fits:
         yield (
             f"{told}: the loss scale {scale_text(runs.scale)} is too large for this "
@@ -105,12 +99,12 @@ def _origin(runs: Runs) -> Iterator[str]:
     else:
         is_narrow = first.dtype == "f16" and not first.is_forward
         wider = " Use mixed_bfloat16, which has f32's range." * is_narrow
-        yield f"{told}: {_reason(first, known)}.{wider}"
+        yield f"{told}: {_reason(first, runs.same(first))}.{wider}"
 
 
-def _made(site: Site) -> str:
-    many = f"{count(site.nonfinite)} of {count(site.size)} values"
-    return f"{place(site)} made {many} infinite or NaN ({run(site)})"
+def _made(site: Site, made: int, what: str = "infinite or NaN") -> str:
+    many = f"{count(made)} of {count(site.size)} values"
+    return f"{place(site)} made {many} {what} ({run(site)})"
 
 
 def _itself(runs: Runs) -> Iterator[str]:
@@ -120,7 +114,7 @@ def _itself(runs: Runs) -> Iterator[str]:
         return
     what = "function" if first.is_forward else "derivative"
     wide = "in f32 " if first.dtype == "f32" else ""
-    told = f"{wide}{_made(first)}."
+    told = f"{wide}{_made(first, first.nonfinite)}."
     run = [site for site in runs.sites if site.key == first.key]
     if runs.is_finite_itself:
         yield (
@@ -175,9 +169,8 @@ def _given(runs: Runs) -> Iterator[str]:
             known = runs.same(site)
             if known is not None and site.nonfinite > known.nonfinite:
                 yield (
-                    f"{place(site)} made {count(site.nonfinite - known.nonfinite)} of "
-                    f"{count(site.size)} values infinite or NaN ({run(site)}), beside "
-                    "those that are not finite in f32 either, such as a mask of -inf: "
+                    f"{_made(site, site.nonfinite - known.nonfinite)}, beside those "
+                    "that are not finite in f32 either, such as a mask of -inf: "
                     f"{_reason(site, known)}."
                 )
                 return
@@ -186,17 +179,10 @@ def _given(runs: Runs) -> Iterator[str]:
         if first is None:
             told = f"No operation made the first value that is not finite. {told}"
         yield told
-    nan = next((site for site in runs.sites if site.makes_nan), None)
     if first is not None:
         return
-    if nan is not None:
+    if nan := next((site for site in runs.sites if site.makes_nan), None):
         yield _made_of_infinities(nan, runs.same(nan))
-    elif arguments is None:
-        yield (
-            "No operation made the values that are not finite: an argument or a "
-            "constant is not finite already. Look at the batch and the parameters "
-            "with amp.all_finite."
-        )
     elif not arguments:
         yield (
             "No operation made the values that are not finite, and the arguments are "
@@ -206,9 +192,10 @@ def _given(runs: Runs) -> Iterator[str]:
 
 
 def _made_of_infinities(nan: Site, known: Site | None) -> str:
-    many = f"{count(nan.nans)} of {count(nan.size)} values"
-    told = f"{place(nan)} made {many} NaN ({run(nan)}), out of infinities that an "
-    told += "argument or a constant holds: inf - inf, 0 * inf, inf / inf."
+    told = (
+        f"{_made(nan, nan.nans, 'NaN')}, out of infinities that an argument or a "
+        "constant holds: inf - inf, 0 * inf, inf / inf."
+    )
     if known is not None and known.makes_nan:
         told += " The function does so itself, and no policy helps."
     if nan.operation == "sub" and nan.is_forward:
@@ -345,28 +332,17 @@ def _error(runs: Runs) -> Iterator[str]:
     if not found or not _ends_with_error(runs):
         return
     worst = max(found, key=lambda site: or_infinite(site.amplification))
-    known = runs.same(worst)
     told = f"{place(worst)} makes a relative error of {number(worst.error)}, "
     if worst.reads_floats:
         told += f"{number(worst.amplification)} times that of its operands"
     else:
         told += "because a comparison or an index came out otherwise than in f32"
-    if known is not None and worst.is_in_half and known.underflow(worst.dtype) > 0.1:
-        told += (
-            f": {share(known.underflow(worst.dtype))} of it underflows {worst.dtype}"
-        )
+    if worst.is_in_half and (lost := runs.underflow(worst)) > 0.1:
+        told += f": {share(lost)} of it underflows {worst.dtype}"
     yield (
         f"{told}. amp.tune(fn, policy, max_grad_error=...) finds the modules that need "
         "f32."
     )
-
-
-def _otherwise(runs: Runs) -> Iterator[str]:
-    return ran_otherwise(runs.sites, runs.reference, runs.rows or ())
-
-
-def _own(runs: Runs) -> Iterator[str]:
-    return own_dtypes(runs.rows or (), "diagnose(fn, {})(...)")
 
 
 # By importance. What is not finite comes first, and where it begins; then ranges and
@@ -379,8 +355,8 @@ _FINDERS: dict[str, Callable[[Runs], Iterator[str]]] = {
     "underflow": _underflow,
     "lost": _lost,
     "summed": _summed,
-    "otherwise": _otherwise,
+    "otherwise": lambda runs: ran_otherwise(runs.sites, runs.reference, runs.rows),
     "error": _error,
     "pair": _pair,
-    "own": _own,
+    "own": lambda runs: own_dtypes(runs.rows, "diagnose(fn, {})(...)"),
 }

@@ -13,8 +13,7 @@ from jmp_amp.numerics.calls.executables import Compile
 from jmp_amp.numerics.calls.losses import LossCall, RunProgram
 from jmp_amp.numerics.diagnose.advice import ITSELF, POLICY, Finding, largest_of
 from jmp_amp.numerics.diagnose.suggestions import Runs
-from jmp_amp.numerics.diagnose.wording import located, number, place, share
-from jmp_amp.numerics.locate.sites import Site
+from jmp_amp.numerics.diagnose.wording import number, place, share
 from jmp_amp.numerics.measure import programs
 from jmp_amp.plan.program.jaxprs import Value
 from jmp_amp.policies.dtypes import is_half, parse_dtype
@@ -92,7 +91,7 @@ class Checks:
         if first is None or not first.is_in_half:
             return [*findings], False
         with losses.called_as_it_is(self.called, self.runs.policy) as call:
-            if not self._is_finite(call, call.call.as_it_is, 1.0)[0]:
+            if not self._ran(call, call.call.as_it_is, 1.0).is_finite:
                 return [*findings], False
         told = (
             f"Without autocast the function is finite: cast_inputs has {place(first)} "
@@ -123,20 +122,13 @@ class Checks:
     def _tried(self, policies: PolicyMap, scale: float) -> _Tried:
         """Returns what comes of a run under a policy; compiles one program."""
         with self.called(policies) as call:
-            finite = self._is_finite(call, call.run, scale)
-            return _Tried(*finite, () if finite[0] else read_plan(call.call))
+            ran = self._ran(call, call.run, scale)
+            return ran if ran.is_finite else ran._replace(rows=read_plan(call.call))
 
-    def _is_finite(
-        self, call: LossCall, run_program: RunProgram, scale: float
-    ) -> tuple[bool, bool]:
-        """Returns whether the value and the gradients are finite; whether the value is.
-
-        It compiles one program.
-        """
+    def _ran(self, call: LossCall, run_program: RunProgram, scale: float) -> _Tried:
 
         def finite(scale: Value, arrays: Sequence[Value]) -> tuple[Value, Value]:
-            scaled = static_loss_scale(scale).scale
-            both = call.with_gradients(run_program, scaled)
+            both = call.with_gradients(run_program, static_loss_scale(scale).scale)
             outputs, gradients = both(*arrays)
             return ends_well(call, outputs, gradients), ends_well(call, outputs, ())
 
@@ -144,8 +136,8 @@ class Checks:
         compiling = self.compile_(
             finite, *inputs, options=lambda: programs.options_for(0)
         )
-        is_finite, is_value_finite = map(bool, compiling.result()(*inputs))
-        return is_finite, is_value_finite
+        is_finite, is_value_finite = compiling.result()(*inputs)
+        return _Tried(bool(is_finite), bool(is_value_finite))
 
 
 def _is_in_half(row: Equation) -> bool:
@@ -157,29 +149,21 @@ def _marked(runs: Runs, kept: Sequence[Equation]) -> str:
     """Returns in words what a marking in the code keeps in half under every map."""
     places = {(row.module, row.source) for row in kept}
     sites = [s for s in runs.sites if s.is_in_half and (s.module, s.source) in places]
-
-    def overflows(site: Site) -> bool:
-        known = runs.same(site)
-        return known is not None and known.overflow(site.dtype) > 0
-
     # The worst kind first.
     bad = [site for site in sites if site.makes_nonfinite]
-    bad += filter(overflows, sites)
-    bad += [site for site in sites if _underflow(runs, site) > _MANY]
-    if bad:
-        where, dtype = place(bad[0]), bad[0].dtype
-        here = {(bad[0].module, bad[0].source)}
-    else:
-        row = next((each for each in kept if each.is_in_half), kept[0])
-        where, dtype = located(row.operation, row.module, row.source), "half precision"
-        here = {(row.module, row.source)}
-    by = {row.asked_by for row in kept if (row.module, row.source) in here}
+    bad += filter(runs.overflow, sites)
+    bad += [site for site in sites if runs.underflow(site) > _MANY]
+    worst = bad[0] if bad else next((row for row in kept if row.is_in_half), kept[0])
+    dtype = bad[0].dtype if bad else "half precision"
+    here = worst.module, worst.source
+    by = {row.asked_by for row in kept if (row.module, row.source) == here}
     why = (
         "a marking in the code, with_policy or cast_inputs(fn, dtype), wins over a map"
     )
     if any(map(is_inside, by)):
         why = "the policy of an autocast inside of the function wins there"
-    return f"{where} is in {dtype} under every PolicyMap: {why}. Change it there."
+    told = f"{place(worst)} is in {dtype} under every PolicyMap"
+    return f"{told}: {why}. Change it there."
 
 
 def _cause(runs: Runs, tried: _Tried) -> str:
@@ -191,7 +175,7 @@ def _cause(runs: Runs, tried: _Tried) -> str:
     in_half = {row.identity for row in tried.rows if row.is_in_half}
     for site in runs.sites:
         stays = site.is_in_half and site.is_forward and site.identity in in_half
-        lost = _underflow(runs, site) if stays else 0.0
+        lost = runs.underflow(site) if stays else 0.0
         if lost > _MANY:
             return (
                 f"{share(lost)} of what {place(site)} makes underflows {site.dtype}: "
@@ -236,9 +220,3 @@ def _format_backward(row: Equation) -> str | None:
     read = (cast.source for cast in row.casts if cast.where == "operand")
     here = (row.dtype, *read) if row.is_in_half else read
     return next((dtype for dtype in here if is_half(parse_dtype(dtype))), None)
-
-
-def _underflow(runs: Runs, site: Site) -> float:
-    """Returns the share of the values of a site in half that are zero there alone."""
-    known = runs.same(site)
-    return 0.0 if known is None else known.underflow(site.dtype)

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from jmp_amp.numerics.locate.frames import FORWARD, Entry, Path
 from jmp_amp.numerics.locate.sites import Site
-from jmp_amp.numerics.locate.written import Magnitudes, is_written, written
+from jmp_amp.numerics.locate.written import is_written, written
+from jmp_amp.numerics.measure import measuring
 from jmp_amp.numerics.measure.lockstep import Errors
-from jmp_amp.numerics.measure.measuring import (
-    NEVER,
-    Count,
-    Measured,
-    Table,
-    is_scaled_cast,
-)
+from jmp_amp.numerics.measure.measuring import NEVER, Count, Measured, Table
 from jmp_amp.numerics.measure.programs import Program
 from jmp_amp.numerics.measure.statistics import Figures
 from jmp_amp.plan.plan import Identity
@@ -32,7 +26,8 @@ from jmp_amp.reports.reading import module_scopes
 from jmp_amp.reports.rows import Equation
 from jmp_amp.transform.scopes import module_of
 
-T = TypeVar("T")
+# Of an equation: its row, the path of its module, and its source line.
+_Note = tuple[Equation | None, str | None, str | None]
 
 
 class Places:
@@ -43,48 +38,38 @@ class Places:
     """
 
     def __init__(self, rows: Sequence[Equation], program: ClosedJaxpr):
-        self.rows = {row.identity: row for row in rows}
-        # Of each equation, the path of its module and its source line.
-        self.notes: dict[str, tuple[str | None, str | None]] = {}
         self.constants = written(program)
-        self._note(jaxprs.body_of(program), (), None, None)
+        self.notes: dict[Path, _Note] = {}
+        known = {row.identity: row for row in rows}
+        self._note(jaxprs.body_of(program), known, (), (None, None, None))
 
     def _note(
-        self, body: Body, path: Path, around: str | None, called: str | None
+        self, body: Body, rows: Mapping[str, Equation], path: Path, around: _Note
     ) -> None:
         for index, eqn in enumerate(body.jaxpr.eqns):
+            here = (*path, index)
+            row, module, source = around
+            row = rows.get(str(Identity(here)), row)
             found = module_of(jaxprs.scope_text(eqn))
-            found = around if found is None else found
-            source = source_code.source_line(eqn) or called
-            self.notes[str(Identity((*path, index)))] = found, source
+            module = module if found is None else found
+            note = row, module, source_code.source_line(eqn) or source
+            self.notes[here] = note
             for number, each in enumerate(jaxprs.inner_bodies(eqn)):
-                self._note(each.body, (*path, index, number), found, source)
+                self._note(each.body, rows, (*here, number), note)
 
     def of(self, entry: Entry) -> dict[str, str | None]:
         """Returns the module, the path and the source line of a site."""
-        row = _noted(self.rows, entry.identity)
-        path, called = _noted(self.notes, entry.identity) or (None, None)
-        module = "/".join(module_scopes(entry.eqn)) if row is None else row.module
-        source = source_code.source_line(entry.eqn)
-        if row is not None and entry.is_marked:
+        # Of what the function has not, those of the equation that it is in.
+        around = (entry.identity[:end] for end in range(len(entry.identity), 0, -1))
+        noted = (self.notes[each] for each in around if each in self.notes)
+        row, path, called = next(noted, (None, None, None))
+        module = "/".join(module_scopes(entry.at.eqn)) if row is None else row.module
+        source = source_code.source_line(entry.at.eqn)
+        if row is not None and entry.at.marked is not None:
             source = row.source
         # A function that a library jitted has no lines of the user's: where it is
         # called has one.
         return {"module": module, "path": path, "source": source or called}
-
-    def constants_of(self, entry: Entry) -> Magnitudes:
-        """Returns the large constants that a site may hold: a forward one."""
-        is_forward = entry.direction == FORWARD
-        text = str(Identity(entry.identity))
-        return self.constants.get(text, frozenset()) if is_forward else frozenset()
-
-
-def _noted(notes: Mapping[str, T], identity: Path) -> T | None:
-    """Returns what is noted of an equation, or of the one that it is in."""
-    for end in range(len(identity), 0, -1):
-        if (found := notes.get(str(Identity(identity[:end])))) is not None:
-            return found
-    return None
 
 
 def sites_of(
@@ -98,10 +83,9 @@ def sites_of(
     found: list[tuple[tuple[bool, Path], Site]] = []
     for body in _bodies(program):
         for number, (where, entry) in enumerate(body.table.entries):
-            site = _site(program, body, number, body.table.sources[number], places)
-            error, amplified = _error_of(entry, errors, roundoff)
-            site = dataclasses.replace(site, error=error, amplification=amplified)
-            found.append(((entry.direction != FORWARD, (*where, entry.index)), site))
+            error = _error_of(entry, errors, roundoff)
+            site = _site(body, number, body.table.sources[number], places, *error)
+            found.append(((entry.direction != FORWARD, (*where, entry.at.index)), site))
     return tuple(site for _, site in sorted(found, key=lambda each: each[0]))
 
 
@@ -112,29 +96,25 @@ def scaled_casts(program: Program, places: Places) -> tuple[Site, ...]:
     """
     return tuple(
         # The operand may be a literal, which is not measured.
-        _site(program, body, number, [(at, 1) for at in operands or results], places)
+        _site(body, i, [(at, 1) for at in reads] or body.table.sources[i], places)
         for body in _bodies(program)
-        for number, (operands, results) in body.table.makers.items()
-        if is_scaled_cast(body.table.entries[number][1])
+        for i, reads in body.table.makers.items()
+        if measuring.is_scaled_cast(body.table.entries[i][1])
     )
 
 
 class _Body(NamedTuple):
-    """A body that ran.
+    """A body that ran: what was measured in it, the figures, and how often it ran.
 
     Attributes:
-      table: what was measured in it.
-      measured: the figures.
       rows: the layouts of the values that were counted, by number, and their rows.
-      made, nans: as in `Measured`, by the number of the site.
-      runs: how often it ran.
+      firsts: `made` and `nans` of `Measured`, by the number of the site.
     """
 
     table: Table
     measured: Measured
     rows: list[tuple[int, int]]
-    made: dict[int, int]
-    nans: dict[int, int]
+    firsts: dict[int, tuple[int, int]]
     runs: int
 
     def figures(self, position: int, times: int) -> tuple[Figures, int]:
@@ -152,41 +132,41 @@ class _Body(NamedTuple):
 def _bodies(program: Program) -> Iterator[_Body]:
     for path, table in program.measure.tables.items():
         measured = program.statistics[path]
-        if measured is None or not (runs := int(measured.runs.numbers())):
+        if not (runs := int(measured.runs.numbers())):
             continue
         rows = [
             (group, row)
             for group, (_, atoms) in enumerate(table.groups)
             for row in range(len(atoms))
         ]
-        made, nans = (
-            dict(zip(table.makers, each.tolist(), strict=True))
-            for each in (measured.made, measured.nans)
-        )
-        yield _Body(table, measured, rows, made, nans, runs)
+        firsts = zip(measured.made.tolist(), measured.nans.tolist(), strict=True)
+        by_site = dict(zip(table.makers, firsts, strict=True))
+        yield _Body(table, measured, rows, by_site, runs)
 
 
 def _site(
-    program: Program,
     body: _Body,
     number: int,
     sources: Iterable[tuple[int, int]],
     places: Places,
+    error: float | None = None,
+    amplification: float | None = None,
 ) -> Site:
-    """Returns the site of a number, with the figures of `sources`; it has no error."""
-    where, entry = body.table.entries[number]
-    frame = program.measure.frames[where]
+    """Returns the site of a number, with the figures of `sources`."""
+    _, entry = body.table.entries[number]
     found = list(itertools.starmap(body.figures, sources))
     rows, bad = [each for each, _ in found], min(bad for _, bad in found)
     exponents: Counter[int] = Counter()
     for row in rows:
         exponents.update(row.exponents)
-    made, nan = (of.get(number, NEVER) for of in (body.made, body.nans))
+    made, nan = body.firsts.get(number, (NEVER, NEVER))
     first_bad = int(next((x for x in (made, nan) if x != NEVER), bad))
     avals = list(map(aval_of, entry.results))
     # A complex number is two.
     size = sum(math.prod(x.shape) * (1 + (x.dtype.kind == "c")) for x in avals)
-    amax = max(row.amax for row in rows)
+    amax, identity = max(row.amax for row in rows), str(entry.identity)
+    # Only forward a site holds constants of the program.
+    constants = places.constants.get(identity, ()) if entry.direction == FORWARD else ()
     return Site(
         **places.of(entry),  # pyright: ignore[reportArgumentType]
         operation=entry.operation,
@@ -199,17 +179,17 @@ def _site(
         amin=min((row.amin for row in rows if row.amin), default=0.0),
         zeros=sum(row.zeros for row in rows),
         nonfinite=sum(row.nonfinite for row in rows),
-        turn=first_bad if frame.in_loop and first_bad != NEVER else None,
+        turn=first_bad if entry.at.place.in_loop and first_bad != NEVER else None,
         exponents=dict(sorted(exponents.items())),
-        error=None,
-        amplification=None,
+        error=error,
+        amplification=amplification,
         makes_nonfinite=bool(made != NEVER),
         nans=sum(row.nans for row in rows),
         makes_nan=bool(nan != NEVER),
-        identity=str(entry.identity),
+        identity=identity,
         scales=entry.scales,
-        is_constant=is_written(amax, places.constants_of(entry)),
-        reads_floats=any(map(jaxprs.is_floating, entry.eqn.invars)),
+        is_constant=is_written(amax, constants),
+        reads_floats=any(map(jaxprs.is_floating, entry.at.eqn.invars)),
     )
 
 
@@ -217,10 +197,9 @@ def _error_of(
     entry: Entry, errors: Errors | None, roundoff: float
 ) -> tuple[float | None, float | None]:
     """Returns the error of a forward site, and its amplification."""
-    key = tuple(entry.identity), entry.cast
+    key = tuple(entry.identity), entry.at.cast
     error = None if errors is None else errors.at(key)
     if errors is None or error is None or entry.direction != FORWARD:
         return None, None
     before = max(errors.of_operands(key), roundoff)
-    amplified = 1.0 if math.isinf(before) else error / before
-    return error, amplified
+    return error, 1.0 if math.isinf(before) else error / before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jmp_amp.numerics.diagnose.diagnosis import Diagnosis
 from jmp_amp.numerics.diagnose.suggestions import Runs
 from jmp_amp.numerics.locate.sites import Gradient
 from jmp_amp.numerics.measure import distances, programs
-from jmp_amp.numerics.measure.lockstep import Errors, errors
+from jmp_amp.numerics.measure.lockstep import errors
 from jmp_amp.numerics.measure.statistics import Figures, counted, layout_of
 from jmp_amp.plan.plan import plan_as_traced
 from jmp_amp.plan.program import jaxprs, meshes
@@ -140,14 +140,7 @@ def diagnose(
     @undisturbed()
     def diagnosed(*args: PyTree, **kwargs: PyTree) -> Diagnosis:
         called = functools.partial(
-            losses.loss_call,
-            fn,
-            args=args,
-            kwargs=kwargs,
-            argnums=argnums,
-            has_aux=has_aux,
-            call=call,
-            cpu=cpu_of(target),
+            losses.loss_call, fn, args, kwargs, argnums, has_aux, call, cpu_of(target)
         )
         arguments = functools.partial(nonfinite_inputs, fn, args, kwargs)
         with executables.compiling(call) as compile_:
@@ -196,8 +189,13 @@ def _ran(
     scaled = (lambda loss: loss) if scaler is None else scaler.scale
     of_low = measured(call.plan, call.arrays, scaled)
     of_full = measured(plan, traced, lambda loss: loss)
-    of_errors = _errors(compile_, call, traced)
-    low, full, apart = of_low(), of_full(), of_errors()
+    of_errors = None
+    body = jaxprs.body_of(call.call.jaxpr)
+    # Both runs would write to one mutable array of the caller, or repeat an effect.
+    shared = map(jaxprs.is_mutable, (*body.jaxpr.constvars, *body.jaxpr.invars))
+    if not (jaxprs.returns_from_effects(body) or any(shared)):
+        of_errors = errors(compile_, call.plan, call.arrays, traced)
+    low, full, apart = of_low(), of_full(), of_errors and of_errors()
     roundoff = float(jnp.finfo(given.default.compute_dtype).eps) / 2
     gradients, is_finite = _compared(compile_, call, low, full, scaler)
     return Runs(
@@ -209,21 +207,9 @@ def _ran(
         *is_finite,
         scale=1.0 if scaler is None else float(scaler.value),
         casts=scaled_casts(low, places),
-        arguments=None if is_finite[0] else nonfinite_arguments(),
+        arguments=() if is_finite[0] else nonfinite_arguments(),
         rows=rows,
     )
-
-
-def _errors(
-    compile_: Compile, call: LossCall, traced: Sequence[Value]
-) -> Callable[[], Errors | None]:
-    """Begins to compile what tells errors, none if an effect had to be repeated."""
-    body = jaxprs.body_of(call.call.jaxpr)
-    # Both runs would write to one mutable array of the caller.
-    shared = map(jaxprs.is_mutable, (*body.jaxpr.constvars, *body.jaxpr.invars))
-    if jaxprs.returns_from_effects(body) or any(shared):
-        return lambda: None
-    return errors(compile_, call.plan, call.arrays, traced)
 
 
 def _compared(

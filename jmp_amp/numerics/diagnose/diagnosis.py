@@ -20,7 +20,7 @@ from jmp_amp.reports import plain_data, requests, tables
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Diagnosis(tables.Shown):
+class Diagnosis(tables.Shown, plain_data.Written):
     """What the numbers of a function did under a policy; `diagnose` makes it.
 
     `str(diagnosis)` says what is wrong and what to do, then shows tables, and so does a
@@ -78,12 +78,9 @@ class Diagnosis(tables.Shown):
     @property
     def blame(self) -> tuple[Site, ...]:
         """The forward sites that make the error larger, the largest factor first."""
-        found = [
-            site for site in self.sites if site.is_forward and site.error is not None
-        ]
-        return tuple(
-            sorted(found, key=lambda site: -sites.or_infinite(site.amplification))
-        )
+        found = [x for x in self.sites if x.is_forward and x.error is not None]
+        found.sort(key=lambda site: -sites.or_infinite(site.amplification))
+        return tuple(found)
 
     @functools.cached_property
     def quantised(self) -> tuple[EightBits, ...]:
@@ -113,8 +110,7 @@ class Diagnosis(tables.Shown):
         if (first := self.first_nonfinite) is not None:
             parts.append(f"first made by {wording.place(first)}, {wording.run(first)}")
         if gradients:
-            scale = tables.scale_text(self.loss_scale)
-            parts.append(f"suggested loss scale {scale}")
+            parts.append(f"suggested loss scale {tables.scale_text(self.loss_scale)}")
         return f"{self.function} with {self.given}: {'; '.join(parts)}"
 
     def __eq__(self, other: object) -> bool:
@@ -253,16 +249,6 @@ class Diagnosis(tables.Shown):
             read["loss_scale"] = plain_data.read(data["loss_scale"])
             read["advice"] = tuple(data["advice"])
         return cls(**read)
-
-    @classmethod
-    def from_json(cls, text: str) -> Diagnosis:
-        """Returns the diagnosis that `to_json` wrote.
-
-        Raises:
-          TypeError: if `text` is not text.
-          ValueError: if it is not what `to_json` wrote.
-        """
-        return cls.from_dict(plain_data.parsed(text, "Diagnosis"))
 
     def _tables(self) -> list[tables.Table]:
         shown = [

@@ -94,7 +94,7 @@ def of_modules(
     return _shown(Table("Modules", columns, rows, numbers, "\n".join(notes)))
 
 
-def _figures(each: Site | Numbers | Gradient) -> tuple[str, str, str, str]:
+def _figures(each: Site | Numbers) -> tuple[str, str, str, str]:
     """Returns the figures that `_FIGURES` name."""
     return (
         wording.number(each.amax),
@@ -232,9 +232,8 @@ def of_gradients(gradients: Mapping[str, Gradient]) -> Table:
     return _shown(Table(title, columns, rows, numbers, "\n".join(notes)))
 
 
-def of_sites(sites: Iterable[Site], reference: Sequence[Site]) -> list[Table]:
+def of_sites(sites: Sequence[Site], reference: Sequence[Site]) -> list[Table]:
     """Returns one row for each site, one table for each module."""
-    sites = list(sites)
     same = counterparts(sites, reference)
     numbers = (*_FIGURES, "lost", "error", "growth")
     columns = ("#", "source", "operation", "", "dtype", "shape", *numbers)
@@ -244,9 +243,7 @@ def of_sites(sites: Iterable[Site], reference: Sequence[Site]) -> list[Table]:
         times = f" x{site.times}" if site.times > 1 else ""
         turn = "" if site.turn is None else f" (turn {site.turn})"
         amax, amin, zeros, nonfinite = _figures(site)
-        lost = 0.0
-        if known is not None and site.is_in_half:
-            lost = known.underflow(site.dtype)
+        lost = known.underflow(site.dtype) if known and site.is_in_half else 0.0
         shown.setdefault(path, Table(path, columns, [], numbers)).rows.append(
             (
                 site.identity,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from jmp_amp.numerics.locate.sites import Gradient, Site, first_made
 from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.policies.patterns import Pattern
-from jmp_amp.policies.policy import Policy, get_policy
+from jmp_amp.policies.policy import get_policy
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.reports.askers import is_inside
 from jmp_amp.reports.rows import Equation
@@ -51,38 +51,12 @@ def counterparts(
 def in_half(
     sites: Sequence[Site], reference: Sequence[Site], direction: str
 ) -> Iterator[tuple[Site, str]]:
-    """Yields the sites of the reference that run in half under the policy.
-
-    It yields the site of the reference, and the dtype that it has under the policy.
-    """
+    """Yields the reference's sites that run in half under the policy, and the dtype."""
     # Several derivatives of one equation may be of one operation: one in half will do.
     dtypes = {site.key: site.dtype for site in sites if site.is_in_half}
     for site in reference:
         if site.direction == direction and site.key in dtypes:
             yield site, dtypes[site.key]
-
-
-def suggested_loss_scale(
-    sites: Sequence[Site], reference: Sequence[Site], largest_cast: float = 0.0
-) -> float:
-    """Returns the loss scale that makes the best use of f16's range, see `diagnose`.
-
-    `largest_cast` is the largest backward value, unscaled, that the plan casts to f16:
-    the reference has no such site.
-    """
-    largest = [
-        site.amax
-        for site, dtype in in_half(sites, reference, "backward")
-        if dtype == "f16" and site.scales
-    ]
-    if not largest:
-        return 1.0
-    scale = LARGEST_SCALE
-    # What is cast has to fit; the room above is for what computes in f16.
-    highest = max(*largest, largest_cast / _ROOM)
-    while scale > 1.0 and highest * scale > _HIGHEST:
-        scale /= 2
-    return scale
 
 
 class Need(NamedTuple):
@@ -133,12 +107,14 @@ def suggested_policy(needs: Sequence[Need], given: PolicyMap) -> PolicyMap:
     `given` itself comes back if nothing is needed.
     """
     paths = {_pattern(need.path): None for need in needs if need.path is not None}
-    names = {need.name for need in needs if need.name is not None}
+    names = {need.name.replace("-", "_") for need in needs if need.name is not None}
     if not (paths or names):
         return given
-    full = get_policy("float32")
+    full, default = get_policy("float32"), given.default
     entries = [(p, policy) for p, policy in given.entries if p not in paths]
-    default = _with_full(given.default, names)
+    # Even if the user named them otherwise.
+    low, follow = default.low - names, default.follow - names
+    default = dataclasses.replace(default, low=low, follow=follow).with_full(*names)
     return PolicyMap(default, [*entries, *((path, full) for path in paths)])
 
 
@@ -179,17 +155,6 @@ def _pattern(path: str) -> Pattern:
     return path if plain else re.compile(re.escape(path))
 
 
-def _with_full(policy: Policy, names: Collection[str]) -> Policy:
-    """Returns a policy with `names` in f32, even if it names them otherwise."""
-    names = {name.replace("-", "_") for name in names}
-    return dataclasses.replace(
-        policy,
-        low=policy.low - names,
-        follow=policy.follow - names,
-        full=policy.full | names,
-    )
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Runs:
     """What the numbers of a call were under a policy and without it, the reference.
@@ -203,8 +168,8 @@ class Runs:
         the policy and in the reference. Sites may be infinite, and be masked.
       scale: of the loss; 1.0 without one.
       casts: what the backward pass of the run casts to f16, as it is before.
-      arguments: those that are not finite, in words; None if that is not known.
-      rows: what `read_plan` tells of the equations; None if that is not known.
+      arguments: those that are not finite, in words, if the run was not finite.
+      rows: what `read_plan` tells of the equations.
     """
 
     given: PolicyMap
@@ -216,13 +181,23 @@ class Runs:
     is_finite_itself: bool
     scale: float = 1.0
     casts: tuple[Site, ...] = ()
-    arguments: Sequence[str] | None = None
-    rows: Sequence[Equation] | None = None
+    arguments: Sequence[str] = ()
+    rows: Sequence[Equation] = ()
 
     @functools.cached_property
     def same(self) -> Callable[[Site], Site | None]:
         """A site of the policy's run -> the equation of the reference, if it has it."""
         return counterparts(self.sites, self.reference)
+
+    def overflow(self, site: Site) -> float:
+        """Returns the share of the reference's values that overflow a site's dtype."""
+        known = self.same(site)
+        return 0.0 if known is None else known.overflow(site.dtype)
+
+    def underflow(self, site: Site) -> float:
+        """Returns the share of the reference's values that underflow it."""
+        known = self.same(site)
+        return 0.0 if known is None else known.underflow(site.dtype)
 
     @property
     def first(self) -> Site | None:
@@ -236,17 +211,27 @@ class Runs:
 
     @functools.cached_property
     def suggested_scale(self) -> float:
-        largest = max((each.amax for each in self.casts), default=0.0) / self.scale
-        return suggested_loss_scale(self.sites, self.reference, largest)
+        """The loss scale that makes the best use of f16's range, see `diagnose`."""
+        largest = [
+            site.amax
+            for site, dtype in in_half(self.sites, self.reference, "backward")
+            if dtype == "f16" and site.scales
+        ]
+        if not largest:
+            return 1.0
+        # What is cast has to fit; the room above is for what computes in f16.
+        casts = [each.amax / self.scale / _ROOM for each in self.casts]
+        scale, highest = LARGEST_SCALE, max(largest + casts)
+        while scale > 1.0 and highest * scale > _HIGHEST:
+            scale /= 2
+        return scale
 
     @functools.cached_property
     def needs(self) -> list[Need]:
         """What the suggested policy mends: nothing inside of an autocast inside."""
-        rows, functions = self.rows or (), None
-        inside = {row.identity for row in rows if is_inside(row.asked_by)}
+        inside = {row.identity for row in self.rows if is_inside(row.asked_by)}
         mended = [site for site in self.sites if site.identity not in inside]
-        if self.rows is not None:
-            functions = {row.calls for row in rows if row.calls}
+        functions = {row.calls for row in self.rows if row.calls}
         return needs_of(mended, self.reference, functions)
 
     @functools.cached_property

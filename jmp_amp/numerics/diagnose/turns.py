@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from jmp_amp.numerics.diagnose.wording import located
+from jmp_amp.numerics.diagnose.wording import place
+from jmp_amp.numerics.locate.frames import Path
 from jmp_amp.numerics.locate.sites import Site
 from jmp_amp.plan.plan import Identity
 from jmp_amp.reports.rows import Equation
-
-_Path = tuple[int, ...]
 
 
 def ran_otherwise(
@@ -35,16 +34,16 @@ def ran_otherwise(
         told = _told(row.operation, path[-1], of_low[0], of_full[0])
         if told is not None:
             yield (
-                f"{located(row.operation, row.module, row.source)} {told}: its "
+                f"{place(row)} {told}: its "
                 "condition came out otherwise, and the values behind it differ by more "
                 "than their rounding. Keep in f32 what the condition is computed from."
             )
             return
 
 
-def _runs(sites: Sequence[Site]) -> dict[_Path, tuple[int, bool]]:
+def _runs(sites: Sequence[Site]) -> dict[Path, tuple[int, bool]]:
     """Returns how often each body ran, and whether it computes more than casts."""
-    found: dict[_Path, tuple[int, bool]] = {}
+    found: dict[Path, tuple[int, bool]] = {}
     for site in sites:
         if site.is_forward and site.identity:
             identity = tuple(map(int, site.identity.split(".")))

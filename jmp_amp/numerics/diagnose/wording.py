@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from jmp_amp.numerics.locate.sites import Site
+from jmp_amp.reports.rows import Equation
 from jmp_amp.reports.tables import file_name
 
 
-def place(site: Site) -> str:
-    """Returns the operation of a site, its module and its line."""
-    return located(site.operation, site.module, site.source)
-
-
-def located(operation: str, module: str, source: str | None) -> str:
-    """Returns an operation, its module and its line."""
-    text = f"{operation} in {module}" if module else operation
-    return text if source is None else f"{text} ({file_name(source)})"
+def place(site: Site | Equation) -> str:
+    """Returns the operation of a site or an equation, its module and its line."""
+    text = f"{site.operation} in {site.module}" if site.module else site.operation
+    return text if site.source is None else f"{text} ({file_name(site.source)})"
 
 
 def run(site: Site) -> str:

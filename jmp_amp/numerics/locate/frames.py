@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -27,70 +27,8 @@ FORWARD, BACKWARD = "forward", "backward"
 Path = tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Entry:
-    """A site of a body: an equation, or all that the rule of a `custom_vjp` computes.
-
-    Attributes:
-      identity: of the equation of the plan that it comes from; else of the one around.
-      is_marked: whether it comes from that equation itself.
-      direction: "forward" or "backward".
-      operation: the name of the primitive.
-      eqn: the equation; the first one of several.
-      index: its place in the body.
-      results: the floating results.
-      operands: the floating operands, those that come from outside of it.
-      scales: whether a loss scale multiplies its results: whether a cotangent leads
-        there.
-      cast: which inserted cast of the equation it is; None if it is none.
-      format: of what becomes 8-bit floats, their format; its results are the values
-        before. None for all else.
-    """
-
-    identity: Identity
-    is_marked: bool
-    direction: str
-    operation: str
-    eqn: Eqn
-    index: int
-    results: tuple[Var, ...]
-    operands: tuple[Atom, ...]
-    scales: bool
-    cast: str | None = None
-    format: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Frame:
-    """A body of a program, and its sites in their order.
-
-    Attributes:
-      repeated: the places of equations that only have an effect, which they had before:
-        a checkpoint computes them again.
-      turns: how often it runs, as far as the program tells; those of a `while` are one.
-      in_loop: whether it runs in the turns of a loop.
-    """
-
-    body: Body
-    entries: tuple[Entry, ...] = ()
-    repeated: frozenset[int] = frozenset()
-    turns: int = 1
-    in_loop: bool = False
-
-
-def frames_of(
-    program: ClosedJaxpr, marks: PlanMarks, differentiated: bool
-) -> dict[Path, Frame]:
-    """Returns the bodies of a replay with marks, or of its gradient."""
-    reader = _Reader(marks, differentiated)
-    body = jaxprs.body_of(program)
-    outputs = (True,) * len(body.jaxpr.outvars)
-    reader.read(body, (), _Place((), marks.main), outputs)
-    return reader.found
-
-
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class Place:
     """Where a body is, or an equation.
 
     Attributes:
@@ -101,7 +39,8 @@ class _Place:
       again: it is computed again.
       derivative: it exists for the derivative only.
       branch: it is a branch, or in one.
-      turns, in_loop: as in `Frame`.
+      turns: how often it runs, as far as the program tells; those of a `while` are one.
+      in_loop: whether it runs in the turns of a loop.
     """
 
     identity: Path
@@ -125,13 +64,12 @@ class _Place:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _At:
+class At:
     """An equation of a body.
 
     Attributes:
       eqn, index: the equation, and its place in the body.
       scope: its name stack.
-      place: where it is.
       marked: the equation of the plan that it comes from; None if it has no mark.
       cast: which inserted cast of that equation it is; None if it is none.
     """
@@ -139,7 +77,7 @@ class _At:
     eqn: Eqn
     index: int
     scope: str
-    place: _Place
+    place: Place
     marked: Marked | None
     cast: str | None
 
@@ -153,27 +91,61 @@ class _At:
         rewrite = None if self.marked is None else self.marked.planned.rewrite
         return None if rewrite is None else rewrite.fp8
 
-    def entry(
-        self,
-        direction: str,
-        operation: str,
-        results: Iterable[Var],
-        operands: Iterable[Atom],
-        format: str | None = None,
-    ) -> Entry:
-        return Entry(
-            Identity(self.place.identity),
-            self.marked is not None,
-            direction,
-            operation,
-            self.eqn,
-            self.index,
-            tuple(results),
-            tuple(operands),
-            scales=direction == BACKWARD and self.place.is_cotangent,
-            cast=self.cast if direction == FORWARD else None,
-            format=format,
-        )
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Entry:
+    """A site of a body: an equation, or all that the rule of a `custom_vjp` computes.
+
+    Attributes:
+      at: the equation; the first one of several.
+      operation: the name of the primitive.
+      results: the floating results.
+      operands: the floating operands, those that come from outside of it.
+      format: of what becomes 8-bit floats, their format; its results are the values
+        before. None for all else.
+    """
+
+    at: At
+    direction: str
+    operation: str
+    results: Sequence[Var]
+    operands: Sequence[Atom]
+    format: str | None = None
+
+    @property
+    def identity(self) -> Identity:
+        """Of the equation of the plan that it comes from; else of the one around."""
+        return Identity(self.at.place.identity)
+
+    @property
+    def scales(self) -> bool:
+        """Whether a loss scale multiplies it: whether a cotangent leads there."""
+        return self.direction == BACKWARD and self.at.place.is_cotangent
+
+
+@dataclasses.dataclass(eq=False)
+class Frame:
+    """A body of a program, where it is, and its sites in their order.
+
+    Attributes:
+      repeated: the places of equations that only have an effect, which they had before:
+        a checkpoint computes them again.
+    """
+
+    body: Body
+    place: Place
+    entries: Sequence[Entry] = ()
+    repeated: set[int] = dataclasses.field(default_factory=set)
+
+
+def frames_of(
+    program: ClosedJaxpr, marks: PlanMarks, differentiated: bool
+) -> dict[Path, Frame]:
+    """Returns the bodies of a replay with marks, or of its gradient."""
+    reader = _Reader(marks, differentiated)
+    body = jaxprs.body_of(program)
+    reader.read(body, (), Place((), marks.main), (True,) * len(body.jaxpr.outvars))
+    return reader.found
 
 
 @dataclasses.dataclass
@@ -185,15 +157,15 @@ class _Reader:
     found: dict[Path, Frame] = dataclasses.field(default_factory=dict)
     liveness: Liveness = dataclasses.field(default_factory=Liveness)
 
-    def read(self, body: Body, path: Path, place: _Place, outputs: Flags) -> None:
+    def read(self, body: Body, path: Path, place: Place, outputs: Flags) -> None:
         """Notes the sites of a body, of which some outputs are read, and all in it."""
         live = self.liveness.of(body, outputs)
         found: list[Entry] = []
         # A rule is one site, which stands where the first of its equations does.
-        rules: defaultdict[tuple[Path, str], list[_At]] = defaultdict(list)
-        repeated, own, filled = set[int](), set[Path](), set[Var]()
+        rules: defaultdict[tuple[Path, str], list[At]] = defaultdict(list)
+        own, filled = set[Path](), set[Var]()
         # The frame of a body stands before those of the bodies in it.
-        self.found[path] = Frame(body)
+        frame = self.found[path] = Frame(body, place)
         for index, eqn in enumerate(body.jaxpr.eqns):
             scope = jaxprs.scope_text(eqn)
             if not live.eqns[index] or scope_text.is_noted("scaling", scope):
@@ -212,16 +184,14 @@ class _Reader:
                 filled.update(eqn.outvars)
             else:
                 if here.again and eqn.effects and not jaxprs.is_read(eqn):
-                    repeated.add(index)
+                    frame.repeated.add(index)
                 if (entry := self._entry(at, own, live.read)) is not None:
                     found.append(entry)
         found += [_rule(those, body) for those in rules.values()]
-        entries = sorted((e for e in found if e.results), key=lambda e: e.index)
-        self.found[path] = Frame(
-            body, tuple(entries), frozenset(repeated), place.turns, place.in_loop
-        )
+        sites = (each for each in found if each.results)
+        frame.entries = sorted(sites, key=lambda each: each.at.index)
 
-    def _at(self, eqn: Eqn, index: int, scope: str, place: _Place) -> _At:
+    def _at(self, eqn: Eqn, index: int, scope: str, place: Place) -> At:
         """Returns an equation of a body, which is at `place`."""
         chain, identity = self.marks.chain(scope), place.identity
         if chain:
@@ -241,9 +211,9 @@ class _Reader:
             derivative=place.derivative or any(m.is_derivative for m in chain),
         )
         marked = chain[-1] if chain else None
-        return _At(eqn, index, scope, here, marked, marking.cast_of(scope))
+        return At(eqn, index, scope, here, marked, marking.cast_of(scope))
 
-    def _inside(self, at: _At, number: int) -> _Place:
+    def _inside(self, at: At, number: int) -> Place:
         """Returns where a body of an equation is."""
         last = at.marked
         here = dataclasses.replace(
@@ -252,7 +222,7 @@ class _Reader:
             turns=at.place.turns * jaxprs.repetitions(at.eqn),
             in_loop=at.place.in_loop or jaxprs.is_loop(at.eqn),
         )
-        if last is None or (here.owner is last and not last.planned.bodies):
+        if last is None:
             return here
         if not last.planned.bodies:
             return dataclasses.replace(here, number=None, owner=last)
@@ -260,11 +230,11 @@ class _Reader:
         return dataclasses.replace(
             here,
             identity=(*here.identity, number),
-            number=self.marks.body_of(last.planned, number),
+            number=self.marks.bodies[last.planned.bodies[number]],
             owner=None,
         )
 
-    def _entry(self, at: _At, own: set[Path], read: Collection[Var]) -> Entry | None:
+    def _entry(self, at: At, own: set[Path], read: Collection[Var]) -> Entry | None:
         """Returns the site of an equation that calls nothing; None if it is none.
 
         `own` are the identities of those that the body had as the function has them;
@@ -273,9 +243,12 @@ class _Reader:
         last = at.marked
         if at.fp8 is not None and _makes_8_bits(at):
             return None if at.place.again else _quantised(at, at.fp8)
-        is_product = last is not None and at.cast is None and _is_one_product(last)
-        if is_product and not _is_product(at):
-            return None
+        product = None
+        if last is not None and at.cast is None and _is_one_product(last):
+            product = last.eqn.primitive.name
+            names = product, "custom_linear_solve"
+            if kind_of(at.name) is not Kind.PRODUCT and at.name not in names:
+                return None
         direction = self._direction(at, own)
         if direction is None:
             return None
@@ -285,13 +258,13 @@ class _Reader:
                 # Others are for the derivative: that of singular values needs vectors.
                 results = results[: len(last.eqn.outvars)]
         results = [v for v in results if jaxprs.is_floating(v) and v in read]
-        if last is not None and is_product:
+        if product is not None:
             # Other results of the equations that are solved are none of it.
-            operation, results = last.eqn.primitive.name, results[:1]
-        operands = filter(jaxprs.is_floating, at.eqn.invars)
-        return at.entry(direction, operation, results, operands)
+            operation, results = product, results[:1]
+        operands = [v for v in at.eqn.invars if jaxprs.is_floating(v)]
+        return Entry(at, direction, operation, results, operands)
 
-    def _direction(self, at: _At, own: set[Path]) -> str | None:
+    def _direction(self, at: At, own: set[Path]) -> str | None:
         """Returns the direction of an equation that calls nothing; None for no site."""
         eqn, here, last = at.eqn, at.place, at.marked
         is_cast = at.cast is not None
@@ -320,9 +293,8 @@ def _is_more(scope: str, chain: Sequence[Marked], name: str) -> bool:
     A function may differentiate another one itself.
     """
     count = scope.count(name)
-    return count > 0 and count > sum(
-        jaxprs.scope_text(each.eqn).count(name) for each in chain
-    )
+    own = (jaxprs.scope_text(each.eqn).count(name) for each in chain)
+    return count > 0 and count > sum(own)
 
 
 def _fills(eqn: Eqn, filled: Collection[Var]) -> bool:
@@ -348,14 +320,7 @@ def _is_one_product(marked: Marked) -> bool:
     return is_product and bool(marked.planned.f32_gradients)
 
 
-def _is_product(at: _At) -> bool:
-    """Whether an equation is the product itself, see `_is_one_product`."""
-    assert at.marked is not None
-    names = at.marked.eqn.primitive.name, "custom_linear_solve"
-    return kind_of(at.name) is Kind.PRODUCT or at.name in names
-
-
-def _makes_8_bits(at: _At) -> bool:
+def _makes_8_bits(at: At) -> bool:
     """Whether a part of an fp8 product is neither a product nor a cast of the plan."""
     # A product of a gradient that leaves in f32 is solved for together with another.
     is_solved = at.name == "custom_linear_solve" and len(at.eqn.outvars) > 1
@@ -364,7 +329,7 @@ def _makes_8_bits(at: _At) -> bool:
     return at.cast is None or scope_text.is_noted("quantised", at.scope)
 
 
-def _quantised(at: _At, fp8: Fp8) -> Entry | None:
+def _quantised(at: At, fp8: Fp8) -> Entry | None:
     """Returns the site of an array that becomes 8-bit floats, where that begins.
 
     Forward, its gradient is stopped first. Backward, it is what is solved for, see
@@ -378,10 +343,10 @@ def _quantised(at: _At, fp8: Fp8) -> Entry | None:
     else:
         return None
     results, operands = jaxprs.variables(values), jaxprs.variables(eqn.invars)
-    return at.entry(direction, "quantise", results, operands, format)
+    return Entry(at, direction, "quantise", results, operands, format)
 
 
-def _rule(rule: Sequence[_At], body: Body) -> Entry:
+def _rule(rule: Sequence[At], body: Body) -> Entry:
     """Returns the site of all that a rule of a `custom_vjp` computes in a body."""
     eqns, first = [at.eqn for at in rule], rule[0]
     made = {v for eqn in eqns for v in eqn.outvars}
@@ -398,9 +363,10 @@ def _rule(rule: Sequence[_At], body: Body) -> Entry:
         # What is kept for the backward rule is no result of the function.
         named = [eqn for eqn in eqns if eqn.params.get("name") == marking.RESULT]
         results = [v for eqn in named for v in eqn.outvars]
-    return first.entry(
+    return Entry(
+        first,
         first.place.direction,
         "custom_vjp_call",
-        filter(jaxprs.is_floating, results),
+        [v for v in results if jaxprs.is_floating(v)],
         [v for v in operands if isinstance(v, Literal) or v not in made],
     )

@@ -7,7 +7,7 @@ survive differentiation, loops and checkpoints; `chain` finds them in a name sta
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from jax.ad_checkpoint import checkpoint_name
@@ -28,7 +28,6 @@ class Marked(NamedTuple):
       identity: which one; that of the first call, if its body is called several times.
       body: the number of its body.
       eqn: the equation as it was traced.
-      planned: its plan.
       is_derivative: whether it exists for a derivative only.
     """
 
@@ -44,6 +43,7 @@ class PlanMarks(Marks):
 
     Attributes:
       equations: the marked equations, by the number of their body and their index.
+      bodies: the number of each body.
     """
 
     tells_equations = True
@@ -51,32 +51,29 @@ class PlanMarks(Marks):
     def __init__(self, plan: Plan):
         self.equations: dict[tuple[int, int], Marked] = {}
         self._names: dict[EquationPlan, tuple[int, int]] = {}
-        self._bodies: dict[Plan, int] = {}
+        self.bodies: dict[Plan, int] = {}
         self._here: tuple[str, int] = ("out", 0)
         self.main = self._add(plan, ())
 
     def _add(
-        self, plan: Plan, path: tuple[int, ...], needed: Sequence[bool] | None = None
+        self, plan: Plan, path: tuple[int, ...], derivative: Collection[int] = ()
     ) -> int:
-        """Numbers a body and all that is in it; returns its number."""
-        if plan in self._bodies:
-            return self._bodies[plan]
-        number = self._bodies[plan] = len(self._bodies)
+        """Numbers a body and all that is in it; returns its number.
+
+        `derivative` are the equations of it that exist for a derivative only.
+        """
+        if plan in self.bodies:
+            return self.bodies[plan]
+        number = self.bodies[plan] = len(self.bodies)
         for index, planned in enumerate(plan.equations):
             here = Identity((*path, index))
-            is_derivative = needed is not None and not needed[index]
             eqn = plan.body.jaxpr.eqns[index]
-            marked = Marked(here, number, eqn, planned, is_derivative)
+            marked = Marked(here, number, eqn, planned, index in derivative)
             self._names[planned] = number, index
             self.equations[number, index] = marked
             for inner, body in enumerate(planned.bodies):
                 self._add(body, (*here, inner))
         return number
-
-    def body_of(self, planned: EquationPlan, number: int) -> int | None:
-        """Returns the number of a body of an equation."""
-        bodies = planned.bodies
-        return self._bodies.get(bodies[number]) if number < len(bodies) else None
 
     @contextlib.contextmanager
     def _at(self, place: str) -> Iterator[None]:
@@ -114,9 +111,8 @@ class PlanMarks(Marks):
 
     def derivative(self, rule: Plan, eqn: Eqn, planned: EquationPlan) -> None:
         body, index = self._names[planned]
-        identity = self.equations[body, index].identity
-        needed = _needed(rule, len(eqn.outvars))
-        self._add(rule, (*identity, len(planned.bodies)), needed)
+        path = *self.equations[body, index].identity, len(planned.bodies)
+        self._add(rule, path, _unneeded(rule, len(eqn.outvars)))
         for each, inner in zip(rule.equations, rule.body.jaxpr.eqns, strict=True):
             if jaxprs.is_custom_jvp(inner) and _same_function(inner, eqn):
                 # The rule calls the function itself: that is the call of the program.
@@ -126,7 +122,7 @@ class PlanMarks(Marks):
         """Gives an equation and all in it the marks of another one like it."""
         self._names[planned] = self._names[original]
         for body, like in zip(planned.bodies, original.bodies, strict=True):
-            self._bodies[body] = self._bodies[like]
+            self.bodies[body] = self.bodies[like]
             for each, other in zip(body.equations, like.equations, strict=True):
                 self._take_for(each, other)
 
@@ -146,17 +142,16 @@ def cast_of(scope: str) -> str | None:
     return found[-1][0] if found else None
 
 
-def _needed(rule: Plan, count: int) -> list[bool]:
-    """Returns which equations of a derivative rule its first outputs are made of."""
+def _unneeded(rule: Plan, count: int) -> set[int]:
+    """Returns which equations of a derivative rule its first outputs do not need."""
     jaxpr = rule.body.jaxpr
-    wanted = set(jaxprs.variables(jaxpr.outvars[:count]))
-    needed = [False] * len(jaxpr.eqns)
-    for index in reversed(range(len(jaxpr.eqns))):
-        eqn = jaxpr.eqns[index]
-        if wanted.intersection(eqn.outvars):
-            needed[index] = True
+    wanted, found = set(jaxprs.variables(jaxpr.outvars[:count])), set[int]()
+    for index, eqn in reversed([*enumerate(jaxpr.eqns)]):
+        if wanted.isdisjoint(eqn.outvars):
+            found.add(index)
+        else:
             wanted.update(jaxprs.variables(eqn.invars))
-    return needed
+    return found
 
 
 def _same_function(eqn: Eqn, other: Eqn) -> bool:

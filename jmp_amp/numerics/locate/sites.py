@@ -6,6 +6,7 @@ of two of the values tell which share of them a format cannot hold.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -20,13 +21,7 @@ from jmp_amp.plan.rewrites.quantising import scale_of
 from jmp_amp.policies.dtypes import BF16, F16, F32, is_half, parse_dtype
 from jmp_amp.policies.fp8 import FORMATS
 
-_FORMATS = {
-    "f16": F16,
-    "bf16": BF16,
-    "e4m3": jnp.dtype(jnp.float8_e4m3fn),
-    "e5m2": jnp.dtype(jnp.float8_e5m2),
-    "f32": F32,
-}
+_FORMATS = {"f16": F16, "bf16": BF16, **FORMATS, "f32": F32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +152,10 @@ class Site:
         """
         held = _range(format, "overflow")
         is_at_the_top = math.frexp(self.amax)[1] - 1 == held.top
-        lost = is_at_the_top and held.cast(self.amax) == math.inf
-        return self._share(e for e in self.exponents if e > held.top - lost)
+        with np.errstate(all="ignore"):
+            fits = math.isfinite(np.float64(self.amax).astype(held.dtype))
+        top = held.top - (is_at_the_top and not fits)
+        return self._share(e for e in self.exponents if e > top)
 
     def underflow(self, format: DTypeLike) -> float:
         """Returns the share of the finite values that `format` turns into zero.
@@ -174,8 +171,7 @@ class Site:
           >>> site.underflow("f16"), site.underflow("bf16"), site.underflow("e4m3")
           (0.25, 0.0, 0.25)
         """
-        held = _range(format, "underflow")
-        border = self._lost_below(held)
+        border = self._lost_below(_range(format, "underflow"))
         return self._share(e for e in self.exponents if e < border)
 
     def subnormal(self, format: DTypeLike) -> float:
@@ -211,37 +207,6 @@ class Site:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gradient:
-    """What the numbers of one parameter's gradient were, unscaled.
-
-    Attributes:
-      amax, amin, zeros, nonfinite, size: as of a `Site`.
-      error: the relative L2 distance to the gradient without a policy; 0.0 if both are
-        zero. Values that are not finite count as in `Site.error`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jmp_amp as amp
-      >>> loss = lambda w, x: jnp.sum(jnp.square(x @ w))
-      >>> d = amp.diagnose(loss, "mixed_bfloat16")(jnp.ones(2), jnp.eye(2))
-      >>> d.gradients[""].amax, d.gradients[""].error
-      (2.0, 0.0)
-    """
-
-    amax: float
-    amin: float
-    zeros: int
-    nonfinite: int
-    size: int
-    error: float
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether all of it is zero, and in f32 it is not."""
-        return 0 < self.size == self.zeros and self.error != 0
-
-
-@dataclasses.dataclass(frozen=True)
 class Numbers:
     """What the numbers of several sites were: those of a module.
 
@@ -265,6 +230,31 @@ class Numbers:
     nonfinite: int
     size: int
     error: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient(Numbers):
+    """What the numbers of one parameter's gradient were, unscaled.
+
+    Attributes:
+      error: the relative L2 distance to the gradient without a policy; 0.0 if both are
+        zero. Values that are not finite count as in `Site.error`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> loss = lambda w, x: jnp.sum(jnp.square(x @ w))
+      >>> d = amp.diagnose(loss, "mixed_bfloat16")(jnp.ones(2), jnp.eye(2))
+      >>> d.gradients[""].amax, d.gradients[""].error
+      (2.0, 0.0)
+    """
+
+    error: float
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether all of it is zero, and in f32 it is not."""
+        return 0 < self.size == self.zeros and self.error != 0
 
 
 class EightBits(NamedTuple):
@@ -346,10 +336,9 @@ def scaled(site: Site, scale: float) -> Site:
     """Returns a site with all values multiplied by a power of two."""
     fraction, shift = math.frexp(scale)
     assert fraction == 0.5
-    exponents = {e + shift - 1: count for e, count in site.exponents.items()}
     return dataclasses.replace(
         site,
-        exponents=exponents,
+        exponents={e + shift - 1: count for e, count in site.exponents.items()},
         amax=site.amax * scale,
         amin=site.amin * scale,
     )
@@ -359,7 +348,6 @@ class _Range(NamedTuple):
     """What a format can hold.
 
     Attributes:
-      dtype: the dtype.
       top: the power of two of its largest number.
       normal: that of its smallest normal number.
       bottom: that of half its smallest number.
@@ -370,32 +358,21 @@ class _Range(NamedTuple):
     normal: int
     bottom: int
 
-    def cast(self, magnitude: float) -> float:
-        """Returns what becomes of a finite magnitude; infinity if it is too large."""
-        with np.errstate(all="ignore"):
-            result = float(np.float64(magnitude).astype(self.dtype))
-        return result if math.isfinite(result) else math.inf
-
 
 def _range(format: DTypeLike, method: str) -> _Range:
-    dtype = _dtype(format)
+    dtype = None
+    if isinstance(format, str):
+        is_other_name = format.strip().lower() == "e4m3fn"
+        dtype = _FORMATS["e4m3"] if is_other_name else parse_dtype(format)
+    elif format is not None:
+        with contextlib.suppress(TypeError):
+            dtype = jnp.dtype(format)
     if dtype not in _FORMATS.values():
         raise ValueError(
             f"Site.{method}({format!r}): no known format. Use one of "
             f"{', '.join(_FORMATS)}, or the dtype."
         )
     return _range_of(dtype)
-
-
-def _dtype(format: DTypeLike) -> np.dtype | None:
-    if isinstance(format, str):
-        name = format.strip().lower()
-        # A name that `parse_dtype` does not know.
-        return _FORMATS["e4m3"] if name == "e4m3fn" else parse_dtype(name)
-    try:
-        return None if format is None else jnp.dtype(format)
-    except TypeError:
-        return None
 
 
 @functools.cache

@@ -51,20 +51,13 @@ class Part(NamedTuple):
     rows: jax.Array
 
 
-class Group(NamedTuple):
-    """The numbers of arrays of one kind that are read together.
-
-    A block of them has `block` elements; they are read in pieces if that is 0.
-    """
-
-    block: int
-    members: list[int]
-
-
-def groups_of(kinds: Sequence[Hashable], sizes: Sequence[int]) -> list[Group]:
+def groups_of(
+    kinds: Sequence[Hashable], sizes: Sequence[int]
+) -> list[tuple[int, list[int]]]:
     """Returns groups of the arrays that have elements: `sizes`, of each array.
 
-    All arrays of a group have the same kind.
+    All arrays of a group have the same kind. The first number of a group is how many
+    elements a block of them has, 0 if they are read in pieces; the others are theirs.
     """
     large = _PIECE if jax.default_backend() in ("gpu", "cuda", "rocm") else 0
     by_kind: dict[tuple[Hashable, int], list[int]] = {}
@@ -74,14 +67,14 @@ def groups_of(kinds: Sequence[Hashable], sizes: Sequence[int]) -> list[Group]:
             by_kind.setdefault((kind, block), []).append(number)
     total = sum(sizes)
     most = max(_TOGETHER, min(total // 8, _MANY), total // 32)
-    groups = []
+    groups: list[tuple[int, list[int]]] = []
     for (_, block), numbers in by_kind.items():
         left = 0
         for number in numbers:
             if not left or sizes[number] > left:
-                groups.append(Group(block, []))
+                groups.append((block, []))
                 left = most
-            groups[-1].members.append(number)
+            groups[-1][1].append(number)
             left = max(left - sizes[number], 0)
     return groups
 
@@ -107,7 +100,7 @@ def read_in_parts(
     parts = [nothing(len(empty))] if empty or not groups else []
     for block, members in groups:
         parts.append(_read([flat[i] for i in members], block, nothing, add))
-    order = [*empty, *(i for group in groups for i in group.members)]
+    order = [*empty, *(i for _, members in groups for i in members)]
 
     def in_order(*rows: jax.Array) -> jax.Array:
         whole = _side_by_side(rows)

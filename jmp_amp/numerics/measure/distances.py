@@ -63,23 +63,21 @@ def _add(found: Distance, part: Part) -> Distance:
     highest = scattered(jax.lax.scatter_max, none.exponent, part.rows, here)
     # A block that is all zeros has no exponent; its sums are zero.
     of_row = jnp.take(highest, part.rows, axis=0, mode="clip")
-    scaled = _times(blocks.sums, _unit(blocks, of_row))
-    added = scattered(jax.lax.scatter_add, none.sums, part.rows, scaled)
+    sums = _in_units_of(of_row, blocks)
+    added = scattered(jax.lax.scatter_add, none.sums, part.rows, sums)
     return merged(found, Distance(highest, added))
 
 
 def merged(a: Distance, b: Distance) -> Distance:
     """Returns the distances of the parts of both; of the same shapes."""
     highest = jnp.maximum(a.exponent, b.exponent)
-    of_a, of_b = (_times(each.sums, _unit(each, highest)) for each in (a, b))
-    return Distance(highest, of_a + of_b)
+    return Distance(highest, _in_units_of(highest, a) + _in_units_of(highest, b))
 
 
 def across(distance: Distance, axes: Sequence[str]) -> Distance:
     """Returns the distances of all shards over mesh axes, the same on each."""
     highest = jax.lax.pmax(distance.exponent, axes)
-    scaled = _times(distance.sums, _unit(distance, highest))
-    return Distance(highest, jax.lax.psum(scaled, axes))
+    return Distance(highest, jax.lax.psum(_in_units_of(highest, distance), axes))
 
 
 def relative(distance: Distance) -> np.ndarray:
@@ -90,9 +88,9 @@ def relative(distance: Distance) -> np.ndarray:
     return np.where(apart == 0, 0.0, np.where(size == 0, np.inf, found))
 
 
-def _unit(distance: Distance, highest: jax.Array) -> jax.Array:
-    """Returns what the sums of a distance are in units of higher exponents."""
-    return _power(2 * (distance.exponent - highest))
+def _in_units_of(highest: jax.Array, distance: Distance) -> jax.Array:
+    """Returns the sums of a distance in units of higher exponents."""
+    return _times(distance.sums, _power(2 * (distance.exponent - highest)))
 
 
 def _times(sums: jax.Array, unit: jax.Array) -> jax.Array:

@@ -20,14 +20,7 @@ from jmp_amp.numerics.calls.executables import Compile
 from jmp_amp.numerics.measure import distances, pair_constructs
 from jmp_amp.numerics.measure.distances import Distance
 from jmp_amp.numerics.measure.measuring import MOVES
-from jmp_amp.numerics.measure.pair_constructs import (
-    Distances,
-    Key,
-    Keys,
-    Pair,
-    Ran,
-    united,
-)
+from jmp_amp.numerics.measure.pair_constructs import Distances, Key, Keys, Pair, Ran
 from jmp_amp.numerics.measure.programs import options_for
 from jmp_amp.numerics.measure.threaded import Threaded
 from jmp_amp.plan.plan import EquationPlan, Plan
@@ -81,9 +74,8 @@ def errors(
     """
     walk = Lockstep(meshes.mesh_of(arrays))
     # An array in both is one input: the program takes no copy of it.
-    others = {
-        i: b for i, (a, b) in enumerate(zip(arrays, traced, strict=True)) if a is not b
-    }
+    inputs = enumerate(zip(arrays, traced, strict=True))
+    others = {i: full for i, (low, full) in inputs if low is not full}
 
     def run(arrays: Sequence[Value], others: Mapping[int, Value]) -> Distances:
         full = [others.get(i, each) for i, each in enumerate(arrays)]
@@ -112,7 +104,6 @@ class Lockstep(Walk[Pair]):
       operands: as in `Errors`.
       keys: the sites that are compared in each body, by the way to it.
       threaded: what runs constructs, and merges the distances of all runs.
-      path: the way to the body.
       turns: how often the body runs, as far as the program tells.
       size: how many values are compared, those of a `while` in one turn.
       pairs: what is to be compared, and the sites.
@@ -155,7 +146,7 @@ class Lockstep(Walk[Pair]):
 
     def _note(self, key: Key, *made: Keys) -> None:
         """Notes the sites that the operands of a site may come from."""
-        self.operands[key] = united([self.operands.get(key, ()), *made])
+        self.operands[key] = pair_constructs.united([self.operands.get(key, ()), *made])
 
     def _compare(self, key: Key, pair: Pair, operands: Sequence[Pair]) -> Pair:
         """Notes a result of a site; returns it."""
@@ -220,10 +211,15 @@ class Lockstep(Walk[Pair]):
         if len(operands) > len(eqn.invars):
             # It reads what a rewrite computed of its operands, not them.
             operands = operands[len(eqn.invars) :]
-        made = united([x.made for x in operands])
-        self._written_to(eqn, made, operands)
-        results = []
-        for var, low, other in zip(eqn.outvars, bound, full, strict=True):
+        made = pair_constructs.united([x.made for x in operands])
+        # What a mutable array holds may come from the other operands.
+        for atom, each in zip(eqn.invars, operands, strict=False):
+            if jaxprs.is_mutable(atom):
+                for key in each.made:
+                    self._note(key, made)
+        results, cast = [], None
+        made_of = zip(eqn.outvars, bound, full, planned.writes, strict=True)
+        for var, low, other, dtype in made_of:
             pair = Pair(low, other, made)
             if jaxprs.is_mutable(var):
                 # It has a key of its own, as if it were a site.
@@ -234,26 +230,13 @@ class Lockstep(Walk[Pair]):
                 self.operands[identity, None] = made
             elif jaxprs.is_floating(var):
                 pair = self._compare((identity, None), pair, operands)
-            results.append(pair)
-        return self._written(planned, results)
-
-    def _written_to(self, eqn: Eqn, made: Keys, operands: Sequence[Pair]) -> None:
-        """Notes that what a mutable array holds may come from the other operands."""
-        for atom, pair in zip(eqn.invars, operands, strict=False):
-            if jaxprs.is_mutable(atom):
-                for key in pair.made:
-                    self._note(key, made)
-
-    def _written(self, planned: EquationPlan, results: Sequence[Pair]) -> list[Pair]:
-        """Returns results in the dtypes that they are kept in."""
-        kept, key = [], None
-        for pair, dtype in zip(results, planned.writes, strict=True):
             if dtype is not None and pair.low.dtype != dtype:
-                key = key or self._next_cast()
-                low = jax.lax.convert_element_type(pair.low, dtype)
-                pair = self._compare(key, Pair(low, pair.full), [pair])
-            kept.append(pair)
-        return kept
+                # It is kept in another dtype.
+                cast = cast or self._next_cast()
+                low = jax.lax.convert_element_type(low, dtype)
+                pair = self._compare(cast, Pair(low, other), [pair])
+            results.append(pair)
+        return results
 
     def _call(
         self, eqn: Eqn, planned: EquationPlan, operands: list[Pair]

@@ -115,21 +115,20 @@ class Table:
       sources: for each site, where the values are whose statistics its results have,
         and how many times over.
       makers: the sites that make something, those that do more than move: where their
-        operands and their results are.
+        operands are.
     """
 
-    entries: tuple[tuple[Path, Entry], ...]
-    groups: tuple[tuple[Layout, tuple[_Value, ...]], ...]
-    others: tuple[_Value, ...]
-    sources: tuple[tuple[tuple[_Position, int], ...], ...]
-    makers: dict[int, tuple[list[_Position], list[_Position]]]
+    entries: Sequence[tuple[Path, Entry]]
+    groups: Sequence[tuple[Layout, Sequence[_Value]]]
+    others: Sequence[_Value]
+    sources: Sequence[Sequence[tuple[_Position, int]]]
+    makers: dict[int, list[_Position]]
 
 
 class Measure:
     """An observer that measures the sites of a program.
 
     Attributes:
-      frames: the bodies of the program.
       tables: what to measure in each body that is seen, see `watch.bodies_inside`.
       mesh: of the devices that the program runs on, see `meshes.mesh_of`.
     """
@@ -150,7 +149,7 @@ class Measure:
     def size(self) -> int:
         """How many values are measured, those of a `while` in one turn."""
         return sum(
-            self.frames[path].turns * math.prod(aval_of(atom).shape)
+            self.frames[path].place.turns * math.prod(aval_of(atom).shape)
             for table in self.tables.values()
             for _, atoms in table.groups
             for path, atom in atoms
@@ -162,13 +161,10 @@ class Measure:
     def nothing(self, path: Path) -> Measured | None:
         if (table := self.tables.get(path)) is None:
             return None
-        nothing = [
-            statistics.none_counted(len(atoms), layout)
-            for layout, atoms in table.groups
-        ]
+        found = [statistics.none_counted(len(x), layout) for layout, x in table.groups]
         bad = jnp.full(sum(len(atoms) for _, atoms in table.groups), NEVER, jnp.uint32)
         made = jnp.full(len(table.makers), NEVER, jnp.uint32)
-        return _measured(nothing, bad, made, made, 0)
+        return _measured(found, bad, made, made, 0)
 
     def seen(self, path: Path, run: Run) -> Measured | None:
         if (table := self.tables.get(path)) is None:
@@ -187,29 +183,23 @@ class Measure:
             for layout, atoms in table.groups
         ]
         pairs = zip(found, table.groups, strict=True)
-        worst = [
-            statistics.worst_counted(each.counts, layout) for each, (layout, _) in pairs
-        ]
+        worst = [statistics.worst_counted(x.counts, layout) for x, (layout, _) in pairs]
         none = jnp.zeros(1, jnp.int32)
         bad = first(jnp.concatenate([none, *worst])[1:] > Worst.FINITE)
         worst.append(statistics.worst_of(list(map(read, table.others)), self.mesh))
         worst = jnp.concatenate([*worst, none])
         made = nans = jnp.zeros(0, jnp.uint32)
         if table.makers:
+            results = [[at for at, _ in table.sources[i]] for i in table.makers]
             before, after = (
                 worst[_matrix(each, len(worst) - 1)].max(axis=1)
-                for each in zip(*table.makers.values(), strict=True)
+                for each in ([*table.makers.values()], results)
             )
             made = first((after > Worst.FINITE) & (before == Worst.FINITE))
             nans = first((after == Worst.NAN) & (before < Worst.NAN))
         return _measured(found, bad, made, nans, 1)
 
-    def merged(
-        self, before: Measured | None, after: Measured | None
-    ) -> Measured | None:
-        if before is None or after is None:
-            return None
-
+    def merged(self, before: Measured, after: Measured) -> Measured:
         def first(a: jax.Array, b: jax.Array) -> jax.Array:
             later = jnp.where(b == NEVER, NEVER, b + before.turns.low)
             return jnp.where(a == NEVER, later, a)
@@ -224,11 +214,7 @@ class Measure:
             before.turns.plus(after.turns),
         )
 
-    def across(
-        self, statistic: Measured | None, axes: Sequence[str]
-    ) -> Measured | None:
-        if statistic is None:
-            return None
+    def across(self, statistic: Measured, axes: Sequence[str]) -> Measured:
         counts = tuple(each.across(axes) for each in statistic.counts)
         extremes, turns = jax.lax.pmax((statistic.extremes, statistic.turns), axes)
         firsts = statistic.bad, statistic.made, statistic.nans
@@ -290,22 +276,12 @@ def _table(frames: Mapping[Path, Frame]) -> Table:
     others = {key: x for key, x in read_alone.items() if key not in counted}
     keys = [*itertools.chain(*groups.values(), others)]
     position = {key: index for index, key in enumerate(keys)}
-    made_of = [
-        tuple((position[_key(value)], times) for value, times in each)
-        for each in results
-    ]
     return Table(
-        tuple(entries),
-        tuple((layout, tuple(group.values())) for layout, group in groups.items()),
-        tuple(others.values()),
-        tuple(made_of),
-        {
-            number: (
-                [position[_key(x)] for x in read],
-                [at for at, _ in made_of[number]],
-            )
-            for number, read in operands.items()
-        },
+        entries,
+        [(layout, [*group.values()]) for layout, group in groups.items()],
+        [*others.values()],
+        [[(position[_key(x)], times) for x, times in each] for each in results],
+        {number: [position[_key(x)] for x in operands[number]] for number in operands},
     )
 
 
@@ -316,7 +292,7 @@ def _key(value: _Value) -> _Key:
 
 def is_scaled_cast(entry: Entry) -> bool:
     """Whether a site casts to f16 what a loss scale multiplies."""
-    is_cast = entry.scales and jaxprs.is_conversion(entry.eqn)
+    is_cast = entry.scales and jaxprs.is_conversion(entry.at.eqn)
     return is_cast and aval_of(entry.results[0]).dtype == F16
 
 
@@ -325,10 +301,7 @@ def _is_finite(atom: Atom) -> bool:
 
 
 def _source(atom: Atom, makers: Mapping[Var, Eqn]) -> tuple[Atom, int]:
-    """Returns the value that `atom` moves or repeats, and how many times over.
-
-    That is `atom` itself, if it does neither.
-    """
+    """Returns what `atom` moves or repeats, else itself, and how many times over."""
     times = 1
     while not isinstance(atom, Literal) and atom in makers:
         eqn = makers[atom]

@@ -60,7 +60,8 @@ def run_construct(
     The distances are those of all runs. `known` are the sites that the operands of each
     site come from; carries are added.
     """
-    values, made = _apart(operands), [pair.made for pair in operands]
+    values = [(pair.low, pair.full) for pair in operands]
+    made = [pair.made for pair in operands]
     carries = []
     for count, i in enumerate(jaxprs.carried(eqn)):
         # It comes from before the loop or from the turn before: it has a key of its
@@ -73,10 +74,9 @@ def run_construct(
         for number, inner in enumerate(jaxprs.inner_bodies(eqn))
     ]
     is_branch = jaxprs.is_branch(eqn)
-    read = [operands[0].low, *values[1:]] if is_branch else values
     results, found = threaded.run(
         eqn,
-        read,
+        [operands[0].low, *values[1:]] if is_branch else values,
         lambda number, args: bodies[number].run(args),
         lambda number: bodies[number].nothing(),
     )
@@ -103,11 +103,6 @@ def of_own_branch(
         [pair.full for pair in others],
     )
     return [Pair(x.low, y, x.made) for x, y in zip(results, full, strict=True)]
-
-
-def _apart(pairs: Sequence[Pair]) -> _Values:
-    """Returns the values of pairs; where they come from is not traced."""
-    return [(pair.low, pair.full) for pair in pairs]
 
 
 def _paired(values: Sequence[tuple[Value, Value]], made: Sequence[Keys]) -> list[Pair]:
@@ -140,7 +135,7 @@ class _Body:
         def run(values: _Values) -> tuple[_Values, Distances]:
             results, found = run_body(_paired(values, made))
             self.made = [pair.made for pair in results]
-            return _apart(results), found
+            return [(pair.low, pair.full) for pair in results], found
 
         self.run = run
 

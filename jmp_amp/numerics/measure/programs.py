@@ -38,7 +38,7 @@ class Program(NamedTuple):
     """
 
     measure: Measure
-    statistics: dict[Path, Measured | None]
+    statistics: dict[Path, Measured]
     outputs: list[Value]
     gradients: tuple[Value, ...]
 
@@ -75,7 +75,6 @@ def measured(
         returned, statistics = compiling.result()(*arrays)
         count = len(returned) - len(call.keys)
         outputs, gradients = list(returned[:count]), tuple(returned[count:])
-        found = jax.device_get(statistics)
-        return Program(measure, found, outputs, gradients)
+        return Program(measure, jax.device_get(statistics), outputs, gradients)
 
     return program

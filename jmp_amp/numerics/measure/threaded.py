@@ -66,11 +66,11 @@ class Threaded(Generic[S]):
             return _checkpoint(eqn, operands, run)
         if jaxprs.is_shard_map(eqn):
             return self._shard_map(eqn, operands, run)
-        count, none = len(jaxprs.inner_bodies(eqn)), Statistics[S]()
-        for number in range(count):
+        none = Statistics[S]()
+        for number, _ in enumerate(jaxprs.inner_bodies(eqn)):
             none |= self._varying(nothing(number))
         if jaxprs.is_branch(eqn):
-            return self._branch(count, operands, run, none)
+            return self._branch(eqn, operands, run, none)
         if jaxprs.is_while(eqn):
             return self._while_loop(eqn, operands, run, none)
         return self._scan(eqn, operands, run, none)
@@ -90,18 +90,15 @@ class Threaded(Generic[S]):
         )
 
     def _branch(
-        self,
-        count: int,
-        operands: list[PyTree],
-        run: RunBody[S],
-        none: Statistics[S],
+        self, eqn: Eqn, operands: list[PyTree], run: RunBody[S], none: Statistics[S]
     ) -> _Ran[S]:
         def branch(number: int, operands: list[PyTree]) -> _Ran[S]:
             outputs, found = run(number, operands)
             return outputs, self._merged(none, found)
 
         index, *others = operands
-        branches = [functools.partial(branch, number) for number in range(count)]
+        numbers = range(len(jaxprs.inner_bodies(eqn)))
+        branches = [functools.partial(branch, number) for number in numbers]
         return jax.lax.switch(index, branches, others)
 
     def _scan(

@@ -16,15 +16,7 @@ import jax
 from jmp_amp.numerics.measure.threaded import Path, Statistics, Threaded
 from jmp_amp.plan.dataflow.values import is_move
 from jmp_amp.plan.program import binding, jaxprs, meshes
-from jmp_amp.plan.program.jaxprs import (
-    Atom,
-    Body,
-    ClosedJaxpr,
-    Eqn,
-    Literal,
-    Value,
-    Var,
-)
+from jmp_amp.plan.program.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Value, Var
 
 S = TypeVar("S")  # A statistic: a pytree of arrays.
 # The variables of a body and of those that run once in it, by the way to each of them:
@@ -44,12 +36,12 @@ class Observer(Protocol[S]):
         """Whether an equation of a body, whose results nobody reads, is left out."""
         ...
 
-    def nothing(self, path: Path) -> S:
-        """Returns the statistic of a body that never ran."""
+    def nothing(self, path: Path) -> S | None:
+        """Returns the statistic of a body that never ran; None if it has none."""
         ...
 
-    def seen(self, path: Path, run: Run) -> S:
-        """Returns the statistic of one run of a body."""
+    def seen(self, path: Path, run: Run) -> S | None:
+        """Returns the statistic of one run of a body; None if it has none."""
         ...
 
     def merged(self, before: S, after: S) -> S:
@@ -111,7 +103,7 @@ class _Watch(Generic[S]):
 
     def nothing(self, body: Body, path: Path) -> Statistics[S]:
         """Returns the statistics of a body that never ran."""
-        found: Statistics[S] = {path: self.observer.nothing(path)}
+        found = _by_path(path, self.observer.nothing(path))
         for where, each in bodies_inside(body, path).items():
             for index, eqn in enumerate(each.jaxpr.eqns):
                 if jaxprs.runs(eqn) and not runs_inside(eqn):
@@ -126,7 +118,7 @@ class _Watch(Generic[S]):
         whole: Run = {}
         found: Statistics[S] = {}
         outputs = self.run(body, args, path, whole, found)
-        return outputs, {path: self.observer.seen(path, whole), **found}
+        return outputs, _by_path(path, self.observer.seen(path, whole)) | found
 
     def run(
         self,
@@ -143,7 +135,7 @@ class _Watch(Generic[S]):
         whole[path] = values
 
         def read(atom: Atom) -> Value:
-            return atom.val if isinstance(atom, Literal) else values[atom]
+            return atom.val if isinstance(atom, jaxprs.Literal) else values[atom]
 
         for index, eqn in enumerate(jaxpr.eqns):
             if not jaxprs.runs(eqn) or self.observer.skips(path, index):
@@ -175,6 +167,10 @@ class _Watch(Generic[S]):
             lambda number, args: self.body(bodies[number], args, (*here, number)),
             lambda number: self.nothing(bodies[number], (*here, number)),
         )
+
+
+def _by_path(path: Path, statistic: S | None) -> Statistics[S]:
+    return {} if statistic is None else {path: statistic}
 
 
 def _computed_once(eqn: Eqn, results: Sequence[Value]) -> Sequence[Value]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp.numerics.tune.groups import Group, Place, is_rounded
+from jmp_amp.numerics.tune.groups import OUTSIDE, Group, Place, is_rounded
 from jmp_amp.plan.dataflow.values import traced_dtype
 from jmp_amp.plan.plan import EquationPlan, Plan
 from jmp_amp.plan.program import binding, constructs, jaxprs, meshes
@@ -62,18 +62,18 @@ class Flagged(Walk[Held]):
     """A walk that computes as traced, and rounds what the plan has in half precision.
 
     Attributes:
-      place: where the body is.
       flags: int32[number of groups].
       numbers: the place of each group among the flags; for modules that are one group,
         without the name of an operation.
       others: for each flag above `BASE`, the half dtype that it rounds to; None for one
         that leaves values as they are.
+      place: where the body is.
     """
 
-    place: Place
     flags: Value
     numbers: Mapping[Group, int]
     others: Sequence[np.dtype | None]
+    place: Place = OUTSIDE
 
     def _number(self, eqn: Eqn) -> int | None:
         """Returns the number of the group of an equation."""
@@ -89,8 +89,7 @@ class Flagged(Walk[Held]):
         ]
 
     def constant(self, value: Value, var: Var) -> Held:
-        value = jnp.asarray(value) if isinstance(value, np.ndarray) else value
-        return Held(value, traced_dtype(var))
+        return Held(Replay().constant(value, var), traced_dtype(var))
 
     def literal(self, atom: Literal, dtype: np.dtype | None, saturate: bool) -> Held:
         # It may be a number of Python.
@@ -120,10 +119,7 @@ class Flagged(Walk[Held]):
         with binding.source_of(eqn):
             if planned.bodies:
                 results = self._call(eqn, planned, operands)
-                return [
-                    Held(x, dtype)
-                    for x, dtype in zip(results, planned.writes, strict=True)
-                ]
+                return list(map(Held, results, planned.writes))
             if is_rounded(eqn, planned):
                 return self._in_half(eqn, planned, operands)
             arrays = [
@@ -132,10 +128,7 @@ class Flagged(Walk[Held]):
                 for x, dtype in zip(operands, planned.reads, strict=True)
             ]
             results = binding.bind(eqn, arrays)
-        return [
-            Held(x, dtype, _half(dtype))
-            for x, dtype in zip(results, planned.writes, strict=True)
-        ]
+        return list(map(Held, results, planned.writes, map(_half, planned.writes)))
 
     def _in_half(
         self, eqn: Eqn, planned: EquationPlan, operands: Sequence[Held]

@@ -38,9 +38,6 @@ class Move:
     paths: frozenset[str] = frozenset()
     name: str = ""
 
-    def __str__(self) -> str:
-        return f"full={self.name}" if self.name else repr(self.pattern)
-
 
 # The number of a candidate for each move, from 1; 0 is the policy at the start.
 Choice = Mapping[Move, int]
@@ -81,14 +78,12 @@ class Menu:
             if move.name
             for group in move.reaches
         }
-        return tuple(
-            named.get(group, 0) or _nearest(paths, group.path) for group in self.groups
-        )
+        return tuple(named.get(g, 0) or _nearest(paths, g.path) for g in self.groups)
 
     def policies(self, choice: Choice) -> PolicyMap:
         """Returns the map that a choice of moves makes."""
         names = sorted(move.name for move in choice if move.name)
-        default = self.start.default.with_full(*names) if names else self.start.default
+        default = self.start.default.with_full(*names)
         chosen = {
             move.pattern: self.candidates[level - 1]
             for move, level in choice.items()
@@ -219,10 +214,9 @@ def _joined(
 
 def _generalised(path: str, place: int | None) -> str:
     """Returns a glob with `*` for the numbers in a path, or in one of its names."""
-    names = map(_escaped, path.split("/"))
     return "/".join(
         re.sub(r"\d+", "*", name) if place in (None, i) else name
-        for i, name in enumerate(names)
+        for i, name in enumerate(map(_escaped, path.split("/")))
     )
 
 

@@ -34,7 +34,6 @@ class Search:
     """A search for the cheapest map of policies that meets a bound.
 
     Attributes:
-      menu: the moves.
       bound: of the gradient error.
       expected: the error that the flagged program has, for a level of each group.
       measured: what a real program measures.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -9,11 +11,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-import jax.core
 import numpy as np
 
+from jmp_amp.numerics.calls import losses
+from jmp_amp.numerics.calls.asked import Say, check_loss
 from jmp_amp.numerics.calls.executables import compiler_options
-from jmp_amp.numerics.calls.losses import LossCall, RunProgram, check_traced
+from jmp_amp.numerics.calls.losses import LossCall, RunProgram
 from jmp_amp.numerics.tune.tuning import Step
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import ClosedJaxpr, Value
@@ -26,22 +29,23 @@ from jmp_amp.reports.rows import Equation
 _FEW_ELEMENTS = 2**22
 
 
+@dataclasses.dataclass
 class Bench:
     """The gradients of one call of a function, under policies.
 
     Attributes:
       loss: traces and plans the call under a map of policies, as `loss_call`.
       call: the caller's call as written, for errors.
+      say: shows what is being done.
       compilations: how many programs were compiled.
       reference: the gradient of the function as it is, flat.
     """
 
-    def __init__(
-        self, loss: Callable[..., AbstractContextManager[LossCall]], call: str
-    ):
-        self.loss, self.call = loss, call
-        self.compilations = 0
-        self.reference = np.zeros(0)
+    loss: Callable[..., AbstractContextManager[LossCall]]
+    call: str
+    say: Say
+    compilations: int = 0
+    reference: np.ndarray = dataclasses.field(init=False)
 
     def compiled(
         self, function: Callable[..., Any], *args: Value, in_haste: bool = False
@@ -51,15 +55,19 @@ class Bench:
         is_small = sum(np.size(x) for x in args) < _FEW_ELEMENTS
         options = compiler_options(fast=in_haste and is_small)
         traced = jax.jit(function).trace(*args)
-        check_traced(traced, args, self.call)
+        losses.check_traced(traced, args, self.call)
         found = matmuls_as_traced(jaxprs.body_of(traced.jaxpr), 1)
         cost = found.flops_in_half / found.flops if found.flops else 0.0
         return traced.lower().compile(compiler_options=options), cost
 
-    def refer(self, loss: LossCall) -> None:
+    def refer(self, start: PolicyMap) -> None:
         """Measures the reference; raises a ValueError if it is not finite."""
-        gradient = gradients_of(loss, loss.call.as_it_is)
-        gradients = self.compiled(gradient, *loss.arrays)[0](*loss.arrays)
+        self.say("compiling the function as it is")
+        traced = functools.partial(self.loss, notes_modules=False)
+        with losses.called_as_it_is(traced, start) as loss:
+            check_loss(loss)
+            gradient = gradients_of(loss, loss.call.as_it_is)
+            gradients = self.compiled(gradient, *loss.arrays)[0](*loss.arrays)
         for key, gradient in zip(loss.keys.values(), gradients, strict=True):
             if not np.all(np.isfinite(gradient)):
                 raise ValueError(
@@ -80,6 +88,7 @@ class Bench:
 
     def measured(self, policies: PolicyMap) -> Step:
         """Compiles and runs the call under a map of policies."""
+        self.say(f"measuring map {self.compilations - 1}: {str(policies)[:60]}")
         with self.loss(policies, notes_modules=False) as loss:
             compiled, cost = self.compiled(gradients_of(loss, loss.run), *loss.arrays)
             return Step(str(policies), self.error(compiled(*loss.arrays)), cost)

@@ -16,18 +16,11 @@ from jmp_amp.numerics.calls import asked, losses
 from jmp_amp.numerics.calls.executables import undisturbed
 from jmp_amp.numerics.calls.losses import LossCall
 from jmp_amp.numerics.tune.flagged import BASE, Flagged, Held
-from jmp_amp.numerics.tune.groups import (
-    OUTSIDE,
-    Group,
-    members,
-    module_paths,
-    policies_in_force,
-)
+from jmp_amp.numerics.tune.groups import Group, members, module_paths, policies_in_force
 from jmp_amp.numerics.tune.moves import menu_of
 from jmp_amp.numerics.tune.searching import Search
 from jmp_amp.numerics.tune.trials import Bench, gradient_flops, gradients_of
-from jmp_amp.numerics.tune.tuning import Step, Tuned, Tuning
-from jmp_amp.plan.dataflow.values import traced_dtype
+from jmp_amp.numerics.tune.tuning import Tuned, Tuning
 from jmp_amp.plan.program import binding
 from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
 from jmp_amp.plan.program.jaxprs import Value
@@ -37,7 +30,7 @@ from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.policies.two_calls import Waiting, in_two_calls
 from jmp_amp.reports.askers import own_dtypes
-from jmp_amp.reports.reading import read_plan
+from jmp_amp.reports.reading import inputs_of, read_plan
 from jmp_amp.training.gradients import Argnums
 
 
@@ -128,17 +121,11 @@ def tune(
     @undisturbed()
     def tuned(*args: object, **kwargs: object) -> Tuning:
         loss = functools.partial(
-            losses.loss_call,
-            fn,
-            args=args,
-            kwargs=kwargs,
-            argnums=argnums,
-            has_aux=has_aux,
-            call=call,
-            cpu=cpu_of(target),
+            losses.loss_call, fn, args, kwargs, argnums, has_aux, call, cpu_of(target)
         )
         with asked.shown(progress) as say:
-            return _Tuner(Bench(loss, call), start, others, bound, say).tuning(name)
+            bench = Bench(loss, call, say)
+            return _Tuner(name, bench, start, others, bound).tuning()
 
     return Waiting(tuned, f"tune({name})", "Tuning")
 
@@ -147,27 +134,22 @@ def tune(
 class _Tuner:
     """One call of the function that `tune` returns."""
 
+    name: str
     bench: Bench
     start: PolicyMap
     candidates: Sequence[Policy]
     bound: float
-    say: asked.Say
     notes: tuple[str, ...] = ()
 
-    def _refer(self) -> None:
-        self.say("compiling the function as it is")
-        traced = functools.partial(self.bench.loss, notes_modules=False)
-        with losses.called_as_it_is(traced, self.start) as loss:
-            asked.check_loss(loss, self.bench.call)
-            self.bench.refer(loss)
-
-    def tuning(self, name: str) -> Tuning:
-        self._refer()
+    def tuning(self) -> Tuning:
         bench = self.bench
-        self.say("tracing")
+        # What the flags above `BASE` round to; the last of all leaves values.
+        dtypes = [each.compute_dtype for each in self.candidates]
+        others = [*(dtype if is_half(dtype) else None for dtype in dtypes), None]
+        bench.refer(self.start)
+        bench.say("tracing")
         with losses.called_beside_f32(bench.loss, self.start) as loss:
-            found = list(members(loss.plan))
-            rows = read_plan(loss.call)
+            found, rows = list(members(loss.plan)), read_plan(loss.call)
             gradient = binding.trace(gradients_of(loss, loss.run), loss.arrays)
             menu = menu_of(
                 self.start,
@@ -178,11 +160,11 @@ class _Tuner:
             )
             fixed = dict.fromkeys(m.group for m in found if m.group.is_fixed)
             groups = (*menu.groups, *fixed)
-            self.say("compiling the program with flags")
-            levels_tell = self._expected(loss, groups)
+            bench.say("compiling the program with flags")
+            levels_tell = self._expected(loss, groups, others)
         self.notes = tuple(own_dtypes(rows, "tune(fn, {}, max_grad_error=...)(...)"))
-        self.say("measuring modules")
-        exact = _levels_of(self.candidates).index(None) + 1
+        bench.say("measuring modules")
+        exact = others.index(None) + 1
 
         def alone(those: Collection[Group]) -> float:
             return levels_tell(tuple(BASE if g in those else exact for g in groups))
@@ -190,14 +172,13 @@ class _Tuner:
         def expected(levels: tuple[int, ...]) -> float:
             return levels_tell((*levels, *(BASE for _ in fixed)))
 
-        sensitivity = {group: alone({group}) for group in menu.groups}
         search = Search(
             menu,
             self.bound,
             expected,
-            self._measured,
+            bench.measured,
             lambda: bench.compilations,
-            sensitivity,
+            {group: alone({group}) for group in menu.groups},
         )
         policies = search.found()
         if policies is None:
@@ -209,18 +190,14 @@ class _Tuner:
             known = group if group in groups else Group(group.path)
             together[paths[identity]].add(known)
         of_modules = {path: alone(groups) for path, groups in together.items()}
-        return self._result(name, search, policies, of_modules)
+        return self._result(search, policies, of_modules)
 
     def _result(
-        self,
-        name: str,
-        search: Search,
-        policies: PolicyMap,
-        sensitivity: dict[str, float],
+        self, search: Search, policies: PolicyMap, sensitivity: dict[str, float]
     ) -> Tuning:
         before, after = search.steps[self.start], search.steps[policies]
         return Tuning(
-            function=name,
+            function=self.name,
             policy=policies,
             max_grad_error=self.bound,
             error=after.error,
@@ -235,24 +212,17 @@ class _Tuner:
         )
 
     def _expected(
-        self, loss: LossCall, groups: Sequence[Group]
+        self, loss: LossCall, groups: Sequence[Group], others: Sequence[np.dtype | None]
     ) -> Callable[[tuple[int, ...]], float]:
         """Returns the error of the flagged program, given the level of each group."""
-        # In which the plan holds the inputs; None for those never cast.
-        dtypes = [
-            np.dtype(x.dtype) if traced_dtype(v) is not None else None
-            for x, v in zip(loss.arrays, loss.call.jaxpr.jaxpr.invars, strict=True)
-        ]
-        numbers = {group: i for i, group in enumerate(groups)}
-        others = _levels_of(self.candidates)
+        dtypes, numbers = inputs_of(loss.call), {g: i for i, g in enumerate(groups)}
 
         def flagged(flags: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-            walk = Flagged(OUTSIDE, flags, numbers, others)
+            walk = Flagged(flags, numbers, others)
 
             def run(arrays: Sequence[Value]) -> list[Value]:
-                return walk.run(
-                    loss.plan, list(map(Held, loss.call.as_traced(arrays), dtypes))
-                )
+                held = map(Held, loss.call.as_traced(arrays), dtypes)
+                return walk.run(loss.plan, list(held))
 
             return gradients_of(loss, run)(*arrays)
 
@@ -265,11 +235,6 @@ class _Tuner:
             return self.bench.error(compiled(jnp.asarray(levels, jnp.int32), *arrays))
 
         return expected
-
-    def _measured(self, policies: PolicyMap) -> Step:
-        count = self.bench.compilations
-        self.say(f"measuring map {count - 1}: {str(policies)[:60]}")
-        return self.bench.measured(policies)
 
     def _modules(
         self, policies: PolicyMap, sensitivity: dict[str, float]
@@ -304,9 +269,3 @@ class _Tuner:
             f"max_grad_error={self.bound!r}. The smallest error is "
             f"{measured.error:.3g}, with {str(best)!r}. {told}"
         )
-
-
-def _levels_of(candidates: Sequence[Policy]) -> list[np.dtype | None]:
-    """Returns what the flags above `BASE` round to; the last of all leaves values."""
-    dtypes = [each.compute_dtype for each in candidates]
-    return [*(dtype if is_half(dtype) else None for dtype in dtypes), None]

@@ -66,7 +66,7 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tuning(tables.Shown):
+class Tuning(tables.Shown, plain_data.Written):
     """Policies by module that meet a bound on the gradient error; `tune` makes it.
 
     `str(tuning)` is a table, and so is a tuning at the end of a notebook's cell.
@@ -247,16 +247,6 @@ class Tuning(tables.Shown):
                 "returned; if it is of another version, tune again."
             ) from error
         return cls(**read)
-
-    @classmethod
-    def from_json(cls, text: str) -> Tuning:
-        """Returns the tuning that `to_json` wrote.
-
-        Raises:
-          TypeError: if `text` is not text.
-          ValueError: if it is not what `to_json` wrote.
-        """
-        return cls.from_dict(plain_data.parsed(text, "Tuning"))
 
 
 def by_figure(tuning: Tuning, sort: str | None) -> list[tuple[str, Tuned]]:
