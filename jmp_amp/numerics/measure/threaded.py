@@ -22,7 +22,6 @@ import numpy as np
 
 from jmp_amp.plan.program import binding, constructs, jaxprs
 from jmp_amp.plan.program.jaxprs import Eqn, Value
-from jmp_amp.plan.program.meshes import explicit_sharding
 from jmp_amp.policies.dtypes import PyTree
 
 S = TypeVar("S")  # A statistic: a pytree of arrays, of one structure for each body.
@@ -188,9 +187,5 @@ def _checkpoint(eqn: Eqn, operands: list[PyTree], run: RunBody[S]) -> _Ran[S]:
 
 def _select(condition: Value, yes: Value, no: Value) -> Value:
     """Returns `yes` where a condition holds, else `no`; one, or one per example."""
-    leading = tuple(range(np.ndim(condition)))
-    if leading:
-        condition = jax.lax.broadcast_in_dim(
-            condition, np.shape(yes), leading, out_sharding=explicit_sharding(yes)
-        )
-    return jax.lax.select(condition, yes, no)
+    others = tuple(range(np.ndim(condition), np.ndim(yes)))
+    return jnp.where(jnp.expand_dims(condition, others), yes, no)
