@@ -23,7 +23,7 @@ from jmp_amp.plan.dataflow.made import (
 )
 from jmp_amp.plan.dataflow.signs import sign_of, signs
 from jmp_amp.plan.dataflow.solver import forward, once
-from jmp_amp.plan.dataflow.terms import most, related, shared, terms_of
+from jmp_amp.plan.dataflow.terms import most, of_all_turns, related, shared, terms_of
 from jmp_amp.plan.dataflow.values import castable
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.dimensions import (
@@ -105,6 +105,11 @@ class BodyFacts:
         terms = frozenset([self._parts[term, place] for term in sorted(fact.terms)])
         return Fact(made, value, fact.whole, terms=terms)
 
+    def turned(self, fact: Fact, slices: dict[int, int]) -> Fact:
+        """Returns the fact of a result of a loop; `slices` says what parts are of."""
+        terms = frozenset([slices.get(term, term) for term in fact.terms])
+        return self.new(fact.made, fact.whole, terms=terms)
+
     def number(self) -> int:
         """Returns a number that no value has."""
         return next(self._numbers)
@@ -155,8 +160,9 @@ class FactFinder:
         inner: Sequence[jaxprs.Inner],
         found: BodyFacts,
     ) -> Sequence[Fact]:
+        slices: dict[int, int] = {}
         if jaxprs.is_loop(eqn):
-            operands = _of_turns(eqn, operands, found)
+            operands, slices = _of_turns(eqn, operands, found)
         inputs: dict[int, Facts] = {}
 
         def outputs(number: int, operands: Sequence[Fact]) -> list[Fact]:
@@ -167,34 +173,42 @@ class FactFinder:
             results = _handed_back(outputs, given, operands, found)
             if jaxprs.is_loop(eqn):
                 if not jaxprs.is_while(eqn):
-                    results = _of_all_turns(eqn, given, outputs, results)
+                    results = of_all_turns(eqn, given, outputs, results)
                 # Each turn makes another value, but perhaps of parts of the same one.
-                news = ((each.made, each.whole, (), each.terms) for each in results)
-                return [found.new(*each) for each in news]
+                return [found.turned(each, slices) for each in results]
             return results
 
+        updates: dict[int, Fact] = {}
+
         def turned(operand: int, now: Fact, update: Fact) -> Fact:
+            updates[operand] = update
             terms = now.terms & update.summed
             return now._replace(made=_made_either(now, update), terms=terms)
 
-        pairs = _Numbers(found.number)
-
-        def joined(one: Fact, other: Fact) -> Fact:
-            def either(a: int, b: int) -> int:
-                return a if a == b else pairs[a, b]
-
-            return Fact(
-                _made_either(one, other),
-                either(one.value, other.value),
-                either(one.whole, other.whole),
-                one.factors if one.factors == other.factors else (),
-                one.last if one.last == other.last else -1,
-                most(one.summed | other.summed) if one != other else one.terms,
-            )
-
-        results = forward(eqn, operands, outputs, turned, joined).results
+        joined = functools.partial(_joined, _Numbers(found.number))
+        results = list(forward(eqn, operands, outputs, turned, joined).results)
+        for i, update in enumerate(updates.values()):
+            # That of the last turn.
+            terms = most(results[i].terms | update.terms)
+            results[i] = results[i]._replace(terms=terms)
         found.inner[index] = [inputs[number] for number in range(len(inner))]
         return results
+
+
+def _joined(pairs: _Numbers, one: Fact, other: Fact) -> Fact:
+    """Returns the fact of what is one value or another; `pairs` has its numbers."""
+
+    def either(a: int, b: int) -> int:
+        return a if a == b else pairs[a, b]
+
+    return Fact(
+        _made_either(one, other),
+        either(one.value, other.value),
+        either(one.whole, other.whole),
+        one.factors if one.factors == other.factors else (),
+        one.last if one.last == other.last else -1,
+        most(one.summed | other.summed) if one != other else one.terms,
+    )
 
 
 def _handed_back(
@@ -224,39 +238,23 @@ def _handed_back(
     return results
 
 
-def _of_turns(eqn: Eqn, operands: Sequence[Fact], found: BodyFacts) -> list[Fact]:
-    """Returns the facts of what one turn of a loop reads, which is that of no other."""
+def _of_turns(
+    eqn: Eqn, operands: Sequence[Fact], found: BodyFacts
+) -> tuple[list[Fact], dict[int, int]]:
+    """Returns the facts of what one turn of a loop reads, which is that of no other.
+
+    And of which value each slice is one, by their numbers.
+    """
     carried, operands = jaxprs.carried(eqn), list(operands)
     for i in carried:
         operands[i] = found.new(operands[i].made, terms=operands[i].summed)
+    slices = _Numbers(found.number)
     if not jaxprs.is_while(eqn):
-        slices = _Numbers(found.number)
         for i in range(carried.stop, len(operands)):
-            value = slices[operands[i].value]
-            operands[i] = operands[i]._replace(value=value, factors=(), last=-1)
-    return operands
-
-
-def _of_all_turns(
-    eqn: Eqn, given: Facts, outputs: Sequence[Fact], results: Sequence[Fact]
-) -> list[Fact]:
-    """Returns the facts of results of a scan, some of which stack one of each turn.
-
-    Args:
-      eqn: the scan.
-      given: the facts of the inputs of a turn.
-      outputs: those of its outputs.
-      results: those of its results outside.
-    """
-    carried = jaxprs.carried(eqn)
-    before, after = given[carried.start : carried.stop], outputs[: len(carried)]
-    pairs = zip(before, after, strict=True)
-    handed_on = {old.value for old, new in pairs if old.value in new.summed}
-    found = list(results)
-    for i, each in enumerate(outputs[len(carried) :], len(carried)):
-        if not handed_on.isdisjoint(each.summed):
-            found[i] = found[i]._replace(made=found[i].made | Made.RELATED)
-    return found
+            made, value, whole = operands[i][:3]
+            terms = frozenset([slices[each] for each in sorted(operands[i].terms)])
+            operands[i] = Fact(made, slices[value], whole, terms=terms)
+    return operands, {part: value for value, part in slices.items()}
 
 
 class _Numbers(dict[Hashable, int]):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from jmp_amp.plan.dataflow.made import (
     Fact,
+    Facts,
     Made,
     is_broadcast,
     is_linear,
@@ -13,6 +14,7 @@ from jmp_amp.plan.dataflow.made import (
     squares,
 )
 from jmp_amp.plan.dataflow.values import castable
+from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Eqn, Literal
 from jmp_amp.plan.tables.operations import OPERATIONS, Kind, Role, Saves, role_of
 
@@ -51,6 +53,28 @@ def related(eqn: Eqn, facts: Sequence[Fact]) -> int:
                 return Made.RELATED
             seen[fact.whole] = fact.summed
     return Made.NOTHING
+
+
+def of_all_turns(
+    eqn: Eqn, given: Facts, outputs: Sequence[Fact], results: Sequence[Fact]
+) -> list[Fact]:
+    """Returns the facts of results of a scan, some of which stack one of each turn.
+
+    Args:
+      eqn: the scan.
+      given: the facts of the inputs of a turn.
+      outputs: those of its outputs.
+      results: those of its results outside.
+    """
+    carried = jaxprs.carried(eqn)
+    before, after = given[carried.start : carried.stop], outputs[: len(carried)]
+    pairs = zip(before, after, strict=True)
+    handed_on = {old.value for old, new in pairs if old.value in new.summed}
+    found = list(results)
+    for i, each in enumerate(outputs[len(carried) :], len(carried)):
+        if not handed_on.isdisjoint(each.summed):
+            found[i] = found[i]._replace(made=found[i].made | Made.RELATED)
+    return found
 
 
 def scaled(eqn: Eqn, facts: Sequence[Fact]) -> list[Fact]:
