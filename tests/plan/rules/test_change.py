@@ -30,10 +30,6 @@ def handed_through_a_scan(h, w):
     return layer(same, w)
 
 
-def returned_by_a_carry(h, w):
-    return lax.scan(lambda _, __: (layer(h, w), None), jnp.zeros_like(h), None, 1)[0]
-
-
 def of_slices(h, w):
     return lax.map(lambda row: layer(row[None], w)[0], h)
 
@@ -53,7 +49,6 @@ WAYS = {
     "layers": after_layers,
     "scan": after_a_scan,
     "handed through": handed_through_a_scan,
-    "returned by a carry": returned_by_a_carry,
     "of slices": of_slices,
     "cond": chosen,
     "where": masked,
