@@ -254,7 +254,8 @@ def _of_turns(
             made, value, whole = operands[i][:3]
             terms = frozenset([slices[each] for each in sorted(operands[i].terms)])
             operands[i] = Fact(made, slices[value], whole, terms=terms)
-    return operands, {part: value for value, part in slices.items()}
+    # Here the keys of `_Numbers` are numbers.
+    return operands, {part: value for value, part in slices.items()}  # type: ignore
 
 
 class _Numbers(dict[Hashable, int]):
