@@ -16,7 +16,7 @@ import json
 import re
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -209,19 +209,20 @@ def _entry(value: Any, name: str, heading: str) -> str:
     if node is not None:
         parts.append(f"```python\n{signature(node, name.rpartition('.')[2])}\n```")
         parts.append(markdown(ast.get_docstring(node) or ""))
-        if isinstance(node, ast.ClassDef):
-            parts += [_member(each) for each in _members(node)]
+        if isinstance(value, type):
+            parts += map(_member, _members(value))
     return "\n\n".join(filter(None, parts))
 
 
-def _members(node: ast.ClassDef) -> list[ast.FunctionDef]:
-    return [
-        each
-        for each in node.body
-        if isinstance(each, ast.FunctionDef)
-        and not each.name.startswith("_")
-        and ast.get_docstring(each)
-    ]
+def _members(value: type) -> Iterable[ast.FunctionDef]:
+    """Returns what a class or its bases in the package define and tell of."""
+    found: dict[str, ast.FunctionDef] = {}
+    for node in filter(None, map(definition, value.__mro__)):
+        for each in node.body:
+            if isinstance(each, ast.FunctionDef) and ast.get_docstring(each):
+                if not each.name.startswith("_"):
+                    found.setdefault(each.name, each)
+    return found.values()
 
 
 def _member(node: ast.FunctionDef) -> str:

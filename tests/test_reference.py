@@ -29,6 +29,15 @@ def test_every_public_name_has_one_cell_with_its_signature():
             assert "```python\n" in cell
 
 
+def test_a_class_is_told_with_what_it_inherits():
+    told = {}
+    for cell in sources():
+        if head := re.match(r"### `amp\.(\w+)`", cell):
+            told[head.group(1)] = {*re.findall(r"^\**\.(\w+)", cell, re.MULTILINE)}
+    for name in ("Report", "Diagnosis", "Tuning"):
+        assert {"summary", "table", "to_json", "from_dict", "from_json"} <= told[name]
+
+
 def test_no_word_of_a_docstring_is_lost():
     page = "\n".join(sources())
     told = {*re.findall(r"\w+", page)}
