@@ -106,7 +106,10 @@ class BodyFacts:
         return Fact(made, value, fact.whole, terms=terms)
 
     def turned(self, fact: Fact, slices: dict[int, int]) -> Fact:
-        """Returns the fact of a result of a loop; `slices` says what parts are of."""
+        """Returns the fact of a result of a loop, which has its slices of all turns.
+
+        `slices` has, by the number of a slice, the number of the value that it is of.
+        """
         terms = frozenset([slices.get(term, term) for term in fact.terms])
         return self.new(fact.made, fact.whole, terms=terms)
 
@@ -188,7 +191,7 @@ class FactFinder:
         joined = functools.partial(_joined, _Numbers(found.number))
         results = list(forward(eqn, operands, outputs, turned, joined).results)
         for i, update in enumerate(updates.values()):
-            # That of the last turn.
+            # The result is the update of the last turn: it has its terms.
             terms = most(results[i].terms | update.terms)
             results[i] = results[i]._replace(terms=terms)
         found.inner[index] = [inputs[number] for number in range(len(inner))]
@@ -241,9 +244,9 @@ def _handed_back(
 def _of_turns(
     eqn: Eqn, operands: Sequence[Fact], found: BodyFacts
 ) -> tuple[list[Fact], dict[int, int]]:
-    """Returns the facts of what one turn of a loop reads, which is that of no other.
+    """Returns the facts of what one turn of a loop reads, and the numbers of slices.
 
-    And of which value each slice is one, by their numbers.
+    Another turn reads other values. The numbers tell of which value each slice is.
     """
     carried, operands = jaxprs.carried(eqn), list(operands)
     for i in carried:

@@ -58,7 +58,10 @@ def related(eqn: Eqn, facts: Sequence[Fact]) -> int:
 def of_all_turns(
     eqn: Eqn, given: Facts, outputs: Sequence[Fact], results: Sequence[Fact]
 ) -> list[Fact]:
-    """Returns the facts of results of a scan, some of which stack one of each turn.
+    """Returns the facts of the results of a scan.
+
+    A result may stack a value of each turn. Its parts are related if the value has a
+    carry as a term, and the carry of the next turn has this carry as a term.
 
     Args:
       eqn: the scan.
@@ -78,10 +81,11 @@ def of_all_turns(
 
 
 def scaled(eqn: Eqn, facts: Sequence[Fact]) -> list[Fact]:
-    """Returns the factors of a product that an argument scales, or a norm of rows.
+    """Returns the factors whose terms an elementwise product has, or a quotient.
 
-    They are sums of the same terms afterwards. The argument is no term. A square is one
-    as well.
+    An argument scales the other factor, and so does a number for each row. The result
+    has the terms of that factor, and none of what scales it. A square has the terms of
+    what is squared. A product of two other activations has no terms.
     """
     factors = [
         fact
