@@ -129,6 +129,27 @@ def test_parts_of_a_join_of_sums_differ_by_changes(joined, steps):
     assert {*planned(fn, X, W, of="add", without="change")} == {BF16}
 
 
+def less_row_by_row(a, b):
+    return jnp.tanh(lax.map(lambda rows: rows[0] - rows[1], (a, b)))
+
+
+def less_a_carry(a, b):
+    begun = jnp.zeros_like(a)
+    told = lax.scan(lambda _, __: (jax.nn.softmax(a), None), begun, None, 1)[0]
+    return told - jax.nn.softmax(b)
+
+
+@pytest.mark.parametrize("less", [less_row_by_row, less_a_carry])
+def test_a_loop_keeps_what_two_sums_have_in_common(less):
+    def fn(x, w):
+        h = x @ w
+        changed = layer(h, w)
+        return less(changed, h) @ w, jnp.tanh(changed @ w)
+
+    assert planned(fn, X, W, of="add") == [F32]
+    assert planned(fn, X, W, of="add", without="change") == [BF16]
+
+
 @jax.jit
 def swapped(a, b):
     return b, a
