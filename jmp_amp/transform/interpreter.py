@@ -19,7 +19,11 @@ from jmp_amp.plan.program import (
     source_code,
 )
 from jmp_amp.plan.program.jaxprs import ClosedJaxpr, Eqn, Literal, Value, Var, aval_of
-from jmp_amp.plan.rewrites.f32_gradients import as_cast, with_f32_gradients
+from jmp_amp.plan.rewrites.f32_gradients import (
+    as_cast,
+    sums_in_half,
+    with_f32_gradients,
+)
 from jmp_amp.plan.rewrites.rewriting import Shared
 from jmp_amp.plan.walk import Values, Walk
 from jmp_amp.transform.blocks import Run, run_block
@@ -38,13 +42,25 @@ def run(
     """Runs the planned body on `args`, one for each of its inputs."""
     try:
         return Replay(recomputes=recomputes, marks=marks).body(plan, args)
-    except KeyError as error:
-        # A transformation without a rule for `jax.checkpoint`, as jet is, looks for one
-        # in a dictionary. A checkpoint changes what a backward pass saves, and what
-        # such a transformation computes has none.
-        if not any(key is jaxprs.CHECKPOINT for key in error.args):
+    except (KeyError, jax.errors.UnexpectedTracerError, AttributeError) as error:
+        # A checkpoint and a `custom_jvp` say how a backward pass goes, and what jet
+        # computes has none.
+        if not _is_of_jet(error):
             raise
-        return Replay(recomputes=False, marks=marks).body(plan, args)
+        return Replay(False, False, marks).body(plan, args)
+
+
+def _is_of_jet(error: Exception) -> bool:
+    """Whether `jax.experimental.jet` raises an error where it lacks a rule.
+
+    It looks for that of `jax.checkpoint` in a dictionary, and runs a `custom_jvp`
+    outside of its own trace.
+    """
+    if isinstance(error, KeyError):
+        return any(key is jaxprs.CHECKPOINT for key in error.args)
+    if isinstance(error, AttributeError):  # JAX > 0.10
+        return error.name == "process_primitive"
+    return True
 
 
 class Replay(Walk[Value]):
@@ -54,7 +70,7 @@ class Replay(Walk[Value]):
       marks: what it leaves on the equations that it binds.
       staged: the bodies that were staged, each of them once. They are closed jaxprs and
         hold no tracers, so the traces inside `jax.checkpoint` share them too.
-      differentiable: False inside the primal of a `custom_jvp`, which has a rule.
+      differentiates: False inside the primal of a `custom_jvp`, which has a rule.
       blocks: what runs the blocks, each kind of them once.
       recomputes: whether it runs the blocks of the plan as such.
       block_kept: inside a block, what of it is kept, see `Block`.
@@ -62,11 +78,9 @@ class Replay(Walk[Value]):
       path: inside a block, the way through helpers to the body.
     """
 
-    differentiates = True
-
     def __init__(
         self,
-        differentiable: bool = True,
+        differentiates: bool = True,
         recomputes: bool = True,
         marks: Marks = _NO_MARKS,
         block_kept: Mapping[tuple[int, ...], frozenset[Key]] | None = None,
@@ -81,7 +95,7 @@ class Replay(Walk[Value]):
         self.block_kept = block_kept or {}
         self.keeper = keeper
         self.path = path
-        self.differentiable = differentiable
+        self.differentiates = differentiates
         self.recomputes = recomputes
 
     def constant(self, value: Value, var: Var) -> Value:
@@ -144,7 +158,7 @@ class Replay(Walk[Value]):
             kept = {path: frozenset(keys) for path, keys in made.items()}
         # Not a method, which holds this replay: the arrays of the plan would stay until
         # Python collects garbage.
-        replay = functools.partial(Replay, self.differentiable, False, self.marks, kept)
+        replay = functools.partial(Replay, self.differentiates, False, self.marks, kept)
         # A marked equation is one of a kind.
         known = None if self.marks.tells_equations else self.blocks
         run_block(values, block, replay, known)
@@ -156,8 +170,9 @@ class Replay(Walk[Value]):
             operands = read()
             if planned.bodies:
                 return self._call(eqn, planned, operands)
-            before = len(operands) - len(planned.f32_gradients)
-            held = dict(zip(planned.f32_gradients, operands[before:], strict=True))
+            wide = planned.f32_gradients if self.differentiates else ()
+            before = len(operands) - len(wide)
+            held = dict(zip(wide, operands[before:], strict=True))
             bound = self.bound(eqn, planned, operands[:before], held)
             bound = self.marks.results(eqn, bound)
             if keeps := self.keeps():
@@ -185,13 +200,22 @@ class Replay(Walk[Value]):
           operands: as it reads them, then what its rewrite computes of them before.
           held: those whose gradient leaves in f32, as they are held.
         """
-        if held:
-            rewrite = planned.rewrite
-            if rewrite is not None and rewrite.bind_f32 is not None:
-                return rewrite.bind_f32(eqn, planned.dtype, operands, held)
-            run = functools.partial(self.bound, eqn, planned)
-            with scope_text.noted(F32_GRADIENTS, *held):
-                return with_f32_gradients(eqn, run, operands, held)
+        held, rewrite = held or {}, planned.rewrite
+        if held and rewrite is not None and rewrite.bind_f32 is not None:
+            return rewrite.bind_f32(eqn, planned.dtype, operands, held)
+        sums: Sequence[int] = ()
+        if rewrite is None and self.differentiates:
+            sums = [i for i in sums_in_half(eqn, operands) if i not in held]
+        run = functools.partial(self._bound, eqn, planned)
+        if not (held or sums):
+            return run(operands)
+        with scope_text.noted(F32_GRADIENTS, *held):
+            return with_f32_gradients(eqn, run, operands, held, sums)
+
+    def _bound(
+        self, eqn: Eqn, planned: EquationPlan, operands: Sequence[Value]
+    ) -> Sequence[Value]:
+        """Returns the results of an equation, whose derivative is that of JAX."""
         if jaxprs.is_conversion(eqn):
             (source,), (target,) = planned.reads, planned.writes
             if source is not None and target is not None:
@@ -200,7 +224,7 @@ class Replay(Walk[Value]):
         if rewrite is None:
             changed = {} if dtype is None else jaxprs.retyped(eqn, dtype)
             return binding.bind(eqn, operands, **changed)
-        if rewrite.derivative_only and not self.differentiable:
+        if rewrite.derivative_only and not self.differentiates:
             return binding.bind(eqn, operands)
         return rewrite.bind(eqn, dtype, operands)
 
@@ -229,7 +253,7 @@ class Replay(Walk[Value]):
         # It is written out: the block around it says what of it is kept.
         path = (*self.path, planned.index, 0)
         replay = Replay(
-            *(self.differentiable, self.recomputes, self.marks, self.block_kept),
+            *(self.differentiates, self.recomputes, self.marks, self.block_kept),
             *(self.keeper, path),
         )
         replay.staged = self.staged
@@ -261,7 +285,7 @@ class Replay(Walk[Value]):
 
         def primal(*xs: Value) -> list[Value]:
             replay = Replay(
-                differentiable=False, recomputes=self.recomputes, marks=self.marks
+                differentiates=False, recomputes=self.recomputes, marks=self.marks
             )
             return replay._apart(body, xs)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -42,6 +43,9 @@ from jmp_amp.plan.tables.operations import (
     named,
     role_of,
 )
+
+# What values are told by: numbers of others.
+K = TypeVar("K", bound=Hashable)
 
 _SCALED = ~(Made.SOLUTION | Made.LAST)
 _MOMENTS = Made.MOMENT | Made.MIXED_MOMENT
@@ -188,17 +192,16 @@ class FactFinder:
             terms = now.terms & update.summed
             return now._replace(made=_made_either(now, update), terms=terms)
 
-        joined = functools.partial(_joined, _Numbers(found.number))
+        joined = functools.partial(_joined, _Numbers[tuple[int, int]](found.number))
         results = list(forward(eqn, operands, outputs, turned, joined).results)
         for i, update in enumerate(updates.values()):
             # The result is the update of the last turn: it has its terms.
-            terms = most(results[i].terms | update.terms)
-            results[i] = results[i]._replace(terms=terms)
+            results[i] = results[i]._replace(terms=update.terms)
         found.inner[index] = [inputs[number] for number in range(len(inner))]
         return results
 
 
-def _joined(pairs: _Numbers, one: Fact, other: Fact) -> Fact:
+def _joined(pairs: _Numbers[tuple[int, int]], one: Fact, other: Fact) -> Fact:
     """Returns the fact of what is one value or another; `pairs` has its numbers."""
 
     def either(a: int, b: int) -> int:
@@ -225,7 +228,7 @@ def _handed_back(
       operands: those of the inputs outside.
       found: those of the body around.
     """
-    values, wholes = _Numbers(found.number), _Numbers(found.number)
+    values, wholes = _Numbers[int](found.number), _Numbers[int](found.number)
     around: dict[int, frozenset[int]] = {}
     for inside, outside in zip(given, operands, strict=True):
         wholes[inside.whole] = outside.whole
@@ -251,31 +254,30 @@ def _of_turns(
     carried, operands = jaxprs.carried(eqn), list(operands)
     for i in carried:
         operands[i] = found.new(operands[i].made, terms=operands[i].summed)
-    slices = _Numbers(found.number)
+    slices: _Numbers[int] = _Numbers(found.number)
     if not jaxprs.is_while(eqn):
         for i in range(carried.stop, len(operands)):
             made, value, whole = operands[i][:3]
             terms = frozenset([slices[each] for each in sorted(operands[i].terms)])
             operands[i] = Fact(made, slices[value], whole, terms=terms)
-    # Here the keys of `_Numbers` are numbers.
-    return operands, {part: value for value, part in slices.items()}  # type: ignore
+    return operands, {part: value for value, part in slices.items()}
 
 
-class _Numbers(dict[Hashable, int]):
+class _Numbers(dict[K, int]):
     """Numbers of values by other numbers; those that have none get new ones."""
 
     def __init__(self, new: Callable[[], int]) -> None:
         self._new = new
 
-    def __missing__(self, key: Hashable) -> int:
+    def __missing__(self, key: K) -> int:
         self[key] = self._new()
         return self[key]
 
 
 def _numbered(facts: Sequence[Fact]) -> Facts:
     """Returns the facts of the inputs of a body: the numbers say who is who."""
-    values = _Numbers(itertools.count().__next__)
-    wholes = _Numbers(itertools.count().__next__)
+    values = _Numbers[int](itertools.count().__next__)
+    wholes = _Numbers[int](itertools.count().__next__)
     common = shared(facts)
     return tuple(
         [
@@ -285,7 +287,7 @@ def _numbered(facts: Sequence[Fact]) -> Facts:
     )
 
 
-def _renumbered(fact: Fact, values: _Numbers, wholes: _Numbers) -> Fact:
+def _renumbered(fact: Fact, values: _Numbers[int], wholes: _Numbers[int]) -> Fact:
     return fact._replace(
         value=values[fact.value],
         whole=wholes[fact.whole],

@@ -1,9 +1,14 @@
-"""Gradients of f32 values that leave an operation in f32, see `Policy.reduce_dtype`.
+"""Gradients that are sums: they are summed in f32, and some leave an operation in f32.
+
+What is read many times, as a bias is in each row of a batch, has the sum of all their
+cotangents as its gradient. JAX sums in the dtype that is read. XLA for CPUs adds up
+half numbers in half, and after a few hundred the sum stands still. Here the sum reads
+half and adds in f32.
 
 A parameter is held in f32 and read in half. JAX differentiates the operation that reads
 it to one in half that sums: the product of a training step that makes the gradient of a
 weight, the sum over a batch that makes that of a bias. Devices add up their sums, in
-half. Here these operations read half and write f32.
+half. With `Policy.reduce_dtype` these operations read half and write f32.
 """
 
 from __future__ import annotations
@@ -17,22 +22,40 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.plan.dataflow.values import Known, Origin, castable, is_move
 from jmp_amp.plan.program import binding, jaxprs
 from jmp_amp.plan.program.dimensions import is_larger
 from jmp_amp.plan.program.jaxprs import Eqn, Literal, Primitive, Value, aval_of
+from jmp_amp.plan.program.meshes import explicit_sharding
 from jmp_amp.plan.program.regions import Region
 from jmp_amp.plan.rewrites.linear import linear_function
 from jmp_amp.plan.rewrites.rewriting import Dtypes
-from jmp_amp.plan.tables.operations import Kind, Role, kind_of, role_of
+from jmp_amp.plan.tables.operations import (
+    Also,
+    Kind,
+    Role,
+    is_cheap,
+    kind_of,
+    named,
+    role_of,
+)
 from jmp_amp.policies.dtypes import F32, is_half
 
 # What explain says of an operation.
 NOTE = "its gradient leaves in f32"
 Bound = Callable[[Sequence[Value]], Sequence[jax.Array]]
 _ELEMENTWISE = (Kind.FUNCTION, Kind.ARITHMETIC, Kind.SELECTION)
+# Moves that read an element more than once. What lookups sum, `summed_lookup` says.
+_COPIES = frozenset(
+    name
+    for name in named(Also.REPEATS)
+    if is_cheap(name) and role_of(name) is not Role.LOOKS_UP
+)
+# Their derivatives save no operand that is smaller than the result.
+_LINEAR = (Role.ADDS, Role.SUBTRACTS, Role.MULTIPLIES, Role.CHOOSES)
 
 
 def f32_gradients(
@@ -83,6 +106,38 @@ def _sums_for(eqn: Eqn, i: int) -> bool:
     )
 
 
+def sums_in_half(eqn: Eqn, operands: Sequence[Value]) -> tuple[int, ...]:
+    """Returns the operands whose gradients are sums that JAX would make in half.
+
+    Args:
+      eqn: the equation, which calls nothing.
+      operands: its operands, as it reads them.
+    """
+    if eqn.primitive.name in _COPIES:
+        read, written = (aval_of(v).size for v in (eqn.invars[0], eqn.outvars[0]))
+        found = [0] if is_larger(written, read, unless_known=True) else []
+    elif kind_of(eqn.primitive.name) in _ELEMENTWISE and len(operands) > 1:
+        shape = aval_of(eqn.outvars[0]).shape
+        found = [i for i, x in enumerate(operands) if np.shape(x) != shape]
+    else:
+        return ()
+    # What is no tracer is not differentiated.
+    return tuple(
+        i
+        for i in found
+        if isinstance(operands[i], Tracer) and is_half(operands[i].dtype)
+    )
+
+
+def summed_in_f32(eqn: Eqn, operands: Sequence[Value]) -> Sequence[jax.Array]:
+    """Runs an equation as it was traced; gradients that are sums are made in f32."""
+    bound = functools.partial(binding.bind, eqn)
+    sums = sums_in_half(eqn, operands)
+    return (
+        with_f32_gradients(eqn, bound, operands, {}, sums) if sums else bound(operands)
+    )
+
+
 @jax.custom_jvp
 def as_cast(value: jax.Array, cast: jax.Array) -> jax.Array:
     """Returns `cast`, which is `value` in half precision; its derivative is the cast's.
@@ -102,15 +157,20 @@ def _(
 
 
 def with_f32_gradients(
-    eqn: Eqn, bound: Bound, operands: Sequence[Value], held: Mapping[int, Value]
+    eqn: Eqn,
+    bound: Bound,
+    operands: Sequence[Value],
+    held: Mapping[int, Value],
+    sums: Sequence[int] = (),
 ) -> Sequence[jax.Array]:
-    """Returns the result of an equation, some of whose gradients leave it in f32.
+    """Returns the result of an equation, some of whose gradients are made in f32.
 
     Args:
       eqn: the equation.
       bound: runs it on operands, and on what follows them.
       operands: these, as the plan reads them.
       held: those whose gradient leaves in f32, as they are held, by their positions.
+      sums: the positions of others whose gradient is summed in f32, see `sums_in_half`.
     """
 
     @jax.custom_jvp
@@ -131,8 +191,10 @@ def with_f32_gradients(
             for pairs in (enumerate(tangents[0]), tangents[1].items())
         )
         # What is read in half has a tangent as well: it is that of `held`.
+        moving = {i: t for i, t in moving.items() if i not in held}
+        wide |= {i: moving.pop(i).astype(F32) for i in sums if i in moving}
         terms = [_summed(eqn, bound, given, i, t, result) for i, t in wide.items()]
-        if halves := {i: t for i, t in moving.items() if i not in held}:
+        if halves := moving:
             terms.append(_tangent(bound, given, halves))
         return result, functools.reduce(jnp.add, terms)
 
@@ -169,9 +231,22 @@ def _summed(
         product = _Product(eqn.primitive, tuple(eqn.params.items()), i, half, eqn)
         return _linear(product, tangent, others).astype(result.dtype)
     # JAX transposes the broadcast to a sum, in f32.
-    along = functools.partial(jnp.broadcast_to, shape=result.shape)
-    wide = [along(x) if j == i else x for j, x in enumerate(given)]
-    return _tangent(bound, wide, {i: along(tangent).astype(half)})
+    if is_move(eqn):
+        (moved,) = binding.bind(eqn, [tangent])
+        return moved.astype(half)
+
+    def along(x: jax.Array) -> jax.Array:
+        sharding = explicit_sharding(result)
+        return jnp.broadcast_to(x, result.shape, out_sharding=sharding)
+
+    def of_wide(given: Sequence[Value], tangent: jax.Array) -> jax.Array:
+        wide = [along(x) if j == i else x for j, x in enumerate(given)]
+        return _tangent(bound, wide, {i: along(tangent).astype(half)})
+
+    if role_of(eqn.primitive.name) not in _LINEAR:
+        # It would save the operand as large as the result.
+        of_wide = jax.checkpoint(of_wide, prevent_cse=False)
+    return of_wide(given, tangent)
 
 
 @dataclasses.dataclass(frozen=True)
