@@ -4,6 +4,8 @@ JAX differentiates a broadcast to a sum in the dtype of what is broadcast. Neare
 autocast around the gradient the sum is an operation of the program, and in f32 anyway.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -12,6 +14,7 @@ from jax.experimental.jet import jet
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jmp_amp as amp
+from tests import h100
 from tests.measures import compiled, relative_error
 from tests.programs import equations
 from tests.rounding import BF16, POLICIES, assert_only_rounded, eps
@@ -245,3 +248,19 @@ def test_the_bias_of_a_convolution_has_the_gradient_of_f32():
 
     found, expected = gradient(amp.autocast(apply, BF16)), gradient(apply)
     assert relative_error(found, expected) < 2 * eps(BF16)
+
+
+@h100.needs_compiler
+def test_no_kernel_of_a_gpu_adds_up_in_half():
+    """What is written by hand has kernels that add bf16 to bf16."""
+
+    def half_sums(apply, *args):
+        program = h100.compile_for_gpu(jax.grad(loss_of(apply)), *args)
+        return re.findall(r" = bf16\[[\d,]*\]\S* reduce\(", program.as_text())
+
+    apply = network(lambda h, p: jnp.tanh(h + p))
+    x = jnp.zeros((64, 512, N))
+    assert half_sums(
+        apply, *jax.tree.map(lambda a: a.astype(jnp.bfloat16), (PARAMS, x))
+    )
+    assert not half_sums(amp.autocast(apply, BF16), PARAMS, x)

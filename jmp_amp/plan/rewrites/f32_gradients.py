@@ -1,9 +1,9 @@
 """Gradients that are sums: they are summed in f32, and some leave an operation in f32.
 
 What is read many times, as a bias is in each row of a batch, has the sum of all their
-cotangents as its gradient. JAX sums in the dtype that is read. XLA for CPUs adds up
-half numbers in half, and after a few hundred the sum stands still. Here the sum reads
-half and adds in f32.
+cotangents as its gradient. JAX sums in the dtype that is read, and XLA, for CPUs and
+for GPUs, adds half to half: after a few hundred numbers the sum stands still. Here it
+reads half and adds in f32.
 
 A parameter is held in f32 and read in half. JAX differentiates the operation that reads
 it to one in half that sums: the product of a training step that makes the gradient of a
@@ -133,9 +133,9 @@ def summed_in_f32(eqn: Eqn, operands: Sequence[Value]) -> Sequence[jax.Array]:
     """Runs an equation as it was traced; gradients that are sums are made in f32."""
     bound = functools.partial(binding.bind, eqn)
     sums = sums_in_half(eqn, operands)
-    return (
-        with_f32_gradients(eqn, bound, operands, {}, sums) if sums else bound(operands)
-    )
+    if not sums:
+        return bound(operands)
+    return with_f32_gradients(eqn, bound, operands, {}, sums)
 
 
 @jax.custom_jvp
@@ -194,8 +194,8 @@ def with_f32_gradients(
         moving = {i: t for i, t in moving.items() if i not in held}
         wide |= {i: moving.pop(i).astype(F32) for i in sums if i in moving}
         terms = [_summed(eqn, bound, given, i, t, result) for i, t in wide.items()]
-        if halves := moving:
-            terms.append(_tangent(bound, given, halves))
+        if moving:
+            terms.append(_tangent(bound, given, moving))
         return result, functools.reduce(jnp.add, terms)
 
     return [run(list(operands), dict(held))]
