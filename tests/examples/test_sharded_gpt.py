@@ -540,6 +540,8 @@ def test_fsdp_gathers_parameters_and_scatters_gradients_in_half(name, precision)
     half = precision.removesuffix("_weights")
     found = moved(name, precision)
     tensor, data = (2, 4) if name == "fsdp_tensor" else (1, 8)
+    # What many elements read has gradients that are summed in f32.
+    assert sum(found.pop(("all-reduce", "f32"))) <= 1.15 * TABLES["position"]
     # Rows of tables are looked up in f32, and their gradients are summed in f32.
     wide = {n for (_, d), sizes in found.items() for n in sizes if d != half}
     tables = [size // tensor for size in TABLES.values()]
@@ -559,10 +561,11 @@ def test_data_parallelism_reduces_gradients_in_half():
     assert set(found) == {("all-reduce", "bf16"), ("all-reduce", "f32")}
     one_layer = 4 * KERNELS["attention"] + 2 * KERNELS["feed-forward"]
     head = TABLES["token"]
-    # The gradient of a table is summed in f32, of all its rows.
-    table = TABLES["token"]
-    assert table <= sum(found["all-reduce", "f32"]) <= 1.05 * table
-    least = one_layer + TABLES["position"] + head
+    # The gradient of a table is summed in f32, of all its rows: looked up, or read by
+    # all sequences. So are those of biases.
+    tables = sum(TABLES.values())
+    assert tables <= sum(found["all-reduce", "f32"]) <= 1.1 * tables
+    least = one_layer + head
     assert least <= sum(found["all-reduce", "bf16"]) <= 1.01 * least
 
 
@@ -586,6 +589,8 @@ def test_zero1_scatters_gradients_in_half_and_gathers_weights_as_they_are_stored
     if stored != "f32":
         # Norms have f32 parameters, eight layers of 512.
         f32 = of_dtype(found, "f32")
+        # What many elements read has gradients that are summed in f32.
+        assert sum(f32.pop("all-reduce")) <= 1.15 * TABLES["position"]
         assert set(f32) <= {"all-gather", "reduce-scatter"}
         assert set(f32.get("all-gather", [])) <= {8 * 512}
 
@@ -606,8 +611,8 @@ def test_stages_hand_on_half_precision():
     # Tables alone are gathered in f32, and their gradients are summed in f32.
     f32 = of_dtype(found, "f32")
     assert f32.pop("all-gather") == [TABLES["token"], TABLES["position"]]
-    (gradients,) = f32.pop("all-reduce")
-    assert TABLES["token"] <= gradients <= 1.05 * TABLES["token"] and not f32
+    tables = sum(TABLES.values())
+    assert tables <= sum(f32.pop("all-reduce")) <= 1.1 * tables and not f32
     # From stage to stage, there and back.
     assert found["collective-permute", "bf16"].count(32 // 8 * 64 * 512) >= 2
 
