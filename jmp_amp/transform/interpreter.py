@@ -205,7 +205,7 @@ class Replay(Walk[Value]):
             return rewrite.bind_f32(eqn, planned.dtype, operands, held)
         sums: Sequence[int] = ()
         if rewrite is None and self.differentiates:
-            sums = [i for i in sums_in_half(eqn, operands) if i not in held]
+            sums = sums_in_half(eqn, operands)
         run = functools.partial(self._bound, eqn, planned)
         if not (held or sums):
             return run(operands)

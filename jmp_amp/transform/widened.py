@@ -35,10 +35,7 @@ from jmp_amp.plan.program.jaxprs import (
     aval_of,
 )
 from jmp_amp.plan.program.meshes import explicit_sharding, in_mesh_of, in_row_major
-from jmp_amp.plan.rewrites.f32_gradients import (
-    summed_in_f32,
-    with_f32_gradients,
-)
+from jmp_amp.plan.rewrites.f32_gradients import with_f32_gradients
 from jmp_amp.plan.tables.operations import (
     Also,
     Kind,
@@ -202,22 +199,20 @@ class _Replay:
             return binding.bind(eqn, operands)
         if jaxprs.is_conversion(eqn) and aval_of(eqn.outvars[0]).dtype in (F32, F64):
             return binding.bind(eqn, [wide.value])
-        sums, held = _inside(eqn)
-        if _moves(sums, operands):
-            if wide.value.dtype == F32 or sums.primitive.name in _REPEATS:
-                operands = list(map(_in_f32, sums.invars, operands))
-            return (_Wide(x, wide.dtype) for x in binding.bind(sums, _held(operands)))
-        reduces = _reduces(eqn, reduces)
+        if _moves(eqn, operands):
+            if wide.value.dtype == F32 or eqn.primitive.name in _REPEATS:
+                operands = list(map(_in_f32, eqn.invars, operands))
+            return (_Wide(x, wide.dtype) for x in binding.bind(eqn, _held(operands)))
         if not _is_entered(eqn):
-            if role_of(sums.primitive.name) in _SPREADS and not held:
-                spread = [_spread(x, aval_of(eqn.outvars[0])) for x in operands]
-                return summed_in_f32(sums, list(map(_rounded, spread)))
+            if role_of(eqn.primitive.name) in _SPREADS:
+                operands = [_spread(x, aval_of(eqn.outvars[0])) for x in operands]
             rounded = list(map(_rounded, operands))
             if eqn.primitive.name == "conv_general_dilated" and wide is operands[1]:
                 rounded[1] = in_row_major(rounded[1])
-            if not reduces:
+            if not _reduces(eqn, reduces):
                 return binding.bind(eqn, rounded)
             return _with_f32_gradients(eqn, operands, rounded)
+        reduces = _reduces(eqn, reduces)
         if jaxprs.is_shard_map(eqn):
             return self._shard_map(eqn, operands, reduces)
         return self._call(eqn, operands, reduces)
@@ -361,8 +356,8 @@ def _with_f32_gradients(
       operands: its operands.
       rounded: the same in half.
     """
-    product, others = _inside(eqn)
-    if kind_of(product.primitive.name) is not Kind.PRODUCT or jaxprs.is_fixed(product):
+    product, others = _product_of(eqn)
+    if product is None:
         return binding.bind(eqn, rounded)
     count = len(product.invars)
     held = dict(zip(others, rounded[count:], strict=True))
@@ -373,23 +368,25 @@ def _with_f32_gradients(
     return with_f32_gradients(product, bound, rounded[:count], held)
 
 
-def _inside(eqn: Eqn) -> tuple[Eqn, list[int]]:
-    """Returns the equation inside of a `custom_jvp` of autocast, or `eqn` itself.
+def _product_of(eqn: Eqn) -> tuple[Eqn | None, list[int]]:
+    """Returns the product that `eqn` is, and the operands whose gradients are f32.
 
-    Autocast makes a `custom_jvp` of an equation whose gradients it sums in f32. Those
-    that leave in f32 are of operands that follow those of the equation: returned are
-    their positions among these.
+    None if it is no product. Autocast makes a `custom_jvp` of one that reads f32 arrays
+    in half: their gradients are f32, and they are operands behind those of the product.
     """
+    found: list[int] = []
     if jaxprs.is_custom_jvp(eqn):
         notes = [*scope_text.notes(F32_GRADIENTS, str(eqn.source_info.name_stack))]
         (inner,) = jaxprs.inner_bodies(eqn)
         jaxpr = inner.body.jaxpr
-        if notes and len(jaxpr.eqns) == 1:
-            (only,) = jaxpr.eqns
-            is_all = only.outvars == jaxpr.outvars
-            if is_all and only.invars == jaxpr.invars[: len(only.invars)]:
-                return only, list(map(int, notes[-1]))
-    return eqn, []
+        if not notes or len(jaxpr.eqns) != 1:
+            return None, []
+        found, (eqn,) = list(map(int, notes[-1])), jaxpr.eqns
+        is_all = eqn.outvars == jaxpr.outvars
+        if not is_all or eqn.invars != jaxpr.invars[: len(eqn.invars)]:
+            return None, []
+    is_product = kind_of(eqn.primitive.name) is Kind.PRODUCT
+    return (eqn if is_product and not jaxprs.is_fixed(eqn) else None), found
 
 
 def _reduces(eqn: Eqn, around: bool) -> bool:

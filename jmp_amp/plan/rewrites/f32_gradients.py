@@ -29,7 +29,6 @@ from jmp_amp.plan.dataflow.values import Known, Origin, castable, is_move
 from jmp_amp.plan.program import binding, jaxprs
 from jmp_amp.plan.program.dimensions import is_larger
 from jmp_amp.plan.program.jaxprs import Eqn, Literal, Primitive, Value, aval_of
-from jmp_amp.plan.program.meshes import explicit_sharding
 from jmp_amp.plan.program.regions import Region
 from jmp_amp.plan.rewrites.linear import linear_function
 from jmp_amp.plan.rewrites.rewriting import Dtypes
@@ -129,15 +128,6 @@ def sums_in_half(eqn: Eqn, operands: Sequence[Value]) -> tuple[int, ...]:
     )
 
 
-def summed_in_f32(eqn: Eqn, operands: Sequence[Value]) -> Sequence[jax.Array]:
-    """Runs an equation as it was traced; gradients that are sums are made in f32."""
-    bound = functools.partial(binding.bind, eqn)
-    sums = sums_in_half(eqn, operands)
-    if not sums:
-        return bound(operands)
-    return with_f32_gradients(eqn, bound, operands, {}, sums)
-
-
 @jax.custom_jvp
 def as_cast(value: jax.Array, cast: jax.Array) -> jax.Array:
     """Returns `cast`, which is `value` in half precision; its derivative is the cast's.
@@ -235,9 +225,7 @@ def _summed(
         (moved,) = binding.bind(eqn, [tangent])
         return moved.astype(half)
 
-    def along(x: jax.Array) -> jax.Array:
-        sharding = explicit_sharding(result)
-        return jnp.broadcast_to(x, result.shape, out_sharding=sharding)
+    along = functools.partial(jnp.broadcast_to, shape=result.shape)
 
     def of_wide(given: Sequence[Value], tangent: jax.Array) -> jax.Array:
         wide = [along(x) if j == i else x for j, x in enumerate(given)]
