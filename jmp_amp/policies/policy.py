@@ -94,8 +94,8 @@ class Policy:
           `relu` or another comparison reads. A number that is not finite makes its
           block NaN: the gradient shows it.
       reduce_dtype: the dtype in which gradients of parameters are made and summed over
-        devices: float32, or None for the dtype of the operation. (Each device sums in
-        float32 either way. With None it rounds its sum to half, once.) It holds for f32
+        devices: float32, or None for the dtype of the operation. (The gradient of what
+        is broadcast, such as a bias, is summed in float32 anyway.) It holds for f32
         parameters, and for half ones under `value_and_grad` and `grad` of this package
         (`jax.grad` returns gradients in half, as its parameters). In float32 a
         matrix product of the backward pass reads half and writes float32, so what is

@@ -53,14 +53,14 @@ def run(
 def _is_of_jet(error: Exception) -> bool:
     """Whether `jax.experimental.jet` raises an error where it lacks a rule.
 
-    It looks for that of `jax.checkpoint` in a dictionary, and runs a `custom_jvp`
-    outside of its own trace.
+    It looks for that of `jax.checkpoint` in a dictionary. It runs the function of a
+    `custom_jvp` outside of its own trace, which JAX finds or stumbles over.
     """
     if isinstance(error, KeyError):
         return any(key is jaxprs.CHECKPOINT for key in error.args)
     if isinstance(error, AttributeError):  # JAX > 0.10
         return error.name == "process_primitive"
-    return True
+    return "JetTracer" in str(error)
 
 
 class Replay(Walk[Value]):
@@ -70,7 +70,8 @@ class Replay(Walk[Value]):
       marks: what it leaves on the equations that it binds.
       staged: the bodies that were staged, each of them once. They are closed jaxprs and
         hold no tracers, so the traces inside `jax.checkpoint` share them too.
-      differentiates: False inside the primal of a `custom_jvp`, which has a rule.
+      differentiates: whether what it runs may be differentiated. Not so the primal of
+        a `custom_jvp`, which has a rule, and what jet runs.
       blocks: what runs the blocks, each kind of them once.
       recomputes: whether it runs the blocks of the plan as such.
       block_kept: inside a block, what of it is kept, see `Block`.

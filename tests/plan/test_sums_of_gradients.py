@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import linen as nn
 from jax.experimental.jet import jet
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -71,11 +72,10 @@ def sums_in_half(fn, *args):
     """The shapes that the sums of a program in half read, and those that they write."""
     found = []
     for eqn in equations(jax.make_jaxpr(fn)(*args)):
-        read, written = eqn.invars[:1], eqn.outvars
         if eqn.primitive.name in ("reduce_sum", "psum", "psum_invariant"):
-            (read,), (written,) = read, written
-            if read.aval.dtype.itemsize == 2 and read.aval.size > written.aval.size:
-                found.append((read.aval.shape, written.aval.shape))
+            read, written = (v.aval for v in (*eqn.invars, *eqn.outvars))
+            if read.dtype.itemsize == 2 and read.size > written.size:
+                found.append((read.shape, written.shape))
     return found
 
 
@@ -122,36 +122,75 @@ def branched(params, x):
     return jax.lax.cond(x[0, 0, 0] > 9, SCALE, BIAS, params, x)
 
 
-# How a program reaches the broadcast, and what is around autocast.
+# A program, and the same under autocast: what is around autocast, and inside.
 AROUND = {
-    "jit inside": (jax.jit(BIAS), amp.autocast),
-    "jit around": (BIAS, lambda fn, policy: jax.jit(amp.autocast(fn, policy))),
-    "a checkpoint inside": (jax.checkpoint(SCALE), amp.autocast),
-    "a checkpoint around": (
-        SCALE,
-        lambda fn, policy: jax.checkpoint(amp.autocast(fn, policy)),
-    ),
-    "a scan": (scanned, amp.autocast),
-    "a branch": (branched, amp.autocast),
+    "jit inside": (BIAS, amp.autocast(jax.jit(BIAS), BF16)),
+    "jit around": (BIAS, jax.jit(amp.autocast(BIAS, BF16))),
+    "a checkpoint inside": (SCALE, amp.autocast(jax.checkpoint(SCALE), BF16)),
+    "a checkpoint around": (SCALE, jax.checkpoint(amp.autocast(SCALE, BF16))),
+    "a scan": (scanned, amp.autocast(scanned, BF16)),
+    "a branch": (branched, amp.autocast(branched, BF16)),
     "vmap inside": (
-        jax.vmap(lambda p, x: SCALE(p, x[None])[0], (None, 0)),
-        amp.autocast,
+        SCALE,
+        amp.autocast(jax.vmap(lambda p, x: SCALE(p, x[None])[0], (None, 0)), BF16),
     ),
-    "autocast inside of autocast": (amp.autocast(BIAS, BF16), amp.autocast),
+    "autocast inside": (BIAS, amp.autocast(amp.autocast(BIAS, BF16), BF16)),
 }
 
 
 @pytest.mark.parametrize("name", AROUND)
 def test_a_sum_is_in_f32_wherever_the_broadcast_is(name):
-    apply, transform = AROUND[name]
-    written = apply if name == "autocast inside of autocast" else None
-    apply = BIAS if written else apply
-    gradient = jax.grad(loss_of(transform(written or apply, BF16)))
+    apply, half = AROUND[name]
+    gradient = jax.grad(loss_of(half))
     assert not sums_in_half(gradient, PARAMS, X)
     for found, expected in zip(
         compiled(gradient)(PARAMS, X), jax.grad(loss_of(apply))(PARAMS, X), strict=True
     ):
         assert relative_error(found, expected) < 8 * eps(BF16)
+
+
+def tangent_of_a_pool(h):
+    """It is chosen by an operand that is larger than the result."""
+    pool = lambda h: nn.max_pool(h, (4,), strides=(4,))  # noqa: E731
+    return jax.jvp(pool, (h,), (h / 2,))[1]
+
+
+def scattered(h):
+    """Rows in half that are smaller than the result, and go into a part of it."""
+    half = h.astype(jnp.float16)
+    return half.at[:, :4].max(half[:, 4:8] / 2).astype(h.dtype)
+
+
+def largest(h):
+    return h.max(1)
+
+
+def looked_up(h):
+    """Each row twice: a lookup says for itself what it sums."""
+    return h[:, jnp.arange(64) % 32]
+
+
+def scaled(h):
+    """By a constant, which has no gradient."""
+    return h * 0.5
+
+
+@pytest.mark.parametrize(
+    "operation", [tangent_of_a_pool, scattered, largest, looked_up, scaled]
+)
+def test_other_operations_are_derived_as_jax_derives_them(operation):
+    def apply(params, x):
+        return product(operation(product(x, params[0])), params[1])
+
+    program = jax.make_jaxpr(amp.autocast(apply, BF16))((W, V), X)
+    names = [e.primitive.name for e in equations(program)]
+    assert "custom_jvp_call" not in names
+
+    assert_only_rounded(
+        lambda transform, params: jax.grad(loss_of(transform(apply)))(params, X),
+        args=((W, V),),
+        policies=[BF16, "p=f32,c=bf16,o=f32,r=f32"],
+    )
 
 
 def test_forward_mode_and_second_derivatives_are_those_of_f32():
@@ -165,7 +204,7 @@ def test_forward_mode_and_second_derivatives_are_those_of_f32():
         reverse = jax.grad(lambda p: optax.tree.vdot(gradient(p, X), moving))(params)
         return along, linear(moving), second, reverse
 
-    assert_only_rounded(results, args=(PARAMS,), roundings=12)
+    assert_only_rounded(results, args=(PARAMS,))
 
 
 @pytest.mark.parametrize("policy", [BF16, "p=f32,c=bf16,o=f32,r=f32"])
@@ -201,12 +240,11 @@ def test_a_sum_is_in_f32_on_a_mesh(kind, name):
 
 
 @pytest.mark.parametrize("name", ["a bias", "a scale", "a bias, broadcast by hand"])
-def test_gradients_of_half_parameters_are_summed_in_f32_once(name):
+def test_gradients_of_half_parameters_are_summed_in_f32(name):
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     policy = "p=bf16,c=bf16,o=bf16"
     gradient = amp.grad(loss_of(amp.autocast(network(PROGRAMS[name]), policy)))
     assert not sums_in_half(gradient, half, X)
-    # It leaves in half of its own, and is rounded where it does.
     sums = [
         eqn.outvars[0].aval.dtype.name
         for eqn in equations(jax.make_jaxpr(gradient)(half, X))
@@ -231,7 +269,7 @@ def test_no_more_is_kept_than_what_is_written_by_hand_keeps(name):
 
 
 def test_the_bias_of_a_convolution_has_the_gradient_of_f32():
-    """Of 18 432 cotangents in bf16, XLA for CPUs adds up half of their sum."""
+    """In bf16 XLA for CPUs loses more than half of the sum of 18 432 cotangents."""
     images = jax.random.normal(jax.random.key(0), (8, 48, 48, N))
     kernels = jax.random.normal(jax.random.key(1), (2, 3, 3, N, N)) / 10
 

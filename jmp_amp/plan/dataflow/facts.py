@@ -44,7 +44,7 @@ from jmp_amp.plan.tables.operations import (
     role_of,
 )
 
-# What values are told by: numbers of others.
+# The key of a number: another number, or a pair of them.
 K = TypeVar("K", bound=Hashable)
 
 _SCALED = ~(Made.SOLUTION | Made.LAST)

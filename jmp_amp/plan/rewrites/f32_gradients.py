@@ -1,9 +1,9 @@
 """Gradients that are sums: they are summed in f32, and some leave an operation in f32.
 
 What is read many times, as a bias is in each row of a batch, has the sum of all their
-cotangents as its gradient. JAX sums in the dtype that is read, and XLA, for CPUs and
-for GPUs, adds half to half: after a few hundred numbers the sum stands still. Here it
-reads half and adds in f32.
+cotangents as its gradient. JAX sums in the dtype that is read. XLA, for CPUs and for
+GPUs, adds up half numbers in half: after a few hundred of them the sum stands still.
+Here the sum reads half and adds in f32.
 
 A parameter is held in f32 and read in half. JAX differentiates the operation that reads
 it to one in half that sums: the product of a training step that makes the gradient of a
@@ -46,13 +46,9 @@ from jmp_amp.policies.dtypes import F32, is_half
 # What explain says of an operation.
 NOTE = "its gradient leaves in f32"
 Bound = Callable[[Sequence[Value]], Sequence[jax.Array]]
+# Those that are cheap: others choose or scatter some of many elements.
 _ELEMENTWISE = (Kind.FUNCTION, Kind.ARITHMETIC, Kind.SELECTION)
-# Moves that read an element more than once. What lookups sum, `summed_lookup` says.
-_COPIES = frozenset(
-    name
-    for name in named(Also.REPEATS)
-    if is_cheap(name) and role_of(name) is not Role.LOOKS_UP
-)
+_COPIES = named(Also.REPEATS)
 # Their derivatives save no operand that is smaller than the result.
 _LINEAR = (Role.ADDS, Role.SUBTRACTS, Role.MULTIPLIES, Role.CHOOSES)
 
@@ -96,13 +92,22 @@ def moves_parameter(eqn: Eqn, region: Region) -> bool:
 
 def _sums_for(eqn: Eqn, i: int) -> bool:
     """Whether the gradient of operand `i` is a sum."""
-    kind = kind_of(eqn.primitive.name)
-    if kind is Kind.PRODUCT:
+    if kind_of(eqn.primitive.name) is Kind.PRODUCT:
         return not jaxprs.is_fixed(eqn)
-    # Elements of one that are read with many of another.
-    return kind in _ELEMENTWISE and (
-        aval_of(eqn.invars[i]).shape != aval_of(eqn.outvars[0]).shape
-    )
+    return _is_repeated(eqn, i)
+
+
+def _is_repeated(eqn: Eqn, i: int) -> bool:
+    """Whether each element of operand `i` makes several elements of the result.
+
+    A lookup says for itself what it sums, see `summed_lookup`.
+    """
+    name = eqn.primitive.name
+    repeats = name in _COPIES or kind_of(name) in _ELEMENTWISE
+    if not (repeats and is_cheap(name)) or role_of(name) is Role.LOOKS_UP:
+        return False
+    read, written = (aval_of(v).size for v in (eqn.invars[i], eqn.outvars[0]))
+    return is_larger(written, read, unless_known=True)
 
 
 def sums_in_half(eqn: Eqn, operands: Sequence[Value]) -> tuple[int, ...]:
@@ -112,19 +117,11 @@ def sums_in_half(eqn: Eqn, operands: Sequence[Value]) -> tuple[int, ...]:
       eqn: the equation, which calls nothing.
       operands: its operands, as it reads them.
     """
-    if eqn.primitive.name in _COPIES:
-        read, written = (aval_of(v).size for v in (eqn.invars[0], eqn.outvars[0]))
-        found = [0] if is_larger(written, read, unless_known=True) else []
-    elif kind_of(eqn.primitive.name) in _ELEMENTWISE and len(operands) > 1:
-        shape = aval_of(eqn.outvars[0]).shape
-        found = [i for i, x in enumerate(operands) if np.shape(x) != shape]
-    else:
-        return ()
     # What is no tracer is not differentiated.
     return tuple(
         i
-        for i in found
-        if isinstance(operands[i], Tracer) and is_half(operands[i].dtype)
+        for i, x in enumerate(operands)
+        if isinstance(x, Tracer) and is_half(x.dtype) and _is_repeated(eqn, i)
     )
 
 
