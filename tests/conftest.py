@@ -29,22 +29,31 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def mark_breadth(items):
-    """Marks the cases of a test slow, but for as many as its `breadth` says.
+    """Marks the cases of a test slow or nightly, but for as many as its `breadth` says.
 
-    Those that stay are the first, the last and others as far apart: the lists of
-    cases put what is alike together.
+    Those of a suite are the first, the last and others as far apart: the lists of cases
+    put what is alike together.
     """
     cases = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("breadth") and not item.get_closest_marker("slow"):
+        if item.get_closest_marker("breadth") and not (
+            item.get_closest_marker("slow") or item.get_closest_marker("nightly")
+        ):
             cases[item.nodeid.split("[")[0]].append(item)
     for of_a_test in cases.values():
-        count = of_a_test[0].get_closest_marker("breadth").args[0]
-        last = len(of_a_test) - 1
-        by_default = {n * last // max(count - 1, 1) for n in range(count)}
-        for n, item in enumerate(of_a_test):
-            if n not in by_default:
-                item.add_marker(pytest.mark.slow)
+        breadth = of_a_test[0].get_closest_marker("breadth")
+        by_default = spread(of_a_test, breadth.args[0])
+        others = [item for item in of_a_test if item not in by_default]
+        slow = spread(others, breadth.kwargs.get("slow", len(others)))
+        for item in others:
+            item.add_marker(pytest.mark.slow if item in slow else pytest.mark.nightly)
+
+
+def spread(items, count):
+    """Returns so many of a list: the first, the last, and others as far apart."""
+    last = len(items) - 1
+    places = {n * last // max(count - 1, 1) for n in range(min(count, len(items)))}
+    return [items[place] for place in sorted(places)]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -66,12 +75,3 @@ def pytest_collection_finish():
     # What was imported and collected lives on: it is not looked through for garbage.
     gc.freeze()
     gc.set_threshold(20_000)
-
-
-def pytest_runtest_setup(item):
-    """Skips a slow test that passed with the code that it reaches, see `unmoved.py`."""
-    if item.get_closest_marker("slow") and not item.get_closest_marker("trains"):
-        from tests import unmoved
-
-        if unmoved.is_unmoved(item.path):
-            pytest.skip("its code has not moved: KEPT_FIGURES=again runs it")

@@ -17,13 +17,15 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
 from jax.experimental import topologies
+
+Figures = TypeVar("Figures")
 
 # A GpuTargetConfigProto: facts of the device.
 H100 = """
@@ -134,6 +136,23 @@ def compile_for_gpu(fn: Callable[..., Any], *args: Any, **jit_options: Any) -> A
     lowered = jax.jit(fn, **jit_options).lower(*jax.tree.map(pin, args))
     # Without Triton a matrix product is a call of cublasLt, which the text shows.
     return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+
+
+def figures(
+    fn: Callable[..., Any], *args: Any, read: Callable[[Any], Figures], **options: Any
+) -> Figures:
+    """Returns what `read` finds in the program of `compile_for_gpu(fn, *args)`.
+
+    The test that calls it is skipped where the compiler is missing and not required.
+    """
+    skip_without_compiler()
+    return read(compile_for_gpu(fn, *args, **options))
+
+
+def skip_without_compiler() -> None:
+    """Skips the test that calls it where its compiler is missing and not required."""
+    if skips(reason := why_no_compiler(), compiler_is_required()):
+        pytest.skip(str(reason))
 
 
 def temp_bytes(program: Any) -> int:

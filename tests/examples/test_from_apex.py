@@ -1,7 +1,6 @@
 """Apex's opt levels: what they hold, and BatchNorm that is fine-tuned in eval mode."""
 
 import functools
-from types import SimpleNamespace
 
 import from_apex
 import jax
@@ -9,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import train_digits
 from train_digits import CNN
 
 import jmp_amp as amp
-from tests import h100, kept
+from tests import h100
 from tests.examples.tutorials import cnn_batch, cnn_variables
 
 F16 = jnp.float16
@@ -77,21 +75,11 @@ def test_what_is_stored_and_saved_falls_from_level_to_level():
         np.testing.assert_allclose(memory.stored, each * count, rtol=5e-3)
 
 
-def compiled(level):
-    """What a step of the level needs on an H100, in place of its program."""
-
-    def memory(fn, *args, **options):
-        name, read = f"from_apex {level}", lambda program: [h100.temp_bytes(program)]
-        (temporary,) = kept.figures(name, fn, *args, read=read, **options)
-        found = SimpleNamespace(temp_size_in_bytes=temporary)
-        return SimpleNamespace(memory_analysis=lambda: found)
-
-    return memory
-
-
+@h100.needs_compiler
 @pytest.mark.slow
 def test_memory_on_an_h100_falls_from_level_to_level():
-    found = [from_apex.memory_of(recipe(e), compiled(e)) for e in from_apex.LEVELS]
+    compiler = h100.compile_for_gpu
+    found = [from_apex.memory_of(recipe(e), compiler) for e in from_apex.LEVELS]
     total = [memory.stored + memory.temporary for memory in found]
     assert total[0] > total[1] >= total[2] >= total[3]
     # Half of it, but for the workspace that both have.
@@ -196,37 +184,28 @@ def test_gradients_through_batch_norm_in_eval_mode_are_those_of_f32(level):
 def trained(level):
     """The figures of a training, and of its fine-tuning where that goes on from it."""
 
-    def train():
-        with jax.numpy_dtype_promotion("standard"):
-            found = from_apex.train(recipe(level))
-            params, batch_stats, opt_state = found.state
-            exported = recipe(level).export_params(params, opt_state)
-            tuned = {
-                how: from_apex.fine_tune(
-                    recipe(level), exported, batch_stats, head_alone=how == "head"
-                )
-                for how in TUNED.get(level, ())
-            }
-        return found, tuned
-
-    def figures(results):
-        found, tuned = results
-        statistics = bits(found.state.batch_stats)
-        return {
-            "accuracy": found.accuracy,
-            "loss": float(found.losses[-20:].mean()),
-        } | {
-            how: {
-                "accuracy": each.accuracy,
-                "fall": float(each.losses[-10:].mean() / each.losses[0]),
-                "same statistics": bits(each.state.batch_stats) == statistics,
-            }
-            for how, each in tuned.items()
+    with jax.numpy_dtype_promotion("standard"):
+        found = from_apex.train(recipe(level))
+        params, batch_stats, opt_state = found.state
+        exported = recipe(level).export_params(params, opt_state)
+        tuned = {
+            how: from_apex.fine_tune(
+                recipe(level), exported, batch_stats, head_alone=how == "head"
+            )
+            for how in TUNED.get(level, ())
         }
-
-    return kept.training(
-        f"from_apex {level}", train, figures, [from_apex, train_digits]
-    )
+    statistics = bits(found.state.batch_stats)
+    return {
+        "accuracy": found.accuracy,
+        "loss": float(found.losses[-20:].mean()),
+    } | {
+        how: {
+            "accuracy": each.accuracy,
+            "fall": float(each.losses[-10:].mean() / each.losses[0]),
+            "same statistics": bits(each.state.batch_stats) == statistics,
+        }
+        for how, each in tuned.items()
+    }
 
 
 TUNED = {"O0": ["all"], "O2": ["all", "head"]}

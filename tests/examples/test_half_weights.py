@@ -12,10 +12,8 @@ import numpy as np
 import optax
 import pytest
 import rich.console
-import train_digits
 
 import jmp_amp as amp
-from tests import kept
 
 TASKS = dict(half_weights.TASKS)
 # Slow tests share their trainings: one process has them all (`--dist loadgroup`).
@@ -78,12 +76,8 @@ def outcome(result):
 
 @functools.cache
 def trained(name):
-    def train():
-        return half_weights.train(tiny(), name, STEPS)
-
     with standard():
-        modules = half_weights, char_gpt
-        return kept.training(f"half_weights gpt, {name}", train, outcome, modules)
+        return outcome(half_weights.train(tiny(), name, STEPS))
 
 
 @pytest.mark.breadth(1)
@@ -250,20 +244,15 @@ def test_options_choose_tasks_and_steps(options, chosen, monkeypatch):
     assert found == chosen
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.trains
 def test_digits_with_weights_in_bf16_are_as_close_to_f32_as_their_noise_allows():
-    def outcome(result):
-        training = float(result.losses.mean())
-        return {"validation": result.validation_loss, "training": training}
-
     task, losses = half_weights.digits_task(), {}
-    modules = half_weights, char_gpt, train_digits
     for name in ("f32", "naive", *KEPT):
-        train = functools.partial(half_weights.train, task, name, task.full_steps)
         with standard():
-            title = f"half_weights digits, {name}"
-            losses[name] = kept.training(title, train, outcome, modules)
+            result = half_weights.train(task, name, task.full_steps)
+        training = float(result.losses.mean())
+        losses[name] = {"validation": result.validation_loss, "training": training}
     # One run's validation loss of 0.05 is off by 1.9% (a standard deviation, with 12
     # seeds) when the first weights of an f32 run are rounded, by 3.1% when all are.
     limit = (1.01 + 3 * 0.031) * losses["f32"]["validation"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 import socket
 import sys
@@ -24,7 +23,7 @@ from layouts import LAYOUTS, ONE_DEVICE
 from sharded_gpt import Result, Trainer
 
 import jmp_amp as amp
-from tests import h100, kept
+from tests import h100
 from tests.measures import relative_error
 from tests.scripts import refusal
 from tests.training.test_processes import TIMEOUT, run_together
@@ -204,14 +203,6 @@ def test_gradients_in_half_are_as_accurate_as_those_of_one_device(name, policy):
 # Whole trainings
 
 
-# These are compiled for no other test: what they learn is kept, see `kept.training`.
-KEPT = [
-    *((ONE_DEVICE, each) for each in ("float32", "bf16", "bf16_weights")),
-    *((name, "f16") for name in CUT_UP if name not in F16_NAMES),
-    *(("fsdp_tensor", "bf16"), ("pipeline_data_tensor", "float32")),
-]
-
-
 class Learnt(NamedTuple):
     losses: list[float]
     skips: int
@@ -221,19 +212,9 @@ class Learnt(NamedTuple):
 
 @functools.cache
 def learnt(name: str, precision: str) -> Learnt:
-    def train() -> Result:
-        trainer = sharded_gpt.make_trainer(name, precision, model=MODEL, pieces=PIECES)
-        with standard():
-            return sharded_gpt.train(trainer, STEPS, rows=ROWS, context=CONTEXT)
-
-    def read(found: Result) -> Any:
-        devices = int(np.prod(list(found.mesh.values())))
-        return Learnt(found.losses, found.skips, found.scale, devices)
-
-    if (name, precision) not in KEPT:
-        return read(trained(name, precision))
-    label, modules = f"sharded_gpt {name} {precision}", [sharded_gpt, layouts, char_gpt]
-    return Learnt(*kept.training(label, train, read, modules))
+    found = trained(name, precision)
+    devices = int(np.prod(list(found.mesh.values())))
+    return Learnt(found.losses, found.skips, found.scale, devices)
 
 
 @pytest.mark.slow
@@ -499,24 +480,16 @@ def trained_on(devices: Any, *chosen: Any) -> Any:
 def moved(name: str, precision: str, reduce: str | None = None) -> Moved:
     """The elements of the large arrays of floats that a step sends, by (how, dtype).
 
-    Those of the body of a loop are counted once. They are kept, see `kept.figures`.
+    Those of the body of a loop are counted once.
     """
-    chosen = (name, precision, reduce)
-    # Of eight CPUs it is the same but for the compiler's options.
-    text = trained_on(jax.devices(), *chosen).as_text()
-    text += inspect.getsource(sharded_gpt.make_trainer)
-
-    def compiled() -> Any:
-        topology = topologies.get_topology_desc(
-            platform="cuda", target_config=h100.H100, topology="1x1x8"
-        )
-        lowered = trained_on(topology.devices, *chosen)
-        # Without Triton it takes less time.
-        return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
-
-    label = f"sharded_gpt {name} {precision}" + " f32" * (reduce is not None)
-    found = kept.figures_of_text(label, text, compiled, read=sent)
-    return {tuple(key.split()): sizes for key, sizes in found.items()}
+    h100.skip_without_compiler()
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=h100.H100, topology="1x1x8"
+    )
+    lowered = trained_on(topology.devices, name, precision, reduce)
+    # Without Triton it takes less time.
+    program = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+    return {tuple(key.split()): sizes for key, sizes in sent(program).items()}
 
 
 def sent(program: Any) -> dict[str, list[int]]:

@@ -16,7 +16,6 @@ from rich.console import Console
 import jmp_amp as amp
 from jmp_amp.plan.program import cpu_target
 from jmp_amp.plan.program.cpu_target import Cpu
-from tests import kept
 from tests.scripts import refusal, run_example
 
 # Adam of optax raises a float to its integer step count, which strict JAX refuses; the
@@ -167,9 +166,8 @@ def outcome(result):
 
 @functools.cache
 def trained(run: int):
-    train = functools.partial(train_digits.train, train_digits.comparison()[run])
     with adam_mixes_dtypes():
-        return kept.training(f"train_digits {run}", train, outcome, [train_digits])
+        return outcome(train_digits.train(train_digits.comparison()[run]))
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -198,7 +196,7 @@ F32, BF16, F16_SCALED, F16_ALONE, F32_SMALL, F16_SMALL_SCALED, F16_SMALL_ALONE =
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.trains
 def test_half_precision_is_as_accurate_as_float32():
     reference = trained(F32)["accuracy"]
@@ -207,22 +205,17 @@ def test_half_precision_is_as_accurate_as_float32():
         assert abs(trained(run)["accuracy"] - reference) <= 0.005
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_mlp_is_as_accurate_in_bf16_for_this_device():
     accuracy = []
     for experiment in train_digits.on_this_device():
-        name = f"train_digits {experiment.name}"
-        if experiment.target:  # this CPU decides which program it is
-            name += f", {cpu_target.this_cpu()}"
-        train = functools.partial(train_digits.train, experiment)
         with adam_mixes_dtypes():
-            found = kept.training(name, train, outcome, [train_digits])
-        accuracy.append(found["accuracy"])
+            accuracy.append(train_digits.train(experiment).accuracy)
     assert accuracy[0] >= 0.96
     assert abs(accuracy[1] - accuracy[0]) <= 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.trains
 def test_small_loss_trains_in_f16_only_with_loss_scaling():
     reference, scaled = trained(F32_SMALL), trained(F16_SMALL_SCALED)
@@ -240,7 +233,7 @@ def test_small_loss_trains_in_f16_only_with_loss_scaling():
     assert alone["accuracy"] <= 0.2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.trains
 def test_loss_scale_grows_until_a_step_overflows():
     found = trained(F16_SCALED)

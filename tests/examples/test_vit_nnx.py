@@ -1,6 +1,5 @@
 """The nnx example: it trains, its policy is by module, and it resumes bit for bit."""
 
-import functools
 import sys
 import tempfile
 from pathlib import Path
@@ -13,7 +12,6 @@ import vit_nnx
 from flax import nnx
 
 import jmp_amp as amp
-from tests import kept
 
 # Adam of optax raises a float to its integer step count, which strict JAX refuses.
 # Slow tests share compiled steps: one process has them all (`--dist loadgroup`).
@@ -85,18 +83,11 @@ def test_mixed_precision_learns_as_f32_does(tmp_path):
         # A directory of its own for every run, which goes on from what it finds.
         directory = Path(tempfile.mkdtemp(dir=tmp_path))
         policy = vit_nnx.policy_for(name)
-        return vit_nnx.train(policy, directory, save_every=vit_nnx.STEPS)
-
-    def outcome(result):
+        result = vit_nnx.train(policy, directory, save_every=vit_nnx.STEPS)
         assert len(result.losses) == vit_nnx.STEPS
         return result.accuracy
 
-    accuracy = {
-        name: kept.training(
-            f"vit_nnx {name}", functools.partial(train, name), outcome, [vit_nnx]
-        )
-        for name in vit_nnx.POLICIES
-    }
+    accuracy = {name: train(name) for name in vit_nnx.POLICIES}
     assert accuracy["float32"] > 0.75
     # 597 images: two standard deviations of a share of 0.8 are 3.3 %.
     assert accuracy["mixed_bfloat16"] > accuracy["float32"] - 0.035

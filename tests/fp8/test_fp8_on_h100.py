@@ -1,11 +1,9 @@
-"""What an H100 would run of fp8 programs, beside the same in bf16.
-
-Full-size programs are slow to compile; their figures are kept, see `tests/kept.py`.
-"""
+"""What an H100 would run of fp8 programs, beside the same in bf16."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from typing import Any
 
@@ -16,7 +14,7 @@ from jax.experimental import topologies
 
 import jmp_amp as amp
 from jmp_amp.plan.saved.needs import KEPT
-from tests import h100, kept
+from tests import h100
 from tests.fp8.models import Gpt, Mlp, aval, training_step
 from tests.fp8.on_h100 import read
 from tests.measures import traced
@@ -28,9 +26,9 @@ SMALL_MLP = Mlp(width=256, layers=2)
 SMALL_GPT = Gpt(layers=2, width=256, tokens=64, batch=4, vocabulary=512, heads=4)
 
 
-def figures(name: str, model: Any, policy: str) -> dict[str, Any]:
-    return kept.figures(
-        f"fp8 {name} {policy}",
+@functools.cache
+def figures(model: Any, policy: str) -> dict[str, Any]:
+    return h100.figures(
         training_step(amp.autocast(model.loss, policy)),
         *model.shapes(),
         read=read,
@@ -38,14 +36,14 @@ def figures(name: str, model: Any, policy: str) -> dict[str, Any]:
     )
 
 
-def both(name: str, model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    return figures(name, model, MIXED), figures(name, model, FP8)
+def both(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    return figures(model, MIXED), figures(model, FP8)
 
 
-def both_keep_all(name: str, model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def both_keep_all(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the figures where nothing is made again: what 8 bits alone change."""
     mixed, fp8 = "p=f32,c=bf16,o=f32,s=all", "p=f32,c=bf16,o=f32,m=fp8,s=all"
-    return figures(name, model, mixed), figures(name, model, fp8)
+    return figures(model, mixed), figures(model, fp8)
 
 
 def three_each(linears: int) -> int:
@@ -64,7 +62,7 @@ def assert_no_waste(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
 def test_every_product_of_a_small_mlp_is_of_8_bits(activation):
     model = dataclasses.replace(SMALL_MLP, activation=activation)
-    mixed, fp8 = both(f"small MLP {activation}", model)
+    mixed, fp8 = both(model)
     # The gradient of the batch is not asked for.
     assert (fp8["f8"], fp8["others"]) == (three_each(2) - 1, 0)
     assert (mixed["f8"], mixed["others"]) == (0, three_each(2) - 1)
@@ -77,8 +75,7 @@ def test_products_of_one_operand_are_not_merged_into_one_of_bf16():
         return jnp.sum(jnp.tanh(q) * jnp.sin(k) * jnp.cos(v))
 
     weights = [aval(256, 256)] * 3
-    found = kept.figures(
-        "fp8 products of one operand",
+    found = h100.figures(
         jax.grad(amp.autocast(loss, FP8)),
         weights,
         aval(512, 256),
@@ -154,8 +151,7 @@ def test_a_product_that_leads_to_no_gelu_is_fused_with_what_reads_it(fn):
     "name", ["checkpoint", "rule", "product in jit", "product in checkpoint"]
 )
 def test_a_gelu_in_a_call_compiles(name):
-    found = kept.figures(
-        f"fp8 gelu in {name}",
+    found = h100.figures(
         of_a_gelu(CALLED[name]),
         [aval(512, 512)] * 2,
         aval(512, 512),
@@ -214,8 +210,7 @@ def test_a_gelu_whose_input_is_kept_compiles(bias, policy):
         h = x @ w + b[None] if bias else x @ w
         return jax.nn.gelu(h), h
 
-    found = kept.figures(
-        f"fp8 gelu and its input {policy}{' bias' * bias}",
+    found = h100.figures(
         amp.autocast(fn, policy),
         *(aval(1024, 2048), aval(2048, 512), aval(512)),
         read=read,
@@ -231,8 +226,7 @@ def test_a_gradient_through_a_captured_gelu_compiles():
 
         return jax.value_and_grad(amp.autocast(loss, FP8), has_aux=True)(w)
 
-    found = kept.figures(
-        "fp8 gradient and captured gelu",
+    found = h100.figures(
         fn,
         *(aval(2048, 512), aval(1024, 2048)),
         read=read,
@@ -253,8 +247,8 @@ slow = pytest.mark.slow
 )
 def test_an_mlp_needs_less_memory_and_few_kernels_more(activation, temp):
     model = dataclasses.replace(MLP, activation=activation)
-    _, default = both(f"MLP {activation}", model)
-    mixed, fp8 = both_keep_all(f"MLP {activation}", model)
+    _, default = both(model)
+    mixed, fp8 = both_keep_all(model)
     for found in (default, fp8):
         assert (found["f8"], found["others"]) == (8, 0)
         assert_no_waste(found)
@@ -268,17 +262,21 @@ def test_an_mlp_needs_less_memory_and_few_kernels_more(activation, temp):
 @pytest.mark.parametrize(
     ("loop", "calls", "temp"),
     # Products of a checkpoint are saved in bf16, as under `mixed_bfloat16`.
-    [("unrolled", 72, 0.905), ("scan", 18, 0.94), ("remat", 18, 1.001)],
+    [
+        pytest.param("unrolled", 72, 0.905, marks=pytest.mark.nightly),
+        ("scan", 18, 0.94),
+        pytest.param("remat", 18, 1.001, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_gpt_has_three_8_bit_products_for_each_linear(loop, calls, temp):
-    name, model = f"GPT {loop}", dataclasses.replace(GPT, loop=loop)
-    for mixed, fp8 in (both(name, model), both_keep_all(name, model)):
+    model = dataclasses.replace(GPT, loop=loop)
+    for mixed, fp8 in (both(model), both_keep_all(model)):
         assert (fp8["f8"], mixed["f8"]) == (calls, 0)
         # None is computed twice: the others are attention and the head.
         assert fp8["f8"] + fp8["others"] == mixed["others"]
         assert_no_waste(fp8)
     assert fp8["temp"] <= temp * mixed["temp"]
-    assert both(name, model)[1]["temp"] <= fp8["temp"]
+    assert both(model)[1]["temp"] <= fp8["temp"]
 
 
 # What differentiation saves: read from the trace

@@ -8,9 +8,7 @@ sample is near zero, its relative error says nothing.
 from __future__ import annotations
 
 import math
-import sys
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmp_amp as amp
-from tests import kept, measures
-from tests.idioms import row
 from tests.idioms.row import Idiom
 from tests.measures import EXACTLY_AS_WRITTEN, LOSS_SCALE, OPTIMISED
 
@@ -126,14 +122,10 @@ def with_gradient(program: Program, grad: tuple[int, ...]) -> Callable[..., Any]
     return run
 
 
-OF_LIBRARY = ("policy", "products")
-
-
 def run(
     idiom: Idiom,
     dtype: str,
     policy: Transform | None,
-    names: Sequence[str] = ("f32", *OF_LIBRARY),
 ) -> tuple[Any, dict[str, Any]]:
     """Returns the inputs and, by program, the values and gradients, of all samples."""
     transforms: dict[str, Transform] = {
@@ -142,8 +134,8 @@ def run(
         "products": amp.recipe("OD", half_dtype=dtype).autocast,
     }
     runs = {}
-    for name in names:
-        program = transforms[name](idiom.fn)
+    for name, transform in transforms.items():
+        program = transform(idiom.fn)
         if idiom.turns:
             program = in_turns(program, idiom.turns)
         runs[name] = with_gradient(program, idiom.grad)
@@ -175,24 +167,6 @@ def leaves(idiom: Idiom, dtype: str, policy: Transform | None = None) -> list[Le
       policy: the transformation of its function that is measured; None is `autocast`.
     """
     return compared(idiom, dtype, *run(idiom, dtype, policy))
-
-
-def kept_leaves(idiom: Idiom, dtype: str) -> list[Leaf]:
-    """Returns the errors under `autocast`, of now or of before, see `kept.outcome`."""
-    rows = kept.outcome(
-        f"idiom {idiom.name} {dtype}",
-        lambda: run(idiom, dtype, None),
-        lambda found: compared(idiom, dtype, *found),
-        modules_of(idiom),
-        of_library=lambda: run(idiom, dtype, None, OF_LIBRARY),
-    )
-    return [Leaf(*each) for each in rows]
-
-
-def modules_of(idiom: Idiom) -> list[types.ModuleType]:
-    """Returns the modules whose code makes an idiom and measures it."""
-    names = (idiom.fn.__module__, row.__name__, measures.__name__, __name__)
-    return [sys.modules[name] for name in names]
 
 
 def compared(

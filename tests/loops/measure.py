@@ -6,7 +6,6 @@ loop in f32; that of f32 itself is taken against f64.
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -14,17 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmp_amp as amp
-from tests import kept
 from tests.idioms.measure import (
     SAMPLES,
     Program,
     Transform,
     error,
-    modules_of,
     with_gradient,
 )
 from tests.idioms.row import Idiom
-from tests.loops import halves
 from tests.loops.halves import products_in_half
 from tests.measures import EXACTLY_AS_WRITTEN
 
@@ -123,28 +119,8 @@ def compared(found: Any, expected: Any) -> Errors:
 
 def errors(idiom: Idiom, *names: str) -> dict[str, Errors]:
     """Returns the errors of some of `TRANSFORMS` against f32, of "f32" against f64."""
-    return _errors(names, *_run(idiom, names))
-
-
-def kept_errors(idiom: Idiom, *names: str) -> dict[str, Errors]:
-    """Returns the errors, of now or of before, see `kept.outcome`."""
-    found = kept.outcome(
-        f"loop {idiom.name} {' '.join(names)}",
-        lambda: _run(idiom, names),
-        lambda both: _errors(names, *both),
-        [*modules_of(idiom), halves, sys.modules[__name__]],
-    )
-    return {name: Errors(*errors) for name, errors in found.items()}
-
-
-def _run(idiom: Idiom, names: tuple[str, ...]) -> tuple[dict[str, Any], Any]:
     found = outputs(idiom, ("f32", *(name for name in names if name != "f32")))
-    return found, reference(idiom) if "f32" in names else None
-
-
-def _errors(
-    names: tuple[str, ...], found: dict[str, Any], expected: Any
-) -> dict[str, Errors]:
+    expected = reference(idiom) if "f32" in names else None
     return {
         name: compared(found[name], expected if name == "f32" else found["f32"])
         for name in names

@@ -71,7 +71,7 @@ def test_names_of_the_measured_loops_are_those_of_recursions():
 @pytest.mark.slow
 @recursions(NEEDS)
 def test_recursion_that_needs_f32_is_as_right_as_with_all_products_in_f32(name):
-    errors = measure.kept_errors(LOOPS[name].idiom, "library", "full")
+    errors = measure.errors(LOOPS[name].idiom, "library", "full")
     assert measure.is_kept(errors["library"], errors["full"])
 
 
@@ -79,5 +79,5 @@ def test_recursion_that_needs_f32_is_as_right_as_with_all_products_in_f32(name):
 @pytest.mark.parametrize("name", NEEDS)
 def test_recursion_that_needs_f32_is_wrong_with_every_product_in_half(name):
     # What one version of XLA rounds, another may round the other way.
-    errors = measure.kept_errors(LOOPS[name].idiom, "half")
+    errors = measure.errors(LOOPS[name].idiom, "half")
     assert errors["half"].worst > measure.MOST_IN_HALF / 2

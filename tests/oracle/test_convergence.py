@@ -7,7 +7,6 @@ under f16 autocast with and without loss scaling. Tolerances: `oracle/README.md`
 import functools
 import json
 import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ import optax
 import pytest
 
 import jmp_amp as amp
-from tests import kept, measures
+from tests import measures
 
 ORACLE = pathlib.Path(__file__).parent
 RUNS = json.loads((ORACLE / "convergence_torch.json").read_text())["runs"]
@@ -48,13 +47,7 @@ def train(number):
 
     Of a parameter it tells whether it moved.
     """
-    name = f"beside torch {run_id(RUNS[number])}"
-    modules = [sys.modules[__name__], measures]
-    return kept.training(name, lambda: trained(number), figures, modules)
-
-
-def figures(run):
-    (params, opt_state), (losses, apart), start = run
+    (params, opt_state), (losses, apart), start = trained(number)
     scaled = amp.metrics(opt_state)
     return {
         "apart": float(np.max(apart)),

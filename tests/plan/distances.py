@@ -1,11 +1,8 @@
-"""How far compiled results are from one another, kept by the hash of this file too."""
-
-import sys
+"""How far compiled results are from one another."""
 
 import jax
 import numpy as np
 
-from tests.kept import outcome
 from tests.measures import EXACTLY_AS_WRITTEN
 
 # JAX >= 0.11: XLA fuses what is computed again otherwise than what is kept, and what is
@@ -20,29 +17,15 @@ def exact(fn, *args):
     return jax.jit(fn, compiler_options=OPTIONS)(*args)
 
 
-def apart(name, run):
+def apart(found):
     """How far results are from the first one: of each array of each, three figures.
 
     They are the most that a number differs by, the largest number of the first, and the
     norm of the difference by that of the first.
 
     Args:
-      name: in the file of kept figures.
-      run: returns a list of trees of arrays, all of one structure.
+      found: a list of trees of arrays, all of one structure.
     """
-    return outcome(f"apart {name}", run, _distances, [sys.modules[__name__]])
-
-
-def apart_from_two(name, run):
-    """How far results are from the first one, and from the second one, as `apart`."""
-
-    def read(found):
-        return _distances(found), _distances(found[1:])
-
-    return outcome(f"apart {name}", run, read, [sys.modules[__name__]])
-
-
-def _distances(found):
     whole, *others = [
         [np.asarray(x, np.float64) for x in jax.tree.leaves(each)] for each in found
     ]

@@ -12,7 +12,7 @@ from jax import lax
 
 import jmp_amp as amp
 from jmp_amp.transform.stored_blocks import EightBits
-from tests.plan.distances import apart, apart_from_two, exact
+from tests.plan.distances import apart, exact
 from tests.plan.layers import (
     FORMS,
     LAYER,
@@ -98,13 +98,14 @@ def test_gradients_are_rounded_and_not_wrong(layer, form):
         of_words = (differentiated(layer, form, word) for word in ("all", *words))
         return [f32, *(exact(fn, WEIGHTS[form], X) for fn in of_words)]
 
-    (theirs, *beside_f32), beside_half = apart_from_two(f"8 bits {layer} {form}", run)
+    found = run()
+    (theirs, *beside_f32), beside_half = apart(found), apart(found[1:])
     for word, ours, half in zip(words, beside_f32, beside_half, strict=True):
         assert half[0][0] == 0  # the loss
         for i in (1, 2):
-            (*_, error), (*_, of_half), (*_, apart) = ours[i], theirs[i], half[i]
+            (*_, error), (*_, of_half), (*_, off) = ours[i], theirs[i], half[i]
             if layer in ILL_CONDITIONED:
-                assert 0 < apart <= (0.05 if word == "int8" else 0.2)
+                assert 0 < off <= (0.05 if word == "int8" else 0.2)
             else:
                 assert error <= (2.5 if word == "int8" else 6) * of_half + 1e-6
 
@@ -167,7 +168,7 @@ def test_what_is_rounded_is_all_that_differs(layer, form, monkeypatch):
             for word in ("all", "int8")
         ]
 
-    (found,) = apart(f"{layer} {form} in 8 lossless bits", run)
+    (found,) = apart(run())
     assert len(found) == 2
     for difference, largest, relative in found:
         assert largest > 0
@@ -197,7 +198,7 @@ def test_transformations_go_through(name, word):
             for each in ("all", word)
         ]
 
-    (found,) = apart(f"8 bits {name} {word}", run)
+    (found,) = apart(run())
     for difference, largest, relative in found:
         assert largest > 0
         if name in ("jvp", "linearize"):
@@ -220,7 +221,7 @@ def test_second_derivatives_are_rounded_and_not_wrong(way):
     def run():
         return [slope(word) for word in ("all", *WORDS)]
 
-    for ((_, half, relative),) in apart(f"8 bits {way.__name__}", run):
+    for ((_, half, relative),) in apart(run()):
         assert half > 0 and relative < 0.05
 
 
@@ -271,7 +272,7 @@ def test_what_stays_as_it_is(name):
     def run():
         return [exact(jax.grad(autocast(loss, word)), W, X) for word in ("all", "int8")]
 
-    (((*_, relative),),) = apart(f"8 bits of what stays, {name}", run)
+    (((*_, relative),),) = apart(run())
     assert relative < 0.02
 
 
@@ -372,7 +373,7 @@ def test_a_sharded_program_has_near_the_same_gradients():
     def run():
         return [exact(jax.grad(autocast(loss, word)), W, x) for word in ("all", "int8")]
 
-    (((*_, relative),),) = apart("8 bits sharded", run)
+    (((*_, relative),),) = apart(run())
     assert 0 < relative < 0.02
 
 

@@ -52,7 +52,7 @@ def test_values_and_gradients_are_those_of_all_bit_for_bit(layer, form):
     # XLA fuses an `exp` in f32 with other operations there, and vectorises it in other
     # ways: its last bits differ.
     rounding = 1e-6 if (layer, form) == ("shared", "scanned") else 0.0
-    are_near(apart(f"{layer} {form}", run), rounding)
+    are_near(apart(run()), rounding)
 
 
 def are_near(found, rounding=0.0):
@@ -92,7 +92,7 @@ def test_complex_values_are_kept_as_all_keeps_them(layer):
     def run():
         return [exact(jax.grad(autocast(loss, word)), W[0]) for word in WORDS]
 
-    are_near(apart(f"complex {layer.__name__}", run))
+    are_near(apart(run()))
 
 
 @pytest.mark.breadth(2)
@@ -115,7 +115,7 @@ def test_transformations_give_what_they_give_of_all(name, layer):
             exact(TRANSFORMED[name](autocast(loss, word)), argument) for word in WORDS
         ]
 
-    found = apart(f"{layer} {name}", run)
+    found = apart(run())
     assert len(found) == len(WORDS[1:])
     assert all(difference == 0 for difference, *_ in np.reshape(found, (-1, 3)))
 
@@ -128,7 +128,7 @@ def test_second_derivatives_are_those_of_all(way):
     def run():
         return [exact(way(jax.grad(autocast(loss, word))), W[0]) for word in WORDS]
 
-    found = apart(f"second derivatives {way.__name__}", run)
+    found = apart(run())
     assert [relative < 0.01 for ((_, _, relative),) in found] == [True] * 2
 
 
@@ -423,4 +423,4 @@ def test_a_sharded_program_has_the_gradients_of_all(inside):
     def run():
         return [exact(gradient(word), W, X) for word in WORDS]
 
-    are_near(apart(f"sharded {inside}", run))
+    are_near(apart(run()))

@@ -5,8 +5,6 @@ in bf16 and cast, and hardly any number that was summed in f32.
 """
 
 import functools
-import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +19,7 @@ import jmp_amp as amp
 from examples.benchmarks import collectives
 from jmp_amp.plan.program import cpu_target
 from jmp_amp.plan.program.cpu_target import Cpu
-from tests import h100, kept
+from tests import h100
 from tests.programs import dtypes_of
 
 HALF, REDUCED = "p=f32,c=bf16,o=f32", "p=f32,c=bf16,o=f32,r=f32"
@@ -561,26 +559,26 @@ def test_products_of_a_cpu(argnum, monkeypatch):
 # What eight H100s would send each other
 
 
+@functools.cache
 def step_for_8(layout, policy, stored="f32"):
     """What is read of a step: what is sent, and the dtypes of its products."""
 
-    def read(program):
-        operands = {gemm.operands for gemm in h100.gemms(program)}
-        return {"sent": collectives.sent(program), "operands": sorted(operands)}
-
+    h100.skip_without_compiler()
     model, is_half = collectives.GPT(256, layers=2), stored == "half"
-    found = kept.compiled_figures(
-        f"GPT for 8 by {layout}, of {stored}, {policy}",
-        lambda: collectives.compiled(layout, policy, model, is_half),
-        read,
-    )
-    return collectives.Sent(*found["sent"]), found["operands"]
+    program = collectives.compiled(layout, policy, model, is_half)
+    operands = {gemm.operands for gemm in h100.gemms(program)}
+    return collectives.sent(program), sorted(operands)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "matmul"),
-    [("data", ""), ("rows", ""), ("columns", ""), ("data", ",m=fp8")],
+    [
+        ("data", ""),
+        pytest.param("rows", "", marks=pytest.mark.nightly),
+        pytest.param("columns", "", marks=pytest.mark.nightly),
+        pytest.param("data", ",m=fp8", marks=pytest.mark.nightly),
+    ],
 )
 def test_devices_add_up_f32_and_gather_half(layout, matmul):
     steps = [step_for_8(layout, f"{each}{matmul}") for each in (HALF, REDUCED)]
@@ -594,28 +592,13 @@ def test_devices_add_up_f32_and_gather_half(layout, matmul):
     assert {d for each in operands for d in each} == {"bf16", *eights}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["data", "rows"])
 def test_devices_add_up_f32_gradients_of_weights_that_are_half(layout):
     before, after = (step_for_8(layout, p, "half")[0] for p in (HALF, REDUCED))
     assert before.reduced["bf16"] > 2**17
     assert set(after.reduced) == {"f32"}
     assert after.gathered == before.gathered
-
-
-def test_the_figures_that_are_kept_hold_the_bounds():
-    results = Path(collectives.__file__).parent / "results/collectives_8_h100.json"
-    steps = json.loads(results.read_text())["steps"]
-    assert set(steps) == set(collectives.LAYOUTS)
-    for programs in steps.values():
-        for name in ("bf16", "fp8"):
-            before, after = programs[name], programs[f"{name}, reduced in f32"]
-            assert "bf16" in before["reduced"] and set(after["reduced"]) == {"f32"}
-            assert after["gathered"] == before["gathered"]
-            assert after["temp"] <= 1.6 * before["temp"]
-            # Each bf16 byte is two.
-            sizes = (sum(each["reduced"].values()) for each in (before, after))
-            assert next(sizes) + before["reduced"]["bf16"] == next(sizes)
 
 
 @pytest.mark.slow

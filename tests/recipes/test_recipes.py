@@ -20,7 +20,7 @@ from flax import nnx
 
 import jmp_amp as amp
 from jmp_amp.recipes.levels import LEVELS
-from tests import h100, kept, measures
+from tests import h100, measures
 from tests.training.wrappers import BF16, F16, F32, STORING, standard
 
 NAMES = (
@@ -807,8 +807,7 @@ def test_moments_of_kernels_are_not_moved_to_the_layout_of_convolutions(name):
     for dtype in (jnp.float32, jnp.float16):
         params = [jax.ShapeDtypeStruct(kernel, dtype)] * 3
         opt_state = jax.eval_shape(tx.init, params)
-        found[dtype] = kept.figures(
-            f"recipes moments {name} {dtype.__name__}",
+        found[dtype] = h100.figures(
             *(step, params, opt_state, x),
             read=lambda program: {
                 "temp": h100.temp_bytes(program),

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import train_on_gpu
 
 from examples.benchmarks import fp8_on_gpu
-from tests import h100, kept
+from tests import h100
 
 ON_CPU = {
     "PROGRAMS": ("bf16", "fp8", "fp8_no_triton"),
@@ -116,7 +116,7 @@ def test_kinds_of_kernels_are_told_apart():
 @h100.needs_compiler
 def test_forms_are_8_bit_calls_where_triton_is_off():
     for name, (fn, args) in fp8_on_gpu.forms(tiny=False).items():
-        found = kept.figures(f"fp8_on_gpu {name}", fn, *args, read=fp8_on_gpu.kernels)
+        found = h100.figures(fn, *args, read=fp8_on_gpu.kernels)
         assert found["cublas_f8"] == (3 if "gradient" in name else 1), name
         assert set(found) == {"cublas_f8", "values_of_8_bits"}, name
 

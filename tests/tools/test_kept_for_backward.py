@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 from pathlib import Path
@@ -17,7 +16,7 @@ from jax import lax
 from rich.console import Console
 
 from examples.benchmarks import roofline
-from tests import h100, kept
+from tests import h100
 
 FILE = Path(kept_for_backward.__file__).parent / "results" / "kept_for_backward.json"
 EXACT = ("all", "auto", "least")
@@ -35,9 +34,7 @@ LOOPS = ("gpt_scanned", "llama_scanned")
 IN_8_BITS = {"gpt_scanned": 0.32, "llama_scanned": 0.38, "mlp_unrolled": 0.5}
 # The most memory and modelled time that a step of unrolled layers needs under "auto".
 AUTO = {"mlp_unrolled": (0.8, 0.98), "gpt_unrolled": (0.91, 0.98)}
-UNROLLED = (*(name for name in PLAIN if "unrolled" in name), *OF_ZOO)
 TRACED = {"kept", "products", "trace", "error"}
-COMPILED = {"temp", "ms", "kernels", "flops"}
 EPS = float(jnp.finfo(jnp.float32).eps)
 
 
@@ -221,7 +218,7 @@ class TestModels:
 
 
 class TestArguments:
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_figures_are_written_and_printed(self, tmp_path, capsys, monkeypatch):
         # The operations that the programs share are compiled once.
         monkeypatch.setattr(jax, "clear_caches", lambda: None)
@@ -258,64 +255,6 @@ class TestArguments:
         assert "--rounds begins at 1" in capsys.readouterr().err
 
 
-class TestCommitted:
-    def test_every_program_of_every_model_has_every_figure(self):
-        found = committed()
-        assert set(found) == {*PLAIN, *OF_ZOO} == set(kept_for_backward.MODELS)
-        for name, rows in found.items():
-            programs = (*WORDS, *BY_HAND) if name in PLAIN else (*WORDS, "by hand")
-            assert tuple(rows) == programs
-            for program, figures in rows.items():
-                assert figures.keys() == traced_of(program) | COMPILED, name
-                assert all(value > 0 for value in figures.values())
-
-    def test_the_device_was_described_with_the_assumptions_that_stand_here(self):
-        found = json.loads(FILE.read_text())["conditions"]
-        assert found["device"] == "described H100, compiled, not run"
-        device = dataclasses.replace(roofline.H100, rates=dict(roofline.H100.rates))
-        assert found["modelled"] == dataclasses.asdict(device)
-        assert {"jax", "jaxlib", "flax", "python"} < found["versions"].keys()
-
-    @pytest.mark.parametrize("name", [*PLAIN, *OF_ZOO])
-    def test_no_product_is_made_again(self, name):
-        rows = committed()[name]
-        assert len({rows[word]["products"] for word in EXACT}) == 1
-        assert len({rows[word]["flops"] for word in WORDS}) == 1
-
-    @pytest.mark.parametrize("name", [*PLAIN, *OF_ZOO])
-    def test_no_word_keeps_more_than_the_one_before(self, name):
-        rows = committed()[name]
-        sizes = [rows[word]["kept"] for word in EXACT]
-        assert sizes == sorted(sizes, reverse=True)
-        assert sizes[0] > sizes[1]
-        assert all(rows[word]["kept"] <= sizes[-1] for word in EIGHT_BITS)
-
-    @pytest.mark.parametrize("name", [*PLAIN, *OF_ZOO])
-    def test_words_have_one_gradient_error(self, name):
-        rows = committed()[name]
-        assert len({rows[word]["error"] for word in EXACT}) == 1
-        # The small perceptrons have no stream beside their two layers: all is rounded.
-        most = (1.5, 4.1) if "mlp" in name else (1.3, 3)
-        for word, limit in zip(EIGHT_BITS, most, strict=True):
-            assert rows[word]["error"] <= limit * rows["all"]["error"]
-
-    @pytest.mark.parametrize("name", LOOPS)
-    def test_a_loop_needs_less_memory_and_time(self, name):
-        assert_a_loop_gains(committed()[name])
-
-    @pytest.mark.parametrize("name", AUTO)
-    def test_a_perceptron_needs_less_memory_and_no_more_time(self, name):
-        assert_auto_needs_less(name, committed()[name])
-
-    @pytest.mark.parametrize("name", IN_8_BITS)
-    def test_8_bits_need_less_memory(self, name):
-        assert_8_bits_need_less(name, committed()[name])
-
-    @pytest.mark.parametrize("name", UNROLLED)
-    def test_the_least_bytes_need_the_least_memory(self, name):
-        assert_least_needs_less(committed()[name])
-
-
 def assert_a_loop_gains(rows: dict[str, dict[str, Any]]) -> None:
     assert kept_for_backward.ratios(rows, "temp")["auto"] <= 0.6
     assert kept_for_backward.ratios(rows, "ms")["auto"] <= 0.9
@@ -339,7 +278,7 @@ def of_program(compiled: Any) -> dict[str, Any]:
     return kept_for_backward.figures_of_program(compiled, roofline.H100)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @h100.needs_compiler
 @pytest.mark.parametrize("name", [*LOOPS, "mlp_unrolled", "llama_unrolled"])
 def test_figures_are_those_that_are_committed_and_keep_the_bounds(name):
@@ -353,8 +292,7 @@ def test_figures_are_those_that_are_committed_and_keep_the_bounds(name):
                     if word in EXACT
                     else {}
                 )
-                here[word] |= kept.figures(
-                    f"kept_for_backward {name} {word}",
+                here[word] |= h100.figures(
                     compare_precision.training_step(loss),
                     *args,
                     read=of_program,

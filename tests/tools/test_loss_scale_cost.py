@@ -20,33 +20,26 @@ from benchmarks import loss_scale_cost
 from benchmarks.loss_scale_cost import CASES, FEW_TOKENS, STORAGE, Cost
 from rich.console import Console
 
-from tests import kept
+from tests import h100
 
 PARAMETER_BYTES = sum(
     p.size * 4 for p in jax.tree.leaves(FEW_TOKENS.case().abstract()[0])
 )
 
 
-def kept_cost(name: str, program: tuple[Any, ...]) -> Cost:
-    found = kept.figures(
-        f"loss_scale_cost {name}",
-        *program,
-        read=lambda compiled: loss_scale_cost.cost_of(compiled)._asdict(),
-        donate_argnums=loss_scale_cost.DONATED,
-    )
-    return Cost(**found)
+def cost_on_h100(program: tuple[Any, ...]) -> Cost:
+    donated = loss_scale_cost.DONATED
+    return h100.figures(*program, read=loss_scale_cost.cost_of, donate_argnums=donated)
 
 
 @functools.cache
 def cost(name: str, clipped: bool, scaled: bool) -> Cost:
-    words = f"step {name}{' clipped' * clipped}{' scaled' * scaled}"
-    return kept_cost(words, loss_scale_cost.step_program(name, clipped, scaled))
+    return cost_on_h100(loss_scale_cost.step_program(name, clipped, scaled))
 
 
 @functools.cache
 def cost_of_update(storage: str, scaled: bool) -> Cost:
-    words = f"update {storage}{' scaled' * scaled}"
-    return kept_cost(words, loss_scale_cost.update_program(storage, scaled))
+    return cost_on_h100(loss_scale_cost.update_program(storage, scaled))
 
 
 @pytest.mark.breadth(1)

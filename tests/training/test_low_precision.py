@@ -23,7 +23,6 @@ import jmp_amp as amp
 from jmp_amp.training import state_codes
 from jmp_amp.training.rounding import random_seeds, random_words
 from jmp_amp.training.state_codes import CODES, Bfloat16Code, Float8Code, decoded
-from tests import kept
 from tests.training import moments_on_digits
 from tests.training.wrappers import CODING, F32, KEY, gradients_at, kinds, stepper
 
@@ -514,10 +513,7 @@ def test_an_embedding_with_rare_rows_trains_as_in_float32(way):
 
 @functools.cache
 def digits() -> dict[str, Any]:
-    return kept.training(
-        *("moments on digits", moments_on_digits.train, moments_on_digits.figures),
-        [moments_on_digits],
-    )
+    return moments_on_digits.figures(moments_on_digits.train())
 
 
 @pytest.mark.slow

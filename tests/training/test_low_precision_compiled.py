@@ -17,7 +17,7 @@ import jmp_amp as amp
 from examples.benchmarks import low_precision_update, roofline
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.training.state_codes import decoded, encoded_like, is_code
-from tests import h100, kept
+from tests import h100
 
 KEY = jax.random.key(0)
 WAYS: dict[str, Any] = {
@@ -68,8 +68,7 @@ def figures(way: str, masters: bool) -> dict[str, Any]:
         return {"temp": h100.temp_bytes(program), "moved": moved}
 
     args = (shapes, jax.eval_shape(tx.init, shapes), shapes)
-    return kept.figures(
-        f"low_precision_update {way}{', masters' * masters}",
+    return h100.figures(
         low_precision_update.update_of(tx),
         *args,
         read=read,

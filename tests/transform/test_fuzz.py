@@ -7,7 +7,6 @@ rounding of the half dtype, tells how sensitive it is.
 """
 
 import functools
-import sys
 
 import chex
 import jax
@@ -17,7 +16,6 @@ import pytest
 from jax import lax
 
 import jmp_amp as amp
-from tests import kept
 
 ROWS, COLUMNS = 6, 8
 KEY = jax.random.key(0)
@@ -411,10 +409,5 @@ def test_each_operation_and_each_call_is_in_one_of_the_programs():
     "seed", [*FAST, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW)]
 )
 def test_a_random_program_is_only_rounded(seed):
-    rows = kept.outcome(
-        f"random program {seed}",
-        lambda: run(seed),
-        lambda found: compared(seed, *found),
-        [sys.modules[__name__]],
-    )
+    rows = compared(seed, *run(seed))
     assert not [row for row in rows if row[1] > row[2]], program_of(seed)[0]

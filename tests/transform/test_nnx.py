@@ -16,12 +16,12 @@ from flax import linen as nn
 from flax import nnx
 
 import jmp_amp as amp
-from tests import h100, kept, measures
+from tests import h100, measures
 from tests.programs import dtypes_of, equations, products
 from tests.rounding import BF16, F16
 from tests.transform.flax_models import F32, NnxBlock, NnxNet, NnxWideBlock
 from tests.zoo.case import Case
-from tests.zoo.on_h100 import kept_figures
+from tests.zoo.on_h100 import figures_on_h100
 from tests.zoo.vision import cross_entropy, random_images
 
 X = jax.random.normal(jax.random.key(0), (8, 16))
@@ -563,8 +563,7 @@ def test_products_are_half_and_saved_bytes_no_more_than_by_hand(name, dtype):
 def test_on_an_h100_a_step_needs_no_more_memory_than_by_hand(name):
     case = zoo_case(name, "large")
     ours, twin = (
-        kept_figures(f"nnx {name}", case, "bfloat16", program)
-        for program in ("autocast", "twin")
+        figures_on_h100(case, "bfloat16", program) for program in ("autocast", "twin")
     )
     missing = compare_precision.missing_products(ours["products"], twin["products"])
     assert not missing, list(map(str, missing))
@@ -576,13 +575,10 @@ def test_on_an_h100_a_step_needs_no_more_memory_than_by_hand(name):
 @each_zoo_model
 def test_gradient_is_as_close_to_float64_as_by_hand(name, dtype):
     case, programs = zoo_case(name, "small"), ("autocast", "twin")
-    found = kept.outcome(
-        f"nnx {name} {dtype}",
-        lambda: [compare_precision.gradients(case, dtype, p, 15) for p in programs],
-        lambda found: list(map(compare_precision.gradient_errors, found)),
-        [compare_precision, measures],
+    found = (compare_precision.gradients(case, dtype, p, 15) for p in programs)
+    errors = dict(
+        zip(programs, map(compare_precision.gradient_errors, found), strict=True)
     )
-    errors = dict(zip(programs, found, strict=True))
     assert np.isfinite(errors["autocast"]).all()
     found = measures.compare(errors["autocast"], errors["twin"])
     assert found.p_worse > 0.01, found

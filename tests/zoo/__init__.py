@@ -12,28 +12,16 @@ errors that differ by some percent can be told apart.
 
 import importlib
 import pkgutil
-from pathlib import Path
 
 from tests.zoo.case import Case
 from tests.zoo.shapes import SHAPES as SHAPES
 
 CASES: dict[tuple[str, str], Case] = {}
-# The files that the cases are made by.
-SOURCES: list[Path] = []
 for _file in sorted(pkgutil.iter_modules(__path__)):
     if _file.name.startswith("test_") or _file.name in ("on_h100", "as_traced"):
         continue  # they ask for the cases
-    SOURCES.append(Path(__file__).with_name(f"{_file.name}.py"))
     _found = getattr(importlib.import_module(f"{__name__}.{_file.name}"), "CASES", {})
     assert not CASES.keys() & _found.keys(), f"{_file.name}: a name is already taken"
     CASES |= _found
 
 MODELS = tuple(dict.fromkeys(name for name, _ in CASES))
-
-
-def is_by_hand(name: str, program: str) -> bool:
-    """Whether the library has no part in a program, given the name of its case.
-
-    It marks the rules of `rules_models.py`, whoever calls them.
-    """
-    return program in ("f32", "twin") and "custom_rules" not in name

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import pytest
 from benchmarks import compare_precision
 
-from tests import measures, zoo
+from tests import h100, measures, zoo
 from tests.zoo import as_traced
 from tests.zoo.as_traced import Traced
-from tests.zoo.on_h100 import bytes_of_digits, kept_figures
+from tests.zoo.on_h100 import bytes_of_digits, figures_on_h100
 from tests.zoo.shapes import unbatched
 
 # Autocast around the whole loss, and inside of the map that adds the axis of examples:
@@ -58,8 +58,7 @@ each_program = pytest.mark.parametrize(
 
 
 def traced(model: str, shape: str, program: str) -> Traced:
-    name, case = f"zoo {model}, {shape}", zoo.SHAPES[model, shape]
-    return as_traced.traced(name, case, "bfloat16", program)
+    return as_traced.traced(zoo.SHAPES[model, shape], "bfloat16", program)
 
 
 def test_every_model_has_three_shapes():
@@ -79,12 +78,12 @@ def test_products_are_half_and_no_more_is_saved_than_by_hand(model, shape, progr
     assert ours.saved_bytes <= by_hand.saved_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
+@h100.needs_compiler
 @pytest.mark.parametrize(("model", "shape", "program"), PROGRAMS)
 def test_a_step_on_an_h100_needs_no_more_memory_than_by_hand(model, shape, program):
     def figures(program: str) -> dict[str, Any]:
-        case = zoo.SHAPES[model, shape]
-        return kept_figures(f"zoo {model}, {shape}", case, "bfloat16", program)
+        return figures_on_h100(zoo.SHAPES[model, shape], "bfloat16", program)
 
     ours, by_hand = figures(program), figures("twin")
     missing = compare_precision.missing_products(ours["products"], by_hand["products"])

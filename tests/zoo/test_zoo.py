@@ -25,11 +25,11 @@ import numpy as np
 import pytest
 from benchmarks import compare_precision
 
-from tests import h100, kept, measures, zoo
+from tests import h100, measures, zoo
 from tests.zoo import as_traced, language
 from tests.zoo.as_traced import Traced
 from tests.zoo.hand_written import BRANCHING
-from tests.zoo.on_h100 import kept_figures
+from tests.zoo.on_h100 import figures_on_h100
 
 SIGNIFICANCE = 0.01
 SMOOTH_MARGIN = 1.03
@@ -88,20 +88,18 @@ each_half = pytest.mark.parametrize("dtype", measures.HALF)
 
 def traced(model: str, dtype: str, program: str) -> Traced:
     case = zoo.CASES[model, "large"]
-    return as_traced.traced(f"zoo {model}", case, dtype, program)
+    return as_traced.traced(case, dtype, program)
 
 
 @functools.cache
 def on_h100(model: str, dtype: str, program: str) -> dict[str, Any]:
-    return kept_figures(f"zoo {model}", zoo.CASES[model, "large"], dtype, program)
+    return figures_on_h100(zoo.CASES[model, "large"], dtype, program)
 
 
-def loss_and_gradient(
-    model: str, dtype: str, program: str, sample: Any = None
-) -> tuple[Any, Any]:
-    """Returns those of the first sample, or of shapes; f16 with a loss scale."""
+def loss_and_gradient(model: str, dtype: str, program: str) -> tuple[Any, Any]:
+    """Returns those of the first sample; f16 with a loss scale."""
     case = zoo.CASES[model, "small"]
-    params, batch = sample or jax.jit(case.sample)(jax.random.key(0))
+    params, batch = jax.jit(case.sample)(jax.random.key(0))
     loss = compare_precision.program_loss(case, dtype, program)
     scale = measures.LOSS_SCALE[dtype]
 
@@ -143,25 +141,13 @@ def test_half_precision_program_has_the_signature_of_the_float32_program(
     assert list(map(list, found.gradient)) == as_traced.types_of(params)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", [m for m in zoo.MODELS if m not in LONG])
 def test_float32_program_is_computed_in_float64_where_its_parameters_are_float64(model):
     case = zoo.CASES[model, "small"]
-
-    def read(gradients: Any) -> Any:
-        ((found, wide),) = gradients
-        dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(wide)}
-        return [measures.relative_error(found, wide), sorted(dtypes)]
-
-    error, dtypes = kept.outcome(
-        f"first sample of {model} float64",
-        lambda: compare_precision.gradients(case, "float32", "f32", seeds=1),
-        read,
-        [compare_precision, measures],
-        sources=zoo.SOURCES,
-        of_library=kept.nothing if zoo.is_by_hand(model, "f32") else None,
-    )
-    assert dtypes == ["float64"]
+    ((found, wide),) = compare_precision.gradients(case, "float32", "f32", seeds=1)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(wide)} == {"float64"}
+    error = measures.relative_error(found, wide)
     # Not zero: the f64 run would have been in f32 somewhere that matters.
     assert 0 < error < 64 * jnp.finfo(jnp.float32).eps
 
@@ -175,29 +161,14 @@ def test_float32_program_is_computed_in_float64_where_its_parameters_are_float64
     ],
 )
 def test_half_precision_gradient_is_that_of_the_float32_program(model):
-    dtype, program = "bfloat16", "autocast"
-
-    def read(both: Any) -> list[float]:
-        (value, gradient), (expected_value, expected) = both
-        error = measures.relative_error(gradient, expected)
-        return [float(value), float(expected_value), error]
-
-    value, expected, error = kept.outcome(
-        f"first sample of {model} {dtype} {program}",
-        lambda: [
-            loss_and_gradient(model, dtype, program),
-            loss_and_gradient(model, "float32", "f32"),
-        ],
-        read,
-        [compare_precision, measures],
-        sources=zoo.SOURCES,
-        of_library=lambda: loss_and_gradient(
-            model, dtype, program, zoo.CASES[model, "small"].abstract()
-        ),
+    value, gradient = loss_and_gradient(model, "bfloat16", "autocast")
+    expected_value, expected = loss_and_gradient(model, "float32", "f32")
+    eps = float(jnp.finfo("bfloat16").eps)
+    np.testing.assert_allclose(value, expected_value, rtol=2 * eps)
+    assert (
+        measures.relative_error(gradient, expected)
+        < (32 if model in DISCRETE else 8) * eps
     )
-    eps = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(value, expected, rtol=2 * eps)
-    assert error < (32 if model in DISCRETE else 8) * eps
 
 
 @pytest.mark.breadth(3)
@@ -221,7 +192,7 @@ def test_no_more_is_saved_for_the_backward_pass_than_by_hand(model, program, dty
     assert ours <= by_hand
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @each_program(WHOLE, ["bfloat16"])
 class TestOnH100:
     def test_every_product_that_is_half_by_hand_is_half_under_autocast(
@@ -267,19 +238,8 @@ def sums_by_hand_in_half(model: str) -> list[int]:
 
 @functools.cache
 def errors(name: str, case: zoo.Case, dtype: str, program: str) -> list[float]:
-    def of_library() -> None:
-        loss = compare_precision.program_loss(case, dtype, program)
-        gradient = measures.gradient(compare_precision.with_state(loss), dtype)
-        gradient(*case.abstract())
-
-    return kept.outcome(
-        f"{name} {dtype} {program}",
-        lambda: compare_precision.gradients(case, dtype, program, seeds=15),
-        compare_precision.gradient_errors,
-        [compare_precision, measures],
-        sources=zoo.SOURCES,
-        of_library=kept.nothing if zoo.is_by_hand(name, program) else of_library,
-    )
+    gradients = compare_precision.gradients(case, dtype, program, seeds=15)
+    return compare_precision.gradient_errors(gradients)
 
 
 def compared(
@@ -293,7 +253,7 @@ def compared(
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @each_program(zoo.MODELS, measures.HALF)
 def test_gradient_is_as_close_to_float64_as_by_hand(model, program, dtype):
     name, case = f"zoo {model}", zoo.CASES[model, "small"]
@@ -305,7 +265,7 @@ def test_gradient_is_as_close_to_float64_as_by_hand(model, program, dtype):
         assert found.ratio <= SMOOTH_MARGIN, found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @each_half
 @pytest.mark.parametrize("model", BRANCHING)
 def test_gradient_is_as_close_to_float64_as_by_hand_where_a_rounding_flips_branches(

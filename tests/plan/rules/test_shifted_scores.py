@@ -11,7 +11,7 @@ import pytest
 import jmp_amp as amp
 from jmp_amp.plan.program import cpu_target
 from jmp_amp.plan.program.cpu_target import Cpu
-from tests import h100, kept
+from tests import h100
 from tests.ablation import switched_off
 from tests.plan.rules import W, X, array, rewritten
 
@@ -120,13 +120,13 @@ def test_an_h100_writes_no_scores_in_f32():
         entry = compiled.as_text().partition("\nENTRY")[2]
         return {"in f32": len(re.findall(r"= \(?f32\[4096,4096\]", entry))}
 
-    def found(name):
+    def found():
         def step(x, w, labels):
             loss = amp.autocast(cross_entropy, "bf16")
             return jax.value_and_grad(loss, (0, 1))(x, w, labels)
 
-        return kept.figures(name, step, *large, read=written)
+        return h100.figures(step, *large, read=written)
 
-    assert found("shifted scores") == {"in f32": 0}
+    assert found() == {"in f32": 0}
     with switched_off("shifted_scores"):
-        assert found("scores and their difference") == {"in f32": 1}
+        assert found() == {"in f32": 1}
