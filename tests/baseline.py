@@ -254,9 +254,9 @@ def worse(found: Row, before: Row) -> list[str]:
         for name, most in TOLERANCE.items()
         if name in found and not found[name] <= most * before[name]
     ]
-    if found.get("half", 0) < before.get("half", 0):
+    if "half" in found and found["half"] < before["half"]:
         said.append(f"half {found['half']} < {before['half']}")
-    if found.get("full", 0) > before.get("full", 0):
+    if "full" in found and found["full"] > before["full"]:
         said.append(f"full {found['full']} > {before['full']}")
     new = sorted({*found.get("wrong", ())} - {*before.get("wrong", ())})
     return said + [f"wrong: {', '.join(new)}"] * bool(new)
