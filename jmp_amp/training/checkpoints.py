@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_amp.policies.dtypes import F32, PyTree, cast_leaf, floating_dtype, is_castable
+from jmp_amp.policies.dtypes import F32, PyTree, floating_dtype, is_castable
 from jmp_amp.training.digits import (
     DIGIT_STATES,
     WEIGHT_STATES,
@@ -24,6 +24,7 @@ from jmp_amp.training.digits import (
 )
 from jmp_amp.training.low_precision import LowPrecisionState
 from jmp_amp.training.overwritten import is_overwritten
+from jmp_amp.training.rounding import stored
 from jmp_amp.training.state_codes import CODES, decoded, encoded_like, is_code
 from jmp_amp.training.states import LossScaleState, read_without_target
 from jmp_amp.training.structures import (
@@ -98,7 +99,7 @@ def export_params(
             leaf = with_all_digits(leaf, *found, path)
         castable = is_castable(getattr(leaf, "dtype", None))
         if castable and not is_overwritten(keys):
-            leaf = cast_leaf(leaf, wanted)
+            leaf = stored(leaf, wanted)
         exported.append(owned(leaf) if castable else leaf)
     if kept:
         raise ValueError(

@@ -25,6 +25,7 @@ from jmp_amp.training.rounding import (
     once_a_shape,
     remainder_of,
     round_at_random,
+    stored,
     with_remainder,
 )
 from jmp_amp.training.structures import (
@@ -66,7 +67,8 @@ class Half:
         multiple of the last place of the update and small; or it is `landing`, or one
         float32 less where that is a power of two: the same in `dtype`.
         """
-        step = landing - self.param
+        # A parameter that is inf stays: inf - inf is NaN.
+        step = jnp.where(landing == self.param, 0.0, landing - self.param)
         return step, next_on_grid(self.param + step, self.dtype)
 
 
@@ -114,7 +116,7 @@ class MasterWeightsState(NamedTuple):
         # The update is computed from the new master, not beside it: XLA's CPU makes a
         # loop for each result, and of two loops that both read the old master and the
         # old parameter neither can write in place.
-        return land_on(master, half.dtype) - half.param, master
+        return half.step_to(land_on(master, half.dtype))[0], master
 
 
 class KahanState(NamedTuple):
@@ -252,7 +254,7 @@ def begin_with(opt_state: PyTree, params: PyTree, originals: PyTree) -> PyTree:
       params: the half-precision parameters.
       originals: the parameters before they were cast.
     """
-    stored = dict(leaves_by_path(nnx.as_pure(params)))
+    halves = dict(leaves_by_path(nnx.as_pure(params)))
     found = dict(leaves_by_path(nnx.as_pure(originals)))
 
     def begun(node: PyTree) -> PyTree:
@@ -260,7 +262,7 @@ def begin_with(opt_state: PyTree, params: PyTree, originals: PyTree) -> PyTree:
             return node
 
         def first(path: str) -> jax.Array:
-            leaf = stored[path]
+            leaf = halves[path]
             return node.first(leaf, _new_float32(found[path], leaf))
 
         kept = _replaced(node.kept, first)
@@ -316,7 +318,7 @@ def _check_original(leaf: jax.Array, original: PyTree, path: str, call: str) -> 
         )
     original = _beside(original, leaf)
     if _is_at_hand(leaf) and _is_at_hand(original):
-        rounded = jnp.asarray(original).astype(leaf.dtype)
+        rounded = stored(jnp.asarray(original), leaf.dtype)
         if not jnp.array_equal(rounded, leaf, equal_nan=True):
             raise ValueError(
                 f"{call}: the parameter at {path} is not the one there, rounded to "

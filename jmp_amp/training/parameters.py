@@ -13,8 +13,6 @@ from jmp_amp.policies.arguments import warn
 from jmp_amp.policies.dtypes import (
     F32,
     PyTree,
-    cast_leaf,
-    is_castable,
     is_half,
     short_name,
 )
@@ -34,6 +32,7 @@ from jmp_amp.policies.policy_map import (
     warn_of_unmatched,
 )
 from jmp_amp.training.overwritten import is_overwritten
+from jmp_amp.training.rounding import stored
 
 Tree = TypeVar("Tree")
 
@@ -64,6 +63,9 @@ def cast_params(
     `model` is given. A linen tree has names only: a norm is called `LayerNorm_0` by
     linen, or holds a `scale` and no `kernel`; with `model`, modules that `setup` makes
     are found by class too. A `PolicyMap` finds modules by path in all of them.
+
+    A finite number beyond the range of a half dtype becomes its largest, 65504 in
+    float16. Infinities and NaNs stay.
 
     There is a warning if the policy stores f32, as "mixed_bfloat16" does, and no
     parameter is half: the call changes nothing then.
@@ -255,8 +257,4 @@ def _path(keys: jax.tree_util.KeyPath, is_collections: bool) -> tuple[str, ...]:
 
 
 def _cast(tree: PyTree, dtype: np.dtype) -> PyTree:
-    def cast(leaf: PyTree) -> PyTree:
-        castable = is_castable(getattr(leaf, "dtype", None))
-        return cast_leaf(leaf, dtype) if castable else leaf
-
-    return jax.tree.map(cast, tree)
+    return jax.tree.map(lambda leaf: stored(leaf, dtype), tree)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmp_amp.policies.dtypes import F32
+from jmp_amp.policies.dtypes import F32, PyTree, cast_leaf, is_castable, is_half
 
 # A function of an array that is traced once for a shape, not once for each leaf. Its
 # operations stand in the program as if it was called.
@@ -56,6 +56,34 @@ def land_on(numbers: jax.Array, dtype: np.dtype) -> jax.Array:
     # Beyond the last tie of the range digits are dropped: that is its end, or inf.
     carried = jnp.where(jnp.abs(numbers) < _LAST_TIE, nearest, bits)
     return jax.lax.bitcast_convert_type(carried & jnp.uint32(0xFFFF0000), F32)
+
+
+def stored(leaf: PyTree, dtype: np.dtype) -> PyTree:
+    """Returns a leaf cast to the dtype that it is stored in.
+
+    Finite numbers beyond the range of a half `dtype` become its largest; inf and NaN
+    stay. Leaves other than f16, bf16 and f32 come back as the same objects.
+    """
+    if not is_castable(getattr(leaf, "dtype", None)):
+        return leaf
+    if is_half(dtype) and leaf.dtype != dtype:
+        if isinstance(leaf, jax.Array):
+            return _in_range_once_a_shape(leaf, dtype, jnp)
+        if isinstance(leaf, np.ndarray | np.generic):
+            return _in_range(leaf, dtype, np)
+    return cast_leaf(leaf, dtype)
+
+
+def _in_range(array: Any, dtype: np.dtype, library: Any) -> Any:
+    wide = array.astype(F32)  # bf16 does not have the largest f16 number.
+    largest = float(jnp.finfo(dtype).max)
+    is_beyond = library.isfinite(wide) & (abs(wide) > largest)
+    # Not the clipped numbers alone: a CPU flushes subnormal ones.
+    clipped = library.clip(wide, -largest, largest)
+    return library.where(is_beyond, clipped, wide).astype(dtype)
+
+
+_in_range_once_a_shape = once_a_shape(_in_range, static_argnums=(1, 2))
 
 
 def next_on_grid(numbers: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -216,6 +244,7 @@ def _last_place(rounded: jax.Array, below: jax.Array, dtype: np.dtype) -> jax.Ar
     info = jnp.finfo(dtype)
     # Where bf16 has subnormal numbers, f32 has them too, and XLA takes them for zero.
     smallest = max(float(info.smallest_normal), 2.0**-100)
+    power = jnp.minimum(power, 2.0**127)  # 0 units of an infinite place are NaN.
     # Toward zero from a power of two the grid is twice as fine.
     is_edge = (jnp.abs(rounded) == power) & (below != (rounded < 0))
     finer = jnp.where(is_edge & (power > smallest), 0.5, 1.0)

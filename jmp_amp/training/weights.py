@@ -119,7 +119,8 @@ def with_kahan(
 
     If the caller changes a parameter, its compensation stays: the sum of both differs
     from the new parameter by at most half of its last place. `with_master_weights`
-    takes the new parameter as it is.
+    takes the new parameter as it is. It also keeps an original beyond the range of the
+    half dtype, of which a compensation keeps the end of the range.
 
     Args:
       inner: an optimizer or a chain; extra arguments of `update` reach it.

@@ -123,6 +123,64 @@ def test_values_are_those_of_numpy_rounded_once(policy):
     np.testing.assert_array_equal(np.asarray(kernel), expected)
 
 
+# Written out: (2 - 2**-10) * 2**15 and (2 - 2**-7) * 2**127.
+LARGEST = {F16: 65504.0, BF16: 3.3895313892515355e38}
+F32_MAX = 3.4028234663852886e38
+
+
+@each_half
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("asarray", [np.asarray, jnp.asarray])
+def test_a_finite_parameter_is_stored_as_the_largest_number_at_most(
+    policy, jit, asarray
+):
+    half = HALVES[policy]
+    finite = [7e4, -7e4, 65519.0, 65520.0, F32_MAX, -F32_MAX, 1.001, -0.0, 3e-6, 1e-40]
+    others = [np.inf, -np.inf, np.nan]
+    values = np.float32([finite + others])
+    with np.errstate(over="ignore"):
+        expected = values.astype(half)
+    largest = np.asarray(LARGEST[half], half)
+    is_beyond = np.isfinite(values) & ~np.isfinite(expected)
+    assert is_beyond.sum() == {F16: 5, BF16: 2}[half]
+    expected = np.where(is_beyond, np.copysign(largest, expected), expected)
+
+    def cast(params):
+        return amp.cast_params(params, policy)["layer"]["u"]
+
+    found = (jax.jit(cast) if jit else cast)({"layer": {"u": asarray(values)}})
+    assert isinstance(found, np.ndarray) == (asarray is np.asarray and not jit)
+    assert found.dtype == half
+    np.testing.assert_array_equal(
+        np.asarray(found).view(np.uint16), expected.view(np.uint16)
+    )
+
+
+def test_a_half_parameter_is_stored_in_the_range_of_the_other_half():
+    # The number of bf16 that is next to 65504 is 65536, which is inf in f16.
+    values = jnp.array([65280.0, 65536.0, -7e4, F32_MAX / 2, jnp.inf], jnp.bfloat16)
+    found = amp.cast_params({"u": values, "v": np.asarray(values)}, "f16")
+    expected = np.array([65280, 65504, -65504, 65504, np.inf], np.float16)
+    np.testing.assert_array_equal(found["u"], expected)
+    np.testing.assert_array_equal(found["v"], expected)
+    assert found["u"].dtype == found["v"].dtype == F16
+
+
+def test_a_parameter_is_stored_on_its_device_and_in_its_memory():
+    device = jax.devices()[5]
+    place = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    found = amp.cast_params(jax.device_put({"u": jnp.ones(3)}, place), "bf16")["u"]
+    assert found.dtype == BF16
+    assert found.devices() == {device}
+    assert found.sharding.memory_kind == "pinned_host"
+
+
+def test_what_is_exported_in_half_is_in_its_range():
+    params = {"u": jnp.array([7e4, -jnp.inf])}
+    found = amp.export_params(params, dtype="float16")
+    np.testing.assert_array_equal(found["u"], np.float16([65504, -np.inf]))
+
+
 @pytest.mark.filterwarnings("ignore:.*the parameters of this policy are f32")
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 def test_a_policy_with_float32_parameters_changes_nothing(policy):

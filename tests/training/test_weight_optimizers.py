@@ -324,7 +324,8 @@ def test_every_half_number_lands_exactly_on_the_rounded_master(dtype, jit, kind)
         largest = float(jnp.finfo(dtype).max)
         inside = np.clip(landing, -largest, largest)
         landing = np.where(np.isfinite(master), inside, landing)
-        reached = cast(params + (landing - params), dtype).astype(np.float32)
+        step = np.where(landing == params, 0, landing - params)  # inf - inf is NaN
+        reached = cast(params + step, dtype).astype(np.float32)
         master = np.where(reached == landing, master, reached)
     kept = np.abs(master) >= np.finfo(np.float32).smallest_normal
     kept |= (master == 0) | np.isnan(master)
@@ -593,6 +594,90 @@ def test_exported_parameters_are_those_of_now(wrapper):
     state = tx.init({"w": jnp.ones(2, BF16)})
     exported = amp.export_params({"w": jnp.zeros(2, BF16)}, state)
     np.testing.assert_array_equal(exported["w"], 0.0)
+
+
+LARGEST = {F16: 65504.0, BF16: 3.3895313892515355e38}
+BEYOND = {F16: 7e4, BF16: 3.4028234663852886e38}
+
+
+def cast_to(dtype: Any, params: Any) -> Any:
+    return amp.cast_params(params, f"p={dtype.name},c={dtype.name},o=f32")
+
+
+@each_half
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    ("name", "from_originals"),
+    [*((name, False) for name in STORING), ("masters", True), ("kahan", True)],
+)
+def test_a_weight_beyond_the_range_outlives_a_zero_update_and_is_exported(
+    name, from_originals, jit, dtype
+):
+    originals = {"u": jnp.float32([BEYOND[dtype], -BEYOND[dtype], 1.001])}
+    params = cast_to(dtype, originals)
+    ends = np.array([LARGEST[dtype], -LARGEST[dtype], 1.001], dtype)
+    assert_same_bits(params["u"], ends)
+    given = {"init_from": originals} if from_originals else {}
+    tx = STORING[name](optax.sgd(0.1), **given)
+    step = stepper(tx) if jit else stepper(tx).__wrapped__
+    state = tx.init(params)
+    for _ in range(2):
+        exported = amp.export_params(params, state)["u"]
+        if from_originals and name == "masters":
+            np.testing.assert_array_equal(exported, originals["u"])
+        elif from_originals:
+            # Half of the last place is what a compensation can tell.
+            half_a_place = {F16: 16.0, BF16: 2.0**119}[dtype]
+            assert (np.abs(exported[:2]) <= LARGEST[dtype] + half_a_place).all()
+            assert (np.abs(exported[:2]) >= LARGEST[dtype]).all()
+            assert exported[2] == originals["u"][2]
+        else:
+            np.testing.assert_array_equal(exported, np.float32(ends))
+        params, state = step(params, state, {"u": jnp.zeros(3)})
+        assert_same_bits(params["u"], ends)
+
+
+def test_a_weight_beyond_the_range_comes_back_where_its_master_does():
+    originals = {"u": jnp.float32([7e4])}
+    params = cast_to(F16, originals)
+    tx = amp.with_master_weights(optax.sgd(1.0), init_from=originals)
+    step, state = stepper(tx), tx.init(params)
+    for reached in (67_000.0, 64_000.0, 61_000.0):
+        params, state = step(params, state, {"u": jnp.float32([3_000.0])})
+        np.testing.assert_array_equal(state.masters["u"], np.float32([reached]))
+        stored = np.float16(min(reached, 65504.0))
+        np.testing.assert_array_equal(params["u"], [stored])
+
+
+@each_half
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("name", STORING)
+def test_an_infinity_or_nan_that_was_stored_stays_what_it_is(name, jit, dtype):
+    given = np.array([np.inf, -np.inf, np.nan, 1.0], np.float32)
+    params = cast_to(dtype, {"u": jnp.asarray(given)})
+    tx = STORING[name](optax.sgd(0.1))
+    step = stepper(tx) if jit else stepper(tx).__wrapped__
+    state = tx.init(params)
+    for update in (0.0, 1.0):
+        np.testing.assert_array_equal(amp.export_params(params, state)["u"], given)
+        np.testing.assert_array_equal(np.float32(params["u"]), given)
+        given[3] -= 0.0 if update == 0.0 else 0.5
+        gradient = {"u": jnp.full(4, 5.0 * update)}
+        params, state = step(params, state, gradient)
+    np.testing.assert_array_equal(np.float32(params["u"]), given)
+
+
+@each_half
+def test_a_weight_beyond_the_range_is_finite_under_recipe_o2(dtype):
+    recipe = amp.recipe("O2", dtype.name)
+    tx = recipe.wrap(optax.sgd(0.1))
+    originals = {"u": jnp.float32([BEYOND[dtype], 1.0])}
+    params, state = recipe.init(tx, originals)
+    for _ in range(2):
+        expected = np.array([LARGEST[dtype], 1], dtype)
+        np.testing.assert_array_equal(params["u"], expected)
+        assert np.isfinite(recipe.export_params(params, state)["u"]).all()
+        params, state = stepper(tx)(params, state, {"u": jnp.zeros(2)})
 
 
 def test_what_was_exported_outlives_a_donated_state():
