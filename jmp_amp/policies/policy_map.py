@@ -53,6 +53,10 @@ class PolicyMap:
     * a `re.Pattern`, which has to match the whole path, `blocks/0/attn`;
     * a function of a `ModuleInfo` that returns whether it matches.
 
+    In `cast_params` a glob or regular expression that matches no module may name a
+    parameter, after the path of its module: `"router/expert_bias"`, `"**/A_log"`. Its
+    policy beats that of the module. A computation warns that it ignores the entry.
+
     Globs and regular expressions match named scopes too, where no Flax module runs:
     what `jax.named_scope` names, and the layers of libraries that open such scopes, as
     Haiku and Keras do. Inside of a Flax module they are for modules alone.
@@ -145,7 +149,7 @@ class PolicyMap:
 
     @functools.cached_property
     def _memory(self) -> _Memory:
-        return _Memory(set(), set(), {}, set())
+        return _Memory(set(), set(), {}, set(), set())
 
     def match(self, info: ModuleInfo) -> tuple[Pattern, Policy] | None:
         """Returns the latest entry that matches a module, or None.
@@ -336,9 +340,10 @@ def entries_of_scopes(
     return tuple(policies.entries[number] for number in found)
 
 
-def unmatched(policies: PolicyMap) -> list[int]:
+def unmatched(policies: PolicyMap, stores: bool = False) -> list[int]:
     """Returns the numbers of the entries to warn of, as far as is known so far."""
-    known = policies._memory.matched | policies._memory.warned
+    memory = policies._memory
+    known = memory.matched | memory.warned | (memory.parameters if stores else set())
     return [
         number
         for number, (pattern, _) in enumerate(policies.entries)
@@ -347,23 +352,30 @@ def unmatched(policies: PolicyMap) -> list[int]:
 
 
 def warn_of_unmatched(
-    policies: PolicyMap, of_classes: str = "", matched: Iterable[int] = ()
+    policies: PolicyMap,
+    of_classes: str = "",
+    matched: Iterable[int] = (),
+    *,
+    stores: bool = False,
 ) -> None:
     """Warns, once, of the entries that matched no module that was called so far.
 
     Warnings about classes end with `of_classes`. The entries `matched` are known to
-    match, too.
+    match, too. A caller that `stores` parameters accepts entries that name them.
     """
     memory = policies._memory
     memory.matched.update(matched)
-    for number in unmatched(policies):
+    for number in unmatched(policies, stores):
         memory.warned.add(number)
         pattern, _ = policies.entries[number]
-        more = of_classes if isinstance(pattern, type) else ""
-        warn(
-            f"PolicyMap: {describe(pattern)} matched no module. "
-            f"{advice_on(pattern, memory.seen)}{more}"
-        )
+        fact = f"matched no module. {advice_on(pattern, memory.seen)}"
+        if number in memory.parameters:
+            fact = "names a parameter."
+        if isinstance(pattern, type):
+            fact += of_classes
+        elif not stores and "/" in (text_of(pattern) or ""):
+            fact += " Only cast_params reads names of parameters."
+        warn(f"PolicyMap: {describe(pattern)} {fact}")
 
 
 class _Memory(NamedTuple):
@@ -375,12 +387,14 @@ class _Memory(NamedTuple):
       matched: the numbers of the entries that matched a module.
       warned: the numbers of the entries that were warned about.
       seen: the classes of the modules, by path.
+      parameters: the numbers of the entries that named a parameter.
       names: the names of operations that decided something, or were warned about.
     """
 
     matched: set[int]
     warned: set[int]
     seen: dict[tuple[str, ...], type]
+    parameters: set[int]
     names: set[str]
 
 

@@ -1,7 +1,7 @@
 """Parameters in the dtypes of a policy: a whole tree, or module by module."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -23,11 +23,13 @@ from jmp_amp.policies.patterns import (
     inside_of,
     inside_of_tree,
     is_norm,
+    matches,
 )
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import (
     PolicyMap,
     as_policy_map,
+    matching,
     matching_nearest,
     warn_of_unmatched,
 )
@@ -62,7 +64,8 @@ def cast_params(
     In an nnx module norms are found by class, and so they are in an `nnx.State` if
     `model` is given. A linen tree has names only: a norm is called `LayerNorm_0` by
     linen, or holds a `scale` and no `kernel`; with `model`, modules that `setup` makes
-    are found by class too. A `PolicyMap` finds modules by path in all of them.
+    are found by class too. A `PolicyMap` finds modules by path in all of them, and
+    single parameters: `"router/expert_bias"`, `"**/A_log"`.
 
     A finite number beyond the range of a half dtype becomes its largest, 65504 in
     float16. Infinities and NaNs stay.
@@ -94,6 +97,9 @@ def cast_params(
       >>> params = amp.cast_params(params, "p=bf16,c=bf16,o=f32")
       >>> {name: leaf["bias"].dtype.name for name, leaf in params["params"].items()}
       {'layers_0': 'bfloat16', 'layers_1': 'float32', 'layers_2': 'bfloat16'}
+      >>> policy = amp.PolicyMap("p=f16,c=f16,o=f32", {"**/A_log": "float32"})
+      >>> amp.cast_params({"mix": {"A_log": jnp.ones(1), "D": jnp.ones(1)}}, policy)
+      {'mix': {'A_log': Array([1.], dtype=float32), 'D': Array([1.], dtype=float16)}}
     """
     policies = as_policy_map(policy, "cast_params(params, {})")
     checked_flag(keep_norms, "cast_params(params, policy, keep_norms={})")
@@ -110,13 +116,13 @@ def cast_params(
         )
     if isinstance(params, nnx.Module):
         copy = nnx.clone(params)
-        modules, inside = _modules_of(copy), inside_of(type(copy).__name__)
+        inside = inside_of(type(copy).__name__)
+        dtype_of = _dtypes(_modules_of(copy), policies, keep_norms, inside)
         for path, variable in nnx.iter_graph(copy):
             if isinstance(variable, nnx.Param):
-                module = tuple(map(str, path[:-1]))
-                dtype = _dtype_of(module, modules, policies, keep_norms, inside)
+                dtype = dtype_of(tuple(map(str, path)))
                 variable.set_raw_value(_cast(variable.get_raw_value(), dtype))
-        warn_of_unmatched(policies)
+        warn_of_unmatched(policies, stores=True)
         _warn_of_f32(policy, policies, nnx.state(params))
         return copy
 
@@ -131,13 +137,13 @@ def cast_params(
     if model is not None:
         inside = inside_of(type(model).__name__)
         modules |= _modules_of(model, params if is_collections else {"params": params})
+    dtype_of = _dtypes(modules, policies, keep_norms, inside)
 
     def leaf_in_its_dtype(keys: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
         other = is_collections and str(getattr(keys[0], "key", "")) != "params"
         if other or is_overwritten(keys):
             return leaf
-        path = _path(keys, is_collections)[:-1]
-        dtype = _dtype_of(path, modules, policies, keep_norms, inside)
+        dtype = dtype_of(_path(keys, is_collections))
         if not isinstance(leaf, nnx.Variable):
             return _cast(leaf, dtype)
         if not isinstance(leaf, nnx.Param):
@@ -151,6 +157,7 @@ def cast_params(
         policies,
         " In a linen tree, what an nn.compact method makes is known by name: for "
         'parameters, give a glob such as "**/head".',
+        stores=True,
     )
     _warn_of_f32(policy, policies, params)
     return cast
@@ -182,27 +189,39 @@ class _Module(NamedTuple):
     is_norm: bool
 
 
-_Modules = dict[tuple[str, ...], _Module]
+_Path = tuple[str, ...]
+_Modules = dict[_Path, _Module]
 
 
-def _dtype_of(
-    path: tuple[str, ...],
-    modules: _Modules,
-    policies: PolicyMap,
-    keep_norms: bool,
-    inside: Inside,
-) -> np.dtype:
-    """Returns the dtype of the parameters of the module at `path`."""
+def _dtypes(
+    modules: _Modules, policies: PolicyMap, keep_norms: bool, inside: Inside
+) -> Callable[[_Path], np.dtype]:
+    """Returns the function from the path of a parameter to its dtype."""
     unknown = _Module(nn.Module, False)
-    *around, module = (modules.get(path[:n], unknown) for n in range(len(path) + 1))
-    info = ModuleInfo(path, module.cls, path[-1] if path else None)
-    classes = [each.cls for each in around]
-    found = matching_nearest(policies, info, classes, inside=inside)
-    entry = policies.entries[found[-1]] if found else (None, policies.default)
-    literal = is_norm(entry[0])
-    return (
-        F32 if module.is_norm and keep_norms and not literal else entry[1].param_dtype
-    )
+
+    def info_of(path: _Path) -> ModuleInfo:
+        cls = modules.get(path, unknown).cls
+        return ModuleInfo(path, cls, path[-1] if path else None)
+
+    entries, memory = policies.entries, policies._memory
+    of_modules = {n for p in modules for n in matching(policies, info_of(p), inside)}
+    # Text that matches no module may name a parameter.
+    texts = {n for n, (pattern, _) in enumerate(entries) if not callable(pattern)}
+    others = sorted(texts - of_modules)
+
+    def dtype_of(path: _Path) -> np.dtype:
+        module = path[:-1]
+        around = [info_of(module[:n]).cls for n in range(len(module))]
+        found = matching_nearest(policies, info_of(module), around, inside=inside)
+        parameter = ModuleInfo(path, object, None)
+        named = [n for n in others if matches(entries[n][0], parameter, inside)]
+        memory.parameters.update(named)
+        found += named
+        entry = entries[found[-1]] if found else (None, policies.default)
+        is_f32 = modules.get(module, unknown).is_norm and keep_norms
+        return F32 if is_f32 and not is_norm(entry[0]) else entry[1].param_dtype
+
+    return dtype_of
 
 
 def _modules_in(paths: Iterable[tuple[str, ...]], policies: PolicyMap) -> _Modules:

@@ -783,6 +783,51 @@ def test_other_calls_warn_too(call):
     assert f"'**/un_{call}' matched no module" in found
 
 
+class NnxNet(nnx.Module):
+    def __init__(self):
+        self.head = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.head(x)
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+@pytest.mark.parametrize("stores_first", [False, True])
+def test_a_computation_says_once_that_it_reads_no_names_of_parameters(
+    library, stores_first
+):
+    policies = amp.PolicyMap("p=bf16,c=bf16,o=f32", {"**/bias": F32})
+    params, fn = VARIABLES, NET.apply
+    if library == "nnx":
+        params, fn = NnxNet(), lambda model, x: model(x)
+
+    def stored():
+        assert warned(amp.cast_params, params, policies) == []
+
+    if stores_first:
+        stored()
+    (found,) = warned(amp.autocast(fn, policies), params, X)
+    start = "names a parameter." if stores_first else "matched no module."
+    assert found.startswith(f"PolicyMap: '**/bias' {start}")
+    assert found.endswith("Only cast_params reads names of parameters.")
+    stored()
+    for again in (fn, lambda *args: fn(*args)):
+        assert warned(amp.autocast(again, policies), params, X) == []
+
+
+def test_a_pattern_that_names_neither_a_module_nor_a_parameter_is_warned_about():
+    def of_parameters(found):
+        return found.path[-1:] == ("bias",)
+
+    policies = amp.PolicyMap(
+        BF16, {"head/bais": F32, "head/bias": BF16, of_parameters: F32}
+    )
+    found, of_function = warned(amp.cast_params, VARIABLES, policies)
+    assert found.startswith("PolicyMap: 'head/bais' matched no module.")
+    assert "of_parameters matched no module." in of_function
+    assert warned(amp.cast_params, VARIABLES, policies) == []
+
+
 def test_a_warning_points_at_the_call():
     policies = amp.PolicyMap(BF16, {"**/pointed": F32})
     with pytest.warns(UserWarning, match="pointed") as found:

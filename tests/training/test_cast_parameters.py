@@ -1,5 +1,6 @@
 """Parameters in the dtypes of a policy, module by module, and back."""
 
+import fnmatch
 import re
 
 import jax
@@ -444,6 +445,52 @@ def test_entries_choose_the_dtype_of_the_parameters_of_their_modules(entries, f1
             assert dtype == BF16, path
 
 
+@pytest.mark.parametrize(
+    ("entries", "f32"),
+    [
+        ({"shift": "float32"}, {"shift"}),
+        ({"head/bias": "float32"}, {"head/bias"}),
+        ({"Model/head/bias": "float32"}, {"head/bias"}),
+        ({"**/out/bias": "float32"}, {"Block_0/out/bias", "Block_1/out/bias"}),
+        ({"*/out/[b]*": "float32"}, {"Block_0/out/bias", "Block_1/out/bias"}),
+        ({re.compile(r"Block_1/\w+/bias"): "float32"},
+         {"Block_1/out/bias", "Block_1/Dense_0/bias"}),
+        # It beats the entry of its module, whatever the order.
+        ({"head/bias": "float32", "head": "bf16"}, {"head/bias"}),
+        # Of two entries for one parameter the latest wins.
+        ({"**/bias": "float32", "**/[bB]ias": "bf16", "head/bias": "float32"},
+         {"head/bias"}),
+        # What matches a module is for modules: shift is none.
+        ({"*": "float32"}, {"*/*"}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("given_model", [False, True])
+def test_an_entry_may_name_one_parameter_of_a_half_module(entries, f32, given_model):
+    model = Model() if given_model else None
+    for path, dtype in found_for(entries, model=model).items():
+        if not is_norm(path):
+            named = any(fnmatch.fnmatchcase(path, each) for each in f32)
+            assert dtype == (F32 if named else BF16), path
+
+
+def test_a_name_that_a_module_has_too_is_the_module():
+    params = {
+        "gate": {"kernel": jnp.ones((2, 2))},
+        "mlp": {"gate": jnp.ones(2), "kernel": jnp.ones((2, 2))},
+    }
+    found = amp.cast_params(params, amp.PolicyMap("bf16", {"**/gate": "float32"}))
+    assert dtypes(found) == {"gate/kernel": F32, "mlp/gate": BF16, "mlp/kernel": BF16}
+    found = amp.cast_params(params, amp.PolicyMap("bf16", {"mlp/gate": "float32"}))
+    assert dtypes(found) == {"gate/kernel": BF16, "mlp/gate": F32, "mlp/kernel": BF16}
+
+
+def test_an_entry_that_names_parameters_leaves_norms_in_f32():
+    found = found_for({"**/scale": "f16", "**/bias": "f16"})
+    assert found["head/bias"] == F16
+    assert {d for path, d in found.items() if path.endswith("scale")} == {F32}
+    assert found["bn/bias"] == found["Block_0/LayerNorm_0/bias"] == F32
+
+
 def test_an_entry_for_a_norm_class_is_taken_as_it_is_written():
     found = found_for({nn.LayerNorm: "f16", nn.GroupNorm: "bf16"})
     assert found["Block_0/LayerNorm_0/scale"] == F16
@@ -646,6 +693,21 @@ def test_entries_find_nnx_modules_by_path(entries, f16):
         assert {path for path, dtype in found.items() if dtype == BF16} == (
             NNX_HALF - f16
         )
+
+
+def test_an_entry_may_name_one_parameter_of_an_nnx_module():
+    model = NnxModel()
+    f32 = {"shift", "blocks/0/linear/bias", "blocks/1/linear/bias"}
+    policy = amp.PolicyMap("bf16", {"shift": "float32", "**/linear/bias": "float32"})
+    for cast in (
+        amp.cast_params(model, policy),
+        amp.cast_params(nnx.state(model), policy),
+        amp.cast_params(nnx.state(model), policy, model=model),
+    ):
+        found = canonical(nnx_dtypes(cast))
+        halves = {path for path, dtype in found.items() if dtype == BF16}
+        assert halves == NNX_HALF - f32
+        assert {found[path] for path in f32} == {F32}
 
 
 def test_entries_find_nnx_modules_by_class():
