@@ -205,9 +205,10 @@ def cast_inputs(fn: Callable[P, R], dtype: DTypeLike | None = None) -> Callable[
 
     @wraps(fn)
     def cast_fn(*args: P.args, **kwargs: P.kwargs) -> PyTree:
-        active, policy = scopes.active(), scopes.casting_policy()
-        if active is None or policy is None:
+        active = scopes.active()
+        if active is None or not active.casts_inputs:
             return fn(*args, **kwargs)
+        policy = active.policy
         is_half = policy.compute_dtype != F32
         if chosen is None and active.cpu is not None and is_half:
             # A CPU computes in f32 all but the products that the plan finds.
@@ -230,7 +231,7 @@ def cast_inputs(fn: Callable[P, R], dtype: DTypeLike | None = None) -> Callable[
             output_dtype=target,
             matmul=policy.matmul if target == policy.compute_dtype else None,
         )
-        noted = contextlib.nullcontext() if chosen else scopes.inputs()
+        noted = contextlib.nullcontext() if chosen else scopes.by_policy()
         with noted, scopes.active_scope(inside):
             args, kwargs = jax.tree.map(lowered, (args, kwargs))
             return jax.tree.map(raised, fn(*args, **kwargs))
