@@ -116,9 +116,7 @@ def active_policy() -> Policy | None:
     return None if found is None else found.policy
 
 
-def measuring(
-    casts_inputs: bool = True,
-) -> contextlib.AbstractContextManager[None]:
+def measuring(casts_inputs: bool = True) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which functions are traced to be measured beside f32.
 
     The program is f32 where autocasts of this package alone make it half.

@@ -363,6 +363,20 @@ def test_explain_shows_an_autocast_inside_as_what_with_policy_marks(name):
     assert report.asked == () and amp.Report.from_json(report.to_json()) == report
 
 
+def test_modules_inside_have_the_map_of_the_autocast_inside_or_else_the_outer_one():
+    def products(inner, outer):
+        apply = amp.autocast(Block().apply, inner)
+        report = amp.explain(lambda p: cross_entropy(apply(p, X)), outer)(PARAMS)
+        return [e.dtype for e in report.equations if e.matmuls]
+
+    head = {"head": "float32"}
+    assert products(F16, amp.PolicyMap(BF16, head)) == ["f16", "f32"]
+    assert products(amp.PolicyMap(F16, head), BF16) == ["f16", "f32"]
+    with pytest.warns(UserWarning, match="'Dense_0' matched no module"):
+        outer = amp.PolicyMap(BF16, {"Dense_0": "float32"})
+        assert products(amp.PolicyMap(F16, head), outer) == ["f16", "f32"]
+
+
 def test_explain_tells_the_programs_own_half_apart_from_the_policys():
     def fn(w):
         return half_by_cast(w) + square(jnp.tanh(X @ w))
