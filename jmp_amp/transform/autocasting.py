@@ -16,7 +16,7 @@ from jmp_amp.plan.program.jaxprs import Value
 from jmp_amp.plan.program.scope_text import policy_noted
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.flags import checked_flag
-from jmp_amp.policies.policy import Policy, get_policy
+from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.policies.tracebacks import own_frames_hidden
 from jmp_amp.policies.two_calls import in_two_calls
@@ -160,7 +160,7 @@ def autocast(
         `param_dtype` is half, `fn` is traced as if its half arguments were float32; a
         half result of the structure and shapes of an argument, as the carry of a loop
         is, stays half.
-      enabled: False gives `fn` as it is; inside of another autocast, in float32.
+      enabled: False returns `fn` itself.
       target: the device that the plan is for. "gpu", "tpu" and None make one plan, the
         one described above. "cpu" is the CPU of this machine. "auto" is JAX's default
         backend when the result is called. A CPU that has instructions for bf16 products
@@ -206,7 +206,7 @@ def autocast(
     policies = as_policy_map(policy, "autocast(fn, {})")
     checked_target(target, "autocast(fn, target={})")
     if not enabled:
-        policies = PolicyMap(get_policy("float32"))
+        return fn
 
     @wraps(fn)
     def autocast_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -214,8 +214,6 @@ def autocast(
             # linen keeps the parameters that it makes: they must not be tracers.
             return fn(*args, **kwargs)
         outer, cpu = scopes.active(), cpu_of(target)
-        if outer is None and not enabled:
-            return fn(*args, **kwargs)
         traced = traced_call(fn, policies, args, kwargs, "autocast(fn)", cpu=cpu)
         with own_frames_hidden, traced as call:
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in call.arrays):

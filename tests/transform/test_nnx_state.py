@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -1063,9 +1062,8 @@ def test_nothing_is_left_behind_in_the_class_or_the_function():
 
 
 def test_disabled_autocast_is_the_function_itself():
-    model, same = Net(), Net()
-    assert (amp.autocast(model, enabled=False)(X) == same(X)).all()
-    chex.assert_trees_all_equal(nnx.state(model), nnx.state(same))
+    model = Net()
+    assert amp.autocast(model, enabled=False) is model
 
 
 def test_a_jitted_step_compiles_once():
