@@ -13,6 +13,8 @@ import optax
 import pytest
 from flax import linen as nn
 from jax import lax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_amp as amp
@@ -554,6 +556,166 @@ def test_products_of_a_cpu(argnum, monkeypatch):
     # Of the image three of four pixels are not read.
     read = np.asarray(expected) != 0
     assert digits(half[read]) < MANY < digits(found[read])
+
+
+# Convolutions of an H100
+
+
+def tokens_convolved(w, x):
+    numbers = ("NWC", "WIO", "NWC")
+    return lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=numbers)
+
+
+def images_convolved(w, x, strides=(1, 1), padding="SAME", **options):
+    options["dimension_numbers"] = IMAGES
+    return lax.conv_general_dilated(x, w, strides, padding, **options)
+
+
+def transposed_back(w, x):
+    return lax.conv_transpose(x, w, (2, 2), "SAME", dimension_numbers=IMAGES)
+
+
+def convolved_in_turns(w, x):
+    def turn(h, w):
+        return jax.nn.relu(images_convolved(w, h)), None
+
+    return lax.scan(turn, x, w)[0]
+
+
+WINDOW, PIXELS = (3, 3, 32, 64), (8, 16, 16, 32)
+# Of a kernel and an image, and their shapes.
+CONVOLUTIONS = {
+    "plain": (images_convolved, WINDOW, PIXELS),
+    "strided": (functools.partial(images_convolved, strides=(2, 2)), WINDOW, PIXELS),
+    "dilated": (
+        functools.partial(images_convolved, rhs_dilation=(2, 2)),
+        *(WINDOW, PIXELS),
+    ),
+    "grouped": (
+        functools.partial(images_convolved, feature_group_count=4),
+        *((3, 3, 8, 64), PIXELS),
+    ),
+    "depthwise": (
+        functools.partial(images_convolved, feature_group_count=32),
+        *((3, 3, 1, 32), PIXELS),
+    ),
+    "one dimension": (tokens_convolved, (3, 32, 64), (8, 128, 32)),
+    "transposed": (transposed_back, WINDOW, PIXELS),
+    "scanned": (convolved_in_turns, (4, 3, 3, 32, 32), PIXELS),
+    "mapped kernels": (
+        jax.vmap(images_convolved, (0, None)),
+        *((4, *WINDOW), PIXELS),
+    ),
+    "mapped images": (
+        jax.vmap(lambda w, x: images_convolved(w, x[None])[0], (None, 0)),
+        *(WINDOW, PIXELS),
+    ),
+}
+
+
+def loss_of_convolution(name, w, x):
+    return jnp.sum(jnp.tanh(CONVOLUTIONS[name][0](w, x)) ** 2)
+
+
+def gradient_of_convolution(name, policy, inside=False, argnums=0):
+    loss = functools.partial(loss_of_convolution, name)
+    if inside:
+        return amp.autocast(jax.grad(loss, argnums), policy)
+    return jax.grad(amp.autocast(loss, policy), argnums)
+
+
+of_each_convolution = pytest.mark.parametrize(
+    ("name", "half", "inside"),
+    [
+        (name, *how)
+        for name in CONVOLUTIONS
+        for how in [("bf16", False), ("f16", False), ("bf16", True)]
+    ],
+)
+
+
+@pytest.mark.slow
+@h100.needs_compiler
+@of_each_convolution
+def test_an_h100_makes_the_gradient_of_a_kernel_of_half_operands(name, inside, half):
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in CONVOLUTIONS[name][1:]]
+    before, after = (
+        h100.compile_for_gpu(gradient_of_convolution(name, policy, inside), *args)
+        for policy in (f"p=f32,c={half},o=f32", f"p=f32,c={half},o=f32,r=f32")
+    )
+    products = [
+        sorted((c.operands, c.result) for c in h100.convolutions(program))
+        for program in (before, after)
+    ]
+    assert products[0] == products[1]
+    # The cotangent of a carry is f32 inside, with and without it.
+    if (name, inside) != ("scanned", True):
+        assert {operands for operands, _ in products[1]} == {(half, half)}
+    assert h100.temp_bytes(after) <= 1.01 * h100.temp_bytes(before)
+
+
+@pytest.mark.breadth(4)
+@of_each_convolution
+def test_the_gradient_of_a_kernel_is_no_less_accurate(name, half, inside, monkeypatch):
+    def as_on_gpus(*args, cpu, default):
+        return default(*args)
+
+    monkeypatch.setattr(lax, "platform_dependent", as_on_gpus)
+    kernel, image = CONVOLUTIONS[name][1:]
+    w, x = 0.1 * array(1, *kernel), array(2, *image)
+    exact = jax.grad(functools.partial(loss_of_convolution, name))
+    with jax.enable_x64(True):
+        expected = exact(*(jnp.asarray(np.asarray(a, np.float64)) for a in (w, x)))
+    before, after = (
+        jax.jit(gradient_of_convolution(name, policy, inside), compiler_options=EXACT)(
+            w, x
+        )
+        for policy in (f"p=f32,c={half},o=f32", f"p=f32,c={half},o=f32,r=f32")
+    )
+    assert after.dtype == jnp.float32
+    assert distance(after, expected) <= 1.02 * distance(before, expected) < 0.1
+
+
+def eight_devices():
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=h100.H100, topology="1x1x8"
+    )
+    return Mesh(np.array(topology.devices), ("d",))
+
+
+def convolved_on_eight(mesh, transform):
+    """The gradient of a kernel, of images on eight H100s, compiled."""
+    fn = jax.jit(
+        transform(gradient_of_convolution("plain", REDUCED)),
+        out_shardings=NamedSharding(mesh, P()),
+    )
+    specs = zip(CONVOLUTIONS["plain"][1:], (P(), P("d")), strict=True)
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in specs
+    ]
+    options = {"xla_gpu_enable_triton_gemm": False}
+    return fn.lower(*args).compile(compiler_options=options)
+
+
+@pytest.mark.slow
+@h100.needs_compiler
+def test_devices_add_up_f32_gradients_of_a_kernel():
+    mesh = eight_devices()
+    program = convolved_on_eight(mesh, lambda fn: fn)
+    assert set(collectives.sent(program).reduced) == {"f32"}
+
+    def sharded(gradient):
+        def summed(w, x):
+            return lax.psum(gradient(lax.pcast(w, "d", to="varying"), x), "d")
+
+        return jax.shard_map(summed, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+
+    # In a `shard_map` a convolution is that of one device.
+    program = convolved_on_eight(mesh, sharded)
+    assert set(collectives.sent(program).reduced) == {"f32"}
+    operands = {each.operands for each in h100.convolutions(program)}
+    assert operands == {("bf16", "bf16")}
 
 
 # What eight H100s would send each other

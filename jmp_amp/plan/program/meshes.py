@@ -37,6 +37,20 @@ def explicit_sharding(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding | No
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
+def are_partitioned(arrays: Sequence[Value]) -> bool:
+    """Whether XLA partitions what is computed of traced arrays over several devices.
+
+    In a `shard_map` it does not. A traced array knows the mesh that its argument is on,
+    or that `jax.set_mesh` sets, and not that of the `in_shardings` of `jax.jit`.
+    """
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    return any(
+        kind != AxisType.Manual and size > 1
+        for mesh in meshes
+        for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    )
+
+
 def varying_axes(x: jax.Array | jax.ShapeDtypeStruct) -> frozenset[Any]:
     """Returns the axes of a mesh along which an array is another one in each shard."""
     return jax.typeof(x).manual_axis_type.varying

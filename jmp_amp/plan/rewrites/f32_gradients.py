@@ -26,7 +26,7 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.plan.dataflow.values import Known, Origin, castable, is_move
-from jmp_amp.plan.program import binding, jaxprs
+from jmp_amp.plan.program import binding, jaxprs, meshes
 from jmp_amp.plan.program.dimensions import is_larger
 from jmp_amp.plan.program.jaxprs import Eqn, Literal, Primitive, Value, aval_of
 from jmp_amp.plan.program.regions import Region
@@ -308,18 +308,22 @@ def product_in_f32(eqn: Eqn, operands: Sequence[Value]) -> list[jax.Array]:
 
     XLA for CPUs makes programs of some that fail when they run (`cpu_products`), so
     there the operands are cast. XLA for GPUs has no convolution of half operands with
-    an f32 result and casts the operands. A half result that is cast would be no remedy:
-    devices add up what a convolution returns, before the cast.
+    an f32 result and casts the operands too: on one device the result is half, and is
+    cast. Several devices would add up what a convolution returns, before the cast.
     """
+    is_convolution = eqn.primitive.name == "conv_general_dilated"
+    is_rounded = is_convolution and not meshes.are_partitioned(operands)
 
-    def product(*operands: jax.Array) -> jax.Array:
-        (made,) = binding.bind(eqn, operands, preferred_element_type=F32)
-        return made
+    def product(casts: bool, made: np.dtype, *operands: jax.Array) -> jax.Array:
+        if casts:
+            operands = tuple(x.astype(F32) if is_half(x.dtype) else x for x in operands)
+        (result,) = binding.bind(eqn, operands, preferred_element_type=made)
+        return result.astype(F32)
 
-    def cast(*operands: jax.Array) -> jax.Array:
-        return product(*(x.astype(F32) if is_half(x.dtype) else x for x in operands))
-
-    return [jax.lax.platform_dependent(*operands, cpu=cast, default=product)]
+    on_cpu = functools.partial(product, True, F32)
+    made = operands[0].dtype if is_rounded else F32
+    elsewhere = functools.partial(product, False, made)
+    return [jax.lax.platform_dependent(*operands, cpu=on_cpu, default=elsewhere)]
 
 
 def _products_in_f32(body: jaxprs.Body, args: Sequence[Value]) -> list[Value]:
