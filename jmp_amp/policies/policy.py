@@ -100,7 +100,9 @@ class Policy:
         (`jax.grad` returns gradients in half, as its parameters). In float32 a
         matrix product of the backward pass reads half and writes float32, so what is
         reduced over devices is float32; weights are gathered in half as before. The
-        gradient of a convolution's kernel is a product in float32 of half operands.
+        gradient of a convolution's kernel is such a product on CPUs. On a GPU it is
+        made in half and cast, and in float32 of operands that are cast where the
+        arguments, or `jax.set_mesh`, tell that XLA partitions the batch over devices.
 
     Raises:
       TypeError: if a dtype is not a floating one, a name is not text, `matmul` is
