@@ -53,11 +53,11 @@ transform:
   - interpreter
   - autocasting
 training:
-  - overwritten rounding reading
+  - overwritten rounding
   - state_codes
   - structures parameters
   - finite digits recomputed
-  - skipping trainable
+  - skip_steps trainable
   - loss_scale
   - states
   - low_precision collectives

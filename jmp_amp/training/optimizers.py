@@ -1,9 +1,10 @@
 """Loss scaling as an optax transformation.
 
-`with_loss_scale(inner, ...)` runs `inner` on every step and selects, element by
+`with_loss_scale(inner, ...)` runs `inner` on every step and then selects, element by
 element, the new value or the old one. There is no branch on the device: a `lax.cond`
-would keep XLA from fusing the update with what comes before and after it, where a
-select is part of the fusion that writes the new value anyway.
+would keep XLA from fusing the update with what comes before and after it. On a GPU the
+select is part of the kernel that writes the new value. XLA's CPU copies old moments,
+masters and parameters for it.
 """
 
 import dataclasses
@@ -13,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from jmp_amp.policies.dtypes import PyTree, is_half
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.training.digits import WEIGHT_STATES, WeightState, warn_of_chain
-from jmp_amp.training.finite import check_mapped, checked_axes
+from jmp_amp.training.finite import check_mapped, checked_axes, choose
 from jmp_amp.training.loss_scale import LossScale
-from jmp_amp.training.skipping import update_if_finite
+from jmp_amp.training.skip_steps import update_and_finite
 from jmp_amp.training.states import LossScaleState, read_without_target
 from jmp_amp.training.structures import (
     GradientShapeError,
@@ -169,24 +171,25 @@ def with_loss_scale(
             ):
                 # Unscaling keeps an inf or NaN, and with a scale below 1 may make a new
                 # one: looked at after it, both are seen.
-                finite, proposed, inner_state = update_if_finite(
-                    update,
-                    gradients,
+                results, finite = update_and_finite(update, gradients, axis_name)
+                inner_state = choose(
+                    finite,
+                    results[1],
                     state.inner_state,
-                    axis_name,
-                    "with_loss_scale: inner changed the type of its state",
+                    f"{call}: inner changed the type of its state",
+                    ("the new state", "the old one"),
                 )
         except Exception as error:
             if is_batch and not isinstance(error, GradientShapeError):
                 # That nothing reduces it may be the reason.
                 check_gradients(*known)
             raise
-        if is_batch and _shapes(proposed) != _shapes(trained):
+        if is_batch and _shapes(results[0]) != _shapes(trained):
             # Nothing reduces it.
             check_gradients(*known)
         # Updates that land on a half-precision number are not to be rounded on the way.
         rounded = params is not None and not stores
-        proposed = updates_of(proposed, gradients, call)
+        proposed = updates_of(results[0], gradients, call)
         chosen = _chosen_updates(finite, proposed, updates, params, rounded)
         return chosen, _next_state(finite, state, inner_state)
 
@@ -301,13 +304,18 @@ def _chosen_updates(
     leaves, structure = jax.tree_util.tree_flatten_with_path(gradients)
     likes = jax.tree.leaves(gradients if params is None else params)
     remaining = iter(proposed)
-    chosen = []
+    chosen: list[PyTree] = []
+    zeros: dict[object, jax.Array] = {}
     for (path, gradient), like in zip(leaves, likes, strict=True):
         if not takes_part(path, gradient):
             chosen.append(untrained_update(path, gradient, like))
             continue
         update = next(remaining)
-        update = jnp.where(finite, update, jnp.zeros_like(update))
+        # One array of zeros for all updates of a type is faster to trace.
+        kind = jax.typeof(update) if isinstance(update, Tracer) else len(chosen)
+        if kind not in zeros:
+            zeros[kind] = jnp.zeros_like(update)
+        update = jax.lax.select(finite, update, zeros[kind])
         half = rounded and is_half(getattr(like, "dtype", None))
         chosen.append(update.astype(like.dtype) if half else update)
     return structure.unflatten(chosen)

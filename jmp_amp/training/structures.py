@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Self
 
 import jax
@@ -86,13 +86,15 @@ class TreeStructure:
     @classmethod
     def of(cls, tree: PyTree) -> Self:
         """Returns the structure of `tree`."""
-        if isinstance(tree, _PLACEHOLDER):
+        paths = key_paths(tree)
+        if not paths and not isinstance(tree, Sized):
+            # No empty container: the placeholder of optax.
             return cls((), (), known=False)
         half = (
             np.dtype(leaf.dtype).name if is_half_parameter(path, leaf) else ""
             for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
         )
-        return cls(key_paths(tree), tuple(half))
+        return cls(paths, tuple(half))
 
     def matches(self, other: Self) -> bool:
         """Returns whether the two are equal, as far as both are known."""
@@ -115,11 +117,6 @@ class _AnyStructure:
 
     __hash__ = object.__hash__
 
-
-# The class of the parameters that `optax.tree.map_params` gives to `init`.
-_given: list[object] = []
-optax.tree.map_params(lambda params: _given.append(params) or (), lambda leaf: leaf, ())
-_PLACEHOLDER = type(_given[0])
 
 jax.tree_util.register_pytree_node(
     TreeStructure,

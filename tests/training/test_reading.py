@@ -101,22 +101,6 @@ def test_an_optimizer_that_reads_values_in_python_is_looked_at_whole():
     assert not amp.last_step_finite(stepped(inner, gradients(frozen=jnp.nan), False)[1])
 
 
-@pytest.mark.parametrize(("jit", "calls"), [(False, 3), (True, 1)])
-def test_the_update_is_called_no_more_than_by_itself(jit, calls):
-    called = []
-
-    def update(updates, state, params=None):
-        called.append(None)
-        return updates, state
-
-    inner = optax.GradientTransformation(lambda params: (), update)
-    tx = amp.with_loss_scale(inner, amp.no_loss_scale())
-    step, state = jax.jit(tx.update) if jit else tx.update, tx.init(PARAMS)
-    for _ in range(3):
-        _, state = step(gradients(), state, PARAMS)
-    assert len(called) == calls
-
-
 def in_phases(jit):
     """A part that is frozen first, by a set that a function of the optimizer reads."""
     frozen = set()

@@ -352,6 +352,19 @@ def test_a_mesh_of_explicit_axes_is_served_as_well(name):
     assert counters(state)["scale"] == SCALE
 
 
+def test_an_update_outside_of_jit_lies_where_its_gradient_does():
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    specs = {"rows": P("data"), "columns": P(None, "data"), "whole": P()}
+    params = {
+        name: jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, spec))
+        for name, spec in specs.items()
+    }
+    tx = amp.with_loss_scale(optax.sgd(0.5), amp.no_loss_scale())
+    updates, _ = tx.update(params, tx.init(params), params)
+    for name, update in updates.items():
+        assert update.sharding.is_equivalent_to(params[name].sharding, 2), name
+
+
 def test_gradients_unscaled_by_the_optimizer_are_the_same_when_sharded():
     scale = amp.dynamic_loss_scale(SCALE, growth_interval=GROWTH_INTERVAL)
     tx = amp.with_loss_scale(ADAM, scale, unscale=True)

@@ -1,4 +1,4 @@
-"""A step that is skipped: what is kept, and what keeping costs on a CPU.
+"""A step that is skipped: what is kept, and what masters cost on a CPU.
 
 Memory is that of programs compiled for the CPU: a copy of old moments, masters or
 parameters, which XLA makes where it cannot write in place, is temporary memory.
@@ -49,21 +49,12 @@ def temporary(tx: Any, dtype: Any = jnp.float32, by_hand: bool = False) -> int:
 
 
 @pytest.mark.breadth(2)
-@pytest.mark.parametrize("optimizer", [optax.adamw, optax.lion, optax.rmsprop])
-def test_skipping_copies_no_moments_on_a_cpu(optimizer):
-    tx = optimizer(1e-3)
-    # A flag of a byte for every gradient, and less than a moment.
-    assert temporary(scaled(tx)) < temporary(tx) + BYTES / 4 + BYTES / 8
-
-
-@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("order", ["alone", "scale outside", "scale inside"])
+@pytest.mark.parametrize("order", ["alone", "scale inside"])
 def test_masters_are_written_in_place_on_a_cpu(order, dtype):
     tx = optax.adamw(1e-3)
     wrapped = {
         "alone": lambda: amp.with_master_weights(tx),
-        "scale outside": lambda: scaled(amp.with_master_weights(tx)),
         "scale inside": lambda: amp.with_master_weights(scaled(tx)),
     }[order]()
     by_hand = temporary(tx, dtype, by_hand=True)
@@ -139,6 +130,33 @@ def test_whatever_the_new_state_is_a_bad_step_keeps_the_old(name):
         )
 
 
+def test_keys_flags_and_labels_of_a_state_are_kept_by_a_bad_step():
+    def init(params: Any) -> Any:
+        del params
+        key = jax.random.key(0)
+        return {"key": key, "flag": jnp.asarray(False), "label": "text", "none": None}
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        del params
+        key, used = jax.random.split(state["key"])
+        noise = jax.random.normal(used, grads.shape)
+        return grads + noise, state | {"key": key, "flag": ~state["flag"]}
+
+    tx = scaled(optax.GradientTransformation(init, update))
+    state = tx.init(BAD)
+    good = jnp.ones_like(BAD)
+    _, expected = update(good, init(BAD))
+
+    def arrays(grads: Any) -> Any:
+        _, after = tx.update(grads, state)
+        assert after.inner_state["label"] == "text"
+        return after.inner_state["key"], after.inner_state["flag"]
+
+    for run in (arrays, jax.jit(arrays)):
+        assert run(good) == (expected["key"], True)
+        assert run(BAD) == (state.inner_state["key"], False)
+
+
 def test_an_update_is_traced_once_if_compiled_or_if_a_gradient_is_not_finite():
     calls = []
 
@@ -154,16 +172,6 @@ def test_an_update_is_traced_once_if_compiled_or_if_a_gradient_is_not_finite():
     assert calls == [True, False, False]
     jax.jit(tx.update)(BAD, state, BAD)
     assert calls == [True, False, False, True]
-
-
-def test_the_named_scopes_of_an_update_are_in_its_program():
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
-        with jax.named_scope("inner_optimizer"):
-            return jnp.tanh(grads), state
-
-    tx = scaled(optax.GradientTransformation(lambda _: optax.EmptyState(), update))
-    lowered = jax.jit(tx.update).lower(BAD, tx.init(BAD), BAD)
-    assert "inner_optimizer/tanh" in lowered.as_text(debug_info=True)
 
 
 def test_gradients_reach_through_an_update():
