@@ -1,4 +1,4 @@
-"""Who asks for half precision: the policy, or the program itself.
+"""Who asks for half precision: the policy, the program, or an autocast inside of it.
 
 What is in half whatever the policy says `explain` counts; `diagnose` and `tune` tell
 what to do about it.
@@ -18,11 +18,13 @@ from jmp_amp.reports.rows import Asked, Equation
 from jmp_amp.reports.tables import file_name, listed
 
 PROGRAM = "the program itself"
+# Before the policy of that autocast, `"an autocast inside, p=f32,c=f16,o=f32"`.
+AUTOCAST = "an autocast inside"
 _MOVES = named(Also.ONE_EACH)
 
 
 def asked_for(
-    row: Equation, eqn: Eqn, planned: EquationPlan, by_policy: bool
+    row: Equation, eqn: Eqn, planned: EquationPlan, inside: str | None
 ) -> Equation:
     """Returns the row of an equation, and who asks for half precision there.
 
@@ -30,14 +32,20 @@ def asked_for(
       row: the row.
       eqn: its equation.
       planned: its plan.
-      by_policy: whether it was traced in the dtypes of the policy.
+      inside: as `scopes.decided_inside` tells.
     """
-    if not _is_half(row) or by_policy or not _is_traced_in_half(eqn):
+    if not _is_half(row):
+        return row
+    if inside:
+        by = f"{AUTOCAST}, {inside}"
+    elif inside is None and _is_traced_in_half(eqn):
+        by = PROGRAM
+    else:
         return row
     # What a call is that runs as traced, or why a product is not fp8, says more.
     if not (row.is_opaque or (row.matmuls and not _is_by_table(planned))):
-        row = dataclasses.replace(row, reason=f"asked for by {PROGRAM}")
-    return dataclasses.replace(row, asked_by=PROGRAM)
+        row = dataclasses.replace(row, reason=f"asked for by {by}")
+    return dataclasses.replace(row, asked_by=by)
 
 
 def _is_half(row: Equation) -> bool:
@@ -66,22 +74,38 @@ def _is_traced_in_half(eqn: Eqn) -> bool:
 
 
 def by_asker(equations: Sequence[Equation]) -> tuple[Asked, ...]:
-    """Returns what is in half without the policy; empty if nothing is."""
-    own = [each for each in equations if each.asked_by]
-    found = Asked(
-        PROGRAM,
-        sum(each.is_in_half for each in own),
-        sum(each.matmuls_in_half for each in own),
-        sum(each.flops_in_half for each in own),
-        tuple(dict.fromkeys(each.module for each in own)),
-        tuple(dict.fromkeys(each.source for each in own if each.source)),
+    """Returns what is in half without the policy, in the order of the program."""
+    groups: dict[str, list[Equation]] = {}
+    for each in equations:
+        if each.asked_by:
+            groups.setdefault(each.asked_by, []).append(each)
+    return tuple(
+        Asked(
+            by,
+            sum(each.is_in_half for each in group),
+            sum(each.matmuls_in_half for each in group),
+            sum(each.flops_in_half for each in group),
+            tuple(dict.fromkeys(each.module for each in group)),
+            tuple(dict.fromkeys(each.source for each in group if each.source)),
+        )
+        for by, group in groups.items()
     )
-    return (found,) if own else ()
 
 
-def own_dtypes(rows: Sequence[Equation]) -> Iterator[str]:
-    """Yields what no policy decides that is given to a function, and what to do."""
-    own = [row for row in rows if row.asked_by]
+def own_dtypes(rows: Sequence[Equation], call: str) -> Iterator[str]:
+    """Yields what no policy decides that is given to a function, and what to do.
+
+    `call` is how to call it, `diagnose(fn, {})` with the policy for `{}`.
+    """
+    for each in by_asker(rows):
+        if is_inside(each.by):
+            policy = each.by.partition(", ")[2]
+            yield (
+                f"An autocast inside of the function has in half {_many(each)}, by its "
+                f"own policy {policy}. No policy that is given here reaches that. "
+                f"Pass the function without that autocast: {call.format(repr(policy))}."
+            )
+    own = [row for row in rows if row.asked_by and not is_inside(row.asked_by)]
     if not all(_copies(row) for row in own):
         for each in by_asker(own):
             yield (
@@ -97,6 +121,11 @@ def _copies(row: Equation) -> bool:
     # A cast alone rounds.
     is_cast = row.operation == "convert_element_type"
     return is_cast or row.operation in _MOVES or kind_of(row.operation) is Kind.MOVE
+
+
+def is_inside(asked_by: str) -> bool:
+    """Whether an autocast inside of the function asks for half precision."""
+    return asked_by.startswith(AUTOCAST)
 
 
 def _many(asked: Asked) -> str:

@@ -34,8 +34,7 @@ def explain(
     of every operation and why, with its source line; the casts; the operations of
     matrix products in half precision; and the bytes kept for the backward pass. What
     the numbers do under this plan, `diagnose` measures. `Report.asked` is what is in
-    half whatever the policy says. An autocast inside of `fn`, or one that `fn` is, has
-    its own policy, as what `with_policy` marks.
+    half whatever the policy says: for an autocast inside of `fn`, or for `fn` itself.
 
     Args:
       fn: a function of pytrees, as `autocast` takes it.

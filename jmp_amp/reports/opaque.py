@@ -48,7 +48,6 @@ def reason_of(eqn: Eqn, matmuls: Matmuls, on_cpu: bool = False) -> str:
         return f"{kind}: as traced"
     told = f"{kind}: as traced, with {in_full} product{'s' * (in_full > 1)} in f32"
     if found:
-        # Its rules are traced after the plan, where an autocast has one of its own.
-        return f"{told}; autocast the function that it calls for half gradients"
+        return f"{told}; autocast the function that it calls"
     gains = takes_half and not on_cpu
     return f"{told}; amp.cast_inputs has it in half" if gains else told

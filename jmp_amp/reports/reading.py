@@ -38,7 +38,7 @@ from jmp_amp.reports.costs import (
 from jmp_amp.reports.opaque import reason_of
 from jmp_amp.reports.rows import Cast, Equation
 from jmp_amp.transform.planned import PlannedCall
-from jmp_amp.transform.scopes import entry_of, is_by_policy
+from jmp_amp.transform.scopes import decided_inside, entry_of
 
 
 def read_plan(call: PlannedCall) -> tuple[Equation, ...]:
@@ -81,7 +81,7 @@ def inputs_of(call: PlannedCall) -> tuple[np.dtype | None, ...]:
     invars = call.plan.body.jaxpr.invars
     return tuple(
         traced_dtype(v) and np.dtype(array.dtype)
-        for v, array in zip(invars, call.traced.arrays, strict=True)
+        for v, array in zip(invars, call.arrays, strict=True)
     )
 
 
@@ -122,7 +122,7 @@ class _Place:
       identity: the identity of the equation that calls, and the number of its body.
       entry: the number of the entry of the map that gave the module its policy.
       on_cpu: whether the plan is for a CPU.
-      by_policy: whether it was traced in the dtypes of the policy.
+      inside: what `scopes.decided_inside` tells of the equation that calls.
     """
 
     module: str = ""
@@ -131,7 +131,7 @@ class _Place:
     identity: tuple[int, ...] = ()
     entry: int | None = None
     on_cpu: bool = False
-    by_policy: bool = False
+    inside: str | None = None
 
 
 class _Reader(Walk[_Slot]):
@@ -211,14 +211,14 @@ class _Reader(Walk[_Slot]):
             module=joined(self.place.module, *module_scopes(eqn)),
             identity=(*self.place.identity, planned.index),
             entry=self._entry(eqn),
-            by_policy=self.place.by_policy or is_by_policy(jaxprs.scope_text(eqn)),
+            inside=decided_inside(jaxprs.scope_text(eqn), self.place.inside),
         )
         rows: list[Equation] = []
         for number, plan in enumerate(planned.bodies):
             equations, returned = self._inside(eqn, planned, plan, number, here)
             rows += equations
             casts += returned
-        row = asked_for(_row(eqn, planned, here, casts), eqn, planned, here.by_policy)
+        row = asked_for(_row(eqn, planned, here, casts), eqn, planned, here.inside)
         if quantisations:
             row = dataclasses.replace(row, quantisations=quantisations)
         if not planned.bodies and self._is_again(planned):
@@ -259,7 +259,7 @@ class _Reader(Walk[_Slot]):
             (*here.identity, number),
             here.entry,
             here.on_cpu,
-            here.by_policy,
+            here.inside,
         )
         again, path = None, ()
         if (part := part_of(eqn)) is Part.HELPER:

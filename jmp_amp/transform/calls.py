@@ -17,7 +17,6 @@ import numpy as np
 from flax import errors, nnx
 
 from jmp_amp.plan.dataflow.dead_code import without_dead_code
-from jmp_amp.plan.dataflow.values import traced_dtype
 from jmp_amp.plan.program import binding, jaxprs
 from jmp_amp.plan.program.cpu_target import Cpu
 from jmp_amp.plan.program.jaxprs import ClosedJaxpr
@@ -78,20 +77,6 @@ class TracedCall(NamedTuple):
     numbered: Callable[[], tuple[tuple[PyTree, ...], dict[str, PyTree]]]
     entries: Entries = ()
 
-    def as_it_is(self, arrays: Sequence[PyTree]) -> list[PyTree]:
-        """Runs the function as it was written, without a plan."""
-        return binding.run_as_traced(jaxprs.body_of(self.jaxpr), self.as_traced(arrays))
-
-    def as_traced(self, arrays: Sequence[PyTree]) -> list[PyTree]:
-        """Returns inputs in the dtypes that the program was traced with."""
-        # Parameters may be stored in half precision, and caches.
-        return [
-            jax.lax.convert_element_type(x, jaxprs.aval_of(v).dtype)
-            if traced_dtype(v) is not None
-            else x
-            for x, v in zip(arrays, self.jaxpr.jaxpr.invars, strict=True)
-        ]
-
 
 @contextlib.contextmanager
 def traced_call(
@@ -116,18 +101,19 @@ def traced_call(
       args, kwargs: pytrees.
       call: the caller's call as written, for errors.
       notes_modules: whether name scopes say which module runs, see `scopes.module_of`.
-      cpu: the CPU that it is traced for; None for a GPU or a TPU. Inside of an autocast
-        that one says both.
+      cpu: the CPU that it is traced for; None for a GPU or a TPU.
     """
     paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_node)
     leaves = [leaf for _, leaf in paths]
     nodes = [*filter(is_node, leaves), *find_objects(fn, is_node)]
     nodes = [node for node in nodes if not isinstance(node, nnx.GraphDef)]
-    active = (scopes.active() or scopes.OUTSIDE).around(policies)
-    if not active.depth:
-        active = active._replace(notes_modules=notes_modules, cpu=cpu)
+    outer = scopes.active()
+    depth = 0 if outer is None else outer.depth + 1
+    active = scopes.Active(
+        policies.default, policies, depth=depth, notes_modules=notes_modules, cpu=cpu
+    )
     with nnx.update_context(tag := object()):
-        objects = Objects(nodes, active.depth, call, tag)
+        objects = Objects(nodes, depth, call, tag)
         keys = [dict_keys(path) for path, _ in paths]
         unflatten = functools.partial(jax.tree.unflatten, tree)
         with scopes.activate(active), intercepted() as variables:
@@ -154,8 +140,7 @@ def traced_call(
         entries = entries_of_scopes(policies, scopes_in(jaxprs.body_of(jaxpr)))
         if unmatched(policies):
             program = jaxpr.pretty_print(name_stack=True, use_color=False)
-            matched = scopes.noted(program, active.depth)
-            warn_of_unmatched(policies, matched=matched)
+            warn_of_unmatched(policies, matched=scopes.noted(program, depth))
         outputs = traced.outputs
         yield TracedCall(
             jaxpr,
@@ -182,9 +167,9 @@ def _traced(call: _Call) -> ClosedJaxpr:
             if refused_half and call.widen(which):
                 with contextlib.suppress(TypeError, jax.dtypes.TypePromotionError):
                     return without_dead_code(binding.trace(call.run, call.inputs))
-        found = scopes.active()
-        if refused_half and found is not None and found.hands_on_f32:
-            with scopes.activate(found._replace(hands_on_f32=False)):
+        how = scopes.measured()
+        if refused_half and how is not None and how.hands_on_f32:
+            with scopes.measuring(how._replace(hands_on_f32=False)):
                 return without_dead_code(binding.trace(call.run, call.inputs))
         if was_wide and (refused_half or isinstance(error, OtherParametersError)):
             # Layers that ask for half, or a step whose optimizer began with half.

@@ -205,10 +205,9 @@ def cast_inputs(fn: Callable[P, R], dtype: DTypeLike | None = None) -> Callable[
 
     @wraps(fn)
     def cast_fn(*args: P.args, **kwargs: P.kwargs) -> PyTree:
-        active = scopes.active()
-        if active is None or not active.casts_inputs:
+        active, policy = scopes.active(), scopes.casting_policy()
+        if active is None or policy is None:
             return fn(*args, **kwargs)
-        policy = active.policy
         is_half = policy.compute_dtype != F32
         if chosen is None and active.cpu is not None and is_half:
             # A CPU computes in f32 all but the products that the plan finds.
@@ -231,7 +230,7 @@ def cast_inputs(fn: Callable[P, R], dtype: DTypeLike | None = None) -> Callable[
             output_dtype=target,
             matmul=policy.matmul if target == policy.compute_dtype else None,
         )
-        noted = contextlib.nullcontext() if chosen else scopes.by_policy()
+        noted = contextlib.nullcontext() if chosen else scopes.inputs()
         with noted, scopes.active_scope(inside):
             args, kwargs = jax.tree.map(lowered, (args, kwargs))
             return jax.tree.map(raised, fn(*args, **kwargs))
