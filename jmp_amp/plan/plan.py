@@ -109,19 +109,6 @@ class Result(NamedTuple):
         return (operands[0].dtype, end) == (self.dtype, self.shape)
 
 
-class Stored(NamedTuple):
-    """What a block of which something is kept in 8 bits keeps.
-
-    Attributes:
-      made: of what it makes: the format of 8 bits, or None for what is kept as it is,
-        by the body that makes it, see `Block.kept`.
-      entering: the formats of what goes into it. All else is read as it is.
-    """
-
-    made: Mapping[tuple[int, ...], Mapping[Key, str | None]]
-    entering: Mapping[Key, str]
-
-
 class Block(NamedTuple):
     """Consecutive equations of which the backward pass makes some again.
 
@@ -134,7 +121,6 @@ class Block(NamedTuple):
       around: the variables from outside that XLA may make again: made of arguments and
         constants alone, or in front of a call, a loop or a branch.
       apart: whether XLA has to be kept from merging both computations.
-      stored: what is kept in 8 bits; None if all of it is kept as it is.
     """
 
     start: int
@@ -144,7 +130,6 @@ class Block(NamedTuple):
     recomputed: frozenset[tuple[int, ...]]
     around: frozenset[Var]
     apart: bool
-    stored: Stored | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,15 +10,13 @@ that the interpreter can give their casts the source line of the equation.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from jmp_amp.plan.plan import Block, EquationPlan, Key, Plan
 from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Value, Var, runs, variables
-from jmp_amp.plan.rewrites.quantising import Quantiser
-from jmp_amp.plan.rewrites.rewriting import Shared
 from jmp_amp.policies.dtypes import F32
 
 V = TypeVar("V")
@@ -53,10 +51,6 @@ class Walk(abc.ABC, Generic[V]):
     def cast(self, value: V, dtype: np.dtype, saturate: bool) -> V:
         """Returns a value in another dtype."""
 
-    @abc.abstractmethod
-    def quantised(self, value: V, shared: Shared) -> V:
-        """Returns what a rewrite computes of an operand, see `Rewrite.shared`."""
-
     def moved(self, eqn: Eqn, operands: Sequence[V]) -> list[V]:
         """Returns the results of a move of operands in half, see `Plan.moved`."""
         raise NotImplementedError
@@ -69,10 +63,7 @@ class Walk(abc.ABC, Generic[V]):
     def equation(
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[V]]
     ) -> list[V]:
-        """Returns the results of an equation.
-
-        `read` returns its operands, and then what its rewrite computes of them before.
-        """
+        """Returns the results of an equation; `read` returns its operands."""
 
     def block(self, values: Values[V], block: Block) -> None:
         """Goes through a block."""
@@ -101,31 +92,20 @@ class Walk(abc.ABC, Generic[V]):
         self.through(values, at, len(plan.equations))
         return values.read_all(jaxpr.outvars, plan.outputs)
 
-    def through(
-        self,
-        values: Values[V],
-        start: int,
-        stop: int,
-        eqns: Sequence[Eqn] | Mapping[int, Eqn] | None = None,
-    ) -> None:
+    def through(self, values: Values[V], start: int, stop: int) -> None:
         """Goes through equations of a body, from `start` until before `stop`.
 
-        Args:
-          values: the values of the body so far; what the equations make is added.
-          start, stop: their indices.
-          eqns: the equations to run, if not those of the plan.
+        What they make is added to the values of the body so far.
         """
         plan = values.plan
-        eqns = plan.body.jaxpr.eqns if eqns is None else eqns
         for index in range(start, stop):
-            eqn, planned = eqns[index], plan.equations[index]
+            eqn, planned = plan.body.jaxpr.eqns[index], plan.equations[index]
             if runs(eqn):
 
                 def read(eqn: Eqn = eqn, planned: EquationPlan = planned) -> list[V]:
                     operands = values.read_all(
                         eqn.invars, planned.reads, planned.saturate
                     )
-                    operands += values.shared(eqn, planned, operands)
                     if self.differentiates:
                         held = [eqn.invars[i] for i in planned.f32_gradients]
                         operands += [values.values[v] for v in variables(held)]
@@ -145,7 +125,6 @@ class Values(Generic[V]):
         self.keeps = walk.keeps()
         self.values: dict[Var, V] = {}
         self.casts: dict[Key, V] = {}
-        self.quantised: dict[tuple[Atom, Quantiser], V] = {}
 
     def write(self, variables: Sequence[Var], values: Sequence[V]) -> None:
         self.values.update(zip(variables, values, strict=True))
@@ -196,16 +175,3 @@ class Values(Generic[V]):
             self.read(atom, dtype, saturate)
             for atom, dtype in zip(atoms, dtypes, strict=True)
         ]
-
-    def shared(self, eqn: Eqn, planned: EquationPlan, operands: Sequence[V]) -> list[V]:
-        """Returns what the rewrite of an equation computes of its operands, if any."""
-        if planned.rewrite is None:
-            return []
-        found = []
-        for each in planned.rewrite.shared:
-            key = eqn.invars[each.operand], each.quantiser
-            if key not in self.quantised:
-                value = operands[each.operand]
-                self.quantised[key] = self.walk.quantised(value, each)
-            found.append(self.quantised[key])
-        return found

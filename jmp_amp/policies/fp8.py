@@ -18,17 +18,23 @@ FORMATS = {
     "e4m3": np.dtype(jnp.float8_e4m3fn),
     "e5m2": np.dtype(jnp.float8_e5m2),
 }
-_SCALINGS = ("current", "rowwise")
 # Tensor Cores multiply blocks of 16 numbers of 8 bits.
 BLOCK = 16
+# Why an option is gone, and what to write.
+_GONE = {
+    "scaling": "each array has one scale. Leave it out",
+    "power_of_2": "scales are powers of two. Leave it out",
+    "attention": "products with batch dimensions run in bf16. Leave it out",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8:
     """Matrix products of 8-bit floats with scales, for `Policy(matmul=...)`.
 
-    Both operands of a product are divided by a scale, so that the largest magnitude
-    meets the largest number of the format, and rounded to 8 bits. The result is bf16.
+    Both operands of a product are divided by a scale each, a power of two that brings
+    the largest magnitude to the largest number of the format, and rounded to 8 bits.
+    The result is bf16.
     Scales are made of the values themselves, at every step: there is no state. Delayed
     scaling, which keeps a history of maxima, is not built.
 
@@ -37,35 +43,27 @@ class Fp8:
     `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`. A GPU without units for fp8 computes
     the same numbers, slower.
 
-    These run in bf16: convolutions; products with a side that is no multiple of 16, or
-    that ask for a dtype or a precision; those that `min_size` and `attention` exclude.
+    These run in bf16: convolutions; products with batch dimensions, with a side that is
+    below `min_size` or no multiple of 16, or that ask for a dtype or a precision.
     `explain` has the reason of each. An infinite operand becomes the largest number.
 
     Attributes:
       forward: the format of operands, "e4m3": 4 bits of exponent, 3 of mantissa, up to
         448.
       backward: the format of cotangents, "e5m2" (up to 57344) or "e4m3".
-      scaling: "current", one scale for each array, or "rowwise", one for each row of
-        the contraction in the forward product: more digits where rows differ in size,
-        and one more kernel for each product. The backward products have one scale for
-        each array.
-      power_of_2: scales are rounded up to powers of two. Then scaling is exact, and a
-        CPU and a GPU agree.
       fast_accumulation: Tensor Cores may add up the forward product with fewer bits.
         The backward products are added up in f32.
       min_size: products with a side below this number run in bf16. A side is the
         number of rows, of columns or of terms: m, n or k.
-      attention: products with batch dimensions take part too, with one scale for the
-        whole array.
 
     Raises:
-      ValueError: if a format or a scaling is unknown, `forward` is "e5m2" (then the
-        gradient of a weight would be a product of two e5m2, which no GPU has), or
-        `min_size` is no multiple of 16.
-      TypeError: if a switch is no bool, or `min_size` no int.
+      ValueError: if a format is unknown, `forward` is "e5m2" (then the gradient of a
+        weight would be a product of two e5m2, which no GPU has), or `min_size` is no
+        multiple of 16.
+      TypeError: if the switch is no bool, `min_size` no int, or an option unknown.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433, for the formats; the scaling is
-    `tensorwise` and `rowwise` of torchao.float8 (torchao/float8/float8_utils.py).
+    `tensorwise` of torchao.float8 (torchao/float8/float8_utils.py).
 
     Example:
       >>> import jmp_amp as amp
@@ -77,26 +75,27 @@ class Fp8:
 
     forward: str = "e4m3"
     backward: str = "e5m2"
-    scaling: str = "current"
-    power_of_2: bool = True
     fast_accumulation: bool = True
     min_size: int = BLOCK
-    attention: bool = False
+
+    def __new__(cls, *_: object, **options: object) -> Fp8:
+        for name in _GONE.keys() & options:
+            call = f"Fp8({name}={options[name]!r})"
+            raise TypeError(f"{call}: this option is gone: {_GONE[name]}.")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for field in ("forward", "backward"):
             self._check_word(field, tuple(FORMATS))
-        self._check_word("scaling", _SCALINGS)
         if self.forward == "e5m2":
             raise ValueError(
                 'Fp8(forward="e5m2"): the gradient of a weight would multiply e5m2 by '
                 "e5m2, which no GPU does in 8 bits. Use e4m3 forward."
             )
-        for field in ("power_of_2", "fast_accumulation", "attention"):
-            given = getattr(self, field)
-            if not isinstance(given, bool | np.bool_):
-                raise TypeError(f"Fp8({field}={given!r}): use True or False.")
-            object.__setattr__(self, field, bool(given))
+        given = self.fast_accumulation
+        if not isinstance(given, bool | np.bool_):
+            raise TypeError(f"Fp8(fast_accumulation={given!r}): use True or False.")
+        object.__setattr__(self, "fast_accumulation", bool(given))
         self._check_size()
 
     def _check_word(self, field: str, allowed: tuple[str, ...]) -> None:
@@ -154,6 +153,8 @@ def fp8_from(text: str, call: str) -> Fp8 | None:
     found: dict[str, object] = {}
     for setting in settings:
         key, _, value = (token.strip() for token in setting.partition("="))
+        if key in _GONE:
+            raise ValueError(f"{call}: {key!r} of fp8 is gone: {_GONE[key]}.")
         if key not in fields:
             raise ValueError(
                 f"{call}: unknown setting {key!r} of fp8. There are "

@@ -86,13 +86,6 @@ class Policy:
           kept anyway. A barrier keeps XLA from merging the two computations where it
           pays: where the chain has a function that XLA computes once for all readers
           (`tanh`, `sin`, `pow`, ...), of 1.5 MiB or more.
-        * "int8", "e4m3": as "least", and activations in half are kept in 8 bits. Values
-          and forward mode are those of "all", and gradients are rounded. "int8" has one
-          scale for 128 elements of the last axis, their `amax / 127`; "e4m3" has one
-          for each row. Arguments, f32 and integers stay as they are, and so do values
-          that have a name, arrays of less than 2^13 elements, and what a softmax, a
-          `relu` or another comparison reads. A number that is not finite makes its
-          block NaN: the gradient shows it.
       reduce_dtype: the dtype in which gradients of parameters are made and summed over
         devices: float32, or None for the dtype of the operation. (The gradient of what
         is broadcast, such as a bias, is summed in float32 anyway.) It holds for f32
@@ -109,8 +102,7 @@ class Policy:
         neither an `Fp8` nor None, or `saved` neither text nor None.
       ValueError: if a dtype is unknown, a name is in two classes, or is no identifier;
         if products are fp8 and `compute_dtype` is not bf16; if `saved` is none of the
-        five words, or in 8 bits with a `compute_dtype` that is not half; if
-        `reduce_dtype` is neither float32 nor None.
+        three words; if `reduce_dtype` is neither float32 nor None.
 
     Example:
       >>> import jax.numpy as jnp
@@ -427,7 +419,6 @@ def _parse_pairs(text: str) -> Policy:
         _check_matmul(matmul, compute)
     except ValueError as error:
         raise ValueError(f"{call}: {error}") from None
-    saved = word_of(saved, compute, call)
     return Policy(
         *(param, compute, output),
         matmul=matmul,

@@ -1,28 +1,17 @@
 """Words for what the backward pass keeps: `Policy.saved`."""
 
 import difflib
-from collections.abc import Sequence
 
 import numpy as np
 
 from jmp_amp.policies.dtypes import is_half
 
-# What is kept in half precision is kept in these formats.
-EIGHT_BITS = ("int8", "e4m3")
-SAVED = ("all", "auto", "least", *EIGHT_BITS)
+SAVED = ("all", "auto", "least")
+_ONE_OF = '"all", "auto" or "least"'
+_GONE = ("int8", "e4m3")
 
 
-class ResolvedWord(str):
-    """A word that a policy has, in place of one that a caller writes.
-
-    `dataclasses.replace(policy, compute_dtype=float32)` gives it to the new policy.
-    Nothing half is kept there, so of 8 bits it takes the default.
-    """
-
-    __slots__ = ()
-
-
-class DefaultWord(ResolvedWord):
+class DefaultWord(str):
     """A word that is the default of the compute dtype.
 
     `dataclasses.replace(policy, compute_dtype=...)` gives it again, and so the new
@@ -32,21 +21,17 @@ class DefaultWord(ResolvedWord):
     __slots__ = ()
 
 
-def word_of(
-    saved: str | None, compute_dtype: np.dtype, call: str | None = None
-) -> ResolvedWord:
+def word_of(saved: str | None, compute_dtype: np.dtype) -> str:
     """Returns the word of a policy.
 
     Args:
       saved: what the policy is made with: one of `SAVED`, None, or the word of the
         policy that it is made of.
       compute_dtype: of the policy.
-      call: the caller's call as written, for errors.
 
     Raises:
       TypeError: if it is neither text nor None.
-      ValueError: if it is none of `SAVED`, or a caller asks for 8 bits where the
-        compute dtype is not half.
+      ValueError: if it is none of `SAVED`.
 
     Example:
       >>> F16, F32 = np.dtype("float16"), np.dtype("float32")
@@ -58,17 +43,8 @@ def word_of(
     default = DefaultWord("auto" if is_half(compute_dtype) else "all")
     if isinstance(saved, DefaultWord):
         return default
-    call = call or f"Policy(saved={saved!r})"
-    word = checked_word(saved, call)
-    if word in EIGHT_BITS and not is_half(compute_dtype):
-        if isinstance(saved, ResolvedWord):
-            return default
-        raise ValueError(
-            f"{call}: the compute dtype is {compute_dtype}, so nothing half is kept "
-            'that 8 bits could stand for. Use "least", or a compute_dtype of bfloat16 '
-            "or float16."
-        )
-    return default if word is None or word == default else ResolvedWord(word)
+    word = checked_word(saved, f"Policy(saved={saved!r})")
+    return default if word is None or word == default else word
 
 
 def checked_word(saved: object, call: str) -> str | None:
@@ -81,20 +57,18 @@ def checked_word(saved: object, call: str) -> str | None:
     if saved is None:
         return None
     if not isinstance(saved, str):
-        raise TypeError(
-            f"{call}: {saved!r} is neither text nor None. Use {_one_of(SAVED)}."
-        )
+        raise TypeError(f"{call}: {saved!r} is neither text nor None. Use {_ONE_OF}.")
     word = saved.strip().lower()
+    if word in _GONE:
+        raise ValueError(
+            f"{call}: {word!r} is gone: on an H200 residuals in 8 bits needed more "
+            'time and memory than "all". Use "least", the fewest bytes.'
+        )
     if word not in SAVED:
         close = difflib.get_close_matches(word, SAVED, n=1)
         hint = f'Did you mean "{close[0]}"? ' if close else ""
         raise ValueError(
-            f"{call}: unknown word {saved!r}. {hint}Use "
-            f"{_one_of(SAVED)}: what the backward pass keeps."
+            f"{call}: unknown word {saved!r}. {hint}Use {_ONE_OF}: what the backward "
+            "pass keeps."
         )
     return word
-
-
-def _one_of(words: Sequence[str]) -> str:
-    *first, last = (f'"{word}"' for word in words)
-    return f"{', '.join(first)} or {last}"

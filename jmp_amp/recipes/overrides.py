@@ -30,7 +30,7 @@ from jmp_amp.policies.fp8 import Fp8
 from jmp_amp.policies.patterns import GlobIfPresent
 from jmp_amp.policies.policy import Policy, get_policy
 from jmp_amp.policies.policy_map import PolicyMap
-from jmp_amp.policies.saved_words import EIGHT_BITS, checked_word, word_of
+from jmp_amp.policies.saved_words import checked_word
 from jmp_amp.recipes import levels
 from jmp_amp.training.loss_scale import LossScale, no_loss_scale, static_loss_scale
 from jmp_amp.training.presets import loss_scale_preset, parameters_of
@@ -64,7 +64,7 @@ def fields_of(
             Policy(
                 *(stored or F32, compute, outputs or F32),
                 matmul=matmul,
-                saved=call.saved(compute, enabled),
+                saved=call.saved(),
                 reduce_dtype=call.reduce_dtype(),
             ),
         ),
@@ -139,14 +139,10 @@ class _RecipeCall:
         given = cast(DTypeLike, self.properties[name])
         return floating_dtype(given, f"recipe({self.name!r}, {name}={{}})")
 
-    def saved(self, compute: np.dtype, enabled: bool | None) -> str | None:
-        """Returns the property `saved`: a word of `Policy.saved`, for its dtype."""
+    def saved(self) -> str | None:
+        """Returns the property `saved`: a word of `Policy.saved`."""
         given = self.properties.get("saved")
-        call = f"recipe({self.name!r}, saved={given!r})"
-        word = checked_word(given, call)
-        if word in EIGHT_BITS and not enabled:
-            return None  # As what else is switched off, it is no mistake.
-        return word and word_of(word, compute, call)
+        return checked_word(given, f"recipe({self.name!r}, saved={given!r})")
 
     def reduce_dtype(self) -> np.dtype | None:
         """Returns the property `reduce_dtype`, see `Policy`."""

@@ -340,9 +340,9 @@ def recipe(
           f32, by Paddle's names or ours. `excluded_layers`: classes of modules, or path
           globs, in f32. In "fp8" a head inside of such a class stays bf16; inside of a
           glob it is f32 too.
-        * `saved`: what is kept for the backward pass, see `Policy`: "all", "auto",
-          "least", "int8" or "e4m3". `reduce_dtype`: "float32" sums gradients over
-          devices in f32, those of half parameters under `amp.value_and_grad`.
+        * `saved`: what is kept for the backward pass, see `Policy`: "all", "auto" or
+          "least". `reduce_dtype`: "float32" sums gradients over devices in f32, those
+          of half parameters under `amp.value_and_grad`.
         * `master_grad`: gradients are f32 here, whatever this says. `save_dtype`: see
           `Recipe.export_params`.
         * `opt_level`: of "fp16_apex", "O0" to "O3".

@@ -20,7 +20,7 @@ from jmp_amp.plan.program import binding, jaxprs, scope_text
 from jmp_amp.plan.program.dimensions import as_counted
 from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Var
 from jmp_amp.plan.rewrites.fp8_products import NAMES
-from jmp_amp.plan.saved.needs import KEPT, KEPT_IN_8_BITS
+from jmp_amp.plan.saved.needs import KEPT
 
 
 class Matmuls(NamedTuple):
@@ -280,18 +280,13 @@ def _origin(made: dict[Var, Eqn], atom: Atom) -> Atom:
     )
 
 
-def _is_kept_in_8_bits(eqn: Eqn) -> bool:
-    return eqn.primitive.name == "name" and eqn.params["name"] == KEPT_IN_8_BITS
-
-
 def _is_quantised(eqn: Eqn) -> bool:
     """Whether an equation names 8 bits of an array, see `_quantised`."""
-    is_operand = eqn.primitive.name == "name" and eqn.params["name"] in NAMES
-    return is_operand or _is_kept_in_8_bits(eqn)
+    return eqn.primitive.name == "name" and eqn.params["name"] in NAMES
 
 
 def _quantised(made: dict[Var, Eqn], atom: Atom) -> Atom:
-    """Returns the array of which 8 bits were made, by a rewrite or to be kept.
+    """Returns the array of which a rewrite made 8 bits.
 
     Its gradient is stopped first.
     """
@@ -317,10 +312,8 @@ def _hands_on(eqn: Eqn) -> bool:
 
 def _makers(made: dict[Var, Eqn], var: Var) -> tuple[Eqn, ...]:
     eqn = made[var]
-    if _hands_on(eqn) or _is_kept_in_8_bits(eqn):
+    if _hands_on(eqn):
         source = eqn.invars[eqn.outvars.index(var)]
-        if _is_kept_in_8_bits(eqn):
-            source = _quantised(made, var)
         if not isinstance(source, jaxprs.Literal) and source in made:
             return _makers(made, source)  # it saves nothing new
     bodies = jaxprs.inner_bodies(eqn)

@@ -21,7 +21,6 @@ from jmp_amp.plan.program import jaxprs, scope_text, source_code
 from jmp_amp.plan.program.dimensions import as_counted, as_number, sides_of
 from jmp_amp.plan.program.jaxprs import Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.rewrites.f32_gradients import NOTE
-from jmp_amp.plan.rewrites.rewriting import Shared
 from jmp_amp.plan.saved.needs import Part, part_of
 from jmp_amp.plan.tables.operations import OPERATIONS
 from jmp_amp.plan.walk import Walk
@@ -141,7 +140,6 @@ class _Reader(Walk[_Slot]):
       place: where the body is.
       found: the rows of each of its equations: its own, and those of its bodies.
       casts: the casts since the last equation, with the slots that they read.
-      quantisations: the arrays that became 8-bit floats since the last equation.
       switched_off: for each entry of the map without fp8, why a product is not fp8.
       again: whether the backward pass makes an equation again, by its path through
         helpers; None asks the blocks of the body.
@@ -161,7 +159,6 @@ class _Reader(Walk[_Slot]):
         self.path = path
         self.found: dict[int, list[Equation]] = {}
         self.casts: list[tuple[_Slot, np.dtype]] = []
-        self.quantisations = 0
 
     def read(
         self, plan: Plan, inputs: Sequence[_Slot]
@@ -187,15 +184,10 @@ class _Reader(Walk[_Slot]):
         self.casts.append((value, dtype))
         return dataclasses.replace(value, dtype=dtype)
 
-    def quantised(self, value: _Slot, shared: Shared) -> _Slot:
-        self.quantisations += 1
-        return value
-
     def equation(
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[_Slot]]
     ) -> list[_Slot]:
         read()
-        quantisations, self.quantisations = self.quantisations, 0
         operands = self._noted("operand")
         # A cast of the program's own is not one that the plan inserts.
         casts = [] if jaxprs.is_conversion(eqn) else operands
@@ -219,8 +211,8 @@ class _Reader(Walk[_Slot]):
             rows += equations
             casts += returned
         row = asked_for(_row(eqn, planned, here, casts), eqn, planned, here.inside)
-        if quantisations:
-            row = dataclasses.replace(row, quantisations=quantisations)
+        if planned.rewrite is not None and planned.rewrite.fp8 is not None:
+            row = dataclasses.replace(row, quantisations=2)
         if not planned.bodies and self._is_again(planned):
             row = dataclasses.replace(row, recomputed=True)
         self.found[planned.index] = [self._by_map(row, here), *rows]

@@ -51,8 +51,8 @@ class Equation:
       fp8_flops: of its 8-bit products, over all runs.
       smallest_side: of a product of 8-bit floats: the least of its rows, columns and
         terms; 0 for all else.
-      quantisations: the arrays that become 8-bit floats for it; those that an earlier
-        product of the body shares with it are not counted again.
+      quantisations: the arrays that become 8-bit floats for it. XLA makes those that
+        several products read once.
       elements: of its results, over all runs.
       times: the number of runs, as far as the program tells.
       depth: the number of calls around it.

@@ -125,7 +125,7 @@ def autocast(
     `Policy`: inside of loops as few bytes as possible; elsewhere all but chains of
     elementwise operations, which are computed again. Operations and their order are
     those of `saved="all"`, and so are values and gradients, bit for bit where XLA fuses
-    them alike. "int8" and "e4m3" keep half arrays in 8 bits, which rounds gradients.
+    them alike.
 
     These are left as they are: integers, booleans, complex, float64, fp8 and PRNG keys;
     dtypes that the program asks for, such as `x.astype(jnp.bfloat16)`; and, computed as

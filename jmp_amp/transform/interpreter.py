@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from jmp_amp.plan.plan import Block, EquationPlan, Key, Plan
 from jmp_amp.plan.program import (
@@ -24,12 +25,11 @@ from jmp_amp.plan.rewrites.f32_gradients import (
     sums_in_half,
     with_f32_gradients,
 )
-from jmp_amp.plan.rewrites.rewriting import Shared
+from jmp_amp.plan.saved.needs import KEPT
 from jmp_amp.plan.walk import Values, Walk
-from jmp_amp.transform.blocks import Run, run_block
+from jmp_amp.transform.blocks import run_block
 from jmp_amp.transform.derivatives import with_planned_rule
 from jmp_amp.transform.marking import Marks
-from jmp_amp.transform.stored_blocks import Keeper, named
 from jmp_amp.transform.widened import F32_GRADIENTS
 
 # The marks of a plain replay.
@@ -72,10 +72,8 @@ class Replay(Walk[Value]):
         hold no tracers, so the traces inside `jax.checkpoint` share them too.
       differentiates: whether what it runs may be differentiated. Not so the primal of
         a `custom_jvp`, which has a rule, and what jet runs.
-      blocks: what runs the blocks, each kind of them once.
       recomputes: whether it runs the blocks of the plan as such.
       block_kept: inside a block, what of it is kept, see `Block`.
-      keeper: what keeps it.
       path: inside a block, the way through helpers to the body.
     """
 
@@ -85,16 +83,13 @@ class Replay(Walk[Value]):
         recomputes: bool = True,
         marks: Marks = _NO_MARKS,
         block_kept: Mapping[tuple[int, ...], frozenset[Key]] | None = None,
-        keeper: Keeper = named,
         path: tuple[int, ...] = (),
     ):
         self.marks = marks
         # A measured cast is one of its reader, as the plan says.
         self.casts_before = not marks.tells_equations
         self.staged: dict[Plan, ClosedJaxpr] = {}
-        self.blocks: dict[Hashable, Run] = {}
         self.block_kept = block_kept or {}
-        self.keeper = keeper
         self.path = path
         self.differentiates = differentiates
         self.recomputes = recomputes
@@ -127,11 +122,6 @@ class Replay(Walk[Value]):
                 value = jax.lax.select(jnp.isinf(value), value, clipped)
             return binding.converted(value, dtype)
 
-    def quantised(self, value: Value, shared: Shared) -> Value:
-        with self.marks.quantised():
-            found = shared.quantiser(jax.lax.stop_gradient(value))
-            return found.to_keep(shared.name)
-
     def moved(self, eqn: Eqn, operands: Sequence[Value]) -> list[Value]:
         with binding.source_of(eqn):
             return binding.bind(eqn, operands)
@@ -143,26 +133,21 @@ class Replay(Walk[Value]):
         return self.block_kept.get(self.path, frozenset())
 
     def kept(self, value: Value, key: Key) -> Value:
-        return self.keeper((self.path, key), value)
+        return checkpoint_name(value, KEPT)
 
     def block(self, values: Values[Value], block: Block) -> None:
         if not self.recomputes:
             self.through(values, block.start, block.stop)
             return
         if self.marks.tells_equations:
-            # It is measured: it takes longer to compile apart, and what is made again
-            # of 8 bits would be measured as well.
-            block = block._replace(apart=False, stored=None)
-        kept = block.kept
-        if block.stored is not None:
-            made = block.stored.made
-            kept = {path: frozenset(keys) for path, keys in made.items()}
+            # It is measured: it takes longer to compile apart.
+            block = block._replace(apart=False)
         # Not a method, which holds this replay: the arrays of the plan would stay until
         # Python collects garbage.
-        replay = functools.partial(Replay, self.differentiates, False, self.marks, kept)
-        # A marked equation is one of a kind.
-        known = None if self.marks.tells_equations else self.blocks
-        run_block(values, block, replay, known)
+        replay = functools.partial(
+            Replay, self.differentiates, False, self.marks, block.kept
+        )
+        run_block(values, block, replay)
 
     def equation(
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[Value]]
@@ -198,7 +183,7 @@ class Replay(Walk[Value]):
 
         Args:
           eqn, planned: the equation and its plan.
-          operands: as it reads them, then what its rewrite computes of them before.
+          operands: as it reads them.
           held: those whose gradient leaves in f32, as they are held.
         """
         held, rewrite = held or {}, planned.rewrite
@@ -254,8 +239,7 @@ class Replay(Walk[Value]):
         # It is written out: the block around it says what of it is kept.
         path = (*self.path, planned.index, 0)
         replay = Replay(
-            *(self.differentiates, self.recomputes, self.marks, self.block_kept),
-            *(self.keeper, path),
+            self.differentiates, self.recomputes, self.marks, self.block_kept, path
         )
         replay.staged = self.staged
         return replay

@@ -35,10 +35,6 @@ class Marks:
         """Returns the scope of a cast that the plan inserts."""
         return _NONE
 
-    def quantised(self) -> _Scope:
-        """Returns the scope of what makes 8-bit floats of an operand."""
-        return _NONE
-
     def results(self, eqn: Eqn, results: Sequence[Value]) -> Sequence[Value]:
         """Returns the results of an equation, marked."""
         return results

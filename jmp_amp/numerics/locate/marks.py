@@ -96,11 +96,6 @@ class PlanMarks(Marks):
         self._here = place, count + 1
         return scope_text.noted("cast", f"{place}{count}")
 
-    @contextlib.contextmanager
-    def quantised(self) -> Iterator[None]:
-        with self.cast(), scope_text.noted("quantised"):
-            yield
-
     def results(self, eqn: Eqn, results: Sequence[Value]) -> Sequence[Value]:
         if not jaxprs.is_custom_vjp(eqn):
             return results
@@ -139,6 +134,7 @@ class PlanMarks(Marks):
 def cast_of(scope: str) -> str | None:
     """Returns which inserted cast of its equation a name stack tells, or None."""
     found = [*scope_text.notes("cast", scope)]
+    found += [("quantised" + i,) for (i,) in scope_text.notes("quantised", scope)]
     return found[-1][0] if found else None
 
 

@@ -293,10 +293,7 @@ def quantised(sites: Iterable[Site]) -> tuple[EightBits, ...]:
 
 def _eight_bits(site: Site) -> EightBits:
     largest = jnp.float32(site.amax)
-    scales = {
-        name: float(scale_of(largest, dtype, power_of_2=True))
-        for name, dtype in FORMATS.items()
-    }
+    scales = {name: float(scale_of(largest, dtype)) for name, dtype in FORMATS.items()}
     divided = {name: scaled(site, 1 / scale) for name, scale in scales.items()}
     infinite = site.nonfinite / max(site.size, 1)
     return EightBits(

@@ -26,7 +26,7 @@ from jmp_amp.numerics.measure.threaded import Threaded
 from jmp_amp.plan.plan import EquationPlan, Plan
 from jmp_amp.plan.program import binding, jaxprs, meshes, source_code
 from jmp_amp.plan.program.jaxprs import Eqn, Literal, Value, Var
-from jmp_amp.plan.rewrites.rewriting import Shared
+from jmp_amp.plan.rewrites.fp8_products import quantised
 from jmp_amp.plan.walk import Walk
 from jmp_amp.transform.interpreter import Replay
 
@@ -174,12 +174,6 @@ class Lockstep(Walk[Pair]):
         low = self.replay.cast(value.low, dtype, saturate)
         return self._compare(self._next_cast(), Pair(low, value.full), [value])
 
-    def quantised(self, value: Pair, shared: Shared) -> Pair:
-        low = self.replay.quantised(value.low, shared)
-        pair = Pair(low.restored(value.low.dtype), value.full)
-        compared = self._compare(self._next_cast(), pair, [value])
-        return dataclasses.replace(compared, low=low)
-
     def _next_cast(self) -> Key:
         identity, place, count = self.here
         self.here = identity, place, count + 1
@@ -206,11 +200,16 @@ class Lockstep(Walk[Pair]):
     ) -> list[Pair]:
         """Computes an equation under the policy and as it is."""
         identity, _, _ = self.here
-        bound = self.replay.bound(eqn, planned, [x.low for x in operands])
-        full = binding.bind(eqn, [x.full for x in operands[: len(eqn.invars)]])
-        if len(operands) > len(eqn.invars):
-            # It reads what a rewrite computed of its operands, not them.
-            operands = operands[len(eqn.invars) :]
+        lows = [x.low for x in operands]
+        bound = self.replay.bound(eqn, planned, lows)
+        full = binding.bind(eqn, [x.full for x in operands])
+        fp8 = None if planned.rewrite is None else planned.rewrite.fp8
+        if fp8 is not None:
+            for i, (x, low) in enumerate(
+                zip(operands, quantised(fp8, lows), strict=True)
+            ):
+                pair = Pair(low.restored(x.low.dtype), x.full)
+                operands[i] = self._compare((identity, f"quantised{i}"), pair, [x])
         made = pair_constructs.united([x.made for x in operands])
         # What a mutable array holds may come from the other operands.
         for atom, each in zip(eqn.invars, operands, strict=False):

@@ -21,7 +21,7 @@ from jmp_amp.plan.dataflow.values import traced_dtype
 from jmp_amp.plan.plan import EquationPlan, Plan
 from jmp_amp.plan.program import binding, constructs, jaxprs, meshes
 from jmp_amp.plan.program.jaxprs import Eqn, Literal, Value, Var, aval_of
-from jmp_amp.plan.rewrites.rewriting import Rewrite, Shared
+from jmp_amp.plan.rewrites.rewriting import Rewrite
 from jmp_amp.plan.walk import Walk
 from jmp_amp.policies.dtypes import BF16, F32, is_half
 from jmp_amp.transform.derivatives import with_planned_rule
@@ -109,9 +109,6 @@ class Flagged(Walk[Held]):
             value, dtype=dtype, waiting=waiting, saturates=saturate
         )
 
-    def quantised(self, value: Held, shared: Shared) -> Held:
-        return value  # see `_in_8_bits`
-
     def equation(
         self, eqn: Eqn, planned: EquationPlan, read: Callable[[], list[Held]]
     ) -> list[Held]:
@@ -134,8 +131,6 @@ class Flagged(Walk[Held]):
         self, eqn: Eqn, planned: EquationPlan, operands: Sequence[Held]
     ) -> list[Held]:
         group, rewrite = self._number(eqn), planned.rewrite
-        # A rewrite's own operands come after those of the equation.
-        operands = operands[: len(eqn.invars)]
         arrays = [self._rounded(x, x.narrow(group), group) for x in operands]
         results = binding.bind(eqn, arrays)
         if group is not None and rewrite is not None and rewrite.fp8 is not None:
@@ -156,11 +151,7 @@ class Flagged(Walk[Held]):
     ) -> jax.Array:
         """Returns a product of 8-bit floats in f32, with its derivative."""
         half = [jax.lax.convert_element_type(x.array, BF16) for x in operands]
-        quantised = [
-            each.quantiser(jax.lax.stop_gradient(half[each.operand]))
-            for each in rewrite.shared
-        ]
-        (result,) = rewrite.bind(eqn, BF16, [*half, *quantised])
+        (result,) = rewrite.bind(eqn, BF16, half)
         return jax.lax.convert_element_type(result, F32)
 
     def _rounded(self, held: Held, dtype: np.dtype | None, number: int | None) -> Value:

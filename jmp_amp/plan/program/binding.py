@@ -7,8 +7,7 @@ no other file touches `jax.extend`.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,7 +21,6 @@ from jmp_amp.plan.program.jaxprs import (
     Body,
     ClosedJaxpr,
     Eqn,
-    NameStack,
     Value,
     aval_of,
     body_of,
@@ -31,12 +29,10 @@ from jmp_amp.plan.program.jaxprs import (
     is_custom_vjp,
     is_while,
 )
-from jmp_amp.plan.program.python_stack import with_stack_room
 from jmp_amp.plan.program.source_code import source_line
 from jmp_amp.policies.dtypes import AnyFn
 
 
-@with_stack_room
 def trace(fn: AnyFn, args: Sequence[Value]) -> ClosedJaxpr:
     """Returns the closed jaxpr of `fn(*args)`; `args` are arrays or avals."""
     return jax.make_jaxpr(fn)(*args)
@@ -150,14 +146,6 @@ class source_of:
     def __exit__(self, *error: Any) -> None:
         self._settings.__exit__(*error)
         self._source.__exit__(*error)
-
-
-@contextlib.contextmanager
-def inside(scopes: NameStack) -> Iterator[None]:
-    """Opens name scopes inside those that are open."""
-    stack = source_info_util.current_name_stack() + scopes
-    with source_info_util.user_context(None, name_stack=stack):
-        yield
 
 
 def run_as_traced(body: Body, args: Sequence[Value]) -> list[Value]:

@@ -16,7 +16,7 @@ registry, and serves every library that runs on JAX. These are all of them:
 | `amp_cast_<which>()`        | which inserted cast of that equation                 |
 | `amp_f32_<operands>()`      | the operands of a `custom_jvp` whose gradients are   |
 |                             | f32                                                  |
-| `amp_quantised()`           | what makes 8-bit floats of an operand                |
+| `amp_quantised_0()`         | what makes 8-bit floats of an operand                |
 | `amp_scaling()`             | what is done to a loss for its scale                 |
 
 All but the first are written as JAX writes transformations: `module_names` leaves out
@@ -122,7 +122,7 @@ def notes(kind: str, scopes: str) -> Iterator[list[str]]:
 
 
 def is_noted(kind: str, scopes: str) -> bool:
-    return f"amp_{kind}()" in scopes
+    return _pattern(kind).search(scopes) is not None
 
 
 @functools.cache

@@ -41,8 +41,8 @@ def why_not(at: Standing) -> str | None:
 
 def _misfit(sides: Sides, eqn: Eqn, fp8: Fp8) -> str | None:
     (_, _), (batched, _) = eqn.params["dimension_numbers"]
-    if batched and not fp8.attention:
-        return "batched: attention=True of Fp8 takes it"
+    if batched:
+        return "batched: such products run in bf16"
     for name, size in sides._asdict().items():
         if size % BLOCK or not size:
             # Write `16 * b` for a batch: `jax.export` knows of that what it needs.

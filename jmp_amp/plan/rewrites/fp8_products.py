@@ -1,10 +1,9 @@
 """A matrix product of 8-bit floats, with its derivative; see `Fp8`.
 
-The operands are quantised once for all their readers in a body. The product is a plain
-`dot_general` of the restored operands: XLA folds the scales into a product of 8-bit
-floats, and policies of `jax.checkpoint` see a product. Around it is an identity with a
-derivative. It is a `custom_jvp`, so forward mode works. What it saves are the 8-bit
-operands and their scales.
+The product is a plain `dot_general` of the restored operands: XLA folds the scales into
+a product of 8-bit floats, and policies of `jax.checkpoint` see a product. Around it is
+an identity with a derivative. It is a `custom_jvp`, so forward mode works. What it
+saves are the 8-bit operands and their scales.
 
 The cotangent of the result is quantised where it comes in, once for both products of
 the backward pass. The tangent is not: it is linear. An identity that treats tangents
@@ -15,7 +14,7 @@ transpose is solved by quantising.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
@@ -26,13 +25,12 @@ from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.plan.dataflow.standing import Standing
 from jmp_amp.plan.program import binding, jaxprs, scope_text, source_code
-from jmp_amp.plan.program.dimensions import Dimensions
 from jmp_amp.plan.program.jaxprs import Eqn, Value
 from jmp_amp.plan.rewrites.f32_gradients import linear_in_f32
 from jmp_amp.plan.rewrites.fp8_barriers import Barriers, barriers_of
 from jmp_amp.plan.rewrites.fp8_choice import why_not
-from jmp_amp.plan.rewrites.quantising import Quantised, Quantiser
-from jmp_amp.plan.rewrites.rewriting import Readers, Rewrite, Shared
+from jmp_amp.plan.rewrites.quantising import Quantised, quantise
+from jmp_amp.plan.rewrites.rewriting import Readers, Rewrite
 from jmp_amp.plan.tables.operations import OpClass
 from jmp_amp.policies.dtypes import BF16, F32
 from jmp_amp.policies.fp8 import Fp8
@@ -47,15 +45,13 @@ def fp8_product(at: Standing) -> Rewrite | None:
     fp8 = at.region.policy.matmul
     if fp8 is None or at.rule.op_class is not OpClass.LOW or why_not(at) is not None:
         return None
-    return _rewrite(fp8, at.eqn.params["dimension_numbers"][0], Barriers())
+    return _rewrite(fp8, Barriers())
 
 
 @functools.lru_cache(maxsize=256)
-def _rewrite(
-    fp8: Fp8, contracted: tuple[tuple[int, ...], tuple[int, ...]], barriers: Barriers
-) -> Rewrite:
+def _rewrite(fp8: Fp8, barriers: Barriers) -> Rewrite:
     def beside(eqn: Eqn, readers: Readers) -> Rewrite:
-        return _rewrite(fp8, contracted, barriers_of(eqn, readers))
+        return _rewrite(fp8, barriers_of(eqn, readers))
 
     def bind(
         eqn: Eqn,
@@ -63,28 +59,21 @@ def _rewrite(
         operands: Sequence[Value],
         held: Mapping[int, Value] = MappingProxyType({}),
     ) -> Sequence[jax.Array]:
-        moving = [held.get(i, x) for i, x in enumerate(operands[:2])]
-        product = _Product(eqn, fp8, barriers)
-        return [product.of(*moving, *operands[2:])]
+        moving = [held.get(i, x) for i, x in enumerate(operands)]
+        return [_Product(eqn, fp8, barriers).of(*moving, *quantised(fp8, operands))]
 
-    by_row = fp8.scaling == "rowwise"
-    shared = tuple(
-        Shared(
-            position,
-            Quantiser(fp8.forward_dtype, fp8.power_of_2, axes if by_row else None),
-            NAMES[position],
-        )
-        for position, axes in enumerate(contracted)
-    )
     formats = f"{fp8.forward} x {fp8.forward} -> bf16"
-    return Rewrite(
-        bind,
-        reason=formats,
-        shared=shared,
-        fp8=fp8,
-        beside=beside,
-        bind_f32=bind,
-    )
+    return Rewrite(bind, reason=formats, fp8=fp8, beside=beside, bind_f32=bind)
+
+
+def quantised(fp8: Fp8, operands: Sequence[Value]) -> list[Quantised]:
+    """Returns the operands of a product in 8 bits, each in a scope of its own."""
+    found = []
+    for i, (x, name) in enumerate(zip(operands, NAMES, strict=True)):
+        with scope_text.noted("quantised", i):
+            x = quantise(jax.lax.stop_gradient(x), fp8.forward_dtype)
+            found.append(x.to_keep(name))
+    return found
 
 
 class _Product(NamedTuple):
@@ -139,16 +128,7 @@ class _Product(NamedTuple):
     def forward(self, left: Quantised, right: Quantised) -> jax.Array:
         left, right = self.apart(left.read_again(), right.read_again())
         precision = _DEFAULT if self.fp8.fast_accumulation else _HIGHEST
-        if self.fp8.scaling == "rowwise":
-            # XLA folds no rows of scales into a product: they are factors of the
-            # result.
-            result = self.dot(left.q, right.q, precision, F32)
-            for scale in self.along_result(left.scale, right.scale):
-                result = result * scale
-            result = result.astype(BF16)
-        else:
-            operands = left.restored(BF16), right.restored(BF16)
-            result = self.dot(*operands, precision, BF16)
+        result = self.dot(left.restored(BF16), right.restored(BF16), precision)
         return jax.lax.optimization_barrier(result) if self.barriers.result else result
 
     def apart(self, *operands: Quantised) -> tuple[Quantised, ...]:
@@ -156,21 +136,6 @@ class _Product(NamedTuple):
         if not self.barriers.operands:
             return operands
         return jax.lax.optimization_barrier(operands)
-
-    def along_result(self, left: jax.Array, right: jax.Array) -> Iterator[jax.Array]:
-        """Yields the scales of rows as factors of the result.
-
-        Its dimensions are those of the batch, then the free ones of both operands.
-        """
-        terms, batch, free = Dimensions.of(self.eqn)
-        for i, scale in enumerate((left, right)):
-            dimensions = [*batch[i], *free[i]]
-            # The dimensions of the terms have one element.
-            scale = jnp.transpose(scale, (*dimensions, *terms[i]))
-            sizes = list(scale.shape[: len(dimensions)])
-            others = len(batch[i]) if i else len(dimensions)
-            sizes[others:others] = [1] * len(free[1 - i])
-            yield jnp.reshape(scale, sizes)
 
     def tangent(
         self,
@@ -195,7 +160,7 @@ class _Product(NamedTuple):
             operands = self.apart(*operands)
             terms = []
             for i, moved in moving.items():
-                other = self.of_one_scale(operands[1 - i]).restored(BF16)
+                other = operands[1 - i].restored(BF16)
                 product = functools.partial(self.linear, i, other)
                 if moved.dtype == F32:
                     terms.append(linear_in_f32(product, moved, BF16, [other]))
@@ -208,23 +173,15 @@ class _Product(NamedTuple):
     def linear(self, i: int, other: jax.Array, moving: jax.Array) -> jax.Array:
         """Returns the product of a tangent of operand `i` and the other operand."""
         pair = (moving, other) if i == 0 else (other, moving)
-        return self.dot(*pair, _HIGHEST, BF16)
-
-    def of_one_scale(self, operand: Quantised) -> Quantised:
-        """Returns an operand of the backward pass, whose products sum over others."""
-        if self.fp8.scaling == "current":
-            return operand
-        quantiser = Quantiser(self.fp8.forward_dtype, self.fp8.power_of_2)
-        return quantiser(operand.restored(BF16))
+        return self.dot(*pair, _HIGHEST)
 
     def quantised_backward(self, tangent: jax.Array) -> jax.Array:
         """Returns a tangent; its cotangent becomes 8-bit floats, times a scale."""
-        quantiser = Quantiser(self.fp8.backward_dtype, self.fp8.power_of_2)
 
         def quantised(cotangent: jax.Array) -> jax.Array:
             if self.barriers.cotangent:
                 cotangent = jax.lax.optimization_barrier(cotangent)
-            return quantiser(cotangent).restored(BF16)
+            return quantise(cotangent, self.fp8.backward_dtype).restored(BF16)
 
         return jax.lax.custom_linear_solve(
             lambda x: x,
@@ -234,17 +191,13 @@ class _Product(NamedTuple):
         )
 
     def dot(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        precision: jax.lax.Precision,
-        dtype: np.dtype,
+        self, lhs: jax.Array, rhs: jax.Array, precision: jax.lax.Precision
     ) -> jax.Array:
         (result,) = binding.bind(
             self.eqn,
             (lhs, rhs),
             precision=(precision, precision),
-            preferred_element_type=dtype,
+            preferred_element_type=BF16,
         )
         return result
 

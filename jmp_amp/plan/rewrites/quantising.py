@@ -6,7 +6,6 @@ becomes the largest number of the format; see `Fp8`.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ class Quantised(NamedTuple):
 
     Attributes:
       q: 8-bit floats of the shape of the array.
-      scale: f32, a scalar or of the rank of the array.
+      scale: f32, a scalar.
       kept: the same as `q`, for a derivative to save, see `Quantised.to_keep`.
     """
 
@@ -50,7 +49,7 @@ class Quantised(NamedTuple):
         return Quantised(self.kept, scale, self.kept)
 
     def restored(self, dtype: np.dtype) -> jax.Array:
-        """Returns the array in `dtype`: exact in bf16 if the scale is a power of two.
+        """Returns the array in `dtype`: exact in bf16, as the scale is a power of two.
 
         XLA finds the 8-bit product in this form: a cast, times a scale in the same
         dtype, then the product.
@@ -58,42 +57,27 @@ class Quantised(NamedTuple):
         return self.q.astype(dtype) * self.scale.astype(dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class Quantiser:
-    """How an array is quantised.
+def quantise(x: jax.Array, dtype: np.dtype) -> Quantised:
+    """Returns a floating array in 8 bits, rounded to nearest even in f32.
 
-    Attributes:
-      dtype: the 8-bit format.
-      power_of_2: the scale is rounded up to a power of two.
-      axes: a scale for each position along the other axes; None is one for all.
+    An infinity becomes the largest number; NaN stays NaN.
     """
-
-    dtype: np.dtype
-    power_of_2: bool
-    axes: tuple[int, ...] | None = None
-
-    def __call__(self, x: jax.Array) -> Quantised:
-        """Returns a floating array in 8 bits, rounded to nearest even in f32.
-
-        An infinity becomes the largest number; NaN stays NaN.
-        """
-        # Magnitudes are exact in the dtype of the array.
-        largest = jnp.max(jnp.abs(x), axis=self.axes, keepdims=self.axes is not None)
-        scale = scale_of(largest.astype(F32), self.dtype, self.power_of_2)
-        limit = float(jnp.finfo(self.dtype).max)
-        # Most 8-bit formats have no infinity: a plain cast makes NaN of large numbers.
-        divided = jnp.clip(x.astype(F32) / scale, -limit, limit)
-        q = divided.astype(self.dtype)
-        return Quantised(q, scale, q)
+    # Magnitudes are exact in the dtype of the array.
+    scale = scale_of(jnp.max(jnp.abs(x)).astype(F32), dtype)
+    limit = float(jnp.finfo(dtype).max)
+    # Most 8-bit formats have no infinity: a plain cast makes NaN of large numbers.
+    q = jnp.clip(x.astype(F32) / scale, -limit, limit).astype(dtype)
+    return Quantised(q, scale, q)
 
 
-def scale_of(largest: jax.Array, dtype: np.dtype, power_of_2: bool) -> jax.Array:
+def scale_of(largest: jax.Array, dtype: np.dtype) -> jax.Array:
     """Returns the scale that brings a magnitude to the largest number of a format.
+
+    It is rounded up to a power of two, by the bits: `exp2` is not exact.
 
     Args:
       largest: f32, magnitudes; where it is 0 or not finite the scale is 1.
       dtype: the format.
-      power_of_2: round up to a power of two, by the bits: `exp2` is not exact.
 
     Returns:
       f32 of the shape of `largest`, at least the smallest normal number.
@@ -101,10 +85,9 @@ def scale_of(largest: jax.Array, dtype: np.dtype, power_of_2: bool) -> jax.Array
     finfo = jnp.finfo(F32)
     scale = largest / jnp.float32(jnp.finfo(dtype).max)
     scale = jnp.maximum(scale, finfo.smallest_normal)
-    if power_of_2:
-        bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
-        mantissa = np.uint32((1 << finfo.nmant) - 1)
-        bits = (bits + mantissa) & ~mantissa
-        scale = jax.lax.bitcast_convert_type(bits, F32)
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
+    mantissa = np.uint32((1 << finfo.nmant) - 1)
+    bits = (bits + mantissa) & ~mantissa
+    scale = jax.lax.bitcast_convert_type(bits, F32)
     usable = jnp.isfinite(largest) & (largest > 0)
     return jnp.where(usable, scale, jnp.ones_like(scale))

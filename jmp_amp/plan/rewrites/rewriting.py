@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from jmp_amp.plan.program.jaxprs import Atom, Eqn, Jaxpr, Literal, Value, Var, variables
-from jmp_amp.plan.rewrites.quantising import Quantiser
 from jmp_amp.policies.fp8 import Fp8
 
 # (equation, dtype of the computation, operands) -> results
@@ -54,34 +53,18 @@ class Readers:
         return () if isinstance(atom, Literal) else self._of.get(atom, ())
 
 
-class Shared(NamedTuple):
-    """What a rewrite computes from an operand, once for all readers in a body.
-
-    Attributes:
-      operand: the position of the operand.
-      quantiser: what computes it.
-      name: the name that `jax.checkpoint` policies see it under.
-    """
-
-    operand: int
-    quantiser: Quantiser
-    name: str
-
-
 @dataclasses.dataclass(frozen=True)
 class Rewrite:
     """How an equation is bound, if not as traced.
 
     Attributes:
-      bind: runs the equation on operands in the dtypes that the plan gave them, and on
-        what `shared` computes of them, in this order.
+      bind: runs the equation on operands in the dtypes that the plan gave them.
       reason: why, in words, if it decides the dtype of a product; None if it leaves the
         decision as it is.
       dtype: the dtype of the computation; None for that of the policy.
       result: the dtype of the results; None for that of the computation.
       derivative_only: it changes nothing but the derivative, and is left out where
         nothing is differentiated.
-      shared: what it computes of operands before.
       fp8: how it multiplies 8-bit floats, if it does.
       one_product: whether it binds one `dot_general`, and all else that it binds
         prepares that or, for the derivative, is one `custom_linear_solve`.
@@ -96,7 +79,6 @@ class Rewrite:
     dtype: np.dtype | None = None
     result: np.dtype | None = None
     derivative_only: bool = False
-    shared: tuple[Shared, ...] = ()
     fp8: Fp8 | None = None
     one_product: bool = False
     beside: Callable[[Eqn, Readers], Rewrite | None] | None = None

@@ -7,16 +7,19 @@ in the order of the program.
 
 from __future__ import annotations
 
+import bisect
+import collections
 import enum
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
 
 from jmp_amp.plan.choose.flows import Flow
 from jmp_amp.plan.choose.held import Held
-from jmp_amp.plan.plan import Block, Key, Plan, Result, Stored
+from jmp_amp.plan.plan import Block, Key, Plan, Result
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.dimensions import elements_of, is_larger
 from jmp_amp.plan.program.jaxprs import Eqn, Var, aval_of
@@ -29,6 +32,8 @@ from jmp_amp.plan.tables.operations import Also, Role, named, role_of
 # to write and to read this.
 _BARRIER_BYTES = 3 * 2**19
 _ONCE = named(Also.ONCE)
+# JAX goes through all equations of a block for each value that it keeps.
+_LONGEST = 200
 
 
 class Saving(enum.Enum):
@@ -75,50 +80,69 @@ def find_blocks(flow: Flow, plan: Plan, held: Held, saving: Saving) -> Blocks:
         node.is_free and not (in_loop and node.path and node.is_slice)
         for node in values.nodes
     ]
-    cut = _cut(values, there)
+    sections = _sections(values.ends)
+    cut, again = _cut(values, there, sections)
+    breaks = list(_breaks(values.nodes, _merged(_spans(values, again))))
+    if breaks:
+        sections = _sections(values.ends, breaks)
+        cut, again = _cut(values, there, sections)
+    needs = tuple(
+        cut.kept[i] or (there[i] and _is_read_backward(values.nodes[i], again))
+        for i in values.inputs
+    )
+    return Blocks(tuple(_blocks(values, plan, again, cut, saving)), needs)
+
+
+def _cut(
+    values: Values, there: Sequence[bool], sections: Callable[[int], int]
+) -> tuple[Cut, set[int]]:
+    """Returns what is kept of the values that are not `there` anyway.
+
+    And those that are made again. What one section makes, another cannot make again.
+    """
+    given, needed, edges, sizes = [], [], [], []
+    for i, node in enumerate(values.nodes):
+        free = there[i] or node.anyway
+        # Of two of one size, the one that is written anyway.
+        sizes.append(0 if free else 4 * node.size + (not node.is_written))
+        if there[i]:
+            continue
+        edges += [(j, i) for j in set(node.made_of) if not there[j]]
+        here = sections(node.position)
+        node.crosses = node.again and any(sections(at) != here for at, _ in node.uses)
+        if node.crosses or not node.again:
+            given.append(i)
+        if node.is_needed:
+            needed.append(i)
+    cut = minimum_cut(sizes, edges, given, needed)
     again = {
         i
         for i, node in enumerate(values.nodes)
         if cut.made_again[i] and node.path and not there[i]
     }
-    needs = tuple(
-        cut.kept[i] or (there[i] and _is_read_backward(values.nodes[i], again))
-        for i in values.inputs
-    )
-    return Blocks(tuple(_blocks(values, plan, again, there, cut, saving)), needs)
+    return cut, again
 
 
-def _cut(values: Values, there: Sequence[bool]) -> Cut:
-    """Returns what is kept of the values that are not `there` anyway."""
-    sections = _sections(values)
-    given, needed, edges, sizes = [], [], [], []
-    for i, node in enumerate(values.nodes):
-        free = there[i] or node.anyway
-        size = node.size // 2 if node.eight_bits else node.size
-        # Of two of one size, the one that is written anyway.
-        sizes.append(0 if free else 4 * size + (not node.is_written))
-        if there[i]:
-            continue
-        edges += [(j, i) for j in set(node.made_of) if not there[j]]
-        here = sections[node.position]
-        node.crosses = node.again and any(sections[at] != here for at, _ in node.uses)
-        if node.crosses or not node.again:
-            given.append(i)
-        if node.is_needed:
-            needed.append(i)
-    return minimum_cut(sizes, edges, given, needed)
+def _sections(ends: Sequence[int], breaks: Sequence[int] = ()) -> Callable[[int], int]:
+    """Returns what tells the section of a position: an end has one of its own."""
+    starts = sorted({*ends, *(at + 1 for at in ends), *breaks})
+    return functools.partial(bisect.bisect_right, starts)
 
 
-def _sections(values: Values) -> list[int]:
-    """Returns the section of each position: an end has one of its own."""
-    last = max((at for node in values.nodes for at, _ in node.uses), default=0)
-    found, ends = [0] * (last + 2), set(values.ends)
-    section = 0
-    for at in range(last + 1):
-        section += at in ends
-        found[at] = section
-        section += at in ends
-    return found
+def _breaks(nodes: Sequence[Node], spans: Iterable[tuple[int, int]]) -> Iterator[int]:
+    """Yields where spans that are too long are broken: where the fewest bytes cross."""
+    crossing: collections.Counter[int] = collections.Counter()
+    for node in nodes:
+        if node.again and node.path and node.uses:
+            crossing[node.position + 1] += node.size
+            crossing[max(at for at, _ in node.uses) + 1] -= node.size
+    last = max(crossing, default=0)
+    sizes = list(itertools.accumulate(crossing[at] for at in range(last + 1)))
+    for start, stop in spans:
+        while stop - start > _LONGEST:
+            places = range(start + _LONGEST // 2, start + _LONGEST + 1)
+            start = min(places, key=lambda at: (sizes[at], -at))
+            yield start
 
 
 def _is_read_backward(node: Node, again: Set[int]) -> bool:
@@ -129,30 +153,20 @@ def _blocks(
     values: Values,
     plan: Plan,
     again: Set[int],
-    there: Sequence[bool],
     cut: Cut,
     saving: Saving,
 ) -> Iterator[Block]:
     """Yields the blocks in which the nodes `again` are made again."""
     nodes = values.nodes
-    formats = {
-        i: format
-        for i, node in enumerate(nodes)
-        if cut.kept[i] and not there[i] and (format := node.eight_bits)
-    }
-    storing = _Storing(values, again, there, cut, formats) if formats else None
     inside = _made_inside(nodes)
-    spans = _merged(_spans(values, again, formats))
+    spans = _merged(_spans(values, again))
     for (start, stop), (limit, _) in itertools.pairwise(
         [*spans, (len(plan.equations), 0)]
     ):
         within = inside(start, stop)
         made = [i for i in within if i in again]
-        stored = None if storing is None else storing.of(start, stop, within)
-        apart = saving is Saving.BESIDE and (
-            stored is not None or _is_kept_by_xla(made, nodes)
-        )
-        if apart and stored is None:
+        apart = saving is Saving.BESIDE and _is_kept_by_xla(made, nodes)
+        if apart:
             stop = _nearest_end(plan, start, stop, limit)
             within = inside(start, stop)
             made = [i for i in within if i in again]
@@ -171,7 +185,6 @@ def _blocks(
             frozenset(nodes[i].path for i in made if nodes[i].operation),
             frozenset(around),
             apart,
-            stored,
         )
 
 
@@ -201,74 +214,14 @@ def _kept(
     return {path: frozenset(keys) for path, keys in kept.items()}, frozenset(results)
 
 
-def _spans(
-    values: Values, again: Set[int], formats: Mapping[int, str]
-) -> Iterator[tuple[int, int]]:
-    """Yields where a block has to be: from what it makes again to what reads it.
-
-    A value that is kept in 8 bits is in one block for each section that needs it: what
-    ends a section is in no block.
-    """
+def _spans(values: Values, again: Set[int]) -> Iterator[tuple[int, int]]:
+    """Yields where a block has to be: from what it makes again to what reads it."""
     for at in values.derived:
         yield at, at + 1
     for i in again:
         node = values.nodes[i]
         read = (at for at, use in node.uses if use == NEEDED or use in again)
         yield node.position, max(read, default=node.position) + 1
-    sections = _sections(values)
-    for i in formats:
-        node = values.nodes[i]
-        reads: dict[int, list[int]] = {}
-        for at, use in node.uses:
-            if use == NEEDED or use in again:
-                reads.setdefault(sections[at], []).append(at)
-        for section, found in reads.items():
-            is_made_here = node.path and sections[node.position] == section
-            yield node.position if is_made_here else min(found), max(found) + 1
-
-
-class _Storing:
-    """What blocks keep, and what they read, if some of it is kept in 8 bits."""
-
-    def __init__(
-        self,
-        values: Values,
-        again: Set[int],
-        there: Sequence[bool],
-        cut: Cut,
-        formats: Mapping[int, str],
-    ):
-        self._nodes, self._cut, self._formats = values.nodes, cut, formats
-        # What is made again where, or is needed there, reads these.
-        self._read_at: dict[int, list[int]] = {}
-        for i, node in enumerate(values.nodes):
-            for at, use in node.uses:
-                if use == NEEDED or use in again or there[use]:
-                    self._read_at.setdefault(at, []).append(i)
-        self._keys: dict[int, list[Key]] = {}
-        for var, i in values.held.items():
-            self._keys.setdefault(i, []).append((var, values.nodes[i].dtype))
-        for key, i in values.casts.items():
-            self._keys.setdefault(i, []).append(key)
-
-    def of(self, start: int, stop: int, inside: Sequence[int]) -> Stored | None:
-        """Returns what a block keeps if some of it is in 8 bits; else None."""
-        read = dict.fromkeys(
-            i for at in range(start, stop) for i in self._read_at.get(at, ())
-        )
-        made: dict[Path, dict[Key, str | None]] = {}
-        for i in inside:
-            if self._cut.kept[i] and i in read:
-                node = self._nodes[i]
-                made.setdefault(node.path[:-1], {})[node.key] = self._formats.get(i)
-        entering = {
-            key: self._formats[i]
-            for i in read
-            if i in self._formats and not start <= self._nodes[i].position < stop
-            for key in self._keys.get(i, ())
-        }
-        stores = entering or any(any(row.values()) for row in made.values())
-        return Stored(made, entering) if stores else None
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -11,20 +11,15 @@ from jmp_amp.plan.program import jaxprs, source_code
 from jmp_amp.plan.program.jaxprs import Eqn, aval_of
 from jmp_amp.plan.tables.operations import (
     OPERATIONS,
-    Cost,
     Kind,
     Role,
     Saves,
     is_made_again,
-    kind_of,
-    role_of,
 )
 from jmp_amp.policies.dtypes import F32
 
 # What the plan keeps has this name. No policy of a user asks for it.
 KEPT = "jmp_amp.kept"
-# The 8 bits of it, and their scales, if it is kept in 8 bits.
-KEPT_IN_8_BITS = "jmp_amp.kept_in_8_bits"
 # Functions of JAX whose rule, see `custom_jvp_rules`, needs the result alone and names
 # it `KEPT`.
 OF_RESULT = frozenset(("relu",))
@@ -76,34 +71,6 @@ def is_of_result(eqn: Eqn) -> bool:
     )
 
 
-def keeps_operands(eqn: Eqn) -> bool:
-    """Whether the derivative of an operation is made of its operands where it runs.
-
-    That of a sort needs the order that it found, and that of linear algebra factors.
-    JAX lowers a linear function apart from its `shard_map`, where it has no rule for
-    what places data or sends it to other devices.
-    """
-    operation = OPERATIONS.get(eqn.primitive.name)
-    if operation is None:
-        return False
-    if operation.row.cost is Cost.BOUND and eqn.primitive.name != "name":
-        return False
-    if operation.kind is Kind.REDUCTION:
-        return operation.row.saves is Saves.NOTHING
-    return operation.kind in (Kind.PRODUCT, Kind.MOVE)
-
-
-def compares(eqn: Eqn) -> bool:
-    """Whether an equation, or what it calls, compares elements with one another."""
-    inner = jaxprs.inner_bodies(eqn)
-    if inner:
-        return any(map(compares, inner[0].body.jaxpr.eqns))
-    name = eqn.primitive.name
-    if kind_of(name) is Kind.SELECTION:
-        return name != "neg" and role_of(name) is not Role.CHOOSES
-    return kind_of(name) is Kind.COMPARISON
-
-
 class Needs(NamedTuple):
     """What the derivative of an equation needs.
 
@@ -128,8 +95,8 @@ def needs_of(eqn: Eqn, planned: EquationPlan, active: Sequence[bool]) -> Needs:
     """
     floats = [i for i, v in enumerate(eqn.invars) if jaxprs.is_floating(v)]
     others = [i for i in range(len(eqn.invars)) if i not in floats]
-    if planned.rewrite is not None and planned.rewrite.shared:
-        return Needs()  # It keeps what the rewrite made of its operands.
+    if planned.rewrite is not None and planned.rewrite.fp8 is not None:
+        return Needs()  # It keeps its operands in 8 bits.
     operation = OPERATIONS.get(eqn.primitive.name)
     if operation is None:
         return Needs([*others, *floats], True)

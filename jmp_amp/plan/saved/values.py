@@ -18,24 +18,19 @@ from jmp_amp.plan.choose.held import Held
 from jmp_amp.plan.dataflow.values import Origin, Trait
 from jmp_amp.plan.plan import EquationPlan, Key, Plan
 from jmp_amp.plan.program import jaxprs
-from jmp_amp.plan.program.dimensions import elements_of, is_larger
+from jmp_amp.plan.program.dimensions import elements_of
 from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Var, aval_of
 from jmp_amp.plan.saved.needs import (
     Needs,
     Part,
-    compares,
     is_cheap,
     is_of_result,
-    keeps_operands,
     needs_of,
     part_of,
 )
 from jmp_amp.policies.dtypes import is_half
-from jmp_amp.policies.saved_words import EIGHT_BITS
 
 Path = tuple[int, ...]
-# What has fewer is kept as it is.
-_LEAST_ELEMENTS = 2**13
 # A use by the derivative; any other use is the node that is made of the value.
 NEEDED = -1
 
@@ -61,10 +56,6 @@ class Node:
       is_written: the forward pass writes it to memory anyway: what cannot be made again
         reads it, or more than one equation.
       keeps_result: the derivative of the operation that makes it reads it.
-      decides: what makes it compares elements, as a softmax or a `relu` does.
-      is_exact: it is made of a value whose elements are compared: an error of the
-        scores of a softmax is one of the exponent, and one of a `relu` is a slope.
-      words: what the policies of the equations that make it and read it say is kept.
       crosses: it could be made again, but another section reads it.
       uses: where it is read, among the equations at the top, and for what.
     """
@@ -84,9 +75,6 @@ class Node:
     is_written: bool = False
     keeps_result: bool = False
     crosses: bool = False
-    decides: bool = False
-    is_exact: bool = False
-    words: set[str] = dataclasses.field(default_factory=set)
     uses: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
     @property
@@ -97,23 +85,6 @@ class Node:
     @property
     def is_needed(self) -> bool:
         return any(use == NEEDED for _, use in self.uses)
-
-    @property
-    def eight_bits(self) -> str | None:
-        """In which format of 8 bits it may be kept; None is as it is.
-
-        8 bits are for activations in half. What is small, or alive anyway, gains
-        nothing. What has a name stays as the user named it.
-        """
-        (word,) = self.words if len(self.words) == 1 else [None]
-        if word not in EIGHT_BITS or not is_half(self.dtype) or not self.is_active:
-            return None
-        if self.is_free or self.anyway or self.is_exact or self.operation == "name":
-            return None
-        shape = aval_of(self.key[0]).shape
-        count = elements_of(shape)
-        is_large = is_larger(count, _LEAST_ELEMENTS - 1, unless_known=True)
-        return word if is_large and len(shape) >= 2 else None
 
 
 class _Facts(NamedTuple):
@@ -154,8 +125,6 @@ class Values:
       ends: the equations at the top that end a section.
       derived: the equations at the top whose derivative keeps a function of what it
         needs, so that it has to be made again.
-      held: the node of each variable of the body itself.
-      casts: the nodes of their casts that are shared.
     """
 
     def __init__(self, flow: Flow, plan: Plan, held: Held, in_loop: bool):
@@ -164,7 +133,6 @@ class Values:
         self.ends: list[int] = []
         self.derived: list[int] = []
         self._in_loop = in_loop
-        self._in_eight_bits = _says_eight_bits(flow)
         self._read_at: dict[int, int] = {}  # where each was read first
         body = _Body(flow, plan, (), {}, {})
         jaxpr = flow.body.jaxpr
@@ -181,21 +149,6 @@ class Values:
         self._through(body)
         for atom, dtype in zip(jaxpr.outvars, plan.outputs, strict=True):
             self._read(body, atom, dtype, (len(jaxpr.eqns),))
-        self.held, self.casts = body.held, body.casts
-        if self._in_eight_bits:
-            self._mark_exact()
-
-    def _mark_exact(self) -> None:
-        """Marks what is compared, and what that is made of element by element."""
-        for node in reversed(self.nodes):
-            size = node.size // getattr(node.dtype, "itemsize", 4)
-            for _, use in node.uses:
-                if use == NEEDED:
-                    continue
-                made = self.nodes[use]
-                made_size = made.size // getattr(made.dtype, "itemsize", 4)
-                along = made.again and made.is_exact and made_size == size
-                node.is_exact |= made.decides or along
 
     def _add(self, node: Node) -> int:
         self.nodes.append(node)
@@ -267,13 +220,6 @@ class Values:
         moves = any(active) and eqn.primitive.name != "stop_gradient"
         needs = _needs(call, active, part) if moves else Needs()
         again = part is not Part.END and word != "all" and is_cheap(eqn)
-        if self._in_eight_bits and moves:
-            # It is differentiated where it is made again. Neither its result of before
-            # nor what it found of its operands, such as their signs, is at hand.
-            if again and (needs.results or compares(eqn)):
-                needs = Needs(range(len(read)), derives=True)
-            elif not again and not keeps_operands(eqn):
-                part = Part.END
         keeps = word == "all" or part is Part.END
         # What a product reads is written, and kept for its derivative.
         keeps = keeps or (word == "auto" and not again and not self._in_loop)
@@ -289,7 +235,6 @@ class Values:
             self.nodes[n].is_operand |= not again
         for n in operands:
             self._is_read(n, top, not again)
-            self.nodes[n].words.add(word)
         facts = _Facts(path, eqn.primitive.name, again, moves)
         results = [
             self._result(facts, var, made, kept, operands)
@@ -302,11 +247,6 @@ class Values:
                 self.nodes[made].uses.append((top, NEEDED))
                 self.nodes[made].anyway |= keeps
                 self.nodes[made].keeps_result = again
-        decides = self._in_eight_bits and compares(eqn)
-        for made, kept in results:
-            self.nodes[made].decides = decides
-            self.nodes[made].words.add(word)
-            self.nodes[kept].words.add(word)
         return [kept for _, kept in results]
 
     def _result(
@@ -393,16 +333,6 @@ def _needs(call: _Call, active: Sequence[bool], part: Part) -> Needs:
             for i, each in zip(operands, plan.needs or (), strict=False):
                 needed[i] |= each
     return Needs([i for i, each in enumerate(needed) if each])
-
-
-def _says_eight_bits(flow: Flow) -> bool:
-    """Whether a policy in a body, or in a helper that it calls, says 8 bits."""
-    return any(
-        step.region.saved in EIGHT_BITS
-        or (part_of(eqn) is Part.HELPER and any(map(_says_eight_bits, step.flows)))
-        for eqn, step in zip(flow.body.jaxpr.eqns, flow.steps, strict=True)
-        if jaxprs.runs(eqn)
-    )
 
 
 def _size(atom: Atom, dtype: np.dtype | None) -> tuple[int, np.dtype | None]:
