@@ -29,7 +29,7 @@ policies:
   - policy
   - policy_map two_calls
 plan:
-  - program[python_stack jaxprs cpu_target scope_text
+  - program[jaxprs cpu_target scope_text
       | source_code regions dimensions constructs meshes | binding]
   - tables[operations | rules]
   - dataflow[solver constants made | dead_code gelus values signs
@@ -41,11 +41,11 @@ plan:
   - choose[modes | records uses | flows pins | trade_offs solver_loops derivatives
       | choosing | decision_cache | choices demands | held]
   - plan
-  - saved[needs cut alike | values | blocks] walk
+  - saved[needs cut | values | blocks] walk
   - planner
 transform:
   - scopes closures refusals successors marking functions custom_jvp_rules
-    stored_blocks unused_names layer_dtypes
+    unused_names layer_dtypes
   - nnx_modules outputs
   - linen_modules
   - markers calls derivatives widened blocks

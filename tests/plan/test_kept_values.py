@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +22,7 @@ from tests.plan.layers import (
     gated,
     gelu_layer,
     kept,
+    norm,
     policy,
     scanned,
     unrolled,
@@ -398,6 +400,36 @@ def test_a_block_ends_where_the_fewest_elements_leave_it():
     # Else its cotangent, one number, would be written out for each term of the sum.
     assert leaving(mean) == [{()}]
     assert leaving(product) == leaving(both) == [{(1024, 1024)}]
+
+
+@pytest.mark.parametrize("word", ["auto", "least"])
+def test_a_deep_network_is_cut_between_layers(word):
+    def layer(x, w):
+        return x + jax.nn.gelu(norm(x) @ w) @ w.T
+
+    ws, residuals = [w for w in W for _ in range(12)], functools.partial(run, layer)
+    lengths = [
+        len(e.params["jaxpr"].eqns)
+        for e in equations(jax.make_jaxpr(autocast(residuals, word))(ws, X).jaxpr)
+        if e.primitive.name in ("checkpoint", "remat2")
+    ]
+    # The casts of the plan are equations too. As one block, tracing is quadratic.
+    assert len(lengths) > 4 and max(lengths) < 400
+    # What crosses is the stream between two layers, of which either is kept.
+    few, many = (
+        sum(each.size for each in kept(autocast(residuals, word), ws[:n], X))
+        for n in (12, 36)
+    )
+    assert many <= 3 * few
+    made = [
+        exact(jax.value_and_grad(autocast(residuals, each)), ws, X)
+        for each in ("all", word)
+    ]
+    chex.assert_trees_all_equal(*made)
+
+
+def run(layer, ws, x):
+    return jnp.mean(functools.reduce(layer, ws, x) ** 2)
 
 
 @pytest.mark.breadth(1)
