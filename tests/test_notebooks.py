@@ -504,7 +504,7 @@ def test_coming_from_does_what_the_other_systems_do():
     assert flax[0] == ["[1. 1.] 32768.0", "[0.   0.75] 1.25"]
     assert flax[1] == ["bfloat16", "[1.001 1.001]"]
     # One product of three is as wide as blocks of 16 are, and no output.
-    assert fp8[0].endswith("m=fp8+backward=e4m3+scaling=rowwise; **/output: " + BF16)
+    assert fp8[0].endswith("m=fp8+backward=e4m3; **/output: " + BF16)
     assert sorted(fp8[1:]) == [
         "e4m3 x e4m3 -> bf16",
         "n = 1000 is no multiple of 16",

@@ -156,14 +156,10 @@ def forms(tiny: bool) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     def loop(x: jax.Array, ws: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
 
-    def scores(q: jax.Array, key: jax.Array) -> jax.Array:
-        return jnp.einsum("bqd,bkd->bqk", q, key)
-
     def direct(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.matmul(x, w, preferred_element_type=jnp.bfloat16)
 
     x, w, e4m3 = array(m, k), array(k, n), jnp.float8_e4m3fn
-    batched = amp.Policy(matmul=amp.Fp8(attention=True))
     return {
         "8-bit arrays multiplied": (
             direct,
@@ -174,7 +170,6 @@ def forms(tiny: bool) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "dense, bias, gelu, gradient": (first_derivative(gelu), (x, w, array(n))),
         "gelu and its input": (amp.autocast(kept_gelu, "fp8"), (x, w)),
         "scan, gradient": (first_derivative(loop), (array(m, k), array(4, k, k))),
-        "batched": (amp.autocast(scores, batched), (array(8, m, k), array(8, n, k))),
     }
 
 

@@ -2,12 +2,11 @@
 
     python examples/benchmarks/kept_for_backward.py [--model NAME ...] [--json FILE]
 
-For each model up to seven programs of one training step, in bf16 with f32 parameters:
+For each model up to five programs of one training step, in bf16 with f32 parameters:
 
   all         `amp.autocast` that keeps what the derivatives ask for; ratios are to it
   auto        the same with the least bytes in loops, elsewhere chains made again
   least       the same with the least bytes everywhere
-  int8, e4m3  the same, what is kept in half in 8 bits
   by hand     mixed precision written by hand: parameters and batch cast to bf16 before
               all else, norms, softmax and loss in f32; for a model of the zoo its twin
   checkpoint  the same, its activation in `jax.checkpoint`; not for the zoo
@@ -15,16 +14,13 @@ For each model up to seven programs of one training step, in bf16 with f32 param
 temp      temporary bytes of the step compiled for an H100, parameters donated; 4 MiB of
           them are scratch memory of cublasLt
 kept      bytes that `jax.vjp` keeps for the backward pass, before XLA recomputes any:
-          activations and bf16 copies of parameters, no arguments; of what is kept, that
-          alone which the backward pass reads
+          activations and bf16 copies of parameters, no arguments
 modelled  milliseconds of the step on an H100: see `roofline.py` for how
 kernels   how many are launched, those in loops as often as they run
 trace     CPU seconds to trace the gradient, caches emptied before, all programs in
           turns; the least of all rounds
 error     of the gradient against that in f32, |difference| / |gradient|, on the small
-          model on this CPU, operation by operation: what XLA fuses it rounds otherwise.
-          8 bits stand for arrays of 2^13 elements at least, of which a small model of
-          the zoo has few
+          model on this CPU, operation by operation: what XLA fuses it rounds otherwise
 
 Models: a GPT, a Llama and a multilayer perceptron in plain JAX, their layers in one
 loop (`_scanned`) or one by one (`_unrolled`), and models of `tests/zoo`, one by one.
@@ -63,13 +59,11 @@ from rich.table import Table
 import jmp_amp as amp
 from examples.benchmarks import compare_precision, roofline
 from jmp_amp.plan.program import jaxprs
-from jmp_amp.reports.costs import saved_for_backward
 from tests import h100, measures, zoo
 from tests.zoo.case import Loss
 
 DTYPE = "bfloat16"
-EIGHT_BITS = ("int8", "e4m3")
-WORDS = ("all", "auto", "least", *EIGHT_BITS)
+WORDS = ("all", "auto", "least")
 PROGRAMS = (*WORDS, "by hand", "checkpoint")
 OF_ZOO = ("vit", "resnet", "unet", "mamba", "moe")
 HEADS = 16
@@ -412,24 +406,6 @@ def traced_figures(loss: Loss, args: tuple[Any, Any]) -> dict[str, Any]:
     return {"kept": found.saved_bytes, "products": len(products)}
 
 
-def figures_in_8_bits(loss: Loss, args: tuple[Any, Any]) -> dict[str, Any]:
-    """Returns the bytes that `jax.vjp` keeps and the backward pass reads.
-
-    JAX keeps what forward mode reads too, which XLA leaves out. For the same reason a
-    trace has products that do not run: `flops` tells that none runs twice.
-    """
-    leaves, structure = jax.tree.flatten(args)
-    params = len(jax.tree.leaves(args[0]))
-    with_state = compare_precision.with_state(loss)
-
-    def value(*leaves: jax.Array) -> list[jax.Array]:
-        return [with_state(*jax.tree.unflatten(structure, leaves))[0]]
-
-    residuals = saved_for_backward(value, leaves, range(params))
-    # An argument as it is has no maker.
-    return {"kept": sum(each.size for each in residuals if each.makers)}
-
-
 def trace_seconds(size: Size, rounds: int) -> dict[str, float]:
     """Returns the least CPU seconds that the gradient of each program is traced in."""
     args = size.abstract()
@@ -510,9 +486,7 @@ def figures_of(
     with jax.numpy_rank_promotion("allow"):
         args = model.large.abstract()
         rows: dict[str, dict[str, Any]] = {
-            name: (figures_in_8_bits if name in EIGHT_BITS else traced_figures)(
-                loss, args
-            )
+            name: traced_figures(loss, args)
             for name, loss in model.large.programs().items()
         }
         if gpu:

@@ -4,7 +4,7 @@
     python examples/benchmarks/train_on_gpu.py --policy fp8
 
 The second is another session, with options of its own: see `fp8_on_gpu.py`. In the
-first, for each model, eight programs of one training step with random weights and data:
+first, for each model, seven programs of one training step with random weights and data:
 
   f32_tf32     the unchanged model in f32, its products in TF32 where there is TF32
   f32_highest  the same with products in true f32
@@ -12,7 +12,7 @@ first, for each model, eight programs of one training step with random weights a
   autocast     `amp.autocast` of the unchanged model
   f16_scaled   `amp.autocast` in f16 with dynamic loss scaling, whatever `--dtype` is
   saved_all    `autocast` that keeps for the backward pass all that JAX would keep,
-               `amp.Policy(saved="all")`; `saved_least`, `saved_int8`: that policy
+               `amp.Policy(saved="all")`; `saved_least`: that policy
 
 steps/s  of the median round, with the slowest and the fastest one. Programs that fit on
          the device together are timed in turns: a round of each, then the next round
@@ -73,7 +73,7 @@ import jmp_amp as amp
 from tests.zoo import language, vision
 from tests.zoo.case import Case
 
-SAVED = {"saved_all": "all", "saved_least": "least", "saved_int8": "int8"}
+SAVED = {"saved_all": "all", "saved_least": "least"}
 PROGRAMS = ("f32_tf32", "f32_highest", "twin", "autocast", "f16_scaled", *SAVED)
 # XLA's default is TF32 where there is TF32. JAX's "tensorfloat32" asks XLA for "high",
 # at which cuBLAS multiplies in TF32 too, but kernels that XLA writes itself do not:

@@ -25,24 +25,24 @@ class Quantised(NamedTuple):
         return self.q.astype(F64) * self.scale.astype(F64)
 
 
-def scale_of(x: Any, dtype: np.dtype, power_of_2: bool, axis: Any) -> np.ndarray:
-    """The scale as f32: of the largest magnitude, 1 where that is 0 or not finite."""
-    largest = np.max(np.abs(np.asarray(x, F32)), axis=axis, keepdims=axis is not None)
+def scale_of(x: Any, dtype: np.dtype) -> np.ndarray:
+    """The scale as f32: of the largest magnitude, 1 where that is 0 or not finite.
+
+    It is rounded up to a power of two.
+    """
+    largest = np.max(np.abs(np.asarray(x, F32)))
     limit = F32.type(ml_dtypes.finfo(dtype).max)
     scale = np.maximum(largest / limit, np.finfo(F32).tiny)
-    if power_of_2:
-        fraction, exponent = np.frexp(scale)  # 0.5 <= fraction < 1
-        scale = np.ldexp(F32.type(1), exponent - (fraction == 0.5))
+    fraction, exponent = np.frexp(scale)  # 0.5 <= fraction < 1
+    scale = np.ldexp(F32.type(1), exponent - (fraction == 0.5))
     usable = np.isfinite(largest) & (largest > 0)
     return np.where(usable, scale, 1).astype(F32)
 
 
-def quantised(
-    x: Any, dtype: np.dtype = E4M3, power_of_2: bool = True, axis: Any = None
-) -> Quantised:
+def quantised(x: Any, dtype: np.dtype = E4M3) -> Quantised:
     """x in 8 bits: divided in f32, clipped, rounded to nearest even."""
     x = np.asarray(x, F32)
-    scale = scale_of(x, dtype, power_of_2, axis)
+    scale = scale_of(x, dtype)
     limit = F32.type(ml_dtypes.finfo(dtype).max)
     return Quantised(np.clip(x / scale, -limit, limit).astype(dtype), scale)
 
@@ -60,26 +60,12 @@ class Linear(NamedTuple):
     dw: np.ndarray
 
 
-def linear(
-    x: Any,
-    w: Any,
-    g: Any,
-    backward: np.dtype = E5M2,
-    power_of_2: bool = True,
-    by_row: bool = False,
-) -> Linear:
+def linear(x: Any, w: Any, g: Any, backward: np.dtype = E5M2) -> Linear:
     """A product of x[m, k] and w[k, n] with the cotangent g[m, n], all as bf16."""
     x, w, g = half(x), half(w), half(g)
-    left = quantised(x, E4M3, power_of_2, 1 if by_row else None)
-    right = quantised(w, E4M3, power_of_2, 0 if by_row else None)
-    y = left.exact() @ right.exact()
-    if by_row:
-        # The backward products sum along other axes: one scale, of what was restored.
-        left, right = (
-            quantised(half(each.exact()), E4M3, power_of_2) for each in (left, right)
-        )
-    cotangent = quantised(g, backward, power_of_2).exact()
-    return Linear(y, cotangent @ right.exact().T, left.exact().T @ cotangent)
+    left, right = quantised(x).exact(), quantised(w).exact()
+    cotangent = quantised(g, backward).exact()
+    return Linear(left @ right, cotangent @ right.T, left.T @ cotangent)
 
 
 def relative_error(found: Any, expected: np.ndarray) -> float:

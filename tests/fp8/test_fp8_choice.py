@@ -60,7 +60,7 @@ PRODUCTS = {
         jnp.matmul,
         (aval(4, M, K), aval(4, K, N)),
         "bf16",
-        "batched: attention=True of Fp8 takes it",
+        "batched: such products run in bf16",
     ),
     "convolution": (
         convolution,
@@ -134,16 +134,6 @@ def test_a_side_below_min_size_is_bf16(side, arrays):
     ]
     at_size = amp.Policy(matmul=amp.Fp8(min_size=16))
     assert reasons(jnp.dot, *arrays, policy=at_size) == [E4M3]
-
-
-def test_attention_takes_batched_products_of_a_fitting_size():
-    policy = amp.Policy(matmul=amp.Fp8(attention=True))
-    q = aval(2, 4, 16, 32)
-    scores = lambda q, k: jnp.einsum("bhqd,bhkd->bhqk", q, k)  # noqa: E731
-    assert reasons(scores, q, q, policy=policy) == [E4M3]
-    narrow = aval(2, 4, 16, 8)
-    found = reasons(scores, narrow, narrow, policy=policy)
-    assert found == [f"k = 8{NO_MULTIPLE}"]
 
 
 def test_a_product_that_does_not_fit_is_that_of_mixed_bfloat16():
@@ -348,8 +338,8 @@ def test_totals_count_products_operations_and_arrays():
     total = report.total
     assert (total.matmuls, total.matmuls_in_half, total.fp8_matmuls) == (3, 3, 2)
     assert total.fp8_flops == 2 * (2 * M * K * N)
-    # x and w, each once for both.
-    assert total.quantisations == 2
+    # x and w, for each of both.
+    assert total.quantisations == 4
     assert [(p.reason, p.equations) for p in report.products] == [
         (E4M3, 2),
         (f"n = 17{NO_MULTIPLE}", 1),

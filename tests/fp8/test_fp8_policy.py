@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import itertools
 import pickle
 import re
 from collections import Counter
@@ -22,20 +21,14 @@ E4M3 = "e4m3 x e4m3 -> bf16"
 # Each field with a value that is not its default.
 SETTINGS = {
     "backward": "e4m3",
-    "scaling": "rowwise",
-    "power_of_2": False,
     "fast_accumulation": False,
     "min_size": 64,
-    "attention": True,
 }
 fp8s = st.builds(
     amp.Fp8,
     backward=st.sampled_from(["e4m3", "e5m2"]),
-    scaling=st.sampled_from(["current", "rowwise"]),
-    power_of_2=st.booleans(),
     fast_accumulation=st.booleans(),
     min_size=st.integers(1, 10**6).map(lambda n: 16 * n),
-    attention=st.booleans(),
 )
 
 
@@ -54,11 +47,8 @@ def test_defaults_are_those_of_the_field():
     assert dataclasses.asdict(amp.Fp8()) == {
         "forward": "e4m3",
         "backward": "e5m2",
-        "scaling": "current",
-        "power_of_2": True,
         "fast_accumulation": True,
         "min_size": 16,
-        "attention": False,
     }
     assert SETTINGS.keys() | {"forward"} == dataclasses.asdict(amp.Fp8()).keys()
 
@@ -239,7 +229,6 @@ REFUSED = {
     "unknown forward": (lambda: amp.Fp8(forward="e3m4"), "'e3m4'", "e4m3, e5m2"),
     "unknown backward": (lambda: amp.Fp8(backward="fp8"), "'fp8'", "e4m3, e5m2"),
     "fnuz": (lambda: amp.Fp8(backward="e4m3fnuz"), "'e4m3fnuz'", "e4m3, e5m2"),
-    "delayed": (lambda: amp.Fp8(scaling="delayed"), "'delayed'", "current, rowwise"),
     "min_size 0": (lambda: amp.Fp8(min_size=0), "min_size=0", "16"),
     "min_size 8": (lambda: amp.Fp8(min_size=8), "min_size=8", "16"),
     "min_size 24": (lambda: amp.Fp8(min_size=24), "min_size=24", "16"),
@@ -260,13 +249,12 @@ TEXTS = {
     "m=fp8": ("m=fp8", "p=f32,c=bf16,o=f32,m=fp8"),
     "c=bf16,m=fp8+backward=e3m4": ("'e3m4'", "e4m3, e5m2"),
     "c=bf16,m=fp8+forward=e5m2": ("e5m2", "e4m3"),
-    "c=bf16,m=fp8+scaling=delayed": ("'delayed'", "current, rowwise"),
     "c=bf16,m=fp8+min_size=8": ("min_size=8", "16"),
     "c=bf16,m=fp8+min_size=big": ("'big'", "min_size=64"),
     "c=bf16,m=fp8+min_size=-16": ("'-16'", "min_size=64"),
-    "c=bf16,m=fp8+attention=yes": ("'yes'", "attention=true"),
-    "c=bf16,m=fp8+amax=3": ("'amax'", "backward, scaling, power_of_2"),
-    "c=bf16,m=fp8+attention=true+attention=true": ("'attention'", "once"),
+    "c=bf16,m=fp8+fast_accumulation=yes": ("'yes'", "fast_accumulation=true"),
+    "c=bf16,m=fp8+amax=3": ("'amax'", "backward, fast_accumulation, min_size"),
+    "c=bf16,m=fp8+min_size=32+min_size=32": ("'min_size'", "once"),
     "c=bf16,m=int8": ("'int8'", "fp8"),
     "c=bf16,m=": ("''", "fp8"),
     "c=bf16,m=fp8,m=fp8": ("m=", "once"),
@@ -292,9 +280,9 @@ def test_text_that_cannot_be_is_refused_by_name_with_what_can(text):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *itertools.product(
-            ("power_of_2", "fast_accumulation", "attention"), (1, "yes", None)
-        ),
+        ("fast_accumulation", 1),
+        ("fast_accumulation", "yes"),
+        ("fast_accumulation", None),
         ("min_size", 32.0),
         ("min_size", "32"),
         ("min_size", True),
@@ -303,6 +291,25 @@ def test_text_that_cannot_be_is_refused_by_name_with_what_can(text):
 def test_a_setting_of_another_type_is_refused(field, value):
     with pytest.raises(TypeError, match=re.escape(f"{field}={value!r}")):
         amp.Fp8(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("scaling", "rowwise", "each array has one scale"),
+        ("power_of_2", False, "scales are powers of two"),
+        ("attention", True, "products with batch dimensions run in bf16"),
+    ],
+)
+def test_an_option_that_is_gone_is_refused_with_the_reason(field, value, why):
+    message = f"Fp8({field}={value!r}): this option is gone: {why}. Leave it out."
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        amp.Fp8(**{field: value})
+    text = f"c=bf16,m=fp8+{field}={value}".lower()
+    with pytest.raises(ValueError) as raised:
+        amp.get_policy(text)
+    assert f"{field!r} of fp8 is gone: {why}. Leave it out." in str(raised.value)
+    assert f'get_policy("{text}")' in str(raised.value)
 
 
 @pytest.mark.parametrize("given", [True, "fp8", "e4m3", jnp.float8_e4m3fn])

@@ -19,9 +19,7 @@ from examples.benchmarks import roofline
 from tests import h100
 
 FILE = Path(kept_for_backward.__file__).parent / "results" / "kept_for_backward.json"
-EXACT = ("all", "auto", "least")
-EIGHT_BITS = ("int8", "e4m3")
-WORDS = (*EXACT, *EIGHT_BITS)
+WORDS = ("all", "auto", "least")
 BY_HAND = ("by hand", "checkpoint")
 PLAIN = tuple(
     f"{name}_{suffix}"
@@ -30,8 +28,6 @@ PLAIN = tuple(
 )
 OF_ZOO = ("vit", "resnet", "unet", "mamba", "moe")
 LOOPS = ("gpt_scanned", "llama_scanned")
-# The most memory that a step needs in 8 bits, of what it needs if all is kept.
-IN_8_BITS = {"gpt_scanned": 0.32, "llama_scanned": 0.38, "mlp_unrolled": 0.5}
 # The most memory and modelled time that a step of unrolled layers needs under "auto".
 AUTO = {"mlp_unrolled": (0.8, 0.98), "gpt_unrolled": (0.91, 0.98)}
 TRACED = {"kept", "products", "trace", "error"}
@@ -40,10 +36,6 @@ EPS = float(jnp.finfo(jnp.float32).eps)
 
 def committed() -> dict[str, dict[str, Any]]:
     return json.loads(FILE.read_text())["models"]
-
-
-def traced_of(program: str) -> set[str]:
-    return TRACED - {"products"} if program in EIGHT_BITS else TRACED
 
 
 def printed(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
@@ -234,7 +226,7 @@ class TestArguments:
         assert rows["all"]["kept"] > rows["auto"]["kept"] > rows["least"]["kept"]
         shown = capsys.readouterr().out
         for program, figures in rows.items():
-            assert figures.keys() == traced_of(program)
+            assert figures.keys() == TRACED
             assert all(value > 0 for value in figures.values())
             assert f"│ {program}" in shown
             assert f"{figures['kept'] / rows['all']['kept']:.3f}x" in shown
@@ -265,11 +257,6 @@ def assert_auto_needs_less(name: str, rows: dict[str, dict[str, Any]]) -> None:
         assert kept_for_backward.ratios(rows, figure)["auto"] <= most
 
 
-def assert_8_bits_need_less(name: str, rows: dict[str, dict[str, Any]]) -> None:
-    for word in EIGHT_BITS:
-        assert kept_for_backward.ratios(rows, "temp")[word] <= IN_8_BITS[name]
-
-
 def assert_least_needs_less(rows: dict[str, dict[str, Any]]) -> None:
     assert rows["least"]["temp"] <= rows["auto"]["temp"]
 
@@ -287,11 +274,7 @@ def test_figures_are_those_that_are_committed_and_keep_the_bounds(name):
     for word, loss in size.programs().items():
         if word in WORDS:
             with jax.numpy_rank_promotion("allow"):
-                here[word] = (
-                    kept_for_backward.traced_figures(loss, args)
-                    if word in EXACT
-                    else {}
-                )
+                here[word] = kept_for_backward.traced_figures(loss, args)
                 here[word] |= h100.figures(
                     compare_precision.training_step(loss),
                     *args,
@@ -301,10 +284,8 @@ def test_figures_are_those_that_are_committed_and_keep_the_bounds(name):
             for figure, value in here[word].items():
                 # Another version of the compiler lays it out by a little otherwise.
                 np.testing.assert_allclose(value, there[word][figure], rtol=0.05)
-    assert len({here[word]["products"] for word in EXACT}) == 1
+    assert len({here[word]["products"] for word in WORDS}) == 1
     assert len({here[word]["flops"] for word in WORDS}) == 1
-    if name in IN_8_BITS:
-        assert_8_bits_need_less(name, here)
     if name in AUTO:
         assert_auto_needs_less(name, here)
     if name in LOOPS:
