@@ -33,7 +33,7 @@ from jmp_amp.plan.tables.operations import Also, Role, named, role_of
 _BARRIER_BYTES = 3 * 2**19
 _ONCE = named(Also.ONCE)
 # JAX goes through all equations of a block for each value that it keeps.
-_LONGEST = 200
+_LONGEST = 256
 
 
 class Saving(enum.Enum):
