@@ -220,7 +220,7 @@ def train(
         int(metrics["skipped_total"]),
         float(metrics["scale"]),
         (matmuls.matmuls_in_half, matmuls.matmuls),
-        (saved.saved_without, without.saved_without),
+        (saved.saved, without.saved),
     )
 
 

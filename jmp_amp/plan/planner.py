@@ -78,7 +78,7 @@ def plan_program(
     region = outermost(policy, cpu, entries, norms)
     argument = Known(Origin.FREE, None, region, frozenset((Trait.PARAMETER,)))
     outputs = [
-        _returned(v, state, policy)
+        returned_dtype(v, state, policy)
         for v, state in zip(body.jaxpr.outvars, states, strict=True)
     ]
     reads = [
@@ -137,7 +137,9 @@ def plan_derivative_rule(
     )
 
 
-def _returned(atom: Atom, state: np.dtype | None, policy: Policy) -> np.dtype | None:
+def returned_dtype(
+    atom: Atom, state: np.dtype | None, policy: Policy
+) -> np.dtype | None:
     """Returns the dtype of an output of the program; None if it is never cast."""
     traced = traced_dtype(atom)
     if traced == F32 and state is None:

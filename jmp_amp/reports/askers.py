@@ -1,4 +1,4 @@
-"""Who asks for half precision: the policy, the program, or an autocast inside of it.
+"""Who asks for half precision: the policy, or the program itself.
 
 What is in half whatever the policy says `explain` counts; `diagnose` and `tune` tell
 what to do about it.
@@ -18,13 +18,11 @@ from jmp_amp.reports.rows import Asked, Equation
 from jmp_amp.reports.tables import file_name, listed
 
 PROGRAM = "the program itself"
-# Before the policy of that autocast, `"an autocast inside, p=f32,c=f16,o=f32"`.
-AUTOCAST = "an autocast inside"
 _MOVES = named(Also.ONE_EACH)
 
 
 def asked_for(
-    row: Equation, eqn: Eqn, planned: EquationPlan, inside: str | None
+    row: Equation, eqn: Eqn, planned: EquationPlan, by_policy: bool
 ) -> Equation:
     """Returns the row of an equation, and who asks for half precision there.
 
@@ -32,20 +30,14 @@ def asked_for(
       row: the row.
       eqn: its equation.
       planned: its plan.
-      inside: as `scopes.decided_inside` tells.
+      by_policy: whether it was traced in the dtypes of the policy.
     """
-    if not _is_half(row):
-        return row
-    if inside:
-        by = f"{AUTOCAST}, {inside}"
-    elif inside is None and _is_traced_in_half(eqn):
-        by = PROGRAM
-    else:
+    if not _is_half(row) or by_policy or not _is_traced_in_half(eqn):
         return row
     # What a call is that runs as traced, or why a product is not fp8, says more.
     if not (row.is_opaque or (row.matmuls and not _is_by_table(planned))):
-        row = dataclasses.replace(row, reason=f"asked for by {by}")
-    return dataclasses.replace(row, asked_by=by)
+        row = dataclasses.replace(row, reason=f"asked for by {PROGRAM}")
+    return dataclasses.replace(row, asked_by=PROGRAM)
 
 
 def _is_half(row: Equation) -> bool:
@@ -74,46 +66,30 @@ def _is_traced_in_half(eqn: Eqn) -> bool:
 
 
 def by_asker(equations: Sequence[Equation]) -> tuple[Asked, ...]:
-    """Returns what is in half without the policy, in the order of the program."""
-    groups: dict[str, list[Equation]] = {}
-    for each in equations:
-        if each.asked_by:
-            groups.setdefault(each.asked_by, []).append(each)
-    return tuple(
-        Asked(
-            by,
-            sum(each.is_in_half for each in group),
-            sum(each.matmuls_in_half for each in group),
-            sum(each.flops_in_half for each in group),
-            tuple(dict.fromkeys(each.module for each in group)),
-            tuple(dict.fromkeys(each.source for each in group if each.source)),
-        )
-        for by, group in groups.items()
+    """Returns what is in half without the policy; empty if nothing is."""
+    own = [each for each in equations if each.asked_by]
+    found = Asked(
+        PROGRAM,
+        sum(each.is_in_half for each in own),
+        sum(each.matmuls_in_half for each in own),
+        sum(each.flops_in_half for each in own),
+        tuple(dict.fromkeys(each.module for each in own)),
+        tuple(dict.fromkeys(each.source for each in own if each.source)),
     )
+    return (found,) if own else ()
 
 
-def own_dtypes(rows: Sequence[Equation], call: str) -> Iterator[str]:
-    """Yields what no policy decides that is given to a function, and what to do.
-
-    `call` is how to call it, `diagnose(fn, {})` with the policy for `{}`.
-    """
+def own_dtypes(rows: Sequence[Equation]) -> Iterator[str]:
+    """Yields what no policy decides that is given to a function, and what to do."""
+    if all(_copies(row) for row in rows if row.asked_by):
+        return
     for each in by_asker(rows):
-        if is_inside(each.by):
-            policy = each.by.partition(", ")[2]
-            yield (
-                f"An autocast inside of the function has in half {_many(each)}, by its "
-                f"own policy {policy}. No policy that is given here reaches that. "
-                f"Pass the function without that autocast: {call.format(repr(policy))}."
-            )
-    own = [row for row in rows if row.asked_by and not is_inside(row.asked_by)]
-    if not all(_copies(row) for row in own):
-        for each in by_asker(own):
-            yield (
-                f"The program itself asks for half precision in {_many(each)}. That is "
-                "half in the f32 run too, so its error does not show, and no policy "
-                "reaches it. Remove dtype=, astype and half arrays there, and give the "
-                "policy instead."
-            )
+        yield (
+            f"The program itself asks for half precision in {_many(each)}. That is "
+            "half in the f32 run too, so its error does not show, and no policy "
+            "reaches it. Remove dtype=, astype and half arrays there, and give the "
+            "policy instead."
+        )
 
 
 def _copies(row: Equation) -> bool:
@@ -121,11 +97,6 @@ def _copies(row: Equation) -> bool:
     # A cast alone rounds.
     is_cast = row.operation == "convert_element_type"
     return is_cast or row.operation in _MOVES or kind_of(row.operation) is Kind.MOVE
-
-
-def is_inside(asked_by: str) -> bool:
-    """Whether an autocast inside of the function asks for half precision."""
-    return asked_by.startswith(AUTOCAST)
 
 
 def _many(asked: Asked) -> str:

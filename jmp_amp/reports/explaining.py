@@ -34,7 +34,8 @@ def explain(
     of every operation and why, with its source line; the casts; the operations of
     matrix products in half precision; and the bytes kept for the backward pass. What
     the numbers do under this plan, `diagnose` measures. `Report.asked` is what is in
-    half whatever the policy says: for an autocast inside of `fn`, or for `fn` itself.
+    half whatever the policy says. An autocast inside of `fn`, or one that `fn` is, is
+    part of the plan: it has its own policy, as what `with_policy` marks.
 
     Args:
       fn: a function of pytrees, as `autocast` takes it.

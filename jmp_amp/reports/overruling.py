@@ -24,8 +24,8 @@ def how_to_overrule(row: Equation, eqn: Eqn) -> str:
         )
     if row.asked_by:
         return (
-            "To overrule it: the program asks for it; remove its dtype=, astype, half "
-            "array or autocast inside."
+            "To overrule it: the program asks for it; remove its dtype=, astype or "
+            "half array."
         )
     if row.from_policy:
         return f"To overrule it: take {row.decided_by!r} out of the policy's lists."

@@ -37,7 +37,7 @@ from jmp_amp.reports.costs import (
 from jmp_amp.reports.opaque import reason_of
 from jmp_amp.reports.rows import Cast, Equation
 from jmp_amp.transform.planned import PlannedCall
-from jmp_amp.transform.scopes import decided_inside, entry_of
+from jmp_amp.transform.scopes import entry_of
 
 
 def read_plan(call: PlannedCall) -> tuple[Equation, ...]:
@@ -80,7 +80,7 @@ def inputs_of(call: PlannedCall) -> tuple[np.dtype | None, ...]:
     invars = call.plan.body.jaxpr.invars
     return tuple(
         traced_dtype(v) and np.dtype(array.dtype)
-        for v, array in zip(invars, call.arrays, strict=True)
+        for v, array in zip(invars, call.traced.arrays, strict=True)
     )
 
 
@@ -121,7 +121,7 @@ class _Place:
       identity: the identity of the equation that calls, and the number of its body.
       entry: the number of the entry of the map that gave the module its policy.
       on_cpu: whether the plan is for a CPU.
-      inside: what `scopes.decided_inside` tells of the equation that calls.
+      by_policy: whether it was traced in the dtypes of the policy.
     """
 
     module: str = ""
@@ -130,7 +130,7 @@ class _Place:
     identity: tuple[int, ...] = ()
     entry: int | None = None
     on_cpu: bool = False
-    inside: str | None = None
+    by_policy: bool = False
 
 
 class _Reader(Walk[_Slot]):
@@ -203,14 +203,15 @@ class _Reader(Walk[_Slot]):
             module=joined(self.place.module, *module_scopes(eqn)),
             identity=(*self.place.identity, planned.index),
             entry=self._entry(eqn),
-            inside=decided_inside(jaxprs.scope_text(eqn), self.place.inside),
+            by_policy=self.place.by_policy
+            or scope_text.is_noted(scope_text.BY_POLICY, jaxprs.scope_text(eqn)),
         )
         rows: list[Equation] = []
         for number, plan in enumerate(planned.bodies):
             equations, returned = self._inside(eqn, planned, plan, number, here)
             rows += equations
             casts += returned
-        row = asked_for(_row(eqn, planned, here, casts), eqn, planned, here.inside)
+        row = asked_for(_row(eqn, planned, here, casts), eqn, planned, here.by_policy)
         if planned.rewrite is not None and planned.rewrite.fp8 is not None:
             row = dataclasses.replace(row, quantisations=2)
         if not planned.bodies and self._is_again(planned):
@@ -251,7 +252,7 @@ class _Reader(Walk[_Slot]):
             (*here.identity, number),
             here.entry,
             here.on_cpu,
-            here.inside,
+            here.by_policy,
         )
         again, path = None, ()
         if (part := part_of(eqn)) is Part.HELPER:

@@ -88,17 +88,15 @@ class Report(tables.Shown, plain_data.Written):
     def asked(self) -> tuple[Asked, ...]:
         """What is in half whatever the policy says, by who asks for it.
 
-        That is the program, by half arrays, `dtype=` and `astype`, or an autocast
-        inside of the function, which has a policy of its own.
+        That is the program, by half arrays, `dtype=` and `astype`.
 
         Example:
           >>> import jax, jax.numpy as jnp
           >>> import jmp_amp as amp
-          >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-          >>> apply = amp.autocast(jnp.dot, "mixed_float16")
-          >>> (asked,) = amp.explain(lambda x: jnp.tanh(apply(x, x)))(x).asked
+          >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float16)
+          >>> (asked,) = amp.explain(lambda x: jnp.tanh(x @ x))(x).asked
           >>> asked.by, asked.matmuls
-          ('an autocast inside, p=f32,c=f16,o=f32', 1)
+          ('the program itself', 1)
         """
         return by_asker(self.equations)
 

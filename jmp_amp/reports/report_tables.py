@@ -128,8 +128,7 @@ def of_asked(askers: Iterable[Asked]) -> Table:
     ]
     note = (
         "The policy does not decide these. To see what it would do, explain the "
-        "function without the\nautocast inside, and without dtype=, astype and arrays "
-        "in half precision."
+        "function without\ndtype=, astype and arrays in half precision."
     )
     columns = ("asked for by", *numbers, "modules", "source")
     return Table("In half whatever the policy", columns, rows, numbers, note)

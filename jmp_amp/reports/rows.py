@@ -59,8 +59,7 @@ class Equation:
       is_opaque: a call that the plan does not look into: it runs as traced.
       identity: the way to it through the bodies of the program: `4.0.2` is equation 2
         in body 0 of equation 4. Two traces of a program agree on it.
-      asked_by: who asks for half precision, if it is in half whatever the policy says:
-        the program, or an autocast inside of it; else "".
+      asked_by: "the program itself" if it is in half whatever the policy says; else "".
       recomputed: the backward pass makes it again, in place of what it would keep.
       f32_gradients: the number of its operands whose gradients leave it in f32, as
         `Policy.reduce_dtype` asks.
@@ -208,7 +207,7 @@ class Asked(NamedTuple):
     """The equations that are in half whatever the policy says, by who asks for it.
 
     Attributes:
-      by: "the program itself", or "an autocast inside" and its policy.
+      by: "the program itself".
       equations: how many.
       matmuls: of them, matrix products and convolutions.
       flops: of these, over all runs.

@@ -42,26 +42,27 @@ def read_saved(call: PlannedCall, equations: Sequence[Equation]) -> SavedBytes:
       call: the planned call.
       equations: the equations of the plan.
     """
+    traced = call.traced
     moving = [
         i
-        for i, value in enumerate(call.arrays)
+        for i, value in enumerate(traced.arrays)
         if jnp.issubdtype(value.dtype, jnp.inexact)
     ]
     if not moving:
         return SavedBytes(None, why_not="no argument is floating-point")
-    if not any(jnp.issubdtype(v.dtype, jnp.inexact) for v in call.jaxpr.out_avals):
+    if not any(jnp.issubdtype(v.dtype, jnp.inexact) for v in traced.jaxpr.out_avals):
         return SavedBytes(None, why_not="no result is floating-point")
 
     def planned(*values: Value) -> list[Value]:
         return run(call.plan, values)
 
     def plain(*values: Value) -> list[Value]:
-        return call.as_it_is(values)
+        return traced.as_it_is(values)
 
     residuals: list[list[Residual]] = []
     for fn in (planned, plain):
         try:
-            residuals.append(saved_for_backward(fn, call.arrays, moving))
+            residuals.append(saved_for_backward(fn, traced.arrays, moving))
         except Exception as error:  # whatever the function's own rules raise
             told = str(error).strip().partition("\n")[0] or type(error).__name__
             return SavedBytes(None, why_not=told)

@@ -17,7 +17,7 @@ def plan(total: Costs, asked: Sequence[Asked], asks_for_fp8: bool) -> list[str]:
     others = sum(each.equations for each in asked)
     parts = [
         f"{total.in_half - others} of {total.equations} equations in half"
-        + (f" by the policy, {others} by {_askers(asked)}" if asked else "")
+        + (f" by the policy, {others} by {asked[0].by}" if asked else "")
     ]
     if total.matmuls:
         share = 100 * total.flops_in_half / total.flops if total.flops else 0.0
@@ -59,8 +59,3 @@ def saved(total: Costs, arguments: int, arguments_without: int) -> list[str]:
         return [text]
     plural = "" if total.recomputed == 1 else "s"
     return [text, f"{total.recomputed} equation{plural} made again"]
-
-
-def _askers(asked: Sequence[Asked]) -> str:
-    kinds = dict.fromkeys(each.by.partition(",")[0] for each in asked)
-    return " and ".join(kinds)

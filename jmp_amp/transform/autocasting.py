@@ -9,7 +9,8 @@ from typing import Any, NoReturn, ParamSpec, TypeVar, overload
 
 import jax
 
-from jmp_amp.plan.program import binding
+from jmp_amp.plan.planner import returned_dtype
+from jmp_amp.plan.program import binding, scope_text
 from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
 from jmp_amp.plan.program.jaxprs import Value
 from jmp_amp.plan.program.scope_text import policy_noted
@@ -20,9 +21,10 @@ from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.policies.tracebacks import own_frames_hidden
 from jmp_amp.policies.two_calls import in_two_calls
 from jmp_amp.transform import linen_modules, scopes
+from jmp_amp.transform.calls import TracedCall, traced_call
 from jmp_amp.transform.functions import check_function, wraps
 from jmp_amp.transform.interpreter import run
-from jmp_amp.transform.planned import PlannedCall, planned_call
+from jmp_amp.transform.planned import plan_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -138,6 +140,11 @@ def autocast(
     A dtype that the modules around it have too, or their configuration, is that of the
     model: it says nothing about one layer, and the policy decides.
 
+    An autocast inside of another one is `with_policy(policy)(fn)`, a region of the
+    outer plan, whose results have its `output_dtype`. Entries of the outer map reach
+    the modules in it, if it has no entries of its own. It plans itself where the outer
+    function takes its gradient, as in a training step, or calls it in a `custom_vjp`.
+
     nnx modules may be arguments or closed over: the caller's objects get the values
     that the function writes, as under `nnx.jit`. `autocast(model.apply)` returns the
     variables that a linen model writes. A linen method that `autocast` decorates may
@@ -162,7 +169,8 @@ def autocast(
         operands and f32 results, forward and backward; everything else is f32, and
         `cast_inputs` without a dtype changes nothing. Under an f16 policy its products
         are f32, under an fp8 policy bf16. Another CPU runs everything in f32. The
-        results have the same dtypes for every target.
+        results have the same dtypes for every target. An autocast inside of another
+        one, without a target, has the outer one's.
         `jax.export` takes bf16 products for a CPU with `disabled_checks=[jax.export.
         DisabledSafetyCheck.custom_call("LayoutConstraint")]`. `jax.experimental.jet`
         has no rules for them: call it inside of `fn`, or use the default target.
@@ -206,40 +214,45 @@ def autocast(
         if linen_modules.initialises(fn, args):
             # linen keeps the parameters that it makes: they must not be tracers.
             return fn(*args, **kwargs)
-        outer = scopes.active()
-        cpu = cpu_of(target)
-        planned = planned_call(fn, policies, args, kwargs, "autocast(fn)", cpu)
-        with own_frames_hidden, planned as call:
+        outer, cpu = scopes.active() or scopes.OUTSIDE, cpu_of(target)
+        is_planned = outer.plans(cpu)
+        traced = traced_call(fn, policies, args, kwargs, "autocast(fn)", cpu=cpu)
+        with own_frames_hidden, traced as call:
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in call.arrays):
                 raise TypeError(
                     "autocast(fn): an argument is a jax.ShapeDtypeStruct, which has no "
                     "values. Use explain(fn, policy)(*args) to read the plan, or "
                     "jax.eval_shape(autocast(fn), *args) for the shapes."
                 )
-            # Inside another autocast the scope tells the outer one whose policy it is.
-            told = PolicyMap(policies.default, call.plan.entries)
-            noted = nullcontext() if outer is None else scopes.inside(told)
-            if outer is None and policies.default.reduce_dtype is not None:
+            noted = nullcontext()
+            if outer.depth >= 0 or not is_planned:
+                noted = scopes.region(policies, call.entries, is_planned)
+            elif policies.default.reduce_dtype is not None:
                 # For `value_and_grad`, see `transform.widened`.
                 noted = policy_noted(policies.default)
             with noted:
-                results = _results(call)
+                if is_planned:
+                    results = run(plan_of(call, policies, cpu), call.arrays)
+                else:
+                    results = _of_region(call, policies.default, outer.hands_on_f32)
             avals = call.jaxpr.out_avals
             return call.returned(list(map(binding.as_output, results, avals)))
 
     return autocast_fn
 
 
-def _results(call: PlannedCall) -> list[Value]:
-    """Returns the results of the program of an autocast, in the dtypes of its plan."""
-    how = scopes.measured()
-    if how is None:
-        return run(call.plan, call.arrays)
-    kept = call.policies.default.output_dtype if how.hands_on_f32 else None
-    return [
-        x if dtype in (None, kept) else binding.converted(x, dtype)
-        for x, dtype in zip(call.as_it_is(call.arrays), call.plan.outputs, strict=True)
-    ]
+def _of_region(
+    call: TracedCall, policy: Policy, hands_on_f32: bool | None
+) -> list[Value]:
+    """Returns the results of an autocast inside of another one, which plans it."""
+    kept = policy.output_dtype if hands_on_f32 else None
+    results, outvars = call.as_it_is(call.arrays), call.jaxpr.jaxpr.outvars
+    dtypes = [*map(returned_dtype, outvars, call.states, [policy] * len(outvars))]
+    with scope_text.noted(scope_text.BY_POLICY):
+        return [
+            x if dtype in (None, kept) else binding.converted(x, dtype)
+            for x, dtype in zip(results, dtypes, strict=True)
+        ]
 
 
 class _Decorator(functools.partial[Any]):

@@ -17,10 +17,11 @@ import numpy as np
 from flax import errors, nnx
 
 from jmp_amp.plan.dataflow.dead_code import without_dead_code
+from jmp_amp.plan.dataflow.values import traced_dtype
 from jmp_amp.plan.program import binding, jaxprs
 from jmp_amp.plan.program.cpu_target import Cpu
 from jmp_amp.plan.program.jaxprs import ClosedJaxpr
-from jmp_amp.plan.program.regions import Entries, scopes_in
+from jmp_amp.plan.program.regions import Entries, plans_apart, scopes_in
 from jmp_amp.policies.dtypes import F32, AnyFn, PyTree, is_half
 from jmp_amp.policies.policy_map import (
     PolicyMap,
@@ -77,6 +78,20 @@ class TracedCall(NamedTuple):
     numbered: Callable[[], tuple[tuple[PyTree, ...], dict[str, PyTree]]]
     entries: Entries = ()
 
+    def as_it_is(self, arrays: Sequence[PyTree]) -> list[PyTree]:
+        """Runs the function as it was written, without a plan."""
+        return binding.run_as_traced(jaxprs.body_of(self.jaxpr), self.as_traced(arrays))
+
+    def as_traced(self, arrays: Sequence[PyTree]) -> list[PyTree]:
+        """Returns inputs in the dtypes that the program was traced with."""
+        # Parameters may be stored in half precision, and caches.
+        return [
+            jax.lax.convert_element_type(x, jaxprs.aval_of(v).dtype)
+            if traced_dtype(v) is not None
+            else x
+            for x, v in zip(arrays, self.jaxpr.jaxpr.invars, strict=True)
+        ]
+
 
 @contextlib.contextmanager
 def traced_call(
@@ -101,19 +116,19 @@ def traced_call(
       args, kwargs: pytrees.
       call: the caller's call as written, for errors.
       notes_modules: whether name scopes say which module runs, see `scopes.module_of`.
-      cpu: the CPU that it is traced for; None for a GPU or a TPU.
+      cpu: the CPU that it is traced for; None for a GPU or a TPU. An autocast around
+        it says both, unless it plans itself.
     """
     paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_node)
     leaves = [leaf for _, leaf in paths]
     nodes = [*filter(is_node, leaves), *find_objects(fn, is_node)]
     nodes = [node for node in nodes if not isinstance(node, nnx.GraphDef)]
-    outer = scopes.active()
-    depth = 0 if outer is None else outer.depth + 1
-    active = scopes.Active(
-        policies.default, policies, depth=depth, notes_modules=notes_modules, cpu=cpu
-    )
+    outer = scopes.active() or scopes.OUTSIDE
+    active, plans = outer.around(policies), outer.plans(cpu)
+    if plans or not active.depth:
+        active = active._replace(notes_modules=notes_modules, cpu=cpu)
     with nnx.update_context(tag := object()):
-        objects = Objects(nodes, depth, call, tag)
+        objects = Objects(nodes, active.depth, call, tag)
         keys = [dict_keys(path) for path, _ in paths]
         unflatten = functools.partial(jax.tree.unflatten, tree)
         with scopes.activate(active), intercepted() as variables:
@@ -123,6 +138,9 @@ def traced_call(
                 traced.widen(traced.may_widen)
             try:
                 jaxpr = _traced(traced)
+                if plans and plans_apart(jaxprs.body_of(jaxpr)):
+                    with scopes.activate(active._replace(plans_inside=True)):
+                        jaxpr = _traced(traced)
             except Exception as error:
                 are_arrays = map(is_array, traced.values)
                 known = [path for path, _ in paths] + [None] * len(objects.states)
@@ -140,7 +158,8 @@ def traced_call(
         entries = entries_of_scopes(policies, scopes_in(jaxprs.body_of(jaxpr)))
         if unmatched(policies):
             program = jaxpr.pretty_print(name_stack=True, use_color=False)
-            warn_of_unmatched(policies, matched=scopes.noted(program, depth))
+            matched = scopes.noted(program, active.depth)
+            warn_of_unmatched(policies, matched=matched)
         outputs = traced.outputs
         yield TracedCall(
             jaxpr,
@@ -167,9 +186,9 @@ def _traced(call: _Call) -> ClosedJaxpr:
             if refused_half and call.widen(which):
                 with contextlib.suppress(TypeError, jax.dtypes.TypePromotionError):
                     return without_dead_code(binding.trace(call.run, call.inputs))
-        how = scopes.measured()
-        if refused_half and how is not None and how.hands_on_f32:
-            with scopes.measuring(how._replace(hands_on_f32=False)):
+        found = scopes.active()
+        if refused_half and found is not None and found.hands_on_f32:
+            with scopes.activate(found._replace(hands_on_f32=False)):
                 return without_dead_code(binding.trace(call.run, call.inputs))
         if was_wide and (refused_half or isinstance(error, OtherParametersError)):
             # Layers that ask for half, or a step whose optimizer began with half.

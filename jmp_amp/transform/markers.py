@@ -19,6 +19,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jmp_amp.plan.program.scope_text import BY_POLICY, noted
 from jmp_amp.policies.arguments import type_name, written
 from jmp_amp.policies.dtypes import (
     F32,
@@ -205,9 +206,10 @@ def cast_inputs(fn: Callable[P, R], dtype: DTypeLike | None = None) -> Callable[
 
     @wraps(fn)
     def cast_fn(*args: P.args, **kwargs: P.kwargs) -> PyTree:
-        active, policy = scopes.active(), scopes.casting_policy()
-        if active is None or policy is None:
+        active = scopes.active()
+        if active is None or not active.casts_inputs:
             return fn(*args, **kwargs)
+        policy = active.policy
         is_half = policy.compute_dtype != F32
         if chosen is None and active.cpu is not None and is_half:
             # A CPU computes in f32 all but the products that the plan finds.
@@ -230,8 +232,8 @@ def cast_inputs(fn: Callable[P, R], dtype: DTypeLike | None = None) -> Callable[
             output_dtype=target,
             matmul=policy.matmul if target == policy.compute_dtype else None,
         )
-        noted = contextlib.nullcontext() if chosen else scopes.inputs()
-        with noted, scopes.active_scope(inside):
+        note = contextlib.nullcontext() if chosen else noted(BY_POLICY)
+        with note, scopes.active_scope(inside):
             args, kwargs = jax.tree.map(lowered, (args, kwargs))
             return jax.tree.map(raised, fn(*args, **kwargs))
 

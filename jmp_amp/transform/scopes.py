@@ -20,6 +20,7 @@ from flax import nnx
 
 from jmp_amp.plan.program import scope_text
 from jmp_amp.plan.program.cpu_target import Cpu
+from jmp_amp.plan.program.regions import Entries
 from jmp_amp.plan.program.scope_text import policy_noted
 from jmp_amp.policies.dtypes import F32
 from jmp_amp.policies.patterns import ModuleInfo, inside_of, is_norm
@@ -41,10 +42,15 @@ class Active(NamedTuple):
         normalises.
       base: the path of the bridge to the other library that is running.
       where: the path of the module that is running, if the map can tell paths apart.
-      depth: the number of autocasts around this one.
+      depth: the number of autocasts around this one; -1 before the outermost one.
+      map_depth: the depth of the one that was given the map.
       notes_modules: whether name scopes say which module runs, see `module_of`.
       cpu: the CPU that the plan is for; None for a GPU or a TPU.
       root: the name or the class of the outermost module that is running, likewise.
+      casts_inputs: whether `cast_inputs` casts.
+      hands_on_f32: whether autocasts inside return f32 also where they return half;
+        None unless the function is measured beside f32.
+      plans_inside: whether autocasts inside plan themselves, see `plans_apart`.
     """
 
     policy: Policy
@@ -53,38 +59,50 @@ class Active(NamedTuple):
     base: tuple[str, ...] = ()
     where: tuple[str, ...] = ()
     depth: int = 0
+    map_depth: int = 0
     notes_modules: bool = False
     cpu: Cpu | None = None
     root: str = ""
+    casts_inputs: bool = True
+    hands_on_f32: bool | None = None
+    plans_inside: bool = False
 
     @property
     def tells_paths(self) -> bool:
         """Whether modules of one class and of two paths are to be traced apart."""
         return self.policies.sees_paths or self.notes_modules
 
+    def plans(self, cpu: Cpu | None) -> bool:
+        """Whether an autocast that is called here, for this CPU, plans itself.
+
+        Else it is a region of the plan of the one around it.
+        """
+        itself = self.depth < 0 or self.plans_inside or cpu not in (None, self.cpu)
+        return itself and self.hands_on_f32 is None
+
+    def around(self, policies: PolicyMap) -> Active:
+        """Returns the context of an autocast with these policies inside of this one.
+
+        The map of this one goes on inside, as in a marked function, if the other has no
+        entries of its own.
+        """
+        depth = self.depth + 1
+        found = self._replace(policy=policies.default, in_norm=False, depth=depth)
+        if not policies.entries:
+            return found
+        return found._replace(
+            policies=policies, map_depth=depth, base=(), where=(), root=""
+        )
+
+
+# Before the outermost autocast.
+OUTSIDE = Active(_FULL, PolicyMap(_FULL), depth=-1)
 
 # Part of the key of every cache of JAX: a helper that was jitted and traced outside
 # autocast is traced anew inside, where modules open scopes, and the other way round;
 # and so it is under another map, for another target, or in another module if the map
 # can tell.
 _active = jax.make_user_context(None)
-
-
-class Measured(NamedTuple):
-    """How a function is traced that is measured beside f32.
-
-    Attributes:
-      is_planned: autocasts inside of it leave their plans to the one around them. Else
-        they are left out, and so are the casts of `cast_inputs`.
-      hands_on_f32: autocasts inside of it return f32 also where they return half.
-    """
-
-    is_planned: bool
-    hands_on_f32: bool = True
-
-
-# Part of the key of every cache too.
-_measured = jax.make_user_context(None)
 
 
 # The path of the module that is running.
@@ -109,57 +127,42 @@ def active_policy() -> Policy | None:
     return None if found is None else found.policy
 
 
-def casting_policy() -> Policy | None:
-    """Returns the policy in force where `cast_inputs` casts, else None."""
-    found, how = active(), measured()
-    left_out = how is not None and not how.is_planned
-    return None if found is None or left_out else found.policy
-
-
-def measured() -> Measured | None:
-    """Returns how the function is traced if it is measured beside f32, else None."""
-    return _measured.value
-
-
-def measuring(how: Measured) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which functions are traced to be measured.
+def measuring(casts_inputs: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which functions are traced to be measured beside f32.
 
     The program is f32 where autocasts of this package alone make it half.
     """
-    return _measured(how)
+    return _active(OUTSIDE._replace(casts_inputs=casts_inputs, hands_on_f32=True))
 
 
 @contextlib.contextmanager
-def inside(policies: PolicyMap) -> Iterator[None]:
-    """Opens the scopes of an autocast inside of another one, which reads them.
+def region(policies: PolicyMap, entries: Entries, is_planned: bool) -> Iterator[None]:
+    """Opens the scopes of an autocast inside of another one.
 
-    It reads whose policies are in force, and `decided_inside` that they were not its
-    own. `policies` has the entries that match named scopes; Flax modules have said
-    theirs.
+    `entries` are those of its map that match named scopes; Flax modules say theirs.
     """
-    default = policy_noted(policies.default)
-    with default, scope_text.text_noted("autocast", str(policies)):
+    note = scope_text.BY_POLICY if is_planned else scope_text.REGION
+    own = contextlib.nullcontext()
+    if policies.entries:
+        map_in_scopes = PolicyMap(policies.default, entries)
+        own = scope_text.text_noted("autocast", str(map_in_scopes))
+    with policy_noted(policies.default), scope_text.noted(note), own:
         yield
 
 
-def inputs() -> contextlib.AbstractContextManager[object]:
-    """Returns the scope of what `cast_inputs` has in the dtype of the policy."""
-    return scope_text.noted("inputs")
+def is_marked(scope: str, outer: bool) -> bool:
+    """Whether `with_policy` or an autocast inside decides for an equation.
 
-
-def decided_inside(scopes: str, outer: str | None) -> str | None:
-    """Returns the policy of the autocast that decides for an equation, by its scopes.
-
-    That is the innermost one inside of the one that reads the scopes; "" if that one
-    decides itself what `cast_inputs` casts; None if no scope says either.
+    Entries for modules reach the modules in it. A `cast_inputs` without a dtype is no
+    mark.
 
     Args:
-      scopes: the name scopes of the equation.
+      scope: the name scopes of the equation.
       outer: the same of the equation that calls its body.
     """
-    # Of a map, the default.
-    found = (scope_text.text_of("autocast", scopes) or "").partition(";")[0]
-    return found or outer or ("" if scope_text.is_noted("inputs", scopes) else outer)
+    _, module, inside = scope.rpartition("amp_module_")
+    marks = inside.count("amp[") > inside.count("amp_inputs()")
+    return marks or (outer and not module)
 
 
 def activate(state: Active) -> contextlib.AbstractContextManager[None]:
@@ -248,7 +251,7 @@ def module_scope(
         for each in opened:
             stack.enter_context(policy_noted(each))
         if matched:
-            noted = scope_text.noted("entries", found.depth, *matched)
+            noted = scope_text.noted("entries", found.map_depth, *matched)
             stack.enter_context(noted)
         if found.policies.sees_paths:
             stack.enter_context(scope_text.noted(scope_text.FLAX))

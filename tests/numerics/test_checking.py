@@ -203,7 +203,7 @@ def test_advice_names_the_marking_that_no_map_mends(name, policy):
     assert not jnp.isfinite(amp.autocast(fn, d.policy)(weights, x))
     *others, last = d.advice
     assert f"{where}" in last and "is in f16 under every PolicyMap" in last
-    assert "with_policy or cast_inputs(fn, dtype), wins over a map" in last
+    assert "cast_inputs(fn, dtype)) wins over a map" in last
     assert "where it is used" not in last
     # What is not so.
     assert not any("autocast(fn, d.policy)" in each for each in others)

@@ -23,7 +23,7 @@ def errors_of(fn, *args):
 
     policies = as_policy_map("mixed_bfloat16", "{}")
     with planned_call(fn, policies, args, {}, "{}", None) as call:
-        return errors(compile_, call.plan, call.arrays, call.arrays)()
+        return errors(compile_, call.plan, call.traced.arrays, call.traced.arrays)()
 
 
 def repeated(step, x, times=6):

@@ -594,3 +594,11 @@ def test_auto_is_the_default_backend(monkeypatch, native):
     assert cpu_target.cpu_of("auto") is None
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     assert cpu_target.cpu_of("auto") == Cpu(native=True)
+
+
+@pytest.mark.parametrize("target", [None, "cpu"])
+def test_an_autocast_inside_has_the_target_that_it_names(native, target):
+    x, w = arrays(SHAPE, SHAPE)
+    inside = amp.autocast(jnp.dot, target=target)
+    outer = amp.autocast(lambda x, w: inside(x, w) + 1.0)
+    assert products(outer, x, w) == products(inside, x, w)

@@ -1,5 +1,6 @@
 """What `autocast` promises of a function: its signature and its derivatives."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -177,6 +178,20 @@ def test_outputs_come_back_in_the_output_dtype():
 def test_disabled_it_is_the_function():
     fn = lambda x: x  # noqa: E731
     assert amp.autocast(fn, enabled=False) is fn
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("output_dtype", ["float32", "float16", "bfloat16"])
+def test_twice_it_is_once_and_the_results_have_the_inner_output_dtype(
+    param_dtype, output_dtype
+):
+    policy = amp.Policy(param_dtype, "float16", output_dtype)
+    once = amp.autocast(lambda w: (jnp.tanh(X @ w) @ w, jnp.sum(w)), policy)
+    twice = amp.autocast(lambda w: once(w), "mixed_bfloat16")
+    w = W.astype(param_dtype)
+    chex.assert_trees_all_equal(twice(w), once(w))
+    chex.assert_trees_all_equal_dtypes(twice(w), once(w))
+    assert {x.dtype.name for x in twice(w)} == {output_dtype}
 
 
 def test_it_is_a_decorator():

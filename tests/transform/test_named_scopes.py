@@ -190,9 +190,10 @@ def test_scopes_of_an_autocast_inside_of_another_are_those_of_its_own_map():
     assert of(both, {"around/net/body": "float32"}) == [FULL, HALF, HALF, FULL]
     assert of(lambda ws, x: 2.0 * inner(ws, x), {}) == [HALF, FULL]
     assert of(loop, {}) == [HALF, FULL]
-    with pytest.warns(UserWarning, match="'net/head' matched no module"):
-        # The outer map is not for what another autocast decides.
-        assert of(plain, {"net/head": "float32"}) == [HALF, HALF]
+    # The outer map reaches what has no map of its own, and is not for what has one.
+    assert of(plain, {"net/head": "float32"}) == [HALF, FULL]
+    with pytest.warns(UserWarning, match="'net/body' matched no module"):
+        assert of(lambda ws, x: 2.0 * inner(ws, x), {"net/body": FULL}) == [HALF, FULL]
 
 
 def test_an_autocast_in_a_flax_module_sees_the_scopes_of_its_function():

@@ -66,7 +66,7 @@ def checked_candidates(candidates: object) -> tuple[Policy, ...]:
 def check_loss(loss: LossCall) -> None:
     """Raises a TypeError if a function returns no real scalar."""
     if loss.loss is None:
-        returned = jax.tree.map(str, loss.call.jaxpr.out_avals)
+        returned = jax.tree.map(str, loss.call.traced.jaxpr.out_avals)
         raise TypeError(
             f"{loss.written}: fn has to return one real floating-point scalar, the "
             f"loss, but its results are {', '.join(returned) or 'no arrays'}. Tune the "

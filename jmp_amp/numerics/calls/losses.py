@@ -68,11 +68,11 @@ class LossCall:
 
     @property
     def arrays(self) -> list[Value]:
-        return self.call.arrays
+        return self.call.traced.arrays
 
     def value(self, outputs: Sequence[Value]) -> PyTree:
         """Returns what the function returns, without aux; writes nothing to objects."""
-        returned = self.call.seen(list(outputs))
+        returned = self.call.traced.seen(list(outputs))
         return returned[0] if self.has_aux else returned
 
     def run(self, arrays: Sequence[Value]) -> list[Value]:
@@ -183,11 +183,11 @@ def loss_call(
     ) as planned:
         loss, keys = _loss_of(planned, has_aux, call), {}
         if loss is not None:
-            positional, _ = planned.numbered()
+            positional, _ = planned.traced.numbered()
             keys = {
                 position: key
                 for position, key in differentiated(positional, argnums, call).items()
-                if jnp.issubdtype(planned.arrays[position].dtype, jnp.floating)
+                if jnp.issubdtype(planned.traced.arrays[position].dtype, jnp.floating)
             }
             if not keys:
                 raise TypeError(
@@ -213,26 +213,22 @@ def _check_values(leaves: Sequence[PyTree], call: str) -> None:
 
 @contextlib.contextmanager
 def called_as_it_is(called: Called, policies: PolicyMap) -> Iterator[LossCall]:
-    """Traces a call without autocast: none inside of it either, nor `cast_inputs`.
+    """Traces a call to run as it is: without a plan, and without `cast_inputs`.
 
     Parameters that `policies` store in half are computed with in f32.
     """
     stored = policies.default.param_dtype
     itself = dataclasses.replace(get_policy("float32"), param_dtype=stored)
     # Derivative rules are traced later, when the call is differentiated.
-    with scopes.measuring(scopes.Measured(is_planned=False)):
-        with called(PolicyMap(itself)) as call:
-            yield call
+    with scopes.measuring(casts_inputs=False), called(PolicyMap(itself)) as call:
+        yield call
 
 
 @contextlib.contextmanager
 def called_beside_f32(called: Called, policies: PolicyMap) -> Iterator[LossCall]:
-    """Traces and plans a call whose program is f32, but for what it asks for itself.
-
-    Autocasts inside of it are no part of the program: the plan has what they decide.
-    """
+    """Traces and plans a call whose program is f32, but for what it asks for itself."""
     with contextlib.ExitStack() as stack:
-        with scopes.measuring(scopes.Measured(is_planned=True)):
+        with scopes.measuring():
             call = stack.enter_context(called(policies))
         yield call
 
@@ -243,8 +239,8 @@ class _Output(int):
 
 def _loss_of(planned: PlannedCall, has_aux: bool, call: str) -> int | None:
     """Returns which output is one real number, the loss, if the function returns it."""
-    avals = planned.jaxpr.out_avals
-    returned = planned.seen([_Output(i) for i in range(len(avals))])
+    avals = planned.traced.jaxpr.out_avals
+    returned = planned.traced.seen([_Output(i) for i in range(len(avals))])
     if has_aux:
         if not isinstance(returned, tuple | list) or len(returned) != 2:
             is_array = isinstance(returned, _Output)

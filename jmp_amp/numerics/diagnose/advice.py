@@ -358,5 +358,5 @@ _FINDERS: dict[str, Callable[[Runs], Iterator[str]]] = {
     "otherwise": lambda runs: ran_otherwise(runs.sites, runs.reference, runs.rows),
     "error": _error,
     "pair": _pair,
-    "own": lambda runs: own_dtypes(runs.rows, "diagnose(fn, {})(...)"),
+    "own": lambda runs: own_dtypes(runs.rows),
 }

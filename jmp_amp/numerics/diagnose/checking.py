@@ -19,7 +19,6 @@ from jmp_amp.plan.program.jaxprs import Value
 from jmp_amp.policies.dtypes import is_half, parse_dtype
 from jmp_amp.policies.policy import get_policy
 from jmp_amp.policies.policy_map import PolicyMap
-from jmp_amp.reports.askers import is_inside
 from jmp_amp.reports.reading import read_plan
 from jmp_amp.reports.rows import Equation
 from jmp_amp.training.finite import all_finite
@@ -91,7 +90,7 @@ class Checks:
         if first is None or not first.is_in_half:
             return [*findings], False
         with losses.called_as_it_is(self.called, self.runs.policy) as call:
-            if not self._ran(call, call.call.as_it_is, 1.0).is_finite:
+            if not self._ran(call, call.call.traced.as_it_is, 1.0).is_finite:
                 return [*findings], False
         told = (
             f"Without autocast the function is finite: cast_inputs has {place(first)} "
@@ -155,15 +154,11 @@ def _marked(runs: Runs, kept: Sequence[Equation]) -> str:
     bad += [site for site in sites if runs.underflow(site) > _MANY]
     worst = bad[0] if bad else next((row for row in kept if row.is_in_half), kept[0])
     dtype = bad[0].dtype if bad else "half precision"
-    here = worst.module, worst.source
-    by = {row.asked_by for row in kept if (row.module, row.source) == here}
-    why = (
-        "a marking in the code, with_policy or cast_inputs(fn, dtype), wins over a map"
+    return (
+        f"{place(worst)} is in {dtype} under every PolicyMap: a marking in the code "
+        "(with_policy, an autocast inside, cast_inputs(fn, dtype)) wins over a map. "
+        "Change it there."
     )
-    if any(map(is_inside, by)):
-        why = "the policy of an autocast inside of the function wins there"
-    told = f"{place(worst)} is in {dtype} under every PolicyMap"
-    return f"{told}: {why}. Change it there."
 
 
 def _cause(runs: Runs, tried: _Tried) -> str:

@@ -84,11 +84,10 @@ def diagnose(
     smaller one of the loss scales. If they are not, the default becomes f32, and advice
     says so.
 
-    An autocast inside of `fn`, or one that `fn` is, is left out of the reference. Under
-    the policy it has its own one, which no policy given here reaches: advice says so.
-    A derivative that `fn` takes of it is planned, where training differentiates a plan.
-    What `fn` asks for itself (`dtype=`, `astype`, half arrays) is half in the reference
-    too, and advice says where.
+    An autocast inside of `fn`, or one that `fn` is, is as `with_policy` is: f32 in the
+    reference, and a region of its own policy otherwise. What `fn` asks for itself
+    (`dtype=`, `astype`, half arrays) is half in the reference too, and advice says
+    where.
 
     A function that `cast_inputs` marks runs in half in the reference too. If the
     reference is not finite for that reason alone, advice says so, and
@@ -182,15 +181,15 @@ def _ran(
     nonfinite_arguments: Callable[[], list[str]],
 ) -> Runs:
     """Runs all programs of a call, and puts together what they tell."""
-    rows = read_plan(call.call)
-    places = Places(rows, call.call.jaxpr)
-    traced, plan = call.call.as_traced(call.arrays), plan_as_traced(call.call.jaxpr)
+    rows, program = read_plan(call.call), call.call.traced
+    places = Places(rows, program.jaxpr)
+    traced, plan = program.as_traced(call.arrays), plan_as_traced(program.jaxpr)
     measured = functools.partial(programs.measured, compile_, call)
     scaled = (lambda loss: loss) if scaler is None else scaler.scale
     of_low = measured(call.plan, call.arrays, scaled)
     of_full = measured(plan, traced, lambda loss: loss)
     of_errors = None
-    body = jaxprs.body_of(call.call.jaxpr)
+    body = jaxprs.body_of(program.jaxpr)
     # Both runs would write to one mutable array of the caller, or repeat an effect.
     shared = map(jaxprs.is_mutable, (*body.jaxpr.constvars, *body.jaxpr.invars))
     if not (jaxprs.returns_from_effects(body) or any(shared)):

@@ -19,7 +19,6 @@ from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.policies.patterns import Pattern
 from jmp_amp.policies.policy import get_policy
 from jmp_amp.policies.policy_map import PolicyMap
-from jmp_amp.reports.askers import is_inside
 from jmp_amp.reports.rows import Equation
 
 LARGEST_SCALE = 2.0**24
@@ -228,11 +227,9 @@ class Runs:
 
     @functools.cached_property
     def needs(self) -> list[Need]:
-        """What the suggested policy mends: nothing inside of an autocast inside."""
-        inside = {row.identity for row in self.rows if is_inside(row.asked_by)}
-        mended = [site for site in self.sites if site.identity not in inside]
+        """What the suggested policy mends."""
         functions = {row.calls for row in self.rows if row.calls}
-        return needs_of(mended, self.reference, functions)
+        return needs_of(self.sites, self.reference, functions)
 
     @functools.cached_property
     def policy(self) -> PolicyMap:

@@ -25,8 +25,8 @@ from jmp_amp.transform import scopes
 
 # What they compute is rounded where it is read: they hand on what they get.
 _EXACT = (Mode.PASSED_ON, Mode.AS_HELD, Mode.CONVERSION)
-# Stands for all operations that an autocast inside of the function decides.
-_INSIDE = "autocast()"
+# Stands for all operations that a mark decides.
+_MARKED = "with_policy()"
 
 
 class Group(NamedTuple):
@@ -44,8 +44,8 @@ class Group(NamedTuple):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether an autocast inside of the function decides for it."""
-        return self.name == _INSIDE
+        """Whether a mark decides for it, which no map reaches."""
+        return self.name == _MARKED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,20 +57,20 @@ class Place:
       function: the name of the function that it belongs to, if one counts.
       identity: the way to the body.
       runs: whether every equation around it runs.
-      decided: as `scopes.decided_inside` tells of the equation that calls.
+      is_marked: as `scopes.is_marked` tells of the equation that calls.
     """
 
     path: str = ""
     function: str = ""
     identity: tuple[int, ...] = ()
     runs: bool = True
-    decided: str | None = None
+    is_marked: bool = False
 
     def group(self, eqn: Eqn) -> Group:
         """Returns the group of an equation of the body, that of its operation."""
         path = self._path(eqn)
-        if self._decided(eqn):
-            return Group(path, _INSIDE)
+        if self._is_marked(eqn):
+            return Group(path, _MARKED)
         function = "" if path else self._function(eqn)
         return Group(path, function or eqn.primitive.name)
 
@@ -79,10 +79,10 @@ class Place:
         identity = (*self.identity, index, number)
         runs = self.runs and jaxprs.runs(eqn)
         path, function = self._path(eqn), self._function(eqn)
-        return Place(path, function, identity, runs, self._decided(eqn))
+        return Place(path, function, identity, runs, self._is_marked(eqn))
 
-    def _decided(self, eqn: Eqn) -> str | None:
-        return scopes.decided_inside(jaxprs.scope_text(eqn), self.decided)
+    def _is_marked(self, eqn: Eqn) -> bool:
+        return scopes.is_marked(jaxprs.scope_text(eqn), self.is_marked)
 
     def _path(self, eqn: Eqn) -> str:
         # Inside a body the name stack begins afresh.

@@ -66,7 +66,7 @@ class Bench:
         traced = functools.partial(self.loss, notes_modules=False)
         with losses.called_as_it_is(traced, start) as loss:
             check_loss(loss)
-            gradient = gradients_of(loss, loss.call.as_it_is)
+            gradient = gradients_of(loss, loss.call.traced.as_it_is)
             gradients = self.compiled(gradient, *loss.arrays)[0](*loss.arrays)
         for key, gradient in zip(loss.keys.values(), gradients, strict=True):
             if not np.all(np.isfinite(gradient)):

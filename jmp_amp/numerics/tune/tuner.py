@@ -67,9 +67,9 @@ def tune(
 
     One program is compiled that rounds each module's values if a flag of it says so; it
     tells how much of the error each module makes, and which maps are worth compiling.
-    An autocast inside of `fn` has its own policy, which no map reaches: its error is
-    measured, and `Tuning.notes` say so. They also say what `fn` asks for itself in half
-    precision (`dtype=`, `astype`, half arrays), which is so in `g32` too.
+    What `with_policy` or an autocast inside of `fn` marks has its own policy: a map
+    reaches the modules in it alone. `Tuning.notes` say what `fn` asks for itself in
+    half precision (`dtype=`, `astype`, half arrays), which is so in `g32` too.
 
     `fn` runs some hundred times, its callbacks too. nnx objects are left as they were.
 
@@ -162,7 +162,7 @@ class _Tuner:
             groups = (*menu.groups, *fixed)
             bench.say("compiling the program with flags")
             levels_tell = self._expected(loss, groups, others)
-        self.notes = tuple(own_dtypes(rows, "tune(fn, {}, max_grad_error=...)(...)"))
+        self.notes = tuple(own_dtypes(rows))
         bench.say("measuring modules")
         exact = others.index(None) + 1
 
@@ -221,7 +221,7 @@ class _Tuner:
             walk = Flagged(flags, numbers, others)
 
             def run(arrays: Sequence[Value]) -> list[Value]:
-                held = map(Held, loss.call.as_traced(arrays), dtypes)
+                held = map(Held, loss.call.traced.as_traced(arrays), dtypes)
                 return walk.run(loss.plan, list(held))
 
             return gradients_of(loss, run)(*arrays)
@@ -260,8 +260,8 @@ class _Tuner:
         if self.candidates[-1].compute_dtype == F32:
             # Nothing else is half then.
             remedy = (
-                "Raise the bound: with_policy and cast_inputs(fn, dtype) keep in half "
-                "what they mark, and an autocast inside what its policy says."
+                "Raise the bound: with_policy, an autocast inside and "
+                "cast_inputs(fn, dtype) keep in half what they mark."
             )
         told = " ".join([remedy, *self.notes])
         raise ValueError(

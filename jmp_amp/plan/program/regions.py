@@ -136,6 +136,28 @@ def scopes_in(body: Body, around: tuple[str, ...] = ()) -> Iterator[tuple[str, .
                 yield from scopes_in(inner.body, names)
 
 
+def plans_apart(body: Body, apart: bool = False) -> bool:
+    """Whether a program differentiates an autocast inside, or runs one as traced.
+
+    Its plan would come too late there: the backward pass is in the program already.
+
+    Args:
+      body: of the program.
+      apart: whether that is so of the equation that calls the body.
+    """
+    # A function that is called often has one jaxpr.
+    inner: dict[tuple[int, bool], Body] = {}
+    for eqn in body.jaxpr.eqns:
+        scopes = jaxprs.scope_text(eqn)
+        around, note, _ = scopes.rpartition(f"amp_{scope_text.REGION}()")
+        here = apart or scope_text.is_derived(around if note else scopes)
+        if here and note:
+            return True
+        here = here or not jaxprs.inner_bodies(eqn)
+        inner |= {(id(each.jaxpr), here): each for each in jaxprs.owned_bodies(eqn)}
+    return any(plans_apart(each, here) for (_, here), each in inner.items())
+
+
 def _names_of(scopes: str, around: tuple[str, ...]) -> tuple[str, ...] | None:
     is_of_flax = scope_text.is_noted(scope_text.FLAX, scopes)
     if is_of_flax or scope_text.of_innermost(scopes) != scopes:

@@ -6,9 +6,10 @@ registry, and serves every library that runs on JAX. These are all of them:
 | name                        | what it says                                         |
 | --------------------------- | ---------------------------------------------------- |
 | `amp[p=f32,c=bf16,o=f32]`   | the policy in force                                  |
-| `amp_autocast_<hex>()`      | the policy of an autocast inside of another one, and |
-|                             | entries of its map that match named scopes           |
-| `amp_inputs()`              | `cast_inputs` has it in the dtype of the policy      |
+| `amp_autocast_<hex>()`      | the map of an autocast inside of another one: the    |
+|                             | entries that match named scopes                      |
+| `amp_region()`              | an autocast inside of another one, which plans it    |
+| `amp_inputs()`              | it was traced in the dtypes of the policy            |
 | `amp_entries_<depth>_<n>()` | the entries of a map that matched a module           |
 | `amp_module_<hex>()`        | the path of a module, as a `PolicyMap` sees it       |
 | `amp_flax()`                | a Flax module runs, and its map has text patterns    |
@@ -32,7 +33,7 @@ from collections.abc import Iterator
 
 import jax
 
-FLAX = "flax"
+FLAX, REGION, BY_POLICY = "flax", "region", "inputs"
 _INNER = "amp_autocast_"
 # What JAX writes: in the backward pass, where a checkpoint computes again, and around
 # the body of one.
@@ -73,14 +74,14 @@ def _as_name(transform: re.Match[str]) -> str:
 
 
 def autocast_in(name: str) -> str | None:
-    """Returns the policies that the note of an inner autocast says, if it is one."""
+    """Returns the map that the note of an inner autocast says, if it is one."""
     if not name.startswith(_INNER):
         return None
     return bytes.fromhex(name.removeprefix(_INNER)).decode()
 
 
 def of_innermost(scopes: str) -> str:
-    """Returns the name scopes that the innermost autocast has opened."""
+    """Returns the name scopes in the innermost autocast that has its own map."""
     return scopes.rpartition(_INNER)[2]
 
 
