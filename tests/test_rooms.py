@@ -48,7 +48,7 @@ transform:
     unused_names layer_dtypes
   - nnx_modules outputs
   - linen_modules
-  - markers calls derivatives widened blocks
+  - markers calls derivatives promote_half_params blocks
   - planned
   - interpreter
   - autocasting

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import numbers
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,8 +27,8 @@ from jmp_amp.training.states import (
 )
 from jmp_amp.training.structures import is_half_parameter, nodes_of
 from jmp_amp.training.trainable import promote_gradient, promote_half
+from jmp_amp.transform.promote_half_params import promote_half_params, through_trees
 from jmp_amp.transform.refusals import asks_for_values
-from jmp_amp.transform.widened import held_in_f32, through_trees
 
 # The positions to differentiate: one or several, as in jax and in nnx.
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
@@ -221,20 +222,21 @@ def _value_and_grad(
     chosen = argnums if positions is None else positions
     differentiated = functools.partial(differentiate, argnums=chosen, **options)
     trees = args if positions is None else nnx.to_tree(args)
-    wide, dtypes = _widened(trees, chosen)
-    if not dtypes or options["holomorphic"]:
+    wide, halves = _promoted(trees, chosen)
+    if not halves or options["holomorphic"]:
         return differentiated(fn)(*args, **kwargs)
     try:
         if positions is None:
-            return differentiated(held_in_f32(fn, dtypes))(*wide, **kwargs)
-        held = functools.partial(
-            through_trees, fn, run=lambda pure, trees: held_in_f32(pure, dtypes)(*trees)
-        )
-        return through_trees(
-            differentiated(lambda *args: held(args=args)),
-            args,
-            run=lambda pure, trees: pure(*_widened(trees, chosen)[0]),
-        )
+            return differentiated(promote_half_params(fn, halves))(*wide, **kwargs)
+
+        def promoted(*args: PyTree) -> PyTree:
+            transform = functools.partial(promote_half_params, halves=halves)
+            return through_trees(fn, args, transform)
+
+        def with_promoted(pure: AnyFn) -> AnyFn:
+            return lambda *trees: pure(*_promoted(trees, chosen)[0])
+
+        return through_trees(differentiated(promoted), args, with_promoted)
     except Exception as error:
         if not asks_for_values(error):
             raise
@@ -254,37 +256,29 @@ def _by_position(
     return bound.args, bound.kwargs
 
 
-def _widened(
+def _promoted(
     args: Sequence[PyTree], argnums: Argnums
-) -> tuple[list[PyTree], dict[int, list[np.dtype | None]]]:
+) -> tuple[list[PyTree], dict[int, PyTree]]:
     """Returns the arguments with f32 in place of half leaves to differentiate.
 
-    And for each argument with such leaves, by its position, the dtypes that these had;
-    None for its other leaves. What is overwritten with its gradient stays as it is.
+    And those with such leaves as they were, by their positions. What is overwritten
+    with its gradient stays as it is.
     """
-    wide, found = list(args), {}
+    wide, halves = list(args), {}
     for each in argnums if isinstance(argnums, Sequence) else (argnums,):
-        number = each.argnum if isinstance(each, nnx.DiffState) else int(each)
-        position = number + len(args) if number < 0 else number
-        if not 0 <= position < len(args):
-            continue
-        paths, structure = jax.tree_util.tree_flatten_with_path(args[position])
-        dtypes = [
-            leaf.dtype if _is_array(leaf) and is_half_parameter(path, leaf) else None
-            for path, leaf in paths
-        ]
-        if any(dtypes):
-            leaves = (
-                promote_half(x) if dtype else x
-                for (_, x), dtype in zip(paths, dtypes, strict=True)
-            )
-            wide[position] = jax.tree.unflatten(structure, leaves)
-            found[position] = dtypes
-    return wide, found
+        position = each.argnum if isinstance(each, nnx.DiffState) else int(each)
+        if -len(args) <= position < len(args):
+            position %= len(args)
+            given = args[position]
+            found = jax.tree_util.tree_map_with_path(_promoted_leaf, given)
+            if any(map(operator.is_not, *map(jax.tree.leaves, (found, given)))):
+                wide[position], halves[position] = found, given
+    return wide, halves
 
 
-def _is_array(leaf: PyTree) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+def _promoted_leaf(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
+    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    return promote_half(leaf) if is_array and is_half_parameter(path, leaf) else leaf
 
 
 def check_argnums(argnums: object, call: str) -> None:

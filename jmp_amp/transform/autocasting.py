@@ -13,7 +13,6 @@ from jmp_amp.plan.planner import returned_dtype
 from jmp_amp.plan.program import binding, scope_text
 from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
 from jmp_amp.plan.program.jaxprs import Value
-from jmp_amp.plan.program.scope_text import policy_noted
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
@@ -227,9 +226,6 @@ def autocast(
             noted = nullcontext()
             if outer.depth >= 0 or not is_planned:
                 noted = scopes.region(policies, call.entries, is_planned)
-            elif policies.default.reduce_dtype is not None:
-                # For `value_and_grad`, see `transform.widened`.
-                noted = policy_noted(policies.default)
             with noted:
                 if is_planned:
                     results = run(plan_of(call, policies, cpu), call.arrays)

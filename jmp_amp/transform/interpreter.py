@@ -16,7 +16,6 @@ from jmp_amp.plan.program import (
     constructs,
     jaxprs,
     meshes,
-    scope_text,
     source_code,
 )
 from jmp_amp.plan.program.jaxprs import ClosedJaxpr, Eqn, Literal, Value, Var, aval_of
@@ -27,10 +26,10 @@ from jmp_amp.plan.rewrites.f32_gradients import (
 )
 from jmp_amp.plan.saved.needs import KEPT
 from jmp_amp.plan.walk import Values, Walk
+from jmp_amp.policies.dtypes import F32
 from jmp_amp.transform.blocks import run_block
 from jmp_amp.transform.derivatives import with_planned_rule
 from jmp_amp.transform.marking import Marks
-from jmp_amp.transform.widened import F32_GRADIENTS
 
 # The marks of a plain replay.
 _NO_MARKS = Marks()
@@ -158,7 +157,9 @@ class Replay(Walk[Value]):
                 return self._call(eqn, planned, operands)
             wide = planned.f32_gradients if self.differentiates else ()
             before = len(operands) - len(wide)
-            held = dict(zip(wide, operands[before:], strict=True))
+            # `value_and_grad` holds half parameters in f32.
+            f32 = [self.cast(x, F32, False) for x in operands[before:]]
+            held = dict(zip(wide, f32, strict=True))
             bound = self.bound(eqn, planned, operands[:before], held)
             bound = self.marks.results(eqn, bound)
             if keeps := self.keeps():
@@ -195,8 +196,7 @@ class Replay(Walk[Value]):
         run = functools.partial(self._bound, eqn, planned)
         if not (held or sums):
             return run(operands)
-        with scope_text.noted(F32_GRADIENTS, *held):
-            return with_f32_gradients(eqn, run, operands, held, sums)
+        return with_f32_gradients(eqn, run, operands, held, sums)
 
     def _bound(
         self, eqn: Eqn, planned: EquationPlan, operands: Sequence[Value]

@@ -15,8 +15,6 @@ registry, and serves every library that runs on JAX. These are all of them:
 | `amp_flax()`                | a Flax module runs, and its map has text patterns    |
 | `amp_eqn_<body>_<n>()`      | the equation of a plan                               |
 | `amp_cast_<which>()`        | which inserted cast of that equation                 |
-| `amp_f32_<operands>()`      | the operands of a `custom_jvp` whose gradients are   |
-|                             | f32                                                  |
 | `amp_quantised_0()`         | what makes 8-bit floats of an operand                |
 | `amp_scaling()`             | what is done to a loss for its scale                 |
 

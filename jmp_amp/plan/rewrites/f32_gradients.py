@@ -72,7 +72,8 @@ def f32_gradients(
         if view.origin == Origin.FREE
         and not isinstance(v, Literal)
         and castable(v)
-        and (held[i], is_half(reads[i])) == (F32, True)
+        and is_half(reads[i])
+        and (held[i] == F32 or is_half(held[i]))
         and _sums_for(eqn, i)
     )
 
