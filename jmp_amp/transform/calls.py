@@ -20,7 +20,7 @@ from jmp_amp.plan.dataflow.dead_code import without_dead_code
 from jmp_amp.plan.dataflow.values import traced_dtype
 from jmp_amp.plan.program import binding, jaxprs
 from jmp_amp.plan.program.cpu_target import Cpu
-from jmp_amp.plan.program.jaxprs import ClosedJaxpr
+from jmp_amp.plan.program.jaxprs import Body, ClosedJaxpr
 from jmp_amp.plan.program.regions import Entries, plans_apart, scopes_in
 from jmp_amp.policies.dtypes import F32, AnyFn, PyTree, is_half
 from jmp_amp.policies.policy_map import (
@@ -157,8 +157,8 @@ def traced_call(
                 )
         entries = entries_of_scopes(policies, scopes_in(jaxprs.body_of(jaxpr)))
         if unmatched(policies):
-            program = jaxpr.pretty_print(name_stack=True, use_color=False)
-            matched = scopes.noted(program, active.depth)
+            found = " ".join(_scopes(jaxprs.body_of(jaxpr), set()))
+            matched = scopes.noted(found, active.depth)
             warn_of_unmatched(policies, matched=matched)
         outputs = traced.outputs
         yield TracedCall(
@@ -171,6 +171,18 @@ def traced_call(
             numbered=traced.numbered,
             entries=entries,
         )
+
+
+def _scopes(body: Body, seen: set[object]) -> Iterator[str]:
+    """Yields the name scopes of the equations of a program, most of them once."""
+    for eqn in body.jaxpr.eqns:
+        yield from {jaxprs.scope_text(eqn)} - seen
+        inner = [
+            each for each in jaxprs.owned_bodies(eqn) if id(each.jaxpr) not in seen
+        ]
+        seen |= {jaxprs.scope_text(eqn), *(id(each.jaxpr) for each in inner)}
+        for each in inner:
+            yield from _scopes(each, seen)
 
 
 def _traced(call: _Call) -> ClosedJaxpr:

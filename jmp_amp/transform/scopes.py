@@ -287,7 +287,7 @@ def noted(program: str, depth: int) -> set[int]:
 
     JAX traces a jitted helper once, and gives its jaxpr to the next autocast with an
     equal map: only the name scopes in that jaxpr tell which entries matched. `program`
-    is the text of a jaxpr; `depth` is that of the autocast.
+    has those; `depth` is that of the autocast.
     """
     found = [list(map(int, each)) for each in scope_text.notes("entries", program)]
     return {number for at, *matched in found if at == depth for number in matched}
