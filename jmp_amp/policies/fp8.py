@@ -32,9 +32,9 @@ _GONE = {
 class Fp8:
     """Matrix products of 8-bit floats with scales, for `Policy(matmul=...)`.
 
-    Both operands of a product are divided by a scale each, a power of two that brings
-    the largest magnitude to the largest number of the format, and rounded to 8 bits.
-    The result is bf16.
+    Each operand of a product is divided by a scale and rounded to 8 bits. The scale is
+    the least power of two that brings the largest magnitude into the range of the
+    format. The result is bf16.
     Scales are made of the values themselves, at every step: there is no state. Delayed
     scaling, which keeps a history of maxima, is not built.
 

@@ -116,8 +116,8 @@ def traced_call(
       args, kwargs: pytrees.
       call: the caller's call as written, for errors.
       notes_modules: whether name scopes say which module runs, see `scopes.module_of`.
-      cpu: the CPU that it is traced for; None for a GPU or a TPU. An autocast around
-        it says both, unless it plans itself.
+      cpu: the CPU that it is traced for; None for a GPU or a TPU. Inside of another
+        autocast, both are those of the other one unless this call has its own plan.
     """
     paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_node)
     leaves = [leaf for _, leaf in paths]

@@ -115,6 +115,17 @@ def test_a_gradient_is_the_sum_of_thousands_of_uses(uses, dtype):
     assert loss == jax.jit(USES[uses])(w)
 
 
+def test_what_a_loop_carries_is_no_parameter_and_is_differentiated_as_written():
+    def loss(h):
+        turn = lambda h, _: (jnp.sin(h) + h * jnp.cos(3 * h), None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(turn, h, None, length=5)[0].astype(F32))
+
+    h = jnp.linspace(-1.0, 1.0, 64).astype(jnp.bfloat16)
+    # The initial carry has one use: there is nothing to add up in f32.
+    found, expected = (jax.jit(each(loss))(h) for each in (amp.grad, jax.grad))
+    np.testing.assert_array_equal(found, expected.astype(F32))
+
+
 def test_a_tied_embedding_sums_the_gradients_of_its_lookup_and_its_head():
     table = (jnp.arange(8.0).reshape(4, 2) / 8).astype(jnp.bfloat16)
     ids = jnp.where(jnp.arange(ROWS) < 6, jnp.arange(ROWS) % 4, 3)

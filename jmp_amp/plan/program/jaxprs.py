@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend import core, source_info_util
+from jax.extend import core
 from jax.extend.core import primitives
 
 from jmp_amp.policies.dtypes import F32, is_half
@@ -27,7 +27,6 @@ Primitive = core.Primitive
 Atom = Var | Literal
 Jaxpr = core.Jaxpr
 ClosedJaxpr = core.ClosedJaxpr
-NameStack = source_info_util.NameStack
 # Hashable, and equal if made by the same calls of the same lines. Public in no module.
 Traceback = Any
 # An array, a tracer or a numpy array: whatever `primitive.bind` takes.

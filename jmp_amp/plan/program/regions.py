@@ -137,13 +137,15 @@ def scopes_in(body: Body, around: tuple[str, ...] = ()) -> Iterator[tuple[str, .
 
 
 def plans_apart(body: Body, apart: bool = False) -> bool:
-    """Whether a program differentiates an autocast inside, or runs one as traced.
+    """Whether an autocast inside of a program needs a plan of its own.
 
-    Its plan would come too late there: the backward pass is in the program already.
+    It does where the program differentiates it: the backward pass is traced already,
+    and no plan of the program decides what it keeps. It does in a call that runs as
+    traced, too.
 
     Args:
       body: of the program.
-      apart: whether that is so of the equation that calls the body.
+      apart: whether the body is differentiated, or part of a call that runs as traced.
     """
     # A function that is called often has one jaxpr.
     inner: dict[tuple[int, bool], Body] = {}

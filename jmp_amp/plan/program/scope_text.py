@@ -8,8 +8,8 @@ registry, and serves every library that runs on JAX. These are all of them:
 | `amp[p=f32,c=bf16,o=f32]`   | the policy in force                                  |
 | `amp_autocast_<hex>()`      | the map of an autocast inside of another one: the    |
 |                             | entries that match named scopes                      |
-| `amp_region()`              | an autocast inside of another one, which plans it    |
-| `amp_inputs()`              | it was traced in the dtypes of the policy            |
+| `amp_region()`              | an autocast that the autocast around it plans        |
+| `amp_inputs()`              | the dtypes of the trace are those of the policy      |
 | `amp_entries_<depth>_<n>()` | the entries of a map that matched a module           |
 | `amp_module_<hex>()`        | the path of a module, as a `PolicyMap` sees it       |
 | `amp_flax()`                | a Flax module runs, and its map has text patterns    |

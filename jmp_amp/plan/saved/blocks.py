@@ -96,9 +96,13 @@ def find_blocks(flow: Flow, plan: Plan, held: Held, saving: Saving) -> Blocks:
 def _cut(
     values: Values, there: Sequence[bool], sections: Callable[[int], int]
 ) -> tuple[Cut, set[int]]:
-    """Returns what is kept of the values that are not `there` anyway.
+    """Returns the cut of the values, and those of them that are made again.
 
-    And those that are made again. What one section makes, another cannot make again.
+    Args:
+      values: of a body.
+      there: which of them are alive anyway.
+      sections: the section of each position. What one section makes, no other section
+        makes again.
     """
     given, needed, edges, sizes = [], [], [], []
     for i, node in enumerate(values.nodes):
@@ -130,7 +134,10 @@ def _sections(ends: Sequence[int], breaks: Sequence[int] = ()) -> Callable[[int]
 
 
 def _breaks(nodes: Sequence[Node], spans: Iterable[tuple[int, int]]) -> Iterator[int]:
-    """Yields where spans that are too long are broken: where the fewest bytes cross."""
+    """Yields where long spans are broken: where the fewest bytes cross.
+
+    These are bytes of values that could be made again. Others are kept in any case.
+    """
     crossing: collections.Counter[int] = collections.Counter()
     for node in nodes:
         if node.again and node.path and node.uses:
