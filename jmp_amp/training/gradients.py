@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jmp_amp.policies.arguments import holds_arrays, warn, written
+from jmp_amp.policies.arguments import warn, written
 from jmp_amp.policies.dtypes import F16, AnyFn, PyTree, is_half
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.tracebacks import own_frames_hidden
@@ -20,15 +20,14 @@ from jmp_amp.policies.two_calls import in_two_calls
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.overwritten import map_not_overwritten
 from jmp_amp.training.states import (
-    SCALES,
     LossScaleState,
     find_loss_scale,
     what_hides_overflows,
 )
 from jmp_amp.training.structures import is_half_parameter, nodes_of
 from jmp_amp.training.trainable import promote_gradient, promote_half
+from jmp_amp.transform import scopes
 from jmp_amp.transform.promote_half_params import promote_half_params, through_trees
-from jmp_amp.transform.refusals import asks_for_values
 
 # The positions to differentiate: one or several, as in jax and in nnx.
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
@@ -63,9 +62,11 @@ def value_and_grad(
     If an f16 or bf16 argument is used several times (in iterations of a loop, in
     microbatches, by lookups of one row), its gradients are summed in float32. Under a
     policy with `reduce_dtype="float32"` so are those that products make. For this the
-    function is traced once, with half arrays; the loss is the same, bit for bit. If
-    the function reads values of arrays, as Python's `if` and `f"{x:.2f}"` do, it cannot
-    be traced: it is called instead, and these sums are half.
+    function is traced once, with half arrays; the loss is the same, bit for bit. A
+    function that reads values of arrays, as Python's `if` and `f"{x:.2f}"` do, raises
+    JAX's error then, as it does under `jax.jit`.
+
+    There is a warning if an autocast in f16 runs inside and no `loss_scale` is given.
 
     Kernels of f16 and bf16 convolutions are given a memory layout
     (`jax.experimental.layout`), unless they are sharded automatically. `jax.export` of
@@ -100,9 +101,8 @@ def value_and_grad(
       >>> amp.value_and_grad(loss_fn)(weights, loss_scale=loss_scale)
       (Array(5., dtype=float32), Array([2., 4.], dtype=float32))
     """
-    return _differentiated(
-        "value_and_grad", fn, argnums, has_aux, holomorphic, allow_int
-    )
+    options = dict(holomorphic=holomorphic, allow_int=allow_int)
+    return _differentiated("value_and_grad", fn, argnums, has_aux, **options)
 
 
 @in_two_calls
@@ -122,7 +122,8 @@ def grad(
       >>> amp.grad(jnp.sin)(0.0, loss_scale=amp.static_loss_scale(2.0**10))
       Array(1., dtype=float32)
     """
-    both = _differentiated("grad", fn, argnums, has_aux, holomorphic, allow_int)
+    options = dict(holomorphic=holomorphic, allow_int=allow_int)
+    both = _differentiated("grad", fn, argnums, has_aux, **options)
 
     @functools.wraps(both, updated=())
     def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -134,12 +135,7 @@ def grad(
 
 
 def _differentiated(
-    name: str,
-    fn: AnyFn,
-    argnums: Any,
-    has_aux: bool,
-    holomorphic: bool,
-    allow_int: bool,
+    name: str, fn: AnyFn, argnums: Any, has_aux: bool, **options: bool
 ) -> AnyFn:
     if not callable(fn):
         raise TypeError(
@@ -147,10 +143,9 @@ def _differentiated(
             "lambda params: loss(params, batch)."
         )
     call = f"{name}({_name(fn)})"
-    check_argnums(argnums, f"{name}({_name(fn)}, argnums={{}})")
-    options = dict(holomorphic=holomorphic, allow_int=allow_int)
+    check_argnums(argnums, f"{call[:-1]}, argnums={{}})")
     for key, flag in {"has_aux": has_aux, **options}.items():
-        checked_flag(flag, f"{name}({_name(fn)}, {key}={{}})")
+        checked_flag(flag, f"{call[:-1]}, {key}={{}})")
     signature = _signature_with_loss_scale(fn, call)
 
     @functools.wraps(fn, updated=())
@@ -158,23 +153,24 @@ def _differentiated(
         *args: PyTree, loss_scale: PyTree = None, **kwargs: PyTree
     ) -> PyTree:
         scaler = find_scaler(loss_scale, call)
-        _check_bound(signature, args, kwargs, call)
-        chosen = argnums
-        if kwargs and _has_variables((args, kwargs)):
-            if args:
-                chosen = _from_front(argnums, len(args))
-            args, kwargs = _by_position(fn, args, kwargs)
 
         def scaled(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            loss, aux = _checked(fn(*args, **kwargs), call, has_aux, holomorphic)
+            output = fn(*args, **kwargs)
+            loss, aux = _pair(output, call) if has_aux else (output, None)
             return (loss if scaler is None else scaler.scale(loss)), (loss, aux)
 
-        with own_frames_hidden:
+        with own_frames_hidden, scopes.autocast_dtypes() as dtypes:
             (_, (loss, aux)), gradients = _value_and_grad(
-                scaled, chosen, args, kwargs, has_aux=True, **options
+                scaled, argnums, args, kwargs, has_aux=True, **options
             )
         _warn_of_half(jnp.result_type(loss), call)
         if scaler is None:
+            if F16 in dtypes:
+                warn(
+                    f"{call}: an autocast in float16 ran without a loss scale, and "
+                    "small gradients became zero. Pass loss_scale=opt_state; to mean "
+                    "it, loss_scale=amp.no_loss_scale()."
+                )
             gradients = map_not_overwritten(promote_gradient, gradients)
         else:
             gradients = scaler.unscale(gradients)
@@ -185,24 +181,6 @@ def _differentiated(
     return differentiated
 
 
-def _check_bound(
-    signature: inspect.Signature | None,
-    args: Sequence[PyTree],
-    kwargs: dict[str, PyTree],
-    call: str,
-) -> None:
-    """Raises if a loss scale takes a place that `fn` does not have."""
-    if signature is None or not args or not nodes_of(args[-1], SCALES):
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(
-            f"{call}(...): {error}. The last one holds a loss scale, which is given by "
-            f"its name: {call}(*args, loss_scale=state)."
-        ) from None
-
-
 def _value_and_grad(
     fn: AnyFn,
     argnums: Argnums,
@@ -210,50 +188,27 @@ def _value_and_grad(
     kwargs: dict[str, PyTree],
     **options: bool,
 ) -> PyTree:
-    """Calls `jax.value_and_grad(fn)`, or nnx's; half leaves are differentiated as f32.
-
-    If `fn` asks for the values of half leaves, as Python's `if` does, they stay half.
-    """
+    """Calls `jax.value_and_grad(fn)`, or nnx's; half leaves are f32."""
     positions = module_positions(argnums, args)
-    if positions is not None:
-        # nnx differentiates functions of positions alone.
-        fn, kwargs = functools.partial(fn, **kwargs), {}
-    differentiate = jax.value_and_grad if positions is None else nnx.value_and_grad
-    chosen = argnums if positions is None else positions
-    differentiated = functools.partial(differentiate, argnums=chosen, **options)
-    trees = args if positions is None else nnx.to_tree(args)
-    wide, halves = _promoted(trees, chosen)
+    if positions is None:
+        wide, halves = _promoted(args, argnums)
+        if halves and not options["holomorphic"]:
+            fn, args = promote_half_params(fn, halves), tuple(wide)
+        return jax.value_and_grad(fn, argnums, **options)(*args, **kwargs)
+    # nnx differentiates functions of positions alone.
+    fn = functools.partial(fn, **kwargs)
+    differentiate = functools.partial(nnx.value_and_grad, argnums=positions, **options)
+    _, halves = _promoted(nnx.to_tree(args), positions)
     if not halves or options["holomorphic"]:
-        return differentiated(fn)(*args, **kwargs)
-    try:
-        if positions is None:
-            return differentiated(promote_half_params(fn, halves))(*wide, **kwargs)
+        return differentiate(fn)(*args)
 
-        def promoted(*args: PyTree) -> PyTree:
-            transform = functools.partial(promote_half_params, halves=halves)
-            return through_trees(fn, args, transform)
+    def promoted(*args: PyTree) -> PyTree:
+        return through_trees(fn, args, lambda pure: promote_half_params(pure, halves))
 
-        def with_promoted(pure: AnyFn) -> AnyFn:
-            return lambda *trees: pure(*_promoted(trees, chosen)[0])
+    def with_promoted(pure: AnyFn) -> AnyFn:
+        return lambda *trees: pure(*_promoted(trees, positions)[0])
 
-        return through_trees(differentiated(promoted), args, with_promoted)
-    except Exception as error:
-        if not asks_for_values(error):
-            raise
-    # Not in the `except`: what comes out of this call has no other error to tell.
-    return differentiated(fn)(*args, **kwargs)
-
-
-def _by_position(
-    fn: AnyFn, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-    """Returns the arguments with those in their places that were given by name."""
-    try:
-        bound = inspect.signature(fn).bind(*args, **kwargs)
-    except (TypeError, ValueError):
-        # It has no signature, or raises the error itself.
-        return args, kwargs
-    return bound.args, bound.kwargs
+    return through_trees(differentiate(promoted), args, with_promoted)
 
 
 def _promoted(
@@ -283,22 +238,17 @@ def _promoted_leaf(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
 
 def check_argnums(argnums: object, call: str) -> None:
     """Raises if `argnums` are not positions; `call` has `{}` for them."""
-    positions: Sequence[object] = [argnums]
-    if isinstance(argnums, Sequence) and not isinstance(argnums, str):
-        positions = argnums
+    several = isinstance(argnums, Sequence) and not isinstance(argnums, str)
+    positions: Sequence[object] = argnums if several else [argnums]
     kinds = int | np.integer | nnx.DiffState
     if not positions or not all(
         isinstance(each, kinds) and not isinstance(each, bool) for each in positions
     ):
-        remedy = (
-            "Use an int, or several in a tuple; an argument that is given by name has "
-            "no position."
+        raise TypeError(
+            f"{call.replace('{}', written(argnums))}: not the position of an argument. "
+            "Use an int, or several in a tuple; what fn is called with goes into a "
+            f"second call: {call.partition(',')[0]})(*args)."
         )
-        if holds_arrays(argnums):
-            first = call.partition(",")[0]
-            remedy = f"What fn is called with goes into a second call: {first})(*args)."
-        call = call.replace("{}", written(argnums))
-        raise TypeError(f"{call}: not the position of an argument. {remedy}")
 
 
 def _signature_with_loss_scale(fn: AnyFn, call: str) -> inspect.Signature | None:
@@ -307,18 +257,15 @@ def _signature_with_loss_scale(fn: AnyFn, call: str) -> inspect.Signature | None
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
         return None
-    parameters = list(signature.parameters.values())
     if "loss_scale" in signature.parameters:
         raise ValueError(
             f"{call}: the function has a parameter `loss_scale` of its own, and {call} "
             "adds one to give the scale with. Rename the function's."
         )
-    keyword = inspect.Parameter(
-        "loss_scale", inspect.Parameter.KEYWORD_ONLY, default=None
-    )
-    takes_any = bool(parameters) and parameters[-1].kind is parameters[-1].VAR_KEYWORD
-    parameters.insert(len(parameters) - takes_any, keyword)
-    return signature.replace(parameters=parameters)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    keyword = inspect.Parameter("loss_scale", kind, default=None)
+    parameters = [*signature.parameters.values(), keyword]
+    return signature.replace(parameters=sorted(parameters, key=lambda x: x.kind))
 
 
 def find_scaler(loss_scale: PyTree, call: str) -> LossScale | None:
@@ -341,72 +288,28 @@ def find_scaler(loss_scale: PyTree, call: str) -> LossScale | None:
         )
     if hidden := what_hides_overflows(loss_scale):
         warn(f"{call}: loss_scale: {hidden}")
-    if shape := np.shape(scaler.value):
-        raise ValueError(
-            f"{call}: loss_scale holds scales of shape {shape}, one for each member of "
-            "a batch. Map the function over the members: jax.vmap(lambda args, state: "
-            f"{call}(args, loss_scale=state))."
-        )
     return scaler
 
 
-def _checked(
-    output: PyTree, call: str, has_aux: bool, holomorphic: bool
-) -> tuple[PyTree, PyTree]:
-    """Returns the loss and aux out of the output of `fn`."""
-    if has_aux and not (isinstance(output, tuple | list) and len(output) == 2):
+def _pair(output: PyTree, call: str) -> tuple[PyTree, PyTree]:
+    if not isinstance(output, tuple | list) or len(output) != 2:
         raise TypeError(
-            f"{call} with has_aux=True: the function has to return a pair (loss, aux), "
-            f"but it returned {_describe(output)}."
+            f"{call} with has_aux=True: the function returned a "
+            f"{type(output).__name__}. Return a pair (loss, aux)."
         )
-    loss, aux = output if has_aux else (output, None)
-    is_array = isinstance(loss, jax.Array | np.ndarray | np.generic | numbers.Number)
-    if not is_array or getattr(loss, "shape", ()):
-        remedy = " Pass has_aux=True." if isinstance(loss, tuple) else ""
-        if is_array:
-            remedy = " Reduce it, with jnp.mean(loss) or jnp.sum(loss)."
-        raise TypeError(
-            f"{call}: the loss has to be a scalar, but the function returned "
-            f"{_describe(loss)}.{remedy}"
-        )
-    dtype = jnp.result_type(loss)
-    wanted = jnp.complexfloating if holomorphic else jnp.floating
-    if not jnp.issubdtype(dtype, wanted):
-        kind = "complex, for holomorphic=True," if holomorphic else "a floating number"
-        remedy = (
-            "Take its real part, or pass holomorphic=True."
-            if jnp.issubdtype(dtype, jnp.complexfloating)
-            else "Cast what it is computed from, or return the loss itself."
-        )
-        raise TypeError(
-            f"{call}: the loss has to be {kind} but the function returned "
-            f"{_describe(loss)}. {remedy}"
-        )
+    loss, aux = output
     return loss, aux
 
 
 def _warn_of_half(dtype: np.dtype, call: str) -> None:
     """Warns of a loss in half precision: what torch calls "fp16" is no policy here."""
-    if not is_half(dtype):
-        return
-    fact, also = "it has three digits", "bf16"
-    if dtype == F16:
-        fact = "it overflows above 65504, and a scale of 2**16 begins as an inf"
-        also = "fp16"
-    warn(
-        f"{call}: the loss is {dtype.name}: {fact}. Keep it f32: under the policy "
-        f'"mixed_{dtype.name}" it is ("{dtype.name}", "{also}" and "half" have half '
-        "results too); or cast what it is computed from, x.astype(jnp.float32)."
-    )
-
-
-def _describe(output: PyTree) -> str:
-    if isinstance(output, jax.Array | np.ndarray | np.generic | numbers.Number):
-        shape = ",".join(map(str, getattr(output, "shape", ())))
-        return f"{jnp.result_type(output).name}[{shape}]"
-    if isinstance(output, tuple):
-        return f"a tuple of {len(output)}"
-    return f"a {type(output).__name__}"
+    if is_half(dtype):
+        warn(
+            f"{call}: the loss is {dtype.name}, which has three digits, and in float16 "
+            "is infinite above 65504. Keep it float32: take the policy "
+            f'"mixed_{dtype.name}", or cast what the loss is computed from, '
+            "x.astype(jnp.float32)."
+        )
 
 
 def module_positions(argnums: Argnums, args: Sequence[PyTree]) -> PyTree | None:

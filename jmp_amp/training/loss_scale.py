@@ -10,8 +10,9 @@ import dataclasses
 import math
 import numbers
 import operator
+import sys
 from collections.abc import Callable
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from jmp_amp.training.trainable import promote_gradient, takes_part
 _HYSTERESIS_MODES = ("until_growth", "consecutive", "rearming")
 _F32_MAX = float(jnp.finfo(F32).max)
 _F32_TINY = float(jnp.finfo(F32).tiny)
-_MOST_STEPS = 2**31 - 1
+_LARGEST = sys.float_info.max
 
 
 def _static() -> Any:
@@ -236,47 +237,37 @@ def dynamic_loss_scale(
       >>> amp.dynamic_loss_scale(growth_interval=100).value
       Array(65536., dtype=float32)
     """
-    call = "dynamic_loss_scale({}={!r})"
-    growth_factor = _number(call, "growth_factor", growth_factor)
-    backoff_factor = _number(call, "backoff_factor", backoff_factor)
-    min_scale = _number(call, "min_scale", min_scale)
-    max_scale = min(_number(call, "max_scale", max_scale), _F32_MAX)
-    growth_interval = _count(call, "growth_interval", growth_interval, at_least=1)
-    hysteresis = max(_count(call, "hysteresis", hysteresis, at_least=0), 1)
-
-    if not 1.0 < growth_factor < math.inf:
-        fact = "growth has to enlarge the scale. Use a factor above 1, such as 2"
-        raise _refused(call, "growth_factor", growth_factor, fact)
-    if not 0.0 < backoff_factor < 1.0:
-        fact = "backing off has to shrink the scale. Use a factor between 0 and 1"
-        raise _refused(call, "backoff_factor", backoff_factor, f"{fact}, such as 0.5")
-    if not _F32_TINY <= min_scale <= _F32_MAX:
-        fact = "the floor has to be a positive, normal float32. Use 2.0**-14 or 1.0"
-        raise _refused(call, "min_scale", min_scale, fact)
-    if not max_scale >= min_scale:
-        fact = f"the cap is below the floor, min_scale={min_scale!r}. Use a larger one"
-        raise _refused(call, "max_scale", max_scale, fact)
-    if hysteresis_mode not in _HYSTERESIS_MODES:
-        fact = f"unknown mode. Use one of {', '.join(map(repr, _HYSTERESIS_MODES))}"
-        raise _refused(call, "hysteresis_mode", hysteresis_mode, fact)
-
-    if isinstance(init_scale, Tracer):
-        value = jnp.clip(jnp.asarray(init_scale, F32), min_scale, max_scale)
-    else:
-        value = _positive(call, "init_scale", init_scale)
-        value = min(max(value, min_scale), max_scale)
-    return LossScale(
-        value=jnp.asarray(value, jnp.float32),
-        growth_tracker=jnp.asarray(0, jnp.int32),
-        hysteresis_tracker=jnp.asarray(hysteresis, jnp.int32),
-        dynamic=True,
+    call = "dynamic_loss_scale"
+    given = dict(
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
         min_scale=min_scale,
         max_scale=max_scale,
         hysteresis=hysteresis,
+    )
+    settings = {name: _number(call, name, value) for name, value in given.items()}
+    least, most = settings["min_scale"], min(settings["max_scale"], _F32_MAX)
+    if not most >= least:
+        raise ValueError(
+            f"{call}(max_scale={max_scale!r}): the cap is below the floor, "
+            f"min_scale={min_scale!r}. Use a larger one."
+        )
+    if hysteresis_mode not in _HYSTERESIS_MODES:
+        raise ValueError(
+            f"{call}(hysteresis_mode={hysteresis_mode!r}): unknown mode. Use one of "
+            f"{', '.join(map(repr, _HYSTERESIS_MODES))}."
+        )
+    if not isinstance(init_scale, Tracer):
+        init_scale = _number(call, "init_scale", init_scale)
+    settings |= dict(max_scale=most, hysteresis=max(settings["hysteresis"], 1))
+    return LossScale(
+        value=jnp.clip(jnp.asarray(init_scale, F32), least, most),
+        growth_tracker=jnp.asarray(0, jnp.int32),
+        hysteresis_tracker=jnp.asarray(settings["hysteresis"], jnp.int32),
+        dynamic=True,
         hysteresis_mode=hysteresis_mode,
+        **settings,
     )
 
 
@@ -294,19 +285,11 @@ def static_loss_scale(scale: ArrayLike) -> LossScale:
       >>> amp.static_loss_scale(128)
       LossScale(value=128.0, dynamic=False)
     """
-    call = "static_loss_scale({}={!r})"
-    if isinstance(scale, Tracer):
-        value, bounds = scale, (_F32_TINY, _F32_MAX)
-    else:
-        value = _positive(call, "scale", scale)
-        bounds = (value, value)
-        if not _F32_TINY <= value <= _F32_MAX:
-            fact = "that is no normal float32. Use a power of two, such as 128.0"
-            raise _refused(call, "scale", value, fact)
-    return dataclasses.replace(
-        dynamic_loss_scale(value, min_scale=bounds[0], max_scale=bounds[1]),
-        dynamic=False,
-    )
+    least, most = _F32_TINY, _F32_MAX
+    if not isinstance(scale, Tracer):
+        least = most = _number("static_loss_scale", "scale", scale)
+    fixed = dynamic_loss_scale(scale, min_scale=least, max_scale=most)
+    return dataclasses.replace(fixed, dynamic=False)
 
 
 def no_loss_scale() -> LossScale:
@@ -344,51 +327,43 @@ def _mapped(
 
 
 def _show(leaf: object) -> str:
+    if not isinstance(leaf, jax.Array):
+        return repr(leaf)
     if isinstance(leaf, Tracer):
         return f"<traced {jax.typeof(leaf)}>"
-    if isinstance(leaf, jax.Array):
-        if leaf.is_deleted():
-            return "<deleted>"
-        if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
-            return f"<{leaf.dtype.name}{list(leaf.shape)} on other hosts>"
-        return repr(leaf.tolist())
-    return repr(leaf)
+    if leaf.is_deleted():
+        return "<deleted>"
+    here = leaf.is_fully_addressable or leaf.is_fully_replicated
+    return repr(leaf.tolist()) if here else f"<{jax.typeof(leaf)} on other hosts>"
 
 
-def _refused(call: str, name: str, value: PyTree, fact: str) -> ValueError:
-    return ValueError(f"{call.format(name, value)}: {fact}.")
+# The least and the largest value of each setting, and what to use.
+_SETTINGS = {
+    "init_scale": (5e-324, _LARGEST, "a positive and finite power of two: 2.0**16"),
+    "scale": (_F32_TINY, _F32_MAX, "a power of two, a normal float32: 2.0**16"),
+    "growth_factor": (math.nextafter(1, 2), _LARGEST, "a factor above 1, such as 2.0"),
+    "backoff_factor": (5e-324, math.nextafter(1, 0), "a factor between 0 and 1: 0.5"),
+    "growth_interval": (1, 2**31 - 1, "an int, at least 1 and below 2**31"),
+    "min_scale": (_F32_TINY, _F32_MAX, "a floor that is a normal float32: 2.0**-14"),
+    "max_scale": (-math.inf, math.inf, "a number that is not below min_scale"),
+    "hysteresis": (0, 2**31 - 1, "an int, at least 0 and below 2**31"),
+}
 
 
-def _number(call: str, name: str, value: PyTree) -> float:
-    """`value`, a real scalar that is known now, as a Python float."""
+def _number(call: str, name: str, value: PyTree) -> Any:
+    """Returns the value of a setting, a scalar that is known now: an int or a float."""
+    least, largest, wanted = _SETTINGS[name]
     real = isinstance(value, numbers.Real | np.ndarray | np.generic | jax.Array)
     if not real or isinstance(value, bool | Tracer) or getattr(value, "shape", ()):
         raise TypeError(
-            f"{call.format(name, value)}: not a real number that is known before the "
-            "program runs. Use a Python number."
+            f"{call}({name}={value!r}): not a real number that is known before the "
+            f"program runs. Use {wanted}."
         )
-    try:
-        return float(value)
-    except OverflowError:  # A Python int beyond all floats.
-        return math.inf if cast(int, value) > 0 else -math.inf
-
-
-def _positive(call: str, name: str, value: PyTree) -> float:
-    number = _number(call, name, value)
-    if not 0.0 < number < math.inf:
-        fact = "a loss scale has to be positive and finite. Use a power of two"
-        raise _refused(call, name, value, f"{fact}, such as 2.0**16")
-    return number
-
-
-def _count(call: str, name: str, value: PyTree, at_least: int) -> int:
-    number = _number(call, name, value)
-    is_count = not isinstance(value, float) and number.is_integer()
-    if not is_count or not at_least <= number <= _MOST_STEPS:
-        # Steps are counted in int32.
-        fact = f"a count of steps. Use an int, at least {at_least} and below 2**31"
-        raise _refused(call, name, value, fact)
-    return int(number)
+    kind = int if isinstance(least, int) else float
+    number = value.item() if hasattr(value, "item") else value
+    if not least <= number <= largest or kind(number) != number:
+        raise ValueError(f"{call}({name}={value!r}): out of range. Use {wanted}.")
+    return kind(number)
 
 
 def _from_state_dict(target: LossScale, state: dict[str, PyTree]) -> LossScale:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from flax import linen as nn
 from flax import nnx
 
@@ -109,6 +110,29 @@ _active = jax.make_user_context(None)
 _running: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar(
     "running", default=None
 )
+
+
+# The compute dtypes of the autocasts that ran, where somebody asks.
+_dtypes: contextvars.ContextVar[set[np.dtype] | None] = contextvars.ContextVar(
+    "dtypes", default=None
+)
+
+
+@contextlib.contextmanager
+def autocast_dtypes() -> Iterator[set[np.dtype]]:
+    """Collects the compute dtypes of the autocasts that run inside."""
+    found: set[np.dtype] = set()
+    token = _dtypes.set(found)
+    try:
+        yield found
+    finally:
+        _dtypes.reset(token)
+
+
+def note_autocast(policy: Policy) -> None:
+    """Tells `autocast_dtypes` that an autocast runs."""
+    if (found := _dtypes.get()) is not None:
+        found.add(policy.compute_dtype)
 
 
 def running() -> tuple[str, ...] | None:

@@ -180,37 +180,17 @@ def test_the_function_is_called_once_and_sees_half_arrays_and_all_else_as_given(
     np.testing.assert_array_equal(gradients["w"], 2 * np.ones(3))
 
 
-def test_a_function_that_reads_values_of_half_parameters_runs_as_before():
+def test_a_function_that_reads_values_of_half_parameters_is_refused_by_jax():
     loss = lambda w: total(w) if w[0] > 0 else total(-w)  # noqa: E731
-    np.testing.assert_array_equal(amp.grad(loss)(full("float16", 3)), np.ones(3))
-    with pytest.raises(jax.errors.TracerBoolConversionError, match="argument w"):
-        jax.jit(lambda w: amp.grad(loss)(w))(full("float16", 3))
-
-
-@pytest.mark.parametrize("shown", ["{:d}".format, lambda x: "%x" % x])  # noqa: UP031
-def test_a_function_that_prints_values_of_a_batch_runs_as_before(shown):
-    printed = []
-
-    def loss(w, x):
-        printed.append(shown(x[0]))
-        return total(w * x.astype(w.dtype))
-
-    w, x = full("bfloat16", 3), jnp.arange(10, 13)
-    np.testing.assert_array_equal(amp.grad(loss)(w, x), [10, 11, 12])
-    assert printed == [shown(10)]
+    with pytest.raises(jax.errors.TracerBoolConversionError, match="boolean"):
+        amp.grad(loss)(full("float16", 3))
+    np.testing.assert_array_equal(amp.grad(loss)(jnp.ones(3)), np.ones(3))
 
 
 @pytest.mark.parametrize(
-    ("wrong", "calls_of_ours"),
-    [
-        (lambda w: w @ jnp.ones(4, w.dtype), 1),
-        (lambda w: f"{[]:.2f}", 1),
-        # A print that our arrays refuse is tried again with those of JAX.
-        (lambda w: f"{w[0]:.2f}", 2),
-    ],
-    ids=["a product", "a print of a list", "a print"],
+    "wrong", [lambda w: w @ jnp.ones(4, w.dtype), lambda w: f"{[]:.2f}"]
 )
-def test_an_error_of_the_function_is_that_of_jax(wrong, calls_of_ours):
+def test_an_error_of_the_function_is_that_of_jax(wrong):
     calls, errors = [], []
 
     def loss(w):
@@ -222,8 +202,7 @@ def test_an_error_of_the_function_is_that_of_jax(wrong, calls_of_ours):
             grad(loss)(full("bfloat16", 3))
         errors.append(raised.value)
     assert str(errors[1]) == str(errors[0])
-    assert errors[1].__context__ is None
-    assert len(calls) == 1 + calls_of_ours
+    assert len(calls) == 2
 
 
 def test_a_function_of_parameters_that_are_not_half_is_differentiated_as_before():
