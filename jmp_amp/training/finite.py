@@ -10,7 +10,6 @@ from collections.abc import Hashable, Iterable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jmp_amp.policies.dtypes import PyTree
@@ -21,8 +20,6 @@ from jmp_amp.training.structures import first_difference, key_paths
 # of its training step is 112. XLA fuses the checks of several leaves into one kernel,
 # as long as it has few enough operands.
 _LEAVES_PER_KERNEL = 16
-# Below that, columns are no faster on a CPU: flags in a row, and in all.
-_SHORTEST_ROW, _SMALLEST = 64, 2**12
 
 
 def all_finite(tree: PyTree, axis_name: str | Sequence[str] | None = None) -> jax.Array:
@@ -60,7 +57,7 @@ def all_finite(tree: PyTree, axis_name: str | Sequence[str] | None = None) -> ja
     for group in groups.values():
         for start in range(0, len(group), _LEAVES_PER_KERNEL):
             together = map(jnp.isfinite, group[start : start + _LEAVES_PER_KERNEL])
-            flags.append(_all(functools.reduce(jax.lax.bitwise_and, together)))
+            flags.append(functools.reduce(jax.lax.bitwise_and, together).all())
     finite = functools.reduce(jnp.logical_and, flags, jnp.asarray(True))
     return jax.lax.pmin(finite.astype(jnp.int32), axes) == 1 if axes else finite
 
@@ -106,24 +103,6 @@ def check_mapped(axes: Sequence[Hashable], call: str) -> None:
             ) from error
 
 
-def _all(flags: jax.Array) -> jax.Array:
-    """Returns whether all flags are True: bool[].
-
-    XLA's CPU reduces an array to one number element by element, but to a row of numbers
-    several columns at a time. Other devices are given the plain reduction.
-    """
-    rows, columns = (1, 1, *flags.shape)[-2:]
-    is_wide = rows > 1 and columns >= _SHORTEST_ROW
-    if not (is_wide and flags.size >= _SMALLEST and isinstance(flags, Tracer)):
-        return flags.all()
-    return jax.lax.platform_dependent(flags, cpu=_all_by_columns, default=jnp.all)
-
-
-def _all_by_columns(flags: jax.Array) -> jax.Array:
-    # XLA would make one reduction of the two.
-    return jax.lax.optimization_barrier(flags.all(-2)).all()
-
-
 def select_tree(pred: ArrayLike, a: PyTree, b: PyTree) -> PyTree:
     """Returns `a` if `pred` holds and `b` otherwise, leaf by leaf.
 
@@ -153,19 +132,34 @@ def choose(
 ) -> PyTree:
     """Returns `select_tree` of `a` and `b`; errors speak of `call` and `names`."""
     pred = checked_condition(pred, call)
-    leaves_a, structure = jax.tree_util.tree_flatten_with_path(a)
-    leaves_b, structure_b = jax.tree.flatten(b)
-    if structure != structure_b:
+    if jax.tree.structure(a) != jax.tree.structure(b):
         where = first_difference(key_paths(a), key_paths(b))
         raise ValueError(
             f"{call}: {names[0]} and {names[1]} differ in structure; first difference "
             f"at {where}. They have to be two versions of one tree."
         )
-    chosen = []
-    for (path, leaf_a), leaf_b in zip(leaves_a, leaves_b, strict=True):
-        where = f"{call}: at {jax.tree_util.keystr(path) or 'the root'},"
-        chosen.append(_choose_leaf(pred, leaf_a, leaf_b, where, names))
-    return structure.unflatten(chosen)
+
+    def of(path: jax.tree_util.KeyPath, a: PyTree, b: PyTree) -> PyTree:
+        if a is b:
+            return a
+        if all(isinstance(x, jax.Array | np.ndarray | np.generic) for x in (a, b)):
+            if (a.shape, a.dtype) == (b.shape, b.dtype):
+                is_float0 = a.dtype == jax.dtypes.float0
+                # Traces faster than `jnp.where`.
+                return a if is_float0 else jax.lax.select(pred, a, b)
+        elif isinstance(a, ArrayLike) and isinstance(b, ArrayLike):
+            return jnp.where(pred, a, b)
+        elif a == b:
+            return a
+        shown = [jax.typeof(x) if hasattr(x, "dtype") else repr(x) for x in (a, b)]
+        kind = TypeError if np.shape(a) == np.shape(b) else ValueError
+        raise kind(
+            f"{call}: at {jax.tree_util.keystr(path) or 'the root'}, {names[0]} is "
+            f"{shown[0]} but {names[1]} is {shown[1]}. Numbers and arrays of one shape "
+            "and dtype can be chosen while a program runs. Cast one."
+        )
+
+    return jax.tree_util.tree_map_with_path(of, a, b)
 
 
 def checked_condition(condition: ArrayLike, call: str) -> jax.Array:
@@ -197,33 +191,3 @@ def is_inexact(leaf: PyTree) -> bool:
     if isinstance(leaf, float | complex):
         return True
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def _choose_leaf(
-    pred: jax.Array, a: PyTree, b: PyTree, where: str, names: tuple[str, str]
-) -> PyTree:
-    both = (a, b)
-    if a is b:
-        return a
-    if all(isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in both):
-        if a.shape != b.shape:
-            raise ValueError(
-                f"{where} {names[0]} has shape {a.shape} but {names[1]} has {b.shape}."
-            )
-        if a.dtype != b.dtype:
-            raise TypeError(
-                f"{where} {names[0]} is {a.dtype.name} but {names[1]} is "
-                f"{b.dtype.name}. Cast one, so that the type of a step does not depend "
-                "on its gradients."
-            )
-        if a.dtype == jax.dtypes.float0:
-            return a
-        return jax.lax.select(pred, a, b)  # Traces faster than `jnp.where`.
-    if not all(isinstance(leaf, ArrayLike) for leaf in both):
-        if a == b:
-            return a
-        raise TypeError(
-            f"{where} {names[0]} is {a!r} but {names[1]} is {b!r}: only arrays and "
-            "numbers can be chosen while a program runs."
-        )
-    return jnp.where(pred, a, b)

@@ -8,6 +8,7 @@ masters and parameters for it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -18,7 +19,7 @@ from jax.core import Tracer
 
 from jmp_amp.policies.dtypes import PyTree, is_half
 from jmp_amp.policies.flags import checked_flag
-from jmp_amp.training.digits import WEIGHT_STATES, WeightState, warn_of_chain
+from jmp_amp.training.digits import WEIGHT_STATES, warn_of_chain
 from jmp_amp.training.finite import check_mapped, checked_axes, choose
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.skip_steps import update_and_finite
@@ -123,7 +124,8 @@ def with_loss_scale(
       >>> updates, amp.loss_scale_of(state).value
       (Array([0., 0.], dtype=float32), Array(512., dtype=float32))
     """
-    transformation = with_extra_args(inner, "with_loss_scale")
+    call = "with_loss_scale"
+    transformation = with_extra_args(inner, call)
     unscale = checked_flag(unscale, "with_loss_scale(inner, scale, unscale={})")
     if not isinstance(loss_scale, LossScale):
         raise TypeError(
@@ -146,8 +148,7 @@ def with_loss_scale(
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, PyTree]:
-        _check_state(state, updates)
-        call = "with_loss_scale"
+        _check_state(state)
         check_mapped(axes, f"{call}(inner, scale, axis_name={axis_name!r})")
         known = updates, state.structure, params, call
         is_batch = check_gradients(*known, batched=True)
@@ -164,32 +165,31 @@ def with_loss_scale(
                 gradients, state.inner_state, trained, **extra_args
             )
 
-        seen = gradients if trained is None else trained
+        first_state = functools.partial(_first_state, transformation)
+        seen = updates if params is None else params
         try:
-            with telling_foreign_states(
-                transformation.init, seen, state.inner_state, call
-            ):
+            with telling_foreign_states(first_state, seen, state.inner_state, call):
                 # Unscaling keeps an inf or NaN, and with a scale below 1 may make a new
                 # one: looked at after it, both are seen.
-                results, finite = update_and_finite(update, gradients, axis_name)
+                (proposed, inner_state), finite = update_and_finite(
+                    update, gradients, axis_name
+                )
                 inner_state = choose(
                     finite,
-                    results[1],
+                    inner_state,
                     state.inner_state,
                     f"{call}: inner changed the type of its state",
                     ("the new state", "the old one"),
                 )
+            if is_batch and _shapes(proposed) != _shapes(trained):
+                raise ValueError("Nothing reduces the gradients of single examples.")
         except Exception as error:
             if is_batch and not isinstance(error, GradientShapeError):
-                # That nothing reduces it may be the reason.
                 check_gradients(*known)
             raise
-        if is_batch and _shapes(results[0]) != _shapes(trained):
-            # Nothing reduces it.
-            check_gradients(*known)
         # Updates that land on a half-precision number are not to be rounded on the way.
         rounded = params is not None and not stores
-        proposed = updates_of(results[0], gradients, call)
+        proposed = updates_of(proposed, gradients, call)
         chosen = _chosen_updates(finite, proposed, updates, params, rounded)
         return chosen, _next_state(finite, state, inner_state)
 
@@ -200,49 +200,38 @@ def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
     return list(map(np.shape, jax.tree.leaves(tree)))
 
 
-def _check_state(state: PyTree, updates: PyTree) -> None:
-    if isinstance(updates, LossScaleState):
-        raise TypeError(
-            "with_loss_scale: update was given its state first. Write "
-            "tx.update(gradients, state, params)."
-        )
+def _check_state(state: PyTree) -> None:
     if isinstance(state, dict | list):
         raise TypeError(f"with_loss_scale: {read_without_target(state)}")
     if not isinstance(state, LossScaleState):
         raise TypeError(
             f"with_loss_scale: update was given a {type(state).__name__}, the state of "
-            "another optimizer. Begin with tx.init(params) of the wrapped one; to go "
-            "on from this state, give both to amp.import_opt_state(tx.init(params), "
-            "state)."
+            "another optimizer. Call update(gradients, state, params), and begin with "
+            "tx.init(params) of the wrapped one; to go on from this state, give both "
+            "to amp.import_opt_state(tx.init(params), state)."
         )
     if shape := np.shape(state.loss_scale.value):
         raise ValueError(
-            f"with_loss_scale: the state holds loss scales of shape {shape}, one for "
-            "each member of a batch. Where init was mapped, map update too: "
-            "jax.vmap(tx.update)(gradients, state, params)."
+            f"with_loss_scale: the state has loss scales of shape {shape}. Where init "
+            "was mapped, map update too: jax.vmap(tx.update)(gradients, state, params)."
         )
 
 
 def _next_state(
     finite: jax.Array, state: LossScaleState, inner_state: PyTree
 ) -> LossScaleState:
-    """Returns the state after a step.
-
-    Args:
-      finite: bool[].
-      state: the old state.
-      inner_state: that of the inner optimizer, already the old one if not `finite`.
-    """
-    one_more = optax.safe_increment
+    """Returns the state after a step; `inner_state` is chosen already."""
+    total, in_a_row, applied = map(
+        optax.safe_increment,
+        (state.skipped_total, state.skipped_in_a_row, state.applied),
+    )
     return LossScaleState(
         inner_state=inner_state,
         loss_scale=state.loss_scale.adjust(finite),
         last_finite=finite,
-        skipped_total=jnp.where(
-            finite, state.skipped_total, one_more(state.skipped_total)
-        ),
-        skipped_in_a_row=jnp.where(finite, 0, one_more(state.skipped_in_a_row)),
-        applied=jnp.where(finite, one_more(state.applied), state.applied),
+        skipped_total=jnp.where(finite, state.skipped_total, total),
+        skipped_in_a_row=jnp.where(finite, 0, in_a_row),
+        applied=jnp.where(finite, applied, state.applied),
         structure=state.structure,
     )
 
@@ -275,19 +264,16 @@ def _first_state(
     state = jax.tree.map(
         lambda node: None if is_stored(node) else node, state, is_leaf=is_stored
     )
+
+    def begun(node: PyTree, other: PyTree) -> PyTree:
+        if not is_stored(node):
+            return other
+        # Its `update` is given the half parameters as float32.
+        structure = dataclasses.replace(node.structure, promoted=True)
+        return node._replace(structure=structure)
+
     stored = transformation.init(taking_part(params, lambda leaf: leaf))
-    return jax.tree.map(
-        lambda node, begun: _with_promoted(node) if is_stored(node) else begun,
-        stored,
-        state,
-        is_leaf=is_stored,
-    )
-
-
-def _with_promoted(state: WeightState) -> WeightState:
-    """Returns a state whose `update` is given the half parameters as float32."""
-    structure = dataclasses.replace(state.structure, promoted=True)
-    return state._replace(structure=structure)
+    return jax.tree.map(begun, stored, state, is_leaf=is_stored)
 
 
 def _chosen_updates(

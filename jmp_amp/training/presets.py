@@ -132,25 +132,24 @@ def loss_scale_preset(name: str, **overrides: Any) -> LossScale:
     if name not in _PRESETS:
         close = difflib.get_close_matches(str(name).lower(), _PRESETS, n=1)
         hint = f' Did you mean "{close[0]}"?' if close else ""
-        known = ", ".join(map(repr, _PRESETS))
         raise ValueError(
-            f"loss_scale_preset({name!r}): unknown system.{hint} There are {known}."
+            f"loss_scale_preset({name!r}): unknown system.{hint} There are "
+            f"{', '.join(map(repr, _PRESETS))}."
         )
     settings: dict[str, Any] = {}
-    theirs = _THEIR_NAMES.get(name, {})
     for given, value in overrides.items():
         call = f"loss_scale_preset({name!r}, {given}={value!r})"
-        ours = theirs.get(given, given)
+        ours = _THEIR_NAMES.get(name, {}).get(given, given)
         if ours not in _OUR_NAMES:
-            known = ", ".join([*theirs, *_OUR_NAMES])
+            known = ", ".join(parameters_of(name))
             raise TypeError(f"{call}: unknown parameter. There are {known}.")
         factors = {ours: value}
         if given in _BOTH_WAYS and isinstance(value, int | float) and value > 0:
             factors["backoff_factor"] = 1 / value
-        if twice := [parameter for parameter in factors if parameter in settings]:
+        if twice := sorted(factors.keys() & settings.keys()):
             raise TypeError(f"{call}: {twice[0]} is given twice. Give it once.")
         settings |= factors
-    return dynamic_loss_scale(**{**_PRESETS[name], **settings})
+    return dynamic_loss_scale(**_PRESETS[name] | settings)
 
 
 def parameters_of(name: str) -> tuple[str, ...]:
@@ -181,44 +180,37 @@ def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> LossScale:
       >>> amp.loss_scale_to_torch(scale) == state
       True
     """
+    remedy = (
+        "Pass what GradScaler.state_dict() returns: numbers under the keys "
+        f"{', '.join(_TORCH_KEYS)}."
+    )
+    call = "loss_scale_from_torch"
     if not isinstance(state_dict, Mapping):
-        raise TypeError(
-            f"loss_scale_from_torch: {state_dict!r} is no dictionary. Pass what "
-            "GradScaler.state_dict() returns."
-        )
+        raise TypeError(f"{call}: {state_dict!r} is no dictionary. {remedy}")
     if not state_dict:
         return no_loss_scale()
     if different := set(state_dict) ^ set(_TORCH_KEYS):
-        known = ", ".join(_TORCH_KEYS)
         what = "unknown" if min(different) in state_dict else "missing"
-        raise ValueError(
-            f"loss_scale_from_torch: the key {min(different)!r} is {what}. Pass what "
-            f"GradScaler.state_dict() returns: {known}."
-        )
+        raise ValueError(f"{call}: the key {min(different)!r} is {what}. {remedy}")
     for key, value in state_dict.items():
         # A checkpoint of arrays has them without dimensions.
         is_array = isinstance(value, jax.Array | np.ndarray) and np.ndim(value) == 0
         if isinstance(value, bool) or not (is_array or isinstance(value, numbers.Real)):
             raise TypeError(
-                f"loss_scale_from_torch: {key!r} is {value!r}, which is no number. "
-                "Pass what GradScaler.state_dict() returns."
+                f"{call}: {key!r} is {value!r}, which is no number. {remedy}"
             )
-    if state_dict["growth_factor"] == state_dict["backoff_factor"] == 1:
-        return static_loss_scale(float(state_dict["scale"]))
-    scale = loss_scale_preset(
-        "torch",
-        init_scale=float(state_dict["scale"]),
-        **{key: state_dict[key] for key in _TORCH_KEYS[1:4]},
-    )
-    tracker = state_dict["_growth_tracker"]
+    value, *settings, tracker = map(state_dict.__getitem__, _TORCH_KEYS)
+    if settings[:2] == [1, 1]:
+        return static_loss_scale(float(value))
+    given = dict(zip(_TORCH_KEYS[1:4], settings, strict=True))
+    scale = loss_scale_preset("torch", init_scale=float(value), **given)
     if not 0 <= tracker <= scale.growth_interval or int(tracker) != tracker:
         raise ValueError(
-            f"loss_scale_from_torch: '_growth_tracker' is {tracker!r}, but it counts "
-            f"finite steps from 0 to growth_interval={scale.growth_interval}. Set it "
-            "to 0 to begin an interval."
+            f"{call}: '_growth_tracker' is {tracker!r}, but it counts finite steps "
+            f"from 0 to growth_interval={scale.growth_interval}. Set it to 0 to begin "
+            "an interval."
         )
-    tracker = jnp.asarray(int(tracker), jnp.int32)
-    return dataclasses.replace(scale, growth_tracker=tracker)
+    return dataclasses.replace(scale, growth_tracker=jnp.asarray(int(tracker), "int32"))
 
 
 def loss_scale_to_torch(loss_scale: PyTree) -> dict[str, float | int]:

@@ -1,8 +1,7 @@
 """The state of loss scaling, and the functions that find and read it."""
 
 import numbers
-from collections.abc import Mapping
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,6 @@ from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.structures import (
     TreeStructure,
     leaves_by_path,
-    nodes_at,
     nodes_of,
 )
 
@@ -111,8 +109,7 @@ def keep_if_finite(opt_state: PyTree, new: PyTree, old: PyTree) -> PyTree:
     """
     finite = find_counters(opt_state, "keep_if_finite").last_finite
     if not isinstance(new, nnx.Module):
-        scaled = _with_scales_of(new, old)
-        return choose(finite, new, scaled, "keep_if_finite", ("new", "old"))
+        return _kept(finite, new, old)
     if old is new or not isinstance(old, nnx.Module):
         found = "the same module" if old is new else f"a {type(old).__name__}"
         raise ValueError(
@@ -121,13 +118,9 @@ def keep_if_finite(opt_state: PyTree, new: PyTree, old: PyTree) -> PyTree:
         )
     after, before = nnx.state(new), nnx.state(old)
     # A first call makes variables, such as those that are sown: there is no old one.
-    known = {path for path, _ in nnx.to_flat_state(before)} - _paths_of_scales(new)
-    after, before = (
-        nnx.as_pure(nnx.filter_state(state, lambda path, _: path in known))
-        for state in (after, before)
-    )
-    kept = choose(finite, after, before, "keep_if_finite", ("new", "old"))
-    nnx.update(new, kept)
+    known = {path for path, _ in nnx.to_flat_state(before)}
+    after = nnx.filter_state(after, lambda path, _: path in known)
+    nnx.update(new, _kept(finite, *map(nnx.as_pure, (after, before))))
     return new
 
 
@@ -184,141 +177,103 @@ def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
       FloatingPointError: check_scale: 1 step in a row had gradients that are not ...
     """
     call = "check_scale"
-    written = f"{call}(opt_state, max_skips_in_a_row={max_skips_in_a_row!r})"
-    _check_limit(max_skips_in_a_row, written)
+    limit = max_skips_in_a_row
+    bad = f"{call}(opt_state, max_skips_in_a_row={limit!r}): Use an int, 0 or more."
+    is_number = isinstance(limit, numbers.Real | jax.Array | np.ndarray)
+    if isinstance(limit, bool | Tracer) or not is_number or np.shape(limit):
+        raise TypeError(bad)
+    if not (limit >= 0 and limit % 1 == 0):
+        raise ValueError(bad)
     state = find_counters(opt_state, call)
     if isinstance(state.skipped_in_a_row, Tracer):
         raise TypeError(
             f"{call}: the state is traced, so its values are not known yet. Call it on "
             "the state that the jitted step returned; inside, use metrics(opt_state)."
         )
-    skips = int(np.max(state.skipped_in_a_row))
-    if skips > max_skips_in_a_row:
-        skipped, applied = int(np.max(state.skipped_total)), int(np.max(state.applied))
-        last = skipped + applied - skips
-        when = f"the last finite step was number {last}" if last else "none was finite"
-        scale = float(np.min(state.loss_scale.value))
+    skips, skipped, applied = (
+        int(np.max(count))
+        for count in (state.skipped_in_a_row, state.skipped_total, state.applied)
+    )
+    if skips <= limit:
+        return
+    last = skipped + applied - skips
+    when = f"the last finite step was number {last}" if last else "none was finite"
+    scale = float(np.min(state.loss_scale.value))
+    remedy = _not_finite(opt_state)
+    remedy += what_hides_overflows(opt_state) or (
+        "A skipped step changed nothing: amp.diagnose(loss_fn, policy)(params, batch) "
+        "tells where it became infinite or NaN, and what mends it. If all is finite "
+        "there, lower min_scale or the learning rate."
+    )
+    if scale == 0 or not np.isfinite(scale):
         remedy = (
-            f"{_not_finite(opt_state)}A skipped step changed nothing: "
-            "amp.diagnose(loss_fn, policy)(params, batch) tells where it became "
-            "infinite or NaN, and what mends it. If all is finite there, lower "
-            "min_scale or the learning rate."
+            "With it no gradient is finite, and nothing here makes such a scale. Go on "
+            "from another: state._replace(loss_scale=amp.static_loss_scale(2.0**10))."
         )
-        if hidden := what_hides_overflows(opt_state):
-            remedy = f"{_not_finite(opt_state)}{hidden}"
-        if scale == 0 or not np.isfinite(scale):
-            remedy = (
-                "With it no gradient is finite, and nothing here makes such a scale. "
-                "Go on from another: "
-                "state._replace(loss_scale=amp.static_loss_scale(2.0**10))."
-            )
-        raise FloatingPointError(
-            f"{call}: {skips} step{'s' * (skips > 1)} in a row had gradients that are "
-            f"not finite (max_skips_in_a_row={max_skips_in_a_row}); "
-            f"{skipped} skipped and {applied} applied in all, {when}; "
-            f"the loss scale is now {scale}. {remedy}"
-        )
+    raise FloatingPointError(
+        f"{call}: {skips} step{'s' * (skips > 1)} in a row had gradients that are not "
+        f"finite (max_skips_in_a_row={limit}); {skipped} skipped and {applied} applied "
+        f"in all, {when}; the loss scale is now {scale}. {remedy}"
+    )
 
 
 def what_hides_overflows(opt_state: PyTree) -> str:
     """Returns what keeps overflows from a loss scale, and the remedy; "" if nothing."""
-    kinds = (optax.MultiStepsState, optax.ApplyIfFiniteState)
-    for _, node in nodes_of(opt_state, kinds):
-        sums = isinstance(node, optax.MultiStepsState)
-        if not nodes_of(node.inner_opt_state if sums else node.inner_state, SCALES):
-            continue
-        if not sums:
+    for _, node in nodes_of(opt_state, optax.MultiStepsState):
+        if nodes_of(node.inner_opt_state, SCALES):
             return (
-                "optax.apply_if_finite around with_loss_scale leaves overflows out, so "
-                "that the scale does not back off. Leave it away: with_loss_scale "
-                "skips such steps itself."
+                "optax.MultiSteps around with_loss_scale keeps an overflow in its sum, "
+                "or leaves it out, so that no later step is applied or the scale does "
+                "not back off. Put it inside: "
+                "with_loss_scale(optax.MultiSteps(tx, n), loss_scale)."
             )
-        effect = "leaves overflows out, so that the scale does not back off"
-        if not node.skip_state:
-            # MultiSteps clears the sum by multiplying it by zero.
-            effect = "keeps an overflow in its sum, and no later step is applied"
-        return (
-            f"optax.MultiSteps around with_loss_scale {effect}. Put it inside: "
-            "with_loss_scale(optax.MultiSteps(tx, n), loss_scale)."
-        )
     return ""
 
 
-def _not_finite(opt_state: PyTree, limit: int = 3) -> str:
-    """Returns which leaves of a state are not finite, in words; "" if all are.
+def _not_finite(opt_state: PyTree) -> str:
+    """Returns which leaf of a state is not finite first, in words; "" if all are.
 
     A scalar may be infinite, as the best loss of `reduce_on_plateau` is at first.
     """
-    paths = [
-        path
-        for path, leaf in leaves_by_path(nnx.as_pure(opt_state))
-        if is_inexact(leaf)
-        and not (jnp.isfinite(leaf) if np.ndim(leaf) else ~jnp.isnan(leaf)).all()
-    ]
-    if not paths:
-        return ""
-    more = f" and {len(paths) - limit} more" * (len(paths) > limit)
-    verb = "is" if len(paths) == 1 else "are"
-    return f"Not finite in this state {verb} {', '.join(paths[:limit])}{more}. "
+    for path, leaf in leaves_by_path(nnx.as_pure(opt_state)):
+        if is_inexact(leaf):
+            good = jnp.isfinite(leaf) if np.ndim(leaf) else ~jnp.isnan(leaf)
+            if not good.all():
+                return f"Not finite in this state is {path}. "
+    return ""
 
 
-def _check_limit(limit: object, call: str) -> None:
-    """Raises if a number of steps is not an int, 0 or more."""
-    is_array = isinstance(limit, jax.Array | np.ndarray) and not np.shape(limit)
-    is_number = isinstance(limit, numbers.Real) and not isinstance(limit, bool)
-    if isinstance(limit, Tracer) or not (is_number or is_array):
-        raise TypeError(
-            f"{call}: the number of steps is of type {type(limit).__name__}. Use an "
-            "int, 0 or more."
-        )
-    number = float(cast(float, limit))
-    if not (number >= 0 and number.is_integer()):
-        raise ValueError(f"{call}: not a number of steps. Use an int, 0 or more.")
-
-
-def _with_scales_of(new: PyTree, old: PyTree) -> PyTree:
-    """Returns `old` with the loss scales of `new`, and their counters.
+def _kept(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """Returns `new` or `old`, and of loss scales, with their counters, `new`.
 
     To a scale that was taken back the overflow has never been: it would not back off,
     and every further step would be skipped.
     """
-    scales = iter([node for _, node in nodes_at(new, _is_scale)])
+    flat, structure = jax.tree_util.tree_flatten_with_path(new)
+    names = [
+        [str(getattr(k, "name", getattr(k, "key", k))) for k in p] for p, _ in flat
+    ]
+    known = {tuple(each) for each in names}
 
-    def scaled(node: PyTree) -> PyTree:
-        if not _is_scale(node):
-            return node
-        now = next(scales, node)
-        if isinstance(node, LossScaleState) and isinstance(now, LossScaleState):
-            return now._replace(inner_state=node.inner_state)
-        if isinstance(node, Mapping) and isinstance(now, Mapping):
-            inner = {name: node[name] for name in node if name == "inner_state"}
-            return cast(PyTree, type(now))({**now, **inner})
-        return now
-
-    return jax.tree.map(scaled, old, is_leaf=_is_scale)
-
-
-def _is_scale(node: object) -> bool:
-    """Returns whether a node is a loss scale, or its state as nnx and flax write it."""
-    names = set(node) if isinstance(node, Mapping) else set()
-    is_written = names >= set(LossScaleState._fields) - {"inner_state", "structure"}
-    return is_written or isinstance(node, SCALES)
-
-
-def _paths_of_scales(module: nnx.Module) -> set[tuple[object, ...]]:
-    """Returns the paths of what `_with_scales_of` replaces in the state of a module."""
-    nodes = [(path, node) for path, node in nnx.iter_graph(module)]
-    scales = [(path, node) for path, node in nodes if isinstance(node, SCALES)]
-    return {
-        path
-        for path, _ in nodes
-        for scale, node in scales
-        if path[: len(scale)] == scale
-        and not (
-            isinstance(node, LossScaleState)
-            and path[len(scale) : len(scale) + 1] == ("inner_state",)
+    def is_of_a_scale(path: list[str]) -> bool:
+        return any(
+            {(*path[:n], field) for field in fields} <= known
+            for n in range(len(path))
+            for fields in _FIELDS_OF_A_SCALE
+            if path[n] in fields or (path[n] == "loss_scale" and "applied" in fields)
         )
-    }
+
+    kept = choose(finite, new, old, "keep_if_finite", ("new", "old"))
+    pairs = zip(flat, jax.tree.leaves(kept), names, strict=True)
+    leaves = [leaf if is_of_a_scale(path) else x for (_, leaf), x, path in pairs]
+    return structure.unflatten(leaves)
+
+
+# As a leaf is called in a class, a dictionary or an `nnx.State`.
+_FIELDS_OF_A_SCALE = (
+    {"last_finite", "skipped_total", "skipped_in_a_row", "applied"},
+    {"value", "growth_tracker", "hysteresis_tracker"},
+)
 
 
 def find_loss_scale(tree: PyTree, call: str) -> LossScale:
@@ -347,9 +302,9 @@ def _only_node(tree: PyTree, call: str, kinds: tuple[type, ...]) -> PyTree:
     """Returns the one node of `tree` that holds a loss scale."""
     warn_of_chain(tree, call)
     found = nodes_of(tree, kinds)
-    if not found and nodes_at(tree, _is_scale):
-        raise ValueError(f"{call}: {read_without_target(tree)}")
     if not found:
+        if isinstance(tree, dict | list):
+            raise ValueError(f"{call}: {read_without_target(tree)}")
         raise ValueError(
             f"{call}: there is no loss scale in this {type(tree).__name__}. Wrap the "
             "optimizer in with_loss_scale(tx, dynamic_loss_scale()), or in "

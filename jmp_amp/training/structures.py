@@ -7,7 +7,6 @@ from typing import Self
 
 import jax
 import numpy as np
-import optax
 from flax import nnx, serialization
 
 from jmp_amp.policies.dtypes import PyTree, is_half
@@ -134,6 +133,10 @@ class GradientShapeError(ValueError):
     """The shape of a gradient is not that of its parameter."""
 
 
+class ForeignStateError(TypeError):
+    """A state is not one of the optimizer that was given it."""
+
+
 def check_gradients(
     gradients: PyTree,
     structure: TreeStructure,
@@ -156,84 +159,40 @@ def check_gradients(
     Raises:
       ValueError: with the first difference; the message begins with `call`.
     """
-    found, seen = key_paths(gradients), structure.paths
-    if structure.known and found != seen:
-        raise ValueError(
-            f"{call}: update was given gradients of structure {_shown(found)} "
-            f"but init saw {_shown(seen)}; first difference at "
-            f"{first_difference(found, seen)}. {_remedy(params)}"
-        )
+    found = key_paths(gradients)
+    trees = [("init saw", structure.paths)] if structure.known else []
+    trees += [] if params is None else [("params of", key_paths(params))]
+    for of, paths in trees:
+        if found != paths:
+            raise ValueError(
+                f"{call}: update was given gradients of structure {_shown(found)} but "
+                f"{of} {_shown(paths)}; first difference at "
+                f"{first_difference(found, paths)}. Differentiate with respect to the "
+                "tree that init was given: of an nnx module nnx.state(model, "
+                "nnx.Param); around an optimizer write optax.lookahead(wrapped, ...)."
+            )
     if params is None:
         return False
-    if found != (expected := key_paths(params)):
-        raise ValueError(
-            f"{call}: update was given gradients of structure {_shown(found)} "
-            f"but params of {_shown(expected)}; first difference at "
-            f"{first_difference(found, expected)}. "
-            + (
-                _OF_A_MODULE
-                if isinstance(params, nnx.Module)
-                else "Pass the parameters that the gradients belong to."
-            )
-        )
     leaves = leaves_by_path(nnx.as_pure(gradients))
-    pairs = list(zip(leaves, jax.tree.leaves(params), strict=True))
-    rows = [(np.shape(gradient), np.shape(param)) for (_, gradient), param in pairs]
-    are_examples = all(shape and shape[1:] == one for shape, one in rows)
-    counts = sorted({shape[0] for shape, _ in rows}) if are_examples else []
-    if batched and len(counts) == 1:
-        return True
-    for (path, _), (shape, one) in zip(leaves, rows, strict=True):
+    shapes = [np.shape(leaf) for _, leaf in leaves]
+    wanted = list(map(np.shape, jax.tree.leaves(params)))
+    if batched and shapes and shapes != wanted and shapes[0]:
+        count = shapes[0][0]
+        if all(
+            shape == (count, *one) for shape, one in zip(shapes, wanted, strict=True)
+        ):
+            return True
+    for (path, _), shape, one in zip(leaves, shapes, wanted, strict=True):
         if shape != one:
             raise GradientShapeError(
-                f"{call}: the gradient at {path or 'the root'} has "
-                f"shape {shape} but the parameter has {one}. "
-                f"{_remedy_of_shape(counts, call)}"
+                f"{call}: the gradient at {path or 'the root'} has shape {shape} but "
+                f"the parameter has {one}. Reduce it over the axes that the parameter "
+                "lacks. Gradients of single examples have one leading axis of one size "
+                "for all, and what adds them up comes first, outside of other "
+                "wrappers: with_loss_scale(optax.chain(differentially_private_"
+                "aggregate(...), optimizer), scale). A mean would not be private."
             )
     return False
-
-
-def _remedy_of_shape(counts: Sequence[int], call: str) -> str:
-    """Returns what to do about gradients of other shapes than their parameters.
-
-    Args:
-      counts: their sizes along the first axis, if it is all that the parameters lack.
-      call: what refuses them.
-    """
-    mean = "Reduce the gradient over the axes that the parameter lacks."
-    if not counts:
-        return mean
-    if len(counts) > 1:
-        return (
-            f"The first axis, which the parameters lack, has sizes {counts[0]} and "
-            f"{counts[-1]}. If it is that of examples, give one gradient for each."
-        )
-    wrapped = "optimizer" if call == "with_loss_scale" else f"{call}(optimizer)"
-    return (
-        "If the first axis is that of examples, what adds them up, such as "
-        "optax.contrib.differentially_private_aggregate, comes first, outside of "
-        "other wrappers, optax.partition and MultiSteps: with_loss_scale(optax.chain("
-        f"aggregate, {wrapped}), scale). A mean in its place would not be private. If "
-        f"it is another axis: {mean[0].lower()}{mean[1:]}"
-    )
-
-
-# Gradients of a module are an nnx.State, with other key paths than the module itself.
-_OF_A_MODULE = (
-    "Of an nnx module give nnx.state(model, nnx.Param) to init and to update; or take "
-    "nnx.Optimizer(model, tx, wrt=nnx.Param)."
-)
-
-
-def _remedy(params: PyTree | None) -> str:
-    if isinstance(params, nnx.Module):
-        return _OF_A_MODULE
-    if isinstance(params, optax.LookaheadParams):
-        return (
-            "optax.lookahead updates two sets of parameters and is given the gradients "
-            "of one: wrap the optimizer inside of it, optax.lookahead(wrapped, ...)."
-        )
-    return "Differentiate with respect to the tree that init was given."
 
 
 @contextlib.contextmanager
@@ -242,55 +201,33 @@ def telling_foreign_states(
 ) -> Iterator[None]:
     """While an optimizer runs inside, its error becomes a TypeError about its state.
 
-    If `state` is not made of the states that `init` makes, in their shapes; else the
+    If the leaves of `state` are not those that `init` makes, in their shapes; else the
     error stays.
     """
     try:
         yield
+    except ForeignStateError:
+        raise
     except Exception as error:
-        own, remedy = state, "Begin with tx.init(params) of this one."
+        own = state
         with contextlib.suppress(Exception):
             own = jax.eval_shape(init, params)
-        given, own = map(_without_scales, (state, own))
-        names = [", ".join(dict.fromkeys(_states_in(each))) for each in (given, own)]
-        pairs = zip(leaves_by_path(given), leaves_by_path(own), strict=False)
-        others = [
-            each for each in pairs if np.shape(each[0][1]) != np.shape(each[1][1])
-        ]
-        if "the state of another optimizer" in str(error):
-            raise  # An optimizer inside has told it.
-        if list(_states_in(given)) != list(_states_in(own)):
-            found, wanted = (each or "none" for each in names)
-            fact = f"the state of another optimizer: {found} in place of {wanted}"
-        elif others:
-            (path, leaf), (_, like) = others[0]
-            fact = (
-                f"the state of another optimizer, of other parameters: {path or '*'} "
-                f"has shape {np.shape(leaf)} in place of {np.shape(like)}"
-            )
-        else:
+        given, wanted = map(_rows, (state, own))
+        if given == wanted:
             raise
-        raise TypeError(f"{call}: update was given {fact}. {remedy}") from error
+        raise ForeignStateError(
+            f"{call}: update was given the state of another optimizer; first "
+            f"difference at {first_difference(given, wanted)}. Begin with "
+            "tx.init(params) of this one."
+        ) from error
 
 
-def _without_scales(state: PyTree) -> PyTree:
-    """Returns a state with one array for each code in it."""
-    return jax.tree.map(
-        lambda node: node.codes if is_code(node) else node, state, is_leaf=is_code
-    )
-
-
-def _states_in(tree: PyTree) -> Iterator[str]:
-    """Yields the names of the states in a state, the outer ones first."""
-
-    def is_state(node: object) -> bool:
-        named = isinstance(node, tuple) and hasattr(node, "_fields")
-        return named and not isinstance(node, optax.MaskedNode)
-
-    for _, node in nodes_at(tree, is_state):
-        yield type(node).__name__
-        for each in node:
-            yield from _states_in(each)
+def _rows(state: PyTree) -> list[str]:
+    """Returns the key path and the shape of each leaf; of a code, that of its codes."""
+    return [
+        f"{path} {np.shape(leaf.codes if is_code(leaf) else leaf)}"
+        for path, leaf in leaves_by_path(nnx.as_pure(state), is_code)
+    ]
 
 
 def check_half(params: PyTree, structure: TreeStructure, call: str) -> None:

@@ -183,7 +183,7 @@ def test_a_batch_that_nothing_reduces_is_refused(inner):
     ):
         stepped(inner, examples, jit=True)
     ragged = examples | {"frozen": jnp.ones((4, 4))}
-    with pytest.raises(ValueError, match="has sizes 4 and 5"):
+    with pytest.raises(ValueError, match="one leading axis of one size"):
         stepped(per_example(0.5), ragged, jit=True)
 
 
@@ -204,13 +204,10 @@ def test_a_batch_that_nothing_reduces_is_refused(inner):
 )
 def test_what_is_around_an_aggregate_is_told_to_go_behind_it(wrap, refuses):
     examples = jax.tree.map(lambda x: jnp.ones((5, *x.shape)), PARAMS)
-    shown = "optimizer" if refuses == "with_loss_scale" else f"{refuses}(optimizer)"
     with pytest.raises(ValueError) as raised:
         stepped(wrap(per_example(0.5)), examples, jit=True)
     assert str(raised.value).startswith(f"{refuses}: the gradient at")
-    assert f"with_loss_scale(optax.chain(aggregate, {shown}), scale)" in str(
-        raised.value
-    )
+    assert "comes first, outside of other wrappers" in str(raised.value)
     first, rest = per_example(0.5), wrap(optax.sgd(1.0))
     _, state = stepped(optax.chain(first, rest), examples, jit=True)
     assert amp.last_step_finite(state)
