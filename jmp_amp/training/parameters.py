@@ -115,16 +115,9 @@ def cast_params(
             "no parameters. Pass what its init returned, and the module as model=."
         )
     if isinstance(params, nnx.Module):
-        copy = nnx.clone(params)
-        inside = inside_of(type(copy).__name__)
-        dtype_of = _dtypes(_modules_of(copy), policies, keep_norms, inside)
-        for path, variable in nnx.iter_graph(copy):
-            if isinstance(variable, nnx.Param):
-                dtype = dtype_of(tuple(map(str, path)))
-                variable.set_raw_value(_cast(variable.get_raw_value(), dtype))
-        warn_of_unmatched(policies, stores=True)
-        _warn_of_f32(policy, policies, nnx.state(params))
-        return copy
+        graphdef, state = nnx.split(params)
+        state = cast_params(state, policy, model=params, keep_norms=keep_norms)
+        return nnx.merge(graphdef, state, copy=True)
 
     def is_variable(node: object) -> bool:
         return isinstance(node, nnx.Variable)
@@ -141,14 +134,11 @@ def cast_params(
 
     def leaf_in_its_dtype(keys: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
         other = is_collections and str(getattr(keys[0], "key", "")) != "params"
-        if other or is_overwritten(keys):
+        is_state = is_variable(leaf) and not isinstance(leaf, nnx.Param)
+        if other or is_state or is_overwritten(keys):
             return leaf
         dtype = dtype_of(_path(keys, is_collections))
-        if not isinstance(leaf, nnx.Variable):
-            return _cast(leaf, dtype)
-        if not isinstance(leaf, nnx.Param):
-            return leaf
-        return leaf.replace(_cast(leaf.get_raw_value(), dtype))
+        return jax.tree.map(lambda leaf: stored(leaf, dtype), leaf)
 
     cast = jax.tree_util.tree_map_with_path(
         leaf_in_its_dtype, params, is_leaf=is_variable
@@ -273,7 +263,3 @@ def _bound_modules(module: nn.Module) -> Iterator[tuple[tuple[str, ...], type]]:
 def _path(keys: jax.tree_util.KeyPath, is_collections: bool) -> tuple[str, ...]:
     names = [key.key for key in keys if isinstance(key, jax.tree_util.DictKey)]
     return tuple(map(str, names[is_collections:]))
-
-
-def _cast(tree: PyTree, dtype: np.dtype) -> PyTree:
-    return jax.tree.map(lambda leaf: stored(leaf, dtype), tree)
