@@ -27,7 +27,7 @@ from jmp_amp.doctor import examine
 from jmp_amp.numerics.diagnose import diagnosis_tables
 from jmp_amp.numerics.diagnose.diagnosing import diagnose
 from jmp_amp.numerics.tune import tuning
-from jmp_amp.numerics.tune.tuner import tune
+from jmp_amp.numerics.tune.tuner import NoPoliciesError, tune
 from jmp_amp.plan.program.cpu_target import TARGETS
 from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
@@ -234,10 +234,8 @@ def _explain(options: argparse.Namespace) -> int:
     policy = _policy(options.policy, "explain(fn, {})")
     shapes = "jax.ShapeDtypeStruct((8, 16), jnp.float32),"
     function, example = _functions(options.function, options.args, shapes)
-    try:
+    with _mistakes():
         explained = explain(function, policy, target=options.target)
-    except (TypeError, ValueError) as error:
-        raise _Mistake(str(error)) from error
     args, kwargs = _arguments(example)
     report = explained(*args, **kwargs)
     _show(report, options, plots.explain)
@@ -254,7 +252,7 @@ def _diagnose(options: argparse.Namespace) -> int:
     )
     args, kwargs = _arrays(example, options)
     loss_scale = _loss_scale(options.loss_scale)
-    with _mistakes_of("diagnose"):
+    with _mistakes(call="diagnose("):
         diagnosed = diagnose(
             function,
             policy,
@@ -275,7 +273,7 @@ def _tune(options: argparse.Namespace) -> int:
         options.function, options.args, "params, jnp.ones((8, 16))"
     )
     args, kwargs = _arrays(example, options)
-    with _mistakes_of("tune"):
+    with _mistakes(call="tune("):
         tuned = tune(
             function,
             policy,
@@ -286,9 +284,7 @@ def _tune(options: argparse.Namespace) -> int:
         )
         try:
             found = tuned(*args, **kwargs)
-        except ValueError as error:
-            if "no policies were found" not in str(error):
-                raise
+        except NoPoliciesError as error:
             print(f"python -m jmp_amp: {error}", file=sys.stderr)
             return 1
     _show(found, options, plots.tune)
@@ -298,14 +294,14 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _mistakes_of(name: str) -> Iterator[None]:
-    """Makes mistakes of what `name` raises; what the function raises is not hidden."""
+def _mistakes(of: str = "", call: str = "") -> Iterator[None]:
+    """Makes mistakes of what `call` raises inside; other errors are not hidden."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        if not str(error).startswith(f"{name}("):
+        if not str(error).startswith(call):
             raise
-        raise _Mistake(str(error)) from error
+        raise _Mistake(f"{of}{error}") from error
 
 
 def _show(found: Any, options: argparse.Namespace, plot: Callable[[Any], Any]) -> None:
@@ -329,19 +325,15 @@ def _show(found: Any, options: argparse.Namespace, plot: Callable[[Any], Any]) -
 
 
 def _policy(text: str, call: str) -> PolicyMap:
-    try:
+    with _mistakes("--policy: "):
         return as_policy_map(text, call)
-    except (TypeError, ValueError) as error:
-        raise _Mistake(f"--policy: {error}") from error
 
 
 def _loss_scale(number: float | None) -> LossScale | None:
     if number is None:
         return None
-    try:
+    with _mistakes("--loss-scale: "):
         return static_loss_scale(number)
-    except ValueError as error:
-        raise _Mistake(f"--loss-scale: {error}") from error
 
 
 def _functions(

@@ -34,6 +34,10 @@ from jmp_amp.reports.reading import inputs_of, read_plan
 from jmp_amp.training.gradients import Argnums
 
 
+class NoPoliciesError(ValueError):
+    """No policies meet the bound."""
+
+
 @in_two_calls
 def tune(
     fn: AnyFn,
@@ -264,7 +268,7 @@ class _Tuner:
                 "cast_inputs(fn, dtype) keep in half what they mark."
             )
         told = " ".join([remedy, *self.notes])
-        raise ValueError(
+        raise NoPoliciesError(
             f"{self.bench.call}: no policies were found that meet "
             f"max_grad_error={self.bound!r}. The smallest error is "
             f"{measured.error:.3g}, with {str(best)!r}. {told}"
