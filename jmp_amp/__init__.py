@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from jmp_amp.training.loss_scale import dynamic_loss_scale as dynamic_loss_scale
     from jmp_amp.training.loss_scale import no_loss_scale as no_loss_scale
     from jmp_amp.training.loss_scale import static_loss_scale as static_loss_scale
-    from jmp_amp.training.low_precision import (
+    from jmp_amp.training.low_precision_state import (
         with_low_precision_state as with_low_precision_state,
     )
     from jmp_amp.training.optimizers import with_loss_scale as with_loss_scale
@@ -130,7 +130,7 @@ _NAMES = {
     "training.loss_scale": "LossScale dynamic_loss_scale no_loss_scale "
     "static_loss_scale",
     "training.collectives": "psum_in_f32",
-    "training.low_precision": "with_low_precision_state",
+    "training.low_precision_state": "with_low_precision_state",
     "training.optimizers": "with_loss_scale",
     "training.parameters": "cast_params",
     "training.presets": "loss_scale_from_torch loss_scale_preset loss_scale_to_torch",

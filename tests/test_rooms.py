@@ -54,13 +54,12 @@ transform:
   - autocasting
 training:
   - overwritten rounding
-  - state_codes
   - structures parameters
-  - finite digits recomputed
+  - finite digits
   - skip_steps trainable
   - loss_scale
   - states
-  - low_precision collectives
+  - low_precision_state collectives
   - presets gradients optimizers checkpoints weights
 reports:
   - costs rows tables plain_data ways bit_words requests

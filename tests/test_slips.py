@@ -124,22 +124,31 @@ SLIPS = {
         f"the raw checkpoint of {reader} for {name}": (
             lambda call=call, raw=raw: call(raw),
             error,
-            f"{name}: this dict has the data",
+            f"{name}: {fact}",
             "target=tx.init(params)",
         )
         for reader, raw in {"flax": RAW, "orbax": RAW_OF_ORBAX}.items()
-        for name, call, error in (
-            ("loss_scale_of", amp.loss_scale_of, ValueError),
-            ("metrics", amp.metrics, ValueError),
-            ("import_opt_state", lambda x: amp.import_opt_state(STATE, x), ValueError),
-            ("with_loss_scale", lambda x: updated(wrapped(ADAM), x), TypeError),
-            ("with_kahan", lambda x: updated(amp.with_kahan(ADAM), x), TypeError),
-            (
-                "with_low_precision_state",
-                lambda x: updated(low_precision(ADAM), x),
-                TypeError,
+        for fact, calls in {
+            "this dict has the data": (
+                ("loss_scale_of", amp.loss_scale_of, ValueError),
+                ("metrics", amp.metrics, ValueError),
+                (
+                    "import_opt_state",
+                    lambda x: amp.import_opt_state(STATE, x),
+                    ValueError,
+                ),
+                ("with_loss_scale", lambda x: updated(wrapped(ADAM), x), TypeError),
             ),
-        )
+            "update was given a dict, the state of another optimizer": (
+                ("with_kahan", lambda x: updated(amp.with_kahan(ADAM), x), TypeError),
+                (
+                    "with_low_precision_state",
+                    lambda x: updated(low_precision(ADAM), x),
+                    TypeError,
+                ),
+            ),
+        }.items()
+        for name, call, error in calls
     },
     "the raw inner state of orbax": (
         lambda: amp.import_opt_state(STATE, RAW_OF_ORBAX["inner_state"]),

@@ -117,11 +117,12 @@ def update(leaves: int) -> Programs:
     f32 = {f"leaf {i}": jnp.ones((8, 8)) for i in range(leaves)}
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), f32)
     adamw = optax.adamw(1e-3)
+    float8 = amp.with_low_precision_state(adamw, "float8", min_size=1)
     found = {
         "adamw": (adamw, f32),
         "loss scale": (amp.with_loss_scale(adamw, amp.dynamic_loss_scale()), f32),
         "masters": (amp.with_master_weights(adamw), half),
-        "moments in 8 bits": (amp.with_low_precision_state(adamw, "float8"), f32),
+        "moments in 8 bits": (float8, f32),
     }
     return {
         name: functools.partial(traced, tx.update, f32, tx.init(params), params)

@@ -22,10 +22,15 @@ from jmp_amp.training.digits import (
     warn_of_chain,
     with_all_digits,
 )
-from jmp_amp.training.low_precision import LowPrecisionState
+from jmp_amp.training.low_precision_state import (
+    CODES,
+    LowPrecisionState,
+    decoded,
+    encoded_like,
+    is_code,
+)
 from jmp_amp.training.overwritten import is_overwritten
 from jmp_amp.training.rounding import stored
-from jmp_amp.training.state_codes import CODES, decoded, encoded_like, is_code
 from jmp_amp.training.states import LossScaleState, read_without_target
 from jmp_amp.training.structures import (
     first_difference,

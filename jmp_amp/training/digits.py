@@ -195,6 +195,17 @@ WEIGHT_STATES = (*DIGIT_STATES, StochasticRoundingState)
 WeightState = MasterWeightsState | KahanState | StochasticRoundingState
 
 
+def check_state(is_own: bool, state: PyTree, call: str) -> None:
+    """Raises if a state is not of the optimizer that is called."""
+    if not is_own:
+        raise TypeError(
+            f"{call}: update was given a {type(state).__name__}, the state of another "
+            "optimizer, dtype or key. Begin with tx.init(params), read a checkpoint "
+            "with target=tx.init(params), or go on from another state with "
+            "amp.import_opt_state(tx.init(params), amp.export_opt_state(state))."
+        )
+
+
 def warn_of_chain(opt_state: PyTree, call: str) -> None:
     """Warns if others come after a state of half-precision weights in an `optax.chain`.
 

@@ -11,7 +11,6 @@ from flax import nnx, serialization
 
 from jmp_amp.policies.dtypes import PyTree, is_half
 from jmp_amp.training.overwritten import is_overwritten
-from jmp_amp.training.state_codes import is_code
 from jmp_amp.transform.refusals import OtherParametersError
 
 
@@ -224,10 +223,8 @@ def telling_foreign_states(
 
 def _rows(state: PyTree) -> list[str]:
     """Returns the key path and the shape of each leaf; of a code, that of its codes."""
-    return [
-        f"{path} {np.shape(leaf.codes if is_code(leaf) else leaf)}"
-        for path, leaf in leaves_by_path(nnx.as_pure(state), is_code)
-    ]
+    leaves = leaves_by_path(nnx.as_pure(state), lambda node: hasattr(node, "codes"))
+    return [f"{path} {np.shape(getattr(leaf, 'codes', leaf))}" for path, leaf in leaves]
 
 
 def check_half(params: PyTree, structure: TreeStructure, call: str) -> None:

@@ -25,10 +25,11 @@ from jmp_amp.training.digits import (
     MasterWeightsState,
     StochasticRoundingState,
     WeightState,
+    check_state,
     first_values,
 )
 from jmp_amp.training.rounding import key_parts, random_seeds
-from jmp_amp.training.states import LossScaleState, read_without_target
+from jmp_amp.training.states import LossScaleState
 from jmp_amp.training.structures import (
     TreeStructure,
     check_gradients,
@@ -325,14 +326,7 @@ def _halves(
 def _check_arguments(
     state: PyTree, kind: type[WeightState], params: PyTree | None, call: str
 ) -> None:
-    if isinstance(state, dict | list):
-        raise TypeError(f"{call}: {read_without_target(state)}")
-    if not isinstance(state, kind):
-        raise TypeError(
-            f"{call}: update was given a {type(state).__name__}, the state of another "
-            "optimizer. To go on from that one, begin with amp.import_opt_state("
-            "tx.init(params), amp.export_opt_state(state))."
-        )
+    check_state(isinstance(state, kind), state, call)
     if params is None:
         raise ValueError(
             f"{call}: update was given no parameters, and what they are "

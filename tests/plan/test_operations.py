@@ -168,7 +168,6 @@ ROOT = Path(amp.__file__).parent
 OTHER_LISTS = {
     "plan/tables/operations.py": "the table",
     "recipes/levels.py": "Paddle's names of operations, with JAX's",
-    "training/recomputed.py": "what XLA computes again in the kernel that reads it",
 }
 
 

@@ -20,9 +20,15 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_amp as amp
-from jmp_amp.training import state_codes
-from jmp_amp.training.rounding import random_seeds, random_words
-from jmp_amp.training.state_codes import CODES, Bfloat16Code, Float8Code, decoded
+from jmp_amp.training import low_precision_state
+from jmp_amp.training.low_precision_state import (
+    CODES,
+    Bfloat16Code,
+    Float8Code,
+    decoded,
+    encoded,
+)
+from jmp_amp.training.rounding import random_seeds
 from tests.training import moments_on_digits
 from tests.training.wrappers import CODING, F32, KEY, gradients_at, kinds, stepper
 
@@ -70,15 +76,9 @@ def after_steps(step: Any, params: Any, state: Any, steps: int) -> tuple[Any, An
 # Codes
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def encoded(kind: Any, numbers: Any, seeds: Any = None) -> Any:
-    return kind.encoded(numbers, seeds)
-
-
-@jax.jit
-def decoded_and_again(code: Any, seeds: Any = None) -> Any:
-    numbers = code.decoded()
-    return numbers, type(code).encoded(numbers, seeds)
+def decoded_and_again(code: Any) -> Any:
+    numbers = decoded(code)
+    return numbers, encoded(type(code), numbers)
 
 
 def numbers_of_blocks() -> np.ndarray:
@@ -97,15 +97,16 @@ def numbers_of_blocks() -> np.ndarray:
 
 def in_numpy(block: np.ndarray) -> tuple[np.ndarray, float]:
     """The codes and the scale of a block, as the docstring of Float8Code has them."""
-    signed = np.signbit(block).any()
+    mantissas, exponents = np.frexp(np.abs(np.float64(block)))
+    # Beyond 1.75 * 2**n, the largest number of both formats, it counts to the next.
+    exponents = np.where(block == 0, -9999, exponents + (mantissas > 1.75 / 2))
+    signed = np.signbit(block[exponents == exponents.max()]).any()
     dtype = ml_dtypes.float8_e4m3fn if signed else ml_dtypes.float8_e5m2
     end = float(ml_dtypes.finfo(dtype).max)
     largest = np.abs(np.float64(block)).max()
     if largest == 0:
         return np.zeros(block.shape, np.uint8), 1.0
     scale = 2.0 ** np.ceil(np.log2(largest / end))
-    if float(dtype(largest / scale)) == end / 2:
-        scale /= 2
     scaled = np.clip(block / scale, -end, end)
     if not signed:
         tiny = float(ml_dtypes.finfo(dtype).smallest_subnormal)
@@ -116,68 +117,62 @@ def in_numpy(block: np.ndarray) -> tuple[np.ndarray, float]:
 def test_codes_and_scales_are_those_of_numpy():
     numbers = numbers_of_blocks()
     expected = [in_numpy(numbers[at : at + 256]) for at in range(0, numbers.size, 256)]
-    for code in (
-        Float8Code.encoded(jnp.asarray(numbers)),
-        encoded(Float8Code, numbers),
-    ):
-        np.testing.assert_array_equal(code.scales, [scale for _, scale in expected])
-        np.testing.assert_array_equal(
-            code.codes, np.concatenate([codes for codes, _ in expected])
-        )
+    signs = np.sign([scale for _, scale in expected])
+    assert (signs < 0).sum() > 50 and (signs > 0).sum() > 50
+    code = encoded(Float8Code, numbers)
+    np.testing.assert_array_equal(code.scales, [scale for _, scale in expected])
+    np.testing.assert_array_equal(
+        code.codes, np.concatenate([codes for codes, _ in expected])
+    )
+
+
+def test_every_code_of_both_formats_is_decoded_as_ml_dtypes_does():
+    codes = np.tile(np.arange(256, dtype=np.uint8), 2)
+    found = decoded(Float8Code(codes, np.float32([-(2.0**-9), 2.0**7])))
+    expected = codes[:256].view(ml_dtypes.float8_e4m3fn).astype(F32) * 2.0**-9
+    is_number = np.isfinite(expected)
+    np.testing.assert_array_equal(found[:256][is_number], expected[is_number])
+    expected = codes[:256].view(ml_dtypes.float8_e5m2).astype(F32) * 2.0**7
+    np.testing.assert_array_equal(found[256:], expected)
 
 
 @pytest.mark.breadth(1)
-@pytest.mark.parametrize(("sign", "digits", "top"), [(-1, 3, 448.0), (1, 2, 57344.0)])
-def test_at_random_the_largest_rounded_number_decides_on_the_scale(sign, digits, top):
-    # In each block most numbers are near the largest, some of them beyond 1.75.
-    draw = np.random.default_rng(0)
-    numbers = np.exp2(draw.integers(-90, 90, (999, 1))) * draw.uniform(1, 2, (999, 256))
-    numbers = sign * numbers.astype(np.float32)
-    dropped = np.uint32(2 ** (23 - digits) - 1)
-    words = np.asarray(random_words(SEEDS, numbers.shape))
-    landed = (np.abs(numbers).view(np.uint32) + (words & dropped)) & ~dropped
-    largest = landed.view(np.float32).max(1).astype(np.float64)
-    expected = np.exp2(np.ceil(np.log2(largest / top)))
-    found = np.asarray(encoded(Float8Code, numbers, SEEDS).scales)[:, 0]
-    np.testing.assert_array_equal(found, sign * expected)
-
-
-@pytest.mark.breadth(1)
-@pytest.mark.parametrize("seeds", [None, SEEDS], ids=["nearest", "random"])
-def test_what_is_decoded_and_not_changed_has_the_same_bits(seeds):
-    for kind in CODES:
-        code = encoded(kind, numbers_of_blocks(), seeds)
-        for other in [None, *random_seeds(KEY, 1, 1)]:
-            chex.assert_trees_all_equal(decoded_and_again(code, other)[1], code)
+def test_what_is_decoded_and_not_changed_moves_by_one_code_at_most():
+    code = encoded(Bfloat16Code, numbers_of_blocks())
+    chex.assert_trees_all_equal(decoded_and_again(code)[1], code)
+    numbers = decoded(encoded(Float8Code, numbers_of_blocks()))
+    found = np.float64(decoded(encoded(Float8Code, numbers)))
+    # e5m2 has two bits of mantissa: a place is a quarter of the number at most.
+    assert (np.abs(found - numbers) <= np.abs(numbers) / 4).mean() > 0.99
+    assert (found == numbers).mean() > 0.9
+    blocks = np.abs(numbers[: 400 * 256].reshape(400, 256)).max(-1, keepdims=True)
+    off = np.abs(found - numbers)[: 400 * 256].reshape(400, 256)
+    assert (
+        off <= np.abs(numbers)[: 400 * 256].reshape(400, 256) / 4 + blocks / 2**16
+    ).all()
 
 
 @pytest.mark.breadth(2)
-@pytest.mark.parametrize("seeds", [None, SEEDS], ids=["nearest", "random"])
 @pytest.mark.parametrize("size", [1, 256, 257])
-def test_an_error_is_at_most_a_place_of_the_number_or_of_the_block(size, seeds):
+def test_an_error_is_at_most_a_place_of_the_number_or_of_the_block(size):
     rng = np.random.default_rng(size)
     numbers = rng.standard_normal(size).astype(F32)
     numbers[::256] = -3
-    found = np.asarray(decoded_and_again(encoded(Float8Code, numbers, seeds))[0])
+    found = np.asarray(decoded(encoded(Float8Code, numbers)))
     # e4m3: 3 bits of mantissa, and 2**-9 steps below; its end is 448.
     place = np.maximum(np.abs(numbers) / 8, 2.0**-9 / 224 * np.abs(numbers).max())
-    assert (np.abs(found - numbers) <= place * (0.5 if seeds is None else 1)).all()
+    assert (np.abs(found - numbers) <= place / 2).all()
 
 
 @pytest.mark.breadth(2)
-@pytest.mark.parametrize("kind", CODES)
 @pytest.mark.parametrize("number", [0.3, 1e-3, 1.1e-6, 1.7e-2])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_rounding_at_random_is_unbiased(kind, number, sign):
+def test_rounding_at_random_is_unbiased(number, sign):
     draws = 100 * 255
     numbers = np.full((100, 256), sign * number, F32)
     numbers[:, 0] = sign
-    code = encoded(kind, numbers, SEEDS)
-    found = np.float64(decoded_and_again(code)[0])[:, 1:]
+    found = np.float64(decoded(encoded(Bfloat16Code, numbers, SEEDS)))[:, 1:]
     low, high = found.min(), found.max()
-    if sign * number == np.float32(-1.1e-6) and kind is Float8Code:
-        # Half a subnormal step of e4m3 around zero.
-        assert (low, high) == (-(2.0**-9) * 2.0**-8, 0)
     assert low < high
     exact = float(np.float32(sign * number))
     chance = (exact - low) / (high - low)
@@ -188,40 +183,36 @@ def test_rounding_at_random_is_unbiased(kind, number, sign):
 def test_a_block_that_is_not_finite_is_nan_and_leaves_the_others_alone():
     numbers = np.ones((3, 256), F32)
     numbers[0, 3], numbers[1, 4] = np.inf, np.nan
-    for seeds in [None, SEEDS]:
-        code = encoded(Float8Code, numbers, seeds)
-        found, again = decoded_and_again(code, seeds)
-        assert np.isnan(found[:2]).all()
-        np.testing.assert_array_equal(found[2], 1)
-        np.testing.assert_array_equal(np.isnan(code.scales), [[True], [True], [False]])
-        chex.assert_trees_all_equal(again, code)
+    code = encoded(Float8Code, numbers)
+    found, again = decoded_and_again(code)
+    assert np.isnan(found[:2]).all()
+    np.testing.assert_array_equal(found[2], 1)
+    np.testing.assert_array_equal(np.isnan(code.scales), [[True], [True], [False]])
+    chex.assert_trees_all_equal(again, code)
 
 
-@pytest.mark.parametrize("seeds", [None, SEEDS], ids=["nearest", "random"])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_numbers_at_both_ends_of_float32_stay_finite_and_keep_their_bits(sign, seeds):
+def test_numbers_at_both_ends_of_float32_stay_finite_and_keep_their_bits(sign):
     end = np.finfo(np.float32).max
     for number in [end, end / 1.01, 1e-37, 2.0**-126, 1e-39]:
-        code = encoded(Float8Code, np.full(256, sign * np.float32(number)), seeds)
-        found, again = decoded_and_again(code, seeds)
+        code = encoded(Float8Code, np.full(256, sign * np.float32(number)))
+        found, again = decoded_and_again(code)
         assert np.isfinite(found).all()
-        chex.assert_trees_all_equal(again, code)
+        chex.assert_trees_all_equal(decoded(again), found)
 
 
-def test_a_minus_zero_does_not_change_the_format_of_a_block():
-    numbers = np.float32([1.125, -1e-9] + [0.0] * 254)
-    code = encoded(Float8Code, numbers)
-    assert code.scales[0] < 0
-    found, again = decoded_and_again(code)
-    np.testing.assert_array_equal(found[:2], [1.125, 0])
-    chex.assert_trees_all_equal(again, code)
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_a_block_of_zeros_has_scale_one(zero):
+    code = encoded(Float8Code, np.full(256, zero, F32))
+    np.testing.assert_array_equal(code.scales, [1])
+    np.testing.assert_array_equal(decoded(code), np.zeros(256))
 
 
 def test_bfloat16_to_nearest_is_a_cast():
     numbers = numbers_of_blocks()
     expected = numbers.astype(ml_dtypes.bfloat16)
-    for encode in (Bfloat16Code.encoded, jax.jit(Bfloat16Code.encoded)):
-        codes = encode(jnp.asarray(numbers)).codes
+    for encode in (encoded, jax.jit(encoded, static_argnums=0)):
+        codes = encode(Bfloat16Code, jnp.asarray(numbers)).codes
         assert codes.dtype == jnp.bfloat16
         # A CPU takes subnormal numbers for zero; a cast on bits does not.
         np.testing.assert_array_equal(codes, expected)
@@ -291,7 +282,12 @@ def test_counts_schedules_small_arrays_and_other_dtypes_are_untouched():
 
 def test_weights_in_the_state_stay_in_float32():
     params = parameters()
-    tx = low(optax.contrib.schedule_free_adamw(1e-2), "float8")
+    tx = amp.with_low_precision_state(
+        optax.contrib.schedule_free_adamw(1e-2),
+        "float8",
+        min_size=1,
+        mask=lambda path: path not in (".z['w']", ".z['b']"),
+    )
     state = tx.init(params)
     chex.assert_trees_all_equal(state.inner_state.z, params)
     assert len(codes_of(state)) == 2
@@ -299,14 +295,14 @@ def test_weights_in_the_state_stay_in_float32():
 
 @pytest.mark.parametrize("kind", CODES)
 def test_first_moments_of_one_shape_are_compiled_once(kind, monkeypatch):
-    name = "_codes" if kind is Float8Code else "land_on"
-    encode, seen = getattr(state_codes, name), []
+    name = "largest_in_blocks" if kind is Float8Code else "land_on"
+    encode, seen = getattr(low_precision_state, name), []
 
     def noted(*args):
         seen.append(args[0].size)
         return encode(*args)
 
-    monkeypatch.setattr(state_codes, name, noted)
+    monkeypatch.setattr(low_precision_state, name, noted)
     way = "float8" if kind is Float8Code else "bfloat16"
     for _ in range(2):
         # A shape that no other test has.
@@ -373,7 +369,7 @@ PLACES = [
 def test_it_descends_wherever_it_is(place):
     half = place in ("masters", "kahan, scaled")
     # Where it is does not depend on how it stores; 8 bits compile longer.
-    way = "float8 at random" if place == "kahan, scaled" else "bfloat16 at random"
+    way = "float8" if place == "kahan, scaled" else "bfloat16 at random"
     tx, params = composed(place, way), parameters()
     if half:
         params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
@@ -411,9 +407,14 @@ def test_checkpoints_get_float32_and_hand_it_back(way):
     chex.assert_trees_all_equal(exported, decoded(state.inner_state.inner_state))
     back = amp.import_opt_state(tx.init(params), exported)
     assert kinds(back) == kinds(state)
-    chex.assert_trees_all_equal(
-        back.inner_state.inner_state, state.inner_state.inner_state
-    )
+    # Encoded again, a number of 8 bits may move by one code.
+    again = amp.export_opt_state(back)
+    for mine, theirs in zip(
+        jax.tree.leaves(again), jax.tree.leaves(exported), strict=True
+    ):
+        rtol, smallest = (2.0**-2, 2.0**-16) if way == "float8" else (0, 0)
+        atol = smallest * np.abs(theirs).max()
+        np.testing.assert_allclose(mine, theirs, rtol=rtol, atol=atol)
     # And from a run in float32.
     _, plain = after_steps(stepper(inner), params, inner.init(params), 2)
     found = amp.export_opt_state(amp.import_opt_state(tx.init(params), plain))
@@ -442,7 +443,7 @@ def test_an_nnx_optimizer_is_exported_too():
     ("way", "spec", "columns"),
     [
         ("float8", PartitionSpec("d"), 1024),
-        ("float8 at random", PartitionSpec(None, "d"), 1024),
+        ("float8", PartitionSpec(None, "d"), 1024),
         # 192 columns on a device are no whole number of blocks.
         ("float8", PartitionSpec(None, "d"), 768),
         ("float8", PartitionSpec("d"), 384),
@@ -466,14 +467,12 @@ def test_codes_are_sharded_as_their_parameter(way, spec, columns):
 # Rare rows
 
 
-@pytest.mark.breadth(1)
-@pytest.mark.parametrize("way", ["float8", "float8 at random"])
-def test_a_small_gradient_beside_large_ones_does_not_make_a_large_step(way):
+def test_a_small_gradient_beside_large_ones_does_not_make_a_large_step():
     # Its second moment is size**2 of that of its block: in fp8 it would be zero.
     params, grads = np.zeros((3, 4, 64), F32), np.ones((3, 4, 64), F32)
     for block, size in zip(grads, [1e-3, 1e-4, 1e-5], strict=True):
         block[1], block[2] = size, -size
-    tx, inner = low(optax.adam(1.0), way), optax.adam(1.0)
+    tx, inner = low(optax.adam(1.0), "float8"), optax.adam(1.0)
     update, update_plain = jax.jit(tx.update), jax.jit(inner.update)
     state, plain = tx.init(params), inner.init(params)
     for _ in range(3):
@@ -524,9 +523,8 @@ def test_bfloat16_at_random_goes_the_way_of_float32():
 
 # By default an embedding does, above.
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["float8", "float8 at random"])
-def test_8_bits_train_as_float32(way):
-    assert digits()[way]["loss"] <= 1.05 * digits()["f32"]["loss"]
+def test_8_bits_train_as_float32():
+    assert digits()["float8"]["loss"] <= 1.05 * digits()["f32"]["loss"]
 
 
 # Bad input
@@ -549,8 +547,9 @@ def test_8_bits_train_as_float32(way):
             "not one PRNG key",
         ),
         ({"min_size": 0}, ValueError, r"min_size=0\): not a number of elements. Use"),
-        ({"min_size": 0.5}, TypeError, r"min_size=0.5\): not a number of elements"),
-        ({"min_size": True}, TypeError, "min_size=True"),
+        ({"min_size": 0.5}, ValueError, r"min_size=0.5\): not a number of elements"),
+        ({"min_size": True}, ValueError, "min_size=True"),
+        ({"key": KEY, "dtype": "float8"}, ValueError, r"8 bits are rounded to nearest"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, error, message):
@@ -563,13 +562,12 @@ def test_the_state_of_another_optimizer_is_refused():
     tx = low(optax.adam(1e-2), "float8")
     with pytest.raises(TypeError, match="given a tuple, the state of another optimi"):
         tx.update(params, optax.adam(1e-2).init(params), params)
-    others = {
-        "bfloat16": "a state with Bfloat16Codes, not Float8Codes. Begin with",
-        "float8 at random": "a state that was made with a key. Begin with",
-    }
-    for way, message in others.items():
-        with pytest.raises(ValueError, match=message):
-            tx.update(params, low(optax.adam(1e-2), way).init(params), params)
+    for other in ("bfloat16", "bfloat16 at random"):
+        with pytest.raises(TypeError, match="another optimizer, dtype or key"):
+            tx.update(params, low(optax.adam(1e-2), other).init(params), params)
+    keyed = low(optax.adam(1e-2), "bfloat16 at random")
+    with pytest.raises(TypeError, match="another optimizer, dtype or key"):
+        keyed.update(params, low(optax.adam(1e-2), "bfloat16").init(params), params)
     with pytest.raises(ValueError, match=r"first difference at \['b'\]"):
         tx.update({"w": params["w"]}, tx.init(params), None)
 
@@ -579,18 +577,9 @@ def test_masters_and_a_second_one_inside_are_refused():
     for inner, message in [
         (
             amp.with_master_weights(optax.adam(1e-2)),
-            "masters, which are weights. Put them around",
+            "has a MasterWeightsState already. Use .*, and with_master_weights around",
         ),
-        (low(optax.adam(1e-2), "float8"), "LowPrecisionState already"),
+        (low(optax.adam(1e-2), "float8"), "has a LowPrecisionState already. Use"),
     ]:
         with pytest.raises(ValueError, match=message):
             low(inner, "float8").init(params)
-
-
-def test_half_parameters_without_masters_around_are_told_apart():
-    tx = low(optax.adam(1e-2), "bfloat16")
-    half = {"w": jnp.ones((64, 64), jnp.bfloat16)}
-    state = tx.init(half)
-    wide = jax.tree.map(lambda leaf: leaf.astype(F32), half)
-    with pytest.raises(ValueError, match=r"with_master_weights\(with_low_precision_st"):
-        tx.update(wide, state, half)

@@ -26,7 +26,7 @@ STORAGE: dict[str, Callable[..., Any]] = {
     "float32": lambda tx, original: tx,
     "masters": lambda tx, original: amp.with_master_weights(tx, init_from=original),
     "kahan": lambda tx, original: amp.with_kahan(tx),
-    "float8": lambda tx, _: CODING["float8 at random"](tx),
+    "float8": lambda tx, _: CODING["float8"](tx),
     "stochastic": lambda tx, _: amp.with_stochastic_rounding(tx, KEY),
 }
 each_storage = pytest.mark.parametrize("storage", STORAGE)

@@ -40,11 +40,11 @@ from tests.training.wrappers import (
     standard,
 )
 
-AT_RANDOM = {name: CODING[name] for name in ("bfloat16 at random", "float8 at random")}
-SKIPPING = SCALING | outside_and_inside(STORING | AT_RANDOM)
+LOSSY = {name: CODING[name] for name in ("bfloat16 at random", "float8")}
+SKIPPING = SCALING | outside_and_inside(STORING | LOSSY)
 ALL_IN_ONE = {
     "all in one": lambda inner: amp.with_loss_scale(
-        amp.with_kahan(AT_RANDOM["float8 at random"](inner)), dynamic()
+        amp.with_kahan(LOSSY["float8"](inner)), dynamic()
     )
 }
 # Those with a number for each half weight.
@@ -385,9 +385,8 @@ def test_updates_of_another_tree_are_refused(name):
         tx.update(params, tx.init(params), params)
 
 
-@pytest.mark.parametrize("name", ["loss scale", "bfloat16", "float8"])
-def test_an_optimizer_that_changes_its_state_is_refused_by_leaf(name):
-    coding, params = name in CODING, jnp.ones((4, 4))
+def test_an_optimizer_that_changes_its_state_is_refused_by_leaf():
+    params = jnp.ones((4, 4))
     for change, message in (
         (lambda mean: mean.astype(BF16), r"\['mean'\].*bfloat16"),
         (lambda mean: mean[:2], r"\['mean'\].*2.*4|\['mean'\].*\[2,4\]"),
@@ -397,8 +396,8 @@ def test_an_optimizer_that_changes_its_state_is_refused_by_leaf(name):
             lambda p: {"mean": jnp.zeros((4, 4))},
             lambda u, s, p=None, change=change: (u, {"mean": change(s["mean"])}),
         )
-        tx = WRAPPERS[name](inner)
-        call = "inner changed " if coding else "with_loss_scale: inner changed "
+        tx = WRAPPERS["loss scale"](inner)
+        call = "with_loss_scale: inner changed "
         with pytest.raises((TypeError, ValueError), match=f"{call}.*({message})"):
             jax.eval_shape(lambda p, tx=tx: tx.update(p, tx.init(p), p), params)
 

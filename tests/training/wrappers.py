@@ -39,7 +39,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "bfloat16 at random": {"key": KEY},
     "float8": {"dtype": "float8"},
-    "float8 at random": {"dtype": "float8", "key": KEY},
 }
 CODING: dict[str, Wrapper] = {
     # Of arrays of any size.
