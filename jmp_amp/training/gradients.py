@@ -194,7 +194,8 @@ def _value_and_grad(
         wide, halves = _promoted(args, argnums)
         if halves and not options["holomorphic"]:
             fn, args = promote_half_params(fn, halves), tuple(wide)
-        return jax.value_and_grad(fn, argnums, **options)(*args, **kwargs)
+        differentiate: Any = jax.value_and_grad
+        return differentiate(fn, argnums, **options)(*args, **kwargs)
     # nnx differentiates functions of positions alone.
     fn = functools.partial(fn, **kwargs)
     differentiate = functools.partial(nnx.value_and_grad, argnums=positions, **options)
@@ -238,8 +239,9 @@ def _promoted_leaf(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
 
 def check_argnums(argnums: object, call: str) -> None:
     """Raises if `argnums` are not positions; `call` has `{}` for them."""
-    several = isinstance(argnums, Sequence) and not isinstance(argnums, str)
-    positions: Sequence[object] = argnums if several else [argnums]
+    positions: Sequence[object] = [argnums]
+    if isinstance(argnums, Sequence) and not isinstance(argnums, str):
+        positions = argnums
     kinds = int | np.integer | nnx.DiffState
     if not positions or not all(
         isinstance(each, kinds) and not isinstance(each, bool) for each in positions

@@ -360,7 +360,7 @@ def _number(call: str, name: str, value: PyTree) -> Any:
             f"program runs. Use {wanted}."
         )
     kind = int if isinstance(least, int) else float
-    number = value.item() if hasattr(value, "item") else value
+    number: Any = getattr(value, "item", lambda: value)()
     if not least <= number <= largest or kind(number) != number:
         raise ValueError(f"{call}({name}={value!r}): out of range. Use {wanted}.")
     return kind(number)
