@@ -81,6 +81,11 @@ if TYPE_CHECKING:
     from jmp_amp.training.finite import select_tree as select_tree
     from jmp_amp.training.gradients import grad as grad
     from jmp_amp.training.gradients import value_and_grad as value_and_grad
+    from jmp_amp.training.half_weights import with_kahan as with_kahan
+    from jmp_amp.training.half_weights import with_master_weights as with_master_weights
+    from jmp_amp.training.half_weights import (
+        with_stochastic_rounding as with_stochastic_rounding,
+    )
     from jmp_amp.training.loss_scale import LossScale as LossScale
     from jmp_amp.training.loss_scale import dynamic_loss_scale as dynamic_loss_scale
     from jmp_amp.training.loss_scale import no_loss_scale as no_loss_scale
@@ -98,11 +103,6 @@ if TYPE_CHECKING:
     from jmp_amp.training.states import last_step_finite as last_step_finite
     from jmp_amp.training.states import loss_scale_of as loss_scale_of
     from jmp_amp.training.states import metrics as metrics
-    from jmp_amp.training.weights import with_kahan as with_kahan
-    from jmp_amp.training.weights import with_master_weights as with_master_weights
-    from jmp_amp.training.weights import (
-        with_stochastic_rounding as with_stochastic_rounding,
-    )
     from jmp_amp.transform.autocasting import autocast as autocast
     from jmp_amp.transform.markers import cast_inputs as cast_inputs
     from jmp_amp.transform.markers import full_precision as full_precision
@@ -136,7 +136,7 @@ _NAMES = {
     "training.presets": "loss_scale_from_torch loss_scale_preset loss_scale_to_torch",
     "training.states": "check_scale keep_if_finite last_step_finite loss_scale_of "
     "metrics",
-    "training.weights": "with_kahan with_master_weights with_stochastic_rounding",
+    "training.half_weights": "with_kahan with_master_weights with_stochastic_rounding",
     "transform.autocasting": "autocast",
     "transform.markers": "cast_inputs full_precision with_policy",
 }

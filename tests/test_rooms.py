@@ -55,12 +55,11 @@ transform:
 training:
   - overwritten rounding
   - structures parameters
-  - finite digits
+  - finite
   - skip_steps trainable
-  - loss_scale
-  - states
-  - low_precision_state collectives
-  - presets gradients optimizers checkpoints weights
+  - loss_scale half_weights
+  - states low_precision_state collectives
+  - presets gradients optimizers checkpoints
 reports:
   - costs rows tables plain_data ways bit_words requests
   - opaque askers overruling causes folding sentences

@@ -215,7 +215,7 @@ SLIPS = {
             .init(W.astype(jnp.bfloat16))
         ),
         ValueError,
-        "with_kahan: the optimizer it was given holds a loss scale, and",
+        "with_kahan: the optimizer inside has a KahanState already",
         "Wrap once, around the whole chain.",
     ),
 }

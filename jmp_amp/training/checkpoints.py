@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_amp.policies.dtypes import F32, PyTree, floating_dtype, is_castable
-from jmp_amp.training.digits import (
+from jmp_amp.training.half_weights import (
     DIGIT_STATES,
     WEIGHT_STATES,
     warn_of_chain,
@@ -92,7 +92,7 @@ def export_params(
     kept = {
         path: (type(node), leaf)
         for _, node in nodes_of(opt_state, DIGIT_STATES)
-        for path, leaf in leaves_by_path(nnx.as_pure(node.kept))
+        for path, leaf in leaves_by_path(nnx.as_pure(node[1]))
     }
     exported = []
     for keys, leaf in jax.tree_util.tree_flatten_with_path(nnx.as_pure(params))[0]:

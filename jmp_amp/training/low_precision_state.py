@@ -22,7 +22,7 @@ import optax
 from flax import nnx
 
 from jmp_amp.policies.dtypes import F32, PyTree
-from jmp_amp.training.digits import MasterWeightsState, check_state
+from jmp_amp.training.half_weights import MasterWeightsState, check_state
 from jmp_amp.training.rounding import (
     key_parts,
     land_on,
@@ -219,8 +219,7 @@ def with_low_precision_state(
     have no minus sign is float8_e5m2, any other float8_e4m3fn. A positive number of the
     former is not rounded to zero. Codes are uint8, in the shape of the parameter.
 
-    What an update that is compiled for an H100 moves, of the bytes of float32, with a
-    `key` or without:
+    What an update that is compiled for an H100 moves, of the bytes of float32:
 
     =========== ======== ======
     `inner`     bfloat16 float8
@@ -258,12 +257,11 @@ def with_low_precision_state(
       it decoded.
 
     Raises:
-      TypeError: if `inner` is not a transformation, `key` not a key, or `min_size` not
-        an int; from `update`, if the state is another optimizer's.
-      ValueError: if `dtype` is neither, `min_size` less than 1, or a `key` is given for
-        "float8"; from `init`, if `inner` holds masters or a state like this one; from
-        `update`, if the state is of another `dtype` or `key`, or the gradients are not
-        a tree like that of `init`.
+      TypeError: if `inner` is not a transformation, or `key` not a key; from `update`,
+        if the state is of another optimizer, `dtype` or `key`.
+      ValueError: if `dtype` is neither, `min_size` no int or less than 1, or a `key` is
+        given for "float8"; from `init`, if `inner` holds masters or a state like this
+        one; from `update`, if the gradients are not a tree like that of `init`.
 
     Example:
       >>> import jmp_amp as amp
@@ -283,12 +281,11 @@ def with_low_precision_state(
     if min_size is True or not isinstance(min_size, int | np.integer) or min_size < 1:
         remedy = "not a number of elements. Use an int, 1 or more."
         raise ValueError(f"{_CALL}(inner, min_size={min_size!r}): {remedy}")
-    key_data = implementation = None
-    if key is not None:
-        key_data, implementation = key_parts(key, f"{_CALL}(inner, key={{}})")
-        if kind is Float8Code:
-            remedy = '8 bits are rounded to nearest. Leave key out, or use "bfloat16".'
-            raise ValueError(f'{_CALL}(inner, "float8", key=...): {remedy}')
+    if key is not None and kind is Float8Code:
+        remedy = '8 bits are rounded to nearest. Leave key out, or use "bfloat16".'
+        raise ValueError(f'{_CALL}(inner, "float8", key=...): {remedy}')
+    written = f"{_CALL}(inner, key={{}})"
+    parts: Any = (None, None) if key is None else key_parts(key, written)
 
     def init_fn(params: PyTree) -> PyTree:
         inner_state = owned(tx.init(params))
@@ -316,7 +313,7 @@ def with_low_precision_state(
                 pair[1] = kind(*(around([part]) for part in code))
         inner_state = structure.unflatten(node for _, node in nodes)
         steps, seen = jnp.asarray(0, jnp.int32), TreeStructure.of(params)
-        return LowPrecisionState(inner_state, owned(key_data), steps, seen)
+        return LowPrecisionState(inner_state, owned(parts[0]), steps, seen)
 
     def update_fn(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> Any:
         is_own = isinstance(state, LowPrecisionState) and (
@@ -339,7 +336,7 @@ def with_low_precision_state(
             known = [largest_in_blocks(leaves[at]) for at in places]
             known = jax.lax.optimization_barrier(known)
         elif state.key_data is not None:
-            own_key = jax.random.wrap_key_data(state.key_data, impl=implementation)
+            own_key = jax.random.wrap_key_data(state.key_data, impl=parts[1])
             known = random_seeds(own_key, state.steps, len(places))
         for at, each in zip(places, known, strict=True):
             leaves[at] = encoded_like(codes[at], leaves[at], each)

@@ -19,8 +19,8 @@ from jax.core import Tracer
 
 from jmp_amp.policies.dtypes import PyTree, is_half
 from jmp_amp.policies.flags import checked_flag
-from jmp_amp.training.digits import WEIGHT_STATES, warn_of_chain
 from jmp_amp.training.finite import check_mapped, checked_axes, choose
+from jmp_amp.training.half_weights import WEIGHT_STATES, warn_of_chain
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.skip_steps import update_and_finite
 from jmp_amp.training.states import LossScaleState, read_without_target

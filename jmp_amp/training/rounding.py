@@ -11,7 +11,7 @@ Everywhere `numbers` and `rounded` are float32 of any shape, the latter on the g
 
 import functools
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,10 @@ from jmp_amp.policies.dtypes import F32, PyTree, cast_leaf, is_castable, is_half
 once_a_shape = functools.partial(jax.jit, inline=True)
 
 _F16 = np.dtype("float16")
-_UNITS = 2.0**16
-Words = TypeVar("Words", jax.Array, np.ndarray)
 # Two random words, uint32[] each, see `random_seeds`.
 Seeds = tuple[jax.Array, jax.Array]
 # 2**32 over the golden ratio.
 _ODD = np.uint32(0x9E3779B9)
-# Between the largest bfloat16 number and the one that would follow it.
-_LAST_TIE = (2.0 - 2.0**-8) * 2.0**127
 
 
 def land_on(numbers: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -47,14 +43,16 @@ def land_on(numbers: jax.Array, dtype: np.dtype) -> jax.Array:
     """
     if dtype == _F16:
         half = jax.lax.bitcast_convert_type(numbers.astype(dtype), jnp.uint16)
-        size = jnp.minimum(half & jnp.uint16(0x7FFF), jnp.uint16(0x7BFF))
-        bits = size | (half & jnp.uint16(0x8000))
+        sign, size = half & jnp.uint16(0x8000), half & jnp.uint16(0x7FFF)
+        bits = jnp.minimum(size, jnp.uint16(0x7BFF)) | sign
         landed = jax.lax.bitcast_convert_type(bits, dtype).astype(F32)
         return jnp.where(jnp.isfinite(numbers), landed, numbers)
     bits = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
     nearest = bits + jnp.uint32(0x7FFF) + ((bits >> 16) & jnp.uint32(1))
-    # Beyond the last tie of the range digits are dropped: that is its end, or inf.
-    carried = jnp.where(jnp.abs(numbers) < _LAST_TIE, nearest, bits)
+    # Between the largest number and the one that would follow it. Beyond, digits are
+    # dropped: that is the largest, or inf.
+    last_tie = (2.0 - 2.0**-8) * 2.0**127
+    carried = jnp.where(jnp.abs(numbers) < last_tie, nearest, bits)
     return jax.lax.bitcast_convert_type(carried & jnp.uint32(0xFFFF0000), F32)
 
 
@@ -79,8 +77,7 @@ def _in_range(array: Any, dtype: np.dtype, library: Any) -> Any:
     largest = float(jnp.finfo(dtype).max)
     is_beyond = library.isfinite(wide) & (abs(wide) > largest)
     # Not the clipped numbers alone: a CPU flushes subnormal ones.
-    clipped = library.clip(wide, -largest, largest)
-    return library.where(is_beyond, clipped, wide).astype(dtype)
+    return library.where(is_beyond, wide.clip(-largest, largest), wide).astype(dtype)
 
 
 _in_range_once_a_shape = once_a_shape(_in_range, static_argnums=(1, 2))
@@ -95,8 +92,8 @@ def next_on_grid(numbers: jax.Array, dtype: np.dtype) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
     rounded = (bits + jnp.uint32(1)) & ~dropped
     # No successor of a NaN, which may be zero.
-    rounded = jnp.where(numbers == numbers, rounded, bits)
-    return jax.lax.bitcast_convert_type(rounded, F32)
+    kept = jnp.where(numbers == numbers, rounded, bits)
+    return jax.lax.bitcast_convert_type(kept, F32)
 
 
 def round_at_random(numbers: jax.Array, dtype: np.dtype, seeds: Seeds) -> jax.Array:
@@ -109,7 +106,7 @@ def round_at_random(numbers: jax.Array, dtype: np.dtype, seeds: Seeds) -> jax.Ar
     Equal `seeds` make equal choices, however the array is sharded.
     """
     info = jnp.finfo(dtype)
-    chance = random_words(seeds, numbers.shape) >> 16
+    chance = _random_words(seeds, numbers.shape) >> 16
     # The bits of f32 below the mantissa of `dtype`. Adding random bits to them carries
     # into the mantissa with the probability that they spell.
     dropped = jnp.uint32((1 << (23 - info.nmant)) - 1)
@@ -169,7 +166,7 @@ def random_seeds(key: ArrayLike, step: ArrayLike, count: int) -> list[Seeds]:
     return [(first ^ flipped, second + added) for flipped, added in ways]
 
 
-def random_words(seeds: Seeds, shape: Sequence[int]) -> jax.Array:
+def _random_words(seeds: Seeds, shape: Sequence[int]) -> jax.Array:
     """Returns random words that are computed where they are used: uint32[shape].
 
     Each element's word is a hash of the two `seeds` and of its place, a dozen
@@ -195,7 +192,7 @@ def random_words(seeds: Seeds, shape: Sequence[int]) -> jax.Array:
     return _hashed((place ^ first) * _ODD + second)
 
 
-def _hashed(words: Words) -> Words:
+def _hashed(words: Any) -> Any:
     """Returns a permutation of uint32 in which each bit changes half of the others.
 
     The function lowbias32 of https://nullprogram.com/blog/2018/07/31.
@@ -215,12 +212,11 @@ def remainder_of(numbers: jax.Array, rounded: jax.Array, dtype: np.dtype) -> jax
     """
     left = numbers - rounded
     place = _last_place(rounded, left < 0, dtype)
-    # One over a power of two, times _UNITS: the exponent's other side.
+    # One over a power of two, times 2**16: the exponent's other side.
     bits = jax.lax.bitcast_convert_type(place, jnp.uint32)
     inverse = jnp.uint32((2 * 127 + 16) << 23) - bits
     units = left * jax.lax.bitcast_convert_type(inverse, F32)
-    units = jnp.where(jnp.isfinite(units), units, 0.0)
-    units = jnp.clip(units, -(2.0**15), 2.0**15 - 1)
+    units = jnp.where(jnp.isfinite(units), units, 0.0).clip(-(2.0**15), 2.0**15 - 1)
     # The sum has no digits below 1, so its last 16 bits are the rounded integer.
     bits = jax.lax.bitcast_convert_type(units + 1.5 * 2.0**23, jnp.uint32)
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.int16)
@@ -230,7 +226,7 @@ def with_remainder(
     rounded: jax.Array, remainder: jax.Array, dtype: np.dtype
 ) -> jax.Array:
     """Returns the float32 numbers that `rounded` and its `remainder_of` make."""
-    units = remainder.astype(F32) / _UNITS
+    units = remainder.astype(F32) / 2.0**16
     return rounded + units * _last_place(rounded, remainder < 0, dtype)
 
 
@@ -240,7 +236,7 @@ def _last_place(rounded: jax.Array, below: jax.Array, dtype: np.dtype) -> jax.Ar
     below: bool[...], whether the next number is the smaller one.
     """
     bits = jax.lax.bitcast_convert_type(rounded, jnp.uint32)
-    power = jax.lax.bitcast_convert_type(bits & jnp.uint32(0x7F800000), jnp.float32)
+    power = jax.lax.bitcast_convert_type(bits & jnp.uint32(0x7F800000), F32)
     info = jnp.finfo(dtype)
     # Where bf16 has subnormal numbers, f32 has them too, and XLA takes them for zero.
     smallest = max(float(info.smallest_normal), 2.0**-100)

@@ -11,8 +11,8 @@ from flax import nnx
 from jax.core import Tracer
 
 from jmp_amp.policies.dtypes import PyTree
-from jmp_amp.training.digits import warn_of_chain
 from jmp_amp.training.finite import choose, is_inexact
+from jmp_amp.training.half_weights import warn_of_chain
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.structures import (
     TreeStructure,

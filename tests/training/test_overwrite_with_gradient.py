@@ -337,7 +337,7 @@ def test_a_collection_of_half_numbers_has_no_digits_to_keep(wrapper):
     updates, state = tx.update(gradients, state, variables)
     assert leaves_are_same_objects(updates[OWG], gradients[OWG])
     if wrapper != "random":
-        assert [leaf.shape for leaf in jax.tree.leaves(state.kept)] == [(2,)]
+        assert [leaf.shape for leaf in jax.tree.leaves(state[1])] == [(2,)]
 
 
 def test_masters_begin_with_originals_that_have_no_collection():
