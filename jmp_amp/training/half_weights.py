@@ -39,6 +39,7 @@ from jmp_amp.training.rounding import (
     with_remainder,
 )
 from jmp_amp.training.structures import (
+    ForeignStateError,
     TreeStructure,
     check_gradients,
     check_half,
@@ -397,7 +398,7 @@ def _stores_half(
 def check_state(is_own: bool, state: PyTree, call: str) -> None:
     """Raises if a state is not of the optimizer that is called."""
     if not is_own:
-        raise TypeError(
+        raise ForeignStateError(
             f"{call}: update was given a {type(state).__name__}, the state of another "
             "optimizer, dtype or key. Begin with tx.init(params), restore a checkpoint "
             "with target=tx.init(params), or use amp.import_opt_state."
