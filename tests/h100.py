@@ -66,6 +66,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 # compare the temporary memory of programs that need much more.
 CUBLAS_WORKSPACE_BYTES = 4 * 2**20
 
+NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 _PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 
 
@@ -121,21 +122,27 @@ def pin(leaf: Any) -> jax.ShapeDtypeStruct:
     )
 
 
-def compile_for_gpu(fn: Callable[..., Any], *args: Any, **jit_options: Any) -> Any:
+def compile_for_gpu(
+    fn: Callable[..., Any],
+    *args: Any,
+    default_flags: bool = False,
+    **jit_options: Any,
+) -> Any:
     """Returns `jax.jit(fn, **jit_options)` for `args`, compiled for an H100.
 
     Args:
       fn: the function; what is static in it is bound with `functools.partial`.
       *args: pytrees of arrays, PRNG keys, scalars or `jax.ShapeDtypeStruct`s. Their
         values do not matter.
+      default_flags: whether XLA compiles as it does for users. Else without Triton:
+        each matrix product is a call of cublasLt then, which the text shows.
       **jit_options: options of `jax.jit` such as `donate_argnums`.
 
     Returns:
       A `jax.stages.Compiled`: it can be read, not called.
     """
     lowered = jax.jit(fn, **jit_options).lower(*jax.tree.map(pin, args))
-    # Without Triton a matrix product is a call of cublasLt, which the text shows.
-    return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+    return lowered.compile(compiler_options={} if default_flags else NO_TRITON)
 
 
 def figures(

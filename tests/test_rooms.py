@@ -34,9 +34,9 @@ plan:
   - tables[operations | rules]
   - dataflow[solver constants made | dead_code gelus values signs
       | terms | joins sources facts | ends paths | recursions | standing]
-  - rewrites[quantising linear | rewriting
+  - rewrites[linear | rewriting
       | pick_rewrite cpu_products f32_gradients
-      | fp8_choice fp8_barriers lookups f32_results | fp8_products shifted_scores
+      | lookups f32_results | fp8 shifted_scores
       | rewrite_table]
   - choose[modes | records uses | flows pins | trade_offs solver_loops derivatives
       | choosing | decision_cache | choices demands | held]

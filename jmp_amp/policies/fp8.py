@@ -1,7 +1,7 @@
 """`Fp8`: which matrix products run in 8-bit floats, and how they are scaled.
 
 It is a part of a `Policy`, so it is plain data and has a text form. What it means for a
-product is in `jmp_amp/plan/rewrites/fp8_products.py`.
+product is in `jmp_amp/plan/rewrites/fp8.py`.
 """
 
 from __future__ import annotations

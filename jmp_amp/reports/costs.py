@@ -19,7 +19,7 @@ from jmp_amp.plan.dataflow.dead_code import inputs_read
 from jmp_amp.plan.program import binding, jaxprs, scope_text
 from jmp_amp.plan.program.dimensions import as_counted
 from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Var
-from jmp_amp.plan.rewrites.fp8_products import NAMES
+from jmp_amp.plan.rewrites.fp8 import NAMES
 from jmp_amp.plan.saved.needs import KEPT
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence, Set
 
@@ -188,6 +189,9 @@ class Replay(Walk[Value]):
           held: those whose gradient leaves in f32, as they are held.
         """
         held, rewrite = held or {}, planned.rewrite
+        if rewrite is not None and rewrite.measured and self.marks.tells_equations:
+            rewrite = rewrite.measured
+            planned = dataclasses.replace(planned, rewrite=rewrite)
         if held and rewrite is not None and rewrite.bind_f32 is not None:
             return rewrite.bind_f32(eqn, planned.dtype, operands, held)
         sums: Sequence[int] = ()

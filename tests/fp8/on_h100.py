@@ -8,6 +8,7 @@ from typing import Any
 from tests import h100
 
 F8 = re.compile(r"f8e\dm\d\w*")
+_ALGORITHM = re.compile(r'matmul\$f8".*"algorithm":"ALG_DOT_(\w+)"')
 # Kernels of fewer elements are free.
 FULL_SIZE = 2**14
 
@@ -18,7 +19,7 @@ def read(program: Any) -> dict[str, Any]:
     `f8`, `others`: its products of 8-bit floats and all others. `temp`: bytes. `moved`,
     `kernels`: its traffic. `casts of f8`: kernels that only widen 8-bit floats.
     `multiplies`: full-size kernels that only multiply by a scalar, as scales would be
-    that are part of no product.
+    that are part of no product. `algorithms`: those of the products of 8-bit floats.
     """
     text = program.as_text()
     products = h100.gemms(program)
@@ -36,6 +37,7 @@ def read(program: Any) -> dict[str, Any]:
             if any(F8.match(dtype) for dtype in each.dtypes)
         ],
         "multiplies": multiplies(text),
+        "algorithms": _ALGORITHM.findall(text),
     }
 
 

@@ -1,4 +1,7 @@
-"""What an H100 would run of fp8 programs, beside the same in bf16."""
+"""What an H100 would run of fp8 programs, beside the same in bf16.
+
+They are compiled with XLA's default flags, as users compile them.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import pytest
 from jax.experimental import topologies
 
 import jmp_amp as amp
+from jmp_amp.plan.rewrites import fp8 as rewrites_fp8
 from jmp_amp.plan.saved.needs import KEPT
 from tests import h100
 from tests.fp8.models import Gpt, Mlp, aval, training_step
@@ -26,12 +30,14 @@ SMALL_MLP = Mlp(width=256, layers=2)
 SMALL_GPT = Gpt(layers=2, width=256, tokens=64, batch=4, vocabulary=512, heads=4)
 
 
+of_h100 = functools.partial(h100.figures, read=read, default_flags=True)
+
+
 @functools.cache
 def figures(model: Any, policy: str) -> dict[str, Any]:
-    return h100.figures(
+    return of_h100(
         training_step(amp.autocast(model.loss, policy)),
         *model.shapes(),
-        read=read,
         donate_argnums=0,
     )
 
@@ -58,6 +64,15 @@ def assert_no_waste(found: dict[str, Any]) -> None:
 # Small programs
 
 
+@pytest.mark.skipif(not rewrites_fp8._HAS_ALGORITHMS, reason="JAX has none in export")
+def test_only_the_forward_product_adds_up_with_fewer_bits():
+    for fast in (True, False):
+        policy = amp.Policy(matmul=amp.Fp8(fast_accumulation=fast))
+        found = figures(SMALL_MLP, str(policy))["algorithms"]
+        forward = ["ANY_F8_ANY_F8_F32" + "_FAST_ACCUM" * fast] * 2
+        assert sorted(found) == sorted([*forward, *["ANY_F8_ANY_F8_F32"] * 3])
+
+
 @pytest.mark.breadth(2)
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
 def test_every_product_of_a_small_mlp_is_of_8_bits(activation):
@@ -75,11 +90,10 @@ def test_products_of_one_operand_are_not_merged_into_one_of_bf16():
         return jnp.sum(jnp.tanh(q) * jnp.sin(k) * jnp.cos(v))
 
     weights = [aval(256, 256)] * 3
-    found = h100.figures(
+    found = of_h100(
         jax.grad(amp.autocast(loss, FP8)),
         weights,
         aval(512, 256),
-        read=read,
     )
     # Forward, and the gradient of each weight.
     assert (found["f8"], found["others"]) == (6, 0)
@@ -129,8 +143,8 @@ def test_a_product_is_kept_apart_from_a_gelu_in_any_call(name):
         for eqn in equations(jax.make_jaxpr(of_a_gelu(CALLED[name]))(*args))
         if eqn.primitive.name == "optimization_barrier"
     ]
-    # That of the second product is squared.
-    assert len(barriers) == 1
+    # That of the second product is squared. GPUs and others have a branch each.
+    assert len(barriers) == 2
 
 
 @pytest.mark.parametrize("fn", [jax.nn.silu, jax.nn.relu, jnp.sin])
@@ -151,11 +165,10 @@ def test_a_product_that_leads_to_no_gelu_is_fused_with_what_reads_it(fn):
     "name", ["checkpoint", "rule", "product in jit", "product in checkpoint"]
 )
 def test_a_gelu_in_a_call_compiles(name):
-    found = h100.figures(
+    found = of_h100(
         of_a_gelu(CALLED[name]),
         [aval(512, 512)] * 2,
         aval(512, 512),
-        read=read,
     )
     assert (found["f8"], found["others"]) == (5, 0)
 
@@ -177,18 +190,15 @@ A100 = (
 
 
 @h100.needs_compiler
-def test_an_a100_has_no_units_of_8_bits_and_compiles_the_same_program():
+def test_an_a100_has_no_units_of_8_bits_and_restores_the_operands(monkeypatch):
+    monkeypatch.setattr(rewrites_fp8, "compute_capability", lambda: (8, 0))
     device = described(A100)
     pinned = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device),
         SMALL_MLP.shapes(),
     )
     step = training_step(amp.autocast(SMALL_MLP.loss, FP8))
-    program = (
-        jax.jit(step)
-        .lower(*pinned)
-        .compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
-    )
+    program = jax.jit(step).lower(*pinned).compile()
     found = read(program)
     assert (found["f8"], found["others"]) == (0, three_each(2) - 1)
     assert {each.operands[0] for each in h100.gemms(program)} == {"bf16"}
@@ -210,10 +220,9 @@ def test_a_gelu_whose_input_is_kept_compiles(bias, policy):
         h = x @ w + b[None] if bias else x @ w
         return jax.nn.gelu(h), h
 
-    found = h100.figures(
+    found = of_h100(
         amp.autocast(fn, policy),
         *(aval(1024, 2048), aval(2048, 512), aval(512)),
-        read=read,
     )
     assert found["f8"] == 1
 
@@ -226,12 +235,26 @@ def test_a_gradient_through_a_captured_gelu_compiles():
 
         return jax.value_and_grad(amp.autocast(loss, FP8), has_aux=True)(w)
 
-    found = h100.figures(
+    found = of_h100(
         fn,
         *(aval(2048, 512), aval(1024, 2048)),
-        read=read,
     )
     assert found["f8"] == 2
+
+
+@pytest.mark.parametrize("model", [SMALL_MLP, SMALL_GPT], ids=["mlp", "gpt"])
+def test_default_flags_change_no_dtype_of_a_bf16_program(model):
+    step = training_step(amp.autocast(model.loss, MIXED))
+
+    def operands(default_flags):
+        found = h100.figures(
+            step, *model.shapes(), read=h100.gemms, default_flags=default_flags
+        )
+        return Counter(each.operands for each in found)
+
+    without_triton = operands(default_flags=False)
+    assert operands(default_flags=True) == without_triton
+    assert set(without_triton) == {("bf16", "bf16")}
 
 
 # Full size
@@ -239,11 +262,26 @@ def test_a_gradient_through_a_captured_gelu_compiles():
 slow = pytest.mark.slow
 
 
+MIB = 2**20
+
+
+@slow
+def test_an_mlp_is_within_the_bounds_of_the_study():
+    """Three layers of 4096 without biases, a batch of 4096, and SGD."""
+    found = figures(dataclasses.replace(MLP, bias=False), FP8)
+    assert (found["f8"], found["others"]) == (8, 0)
+    assert_no_waste(found)
+    assert found["kernels"] <= 46
+    assert found["moved"] <= 2369 * MIB
+    assert found["temp"] <= 212.1 * MIB
+
+
 @slow
 @pytest.mark.parametrize(
     ("activation", "temp"),
-    # Before a gelu stands a barrier, without which XLA may fail to compile.
-    [("relu", 0.755), ("silu", 0.755), ("gelu", 0.795)],
+    # Nothing is fused into a product before a gelu: XLA might fail to compile. With the
+    # default flags bf16 needs a tenth less for relu than without Triton.
+    [("relu", 0.835), ("silu", 0.755), ("gelu", 0.795)],
 )
 def test_an_mlp_needs_less_memory_and_few_kernels_more(activation, temp):
     model = dataclasses.replace(MLP, activation=activation)
@@ -252,7 +290,7 @@ def test_an_mlp_needs_less_memory_and_few_kernels_more(activation, temp):
     for found in (default, fp8):
         assert (found["f8"], found["others"]) == (8, 0)
         assert_no_waste(found)
-        assert found["kernels"] <= 61
+        assert found["kernels"] <= 56
     assert fp8["temp"] <= temp * mixed["temp"]
     assert fp8["moved"] <= 1.18 * mixed["moved"]
     assert default["temp"] <= fp8["temp"]
@@ -260,23 +298,19 @@ def test_an_mlp_needs_less_memory_and_few_kernels_more(activation, temp):
 
 @slow
 @pytest.mark.parametrize(
-    ("loop", "calls", "temp"),
-    # Products of a checkpoint are saved in bf16, as under `mixed_bfloat16`.
+    ("loop", "calls"),
     [
-        pytest.param("unrolled", 72, 0.905, marks=pytest.mark.nightly),
-        ("scan", 18, 0.94),
-        pytest.param("remat", 18, 1.001, marks=pytest.mark.nightly),
+        pytest.param("unrolled", 72, marks=pytest.mark.nightly),
+        ("scan", 18),
+        pytest.param("remat", 18, marks=pytest.mark.nightly),
     ],
 )
-def test_a_gpt_has_three_8_bit_products_for_each_linear(loop, calls, temp):
-    model = dataclasses.replace(GPT, loop=loop)
-    for mixed, fp8 in (both(model), both_keep_all(model)):
-        assert (fp8["f8"], mixed["f8"]) == (calls, 0)
-        # None is computed twice: the others are attention and the head.
-        assert fp8["f8"] + fp8["others"] == mixed["others"]
-        assert_no_waste(fp8)
-    assert fp8["temp"] <= temp * mixed["temp"]
-    assert both(model)[1]["temp"] <= fp8["temp"]
+def test_a_gpt_has_three_8_bit_products_for_each_linear(loop, calls):
+    mixed, fp8 = both(dataclasses.replace(GPT, loop=loop))
+    assert (fp8["f8"], mixed["f8"]) == (calls, 0)
+    # None is computed twice: the others are attention and the head.
+    assert fp8["f8"] + fp8["others"] == mixed["others"]
+    assert_no_waste(fp8)
 
 
 # What differentiation saves: read from the trace

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.lax import DotAlgorithmPreset, Precision
 
 import jmp_amp as amp
+from jmp_amp.plan.rewrites import fp8 as rewrites_fp8
 from tests.fp8 import reference
 from tests.fp8.programs import numbers, quantisations
 from tests.fp8.reference import E4M3, E5M2, HALF_EPS, relative_error
@@ -210,20 +212,33 @@ def test_the_cotangent_has_the_backward_format():
         assert found == ["float8_e4m3fn"] * 2 + [name]
 
 
-def test_fast_accumulation_is_for_the_forward_product_only():
+def accumulation(fast):
+    """What a product of 8-bit floats asks for."""
+    if rewrites_fp8._HAS_ALGORITHMS:
+        return DotAlgorithmPreset["ANY_F8_ANY_F8_F32" + "_FAST_ACCUM" * fast]
+    return (Precision.DEFAULT if fast else Precision.HIGHEST,) * 2
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_fast_accumulation_is_for_the_forward_product_only(fast):
     x, w = numbers(16, 32), numbers(32, 16)
-    for fast, first in ((True, "DEFAULT"), (False, "HIGHEST")):
-        loss = amp.autocast(
-            lambda x, w: jnp.sum((x @ w) ** 2), policy_of(fast_accumulation=fast)
-        )
-        jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, w)
-        precisions = [
-            {p.name for p in eqn.params["precision"]}
-            for eqn in equations(jaxpr)
+    loss = amp.autocast(
+        lambda x, w: jnp.sum((x @ w) ** 2), policy_of(fast_accumulation=fast)
+    )
+
+    def found(fn):
+        return [
+            eqn.params["precision"]
+            for eqn in equations(jax.make_jaxpr(fn)(x, w))
             if eqn.primitive.name == "dot_general"
+            and eqn.invars[0].aval.dtype.itemsize == 1
         ]
-        assert precisions[0] == {first}
-        assert precisions[1:] == [{"HIGHEST"}] * 2
+
+    assert found(loss) == [accumulation(fast)]
+    assert found(jax.grad(loss, argnums=(0, 1))) == [
+        accumulation(fast),
+        *[accumulation(False)] * 2,
+    ]
 
 
 def test_gradients_of_f32_parameters_are_f32_and_weights_are_quantised_from_bf16():

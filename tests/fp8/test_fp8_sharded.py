@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_amp as amp
 from tests import h100
-from tests.fp8 import reference
+from tests.fp8 import on_h100, reference
 from tests.fp8.models import aval, training_step
 from tests.fp8.programs import numbers
 from tests.fp8.reference import HALF_EPS, relative_error
@@ -129,13 +130,24 @@ def test_under_jit_scales_are_those_of_whole_arrays(weights, batch, error):
 # What eight GPUs would send each other
 
 
-def gathered(policy: str) -> list[tuple[str, int]]:
-    """The dtype and elements of what FSDP gathers in a training step."""
+ROWS_OF_BATCH = P("d")
+# How the weights and the batch are sharded.
+MESHES = {
+    "data parallel": (P(), ROWS_OF_BATCH),
+    "fsdp": (P("d"), ROWS_OF_BATCH),
+    "tensor parallel": (P(None, "d"), P()),
+}
+
+
+@functools.cache
+def program_of(mesh: str, policy: str) -> Any:
+    """A training step of three layers, compiled for eight GPUs with default flags."""
+    h100.skip_without_compiler()
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=h100.H100, topology="1x1x8"
     )
-    mesh = Mesh(np.array(topology.devices), ("d",))
-    rows = NamedSharding(mesh, P("d"))
+    devices = Mesh(np.array(topology.devices), ("d",))
+    weights, batch = (NamedSharding(devices, spec) for spec in MESHES[mesh])
 
     def model(params, x):
         for w in params:
@@ -143,18 +155,22 @@ def gathered(policy: str) -> list[tuple[str, int]]:
         return jnp.mean(x**2)
 
     params, x = [aval(2048, 2048)] * 3, aval(4096, 2048)
-    program = (
+    return (
         jax.jit(
             training_step(amp.autocast(model, policy)),
-            in_shardings=([rows] * 3, rows),
-            out_shardings=[rows] * 3,
+            in_shardings=([weights] * 3, batch),
+            out_shardings=[weights] * 3,
             donate_argnums=0,
         )
         .lower(params, x)
-        .compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+        .compile()
     )
-    found = []
-    for shapes in re.findall(r"= (\S.*?) all-gather(?:-start)?\(", program.as_text()):
+
+
+def gathered(mesh: str, policy: str) -> list[tuple[str, int]]:
+    """The dtype and elements of the large arrays that a training step gathers."""
+    text, found = program_of(mesh, policy).as_text(), []
+    for shapes in re.findall(r"= (\S.*?) all-gather(?:-start)?\(", text):
         for dtype, sizes in re.findall(r"([a-z]\w*)\[([\d,]*)\]", shapes):
             elements = int(np.prod([int(n) for n in sizes.split(",") if n]))
             if elements >= 2048 * 2048:
@@ -163,9 +179,19 @@ def gathered(policy: str) -> list[tuple[str, int]]:
 
 
 @pytest.mark.slow
-@h100.needs_compiler
+@pytest.mark.parametrize("mesh", MESHES)
+def test_eight_gpus_multiply_every_product_in_8_bits(mesh):
+    found = on_h100.read(program_of(mesh, "fp8"))
+    # The gradient of the batch is not asked for.
+    assert (found["f8"], found["others"]) == (3 * 3 - 1, 0)
+    assert found["casts of f8"] == []
+
+
+@pytest.mark.slow
 def test_fsdp_gathers_every_weight_in_8_bits():
-    mixed, fp8 = gathered("mixed_bfloat16"), gathered("fp8")
+    mixed, fp8 = gathered("fsdp", "mixed_bfloat16"), gathered("fsdp", "fp8")
     assert {dtype for dtype, _ in mixed} == {"bf16"}
     assert {dtype for dtype, _ in fp8} <= {"f8e4m3fn", "u8"}
+    # No activation is gathered.
+    assert {elements for _, elements in fp8} == {2048 * 2048}
     assert len(fp8) >= 3

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jmp_amp.plan.rewrites import quantising
+from jmp_amp.plan.rewrites import fp8
 from tests.fp8 import reference
 from tests.fp8.reference import E4M3, E5M2
 
@@ -43,12 +43,12 @@ def assert_same_bits(found, expected):
     np.testing.assert_array_equal(bits_of(found)[~nan], bits_of(expected)[~nan])
 
 
-JITTED = jax.jit(quantising.quantise, static_argnums=1)
+JITTED = jax.jit(fp8.quantise, static_argnums=1)
 
 
 def quantise(x, dtype=E4M3, jit=True):
     """The quantised array, as numpy."""
-    found = (JITTED if jit else quantising.quantise)(jnp.asarray(x), dtype)
+    found = (JITTED if jit else fp8.quantise)(jnp.asarray(x), dtype)
     assert found.q.dtype == dtype and found.scale.dtype == jnp.float32
     return as_numpy(found)
 
@@ -196,7 +196,7 @@ def test_random_numbers_are_quantised_as_in_numpy_bit_by_bit(dtype):
 def test_what_is_restored_is_exact_in_bf16():
     x = np.random.default_rng(2).standard_normal(4096).astype(np.float32)
     for dtype in DTYPES.values():
-        found = quantising.quantise(jnp.asarray(x), dtype)
+        found = fp8.quantise(jnp.asarray(x), dtype)
         restored = np.asarray(found.restored(jnp.dtype("bfloat16")))
         exact = as_numpy(found).exact()
         np.testing.assert_array_equal(restored.astype(np.float64), exact)

@@ -333,7 +333,7 @@ def _quantised(at: At, fp8: Fp8) -> Entry | None:
     """Returns the site of an array that becomes 8-bit floats, where that begins.
 
     Forward, its gradient is stopped first. Backward, it is what is solved for, see
-    `fp8_products`.
+    `rewrites.fp8`.
     """
     eqn = at.eqn
     if at.name == "stop_gradient" and scope_text.is_noted("quantised", at.scope):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_amp.plan.rewrites.quantising import scale_of
+from jmp_amp.plan.rewrites.fp8 import scale_of
 from jmp_amp.policies.dtypes import BF16, F16, F32, is_half, parse_dtype
 from jmp_amp.policies.fp8 import FORMATS
 

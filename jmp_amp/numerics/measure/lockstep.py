@@ -26,7 +26,7 @@ from jmp_amp.numerics.measure.threaded import Threaded
 from jmp_amp.plan.plan import EquationPlan, Plan
 from jmp_amp.plan.program import binding, jaxprs, meshes, source_code
 from jmp_amp.plan.program.jaxprs import Eqn, Literal, Value, Var
-from jmp_amp.plan.rewrites.fp8_products import quantised
+from jmp_amp.plan.rewrites.fp8 import quantised
 from jmp_amp.plan.walk import Walk
 from jmp_amp.transform.interpreter import Replay
 

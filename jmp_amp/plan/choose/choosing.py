@@ -50,7 +50,7 @@ from jmp_amp.plan.program.dimensions import is_elementwise_product, sums
 from jmp_amp.plan.program.jaxprs import Eqn, aval_of
 from jmp_amp.plan.program.regions import Region
 from jmp_amp.plan.rewrites.cpu_products import why_f32
-from jmp_amp.plan.rewrites.fp8_choice import why_not
+from jmp_amp.plan.rewrites.fp8 import why_not
 from jmp_amp.plan.rewrites.rewrite_table import rewrite_of
 from jmp_amp.plan.rewrites.rewriting import Rewrite
 from jmp_amp.plan.tables.operations import Kind, OpClass, Role, kind_of, role_of

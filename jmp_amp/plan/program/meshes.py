@@ -37,6 +37,15 @@ def explicit_sharding(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding | No
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
+def before_transpose(x: jax.Array, order: Sequence[int]) -> NamedSharding | None:
+    """Returns the sharding of an array that a transpose makes one like `x`."""
+    sharding = explicit_sharding(x)
+    if sharding is None:
+        return None
+    spec = dict(zip(order, sharding.spec, strict=True))
+    return sharding.update(spec=PartitionSpec(*(spec[d] for d in range(x.ndim))))
+
+
 def are_partitioned(arrays: Sequence[Value]) -> bool:
     """Whether XLA partitions what is computed of traced arrays over several devices.
 

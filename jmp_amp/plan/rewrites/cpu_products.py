@@ -29,13 +29,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jmp_amp.plan.dataflow.standing import Standing
 from jmp_amp.plan.dataflow.values import Trait, unfit
 from jmp_amp.plan.program.dimensions import Dimensions, Sides, as_number, sides_of
 from jmp_amp.plan.program.jaxprs import Eqn, Value, aval_of
-from jmp_amp.plan.program.meshes import explicit_sharding
+from jmp_amp.plan.program.meshes import before_transpose
 from jmp_amp.plan.rewrites.linear import linear_function
 from jmp_amp.plan.rewrites.rewriting import Rewrite
 from jmp_amp.plan.tables.operations import OpClass
@@ -224,22 +224,13 @@ def _linear(
     def transposed(cotangent: jax.Array) -> jax.Array:
         rounded = cotangent.astype(BF16)
         lhs, rhs = (rounded, other) if i == 0 else (other, rounded)
-        made = _multiplied(back, lhs, rhs, _before_transpose(moving, order))
+        made = _multiplied(back, lhs, rhs, before_transpose(moving, order))
         return jax.lax.transpose(made, order).astype(moving.dtype)
 
     (result,) = linear_function(
         lambda xs: [product(*xs)], lambda xs: [transposed(*xs)], [moving], [other]
     )
     return result
-
-
-def _before_transpose(x: jax.Array, order: Sequence[int]) -> NamedSharding | None:
-    """Returns the sharding of an array that a transpose makes one like `x`."""
-    sharding = explicit_sharding(x)
-    if sharding is None:
-        return None
-    spec = dict(zip(order, sharding.spec, strict=True))
-    return sharding.update(spec=PartitionSpec(*(spec[d] for d in range(x.ndim))))
 
 
 def _bind_dot(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from jmp_amp.plan.dataflow.standing import Standing
 from jmp_amp.plan.rewrites.cpu_products import cpu_product
 from jmp_amp.plan.rewrites.f32_results import f32_gradient, f32_result
-from jmp_amp.plan.rewrites.fp8_products import fp8_product
+from jmp_amp.plan.rewrites.fp8 import fp8_product
 from jmp_amp.plan.rewrites.lookups import summed_lookup
 from jmp_amp.plan.rewrites.pick_rewrite import pick_from_rows
 from jmp_amp.plan.rewrites.rewriting import Rewrite

@@ -72,6 +72,8 @@ class Rewrite:
         results; None if that makes no difference.
       bind_f32: runs the equation where gradients leave it in f32; None if it is to be
         derived from `bind`, see `f32_gradients`.
+      measured: the rewrite to take where `diagnose` reads what it binds; None for this
+        one.
     """
 
     bind: Bind
@@ -83,3 +85,4 @@ class Rewrite:
     one_product: bool = False
     beside: Callable[[Eqn, Readers], Rewrite | None] | None = None
     bind_f32: BindF32 | None = None
+    measured: Rewrite | None = None
