@@ -60,9 +60,7 @@ _BOTH_HALVES = (
 )
 _SECOND_GEAR = (
     ' The second gear is\namp.recipe("fp8"), for products with sides of 1024 and '
-    "more: amp.explain tells\nwhere it hardly pays. Set "
-    "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false with it: else\nXLA may multiply in "
-    "bf16."
+    "more: amp.explain tells\nwhere it hardly pays. It needs no XLA flags."
 )
 _F16_ONLY = (
     "Its matrix units take f16, not bf16. f16 has no room for small gradients, so O1\n"
@@ -77,7 +75,7 @@ _IF_NOT_FINITE = (
     "batch)\ntells where that begins and what mends it."
 )
 _FP8_UNITS = {
-    True: "yes",
+    True: "yes (under fp8, products multiply the 8-bit operands, without XLA flags)",
     False: "no (products then run in bf16 after quantising: slower, same numbers)",
     None: "not known (without, products run in bf16 after quantising: same numbers)",
 }

@@ -70,7 +70,10 @@ def test_only_gpus_with_fp8_units_are_told_of_them():
 @pytest.mark.parametrize(
     "device, answer",
     [
-        (("gpu", "9.0"), "fp8 units: yes."),
+        (
+            ("gpu", "9.0"),
+            "fp8 units: yes (under fp8, products multiply the 8-bit ",
+        ),
         (("gpu", "8.0"), "fp8 units: no (products then run in bf16 after quantising: "),
         (("cpu",), "fp8 units: no (products then run in bf16 after quantising: "),
         # AMD's older ones have other formats, TPUs none or other ones.

@@ -11,10 +11,11 @@ kernels    small programs compiled with XLA's default flags, which let it choose
            default XLA may keep digits that the program rounds away
 gradients  of a small GPT, on this device and on the CPU, against f32 on the CPU:
            the two should be wrong alike, if XLA rounds where the program does
-steps      a training step of three dense layers and of a GPT, at each width: bf16
-           (`mixed_bfloat16`) and fp8, with the default flags and without Triton, and
-           fp8 rounded where the program says so. They are timed in turns as in
-           `train_on_gpu.py`; ratios are to bf16, medians over the rounds
+steps      a training step of three dense layers, of 4096 and of 16384 rows and without
+           its update, and of a GPT, at each width: bf16 (`mixed_bfloat16`) and fp8 with
+           the default flags; fp8 in three other forms, see `FORMS`; both without
+           Triton. They are timed in turns as in `train_on_gpu.py`; ratios are to bf16,
+           medians over the rounds
 
 What does not begin before `--minutes` are over is left out and said to be. Results are
 kept in one file for each device in `--out-dir`. Needs what `train_on_gpu.py` needs.
@@ -23,16 +24,18 @@ kept in one file for each device in `--out-dir`. Needs what `train_on_gpu.py` ne
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import json
 import re
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # The models are in `tests/`, which is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -40,11 +43,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jax
 import jax.numpy as jnp
 import optax
+from jax.lax import DotAlgorithmPreset
 from rich.console import Console
 from rich.table import Table
 
 import jmp_amp as amp
 from examples.benchmarks import train_on_gpu
+from jmp_amp.plan.rewrites import fp8 as rewrite
 from tests import h100
 from tests.measures import relative_error
 from tests.zoo import language
@@ -52,13 +57,37 @@ from tests.zoo.case import Case
 
 NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 NO_EXCESS = {"xla_allow_excess_precision": False}
-# Policy and compiler options of each program.
-PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bf16": ("mixed_bfloat16", {}),
-    "fp8": ("fp8", {}),
-    "bf16_no_triton": ("mixed_bfloat16", NO_TRITON),
-    "fp8_no_triton": ("fp8", NO_TRITON),
-    "fp8_no_excess": ("fp8", NO_EXCESS),
+FAST = DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
+# What is another than in `jmp_amp.plan.rewrites.fp8` while a program is traced.
+FORMS: dict[str, dict[str, Any]] = {
+    "": {},
+    # As for a GPU without units: a product of restored operands.
+    "restored": {"compute_capability": lambda: (8, 0)},
+    # A product of 8-bit arrays that does not say how to add up.
+    "direct": {"_HAS_ALGORITHMS": False},
+    # Backward too.
+    "fast everywhere": {
+        "DotAlgorithmPreset": {"ANY_F8_ANY_F8_F32": FAST, FAST.name: FAST}
+    },
+}
+
+
+class Program(NamedTuple):
+    """A policy, the compiler options, and a form of `FORMS`."""
+
+    policy: str
+    options: dict[str, Any]
+    form: str = ""
+
+
+PROGRAMS = {
+    "bf16": Program("mixed_bfloat16", {}),
+    "fp8": Program("fp8", {}),
+    "fp8_restored": Program("fp8", {}, "restored"),
+    "fp8_direct": Program("fp8", {}, "direct"),
+    "fp8_fast_everywhere": Program("fp8", {}, "fast everywhere"),
+    "bf16_no_triton": Program("mixed_bfloat16", NO_TRITON),
+    "fp8_no_triton": Program("fp8", NO_TRITON),
 }
 WIDTHS = (2048, 4096, 1024)
 EXACT = str(amp.Policy(matmul=amp.Fp8(fast_accumulation=False)))
@@ -223,9 +252,9 @@ def compared_gradients(tiny: bool) -> dict[str, Any]:
     return found
 
 
-def mlp(width: int, tiny: bool) -> Case:
+def mlp(width: int, tiny: bool, rows: int = 4096) -> Case:
     """Three dense layers without biases, silu between them."""
-    batch = 16 if tiny else 4096
+    batch = 16 if tiny else rows
 
     def loss(params: Any, batch: Any) -> jax.Array:
         x = batch["input"]
@@ -252,34 +281,61 @@ def gpt(width: int, tiny: bool) -> Case:
     return language.gpt(vocabulary, width, heads, layers, batch, context, scanned=False)
 
 
-# Each with its head.
-MODELS: dict[str, tuple[Callable[[int, bool], Case], Head]] = {
-    "mlp": (mlp, None),
-    "gpt": (gpt, tied_head),
+class Model(NamedTuple):
+    """A model by its width, its head, and whether its step updates the parameters."""
+
+    case: Callable[[int, bool], Case]
+    head: Head
+    updates: bool = True
+
+
+MODELS = {
+    "mlp": Model(mlp, None),
+    "mlp of 16384 rows": Model(functools.partial(mlp, rows=16384), None),
+    "mlp, gradients": Model(mlp, None, updates=False),
+    "gpt": Model(gpt, tied_head),
 }
+
+
+@contextlib.contextmanager
+def traced_in(form: str) -> Iterator[None]:
+    """A context in which products of 8 bits are traced in a form of `FORMS`."""
+    before = {name: getattr(rewrite, name) for name in FORMS[form]}
+    try:
+        for name, value in FORMS[form].items():
+            setattr(rewrite, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(rewrite, name, value)
 
 
 class Step:
     """A compiled training step, for `train_on_gpu.Runner`: SGD in f32."""
 
-    def __init__(self, case: Case, head: Head, program: str) -> None:
-        policy, options = PROGRAMS[program]
-        loss = amp.autocast(case.loss, policy_of(policy, head))
+    def __init__(self, case: Case, model: Model, program: str) -> None:
+        policy, options, form = PROGRAMS[program]
+        loss = amp.autocast(case.loss, policy_of(policy, model.head))
         optimizer = optax.sgd(1e-3)
 
         def init(key: jax.Array) -> tuple[Any, Any]:
             params, batch = case.sample(key)
+            if not model.updates:
+                return (params, jax.tree.map(jnp.zeros_like, params)), batch
             return (params, optimizer.init(params)), batch
 
         def step(carry: Any, batch: Any) -> tuple[Any, jax.Array]:
             params, state = carry
             value, grads = jax.value_and_grad(loss)(params, batch)
+            if not model.updates:
+                return (params, grads), value
             updates, state = optimizer.update(grads, state, params)
             return (optax.apply_updates(params, updates), state), value
 
         on_cpu = jax.default_backend() == "cpu"  # it has no such options
         shapes = jax.eval_shape(init, jax.random.key(0))
-        lowered = jax.jit(step, donate_argnums=0).lower(*shapes)
+        with traced_in(form):
+            lowered = jax.jit(step, donate_argnums=0).lower(*shapes)
         self.init = init
         self.compiled = lowered.compile({} if on_cpu else options)
 
@@ -289,14 +345,14 @@ class Step:
 
 
 def timed(
-    case: Case, head: Head, steps: int, rounds: int, warmup: int
+    case: Case, model: Model, steps: int, rounds: int, warmup: int
 ) -> dict[str, Any]:
     """Returns a row for each program: timed in turns, all that run together."""
     rows: dict[str, dict[str, Any]] = {}
     runners: dict[str, train_on_gpu.Runner] = {}
     for name in PROGRAMS:
         try:
-            step: Any = Step(case, head, name)
+            step: Any = Step(case, model, name)
             runner = train_on_gpu.Runner(step)
             runner.seconds(1)
             runner.seconds(warmup)
@@ -367,9 +423,9 @@ def session(
     }
     times = (options.steps, options.rounds, options.warmup)
     for width in options.width:
-        for name, (model, head) in MODELS.items():
-            parts[f"{name} {width}"] = lambda width=width, model=model, head=head: (
-                timed(model(width, options.tiny), head, *times)
+        for name, model in MODELS.items():
+            parts[f"{name} {width}"] = lambda width=width, model=model: timed(
+                model.case(width, options.tiny), model, *times
             )
     end, left_out = time.monotonic() + 60 * options.minutes, []
     for name, part in parts.items():

@@ -13,8 +13,8 @@ training step:
 
 f8, gemms
          calls of cublasLt with operands of 8 bits, and all matrix products, in the step
-         as an H100 would run it with Triton off, compiled for one here without a GPU;
-         loop bodies once
+         as an H100 would run it with XLA's default flags, compiled for one here without
+         a GPU; loop bodies once
 temp     temporary bytes of that step, parameters donated
 kernels, moved
          its kernels, and the bytes that they read and write; not those in loops
@@ -155,7 +155,9 @@ def large_figures(model: str, size: str, program: str, gpu: bool) -> dict[str, A
     if gpu:
         step = training_step(loss)
         row |= compiled_figures(
-            h100.compile_for_gpu(step, carry, batch, donate_argnums=0)
+            h100.compile_for_gpu(
+                step, carry, batch, donate_argnums=0, default_flags=True
+            )
         )
     return row
 
@@ -262,7 +264,7 @@ def conditions(gpu: bool, seeds: int) -> dict[str, Any]:
         "jax": jax.__version__,
         "flax": flax.__version__,
         "python": platform.python_version(),
-        "compiled_for": "described H100 80GB HBM3, Triton gemms off" if gpu else None,
+        "compiled_for": "described H100 80GB HBM3, default flags" if gpu else None,
         "step": "value_and_grad and SGD in f32, parameters donated",
         "seeds": seeds,
         "error": "XLA excess precision off, against f64",

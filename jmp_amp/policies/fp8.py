@@ -38,10 +38,12 @@ class Fp8:
     Scales are made of the values themselves, at every step: there is no state. Delayed
     scaling, which keeps a history of maxima, is not built.
 
-    XLA recognises these products and calls cublasLt. Its own Triton kernels, which it
-    may choose instead, multiply in bf16: set
-    `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`. A GPU without units for fp8 computes
-    the same numbers, slower.
+    XLA multiplies the 8-bit operands on NVIDIA GPUs from compute capability 8.9 on (L4,
+    H100, B200), with its default flags: a product says that they are 8 bits, and in
+    which way it adds up. Older GPUs, TPUs and CPUs restore the operands to bf16 first,
+    and compute the same numbers but for the order of sums. Where no GPU is at hand,
+    a program that is compiled or exported for one is taken to run on an H100. With jax
+    0.10 and 0.11, export for one platform at a time: a CPU refuses what a GPU is told.
 
     These run in bf16: convolutions; products with batch dimensions, with a side that is
     below `min_size` or no multiple of 16, or that ask for a dtype or a precision.

@@ -6,16 +6,23 @@ import statistics
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 from benchmarks import train_on_gpu
 
+import jmp_amp as amp
 from examples.benchmarks import fp8_on_gpu
 from tests import h100
 
 ON_CPU = {
-    "PROGRAMS": ("bf16", "fp8", "fp8_no_triton"),
+    "PROGRAMS": ("bf16", "fp8", "fp8_restored"),
     "GRADIENTS": ("f32", "bf16", "fp8", "fp8, no Triton, no fast accumulation"),
 }
+PARTS = [
+    "kernels",
+    "gradients",
+    *("mlp 16", "mlp of 16384 rows 16", "mlp, gradients 16", "gpt 16"),
+]
 QUICK = ("--policy", "fp8", "--tiny", "--steps", "2", "--rounds", "2", "--warmup", "1")
 
 
@@ -37,7 +44,7 @@ def test_session_measures_every_part_and_says_where(results):
     name, run = results
     assert name == "fp8 tiny"
     assert run["left_out"] == []
-    assert list(run["parts"]) == ["kernels", "gradients", "mlp 16", "gpt 16"]
+    assert list(run["parts"]) == PARTS
     about = run["conditions"]
     assert about["device"]["kind"] == jax.devices()[0].device_kind
     assert (about["steps"], about["rounds"], about["tiny"]) == (2, 2, True)
@@ -55,7 +62,7 @@ def test_programs_train_and_their_speed_is_to_bf16(results):
             assert row["speed"] == statistics.median(b / a for b, a in pairs)
         # 8 bits round more than 16, and change the loss.
         losses = {name: row["first_loss"] for name, row in rows.items()}
-        assert losses["fp8"] == losses["fp8_no_triton"] != losses["bf16"]
+        assert losses["fp8"] == losses["fp8_restored"] != losses["bf16"]
 
 
 @pytest.mark.slow
@@ -114,11 +121,36 @@ def test_kinds_of_kernels_are_told_apart():
 
 @pytest.mark.slow
 @h100.needs_compiler
-def test_forms_are_8_bit_calls_where_triton_is_off():
+def test_forms_are_8_bit_calls_with_default_flags():
     for name, (fn, args) in fp8_on_gpu.forms(tiny=False).items():
-        found = h100.figures(fn, *args, read=fp8_on_gpu.kernels)
+        found = h100.figures(fn, *args, read=fp8_on_gpu.kernels, default_flags=True)
+        if name == "8-bit arrays multiplied":
+            # It does not say how to add up: a GPU tries Triton's kernel.
+            assert found.keys() == {"triton_f8", "values_of_8_bits"}
+            continue
         assert found["cublas_f8"] == (3 if "gradient" in name else 1), name
         assert set(found) == {"cublas_f8", "values_of_8_bits"}, name
+
+
+@pytest.mark.slow
+@h100.needs_compiler
+@pytest.mark.parametrize(
+    ("form", "calls"),
+    [("", 2), ("direct", 0), ("restored", 0), ("fast everywhere", 2)],
+)
+def test_a_form_is_what_its_name_says(form, calls):
+    # A function of its own: JAX remembers what it traced.
+    loss = lambda x, w: jnp.sum(amp.autocast(jnp.dot, "fp8")(x, w) ** 2)  # noqa: E731
+    x, w = (jax.ShapeDtypeStruct((512, 512), "float32") for _ in "xw")
+    with fp8_on_gpu.traced_in(form):
+        program = h100.compile_for_gpu(jax.grad(loss), x, w, default_flags=True)
+    assert fp8_on_gpu.kernels(program).get("cublas_f8", 0) == calls
+    fast = program.as_text().count('"ALG_DOT_ANY_F8_ANY_F8_F32_FAST_ACCUM"')
+    assert fast == {"": 1, "fast everywhere": 2}.get(form, 0)
+    with fp8_on_gpu.traced_in(""):
+        assert fp8_on_gpu.rewrite._HAS_ALGORITHMS == jax.__version__.startswith(
+            ("0.10.", "0.11.")
+        )
 
 
 def test_what_there_is_no_time_for_is_left_out_and_said():
@@ -127,7 +159,7 @@ def test_what_there_is_no_time_for_is_left_out_and_said():
     )
     reported = []
     left_out = fp8_on_gpu.session(options, lambda *part: reported.append(part))
-    assert left_out == ["kernels", "gradients", "mlp 16", "gpt 16"]
+    assert left_out == PARTS
     assert reported == []
 
 
