@@ -90,19 +90,19 @@ if TYPE_CHECKING:
     from jmp_amp.training.loss_scale import dynamic_loss_scale as dynamic_loss_scale
     from jmp_amp.training.loss_scale import no_loss_scale as no_loss_scale
     from jmp_amp.training.loss_scale import static_loss_scale as static_loss_scale
+    from jmp_amp.training.loss_scale_state import check_scale as check_scale
+    from jmp_amp.training.loss_scale_state import keep_if_finite as keep_if_finite
+    from jmp_amp.training.loss_scale_state import last_step_finite as last_step_finite
+    from jmp_amp.training.loss_scale_state import loss_scale_of as loss_scale_of
+    from jmp_amp.training.loss_scale_state import metrics as metrics
     from jmp_amp.training.low_precision_state import (
         with_low_precision_state as with_low_precision_state,
     )
-    from jmp_amp.training.optimizers import with_loss_scale as with_loss_scale
     from jmp_amp.training.parameters import cast_params as cast_params
     from jmp_amp.training.presets import loss_scale_from_torch as loss_scale_from_torch
     from jmp_amp.training.presets import loss_scale_preset as loss_scale_preset
     from jmp_amp.training.presets import loss_scale_to_torch as loss_scale_to_torch
-    from jmp_amp.training.states import check_scale as check_scale
-    from jmp_amp.training.states import keep_if_finite as keep_if_finite
-    from jmp_amp.training.states import last_step_finite as last_step_finite
-    from jmp_amp.training.states import loss_scale_of as loss_scale_of
-    from jmp_amp.training.states import metrics as metrics
+    from jmp_amp.training.skip_steps import with_loss_scale as with_loss_scale
     from jmp_amp.transform.autocasting import autocast as autocast
     from jmp_amp.transform.markers import cast_inputs as cast_inputs
     from jmp_amp.transform.markers import full_precision as full_precision
@@ -131,11 +131,11 @@ _NAMES = {
     "static_loss_scale",
     "training.collectives": "psum_in_f32",
     "training.low_precision_state": "with_low_precision_state",
-    "training.optimizers": "with_loss_scale",
+    "training.skip_steps": "with_loss_scale",
     "training.parameters": "cast_params",
     "training.presets": "loss_scale_from_torch loss_scale_preset loss_scale_to_torch",
-    "training.states": "check_scale keep_if_finite last_step_finite loss_scale_of "
-    "metrics",
+    "training.loss_scale_state": "check_scale keep_if_finite last_step_finite "
+    "loss_scale_of metrics",
     "training.half_weights": "with_kahan with_master_weights with_stochastic_rounding",
     "transform.autocasting": "autocast",
     "transform.markers": "cast_inputs full_precision with_policy",

@@ -13,7 +13,7 @@ from jmp_amp.policies.dtypes import F16, F32, PyTree, short_name
 from jmp_amp.recipes.recipes import Recipe, recipe
 from jmp_amp.reports.explaining import explain
 from jmp_amp.training.gradients import value_and_grad
-from jmp_amp.training.states import loss_scale_of
+from jmp_amp.training.loss_scale_state import loss_scale_of
 
 _STEPS = 20
 

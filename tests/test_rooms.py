@@ -53,13 +53,12 @@ transform:
   - interpreter
   - autocasting
 training:
-  - overwritten rounding
+  - trainable rounding
   - structures parameters
-  - finite
-  - skip_steps trainable
-  - loss_scale half_weights
-  - states low_precision_state collectives
-  - presets gradients optimizers checkpoints
+  - finite half_weights
+  - loss_scale low_precision_state collectives
+  - loss_scale_state
+  - presets gradients skip_steps checkpoints
 reports:
   - costs rows tables plain_data ways bit_words requests
   - opaque askers overruling causes folding sentences

@@ -30,9 +30,9 @@ from jmp_amp.reports.tables import as_text
 from jmp_amp.training.checkpoints import export_params
 from jmp_amp.training.half_weights import WEIGHT_STATES, begin_with, with_kahan
 from jmp_amp.training.loss_scale import LossScale
-from jmp_amp.training.optimizers import with_loss_scale
+from jmp_amp.training.loss_scale_state import LossScaleState
 from jmp_amp.training.parameters import cast_params
-from jmp_amp.training.states import LossScaleState
+from jmp_amp.training.skip_steps import with_loss_scale
 from jmp_amp.training.structures import nodes_of
 from jmp_amp.transform.autocasting import autocast
 

@@ -22,6 +22,7 @@ from jmp_amp.training.half_weights import (
     warn_of_chain,
     with_all_digits,
 )
+from jmp_amp.training.loss_scale_state import LossScaleState, read_without_target
 from jmp_amp.training.low_precision_state import (
     CODES,
     LowPrecisionState,
@@ -29,15 +30,13 @@ from jmp_amp.training.low_precision_state import (
     encoded_like,
     is_code,
 )
-from jmp_amp.training.overwritten import is_overwritten
 from jmp_amp.training.rounding import stored
-from jmp_amp.training.states import LossScaleState, read_without_target
 from jmp_amp.training.structures import (
     first_difference,
     leaves_by_path,
     nodes_of,
 )
-from jmp_amp.training.trainable import owned
+from jmp_amp.training.trainable import is_overwritten, owned
 
 Tree = TypeVar("Tree")
 

@@ -13,8 +13,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp_amp.policies.dtypes import PyTree
-from jmp_amp.training.overwritten import is_overwritten
 from jmp_amp.training.structures import first_difference, key_paths
+from jmp_amp.training.trainable import is_inexact, is_overwritten
 
 # One reduction a leaf is two GPU kernels a leaf: 36 for a 12-layer MLP, where the rest
 # of its training step is 112. XLA fuses the checks of several leaves into one kernel,
@@ -184,10 +184,3 @@ def checked_condition(condition: ArrayLike, call: str) -> jax.Array:
             "element of a batch."
         )
     return found
-
-
-def is_inexact(leaf: PyTree) -> bool:
-    """Returns whether a leaf is a float or complex number, or an array of them."""
-    if isinstance(leaf, float | complex):
-        return True
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)

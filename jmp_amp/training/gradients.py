@@ -18,14 +18,17 @@ from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.tracebacks import own_frames_hidden
 from jmp_amp.policies.two_calls import in_two_calls
 from jmp_amp.training.loss_scale import LossScale
-from jmp_amp.training.overwritten import map_not_overwritten
-from jmp_amp.training.states import (
+from jmp_amp.training.loss_scale_state import (
     LossScaleState,
     find_loss_scale,
     what_hides_overflows,
 )
 from jmp_amp.training.structures import is_half_parameter, nodes_of
-from jmp_amp.training.trainable import promote_gradient, promote_half
+from jmp_amp.training.trainable import (
+    map_not_overwritten,
+    promote_gradient,
+    promote_half,
+)
 from jmp_amp.transform import scopes
 from jmp_amp.transform.promote_half_params import promote_half_params, through_trees
 

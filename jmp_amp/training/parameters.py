@@ -33,8 +33,8 @@ from jmp_amp.policies.policy_map import (
     matching_nearest,
     warn_of_unmatched,
 )
-from jmp_amp.training.overwritten import is_overwritten
 from jmp_amp.training.rounding import stored
+from jmp_amp.training.trainable import is_overwritten
 
 Tree = TypeVar("Tree")
 

@@ -19,7 +19,7 @@ from jmp_amp.training.loss_scale import (
     no_loss_scale,
     static_loss_scale,
 )
-from jmp_amp.training.states import find_loss_scale
+from jmp_amp.training.loss_scale_state import find_loss_scale
 
 # No system has a floor below this: a scale that is no normal float32 has no reciprocal.
 _TINY = float(jnp.finfo(jnp.float32).tiny)

@@ -1,23 +1,314 @@
-"""One run of an optimizer's update, and whether the gradients that it reads are finite.
+"""Loss scaling as an optax transformation.
 
-A frozen part, such as that of `optax.set_to_zero`, may have gradients that are not
-finite: nothing that the update returns depends on them. The traced update shows which
-these are, anew in each trace, because a number of Python may decide what is frozen.
+`with_loss_scale(inner, ...)` runs `inner` on every step and then selects, element by
+element, the new value or the old one. There is no branch on the device: a `lax.cond`
+would keep XLA from fusing the update with what comes before and after it. On a GPU the
+select is part of the kernel that writes the new value. XLA's CPU copies old moments,
+masters and parameters for it.
 """
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 
 from jmp_amp.plan.dataflow.dead_code import inputs_read
-from jmp_amp.policies.dtypes import PyTree
-from jmp_amp.training.finite import all_finite
+from jmp_amp.policies.dtypes import PyTree, is_half
+from jmp_amp.policies.flags import checked_flag
+from jmp_amp.training.finite import all_finite, check_mapped, checked_axes, choose
+from jmp_amp.training.half_weights import WEIGHT_STATES, warn_of_chain
+from jmp_amp.training.loss_scale import LossScale
+from jmp_amp.training.loss_scale_state import LossScaleState, read_without_target
+from jmp_amp.training.structures import (
+    GradientShapeError,
+    TreeStructure,
+    check_gradients,
+    check_half,
+    nodes_of,
+    telling_foreign_states,
+)
+from jmp_amp.training.trainable import (
+    owned,
+    promote_gradient,
+    takes_part,
+    taking_part,
+    untrained_update,
+    updates_of,
+    with_extra_args,
+)
 
 # The updates and the state.
 Results = tuple[PyTree, PyTree]
+
+
+def with_loss_scale(
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    loss_scale: LossScale,
+    *,
+    unscale: bool = False,
+    axis_name: str | Sequence[str] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns `inner` with a loss scale in its state and non-finite steps skipped.
+
+    On a step whose gradients hold an inf or a NaN the updates are zero, the state of
+    `inner` (moments, counts, schedules) stays unchanged bit for bit, and the scale
+    backs off. On any other step `inner` runs and the growth counter moves. It never
+    gives up and never lets a non-finite gradient through: `metrics` counts the skipped
+    steps, `check_scale` raises after too many, `keep_if_finite` takes back all other
+    values that the step wrote.
+
+    Only gradients that `inner` reads are checked: a frozen part, such as one of
+    `optax.set_to_zero` in an `optax.partition`, skips no step. A mask that freezes is
+    first in a chain, `optax.chain(optax.transforms.freeze(mask), optax.adamw(1e-3))`:
+    what stands before it reads all gradients, and so does `optax.clip_by_global_norm`
+    before a partition. Put this around the whole chain: a transformation outside, such
+    as `optax.clip`, may hide an overflow from it.
+
+    Gradients of single examples are legal if `inner` adds them up, as
+    `optax.contrib.differentially_private_aggregate` does. Each has one axis more than
+    its parameter, in front. What adds them up is first in a chain, outside of other
+    wrappers and of `optax.partition`.
+
+    Optimizers that evaluate more gradients (`optax.contrib.sam`) or keep several copies
+    of the parameters (`optax.lookahead`) belong outside.
+
+    `inner` works in float32: f16 and bf16 gradients reach it as float32, f16 and bf16
+    parameters too, and so its moments are float32. With `params` given to `update` the
+    updates come back in the dtype of half parameters, ready for `optax.apply_updates`;
+    in float32 if `inner` is one of `with_master_weights`, `with_kahan` and
+    `with_stochastic_rounding`, which add them without loss. `inner` does not see fp8
+    leaves, nor those that are neither float nor complex: their updates are zero.
+
+    The collection `_overwrite_with_gradient` of flax's fp8 layers holds the next state
+    of the layers, and no gradients. It comes back in `updates` as it is, in a skipped
+    step and in each micro-step of an accumulation too. It is not for
+    `optax.apply_updates` (apply `updates["params"]`), and `keep_if_finite` takes it
+    back after a skipped step.
+
+    For accumulation put this outside: `with_loss_scale(optax.MultiSteps(...))` skips a
+    bad micro-step and keeps the sum. Inside, `optax.MultiSteps(with_loss_scale(...))`,
+    the sum turns NaN and stays NaN, because MultiSteps clears it by multiplying by
+    zero: nothing is ever written to the parameters again, and `check_scale` says so.
+
+    Args:
+      inner: an optimizer or a chain; extra arguments of `update` reach it.
+      loss_scale: from `dynamic_loss_scale`, `static_loss_scale` or `no_loss_scale`.
+      unscale: whether the incoming gradients are still those of the scaled loss
+        (`jax.grad` of `loss_scale.scale(loss)`). By default they are unscaled, as
+        `value_and_grad` returns them. It raises if it is given a state that unscales.
+      axis_name: mapped axes (of `shard_map`, `vmap`, `pmap`) over which a step is
+        skipped together, so that replicas keep one scale. Inside `shard_map` take the
+        mean over devices in the loss, `jax.lax.pmean(loss, "data")`: with `check_vma`,
+        its default, gradients of replicated parameters arrive summed already.
+
+    Returns:
+      A transformation whose state is a `LossScaleState`. Its `init` copies the arrays
+      it is given, so that the state may be donated.
+
+    Raises:
+      TypeError: if `inner` is not a transformation, `loss_scale` not a `LossScale`,
+        `unscale` not a bool or `axis_name` no name; from `update`, if the state is
+        another optimizer's.
+      NameError: from `update`, if there is no mapped axis of that name.
+      ValueError: from `init`, if `inner` holds a loss scale already; from `update`, if
+        the gradients are not a tree like the one that `init` was given.
+
+    Example:
+      >>> import jmp_amp as amp
+      >>> tx = amp.with_loss_scale(optax.sgd(0.5), amp.dynamic_loss_scale(1024.0))
+      >>> params = jnp.array([1.0, 2.0])
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(jnp.array([jnp.inf, 1.0]), state, params)
+      >>> updates, amp.loss_scale_of(state).value
+      (Array([0., 0.], dtype=float32), Array(512., dtype=float32))
+    """
+    call = "with_loss_scale"
+    transformation = with_extra_args(inner, call)
+    unscale = checked_flag(unscale, "with_loss_scale(inner, scale, unscale={})")
+    if not isinstance(loss_scale, LossScale):
+        raise TypeError(
+            f"with_loss_scale(inner, {loss_scale!r}): not a LossScale. Use "
+            "dynamic_loss_scale(), static_loss_scale(2.0**16) or no_loss_scale()."
+        )
+    axes = checked_axes(axis_name, "with_loss_scale(inner, scale, axis_name={})")
+
+    def init_fn(params: PyTree) -> PyTree:
+        return LossScaleState(
+            inner_state=owned(_first_state(transformation, params)),
+            loss_scale=owned(loss_scale),
+            last_finite=jnp.asarray(True),
+            skipped_total=jnp.asarray(0, jnp.int32),
+            skipped_in_a_row=jnp.asarray(0, jnp.int32),
+            applied=jnp.asarray(0, jnp.int32),
+            structure=dataclasses.replace(TreeStructure.of(params), unscales=unscale),
+        )
+
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        _check_state(state)
+        check_mapped(axes, f"{call}(inner, scale, axis_name={axis_name!r})")
+        known = updates, state.structure, params, call
+        is_batch = check_gradients(*known, batched=True)
+        gradients = taking_part(updates, promote_gradient)
+        if unscale:
+            gradients = state.loss_scale.unscale(gradients)
+        trained = None if params is None else taking_part(params)
+        stores = bool(nodes_of(state.inner_state, WEIGHT_STATES))
+        if stores and params is not None:
+            check_half(params, state.structure, call)
+
+        def update(gradients: PyTree) -> tuple[PyTree, PyTree]:
+            return transformation.update(
+                gradients, state.inner_state, trained, **extra_args
+            )
+
+        first_state = functools.partial(_first_state, transformation)
+        seen = updates if params is None else params
+        try:
+            with telling_foreign_states(first_state, seen, state.inner_state, call):
+                # Unscaling keeps an inf or NaN, and with a scale below 1 may make a new
+                # one: looked at after it, both are seen.
+                (proposed, inner_state), finite = update_and_finite(
+                    update, gradients, axis_name
+                )
+                inner_state = choose(
+                    finite,
+                    inner_state,
+                    state.inner_state,
+                    f"{call}: inner changed the type of its state",
+                    ("the new state", "the old one"),
+                )
+            if is_batch and _shapes(proposed) != _shapes(trained):
+                raise ValueError("Nothing reduces the gradients of single examples.")
+        except Exception as error:
+            if is_batch and not isinstance(error, GradientShapeError):
+                check_gradients(*known)
+            raise
+        # Updates that land on a half-precision number are not to be rounded on the way.
+        rounded = params is not None and not stores
+        proposed = updates_of(proposed, gradients, call)
+        chosen = _chosen_updates(finite, proposed, updates, params, rounded)
+        return chosen, _next_state(finite, state, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
+    return list(map(np.shape, jax.tree.leaves(tree)))
+
+
+def _check_state(state: PyTree) -> None:
+    if isinstance(state, dict | list):
+        raise TypeError(f"with_loss_scale: {read_without_target(state)}")
+    if not isinstance(state, LossScaleState):
+        raise TypeError(
+            f"with_loss_scale: update was given a {type(state).__name__}, the state of "
+            "another optimizer. Call update(gradients, state, params), and begin with "
+            "tx.init(params) of the wrapped one; to go on from this state, give both "
+            "to amp.import_opt_state(tx.init(params), state)."
+        )
+    if shape := np.shape(state.loss_scale.value):
+        raise ValueError(
+            f"with_loss_scale: the state has loss scales of shape {shape}. Where init "
+            "was mapped, map update too: jax.vmap(tx.update)(gradients, state, params)."
+        )
+
+
+def _next_state(
+    finite: jax.Array, state: LossScaleState, inner_state: PyTree
+) -> LossScaleState:
+    """Returns the state after a step; `inner_state` is chosen already."""
+    total, in_a_row, applied = map(
+        optax.safe_increment,
+        (state.skipped_total, state.skipped_in_a_row, state.applied),
+    )
+    return LossScaleState(
+        inner_state=inner_state,
+        loss_scale=state.loss_scale.adjust(finite),
+        last_finite=finite,
+        skipped_total=jnp.where(finite, state.skipped_total, total),
+        skipped_in_a_row=jnp.where(finite, 0, in_a_row),
+        applied=jnp.where(finite, applied, state.applied),
+        structure=state.structure,
+    )
+
+
+def _first_state(
+    transformation: optax.GradientTransformation, params: PyTree
+) -> PyTree:
+    """Returns the first state of an optimizer of float32 parameters.
+
+    Transformations that store half-precision parameters themselves, such as
+    `with_master_weights`, begin with the parameters as they are; all others begin with
+    float32 ones. A state shows which is which, and `optax.partition` may hold both:
+    `init` runs twice if there are half parameters and a transformation that stores
+    them.
+    """
+    state = transformation.init(taking_part(params))
+    warn_of_chain(state, "with_loss_scale(inner, scale).init")
+    if nodes_of(state, LossScaleState):
+        raise ValueError(
+            "with_loss_scale: the optimizer it was given holds a loss scale already. "
+            "Wrap once, around the whole chain."
+        )
+    if not any(TreeStructure.of(params).half) or not nodes_of(state, WEIGHT_STATES):
+        return state
+
+    def is_stored(node: object) -> bool:
+        return isinstance(node, WEIGHT_STATES)
+
+    # The moments in there are freed before they are made again.
+    state = jax.tree.map(
+        lambda node: None if is_stored(node) else node, state, is_leaf=is_stored
+    )
+
+    def begun(node: PyTree, other: PyTree) -> PyTree:
+        if not is_stored(node):
+            return other
+        # Its `update` is given the half parameters as float32.
+        structure = dataclasses.replace(node.structure, promoted=True)
+        return node._replace(structure=structure)
+
+    stored = transformation.init(taking_part(params, lambda leaf: leaf))
+    return jax.tree.map(begun, stored, state, is_leaf=is_stored)
+
+
+def _chosen_updates(
+    finite: jax.Array,
+    proposed: list[jax.Array],
+    gradients: PyTree,
+    params: PyTree | None,
+    rounded: bool,
+) -> PyTree:
+    """Returns a tree of `proposed` or zeros; if `rounded`, half where `params` are.
+
+    finite: bool[].
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(gradients)
+    likes = jax.tree.leaves(gradients if params is None else params)
+    remaining = iter(proposed)
+    chosen: list[PyTree] = []
+    zeros: dict[object, jax.Array] = {}
+    for (path, gradient), like in zip(leaves, likes, strict=True):
+        if not takes_part(path, gradient):
+            chosen.append(untrained_update(path, gradient, like))
+            continue
+        update = next(remaining)
+        # One array of zeros for all updates of a type is faster to trace.
+        kind = jax.typeof(update) if isinstance(update, Tracer) else len(chosen)
+        if kind not in zeros:
+            zeros[kind] = jnp.zeros_like(update)
+        update = jax.lax.select(finite, update, zeros[kind])
+        half = rounded and is_half(getattr(like, "dtype", None))
+        chosen.append(update.astype(like.dtype) if half else update)
+    return structure.unflatten(chosen)
 
 
 def update_and_finite(

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx, serialization
 
 from jmp_amp.policies.dtypes import PyTree, is_half
-from jmp_amp.training.overwritten import is_overwritten
+from jmp_amp.training.trainable import is_overwritten
 from jmp_amp.transform.refusals import OtherParametersError
 
 

@@ -3,22 +3,56 @@
 The wrappers of this library hand their inner optimizer a tree of float32, float64 and
 complex leaves: half leaves are promoted, so that its moments are float32, and leaves
 that are not trained are masked.
+
+Flax's fp8 layers (`flax.linen.fp8_ops`) keep scales and histories of maxima in a
+collection `_overwrite_with_gradient`. Their derivative rules return the next state in
+place of a gradient: nothing may scale, check, cast, clip or accumulate it. Flax's
+`TrainState.apply_gradients` does the same for such a collection at the top of a tree.
+
+A leaf is known by its key path, so that the collection may lie at any depth and in any
+mapping: dictionaries, `FrozenDict`, a tuple of several trees.
 """
 
 import numbers
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.core import Tracer
-from jax.tree_util import KeyPath
+from jax.tree_util import DictKey, KeyPath
 
 from jmp_amp.plan.program.meshes import in_row_major
 from jmp_amp.policies.dtypes import PyTree, is_fp8, is_half
-from jmp_amp.training.finite import is_inexact
-from jmp_amp.training.overwritten import is_overwritten
+
+Tree = TypeVar("Tree")
+
+
+def is_overwritten(path: KeyPath) -> bool:
+    """Returns whether the leaf at `path` is overwritten with its gradient."""
+    return any(
+        isinstance(key, DictKey) and key.key == OVERWRITE_WITH_GRADIENT for key in path
+    )
+
+
+def map_not_overwritten(of: Callable[[PyTree], PyTree], tree: Tree) -> Tree:
+    """Returns `tree` with `of` each leaf that is not overwritten with its gradient.
+
+    Those that are come back as the same objects.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf if is_overwritten(path) else of(leaf), tree
+    )
+
+
+def is_inexact(leaf: PyTree) -> bool:
+    """Returns whether a leaf is a float or complex number, or an array of them."""
+    if isinstance(leaf, float | complex):
+        return True
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def takes_part(path: KeyPath, leaf: PyTree) -> bool:

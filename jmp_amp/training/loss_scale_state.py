@@ -11,7 +11,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from jmp_amp.policies.dtypes import PyTree
-from jmp_amp.training.finite import choose, is_inexact
+from jmp_amp.training.finite import choose
 from jmp_amp.training.half_weights import warn_of_chain
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.structures import (
@@ -19,6 +19,7 @@ from jmp_amp.training.structures import (
     leaves_by_path,
     nodes_of,
 )
+from jmp_amp.training.trainable import is_inexact
 
 
 class LossScaleState(NamedTuple):
