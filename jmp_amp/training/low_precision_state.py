@@ -87,9 +87,11 @@ def largest_in_blocks(numbers: jax.Array) -> jax.Array:
     # is not finite is above all.
     powers = jnp.where(jnp.isfinite(numbers), (sizes + jnp.uint32(0x1FFFFF)) >> 23, 256)
     keys = ((powers << 1) | (bits >> 31)).astype(jnp.int16)
-    keys, shape = jnp.pad(keys.reshape(-1), (0, -keys.size % BLOCK)), keys.shape
     # Axes that no block crosses remain, so that a sharding of these does.
+    shape = keys.shape
     are_whole = [math.prod(shape[axis:]) % BLOCK == 0 for axis in range(len(shape))]
+    if not any(are_whole):
+        keys = jnp.pad(keys.reshape(-1), (0, -keys.size % BLOCK))
     return jnp.max(keys.reshape(*shape[: max(sum(are_whole) - 1, 0)], -1, BLOCK), -1)
 
 
