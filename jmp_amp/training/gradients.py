@@ -19,6 +19,7 @@ from jmp_amp.policies.tracebacks import own_frames_hidden
 from jmp_amp.policies.two_calls import in_two_calls
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.loss_scale_state import (
+    SCALES,
     LossScaleState,
     find_loss_scale,
     what_hides_overflows,
@@ -156,6 +157,14 @@ def _differentiated(
         *args: PyTree, loss_scale: PyTree = None, **kwargs: PyTree
     ) -> PyTree:
         scaler = find_scaler(loss_scale, call)
+        if signature is not None and args and nodes_of(args[-1], SCALES):
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(
+                    f"{call}(...): {error}. A loss scale is given by its name: "
+                    f"{call}(*args, loss_scale=state)."
+                ) from None
 
         def scaled(*args: PyTree, **kwargs: PyTree) -> PyTree:
             output = fn(*args, **kwargs)

@@ -19,6 +19,7 @@ import optax
 from jax.core import Tracer
 
 from jmp_amp.plan.dataflow.dead_code import inputs_read
+from jmp_amp.policies.arguments import type_name
 from jmp_amp.policies.dtypes import PyTree, is_half
 from jmp_amp.policies.flags import checked_flag
 from jmp_amp.training.finite import all_finite, check_mapped, checked_axes, choose
@@ -209,10 +210,10 @@ def _check_state(state: PyTree) -> None:
         raise TypeError(f"with_loss_scale: {read_without_target(state)}")
     if not isinstance(state, LossScaleState):
         raise TypeError(
-            f"with_loss_scale: update was given a {type(state).__name__}, the state of "
-            "another optimizer. Call update(gradients, state, params), and begin with "
-            "tx.init(params) of the wrapped one; to go on from this state, give both "
-            "to amp.import_opt_state(tx.init(params), state)."
+            f"with_loss_scale: update was given a {type_name(state)}, not its state. "
+            "Call tx.update(gradients, state, params) with that of tx.init(params); to "
+            "go on from the state of another optimizer, give both to "
+            "amp.import_opt_state(tx.init(params), state)."
         )
     if shape := np.shape(state.loss_scale.value):
         raise ValueError(

@@ -167,8 +167,9 @@ def check_gradients(
                 f"{call}: update was given gradients of structure {_shown(found)} but "
                 f"{of} {_shown(paths)}; first difference at "
                 f"{first_difference(found, paths)}. Differentiate with respect to the "
-                "tree that init was given: of an nnx module nnx.state(model, "
-                "nnx.Param); around an optimizer write optax.lookahead(wrapped, ...)."
+                "tree that init was given; of an nnx module give nnx.state(model, "
+                "nnx.Param) to init and to update; or take nnx.Optimizer. Around an "
+                "optimizer write optax.lookahead(wrapped, ...)."
             )
     if params is None:
         return False

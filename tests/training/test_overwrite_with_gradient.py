@@ -73,7 +73,9 @@ def loss_of(variables, inputs, labels, apply=apply_network):
 def first_gradients(operation, policy=None):
     apply, grad = Network(operation).apply, jax.grad
     if policy is not None:
-        apply, grad = amp.autocast(apply, policy), amp.grad
+        apply = amp.autocast(apply, policy)
+        unscaled = amp.no_loss_scale()
+        grad = lambda fn: functools.partial(amp.grad(fn), loss_scale=unscaled)  # noqa: E731
     loss_fn = functools.partial(loss_of, apply=apply)
     return jax.jit(grad(loss_fn))(first_variables(operation), *batch())
 
