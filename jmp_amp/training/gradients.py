@@ -208,15 +208,20 @@ def _value_and_grad(
             fn, args = promote_half_params(fn, halves), tuple(wide)
         differentiate: Any = jax.value_and_grad
         return differentiate(fn, argnums, **options)(*args, **kwargs)
-    # nnx differentiates functions of positions alone.
-    fn = functools.partial(fn, **kwargs)
+    args = *args, kwargs  # Objects of nnx may be in both.
+
+    def of_positions(*args: PyTree) -> PyTree:
+        return fn(*args[:-1], **args[-1])
+
     differentiate = functools.partial(nnx.value_and_grad, argnums=positions, **options)
     _, halves = _promoted(nnx.to_tree(args), positions)
     if not halves or options["holomorphic"]:
-        return differentiate(fn)(*args)
+        return differentiate(of_positions)(*args)
+
+    with_half = functools.partial(promote_half_params, halves=halves)
 
     def promoted(*args: PyTree) -> PyTree:
-        return through_trees(fn, args, lambda pure: promote_half_params(pure, halves))
+        return through_trees(of_positions, args, with_half)
 
     def with_promoted(pure: AnyFn) -> AnyFn:
         return lambda *trees: pure(*_promoted(trees, positions)[0])
@@ -300,6 +305,11 @@ def find_scaler(loss_scale: PyTree, call: str) -> LossScale | None:
             "gradients would be unscaled twice. Leave unscale=True out of "
             "with_loss_scale: the gradients of this call are unscaled."
         )
+    if shape := np.shape(scaler.value):
+        raise ValueError(
+            f"{call}: loss_scale holds scales of shape {shape}. Map the function over "
+            f"them: jax.vmap(lambda args, state: {call}(args, loss_scale=state))."
+        )
     if hidden := what_hides_overflows(loss_scale):
         warn(f"{call}: loss_scale: {hidden}")
     return scaler
@@ -308,8 +318,8 @@ def find_scaler(loss_scale: PyTree, call: str) -> LossScale | None:
 def _pair(output: PyTree, call: str) -> tuple[PyTree, PyTree]:
     if not isinstance(output, tuple | list) or len(output) != 2:
         raise TypeError(
-            f"{call} with has_aux=True: the function returned a "
-            f"{type(output).__name__}. Return a pair (loss, aux)."
+            f"{call} with has_aux=True: the function did not return two values. "
+            "Return a pair (loss, aux)."
         )
     loss, aux = output
     return loss, aux

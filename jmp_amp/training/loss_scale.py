@@ -258,11 +258,14 @@ def dynamic_loss_scale(
             f"{call}(hysteresis_mode={hysteresis_mode!r}): unknown mode. Use one of "
             f"{', '.join(map(repr, _HYSTERESIS_MODES))}."
         )
-    if not isinstance(init_scale, Tracer):
-        init_scale = _number(call, "init_scale", init_scale)
+    value = init_scale
+    if isinstance(value, Tracer):
+        value = jnp.clip(jnp.asarray(value, F32), least, most)
+    else:  # A number of Python: no tracer, wherever this is called.
+        value = min(max(_number(call, "init_scale", value), least), most)
     settings |= dict(max_scale=most, hysteresis=max(settings["hysteresis"], 1))
     return LossScale(
-        value=jnp.clip(jnp.asarray(init_scale, F32), least, most),
+        value=jnp.asarray(value, F32),
         growth_tracker=jnp.asarray(0, jnp.int32),
         hysteresis_tracker=jnp.asarray(settings["hysteresis"], jnp.int32),
         dynamic=True,
@@ -361,7 +364,7 @@ def _number(call: str, name: str, value: PyTree) -> Any:
         )
     kind = int if isinstance(least, int) else float
     number: Any = getattr(value, "item", lambda: value)()
-    if not least <= number <= largest or kind(number) != number:
+    if not least <= number <= largest or (kind is int and number % 1):
         raise ValueError(f"{call}({name}={value!r}): out of range. Use {wanted}.")
     return kind(number)
 

@@ -16,6 +16,7 @@ from jmp_amp.training.half_weights import warn_of_chain
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.structures import (
     TreeStructure,
+    key_paths,
     leaves_by_path,
     nodes_of,
 )
@@ -250,30 +251,39 @@ def _kept(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     To a scale that was taken back the overflow has never been: it would not back off,
     and every further step would be skipped.
     """
-    flat, structure = jax.tree_util.tree_flatten_with_path(new)
-    names = [
-        [str(getattr(k, "name", getattr(k, "key", k))) for k in p] for p, _ in flat
-    ]
-    known = {tuple(each) for each in names}
-
-    def is_of_a_scale(path: list[str]) -> bool:
-        return any(
-            {(*path[:n], field) for field in fields} <= known
-            for n in range(len(path))
-            for fields in _FIELDS_OF_A_SCALE
-            if path[n] in fields or (path[n] == "loss_scale" and "applied" in fields)
-        )
-
+    leaves, structure = jax.tree.flatten(new)
+    if key_paths(new) == key_paths(old) and len(leaves) == len(jax.tree.leaves(old)):
+        # The settings of a scale may have changed.
+        old = structure.unflatten(jax.tree.leaves(old))
     kept = choose(finite, new, old, "keep_if_finite", ("new", "old"))
-    pairs = zip(flat, jax.tree.leaves(kept), names, strict=True)
-    leaves = [leaf if is_of_a_scale(path) else x for (_, leaf), x, path in pairs]
-    return structure.unflatten(leaves)
+    pairs = zip(leaves, jax.tree.leaves(kept), _are_of_scales(new), strict=True)
+    return structure.unflatten(x if is_of_one else y for x, y, is_of_one in pairs)
 
 
-# As a leaf is called in a class, a dictionary or an `nnx.State`.
+def _are_of_scales(tree: PyTree) -> list[bool]:
+    """Returns which leaves are of a loss scale or its counters, by their names.
+
+    As these are in a class, a dictionary or an `nnx.State`.
+    """
+    paths = [
+        [str(getattr(key, "name", getattr(key, "key", key))) for key in path]
+        for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
+    known = {tuple(path[:end]) for path in paths for end in range(len(path) + 1)}
+    return [
+        any(
+            path[n] in (*fields, *named)
+            and all((*path[:n], field) in known for field in fields)
+            for n in range(len(path))
+            for fields, named in _FIELDS_OF_A_SCALE
+        )
+        for path in paths
+    ]
+
+
 _FIELDS_OF_A_SCALE = (
-    {"last_finite", "skipped_total", "skipped_in_a_row", "applied"},
-    {"value", "growth_tracker", "hysteresis_tracker"},
+    (("last_finite", "skipped_total", "skipped_in_a_row", "applied"), ("loss_scale",)),
+    (("value", "growth_tracker", "hysteresis_tracker"), ()),
 )
 
 
@@ -304,7 +314,7 @@ def _only_node(tree: PyTree, call: str, kinds: tuple[type, ...]) -> PyTree:
     warn_of_chain(tree, call)
     found = nodes_of(tree, kinds)
     if not found:
-        if isinstance(tree, dict | list):
+        if any(_are_of_scales(tree)):
             raise ValueError(f"{call}: {read_without_target(tree)}")
         raise ValueError(
             f"{call}: there is no loss scale in this {type(tree).__name__}. Wrap the "

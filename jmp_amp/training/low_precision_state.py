@@ -32,7 +32,9 @@ from jmp_amp.training.rounding import (
 from jmp_amp.training.structures import (
     TreeStructure,
     check_gradients,
+    first_difference,
     leaves_by_path,
+    nodes_at,
     nodes_of,
     telling_foreign_states,
 )
@@ -149,6 +151,11 @@ def _spread(of_blocks: jax.Array, like: jax.Array) -> jax.Array:
     if found.size != like.size:
         found = found.reshape(-1)[: like.size]
     return found.reshape(like.shape)
+
+
+def _types(state: PyTree) -> list[str]:
+    leaves = leaves_by_path(nnx.as_pure(state))
+    return [f"{path} {jax.typeof(leaf)}" for path, leaf in leaves]
 
 
 def is_code(node: object) -> bool:
@@ -326,8 +333,17 @@ def with_low_precision_state(
         check_gradients(updates, state.structure, params, _CALL)
         seen, before = updates if params is None else params, state.inner_state
         with telling_foreign_states(tx.init, seen, before, _CALL):
-            new, after = tx.update(updates, decoded(before), params, **extra)
-        codes, structure = jax.tree.flatten(before, is_leaf=is_code)
+            wide = decoded(before)
+            new, after = tx.update(updates, wide, params, **extra)
+            if (now := _types(after)) != (then := _types(wide)):
+                raise ValueError(
+                    f"{_CALL}: inner changed its state; first difference at "
+                    f"{first_difference(now, then)}. It has to return one like its "
+                    "own; around half parameters, use with_master_weights("
+                    f"{_CALL}(optimizer))."
+                )
+        flat, structure = jax.tree_util.tree_flatten_with_path(before, is_leaf=is_code)
+        codes = [code for _, code in flat]
         leaves = jax.tree.leaves(after)
         places = [at for at, code in enumerate(codes) if is_code(code)]
         known: Any = [None] * len(places)
@@ -340,12 +356,15 @@ def with_low_precision_state(
         elif state.key_data is not None:
             own_key = jax.random.wrap_key_data(state.key_data, impl=parts[1])
             known = random_seeds(own_key, state.steps, len(places))
+        paths = [jax.tree_util.keystr(path) for path, _ in flat]
+        scales = nodes_at(after, lambda node: hasattr(node, "last_finite"))
         for at, each in zip(places, known, strict=True):
             leaves[at] = encoded_like(codes[at], leaves[at], each)
             # Encoded again, a moment that a loss scale inside has kept may change.
-            if (applied := getattr(after, "last_finite", None)) is not None:
-                choose = functools.partial(jnp.where, applied)
-                leaves[at] = jax.tree.map(choose, leaves[at], codes[at])
+            for around, scale in scales:
+                if paths[at].startswith(around):
+                    choose = functools.partial(jnp.where, scale.last_finite)
+                    leaves[at] = jax.tree.map(choose, leaves[at], codes[at])
         # A step that was skipped has used no bits. After 2**31 steps it wraps: a
         # saturated counter would repeat its bits.
         one_more = jnp.asarray(getattr(after, "last_finite", True), jnp.int32)

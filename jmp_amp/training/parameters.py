@@ -115,9 +115,9 @@ def cast_params(
             "no parameters. Pass what its init returned, and the module as model=."
         )
     if isinstance(params, nnx.Module):
-        graphdef, state = nnx.split(params)
+        graphdef, state, others = nnx.split(params, nnx.Param, ...)
         state = cast_params(state, policy, model=params, keep_norms=keep_norms)
-        return nnx.merge(graphdef, state, copy=True)
+        return nnx.merge(graphdef, state, others, copy=True)
 
     def is_variable(node: object) -> bool:
         return isinstance(node, nnx.Variable)

@@ -7,6 +7,7 @@ from typing import Self
 
 import jax
 import numpy as np
+import optax
 from flax import nnx, serialization
 
 from jmp_amp.policies.dtypes import PyTree, is_half
@@ -184,13 +185,18 @@ def check_gradients(
             return True
     for (path, _), shape, one in zip(leaves, shapes, wanted, strict=True):
         if shape != one:
+            remedy = "Reduce it over the axes that the parameter lacks."
+            if shape[1:] == one:
+                remedy = (
+                    "Gradients of single examples have one leading axis of one size "
+                    "for all, and what adds them up comes first, outside of other "
+                    "wrappers: with_loss_scale(optax.chain(differentially_private_"
+                    "aggregate(...), optimizer), scale). A mean would not be private. "
+                    "Another axis is reduced."
+                )
             raise GradientShapeError(
                 f"{call}: the gradient at {path or 'the root'} has shape {shape} but "
-                f"the parameter has {one}. Reduce it over the axes that the parameter "
-                "lacks. Gradients of single examples have one leading axis of one size "
-                "for all, and what adds them up comes first, outside of other "
-                "wrappers: with_loss_scale(optax.chain(differentially_private_"
-                "aggregate(...), optimizer), scale). A mean would not be private."
+                f"the parameter has {one}. {remedy}"
             )
     return False
 
@@ -215,17 +221,28 @@ def telling_foreign_states(
         given, wanted = map(_rows, (state, own))
         if given == wanted:
             raise
+        has, lacks = (
+            next(iter(dict.fromkeys(a) - dict.fromkeys(b).keys()), "nothing more")
+            for a, b in ((given, wanted), (wanted, given))
+        )
         raise ForeignStateError(
-            f"{call}: update was given the state of another optimizer; first "
-            f"difference at {first_difference(given, wanted)}. Begin with "
-            "tx.init(params) of this one."
+            f"{call}: update was given the state of another optimizer: it has {has}, "
+            f"and not {lacks}. Begin with tx.init(params) of this one."
         ) from error
 
 
 def _rows(state: PyTree) -> list[str]:
     """Returns the key path and the shape of each leaf; of a code, that of its codes."""
-    leaves = leaves_by_path(nnx.as_pure(state), lambda node: hasattr(node, "codes"))
-    return [f"{path} {np.shape(getattr(leaf, 'codes', leaf))}" for path, leaf in leaves]
+
+    def is_whole(node: object) -> bool:
+        return hasattr(node, "codes") or isinstance(node, optax.EmptyState)
+
+    return [
+        f"{path} (EmptyState)"
+        if isinstance(leaf, optax.EmptyState)
+        else f"{path} {np.shape(getattr(leaf, 'codes', leaf))}"
+        for path, leaf in leaves_by_path(nnx.as_pure(state), is_whole)
+    ]
 
 
 def check_half(params: PyTree, structure: TreeStructure, call: str) -> None:

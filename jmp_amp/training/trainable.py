@@ -96,9 +96,9 @@ def untrained_update(path: KeyPath, gradient: PyTree, like: PyTree) -> PyTree:
       like: the parameter, if it is known.
     """
     found = like if hasattr(like, "dtype") else gradient
-    dtype = getattr(found, "dtype", None)
-    is_key = dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended)
-    if is_key or dtype == jax.dtypes.float0 or is_overwritten(path):
+    dtype = getattr(found, "dtype", np.dtype(object))
+    is_number = any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_))
+    if not is_number or is_overwritten(path):
         return gradient
     return jnp.zeros(found.shape, dtype)
 
@@ -117,13 +117,15 @@ def updates_of(proposed: PyTree, gradients: PyTree, call: str) -> list[jax.Array
       ValueError: if there is another number of updates.
     """
     given, structure = jax.tree.flatten(gradients)
-    try:
-        leaves = structure.flatten_up_to(proposed)
-    except ValueError as error:
-        raise ValueError(
-            f"{call}: inner returned {len(jax.tree.leaves(proposed))} updates for "
-            f"{len(given)} gradients, and no tree like theirs: {error}"
-        ) from error
+    leaves = jax.tree.leaves(proposed)
+    if len(leaves) != len(given):
+        try:
+            leaves = structure.flatten_up_to(proposed)
+        except ValueError as error:
+            raise ValueError(
+                f"{call}: inner returned {len(leaves)} updates for {len(given)} "
+                f"gradients. Use an optimizer that returns a tree like theirs: {error}"
+            ) from error
     return [
         jnp.zeros_like(gradient) if leaf is None else leaf
         for leaf, gradient in zip(leaves, given, strict=True)

@@ -213,7 +213,7 @@ def autocast(
         if linen_modules.initialises(fn, args):
             # linen keeps the parameters that it makes: they must not be tracers.
             return fn(*args, **kwargs)
-        scopes.note_autocast(policies.default)
+        scopes.note_autocast(policies)
         outer, cpu = scopes.active() or scopes.OUTSIDE, cpu_of(target)
         is_planned = outer.plans(cpu)
         traced = traced_call(fn, policies, args, kwargs, "autocast(fn)", cpu=cpu)

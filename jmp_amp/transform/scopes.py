@@ -129,10 +129,11 @@ def autocast_dtypes() -> Iterator[set[np.dtype]]:
         _dtypes.reset(token)
 
 
-def note_autocast(policy: Policy) -> None:
+def note_autocast(policies: PolicyMap) -> None:
     """Tells `autocast_dtypes` that an autocast runs."""
     if (found := _dtypes.get()) is not None:
-        found.add(policy.compute_dtype)
+        each = [policies.default, *(policy for _, policy in policies.entries)]
+        found.update(policy.compute_dtype for policy in each)
 
 
 def running() -> tuple[str, ...] | None:

@@ -829,3 +829,14 @@ def test_a_class_that_a_linen_tree_does_not_tell_is_warned_about_with_a_remedy()
     cast = amp.cast_params(params, by_path)["params"]
     assert cast["head"]["kernel"].dtype == jnp.float32
     assert cast["up"]["kernel"].dtype == jnp.bfloat16
+
+
+def test_buffers_of_an_nnx_module_are_no_parameters():
+    class Positions(nnx.Module):
+        def __init__(self):
+            self.layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+            self.positions = jnp.arange(1000.0)
+
+    cast = amp.cast_params(Positions(), "p=bf16,c=bf16,o=f32")
+    assert cast.layer.kernel[...].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(cast.positions, np.arange(1000.0, dtype=np.float32))

@@ -556,3 +556,27 @@ def test_an_nnx_state_is_an_ordinary_tree():
 
     found = amp.grad(loss_fn)(params, loss_scale=SCALE)
     chex.assert_trees_all_equal(found, jax.grad(loss_fn)(params))
+
+
+def test_objects_of_nnx_that_are_given_by_name_are_written_to():
+    def loss_fn(net, x, rngs):
+        return jnp.mean(net(x) * jax.random.normal(rngs(), (3, 2)))
+
+    x, losses = jnp.ones((3, 2)), []
+    for dtype in (jnp.float32, jnp.bfloat16):
+        net = nnx.Linear(2, 2, param_dtype=dtype, dtype=jnp.float32, rngs=nnx.Rngs(0))
+        for transform in (nnx.value_and_grad, amp.value_and_grad):
+            rngs = nnx.Rngs(1)
+            loss, _ = transform(loss_fn)(net, x, rngs=rngs)
+            losses.append(float(loss))
+            assert rngs.default.count[...] == 1
+    assert losses[0] == losses[1] != 0.0
+    assert losses[2] == losses[3] != 0.0
+
+
+def test_a_float16_entry_of_a_map_warns_too():
+    policies = amp.PolicyMap("float32", {"**/head": "mixed_float16"})
+    loss_fn = amp.autocast(lambda w: jnp.sum(w * w), policies)
+    with pytest.warns(UserWarning) as caught:
+        amp.grad(loss_fn)(jnp.ones(3))
+    assert any("without a loss scale" in str(each.message) for each in caught)

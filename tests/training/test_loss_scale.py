@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import fractions
 import math
 import pickle
 import re
@@ -474,3 +475,19 @@ def test_repr_shows_values_and_says_when_there_are_none():
     assert repr(amp.static_loss_scale(8)) == "LossScale(value=8.0, dynamic=False)"
     shapes = jax.eval_shape(lambda: amp.static_loss_scale(8))
     assert "ShapeDtypeStruct" in repr(shapes)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [amp.dynamic_loss_scale, amp.static_loss_scale, lambda _: amp.no_loss_scale()],
+)
+def test_a_scale_that_is_made_while_jax_traces_is_no_tracer(make):
+    made = []
+    jax.jit(lambda: made.append(make(8.0)))()
+    assert made[0].value in (1.0, 8.0)
+
+
+def test_fractions_are_numbers():
+    third = fractions.Fraction(1, 3)
+    scale = amp.dynamic_loss_scale(8.0, backoff_factor=third)
+    assert scale.backoff_factor == 1 / 3

@@ -586,3 +586,45 @@ def test_masters_and_a_second_one_inside_are_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             low(inner, "float8").init(params)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
+def test_a_state_keeps_its_shapes_and_dtypes_or_is_refused(dtype):
+    tx = amp.with_low_precision_state(optax.adam(1e-2), dtype, min_size=4)
+    other = tx.init(jnp.ones((1, 4)))
+    with pytest.raises(
+        TypeError, match=r"has \[0\]\.mu \(1, 4\), and not \[0\]\.mu \(4"
+    ):
+        tx.update(jnp.ones((4, 4)), other, jnp.ones((4, 4)))
+    amsgrad = amp.with_low_precision_state(optax.amsgrad(1e-2), dtype, min_size=4)
+    with pytest.raises(TypeError, match="the state of another optimizer"):
+        tx.update(jnp.ones((4, 4)), amsgrad.init(jnp.ones((4, 4))), jnp.ones((4, 4)))
+    half = jnp.ones((4, 4), jnp.bfloat16)
+    with jax.numpy_dtype_promotion("standard"):
+        with pytest.raises(ValueError, match=r"changed its state.*with_master_weights"):
+            tx.update(jnp.ones((4, 4)), tx.init(half), half)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda tx: optax.partition({"x": tx}, "x"),
+        lambda tx: optax.named_chain(("a", tx)),
+    ],
+)
+def test_codes_of_a_skipped_step_stay_wherever_the_loss_scale_is(around):
+    scaled = amp.with_loss_scale(optax.adam(1e-2), amp.dynamic_loss_scale(1024.0))
+    tx = amp.with_low_precision_state(around(scaled), "float8")
+    numbers = np.random.default_rng(3).standard_t(3, 9600)
+    w = jnp.asarray(numbers, jnp.float32)
+    update, state = jax.jit(tx.update), tx.init(w)
+    for i in range(3):
+        _, state = update(w * (i - 1.3), state, w)
+    _, after = update(w.at[0].set(jnp.inf), state, w)
+    assert not amp.last_step_finite(after)
+    codes = [
+        [x for x in jax.tree.leaves(each) if x.dtype == jnp.uint8]
+        for each in (state, after)
+    ]
+    assert len(codes[0]) == 2
+    chex.assert_trees_all_equal(*codes)

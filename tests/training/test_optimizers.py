@@ -500,5 +500,50 @@ def test_a_batch_of_states_that_is_not_mapped_is_refused():
     state = jax.vmap(tx.init)(params)
     with pytest.raises(ValueError, match=r"of shape \(3,\).*jax.vmap\(tx.update\)"):
         tx.update(params, state, params)
-    with pytest.raises(TypeError, match=r"had shape: \(3,\)"):
+    with pytest.raises(ValueError, match=r"^value_and_grad.*of shape \(3,\)"):
         amp.value_and_grad(jnp.sum)(params, loss_scale=state)
+
+
+def test_a_scale_backs_off_where_the_state_of_an_nnx_optimizer_is_taken_back():
+    model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    tx = amp.with_loss_scale(optax.sgd(0.1), dynamic())
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    bad = jax.tree.map(lambda x: x * jnp.inf, nnx.state(model, nnx.Param))
+    scales = []
+    for _ in range(3):
+        old = nnx.state(nnx.clone(optimizer))
+        optimizer.update(model, bad)
+        kept = amp.keep_if_finite(optimizer, nnx.state(optimizer), old)
+        nnx.update(optimizer, kept)
+        scales.append(float(amp.loss_scale_of(optimizer).value))
+    first = float(dynamic().value)
+    assert scales == [first / 2, first / 4, first / 8]
+    assert amp.metrics(optimizer)["skipped_total"] == 3
+
+
+def test_a_scale_whose_settings_changed_in_a_skipped_step_stays():
+    tx = amp.with_loss_scale(optax.sgd(0.5), dynamic())
+    old = tx.init(jnp.ones(2))
+    _, new = tx.update(jnp.full(2, jnp.nan), old)
+    slow = dataclasses.replace(new.loss_scale, growth_interval=7)
+    kept = amp.keep_if_finite(new, new._replace(loss_scale=slow), old)
+    assert kept.loss_scale.growth_interval == 7
+    assert kept.loss_scale.value == dynamic().value / 2
+
+
+def test_the_state_of_an_optimizer_without_leaves_of_its_own_is_told():
+    wrap = lambda tx: amp.with_loss_scale(tx, amp.no_loss_scale())  # noqa: E731
+    w = jnp.ones(3)
+    state = wrap(optax.adam(1e-3)).init(w)
+    with pytest.raises(TypeError, match=r"the state of another .*\(EmptyState\)"):
+        wrap(optax.adamw(1e-3)).update(w, state, w)
+
+
+def test_updates_may_be_in_another_container():
+    inner = optax.GradientTransformation(
+        lambda params: (), lambda grads, state, params=None: (list(grads.values()), ())
+    )
+    tx = amp.with_loss_scale(inner, amp.no_loss_scale())
+    grads = {"a": jnp.ones(2)}
+    updates, _ = tx.update(grads, tx.init(grads))
+    chex.assert_trees_all_equal(updates, grads)
