@@ -52,9 +52,10 @@ _MERGED_BYTES = 64 * 2**20
 
 def compute_capability() -> tuple[int, ...]:
     """Returns that of the least NVIDIA GPU at hand; without one, that of an H100."""
-    found = (getattr(d, "compute_capability", None) for d in jax.devices())
-    numbers = (str(each).split(".") for each in found if each is not None)
-    known = [tuple(map(int, n)) for n in numbers if all(map(str.isdigit, n))]
+    found = (
+        str(getattr(d, "compute_capability", "")).split(".") for d in jax.devices()
+    )
+    known = [tuple(map(int, n)) for n in found if all(map(str.isdigit, n))]
     return min(known, default=(9, 0))
 
 
@@ -254,8 +255,7 @@ class _Product(NamedTuple):
         @functools.partial(product.defjvp, symbolic_zeros=True)
         def derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
             pair, both, kept, result = primals
-            scales = _once(_place(eqn))([x.scale for x in kept], pair)
-            kept = [Quantised(x.q, s) for x, s in zip(kept, scales, strict=True)]
+            kept = _once(_place(eqn))(kept, pair)
             pairs = enumerate(tangents[0])
             moving = {i: t for i, t in pairs if not isinstance(t, SymbolicZero)}
             # Its arguments are saved: 8-bit floats and scales.
@@ -286,9 +286,8 @@ class _Product(NamedTuple):
             return binding.bind(self.eqn, pair, **jaxprs.retyped(self.eqn, BF16))[0]
 
         def in_f32(i: int, t: jax.Array) -> jax.Array:
-            if t.dtype != F32:
-                return linear(i, t)
-            return linear_in_f32(functools.partial(linear, i), t, BF16, restored)
+            half = functools.partial(linear, i)
+            return linear_in_f32(half, t, BF16, restored) if t.dtype == F32 else half(t)
 
         if not self.restores:
             return linear_function(
@@ -351,21 +350,18 @@ class _Product(NamedTuple):
                 return made * scale
             # The gradient of a weight reads activations by columns, so XLA lays out the
             # results of products alike. By rows the scale is no part of the product.
-            rows = len(by.free[0])
-            first, last = tuple(range(rows)), tuple(range(-rows, 0))
-            return jnp.moveaxis(jnp.moveaxis(made, first, last) * scale, last, first)
+            return (made.T * scale).T
 
         def restored(dtype: np.dtype, both: _Both) -> jax.Array:
             a, b = (x.restored(dtype) for x in both)
             return multiplied(a, b, by.terms, precision)
 
         both = _apart(both, forward and self.barriers.operands)
-        if self.restores:
-            return restored(BF16, both)
+        platforms = {} if self.restores else {"cuda": in_8_bits}
         # XLA for CPUs makes programs of bf16 x bf16 -> f32 that fail when they run.
         on_cpu = {"cpu": functools.partial(restored, F32)} if dtype == F32 else {}
         half = functools.partial(restored, BF16)
-        return jax.lax.platform_dependent(both, cuda=in_8_bits, default=half, **on_cpu)
+        return jax.lax.platform_dependent(both, **platforms, **on_cpu, default=half)
 
 
 def _place(eqn: Eqn) -> str:
@@ -378,15 +374,15 @@ def _place(eqn: Eqn) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _once(place: str) -> Callable[[Any, Any], Any]:
-    """Returns an identity of scales that no pair of operands can be differentiated in.
+    """Returns an identity of 8-bit operands in which no pair can be differentiated.
 
     To differentiate it is to differentiate a product a second time, which is an error:
     without it the second derivative would be that of constants, silently zero.
     """
 
     @jax.custom_jvp
-    def once(scales: Any, pair: Any) -> Any:
-        return scales
+    def once(kept: Any, pair: Any) -> Any:
+        return kept
 
     @once.defjvp
     def refuse(primals: object, tangents: object) -> NoReturn:
