@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from jmp_amp.plan.rewrites import fp8
 from tests import h100
 
 F8 = re.compile(r"f8e\dm\d\w*")
@@ -23,7 +24,7 @@ def read(program: Any) -> dict[str, Any]:
     """
     text = program.as_text()
     products = h100.gemms(program)
-    f8 = sum("$f8" in each.target for each in products)
+    f8 = sum(map(_is_in_8_bits, products))
     traffic = h100.traffic(program)
     return {
         "f8": f8,
@@ -39,6 +40,16 @@ def read(program: Any) -> dict[str, Any]:
         "multiplies": multiplies(text),
         "algorithms": _ALGORITHM.findall(text),
     }
+
+
+def _is_in_8_bits(product: h100.Gemm) -> bool:
+    """Whether it is a call of cublasLt for 8-bit floats.
+
+    Without an algorithm XLA may give it to Triton, which multiplies 8-bit floats too.
+    """
+    if fp8._HAS_ALGORITHMS:
+        return "$f8" in product.target
+    return all(F8.match(dtype) for dtype in product.operands)
 
 
 _HEADER = re.compile(r"^%(\S+) \(.*\{$")
