@@ -195,3 +195,28 @@ def test_fsdp_gathers_every_weight_in_8_bits():
     # No activation is gathered.
     assert {elements for _, elements in fp8} == {2048 * 2048}
     assert len(fp8) >= 3
+
+
+@pytest.mark.slow
+def test_a_sharded_sequence_is_not_gathered():
+    """As it would be if its dimensions were collapsed to those of a matrix."""
+    h100.skip_without_compiler()
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=h100.H100, topology="1x1x8"
+    )
+    devices = Mesh(np.array(topology.devices).reshape(2, 4), ("batch", "tokens"))
+    weights, batch = (
+        NamedSharding(devices, spec) for spec in (P(), P("batch", "tokens"))
+    )
+
+    def model(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    step = jax.jit(
+        training_step(amp.autocast(model, "fp8")),
+        in_shardings=(weights, batch),
+        out_shardings=weights,
+    )
+    program = step.lower(aval(512, 512), aval(8, 512, 512)).compile()
+    assert on_h100.read(program)["f8"] == 2
+    assert "all-gather" not in program.as_text()
