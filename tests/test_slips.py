@@ -160,7 +160,7 @@ SLIPS = {
         f"the state of another optimizer in {name}": (
             lambda wrap=wrap: updated(wrap(ADAM), wrap(SGD).init(W)),
             TypeError,
-            f"{name}: update was given the state of another optimizer; first",
+            f"{name}: update was given the state of another optimizer: it",
             "Begin with tx.init(params) of this one.",
         )
         for name, wrap in {
@@ -174,7 +174,7 @@ SLIPS = {
         lambda: updated(low_precision(ADAM), low_precision(ADAM).init(W[:1])),
         TypeError,
         "with_low_precision_state: update was given the state of another optimizer",
-        "difference at [0].mu (1, 4). Begin with tx.init(params)",
+        "has [0].mu (1, 4), and not [0].mu (4, 4). Begin with tx.init(params)",
     ),
     "adam's state for adamw": (
         lambda: amp.import_opt_state(wrapped(ADAMW).init(W), ADAM.init(W)),

@@ -222,7 +222,7 @@ def telling_foreign_states(
         if given == wanted:
             raise
         has, lacks = (
-            next(iter(dict.fromkeys(a) - dict.fromkeys(b).keys()), "nothing more")
+            next((row for row in a if row not in set(b)), "nothing more")
             for a, b in ((given, wanted), (wanted, given))
         )
         raise ForeignStateError(
