@@ -54,8 +54,9 @@ transform:
   - autocasting
 training:
   - trainable rounding
-  - structures parameters
-  - finite half_weights
+  - structures
+  - parameters finite
+  - half_weights
   - loss_scale low_precision_state collectives
   - loss_scale_state
   - presets gradients skip_steps checkpoints

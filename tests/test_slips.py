@@ -185,7 +185,7 @@ SLIPS = {
     "the state in place of gradients": (
         lambda: wrapped(ADAM).update(STATE, W, W),
         TypeError,
-        "with_loss_scale: update was given a array, not its state",
+        "with_loss_scale: update was given an array, not its state",
         "tx.update(gradients, st",
     ),
     **{

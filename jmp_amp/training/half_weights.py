@@ -21,11 +21,11 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import Array
-from jax.core import Tracer
 from jax.tree_util import KeyPath
 
 from jmp_amp.policies.arguments import warn
-from jmp_amp.policies.dtypes import F32, PyTree, is_castable, is_half
+from jmp_amp.policies.dtypes import F32, PyTree, is_half
+from jmp_amp.training.parameters import first_values, new_float32
 from jmp_amp.training.rounding import (
     Seeds,
     key_parts,
@@ -35,14 +35,13 @@ from jmp_amp.training.rounding import (
     random_seeds,
     remainder_of,
     round_at_random,
-    stored,
     with_remainder,
 )
 from jmp_amp.training.structures import (
-    ForeignStateError,
     TreeStructure,
     check_gradients,
     check_half,
+    check_state,
     is_half_parameter,
     key_paths,
     leaves_by_path,
@@ -328,7 +327,7 @@ def _stores_half(
     parts: Any = key_parts(key, f"{call}(inner, {{}})") if is_random else ()
 
     def init_fn(params: PyTree) -> PyTree:
-        values = _first_values(params, init_from, call)
+        values = first_values(params, init_from, call)
         inner_state, seen = tx.init(taking_part(values)), TreeStructure.of(params)
         if found := nodes_of(inner_state, WEIGHT_STATES):
             raise ValueError(
@@ -395,16 +394,6 @@ def _stores_half(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def check_state(is_own: bool, state: PyTree, call: str) -> None:
-    """Raises if a state is not of the optimizer that is called."""
-    if not is_own:
-        raise ForeignStateError(
-            f"{call}: update was given a {type(state).__name__}, the state of another "
-            "optimizer, dtype or key. Begin with tx.init(params), restore a checkpoint "
-            "with target=tx.init(params), or use amp.import_opt_state."
-        )
-
-
 def warn_of_chain(opt_state: PyTree, call: str) -> None:
     """Warns if others come after a state of half-precision weights in an `optax.chain`.
 
@@ -444,7 +433,7 @@ def begin_with(opt_state: PyTree, params: PyTree, originals: PyTree) -> PyTree:
         if not isinstance(node, DIGIT_STATES):
             return node
         first, paths = _WAYS[type(node)][0], key_paths(nnx.as_pure(node[1]))
-        kept = [first(halves[at], _new_float32(found[at], halves[at])) for at in paths]
+        kept = [first(halves[at], new_float32(found[at], halves[at])) for at in paths]
         # Those whose value is masked have no leaves.
         variables = [
             x for _, x in nodes_of(node[1], nnx.Variable) if jax.tree.leaves(x)
@@ -470,50 +459,3 @@ def with_all_digits(param: PyTree, kind: type, kept: PyTree, path: str) -> Array
             "parameters that this optimizer trains."
         )
     return _WAYS[kind][1](jnp.asarray(param, F32), jnp.asarray(kept), param.dtype)
-
-
-def _first_values(params: PyTree, init_from: PyTree, call: str) -> PyTree:
-    """Returns `params` with its half leaves as new float32 arrays.
-
-    With the digits of `init_from`, a tree (or nnx module) that they were cast from.
-
-    Raises:
-      ValueError: if a leaf is missing there, or rounds to another number.
-    """
-    given = nnx.state(init_from) if isinstance(init_from, nnx.Module) else init_from
-    found = dict(leaves_by_path(nnx.as_pure(params if given is None else given)))
-    leaves, structure = jax.tree.flatten(params)
-    pure = jax.tree_util.tree_flatten_with_path(nnx.as_pure(params))[0]
-    for index, (keys, leaf) in enumerate(pure):
-        if is_half_parameter(keys, leaf):
-            path = jax.tree_util.keystr(keys)
-            original: Any = found.get(path)
-            dtype = getattr(original, "dtype", None)
-            there = "nothing" if dtype is None else jax.typeof(original)
-            is_own = is_castable(dtype) and np.shape(original) == leaf.shape
-            if is_own:
-                leaves[index] = wide = _new_float32(original, leaf)
-                if original is not leaf and all(map(_is_at_hand, (wide, leaf))):
-                    there, rounded = "another number", stored(wide, leaf.dtype)
-                    is_own = jnp.array_equal(rounded, leaf, equal_nan=True)
-            if not is_own:
-                raise ValueError(
-                    f"{call}(inner, init_from=...): the parameter at {path} is "
-                    f"{jax.typeof(leaf)}, but there it is {there}. Give the tree that "
-                    "the parameters were cast from."
-                )
-    return structure.unflatten(leaves)
-
-
-def _new_float32(original: PyTree, leaf: PyTree) -> Array:
-    """Returns a copy of `original`, with the sharding of `leaf`."""
-    # An array that was put somewhere is committed to that place. A step that is given
-    # one is compiled for it, and again if its result is not committed.
-    if _is_at_hand(leaf) and leaf.committed and not isinstance(original, Tracer):
-        original = jax.device_put(original, leaf.sharding)
-    return jnp.array(original, F32, copy=True)
-
-
-def _is_at_hand(array: PyTree) -> bool:
-    is_known = isinstance(array, Array) and not isinstance(array, Tracer)
-    return is_known and array.is_fully_addressable

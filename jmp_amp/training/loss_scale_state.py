@@ -180,7 +180,10 @@ def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
     """
     call = "check_scale"
     limit = max_skips_in_a_row
-    bad = f"{call}(opt_state, max_skips_in_a_row={limit!r}): Use an int, 0 or more."
+    bad = (
+        f"{call}(opt_state, max_skips_in_a_row={limit!r}): not a number of steps. Use "
+        "an int, 0 or more."
+    )
     is_number = isinstance(limit, numbers.Real | jax.Array | np.ndarray)
     if isinstance(limit, bool | Tracer) or not is_number or np.shape(limit):
         raise TypeError(bad)

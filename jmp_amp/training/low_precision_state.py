@@ -22,7 +22,7 @@ import optax
 from flax import nnx
 
 from jmp_amp.policies.dtypes import F32, PyTree
-from jmp_amp.training.half_weights import MasterWeightsState, check_state
+from jmp_amp.training.half_weights import MasterWeightsState
 from jmp_amp.training.rounding import (
     key_parts,
     land_on,
@@ -32,6 +32,7 @@ from jmp_amp.training.rounding import (
 from jmp_amp.training.structures import (
     TreeStructure,
     check_gradients,
+    check_state,
     first_difference,
     leaves_by_path,
     nodes_at,
@@ -362,7 +363,7 @@ def with_low_precision_state(
             leaves[at] = encoded_like(codes[at], leaves[at], each)
             # Encoded again, a moment that a loss scale inside has kept may change.
             for around, scale in scales:
-                if paths[at].startswith(around):
+                if paths[at].startswith((f"{around}.", f"{around}[")):
                     choose = functools.partial(jnp.where, scale.last_finite)
                     leaves[at] = jax.tree.map(choose, leaves[at], codes[at])
         # A step that was skipped has used no bits. After 2**31 steps it wraps: a

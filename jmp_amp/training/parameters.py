@@ -1,18 +1,21 @@
-"""Parameters in the dtypes of a policy: a whole tree, or module by module."""
+"""Parameters in the dtypes of a policy, module by module, and in f32 again."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax import nnx
+from jax.core import Tracer
 
 from jmp_amp.policies.arguments import warn
 from jmp_amp.policies.dtypes import (
     F32,
     PyTree,
+    is_castable,
     is_half,
     short_name,
 )
@@ -34,6 +37,7 @@ from jmp_amp.policies.policy_map import (
     warn_of_unmatched,
 )
 from jmp_amp.training.rounding import stored
+from jmp_amp.training.structures import is_half_parameter, leaves_by_path
 from jmp_amp.training.trainable import is_overwritten
 
 Tree = TypeVar("Tree")
@@ -263,3 +267,50 @@ def _bound_modules(module: nn.Module) -> Iterator[tuple[tuple[str, ...], type]]:
 def _path(keys: jax.tree_util.KeyPath, is_collections: bool) -> tuple[str, ...]:
     names = [key.key for key in keys if isinstance(key, jax.tree_util.DictKey)]
     return tuple(map(str, names[is_collections:]))
+
+
+def first_values(params: PyTree, init_from: PyTree, call: str) -> PyTree:
+    """Returns `params` with its half leaves as new float32 arrays.
+
+    With the digits of `init_from`, a tree (or nnx module) that they were cast from.
+
+    Raises:
+      ValueError: if a leaf is missing there, or rounds to another number.
+    """
+    given = nnx.state(init_from) if isinstance(init_from, nnx.Module) else init_from
+    found = dict(leaves_by_path(nnx.as_pure(params if given is None else given)))
+    leaves, structure = jax.tree.flatten(params)
+    pure = jax.tree_util.tree_flatten_with_path(nnx.as_pure(params))[0]
+    for index, (keys, leaf) in enumerate(pure):
+        if is_half_parameter(keys, leaf):
+            path = jax.tree_util.keystr(keys)
+            original: Any = found.get(path)
+            dtype = getattr(original, "dtype", None)
+            there = "nothing" if dtype is None else jax.typeof(original)
+            is_own = is_castable(dtype) and np.shape(original) == leaf.shape
+            if is_own:
+                leaves[index] = wide = new_float32(original, leaf)
+                if original is not leaf and all(map(_is_at_hand, (wide, leaf))):
+                    there, rounded = "another number", stored(wide, leaf.dtype)
+                    is_own = jnp.array_equal(rounded, leaf, equal_nan=True)
+            if not is_own:
+                raise ValueError(
+                    f"{call}(inner, init_from=...): the parameter at {path} is "
+                    f"{jax.typeof(leaf)}, but there it is {there}. Give the tree that "
+                    "the parameters were cast from."
+                )
+    return structure.unflatten(leaves)
+
+
+def new_float32(original: PyTree, leaf: PyTree) -> jax.Array:
+    """Returns a copy of `original`, with the sharding of `leaf`."""
+    # An array that was put somewhere is committed to that place. A step that is given
+    # one is compiled for it, and again if its result is not committed.
+    if _is_at_hand(leaf) and leaf.committed and not isinstance(original, Tracer):
+        original = jax.device_put(original, leaf.sharding)
+    return jnp.array(original, F32, copy=True)
+
+
+def _is_at_hand(array: PyTree) -> bool:
+    is_known = isinstance(array, jax.Array) and not isinstance(array, Tracer)
+    return is_known and array.is_fully_addressable

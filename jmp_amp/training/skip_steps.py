@@ -186,12 +186,13 @@ def with_loss_scale(
                     f"{call}: inner changed the type of its state",
                     ("the new state", "the old one"),
                 )
-            if is_batch and _shapes(proposed) != _shapes(trained):
-                raise ValueError("Nothing reduces the gradients of single examples.")
         except Exception as error:
             if is_batch and not isinstance(error, GradientShapeError):
+                # That nothing reduces it may be the reason.
                 check_gradients(*known)
             raise
+        if is_batch and _shapes(proposed) != _shapes(trained):
+            check_gradients(*known)  # Nothing reduces it.
         # Updates that land on a half-precision number are not to be rounded on the way.
         rounded = params is not None and not stores
         proposed = updates_of(proposed, gradients, call)
@@ -209,8 +210,10 @@ def _check_state(state: PyTree) -> None:
     if isinstance(state, dict | list):
         raise TypeError(f"with_loss_scale: {read_without_target(state)}")
     if not isinstance(state, LossScaleState):
+        name = type_name(state)
         raise TypeError(
-            f"with_loss_scale: update was given a {type_name(state)}, not its state. "
+            f"with_loss_scale: update was given a{'n' * (name[0] in 'aeiou')} {name}, "
+            "not its state. "
             "Call tx.update(gradients, state, params) with that of tx.init(params); to "
             "go on from the state of another optimizer, give both to "
             "amp.import_opt_state(tx.init(params), state)."

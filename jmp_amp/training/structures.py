@@ -201,6 +201,16 @@ def check_gradients(
     return False
 
 
+def check_state(is_own: bool, state: PyTree, call: str) -> None:
+    """Raises if a state is not of the optimizer that is called."""
+    if not is_own:
+        raise ForeignStateError(
+            f"{call}: update was given a {type(state).__name__}, the state of another "
+            "optimizer, dtype or key. Begin with tx.init(params), restore a checkpoint "
+            "with target=tx.init(params), or use amp.import_opt_state."
+        )
+
+
 @contextlib.contextmanager
 def telling_foreign_states(
     init: Callable[[PyTree], PyTree], params: PyTree, state: PyTree, call: str
