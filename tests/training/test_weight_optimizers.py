@@ -815,3 +815,13 @@ def test_half_parameters_of_a_policy_map_have_masters_and_the_others_do_not():
         for path, _ in jax.tree_util.tree_flatten_with_path(state.masters)[0]
     } == {"['params']['layers_0']['bias']", "['params']['layers_0']['kernel']"}
     assert_same_bits(amp.export_params(params, state), original)
+
+
+def test_a_step_that_a_loss_scale_inside_skips_uses_no_random_bits():
+    scaled = amp.with_loss_scale(optax.sgd(0.1), amp.dynamic_loss_scale(8.0))
+    tx = amp.with_stochastic_rounding(scaled, jax.random.key(0))
+    params = jnp.ones(3, jnp.bfloat16)
+    state = tx.init(params)
+    for gradient, steps in ((jnp.inf, 0), (1.0, 1), (jnp.nan, 1)):
+        _, state = tx.update(jnp.full(3, gradient), state, params)
+        assert state.steps == steps
