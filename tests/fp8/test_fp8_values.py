@@ -121,3 +121,16 @@ def test_linen_and_nnx_modules_have_fp8_gradients():
     exact = jax.jit(jax.grad(lambda v: jnp.mean(Linen().apply(v, X) ** 2)))(variables)
     assert_close(linen, exact["params"], 2 * E5M2_ERROR)
     assert quantisations(jax.grad(linen_loss), variables).count("float8_e5m2") == 2
+
+
+@pytest.mark.parametrize(("reduced", "is_rounded"), [("", True), (",r=f32", False)])
+def test_a_gradient_that_is_reduced_in_f32_has_more_digits_than_bf16(
+    reduced, is_rounded
+):
+    keys = jax.random.split(jax.random.key(0))
+    w, x = (jax.random.normal(key, (32, 32)) for key in keys)
+    policy = f"p=f32,c=bf16,o=f32,m=fp8{reduced}"
+    loss = amp.autocast(lambda w, x: jnp.sum(jnp.tanh(x @ w)), policy)
+    gradient = jax.jit(jax.grad(loss))(w, x)
+    rounded = gradient.astype(jnp.bfloat16).astype(jnp.float32)
+    assert bool((gradient == rounded).all()) is is_rounded
