@@ -32,14 +32,15 @@ plan:
   - program[jaxprs cpu_target scope_text
       | source_code regions dimensions constructs meshes | binding]
   - tables[operations | rules]
-  - dataflow[solver constants made | dead_code gelus values signs
-      | terms | joins sources facts | ends paths | recursions | standing]
+  - dataflow[solver constants made | dead_code gelus values
+      | joins sources facts storage | ends paths | recursions | standing]
   - rewrites[linear | rewriting
       | pick_rewrite cpu_products f32_gradients
       | lookups f32_results | fp8 shifted_scores
       | rewrite_table]
-  - choose[modes | records uses | flows pins | trade_offs solver_loops derivatives
-      | choosing | decision_cache | choices demands | held]
+  - choose[modes | records uses | flows pins half_rules
+      | trade_offs solver_loops derivatives | choosing | decision_cache
+      | choices demands | held]
   - plan
   - saved[needs cut | values | blocks] walk
   - planner

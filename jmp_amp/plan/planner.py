@@ -186,6 +186,7 @@ class _Planner:
         saving: Saving,
         alive: tuple[bool, ...],
         curved: tuple[bool, ...] | None = None,
+        rounded: frozenset[Var] = frozenset(),
     ) -> Plan:
         """Returns the plan of a body, given the dtypes in which its inputs come.
 
@@ -197,6 +198,7 @@ class _Planner:
           saving: what differentiation saves of what it computes.
           alive: whether each input is an argument of the program.
           curved: whether each output leads to a `tanh`, see `Gelus`.
+          rounded: f32 values that are kept in half, as far as the caller knows.
         """
         jaxpr = flow.body.jaxpr
         values = Held(flow, inputs, alive)
@@ -205,13 +207,18 @@ class _Planner:
         if asks:
             returned = curved or (False,) * len(jaxpr.outvars)
             before_tanh = self._gelus.before(jaxpr, returned)
-        equations = self._equations(flow, outcome, values, saving, before_tanh)
-        if outputs is None:
-            outputs = tuple(map(values.handed_out, jaxpr.outvars, outcome.outputs))
+        equations = self._equations(flow, outcome, values, saving, before_tanh, rounded)
+        returned = outputs
+        if returned is None:
+            returned = tuple(map(values.handed_out, jaxpr.outvars, outcome.outputs))
         if asks:
             equations = _beside_readers(jaxpr, equations, before_tanh)
-        plan = Plan(flow.body, tuple(equations), outputs, values.free_in_f32())
-        blocks, needs = find_blocks(flow, plan, values, saving)
+        plan = Plan(flow.body, tuple(equations), returned, values.free_in_f32())
+        blocks, needs, found = find_blocks(flow, plan, values, saving)
+        if not found <= rounded:
+            # What is kept depends on the dtypes, and they on what is kept.
+            given = outcome, inputs, outputs, saving, alive, curved
+            return self.settle(flow, *given, rounded | found)
         moved = _moved(flow, plan)
         return dataclasses.replace(plan, blocks=blocks, needs=needs, moved=moved)
 
@@ -222,6 +229,7 @@ class _Planner:
         values: Held,
         saving: Saving,
         before_tanh: Set[Var],
+        rounded: frozenset[Var],
     ) -> list[EquationPlan]:
         """Returns the plan of each equation of a body, and settles what they make."""
         equations = []
@@ -230,9 +238,11 @@ class _Planner:
         ):
             if step.flows:
                 planned = self._call(
-                    index, eqn, step, each, values, saving, before_tanh
+                    index, eqn, step, each, values, saving, before_tanh, rounded
                 )
             else:
+                if not rounded.isdisjoint(eqn.outvars):
+                    each = _rounded(each, step)
                 planned = self._equation(index, eqn, step, each, values)
             values.dtypes.update(zip(eqn.outvars, planned.writes, strict=True))
             equations.append(planned)
@@ -247,6 +257,7 @@ class _Planner:
         values: Held,
         saving: Saving,
         before_tanh: Set[Var],
+        rounded: frozenset[Var],
     ) -> EquationPlan:
         carried = jaxprs.carried(eqn)
         reads = values.handed_to(eqn, step.views, outcome.operands)
@@ -261,9 +272,8 @@ class _Planner:
             alive = tuple(
                 values.is_alive(eqn.invars[i]) for i in step.inner[body].operands
             )
-            return self.settle(
-                flow, inner, inputs[body], outputs, saving, alive, curved
-            )
+            given = inner, inputs[body], outputs, saving, alive, curved
+            return self.settle(flow, *given, rounded)
 
         # Their dtypes first: what is kept depends on them.
         first = Saving.NOTHING if carried or len(step.flows) > 1 else saving
@@ -316,6 +326,13 @@ class _Planner:
             option=outcome.option,
             f32_gradients=f32_gradients(eqn, step.region, step.views, held, reads),
         )
+
+
+def _rounded(outcome: Outcome, step: Step) -> Outcome:
+    """Returns the outcome of an operation whose f32 result is kept in half."""
+    half = step.region.policy.compute_dtype
+    reason = "one operation that the backward pass of a loop keeps"
+    return dataclasses.replace(outcome, dtype=half, reason=reason)
 
 
 def _moved(flow: Flow, plan: Plan) -> dict[Var, np.dtype]:

@@ -18,18 +18,18 @@ ORIGINS = {
 }
 TRAITS = {
     Trait.PARAMETER: "it is an argument, or an argument moved around",
-    Trait.WORTH_F32: "to make it in f32 costs less than to cast it for f32 readers",
     Trait.LOOKED_UP: "it holds rows of a table, or is made of them",
     Trait.SLICE: "each turn of a loop has another one",
-    Trait.SCALED: "an argument scales it, or a number shifts it, perhaps out of half",
     Trait.SUMS_ARGUMENT: "an argument is a term of it",
     Trait.CARRIED: "a loop keeps it in f32 over its turns",
     Trait.OVERSIZED: "it holds a constant that half has no place for",
     Trait.SOLUTION: "it is a solution of linear algebra or made of one: terms cancel",
-    Trait.FUNCTION_OF_HALF: "it is f32, with the digits of the half values it is of",
     Trait.SHARED: "it has several readers",
     Trait.SAVED_IN_F32: "the backward pass keeps it in f32, whatever reads it",
     Trait.JOINS_STREAM: "a value that the backward pass keeps in f32 joins a half one",
+    Trait.BETWEEN: "it is f32, of half values, between products",
+    Trait.BIASED: "it is a product and its bias",
+    Trait.PINNED: "a pin keeps it in f32, or what it is made of",
     Trait.TANGENT: "it is made of a tangent of a derivative rule",
 }
 MADE = {
@@ -49,12 +49,6 @@ MADE = {
     Made.NORMALIZER: "it is the factor of a norm",
     Made.NORMALIZED: "the factor of a norm scales it",
     Made.BROADCAST: "it is a smaller value, broadcast",
-    Made.RELATED: "it joins values that have a term in common",
-    Made.DIFFERENCE: "it is near zero where a difference is",
-    Made.NEGATIVE: "it may be negative",
-    Made.GIVEN: "it is made of arguments alone",
-    Made.NEGATED: "it is the negative of a value",
-    Made.OFFSET: "it is a number above 8, beside which half has few digits",
 }
 ENDS = {
     Ends.INDEX: "it becomes an index",
@@ -63,14 +57,8 @@ ENDS = {
     Ends.EXACT: "a product with a solution reads it",
     Ends.STREAM: "a layer that does not lead to linear algebra reads it",
     Ends.DISTANCE: "it is a term beside a sum of squares, as in a distance",
-    Ends.STOPPED: "stop_gradient reads it",
     Ends.FORM: "it is the F @ P of F @ P @ F.T, which leads to linear algebra",
-    Ends.OTHERWISE: "a product, a caller or a derivative reads it",
     Ends.MOMENT: "it is a term beside squared means, or their factor",
-    Ends.COORDINATE: "parts of it are subtracted from each other: it is a coordinate",
-    Ends.ANGLE: "a periodic function, such as a sine, reads it",
-    Ends.MEASURED: "an argument is subtracted from it",
-    Ends.CHANGED: "a value with the same term is subtracted from it, or it from that",
 }
 
 

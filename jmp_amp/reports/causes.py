@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from jmp_amp.plan.choose.modes import Demand, Demands, Mode
 from jmp_amp.plan.choose.pins import is_argument
-from jmp_amp.plan.dataflow.ends import PLACES, Ends, end_of_operands
+from jmp_amp.plan.dataflow.ends import Ends, end_of_operands
 from jmp_amp.plan.dataflow.facts import Made, made_from
 from jmp_amp.plan.dataflow.standing import Standing
 from jmp_amp.plan.dataflow.values import Origin, Trait
@@ -36,13 +36,7 @@ from jmp_amp.reports.ways import (
 _ENDS_OF_PINS = {
     "index": (Ends.INDEX, "Here it becomes an index"),
     "solved": (Ends.SOLVED | Ends.FACTOR, "Here the linear algebra begins"),
-    "stopped": (Ends.STOPPED, "Here the derivative ends"),
     "distance": (Ends.DISTANCE, "Here it meets the sum of squares of a distance"),
-    "coordinate": (
-        PLACES,
-        "Here its parts or arguments are subtracted, or it is an angle",
-    ),
-    "change": (Ends.CHANGED, "Here two sums with a term in common are subtracted"),
     "moment": (Ends.MOMENT, "Here squared means and a second moment are subtracted"),
 }
 # The readers on a way to an end that are told; a longer way is cut short.
@@ -64,15 +58,6 @@ def _is_solution(at: Standing, i: int) -> bool:
     return Trait.SOLUTION in at.views[i].traits
 
 
-def _is_scale(at: Standing, i: int) -> bool:
-    divides = role_of(at.name) is Role.DIVIDES and i == 1
-    return divides or Trait.SCALED in at.views[i].traits or _is_argument(at, i)
-
-
-def _is_difference(at: Standing, i: int) -> bool:
-    return bool(at.facts[i].made & Made.DIFFERENCE)
-
-
 def _is_low(at: Standing, i: int) -> bool:
     return at.views[i].origin == Origin.LOW
 
@@ -84,12 +69,7 @@ def _is_full(at: Standing, i: int) -> bool:
 # What a pin looks for among the operands, and what that is to it.
 _OPERANDS_OF_PINS: Mapping[str, tuple[str, _IsIt]] = {
     "grid": ("is the grid", _is_constant),
-    "state": ("is the state", _is_argument),
-    "difference": ("is the argument", _is_argument),
-    "offset": ("is the number", _is_constant),
-    "steep": ("is the difference", _is_difference),
     "solution": ("is the solution", _is_solution),
-    "scaled": ("scales it, or is scaled", _is_scale),
 }
 
 
@@ -136,6 +116,8 @@ def causes_of(at: Place) -> list[Cause]:
         return _to_beginning(at, *_OPERANDS_OF_PINS[pin])
     if planned.rule.op_class is not OpClass.FOLLOW:
         return []
+    if decision.is_between:
+        return _to_operand(at, "is half", _is_low)
     if decision.dtype == F32 and standing.origin == Origin.FULL:
         return _to_operand(at, "is f32", _is_full)
     if is_half(decision.dtype) and standing.origin == Origin.LOW:
@@ -205,7 +187,7 @@ def _origin(at: Place) -> Origin | None:
 
 def _to_reader(at: Place, wanted: Demand) -> list[Cause]:
     """Returns the steps to the reader that an option of an equation asks for."""
-    if wanted & Demands.KEPT:
+    if wanted & Demands.RETURNED:
         return _to_keeper(at, wanted)
     found = [each for var in at.eqn.outvars for each in readers(at.frame, var)]
     for each in found:
@@ -249,22 +231,15 @@ def _steps(way: tuple[Place, ...]) -> list[Cause]:
 
 def _by_reader(each: Reader, wanted: Demand) -> list[Cause]:
     """Returns the step to a reader that wants a value as an option says, if it does."""
-    is_f32 = bool(wanted & Demands.F32)
+    returned = bool(wanted & Demands.RETURNED)
     if isinstance(each, Returned):
-        returns = is_f32 or wanted & Demands.RETURNED
-        return [Cause(f"The program returns it as output {each.number}")] * bool(
-            returns
-        )
+        return [Cause(f"The program returns it as output {each.number}")] * returned
     if isinstance(each, Loop):
-        if not (is_f32 or wanted & Demands.CARRIED):
-            return []
-        return [Cause(f"The loop {each.place.label} carries it")]
+        return [Cause(f"The loop {each.place.label} carries it")] * (not returned)
     planned = each.place.planned
     reads = planned.reads[each.position]
-    is_it = wanted == Demands.AS_IS
-    if wanted & Demands.DTYPES:
-        is_it = reads is not None and (reads == F32) == is_f32
-        is_it &= planned.mode not in (Mode.AS_HELD, Mode.CONVERSION)
+    is_it = reads is not None and reads != F32 and not returned
+    is_it &= planned.mode not in (Mode.AS_HELD, Mode.CONVERSION)
     return [Cause("Its result goes to", each.place)] * is_it
 
 

@@ -85,6 +85,13 @@ class Report(tables.Shown, plain_data.Written):
         return tuple(sorted(reasons, key=lambda reason: -reason.elements))
 
     @functools.cached_property
+    def half_beside(self) -> tuple[Reason, ...]:
+        """Why equations that are no products are in half, the most elements first."""
+        half = [e for e in self.equations if e.is_in_half and not e.matmuls]
+        reasons = rows.by_reason(half, lambda e: 0)
+        return tuple(sorted(reasons, key=lambda reason: -reason.elements))
+
+    @functools.cached_property
     def asked(self) -> tuple[Asked, ...]:
         """What is in half whatever the policy says, by who asks for it.
 
@@ -342,8 +349,9 @@ class Report(tables.Shown, plain_data.Written):
             report_tables.of_asked(self.asked),
             report_tables.of_reasons(self.stays_full),
             report_tables.of_reasons(
-                rows.by_reason(in_f64, lambda e: e.flops), "in f64"
+                rows.by_reason(in_f64, lambda e: e.flops), "What stays in f64"
             ),
+            report_tables.of_reasons(self.half_beside, "What is half beside products"),
             report_tables.of_f32_gradients(self.equations),
             report_tables.of_casts(self.casts),
             report_tables.of_kept(self.largest_kept),

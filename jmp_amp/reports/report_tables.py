@@ -72,8 +72,8 @@ def _figures(costs: Costs, saves: bool) -> list[str]:
     return figures + [f"{quantity(size)}B" if size else "" for size in sizes]
 
 
-def of_reasons(reasons: Iterable[Reason], what: str = "in f32") -> Table:
-    """Returns why equations stay in f32 and what it costs, one row for each reason."""
+def of_reasons(reasons: Iterable[Reason], title: str = "What stays in f32") -> Table:
+    """Returns why equations have their dtype and what it costs, a row for a reason."""
     numbers = ("equations", "elements", "FLOP")
     rows = [
         (
@@ -85,7 +85,7 @@ def of_reasons(reasons: Iterable[Reason], what: str = "in f32") -> Table:
         )
         for r in reasons
     ]
-    return Table(f"What stays {what}", ("why", *numbers, "operations"), rows, numbers)
+    return Table(title, ("why", *numbers, "operations"), rows, numbers)
 
 
 def of_f32_gradients(equations: Iterable[Equation]) -> Table:

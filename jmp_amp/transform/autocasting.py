@@ -58,10 +58,17 @@ def autocast(
 
     The function is traced, every floating-point operation of the whole program gets a
     dtype, and the program with these dtypes runs in its place. Matrix products and
-    convolutions run in the policy's `compute_dtype`; exponentials, logarithms, sums,
-    norms, softmaxes and losses in float32; everything else follows its operands, and
-    runs in float32 where a float32 operation reads it. The table of operations is in
-    `jmp_amp/plan/tables/operations.py`, that of functions beside it in `rules.py`.
+    convolutions read and write the policy's `compute_dtype`. What is stored across a
+    product is in it too, such as the stream of a residual network. All else that
+    follows activations is float32: a kernel computes in registers. The table of
+    operations is in `jmp_amp/plan/tables/operations.py`, that of functions beside it in
+    `rules.py`; the exceptions are `HALF_RULES` in `jmp_amp/plan/choose/half_rules.py`:
+
+    * moves, `max`, `relu` and selections of half values are half: nothing is lost;
+    * so are a product and its bias, where more than float32 operations read them; a
+      gelu or silu; a function with a `custom_jvp` rule and no product inside;
+    * so is one operation on half values that half alone reads, since that is the same
+      number, rounded: no quotient, no function of a product and its bias.
 
     Every call traces `fn` anew, so call the result under `jax.jit`. Differentiate it,
     `jax.grad(amp.autocast(loss))`: the backward matrix products run in half too and the
@@ -78,8 +85,8 @@ def autocast(
     8-bit floats, forward and backward; all else is as under `mixed_bfloat16`. These
     products have no second derivatives: NotImplementedError.
 
-    Loops, branches, calls and sharded maps are entered. Half precision is for what
-    matrix units read and for what is stored between layers. Float32 is
+    Loops, branches, calls and sharded maps are entered. Products and stored values are
+    float32 where half has too few digits for them:
 
     * a float32 result of the function: the operation that makes it runs in float32,
       even if others read it in half. Elements that no scatter writes keep their bits;
@@ -88,25 +95,18 @@ def autocast(
       the scanned input. A stream between such layers, begun by a product or an
       embedding lookup, is half. (If all iterations share their weights, as in a
       universal transformer, it is float32.)
-    * the sum of an argument and a value computed from it (`y + dt * f(y)`, the state of
-      a solver), and the difference of an argument and an activation. A bias, which is
-      only added, has the dtype of its operands. An array that the function closes over
-      is an argument. (If `y` begins as a product, small steps in a loop of Python,
-      `y -= 1e-3 * (y @ v)`, lose digits: write `lax.scan`.)
+    * a sum that a sum with the same term is subtracted from, `(h + f(h)) - h`;
     * a value that becomes an index: every operation before `floor`, `ceil`, `round`, a
       cast to an integer, or a choice by rank (`argmax`, `top_k`, `argsort`); a range of
       integers longer than half precision can count, and the product of one-hot rows
       with it;
     * a bound that half precision would round to 1, or to another round number:
       `clip(p, 1e-4, 1 - 1e-4)`;
-    * in float16, a value multiplied by an argument, up to the next product;
     * an input of linear algebra, back to the product that makes it: the Gram matrix and
       the right side of a linear system, the covariance of a filter, a kernel. The layer
       before a solver stays half, and so does the one before a Gram matrix;
     * distances by a product, `|a|**2 - 2 * a @ b.T + |b|**2`, and second moments less
       squared means, `y.T @ y / n - outer(m, m)`: their digits cancel;
-    * a value that only `stop_gradient` reads, back to the product that makes it, since
-      no derivative saves it;
     * the body of a `while_loop` that runs until a float of its body is small enough;
     * a product with `precision=` HIGH or HIGHEST, one without a free dimension (`vdot`,
       which is a sum), and the functions of `jnp.linalg`, `jax.scipy.linalg` and
@@ -118,7 +118,8 @@ def autocast(
 
     `amp.explain(fn, policy)(*args).why(identity)` explains the dtype of an operation.
 
-    The gradient of a lookup table is summed in float32. If the table is an activation,
+    The gradient of a bias or a scale is summed in float32, over all of its uses; so is
+    that of a lookup table. If the table is an activation,
     the sum is float32 only where each row is read 16 times on average; otherwise it is
     half, and a row that is read hundreds of times loses digits.
 

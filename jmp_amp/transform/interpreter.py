@@ -22,7 +22,6 @@ from jmp_amp.plan.program import (
 from jmp_amp.plan.program.jaxprs import ClosedJaxpr, Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.rewrites.f32_gradients import (
     as_cast,
-    sums_in_half,
     with_f32_gradients,
 )
 from jmp_amp.plan.saved.needs import KEPT
@@ -194,13 +193,8 @@ class Replay(Walk[Value]):
             planned = dataclasses.replace(planned, rewrite=rewrite)
         if held and rewrite is not None and rewrite.bind_f32 is not None:
             return rewrite.bind_f32(eqn, planned.dtype, operands, held)
-        sums: Sequence[int] = ()
-        if rewrite is None and self.differentiates:
-            sums = sums_in_half(eqn, operands)
         run = functools.partial(self._bound, eqn, planned)
-        if not (held or sums):
-            return run(operands)
-        return with_f32_gradients(eqn, run, operands, held, sums)
+        return with_f32_gradients(eqn, run, operands, held) if held else run(operands)
 
     def _bound(
         self, eqn: Eqn, planned: EquationPlan, operands: Sequence[Value]

@@ -30,7 +30,7 @@ from jmp_amp.plan.program.jaxprs import (
     aval_of,
 )
 from jmp_amp.plan.program.meshes import in_mesh_of, in_row_major
-from jmp_amp.plan.rewrites.f32_gradients import sums_in_half, with_f32_gradients
+from jmp_amp.plan.rewrites.f32_gradients import is_repeated, with_f32_gradients
 from jmp_amp.plan.tables.operations import Also, Kind, is_cheap, kind_of, named
 from jmp_amp.policies.dtypes import F32, AnyFn, PyTree, is_half
 
@@ -154,7 +154,7 @@ class _Program:
             return self._call(eqn, operands, halves, params)
         if eqn.primitive.name == "conv_general_dilated" and params[1]:
             halves[1] = in_row_major(halves[1])
-        sums = [i for i in sums_in_half(eqn, halves) if params[i]]
+        sums = [i for i, p in enumerate(params) if p and is_repeated(eqn, i)]
         if not sums:
             return binding.bind(eqn, halves)
         held = {i: _in_f32(operands[i]) for i in sums}

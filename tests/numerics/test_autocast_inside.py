@@ -187,7 +187,7 @@ def test_tune_reports_no_bound_as_met_that_an_autocast_inside_breaks():
 def test_tune_gives_f32_to_what_is_outside_of_the_autocast_inside():
     @jax.jit
     def cancel(h, offset):
-        return (h + offset) - offset
+        return (h + offset) @ jnp.eye(16) - offset
 
     def loss_of(amped):
         def loss(w, offset):

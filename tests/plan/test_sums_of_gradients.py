@@ -264,8 +264,9 @@ def test_no_more_is_kept_than_what_is_written_by_hand_keeps(name):
     apply = network(PROGRAMS[name])
     params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (PARAMS, X))
     by_hand = kept(apply, params, x)
-    half = amp.autocast(apply, f"{amp.get_policy(BF16)},saved=all")
-    assert kept(half, PARAMS, X) <= by_hand + 4 * X.size // 100
+    half = amp.autocast(apply, BF16)
+    # What is repeated is kept in f32: it is small.
+    assert kept(half, PARAMS, X) <= by_hand + X.size // 7
 
 
 def test_the_bias_of_a_convolution_has_the_gradient_of_f32():

@@ -5,6 +5,7 @@ import pickle
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 from jax import lax
@@ -61,8 +62,8 @@ def _place(x, w):
     return jnp.arange(16)[jnp.floor(4 * (x @ w)).astype(int)]
 
 
-def _grid(x, w):
-    return jnp.arange(4096.0)[:, None] + (x @ w)[:1]
+def _grid(x):
+    return x @ np.linspace(0, 4095, 256, dtype=np.float32).reshape(16, 16)
 
 
 def _distance(x, w):
@@ -80,21 +81,6 @@ def _solution(x, w):
     return jnp.linalg.solve(w, w) @ w
 
 
-def _odds(x, w):
-    p = jax.nn.sigmoid(x @ w)
-    return (p / jnp.maximum(1 - p, 1e-6)) @ w
-
-
-def _relative(x, w, at):
-    place = at + x @ w
-    return jnp.tanh((place[1:] - place[:-1]) @ w)
-
-
-def _change(x, w):
-    h = x @ w
-    return jnp.tanh((h + 0.1 * jnp.tanh(h @ w) - h) @ w)
-
-
 def _power(x, w):
     return jax.lax.scan(lambda v, _: (w @ v, None), x[0], length=9)[0]
 
@@ -109,41 +95,10 @@ BEGUN = {
         "cholesky",
         "linear algebra begins",
     ),
-    "stopped": (
-        lambda x, w: lax.stop_gradient(jnp.tanh(x @ w)) + x @ w,
-        (X, W),
-        "tanh",
-        "stop_gradient",
-        "derivative ends",
-    ),
-    "grid": (_grid, (X, W), "add", "iota", "is the grid"),
-    "state": (
-        lambda x, w: x + 0.1 * jnp.tanh(x @ w),
-        (X, W),
-        "add",
-        "argument 0",
-        "is the state",
-    ),
-    "difference": (
-        lambda x, w, y: x @ w - y,
-        (X, W, X),
-        "sub",
-        "argument 2",
-        "is the argument",
-    ),
-    "coordinate": (_relative, (X, W, X), "add", "sub", "its parts"),
-    "change": (_change, (X, W), "add", "sub", "a term in common"),
-    "offset": (
-        lambda x, w: jnp.tanh(x @ w + 273.0) @ w,
-        (X, W),
-        "add",
-        "constant",
-        "is the number",
-    ),
+    "grid": (_grid, (X,), "dot_general", "constant", "is the grid"),
     "recursion": (_power, (X, W), "dot_general", "scan", "No activation"),
     "distance": (_distance, (X, W), "dot_general", "sub", "sum of squares"),
     "moment": (_moment, (X, W), "dot_general", "sub", "second moment"),
-    "steep": (_odds, (X, W), "div", "sub", "is the difference"),
     "derivative": (
         jax.grad(lambda x, w: jnp.sum(jnp.exp(-_distance(x, w))), 1),
         (X, W),
@@ -157,13 +112,6 @@ BEGUN = {
         "dot_general",
         "custom_linear_solve",
         "is the solution",
-    ),
-    "scaled": (
-        lambda x, w, y: ((x @ w) * y) @ w,
-        (X, W, X),
-        "mul",
-        "argument 2",
-        "scales it",
     ),
 }
 
@@ -182,13 +130,6 @@ def test_a_pin_is_named_with_its_words_and_where_it_begins(pin):
     lines = chain(text.splitlines())
     assert any(begins in line for line in lines[1:]), text
     assert any(words in line for line in lines[1:]), text
-
-
-def test_a_divisor_is_what_scales():
-    fn = lambda x, w: ((x @ w) / jnp.tanh(x @ w.T)) @ w  # noqa: E731
-    text = told(fn, X, W, operation="div", policy="mixed_float16")
-    assert 'The pin "scaled" decided' in "\n".join(text)
-    assert any("scales it" in line and "tanh" in line for line in chain(text))
 
 
 # Causes
@@ -214,12 +155,10 @@ def test_a_derivative_is_that_of_the_f32_product_of_a_line():
     assert all(f"It is a derivative of {begin} dot_general" in t for t in told)
 
 
-def test_an_f32_reader_is_followed_forward():
+def test_what_is_f32_between_products_is_followed_back_to_them():
     lines = told(lambda x, w: jnp.exp(2 * jnp.tanh(x @ w)), X, W, operation="tanh")
-    assert "Its readers decided: only f32 operations read it." in lines
-    assert "goes to 2 mul" in chain(lines)[1] and "goes to 3 exp" in chain(lines)[2]
-    lines = told(lambda x, w: jnp.tanh(x @ w), X, W, operation="tanh")
-    assert chain(lines)[-1] == "  The program returns it as output 0."
+    assert "It is f32: f32 between products." in lines
+    assert "that is 0 dot_general, which is bf16" in chain(lines)[1]
 
 
 def test_a_value_that_is_kept_is_followed_to_who_keeps_it():
@@ -227,15 +166,6 @@ def test_a_value_that_is_kept_is_followed_to_who_keeps_it():
     assert "Its readers decided: returned in f32." in lines
     assert "sort" in chain(lines)[1]
     assert chain(lines)[-1] == "  The program returns it as output 0."
-
-    def largest(x, w):
-        def turn(carry, row):
-            return jnp.maximum(carry, jnp.abs(row @ w)), None
-
-        return lax.scan(turn, jnp.zeros(16), x)[0]
-
-    lines = told(largest, X, W, operation="abs")
-    assert "the loop 1 scan turn carries it" in chain(lines)[-1].lower()
 
 
 def test_a_long_chain_ends_in_dots():
@@ -268,9 +198,9 @@ def test_a_chain_leads_into_calls_and_out_of_them():
     def helper(x, w):
         return 2 * (x @ w)
 
-    lines = told(lambda x, w: jnp.exp(helper(x, w)), X, W, operation="mul")
+    lines = told(lambda x, w: helper(x, w) @ w, X, W, operation="mul")
     assert lines[0].startswith("Equation 0.0.1 mul: ")
-    assert "goes to 1 exp" in chain(lines)[1]
+    assert "goes to 1 dot_general" in chain(lines)[1]
 
     @jax.jit
     def negated(x):
@@ -292,10 +222,8 @@ def test_a_loop_tells_how_its_carry_got_its_dtype():
     lines = told(turns, X, W, operation="scan")
     assert lines[1].startswith("It is a loop: its body is planned")
     (carried,) = [line for line in lines if "carried in" in line]
-    assert "argument 0, held in f32, carried in f32: each turn adds to it" in carried
+    assert "carried in f32: the loop keeps it over its turns" in carried
     assert 'with_full("turn")' in lines[-1]
-    lines = told(turns, X, W, operation="add")
-    assert "the loop 0 scan turn carries it" in chain(lines)[-1]
 
 
 def test_a_while_loop_and_a_branch_are_told():

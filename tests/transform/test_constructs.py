@@ -75,9 +75,10 @@ def test_a_users_rule_can_do_with_a_constant_what_it_can_do_with_an_array():
 @pytest.mark.parametrize(
     "name", ["custom_jvp_in_scan", "custom_jvp_in_cond", "custom_jvp_in_vmap"]
 )
-def test_a_custom_jvp_rule_runs_in_half_wherever_it_is(name):
+def test_a_custom_jvp_rule_is_f32_between_its_products_wherever_it_is(name):
     gradient = jax.grad(amp.autocast(ROWS[name].loss))
-    assert set(results_of(gradient, W, primitive="cos")) == {"bfloat16"}
+    assert set(results_of(gradient, W, primitive="cos")) == {"float32"}
+    assert set(products(gradient, W)) == {"bfloat16"}
 
 
 @pytest.mark.breadth(2)

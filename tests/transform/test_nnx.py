@@ -210,7 +210,7 @@ def test_an_entry_that_matches_no_module_is_named_with_the_closest_path():
 def test_results_of_a_module_leave_in_the_output_dtype_of_its_policy():
     class Watched(nnx.Module):
         def __init__(self):
-            self.first = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+            self.first = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
             self.last = nnx.Linear(16, 16, rngs=nnx.Rngs(1))
 
         def __call__(self, x):

@@ -162,8 +162,9 @@ def test_a_norm_computes_in_f32_and_hands_on_half(norm, train, reaching, library
     assert set(found[NORMS[norm]]) == {F32}
     for primitive in ("rsqrt", "reduce_sum", "sub", "div", "square", "mul"):
         assert set(found.get(primitive, ())) <= {F32}, primitive
-    # What follows in half was handed on in half.
-    assert found["tanh"] == [HALF]
+    # What follows in half was handed on in half. A layer with a bias is read in f32.
+    is_layer = norm in ("WeightNorm", "SpectralNorm")
+    assert found["tanh"] == [F32 if is_layer else HALF]
     # Spectral norm's power iteration is matrix products too, those of the norm.
     assert found["dot_general"].count(HALF) == 2
     if norm != "SpectralNorm":
@@ -243,12 +244,6 @@ def test_an_entry_of_a_norm_class_is_taken_as_written(norm, library):
         apply = net.under(amp.PolicyMap(BF16, entries))
         found = results_of(apply, net.variables, IMAGES, primitive="tanh")
         assert found == [tanh], entries
-    # And so is its compute dtype, where no mean over values asks for f32.
-    literal = norm in ("BatchNorm", "RMSNorm")
-    for pattern, half in ((cls, literal), ("norm", False)):
-        apply = net.under(amp.PolicyMap(BF16, {pattern: "bf16"}))
-        found = results_of(apply, net.variables, IMAGES, primitive="mul")
-        assert (HALF in found) == half and (half or set(found) == {F32})
 
 
 @each_library

@@ -104,13 +104,13 @@ def tune(
       >>> import jmp_amp as amp
       >>> @jax.jit
       ... def cancel(h, offset):
-      ...     return (h + offset) - offset
+      ...     return (h + offset) @ jnp.eye(4) - offset
       >>> def loss(w, x, offset):
       ...     return jnp.mean(cancel(x @ w[0], offset) @ w[1])
       >>> w, x, offset = jnp.full((2, 4, 4), 0.3), jnp.eye(4), jnp.full((1, 4), 900.0)
       >>> tuning = amp.tune(loss, max_grad_error=0.01)(w, x, offset)
       >>> print(tuning.policy, tuning.cost)
-      p=f32,c=f16,o=f32,full=cancel 1.0
+      p=f32,c=f16,o=f32,full=cancel 0.7142857142857143
     """
     call = "tune(fn)"
     losses.check_measured("tune", fn, argnums)

@@ -32,6 +32,7 @@ from jmp_amp.plan.dataflow.sources import (
     union,
 )
 from jmp_amp.plan.dataflow.standing import Derived
+from jmp_amp.plan.dataflow.storage import Storage, StorageFinder, Store, variables_of
 from jmp_amp.plan.dataflow.values import Known, Origin, Trait, is_inexact
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Literal, Var
@@ -62,6 +63,7 @@ class Called(NamedTuple):
     facts: Facts
     groups: tuple[int, ...]
     cycles: Cycles
+    stored: Storage
 
 
 def flow_of(
@@ -82,6 +84,7 @@ class Flows:
 
     def __init__(self, derived: Mapping[int, Derived]) -> None:
         self._destinations = Destinations()
+        self._storage = StorageFinder()
         self._decided = Decided()
         self._derived = derived
 
@@ -111,9 +114,10 @@ class Flows:
         inherited: Rule | None,
     ) -> Flow:
         """Returns the flow through a body that nothing of its program calls."""
-        ends = (Ends.OTHERWISE,) * len(body.jaxpr.outvars)
+        ends = (Ends.NONE,) * len(body.jaxpr.outvars)
+        stored = self._storage.of(body, (Store.NOWHERE,) * len(ends))
         around = ends, of_arguments(body), (0,) * len(inputs), recursions_of(body)
-        return self.through(body, Called(inputs, region, inherited, *around))
+        return self.through(body, Called(inputs, region, inherited, *around, stored))
 
     @once
     def through(self, body: Body, called: Called) -> Flow:
@@ -135,6 +139,8 @@ class Flows:
             self._destinations.of(body, called.ends, called.facts),
             dict(called.cycles.products),
             dict(called.cycles.inner),
+            dict(zip(variables_of(jaxpr), called.stored.found, strict=True)),
+            dict(called.stored.calls),
         )
         steps = []
         # By the identity of name stacks: equations of one scope have the same one.
@@ -179,6 +185,7 @@ class Flows:
             end,
             index in around.recursive,
             self._derived.get(id(eqn)),
+            max(map(around.storage.__getitem__, eqn.outvars), default=Store.NOWHERE),
         )
         if decision.mode is Mode.PASSED_ON:
             results = _in_region(views, region)
@@ -207,6 +214,12 @@ class Flows:
         parameter and of a lookup, and only get those of an oversized constant, of a
         tangent and of a solution.
         """
+        if (
+            rule is None
+            and jaxprs.is_custom_jvp(eqn)
+            and not self._storage.crosses(eqn)
+        ):
+            rule = rules.rule_of_library(eqn) or rules.ONE_OPERATION
         step = self._through_bodies(index, eqn, views, region, rule, around)
         if jaxprs.is_while(eqn) and rule is None and is_solver(eqn, step):
             return self._through_bodies(index, eqn, views, region, SOLVER, around)
@@ -237,7 +250,12 @@ class Flows:
             known = _entering(eqn, [each.known for each in inputs], positions)
             groups = groups_of(tuple([each.sources for each in inputs]))
             each = ends[number], facts[number], groups, cycles[number]
-            called = Called(known, region, rule, *each)
+            if index in around.stored_inside:
+                stored = around.stored_inside[index][number]
+            else:
+                made = _stored_outputs(eqn, number, inputs, around.storage)
+                stored = self._storage.of(body, made)
+            called = Called(known, region, rule, *each, stored)
             flow = flows[number] = self.through(body, called)
             # The condition of a loop, its first body, hands nothing to the next turn.
             carried = jaxprs.carried(eqn) if number == len(inner) - 1 else range(0)
@@ -284,9 +302,24 @@ def _of_streams(
     begun = [
         number
         for number, i in enumerate(jaxprs.carried(eqn))
-        if starts[i].origin is Origin.LOW or Trait.LOOKED_UP in starts[i].traits
+        if starts[i].follows_product or Trait.LOOKED_UP in starts[i].traits
     ]
     return tuple([each.in_stream(begun) for each in cycles]) if begun else cycles
+
+
+def _stored_outputs(
+    eqn: Eqn, number: int, inputs: Sequence[_Part], storage: Mapping[Var, Store]
+) -> tuple[Store, ...]:
+    """Returns how the outputs of a body of a loop are stored, given its inputs."""
+    if jaxprs.is_while(eqn) and number == 0:
+        return (Store.NOWHERE,)
+    stored = [storage[v] for v in eqn.outvars]
+    if jaxprs.is_loop(eqn) and not jaxprs.is_while(eqn):
+        # A stream that a loop carries is stored from turn to turn, see `after_turn`.
+        for n, i in enumerate(jaxprs.carried(eqn)):
+            if inputs[i].known.origin == Origin.LOW:
+                stored[n] = max(stored[n], Store.ACROSS)
+    return tuple(stored)
 
 
 def _joined(one: _Part, other: _Part) -> _Part:
@@ -314,6 +347,8 @@ class _Around(NamedTuple):
       ends: what becomes of each variable.
       recursive: the equations that are recursive products, and why.
       cycles: by equation, the recursive products of its bodies.
+      storage: how each variable is stored.
+      stored_inside: by equation, how the variables of its bodies are.
     """
 
     inherited: Rule | None
@@ -322,6 +357,8 @@ class _Around(NamedTuple):
     ends: dict[Var, End]
     recursive: dict[int, Cycle]
     cycles: dict[int, tuple[Cycles, ...]]
+    storage: Mapping[Var, Store]
+    stored_inside: Mapping[int, tuple[Storage, ...]]
 
 
 def _entering(

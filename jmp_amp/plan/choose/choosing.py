@@ -9,6 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from jmp_amp.plan.choose.half_rules import (
+    adds_bias,
+    half_rule_of,
+    moves,
+    rounds_once,
+)
 from jmp_amp.plan.choose.modes import Mode
 from jmp_amp.plan.choose.pins import (
     Pin,
@@ -22,18 +28,19 @@ from jmp_amp.plan.choose.pins import (
 from jmp_amp.plan.choose.records import Decision, decided
 from jmp_amp.plan.choose.trade_offs import (
     follows_saved,
-    grows,
+    is_between,
     is_saved_in_f32,
-    is_worth_f32,
     joins_stream,
     may_fall,
     misfit_of,
+    moves_stream,
     options,
 )
 from jmp_amp.plan.dataflow import constants
 from jmp_amp.plan.dataflow.ends import End
 from jmp_amp.plan.dataflow.facts import Fact, Made
 from jmp_amp.plan.dataflow.standing import Derived, Standing
+from jmp_amp.plan.dataflow.storage import Store
 from jmp_amp.plan.dataflow.values import (
     Known,
     Origin,
@@ -53,7 +60,13 @@ from jmp_amp.plan.rewrites.cpu_products import why_f32
 from jmp_amp.plan.rewrites.fp8 import why_not
 from jmp_amp.plan.rewrites.rewrite_table import rewrite_of
 from jmp_amp.plan.rewrites.rewriting import Rewrite
-from jmp_amp.plan.tables.operations import Kind, OpClass, Role, kind_of, role_of
+from jmp_amp.plan.tables.operations import (
+    Kind,
+    OpClass,
+    Role,
+    kind_of,
+    role_of,
+)
 from jmp_amp.plan.tables.rules import ELEMENTWISE_PRODUCT, Rule
 from jmp_amp.policies.dtypes import BF16, F32, F64, is_castable, is_half
 
@@ -68,6 +81,7 @@ def decide(
     end: End,
     is_recursive: bool = False,
     derived_from: Derived | None = None,
+    store: Store = Store.NOWHERE,
 ) -> Decision:
     """Returns the decision for `eqn`, which calls nothing.
 
@@ -83,10 +97,11 @@ def decide(
       end: what becomes of its results.
       is_recursive: whether it is a product of a loop that is a numerical method.
       derived_from: the product that it is a derivative of, if that matters to it.
+      store: how its results are stored.
     """
     if _multiplies(eqn, rule, views):
         rule = ELEMENTWISE_PRODUCT
-    known = views, facts, is_related, end, is_recursive, derived_from
+    known = views, facts, is_related, end, is_recursive, derived_from, store
     at = Standing(eqn, rule, region, tuple(_floating(eqn, region, views)), *known)
     if rule.op_class is OpClass.FOLLOW and role_of(at.name) is Role.HANDS_ON:
         return decided(at, Mode.PASSED_ON, None, "hands on what it gets", Origin.FREE)
@@ -95,11 +110,17 @@ def decide(
     made = _by_class(at, rewrite)
     if made.result.origin == Origin.FREE:
         rewrite = None
+    return _completed(at, made, rewrite)
+
+
+def _completed(at: Standing, made: Decision, rewrite: Rewrite | None) -> Decision:
+    """Returns a decision with what is known of its results, and its options."""
     falls = may_fall(at, made)
-    follows = not falls and follows_saved(at, made)
-    saved = follows or is_saved_in_f32(at, made, rewrite)
-    traits = frozenset(_traits(at, made, saved or falls))
-    result = Known(made.result.origin, _limits(at, made), region, traits)
+    follows = follows_saved(at, made)
+    saved = (follows and not falls) or is_saved_in_f32(at, made, rewrite)
+    inherits = saved or (falls and (follows or not moves(at)))
+    traits = frozenset(_traits(at, made, inherits))
+    result = Known(made.result.origin, _limits(at, made), at.region, traits)
     return dataclasses.replace(
         made,
         result=result,
@@ -202,7 +223,7 @@ def _pinned(at: Standing, pin: Pin) -> Decision:
     # For a CPU the policy of the region has no half dtype, but that of the user may.
     half = at.low if is_half(at.low) else at.region.asked.compute_dtype
     words = pin.words.format(half=half.name)
-    made = decided(at, Mode.IN_DTYPE, F32, words, pin.makes)
+    made = decided(at, Mode.IN_DTYPE, F32, words, Origin.FULL)
     return dataclasses.replace(made, pin=pin)
 
 
@@ -219,15 +240,6 @@ def _follow(at: Standing, rewrite: Rewrite | None) -> Decision:
         return decided(at, Mode.AS_HELD, None, reason, origin)
     if origin == Origin.FULL and at.region.cpu is not None:
         return _in_f32(at)
-    if origin == Origin.FULL and _spreads_function(at):
-        reason = "looked up more than once: a function of half-precision values"
-        return decided(at, Mode.IN_DTYPE, low, reason, Origin.LOW)
-    if origin == Origin.FULL:
-        carried = any(Trait.CARRIED in v.traits for v in at.operands)
-        reason = "kept over the turns of a loop" if carried else "an operand is f32"
-        return decided(at, Mode.IN_DTYPE, F32, reason, Origin.FULL)
-    if not is_half(low):
-        return _in_f32(at)
     if misfit is not None:
         # Beside half readers alone it saturates, see `trade_offs.options`.
         saturate = (
@@ -236,30 +248,28 @@ def _follow(at: Standing, rewrite: Rewrite | None) -> Decision:
             and unfit(at.operands, low, "vanishes") is None
         )
         return decided(at, Mode.IN_DTYPE, F32, misfit, Origin.FULL, saturate)
+    if origin == Origin.FULL:
+        carried = any(Trait.CARRIED in v.traits for v in at.operands)
+        reason = "kept over the turns of a loop" if carried else "an operand is f32"
+        return decided(at, Mode.IN_DTYPE, F32, reason, Origin.FULL)
+    if not is_half(low):
+        return _in_f32(at)
     if at.pin is not None:
         return _pinned(at, at.pin)
-    reason = "follows its operands"
+    if not is_half(at.half):
+        reason = "the program is in half precision here"
+        return decided(at, Mode.IN_DTYPE, low, reason, Origin.LOW)
+    if at.store is Store.CHANGE and not adds_bias(at):
+        reason = "a change: what two sums have in common cancels"
+        return decided(at, Mode.IN_DTYPE, F32, reason, Origin.FULL)
+    rule = half_rule_of(at)
+    if rule is None:
+        made = decided(at, Mode.IN_DTYPE, F32, "f32 between products", Origin.FULL)
+        return dataclasses.replace(made, is_between=True, may_round=rounds_once(at))
+    reason = rule.words
     if role_of(at.name) is Role.LOOKS_UP and rewrite is None:
         reason += f"; its gradient is summed in {low.name}"
     return decided(at, Mode.IN_DTYPE, low, reason, Origin.LOW)
-
-
-def _spreads_function(at: Standing) -> bool:
-    """Whether the edges of a graph look up f32 values of its nodes that may round.
-
-    They are written to memory once for each edge. In f16 they may be out of range.
-    """
-    return (
-        at.low == BF16
-        and role_of(at.name) is Role.LOOKS_UP
-        and grows(at.eqn)
-        and not is_pinned(at)
-        and unfit(at.operands, at.low) is None
-        and all(
-            v.origin != Origin.FULL or Trait.FUNCTION_OF_HALF in v.traits
-            for v in at.operands
-        )
-    )
 
 
 def _in_f32(at: Standing) -> Decision:
@@ -316,8 +326,15 @@ def _traits(at: Standing, made: Decision, saved: bool) -> Iterator[Trait]:
         yield Trait.PARAMETER
     inherited = frozenset().union(*(v.traits for v in at.operands))
     yield from inherited & {Trait.TANGENT}
-    if made.pin is not None and made.pin.makes is Origin.LOW:
-        yield Trait.SCALED
+    biased = adds_bias(at) or (is_exact(at.eqn) and Trait.BIASED in inherited)
+    if biased and made.result.origin == Origin.LOW:
+        yield Trait.BIASED
+    if is_between(at, made):
+        yield Trait.BETWEEN
+    if is_pinned(at) or at.store is Store.CHANGE:
+        yield Trait.PINNED
+    elif made.rule.op_class is not OpClass.LOW:
+        yield from inherited & {Trait.PINNED}
     if _is_slice(at):
         yield Trait.SLICE
     if is_solution(at, made):
@@ -332,14 +349,12 @@ def _traits(at: Standing, made: Decision, saved: bool) -> Iterator[Trait]:
     is_kept = is_exact(at.eqn) and Trait.OVERSIZED in inherited
     if follows and (made.saturate or is_kept):
         yield Trait.OVERSIZED
-    if _is_function_of_half(at, made):
-        yield Trait.FUNCTION_OF_HALF
-    if is_worth_f32(at, made):
-        yield Trait.WORTH_F32
     if saved:
         yield Trait.SAVED_IN_F32
-        if joins_stream(at) or Trait.JOINS_STREAM in inherited:
-            yield Trait.JOINS_STREAM
+    if (saved or made.may_round) and joins_stream(at):
+        yield Trait.JOINS_STREAM
+    elif moves_stream(at) or (saved and Trait.JOINS_STREAM in inherited):
+        yield Trait.JOINS_STREAM
 
 
 def _is_slice(at: Standing) -> bool:
@@ -354,25 +369,6 @@ def _is_slice(at: Standing) -> bool:
     )
     return differs and all(
         v.origin == Origin.FREE or Trait.SLICE in v.traits for v in at.operands
-    )
-
-
-_ELEMENTWISE = (Kind.FUNCTION, Kind.ARITHMETIC, Kind.SELECTION, Kind.MOVE)
-
-
-def _is_function_of_half(at: Standing, made: Decision) -> bool:
-    """Whether an f32 result is computed elementwise, of half values and constants."""
-    return (
-        made.result.origin == Origin.FULL
-        and (kind_of(at.name) is Kind.FUNCTION or at.rule.op_class is OpClass.FULL)
-        and kind_of(at.name) in _ELEMENTWISE
-        and not at.rule.from_user
-        and all(
-            v.origin == Origin.LOW
-            or v.is_constant
-            or Trait.FUNCTION_OF_HALF in v.traits
-            for v in at.operands
-        )
     )
 
 

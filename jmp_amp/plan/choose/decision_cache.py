@@ -7,12 +7,11 @@ dtypes. They stand alike if their rules, policies and properties of operands are
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 from jmp_amp.plan.choose.choosing import decide
 from jmp_amp.plan.choose.records import Decision
-from jmp_amp.plan.dataflow.ends import End
 from jmp_amp.plan.dataflow.facts import Fact
-from jmp_amp.plan.dataflow.standing import Derived
 from jmp_amp.plan.dataflow.values import Known
 from jmp_amp.plan.program.jaxprs import Eqn
 from jmp_amp.plan.program.regions import Region
@@ -32,10 +31,7 @@ class Decided:
         region: Region,
         views: Sequence[Known],
         facts: Sequence[Fact],
-        is_related: bool,
-        end: End,
-        is_recursive: bool,
-        derived_from: Derived | None,
+        *others: Any,
     ) -> Decision:
         """Returns the decision for `eqn`, see `decide`."""
         key = (
@@ -47,14 +43,13 @@ class Decided:
             tuple([(view.origin, view.bounds, view.traits) for view in views]),
             # Which value it is, no decision asks.
             tuple([(fact.made, fact.last) for fact in facts]),
-            (rule, region.asked, is_related, end, is_recursive, derived_from),
+            (rule, region.asked, *others),
         )
-        around = rule, region, views, facts, is_related, end, is_recursive, derived_from
         try:
             found = self._decisions.get(key)
         except TypeError:  # a parameter that is an array
-            return decide(eqn, *around)
+            return decide(eqn, rule, region, views, facts, *others)
         if found is None:
-            found = decide(eqn, *around)
+            found = decide(eqn, rule, region, views, facts, *others)
             self._decisions[key] = found
         return found

@@ -18,12 +18,21 @@ from jmp_amp.plan.choose import modes
 from jmp_amp.plan.choose.flows import Flow, Step, carry_dtype
 from jmp_amp.plan.choose.modes import Demand, Demands, Mode, demand_of
 from jmp_amp.plan.choose.records import Decision, Option
-from jmp_amp.plan.choose.uses import UNUSED, Use, Uses, depth_of
+from jmp_amp.plan.choose.uses import UNUSED, Use, Uses
 from jmp_amp.plan.dataflow.solver import backward, entering, once
-from jmp_amp.plan.dataflow.values import Known, Origin, Trait, is_exact, is_move
+from jmp_amp.plan.dataflow.values import (
+    Known,
+    Origin,
+    Trait,
+    castable,
+    is_exact,
+    is_move,
+)
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Var
 from jmp_amp.plan.program.regions import Region
+from jmp_amp.plan.program.scope_text import backward_depth
+from jmp_amp.plan.rewrites.f32_gradients import is_repeated
 from jmp_amp.plan.tables.operations import PRODUCTS, OpClass
 from jmp_amp.policies.dtypes import F16, F32, is_half
 
@@ -94,7 +103,7 @@ class Consumers:
             use(atom, wanted, flow.region)
         outcomes: list[Outcome] = []
         for eqn, step in zip(reversed(jaxpr.eqns), reversed(flow.steps), strict=True):
-            here = depth + depth_of(eqn)
+            here = depth + backward_depth(jaxprs.scope_text(eqn))
             results = tuple(used.get(v, UNUSED).of_made(here) for v in eqn.outvars)
             if step.flows:
                 outcome = self._bodies(eqn, step, flow, results, here)
@@ -129,7 +138,9 @@ class Consumers:
         self, eqn: Eqn, step: Step, flow: Flow, results: Uses, depth: int
     ) -> Outcome:
         carried = jaxprs.carried(eqn)
-        carry = {i: _carry_demand(step.views[i], eqn.invars[i]) for i in carried}
+        carry = {
+            i: demand_of(carry_dtype(step.views[i], eqn.invars[i])) for i in carried
+        }
         found: dict[int, BodyOutcome] = {}
 
         def inputs(number: int, outputs: Uses) -> Uses:
@@ -151,7 +162,7 @@ class Consumers:
                 operands[i] = operands[i]._replace(times=2)
         for i, demand in carry.items():
             # It is cast before the loop, however often the turns read it.
-            operands[i] = Use(demand & Demands.DTYPES, 1, depth)
+            operands[i] = Use(demand, 1, depth)
         reason = "a loop" if carried else "a call: its body is planned"
         return Outcome(Mode.CALL, None, reason, tuple(operands), bodies=bodies)
 
@@ -180,17 +191,23 @@ def _taken(eqn: Eqn, step: Step, results: Uses) -> Outcome:
         and len(eqn.invars) == len(eqn.outvars) == 1
     ):
         return Outcome(Mode.PASSED_ON, None, reason, (Use(readers),), option=option)
-    asked = modes.asked(mode, dtype, eqn)
+    asked = [
+        # Its gradient is a sum, which leaves the operation in f32.
+        Demands.F32 if is_half(dtype) and _is_summed(eqn, i, view) else each
+        for i, (each, view) in enumerate(
+            zip(modes.asked(mode, dtype, eqn), step.views, strict=True)
+        )
+    ]
     if readers == Demands.AS_IS and dtype == F32:
         asked = tuple(each and Demands.AS_IS for each in asked)
     elif dtype == F32 and decision.rule.op_class is OpClass.FOLLOW:
-        kept = readers & Demands.KEPT
+        kept = readers & Demands.RETURNED
         asked = tuple(
             each | kept if each and _hands_on_kept(eqn, view) else each
             for each, view in zip(asked, step.views, strict=True)
         )
     store = None if option is None else option.store
-    return Outcome(mode, dtype, reason, _uses(asked), store, option=option)
+    return Outcome(mode, dtype, reason, _uses(tuple(asked)), store, option=option)
 
 
 # A program has thousands of equations, and a handful of these.
@@ -200,9 +217,9 @@ def _uses(demands: tuple[Demand, ...]) -> Uses:
     return tuple(map(Use, demands))
 
 
-def _carry_demand(known: Known, atom: Atom) -> Demand:
-    demand = demand_of(carry_dtype(known, atom))
-    return demand | Demands.CARRIED if demand == Demands.F32 else demand
+def _is_summed(eqn: Eqn, i: int, operand: Known) -> bool:
+    is_free = operand.origin == Origin.FREE and not operand.is_constant
+    return is_free and castable(eqn.invars[i]) and is_repeated(eqn, i)
 
 
 def _hands_on_kept(eqn: Eqn, operand: Known) -> bool:

@@ -46,8 +46,6 @@ class Demands:
     AS_IS: Final = 8
     # The program returns it in f32; a loop hands it to the next turn in f32.
     RETURNED: Final = 16
-    CARRIED: Final = 32
-    KEPT: Final = RETURNED | CARRIED
 
 
 _DEMANDS = {None: Demands.NONE, F16: Demands.F16, BF16: Demands.BF16, F32: Demands.F32}

@@ -7,39 +7,34 @@ place: one-hot rows times `arange(2048.)` are the numbers of the rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan.choose.records import Decision
 from jmp_amp.plan.dataflow.ends import Ends
-from jmp_amp.plan.dataflow.facts import Made, makes_solutions, weighs
-from jmp_amp.plan.dataflow.made import adds_offset, is_broadcast, is_linear, subtracts
+from jmp_amp.plan.dataflow.facts import makes_solutions, weighs
+from jmp_amp.plan.dataflow.made import is_broadcast, is_linear
 from jmp_amp.plan.dataflow.standing import Pin, Standing
 from jmp_amp.plan.dataflow.values import Known, Origin, Trait, castable, is_inexact
 from jmp_amp.plan.program.dimensions import Dimensions, is_in_f32
 from jmp_amp.plan.program.jaxprs import Atom, aval_of
 from jmp_amp.plan.tables.operations import (
-    Also,
     Kind,
     OpClass,
     Role,
-    is_cheap,
     kind_of,
-    named,
     role_of,
 )
-from jmp_amp.policies.dtypes import F16, F32, is_half
+from jmp_amp.policies.dtypes import F32, is_half
 
-_STEEP = named(Also.STEEP)
 _SCALES = (Role.MULTIPLIES, Role.DIVIDES)
 
 
 def pin_of(at: Standing) -> Pin | None:
     """Returns the first pin that holds for an equation that calls nothing."""
     if at.rule.op_class is not OpClass.LOW:
-        return next((pin for pin in PINS if pin.holds_beside(at)), None)
+        pins = PINS if at.end & Ends.INDEX else ()
+        return next((pin for pin in pins if pin.id == "index"), None)
     asked = at.region.asked.compute_dtype
     if at.rule.from_user or not is_half(asked) or not is_in_f32(at.eqn):
         return None
@@ -48,11 +43,7 @@ def pin_of(at: Standing) -> Pin | None:
 
 def is_pinned(at: Standing) -> bool:
     """Whether an operation on half operands computes in f32, and so do its readers."""
-    return at.pin is not None and at.pin.makes is Origin.FULL
-
-
-def _never(at: Standing) -> bool:
-    return False
+    return at.pin is not None
 
 
 def _factors(at: Standing) -> list[tuple[Known, Atom]]:
@@ -60,84 +51,18 @@ def _factors(at: Standing) -> list[tuple[Known, Atom]]:
     return list(zip(at.views[:2], at.eqn.invars[:2], strict=True))
 
 
-def _is_index(at: Standing) -> bool:
-    return bool(at.end & Ends.INDEX)
-
-
 def _places(at: Standing) -> bool:
     """Whether a product makes a place: of a constant, or of integers alone."""
     factors = _factors(at)
-    return _is_index(at) and (
+    return bool(at.end & Ends.INDEX) and (
         any(value.is_constant for value, _ in factors)
         or not any(v.origin != Origin.FREE or is_weight(v, atom) for v, atom in factors)
     )
 
 
-def _is_solved_beside(at: Standing) -> bool:
-    return bool(at.end & Ends.SOLVED)
-
-
-def _is_stopped(at: Standing) -> bool:
-    """Whether `stop_gradient` alone reads the results, if not at once."""
-    return at.end & (Ends.STOPPED | Ends.OTHERWISE) == Ends.STOPPED
-
-
-def _multiplies_grid(at: Standing) -> bool:
+def _is_grid(at: Standing) -> bool:
     half = at.region.asked.compute_dtype
     return any(_is_long(value, half) for value, _ in _factors(at))
-
-
-def _terms(at: Standing) -> Iterator[tuple[int, Known]]:
-    """Yields the terms of a sum that an activation is added to, with their places."""
-    if role_of(at.name) in (Role.ADDS, Role.SUBTRACTS):
-        for i, j in ((0, 1), (1, 0)):
-            if at.views[j].origin != Origin.FREE:
-                yield i, at.views[i]
-
-
-def _adds_grid(at: Standing) -> bool:
-    return any(_is_long(value, at.half) for _, value in _terms(at))
-
-
-def _is_state(at: Standing) -> bool:
-    """Whether what is added to an argument is made of it.
-
-    A parameter such as a bias is an argument too, but nothing else is made of it.
-    """
-    return at.is_related and any(
-        is_argument(value, at.eqn.invars[i]) and Trait.LOOKED_UP not in value.traits
-        for i, value in _terms(at)
-    )
-
-
-def _is_difference(at: Standing) -> bool:
-    """Whether an argument is subtracted; no parameter is, but one that is broadcast."""
-    return subtracts(at.eqn, at.facts) and any(
-        is_argument(value, at.eqn.invars[i])
-        and not is_broadcast(at.eqn, i, at.facts[i])
-        for i, value in _terms(at)
-    )
-
-
-def _is_coordinate(at: Standing) -> bool:
-    """Whether an argument is a term of a coordinate, or of an angle.
-
-    A bias is broadcast. It counts where parts of a sum with it are subtracted from each
-    other, and nowhere else.
-    """
-    is_coordinate = bool(at.end & Ends.COORDINATE)
-    is_place = is_coordinate or bool(at.end & (Ends.ANGLE | Ends.MEASURED))
-    return is_place and any(
-        is_argument(value, at.eqn.invars[i])
-        and (is_coordinate or not is_broadcast(at.eqn, i, at.facts[i]))
-        for i, value in _terms(at)
-    )
-
-
-def _is_changed(at: Standing) -> bool:
-    """Whether two activations are added, and a term of the sum cancels later."""
-    adds = role_of(at.name) in (Role.ADDS, Role.SUBTRACTS)
-    return adds and len(at.activations) > 1 and bool(at.end & Ends.CHANGED)
 
 
 def _is_distance(at: Standing) -> bool:
@@ -156,38 +81,9 @@ def _is_moment(at: Standing) -> bool:
     return bool(at.end & Ends.MOMENT)
 
 
-def _is_steep(at: Standing) -> bool:
-    """Whether it divides by a difference of activations, or takes the root of one."""
-    is_steep = at.name in _STEEP and at.views[-1].origin != Origin.FREE
-    return is_steep and bool(at.facts[-1].made & Made.DIFFERENCE)
-
-
 def _weighs_free_solution(at: Standing) -> bool:
-    is_low = any(value.origin is Origin.LOW for value, _ in _factors(at))
+    is_low = any(value.follows_product for value, _ in _factors(at))
     return not is_low and _weighs_solution(at)
-
-
-def _adds_offset(at: Standing) -> bool:
-    """Whether a number is added that leaves few digits to the activation."""
-    return adds_offset(at.eqn, at.facts)
-
-
-def _is_scaled(at: Standing) -> bool:
-    """Whether an activation is in a unit that f16 has no place for, perhaps.
-
-    That is an argument's unit, or the inverse of an activation's. An elementwise chain
-    between two products costs no memory in f32. A stream between layers does: it takes
-    what is added to it in half precision.
-    """
-    if not is_cheap(at.name) or role_of(at.name) is Role.LOOKS_UP:
-        return False
-    scaled = [Trait.SCALED in v.traits for v in at.activations]
-    if role_of(at.name) in (Role.ADDS, Role.SUBTRACTS):
-        return bool(scaled) and all(scaled)
-    if any(scaled) or at.low != F16 or role_of(at.name) not in _SCALES:
-        return any(scaled)
-    divides = role_of(at.name) is Role.DIVIDES and at.views[1].origin != Origin.FREE
-    return divides or any(map(is_argument, at.views, at.eqn.invars))
 
 
 def _is_solved(at: Standing) -> bool:
@@ -204,7 +100,7 @@ def _is_solved(at: Standing) -> bool:
     factors = _factors(at)
     if any(Trait.SOLUTION in value.traits for value, _ in factors):
         is_state = bool(at.end & Ends.FACTOR) and not at.end & Ends.STREAM
-        if is_state or all(value.origin != Origin.LOW for value, _ in factors):
+        if is_state or not any(value.follows_product for value, _ in factors):
             return True
     if at.origin == Origin.FREE:
         return bool(at.end & Ends.EXACT) or not _is_layer(at)
@@ -306,84 +202,18 @@ def sums_argument(at: Standing) -> bool:
     )
 
 
+_SOLVED = "linear algebra reads it: an error grows by the condition number"
+_RECURSION = "a recursion: its result returns to the carry by arithmetic alone"
+_MOMENT = "a second moment less squared means: their digits cancel"
+_SOLUTION = "a factor is a solution of linear algebra: its terms cancel"
 # The first that holds wins.
 PINS = (
-    Pin("index", "becomes an index", _places, _is_index),
-    Pin(
-        "solved",
-        "linear algebra reads it: an error grows by the condition number",
-        _is_solved,
-        _is_solved_beside,
-    ),
-    Pin(
-        "stopped",
-        "stop_gradient alone reads it: no derivative saves it",
-        _never,
-        _is_stopped,
-    ),
-    Pin(
-        "grid",
-        "{half} does not hold every number that the grid counts",
-        _multiplies_grid,
-        _adds_grid,
-    ),
-    Pin("state", "a state: what is added to it is made of it", _never, _is_state),
-    Pin(
-        "difference",
-        "an argument keeps its digits in a difference",
-        _never,
-        _is_difference,
-    ),
-    Pin(
-        "coordinate",
-        "a term of a coordinate or an angle: an argument may be far from zero",
-        _never,
-        _is_coordinate,
-    ),
-    Pin(
-        "change",
-        "a sum that is subtracted from one with the same term: the term cancels",
-        _never,
-        _is_changed,
-    ),
-    Pin(
-        "recursion",
-        "a recursion: its result returns to the carry by arithmetic alone",
-        _is_recursive,
-        _never,
-    ),
-    Pin("distance", "a distance: the digits of its terms cancel", _is_distance, _never),
-    Pin(
-        "moment",
-        "a second moment less squared means: their digits cancel",
-        _is_moment,
-        _never,
-    ),
-    Pin(
-        "steep",
-        "steep where a difference is small: the digits of its terms cancel",
-        _never,
-        _is_steep,
-    ),
-    Pin(
-        "solution",
-        "a factor is a solution of linear algebra: its terms cancel",
-        _weighs_free_solution,
-        _never,
-    ),
-    Pin("derivative", "the derivative of a product in f32", _is_derivative, _never),
-    Pin(
-        "offset",
-        "shifted by a number that leaves {half} few digits",
-        _never,
-        _adds_offset,
-        makes=Origin.LOW,
-    ),
-    Pin(
-        "scaled",
-        "in a unit that {half} may have no place for",
-        _never,
-        _is_scaled,
-        makes=Origin.LOW,
-    ),
+    Pin("index", "becomes an index", _places),
+    Pin("solved", _SOLVED, _is_solved),
+    Pin("grid", "{half} does not hold every number that the grid counts", _is_grid),
+    Pin("recursion", _RECURSION, _is_recursive),
+    Pin("distance", "a distance: the digits of its terms cancel", _is_distance),
+    Pin("moment", _MOMENT, _is_moment),
+    Pin("solution", _SOLUTION, _weighs_free_solution),
+    Pin("derivative", "the derivative of a product in f32", _is_derivative),
 )

@@ -23,8 +23,7 @@ class Option:
     """How an equation runs instead, if a condition on its consumers holds.
 
     Attributes:
-      readers: the condition: consumers read the results in exactly these dtypes. With
-        `Demands.AS_IS`: only comparisons read them.
+      readers: the condition: consumers read the results in exactly these dtypes.
       reason: why, in words.
       dtype: the dtype to compute in; None leaves the computation as decided.
       store: the dtype to keep the results in; None keeps that of the computation.
@@ -43,9 +42,7 @@ class Option:
         """Whether the condition holds, see `Decision.option`."""
         if self.some:
             return bool(self.readers & readers)
-        if self.readers != Demands.AS_IS:
-            readers &= Demands.DTYPES
-        return readers == self.readers and (once or not self.once)
+        return readers & Demands.DTYPES == self.readers and (once or not self.once)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,6 +62,9 @@ class Decision:
       saturate: constants that overflow become the largest finite value.
       standing: what it was made from.
       pin: the pin that decided, if one did.
+      is_between: it is one f32 operation on half values, between products.
+      may_round: half would be the same number, rounded: for half readers, and where
+        the backward pass of a loop keeps it.
     """
 
     rule: Rule
@@ -78,6 +78,8 @@ class Decision:
     saturate: bool = False
     standing: Standing | None = None
     pin: Pin | None = None
+    is_between: bool = False
+    may_round: bool = False
 
     @property
     def reason(self) -> str:

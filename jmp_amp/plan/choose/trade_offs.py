@@ -10,12 +10,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jmp_amp.plan.choose.half_rules import adds_bias, is_pair, moves, repeats
 from jmp_amp.plan.choose.modes import Demands, Mode, demand_of
-from jmp_amp.plan.choose.pins import is_pinned
+from jmp_amp.plan.choose.pins import is_pinned, sums_argument
 from jmp_amp.plan.choose.records import Decision, Option
-from jmp_amp.plan.dataflow.ends import Ends
 from jmp_amp.plan.dataflow.facts import Made
 from jmp_amp.plan.dataflow.standing import Standing
+from jmp_amp.plan.dataflow.storage import Store
 from jmp_amp.plan.dataflow.values import (
     Known,
     Origin,
@@ -28,7 +29,7 @@ from jmp_amp.plan.dataflow.values import (
 )
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.dimensions import is_larger
-from jmp_amp.plan.program.jaxprs import Eqn, aval_of
+from jmp_amp.plan.program.jaxprs import aval_of
 from jmp_amp.plan.rewrites.rewriting import Rewrite
 from jmp_amp.plan.tables.operations import (
     Also,
@@ -53,40 +54,6 @@ def misfit_of(at: Standing, dtype: np.dtype) -> str | None:
     return found
 
 
-def is_worth_f32(at: Standing, made: Decision) -> bool:
-    """Whether an operation that follows half operands may compute in f32 instead."""
-    if (
-        at.rule.op_class is not OpClass.FOLLOW
-        or made.mode is not Mode.IN_DTYPE
-        or made.result.origin != Origin.LOW
-    ):
-        return False
-    moving = at.activations
-    shared = any(v.is_shared for v in moving)
-    looks_up = role_of(at.name) is Role.LOOKS_UP and not at.end & Ends.COORDINATE
-    if looks_up and grows(at.eqn):
-        # The nodes of a graph that its edges look up are written once for each edge.
-        return False
-    if at.name == "add" and all(
-        v.origin != Origin.FREE or Trait.LOOKED_UP in v.traits for v in at.operands
-    ):
-        # The derivative of an f32 reader saves the sum of a stream, or both terms. A
-        # parameter is there anyway, and what is worth f32 is made again. A sum that
-        # autodiff makes, of gradients, is seldom differentiated.
-        return all(Trait.WORTH_F32 in v.traits for v in at.operands)
-    if is_exact(at.eqn) and made.dtype != F32 and not at.end & Ends.COORDINATE:
-        # An exact operation may be cast after as well as before, unless the maker of
-        # its operand is worth f32, or another consumer needs the cast.
-        return shared or any(Trait.WORTH_F32 in v.traits for v in moving)
-    return True
-
-
-def grows(eqn: Eqn) -> bool:
-    """Whether the results are larger than the first operand; unless known, no: f32."""
-    results = sum(aval_of(v).size for v in eqn.outvars)
-    return is_larger(results, aval_of(eqn.invars[0]).size, unless_known=False)
-
-
 def is_saved_in_f32(at: Standing, made: Decision, rewrite: Rewrite | None) -> bool:
     """Whether an operation makes f32 values that are saved for the backward pass."""
     return (
@@ -107,13 +74,21 @@ def follows_saved(at: Standing, made: Decision) -> bool:
     of running sums. It computes in f32, and stores its result in half for half readers.
     """
     full = [v for v in at.operands if v.origin == Origin.FULL]
-    return _may_be_half(at, made) and all(Trait.SAVED_IN_F32 in v.traits for v in full)
+    are_saved = full and all(Trait.SAVED_IN_F32 in v.traits for v in full)
+    return bool(are_saved) and _may_be_half(at, made)
 
 
 def joins_stream(at: Standing) -> bool:
     """Whether something is added to a half value, which may be a stream."""
     adds = role_of(at.name) is Role.ADDS
     return adds and any(v.origin == Origin.LOW for v in at.operands)
+
+
+def moves_stream(at: Standing) -> bool:
+    """Whether f32 values that join a half stream are moved."""
+    full = [v for v in at.operands if v.origin == Origin.FULL]
+    joined = all(Trait.JOINS_STREAM in v.traits for v in full)
+    return is_exact(at.eqn) and bool(full) and joined
 
 
 def _may_be_half(at: Standing, made: Decision) -> bool:
@@ -129,6 +104,13 @@ def _may_be_half(at: Standing, made: Decision) -> bool:
     )
 
 
+def is_between(at: Standing, made: Decision) -> bool:
+    """Whether an f32 result follows half values alone, through operations like it."""
+    full = [v for v in at.operands if v.origin == Origin.FULL]
+    follows = all(Trait.BETWEEN in v.traits for v in full)
+    return follows and _may_be_half(at, made) and not sums_argument(at)
+
+
 def may_fall(at: Standing, made: Decision) -> bool:
     """Whether an operation on f32 values may cast them to half before it.
 
@@ -139,8 +121,10 @@ def may_fall(at: Standing, made: Decision) -> bool:
     state space model: the gradient of the gate needs them, and nobody adds them up
     again. In f16 a value must be in range: a sum that overflows may become a mean.
     """
-    if not _may_be_half(at, made):
+    if not _may_be_half(at, made) or repeats(at):
         return False
+    if moves(at):
+        return not any(Trait.OVERSIZED in v.traits for v in at.operands)
     low, role = at.half, role_of(at.name)
     scales = role in (Role.MULTIPLIES, Role.DIVIDES)
     if follows_saved(at, made):
@@ -165,12 +149,10 @@ def _gates_a_sum(at: Standing) -> bool:
     return is_pair and bool(gated[Origin.FULL] & Made.SUM_OR_TERM)
 
 
-# Options of whatever follows half operands.
-_RISES = (
-    Option(Demands.RETURNED, "returned in f32", F32, some=True),
-    Option(Demands.CARRIED, "kept over the turns of a loop", F32, some=True),
-    Option(Demands.AS_IS, "only comparisons and prints read it", F32),
-)
+def _moves_as_much(at: Standing) -> bool:
+    """Whether half values are moved or chosen, and not to more of them."""
+    sizes = aval_of(at.eqn.outvars[0]).size, aval_of(at.eqn.invars[0]).size
+    return moves(at) and not is_larger(*sizes, unless_known=False)
 
 
 def options(
@@ -188,16 +170,17 @@ def options(
     low = at.half
     follows = made.rule.op_class is OpClass.FOLLOW and made.mode is Mode.IN_DTYPE
     if follows and made.result.origin == Origin.LOW:
-        yield from _RISES
-    if Trait.WORTH_F32 in result.traits and made.dtype != F32:
-        yield Option(Demands.F32, "only f32 operations read it", F32)
-        yield Option(Demands.F32, "an f32 operation reads it", F32, some=True)
+        yield Option(Demands.RETURNED, "returned in f32", F32, some=True)
+        biased = adds_bias(at) and at.store is not Store.ACROSS
+        if biased or _moves_as_much(at):
+            # The gradient is then a sum of what nobody has rounded.
+            yield Option(Demands.F32, "only f32 operations read it", F32)
     if not is_half(low):
         return
     half = demand_of(low)
     if made.saturate:
         yield Option(half, f"{made.reason}, so it saturates", low)
-    if falls:
+    if falls or (made.is_between and is_pair(at)):
         yield Option(half, "only half precision reads it", low)
     free = result.origin == Origin.FREE and bool(at.operands)
     # Held in half, it would hand on a sum of gradients in half.

@@ -8,12 +8,9 @@ value, then the forward pass would have other numbers with the gradient than wit
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 from jmp_amp.plan.choose.modes import Demand, Demands
-from jmp_amp.plan.program import jaxprs, scope_text
-from jmp_amp.plan.program.jaxprs import Eqn
 
 
 class Use(NamedTuple):
@@ -69,19 +66,3 @@ class Use(NamedTuple):
 UNUSED = Use(Demands.NONE, 0)
 # One for each output of a body, or for each result of an equation.
 Uses = tuple[Use, ...]
-
-
-def depth_of(eqn: Eqn) -> int:
-    """Returns how many backward passes an equation is inside of.
-
-    It counts them inside of the body alone that holds the equation. What a checkpoint
-    computes again in a backward pass belongs to the forward pass.
-    """
-    return _depth_in(jaxprs.scope_text(eqn))
-
-
-# The equations of one scope have one text.
-@functools.lru_cache(maxsize=4096)
-def _depth_in(scopes: str) -> int:
-    again = scope_text.AGAIN in scopes
-    return scopes.count(scope_text.BACKWARD) - again

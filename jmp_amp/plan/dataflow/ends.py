@@ -13,17 +13,6 @@ of a network is half, and so is a stream that layers read too.
 
 The product in `|a|^2 - 2 a b + |b|^2` is f32 too: its digits cancel. So do those of a
 second moment from which squared means are subtracted: `w @ (x * x) - (w @ x) ** 2`.
-
-A coordinate is measured: parts of it, arguments or large numbers are subtracted. An
-angle is what a periodic function reads. Both lose all their digits where they are far
-from zero, so an argument is added in f32.
-
-Two sums may have a term in common: `(h + f(h)) - h`. The term cancels, and a change is
-left. Half precision would round the change with the term that it is added to. A change
-is as well what is left of one function of both, or of two parts of a join of both.
-
-`stop_gradient` ends the derivative: what it alone reads is saved by nobody, so f32
-costs no memory, back to the product.
 """
 
 from __future__ import annotations
@@ -44,9 +33,8 @@ from jmp_amp.plan.dataflow.facts import (
     scales,
     weighs_solution,
 )
-from jmp_amp.plan.dataflow.made import adds_offset, is_linear, subtracts
+from jmp_amp.plan.dataflow.made import is_linear
 from jmp_amp.plan.dataflow.solver import Back, backward, entering, once
-from jmp_amp.plan.dataflow.terms import is_curve, scaled
 from jmp_amp.plan.dataflow.values import castable
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Literal, Var, aval_of
@@ -82,28 +70,14 @@ class Ends:
     STREAM: Final = 16
     # A term beside a sum of squares, as in `|a|^2 - 2 a b + |b|^2`: a distance.
     DISTANCE: Final = 32
-    # `stop_gradient` reads it.
-    STOPPED: Final = 64
     # The `F @ P` of `F @ P @ F.T` that leads there.
     FORM: Final = 128
-    # A product reads it, a caller, or a derivative.
-    OTHERWISE: Final = 256
     # A term beside squared means, or their factor: a variance.
     MOMENT: Final = 512
-    # Parts of it are subtracted from each other, or a large number from it.
-    COORDINATE: Final = 1024
-    # A periodic function reads it.
-    ANGLE: Final = 2048
-    # An argument is subtracted from it.
-    MEASURED: Final = 4096
-    # A value that has a term in common with it is subtracted from it, or it from that.
-    CHANGED: Final = 8192
 
 
-PLACES = Ends.COORDINATE | Ends.ANGLE | Ends.MEASURED
-_SUBTRACTED = PLACES | Ends.CHANGED
-_LINEAR_ENDS = Ends.FACTOR | Ends.DISTANCE | Ends.MOMENT | _SUBTRACTED
-_ELEMENTWISE = Ends.SOLVED | Ends.EXACT | Ends.STREAM | Ends.STOPPED | Ends.OTHERWISE
+_LINEAR_ENDS = Ends.FACTOR | Ends.DISTANCE | Ends.MOMENT
+_ELEMENTWISE = Ends.SOLVED | Ends.EXACT | Ends.STREAM
 _NOTHING_PASSES = (Kind.PRODUCT, Kind.ALGEBRA, Kind.COMPARISON)
 # Linear algebra that divides by numbers that may be small.
 _SOLVES = named(Also.SOLVES) | {"custom_linear_solve"}
@@ -122,15 +96,10 @@ def solves(name: str) -> bool:
 def _begun(name: str) -> End:
     """Returns what becomes of the operands of a primitive, whatever reads it."""
     operation = OPERATIONS.get(name)
-    if name == "stop_gradient":
-        return Ends.STOPPED
     if solves(name):
         return Ends.SOLVED
-    if operation is None or operation.kind in (Kind.PRODUCT, Kind.ALGEBRA):
-        return Ends.OTHERWISE
-    if operation.row.also & Also.PERIODIC:
-        return Ends.ANGLE
-    return Ends.INDEX if operation.row.role is Role.COUNTS else Ends.NONE
+    is_place = operation is not None and operation.row.role is Role.COUNTS
+    return Ends.INDEX if is_place else Ends.NONE
 
 
 def _passed(name: str) -> End:
@@ -141,10 +110,7 @@ def _passed(name: str) -> End:
     if operation.group.op_class is not OpClass.FOLLOW:
         return _ELEMENTWISE
     linear = _LINEAR_ENDS if is_linear(name) else Ends.NONE
-    if operation.kind is Kind.SELECTION:
-        linear |= _SUBTRACTED
-    passed = _ELEMENTWISE | Ends.INDEX | linear
-    return passed & ~Ends.OTHERWISE if name == "stop_gradient" else passed
+    return _ELEMENTWISE | Ends.INDEX | linear
 
 
 # Asked for each equation. A primitive of the table has no bodies.
@@ -257,16 +223,9 @@ def end_of_operands(eqn: Eqn, results: End, facts: Sequence[Fact], made: int) ->
     name = eqn.primitive.name
     if jaxprs.is_conversion(eqn):
         return _end_of_converted(eqn, results)
-    end = _BEGUN.get(name, Ends.OTHERWISE) | results & _PASSED.get(name, Ends.NONE)
+    end = _BEGUN.get(name, Ends.NONE) | results & _PASSED.get(name, Ends.NONE)
     if results & _LINEAR_ENDS and scales(eqn):
         end |= results & _LINEAR_ENDS
-    elif role_of(name) in (Role.MULTIPLIES, Role.DIVIDES):
-        if any_of(facts) & Made.GIVEN:
-            end |= results & _SUBTRACTED
-        if scaled(eqn, facts):
-            end |= results & Ends.CHANGED
-    elif is_curve(eqn):
-        end |= results & Ends.CHANGED
     if made & Made.MEANS:
         end |= results & Ends.MOMENT
     if name in _TERMS:
@@ -291,32 +250,12 @@ def _end_beside(eqn: Eqn, facts: Sequence[Fact]) -> End:
         end |= Ends.DISTANCE
     if subtracts_means(eqn, facts):
         end |= Ends.MOMENT
-    if subtracts_parts(eqn, facts) or adds_offset(eqn, facts):
-        end |= Ends.COORDINATE
-    if subtracts(eqn, facts) and made & Made.GIVEN:
-        end |= Ends.MEASURED
-    if subtracts_terms(eqn, facts):
-        end |= Ends.CHANGED
     return end
-
-
-def subtracts_parts(eqn: Eqn, facts: Sequence[Fact]) -> bool:
-    """Whether two parts of one value are subtracted: it is a coordinate, perhaps."""
-    return subtracts(eqn, facts) and facts[0].whole == facts[1].whole
-
-
-def subtracts_terms(eqn: Eqn, facts: Sequence[Fact]) -> bool:
-    """Whether two values that have a term in common are subtracted: it cancels."""
-    if not subtracts(eqn, facts):
-        return False
-    if facts[0].whole == facts[1].whole:
-        return bool(any_of(facts) & Made.RELATED)
-    return not facts[0].summed.isdisjoint(facts[1].summed)
 
 
 def subtracts_means(eqn: Eqn, facts: Sequence[Fact]) -> bool:
     """Whether squared means are subtracted from a second moment, or the other way."""
-    if not subtracts(eqn, facts):
+    if role_of(eqn.primitive.name) is not Role.SUBTRACTS:
         return False
     a, b = (each.made for each in facts)
     return any(
@@ -370,4 +309,4 @@ def _end_of_converted(eqn: Eqn, results: End) -> End:
     source, target = (aval_of(v).dtype for v in (eqn.invars[0], eqn.outvars[0]))
     if jnp.issubdtype(target, jnp.integer):
         return Ends.INDEX
-    return results if source == target else Ends.OTHERWISE
+    return results if source == target else Ends.NONE

@@ -11,8 +11,6 @@ import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
-import numpy as np
-
 from jmp_amp.plan.dataflow.made import (
     Fact,
     Facts,
@@ -22,9 +20,7 @@ from jmp_amp.plan.dataflow.made import (
     scales,
     squares,
 )
-from jmp_amp.plan.dataflow.signs import sign_of, signs
 from jmp_amp.plan.dataflow.solver import forward, once
-from jmp_amp.plan.dataflow.terms import most, of_all_turns, related, shared, terms_of
 from jmp_amp.plan.dataflow.values import castable
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.dimensions import (
@@ -49,7 +45,7 @@ K = TypeVar("K", bound=Hashable)
 
 _SCALED = ~(Made.SOLUTION | Made.LAST)
 _MOMENTS = Made.MOMENT | Made.MIXED_MOMENT
-_SUMMED = Made.SQUARES | Made.TOTAL | _MOMENTS | Made.RELATED
+_SUMMED = Made.SQUARES | Made.TOTAL | _MOMENTS
 # What returns the solution of a linear system.
 _SOLUTIONS = named(Also.SOLUTION) | {"custom_linear_solve"}
 
@@ -61,8 +57,7 @@ def makes_solutions(name: str) -> bool:
 
 def of_arguments(body: Body) -> Facts:
     """Returns what is known of the arguments of a program: they are all different."""
-    arguments = enumerate(body.jaxpr.invars)
-    return tuple(Fact(sign_of(v) | Made.GIVEN, i, i) for i, v in arguments)
+    return tuple(Fact(Made.NOTHING, i) for i in range(len(body.jaxpr.invars)))
 
 
 class BodyFacts:
@@ -74,48 +69,19 @@ class BodyFacts:
     """
 
     def __init__(self, body: Body, inputs: Facts) -> None:
-        given = [
-            n
-            for each in inputs
-            for n in (each.value, each.whole, *each.factors, *each.terms)
-        ]
+        given = [n for each in inputs for n in (each.value, *each.factors)]
         self._numbers = itertools.count(1 + max(given, default=-1))
         self.known = dict(zip(body.jaxpr.invars, inputs, strict=True))
         self.inner: dict[int, list[Facts]] = {}
-        self._parts = _Numbers(self.number)
 
     def of(self, atom: Atom) -> Fact:
-        if isinstance(atom, Literal):
-            return self.new(sign_of(atom) | _offset(atom))
-        if atom not in self.known:
+        if isinstance(atom, Literal) or atom not in self.known:
             return self.new(Made.NOTHING)
         return self.known[atom]
 
-    def new(
-        self,
-        made: int,
-        whole: int | None = None,
-        factors: tuple[int, ...] = (),
-        terms: frozenset[int] = frozenset(),
-    ) -> Fact:
-        """Returns a fact of a value that is no other one, but may be a part of one."""
-        value = next(self._numbers)
-        whole = value if whole is None else whole
-        return Fact(made, value, whole, factors, terms=terms)
-
-    def part(self, fact: Fact, made: int, place: Hashable) -> Fact:
-        """Returns the fact of a part of a value: what is cut alike is one value."""
-        value = self._parts[fact.value, place]
-        terms = frozenset([self._parts[term, place] for term in sorted(fact.terms)])
-        return Fact(made, value, fact.whole, terms=terms)
-
-    def turned(self, fact: Fact, slices: dict[int, int]) -> Fact:
-        """Returns the fact of a result of a loop, which has its slices of all turns.
-
-        `slices` has, by the number of a slice, the number of the value that it is of.
-        """
-        terms = frozenset([slices.get(term, term) for term in fact.terms])
-        return self.new(fact.made, fact.whole, terms=terms)
+    def new(self, made: int, factors: tuple[int, ...] = ()) -> Fact:
+        """Returns a fact of a value that is no other one."""
+        return Fact(made, next(self._numbers), factors)
 
     def number(self) -> int:
         """Returns a number that no value has."""
@@ -130,7 +96,7 @@ class FactFinder:
         """Returns the facts of the variables of a body, given those of its inputs."""
         found = BodyFacts(body, inputs)
         for var in body.jaxpr.constvars:
-            found.known[var] = found.new(sign_of(var) | Made.GIVEN)
+            found.known[var] = found.new(Made.NOTHING)
         for index, eqn in enumerate(body.jaxpr.eqns):
             results = self._results(index, eqn, found)
             found.known.update(zip(eqn.outvars, results, strict=True))
@@ -143,21 +109,11 @@ class FactFinder:
             return self._through_bodies(index, eqn, operands, inner, found)
         if _is_moved(eqn):
             return [_moved(eqn, operands[0])]
-        made = made_from(eqn, operands) | signs(eqn, operands)
-        made = made & ~Made.GIVEN | _given(eqn, operands)
-        is_move = kind_of(eqn.primitive.name) is Kind.MOVE
-        if is_move:
-            made |= related(eqn, operands)
-        if is_move and len(operands) == 1 and not made & Made.RELATED:
-            # Parts that stand where the program says: no index does.
-            places = [(str(eqn.params), i) for i in range(len(eqn.outvars))]
-            return [found.part(operands[0], made, each) for each in places]
-        whole = _whole(eqn, operands)
         factors = ()
         if eqn.primitive.name in PRODUCTS:
             factors = tuple(each.value for each in operands[:2])
-        terms = terms_of(eqn, operands)
-        return [found.new(made, whole, factors, terms) for _ in eqn.outvars]
+        made = made_from(eqn, operands)
+        return [found.new(made, factors) for _ in eqn.outvars]
 
     def _through_bodies(
         self,
@@ -167,9 +123,11 @@ class FactFinder:
         inner: Sequence[jaxprs.Inner],
         found: BodyFacts,
     ) -> Sequence[Fact]:
-        slices: dict[int, int] = {}
         if jaxprs.is_loop(eqn):
-            operands, slices = _of_turns(eqn, operands, found)
+            # Another turn reads other values.
+            operands = list(operands)
+            for i in (*jaxprs.carried(eqn), *_gone_through(eqn)):
+                operands[i] = found.new(operands[i].made)
         inputs: dict[int, Facts] = {}
 
         def outputs(number: int, operands: Sequence[Fact]) -> list[Fact]:
@@ -179,24 +137,14 @@ class FactFinder:
             outputs = [facts.of(v) for v in body.jaxpr.outvars]
             results = _handed_back(outputs, given, operands, found)
             if jaxprs.is_loop(eqn):
-                if not jaxprs.is_while(eqn):
-                    results = of_all_turns(eqn, given, outputs, results)
-                # Each turn makes another value, but perhaps of parts of the same one.
-                return [found.turned(each, slices) for each in results]
+                return [found.new(each.made) for each in results]
             return results
 
-        updates: dict[int, Fact] = {}
-
         def turned(operand: int, now: Fact, update: Fact) -> Fact:
-            updates[operand] = update
-            terms = now.terms & update.summed
-            return now._replace(made=_made_either(now, update), terms=terms)
+            return now._replace(made=_made_either(now, update))
 
         joined = functools.partial(_joined, _Numbers[tuple[int, int]](found.number))
         results = list(forward(eqn, operands, outputs, turned, joined).results)
-        for i, update in enumerate(updates.values()):
-            # The result is the update of the last turn: it has its terms.
-            results[i] = results[i]._replace(terms=update.terms)
         found.inner[index] = [inputs[number] for number in range(len(inner))]
         return results
 
@@ -210,10 +158,8 @@ def _joined(pairs: _Numbers[tuple[int, int]], one: Fact, other: Fact) -> Fact:
     return Fact(
         _made_either(one, other),
         either(one.value, other.value),
-        either(one.whole, other.whole),
         one.factors if one.factors == other.factors else (),
         one.last if one.last == other.last else -1,
-        most(one.summed | other.summed) if one != other else one.terms,
     )
 
 
@@ -228,39 +174,17 @@ def _handed_back(
       operands: those of the inputs outside.
       found: those of the body around.
     """
-    values, wholes = _Numbers[int](found.number), _Numbers[int](found.number)
-    around: dict[int, frozenset[int]] = {}
+    values = _Numbers[int](found.number)
     for inside, outside in zip(given, operands, strict=True):
-        wholes[inside.whole] = outside.whole
         values[inside.value] = outside.value
         values.update(zip(inside.factors, outside.factors, strict=True))
-        for n in inside.summed:
-            around[n] = around.get(n, outside.summed) & outside.summed
-    results = []
-    for each in outputs:
-        result = _renumbered(each, values, wholes)
-        terms = result.terms.union(*(around[n] for n in each.summed if n in around))
-        results.append(result._replace(terms=most(terms - {result.value})))
-    return results
+    return [_renumbered(each, values) for each in outputs]
 
 
-def _of_turns(
-    eqn: Eqn, operands: Sequence[Fact], found: BodyFacts
-) -> tuple[list[Fact], dict[int, int]]:
-    """Returns the facts of what one turn of a loop reads, and the numbers of slices.
-
-    Another turn reads other values. The numbers tell of which value each slice is.
-    """
-    carried, operands = jaxprs.carried(eqn), list(operands)
-    for i in carried:
-        operands[i] = found.new(operands[i].made, terms=operands[i].summed)
-    slices: _Numbers[int] = _Numbers(found.number)
-    if not jaxprs.is_while(eqn):
-        for i in range(carried.stop, len(operands)):
-            made, value, whole = operands[i][:3]
-            terms = frozenset([slices[each] for each in sorted(operands[i].terms)])
-            operands[i] = Fact(made, slices[value], whole, terms=terms)
-    return operands, {part: value for value, part in slices.items()}
+def _gone_through(eqn: Eqn) -> range:
+    """Returns the operands that a `scan` goes through."""
+    stop = len(eqn.invars) if not jaxprs.is_while(eqn) else 0
+    return range(jaxprs.carried(eqn).stop, stop)
 
 
 class _Numbers(dict[K, int]):
@@ -277,22 +201,13 @@ class _Numbers(dict[K, int]):
 def _numbered(facts: Sequence[Fact]) -> Facts:
     """Returns the facts of the inputs of a body: the numbers say who is who."""
     values = _Numbers[int](itertools.count().__next__)
-    wholes = _Numbers[int](itertools.count().__next__)
-    common = shared(facts)
-    return tuple(
-        [
-            _renumbered(each._replace(terms=each.terms & common), values, wholes)
-            for each in facts
-        ]
-    )
+    return tuple([_renumbered(each, values) for each in facts])
 
 
-def _renumbered(fact: Fact, values: _Numbers[int], wholes: _Numbers[int]) -> Fact:
+def _renumbered(fact: Fact, values: _Numbers[int]) -> Fact:
     return fact._replace(
         value=values[fact.value],
-        whole=wholes[fact.whole],
         factors=tuple([values[each] for each in fact.factors]),
-        terms=frozenset([values[each] for each in sorted(fact.terms)]),
     )
 
 
@@ -313,21 +228,6 @@ def _moved(eqn: Eqn, fact: Fact) -> Fact:
         made = fact.made & ~Made.SUM_OR_TERM | Made.BROADCAST
         return fact._replace(made=made, last=-1)
     return fact if fact.last == -1 else fact._replace(last=-1)
-
-
-def _whole(eqn: Eqn, facts: Sequence[Fact]) -> int | None:
-    """Returns the number of the value that all elements of the results come from.
-
-    That of a lookup, a slice, a negative, or a join of slices; None if they come from
-    several.
-    """
-    name = eqn.primitive.name
-    if kind_of(name) is not Kind.MOVE and role_of(name) is not Role.NEGATES:
-        return None
-    wholes = {
-        fact.whole for fact, v in zip(facts, eqn.invars, strict=True) if castable(v)
-    }
-    return wholes.pop() if len(wholes) == 1 else None
 
 
 def _is_moved(eqn: Eqn) -> bool:
@@ -353,9 +253,8 @@ def made_from(eqn: Eqn, facts: Sequence[Fact]) -> int:
         return (either & ~Made.LAST | last & Made.LAST) & ~Made.SUM_OR_TERM
     if is_linear(name):
         is_term = role_of(name) is Role.ADDS and either & Made.REDUCED
-        negated = Made.NEGATED if role_of(name) is Role.NEGATES else Made.NOTHING
         is_sum = Made.SUM_OR_TERM if is_term else Made.NOTHING
-        return either & _SUMMED | is_sum | negated
+        return either & _SUMMED | is_sum
     if role_of(name) is Role.SUMS:
         made = Made.REDUCED | Made.SUM_OR_TERM
         if name == "reduce_sum":
@@ -378,23 +277,6 @@ def made_from(eqn: Eqn, facts: Sequence[Fact]) -> int:
     if role_of(name) is Role.MULTIPLIES:
         return Made.TIMES | _of_two(facts) | normalized
     return Made.NOTHING
-
-
-def _offset(number: Literal) -> int:
-    """Returns `Made.OFFSET` of a large number. Beside -1e9 f32 has no digits either."""
-    # A number in f16 is compared with one that f16 does not hold.
-    size = np.abs(number.val).astype(np.float64)
-    is_large = np.all((size > 8) & (size < 2**20))
-    return Made.OFFSET if is_large else Made.NOTHING
-
-
-def _given(eqn: Eqn, facts: Sequence[Fact]) -> int:
-    """Returns `Made.GIVEN` of what is made of arguments alone, and of no product."""
-    if eqn.primitive.name in PRODUCTS:
-        return Made.NOTHING
-    pairs = zip(facts, eqn.invars, strict=True)
-    arrays = [f.made for f, v in pairs if castable(v) and not isinstance(v, Literal)]
-    return functools.reduce(int.__and__, arrays, Made.GIVEN)
 
 
 def _of_two(facts: Sequence[Fact]) -> int:

@@ -51,12 +51,16 @@ def _carried_by_scan(
     origin = max(now.origin, update.origin)
     is_kept = start.is_constant
     if castable(atom) and aval_of(atom).dtype == F32:
-        begins = start.origin != Origin.FREE or Trait.LOOKED_UP in start.traits
+        begins = start.follows_product or Trait.LOOKED_UP in start.traits
         is_kept = is_kept or not (begins and is_stream)
-    if (origin == Origin.LOW and is_kept) or Trait.CARRIED in now.traits:
+    half = is_half(now.region.policy.compute_dtype)
+    if origin == Origin.FREE or not castable(atom) or not half:
+        return _carry(start, now, update, origin)
+    is_kept = is_kept or Trait.CARRIED in now.traits
+    if is_kept or Trait.PINNED in start.traits | now.traits | update.traits:
         kept = _carry(start, now, update, Origin.FULL)
-        return kept._replace(traits=kept.traits | {Trait.CARRIED})
-    return _carry(start, now, update, origin)
+        return kept._replace(traits=kept.traits | {Trait.CARRIED, Trait.PINNED})
+    return _carry(start, now, update, Origin.LOW)
 
 
 def _carried_by_while(atom: Atom, start: Known, now: Known, update: Known) -> Known:
@@ -71,7 +75,7 @@ def _carry(start: Known, now: Known, update: Known, origin: Origin) -> Known:
     limits = now.bounds and update.bounds and _hull(now.bounds, update.bounds)
     if limits not in (None, now.bounds) and now.bounds != start.bounds:
         limits = _ANY_SIZE  # constants that grow from turn to turn
-    joined = {Trait.OVERSIZED, Trait.TANGENT, Trait.SOLUTION}
+    joined = {Trait.OVERSIZED, Trait.TANGENT, Trait.SOLUTION, Trait.PINNED}
     either = (now.traits | update.traits) & joined
     begun = now.traits
     if start.is_constant and now == start:

@@ -47,25 +47,11 @@ class Made:
     NORMALIZED: Final = 16384
     # A smaller value, broadcast.
     BROADCAST: Final = 32768
-    # A difference; moved, scaled, raised or bounded; or a number added to one.
-    DIFFERENCE: Final = 65536
-    # It may be negative, as a sine may: a sum with it is a difference.
-    NEGATIVE: Final = 131072
-    # Arguments alone, and numbers.
-    GIVEN: Final = 262144
-    # The negative of a value, moved: to add it is to subtract the value.
-    NEGATED: Final = 524288
-    # A number that leaves few digits of bf16 to what is added to it, as for kelvin.
-    OFFSET: Final = 1048576
-    # A join of values that have a term in common: its parts differ by a change.
-    RELATED: Final = 2097152
     # What is subtracted from a moment.
     MEANS: Final = SQUARED_MEAN | TWO_TOTALS | TWO_SUMS
     TOTAL: Final = SUM | PRODUCT
     # Of what made a value at last. The other bits are of all that it is made of.
-    LAST: Final = (REDUCED | SUM_OR_TERM | NORMALIZER | NORMALIZED | BROADCAST) | (
-        GIVEN | NEGATED | OFFSET
-    )
+    LAST: Final = REDUCED | SUM_OR_TERM | NORMALIZER | NORMALIZED | BROADCAST
 
 
 class Fact(NamedTuple):
@@ -74,24 +60,14 @@ class Fact(NamedTuple):
     Attributes:
       made: what it is made of, a set of the bits of `Made`.
       value: a number that values of a body share if one is the other moved.
-      whole: a number that they share if they are parts of one value, or of each other.
       factors: the values that a product multiplied.
       last: where a transpose has put the last axis, from the end.
-      terms: the numbers `value` of what is added up in it, or in what it is a function
-        of, whatever number, argument or norm scales them. Its own is no term.
     """
 
     made: int
     value: int
-    whole: int
     factors: tuple[int, ...] = ()
     last: int = -1
-    terms: frozenset[int] = frozenset()
-
-    @property
-    def summed(self) -> frozenset[int]:
-        """The terms, and the number of the value itself."""
-        return self.terms | {self.value}
 
 
 # One for each input, or for each output, of a body.
@@ -130,19 +106,6 @@ def is_broadcast(eqn: Eqn, i: int, fact: Fact) -> bool:
     sizes = aval_of(eqn.outvars[0]).size, aval_of(eqn.invars[i]).size
     is_smaller = is_larger(*sizes, unless_known=True)
     return is_smaller or bool(fact.made & Made.BROADCAST)
-
-
-def subtracts(eqn: Eqn, facts: Sequence[Fact]) -> bool:
-    """Whether an operation subtracts a value, or adds the negative of one."""
-    role = role_of(eqn.primitive.name)
-    is_negated = role is Role.ADDS and bool(any_of(facts) & Made.NEGATED)
-    return role is Role.SUBTRACTS or is_negated
-
-
-def adds_offset(eqn: Eqn, facts: Sequence[Fact]) -> bool:
-    """Whether an operation adds or subtracts a large number."""
-    is_sum = role_of(eqn.primitive.name) in (Role.ADDS, Role.SUBTRACTS)
-    return is_sum and bool(any_of(facts) & Made.OFFSET)
 
 
 def is_number(atom: Atom) -> bool:

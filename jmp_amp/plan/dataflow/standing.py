@@ -10,6 +10,7 @@ import numpy as np
 
 from jmp_amp.plan.dataflow.ends import End
 from jmp_amp.plan.dataflow.facts import Fact
+from jmp_amp.plan.dataflow.storage import Store
 from jmp_amp.plan.dataflow.values import Known, Origin, castable
 from jmp_amp.plan.program.jaxprs import Eqn, aval_of
 from jmp_amp.plan.program.regions import Region
@@ -24,15 +25,11 @@ class Pin(NamedTuple):
       id: its name, which does not change when the words do.
       words: the reason; `{half}` is the half dtype.
       holds: whether it holds for a product.
-      holds_beside: whether it holds for an operation that follows half operands.
-      makes: the origin of the result. A low one is half where it is stored.
     """
 
     id: str
     words: str
     holds: Callable[[Standing], bool]
-    holds_beside: Callable[[Standing], bool]
-    makes: Origin = Origin.FULL
 
 
 class Derived(NamedTuple):
@@ -63,6 +60,7 @@ class Standing:
       end: what becomes of the results, far on.
       is_recursive: whether it is a product of a loop that is a numerical method.
       derived_from: what it is a derivative of, if that matters to it.
+      store: how its results are stored.
       name: that of the operation.
       origin: the greatest one of the operands'.
       pin: what pins it to f32, if anything does.
@@ -78,6 +76,7 @@ class Standing:
     end: End
     is_recursive: bool
     derived_from: Derived | None
+    store: Store
     name: str = dataclasses.field(init=False)
     origin: Origin = dataclasses.field(init=False)
     pin: Pin | None = None

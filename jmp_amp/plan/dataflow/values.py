@@ -37,16 +37,11 @@ class Trait(enum.Enum):
     # An input, or an input moved around. It is cast at each use, so that the gradients
     # of its uses are summed in its own dtype.
     PARAMETER = "parameter"
-    # To compute it in f32 beats casting it up where it is read: the operation rounds,
-    # or its operand is cast to f32 anyway.
-    WORTH_F32 = "worth f32"
     # Rows of a table, such as an embedding, or made of them: a stream begins here. What
     # saves them for the backward pass pays for it, unlike for a parameter.
     LOOKED_UP = "looked up"
     # Another value in each turn of a loop, as the weights of stacked layers are.
     SLICE = "another one in each turn"
-    # In f32 between two products, because an argument scales it out of range, perhaps.
-    SCALED = "scaled by an argument"
     # An argument and what was added to it.
     SUMS_ARGUMENT = "sums an argument"
     # A loop carries it in f32, because it is kept over the turns.
@@ -55,9 +50,6 @@ class Trait(enum.Enum):
     OVERSIZED = "oversized"
     # That of a linear system, or arithmetic on one, whose terms may cancel.
     SOLUTION = "a solution of linear algebra"
-    # In f32, but an elementwise function of half-precision values, such as softplus: it
-    # has as many digits as they have.
-    FUNCTION_OF_HALF = "a function of half-precision values"
     # It has more than one consumer.
     SHARED = "shared"
     # Autodiff keeps it in f32 whatever reads it: to compute it again is too expensive.
@@ -65,6 +57,12 @@ class Trait(enum.Enum):
     SAVED_IN_F32 = "saved in f32"
     # Such a value joins a half stream between layers.
     JOINS_STREAM = "joins a half stream"
+    # Made of half values in f32, between products, and of nothing else that is f32.
+    BETWEEN = "between products"
+    # A product and its bias, moved.
+    BIASED = "a product and its bias"
+    # A pin keeps it in f32, or what it is made of.
+    PINNED = "pinned"
     # Made of a tangent of a derivative rule: what it becomes has to be linear in it.
     TANGENT = "tangent"
 
@@ -75,6 +73,7 @@ CONTAGIOUS = frozenset(
         Trait.LOOKED_UP,
         Trait.SLICE,
         Trait.SUMS_ARGUMENT,
+        Trait.PINNED,
         Trait.OVERSIZED,
         Trait.SOLUTION,
         Trait.TANGENT,
@@ -104,6 +103,11 @@ class Known(NamedTuple):
     @property
     def is_shared(self) -> bool:
         return Trait.SHARED in self.traits
+
+    @property
+    def follows_product(self) -> bool:
+        """Whether it is half, or was made between products."""
+        return self.origin == Origin.LOW or Trait.BETWEEN in self.traits
 
     @property
     def is_constant(self) -> bool:

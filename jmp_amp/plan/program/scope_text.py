@@ -104,6 +104,16 @@ def is_derived(scopes: str) -> bool:
     return _DERIVED in scopes
 
 
+# The equations of one scope have one text.
+@functools.lru_cache(maxsize=4096)
+def backward_depth(scopes: str) -> int:
+    """Returns how many backward passes of its body an equation is inside of.
+
+    What a checkpoint computes again in a backward pass belongs to the forward pass.
+    """
+    return scopes.count(BACKWARD) - (AGAIN in scopes)
+
+
 def _is_module(name: str) -> bool:
     # `jnp.einsum` opens a scope of the name of its subscripts.
     return name not in _NO_MODULES and "->" not in name

@@ -22,7 +22,6 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.plan.dataflow.values import Known, Origin, castable, is_move
@@ -64,8 +63,7 @@ def f32_gradients(
       views: what is known of its operands.
       held, reads: the dtypes in which they are held, and in which they are read.
     """
-    if region.asked.reduce_dtype is None:
-        return ()
+    reduces = region.asked.reduce_dtype is not None
     return tuple(
         i
         for i, (v, view) in enumerate(zip(eqn.invars, views, strict=True))
@@ -74,7 +72,7 @@ def f32_gradients(
         and castable(v)
         and is_half(reads[i])
         and (held[i] == F32 or is_half(held[i]))
-        and _sums_for(eqn, i)
+        and _sums_for(eqn, i, reduces)
     )
 
 
@@ -91,14 +89,14 @@ def moves_parameter(eqn: Eqn, region: Region) -> bool:
     return not (looks_up or grows or jaxprs.is_conversion(eqn))
 
 
-def _sums_for(eqn: Eqn, i: int) -> bool:
-    """Whether the gradient of operand `i` is a sum."""
+def _sums_for(eqn: Eqn, i: int, reduces: bool) -> bool:
+    """Whether the gradient of operand `i` is a sum; of products if a policy says so."""
     if kind_of(eqn.primitive.name) is Kind.PRODUCT:
-        return not jaxprs.is_fixed(eqn)
-    return _is_repeated(eqn, i)
+        return reduces and not jaxprs.is_fixed(eqn)
+    return is_repeated(eqn, i)
 
 
-def _is_repeated(eqn: Eqn, i: int) -> bool:
+def is_repeated(eqn: Eqn, i: int) -> bool:
     """Whether each element of operand `i` makes several elements of the result.
 
     A lookup says for itself what it sums, see `summed_lookup`.
@@ -109,21 +107,6 @@ def _is_repeated(eqn: Eqn, i: int) -> bool:
         return False
     read, written = (aval_of(v).size for v in (eqn.invars[i], eqn.outvars[0]))
     return is_larger(written, read, unless_known=True)
-
-
-def sums_in_half(eqn: Eqn, operands: Sequence[Value]) -> tuple[int, ...]:
-    """Returns the operands whose gradients are sums that JAX would make in half.
-
-    Args:
-      eqn: the equation, which calls nothing.
-      operands: its operands, as it reads them.
-    """
-    # What is no tracer is not differentiated.
-    return tuple(
-        i
-        for i, x in enumerate(operands)
-        if isinstance(x, Tracer) and is_half(x.dtype) and _is_repeated(eqn, i)
-    )
 
 
 @jax.custom_jvp
@@ -149,7 +132,6 @@ def with_f32_gradients(
     bound: Bound,
     operands: Sequence[Value],
     held: Mapping[int, Value],
-    sums: Sequence[int] = (),
 ) -> Sequence[jax.Array]:
     """Returns the result of an equation, some of whose gradients are made in f32.
 
@@ -158,7 +140,6 @@ def with_f32_gradients(
       bound: runs it on operands, and on what follows them.
       operands: these, as the plan reads them.
       held: those whose gradient leaves in f32, as they are held, by their positions.
-      sums: the positions of others whose gradient is summed in f32, see `sums_in_half`.
     """
 
     @jax.custom_jvp
@@ -180,7 +161,6 @@ def with_f32_gradients(
         )
         # What is read in half has a tangent as well: it is that of `held`.
         moving = {i: t for i, t in moving.items() if i not in held}
-        wide |= {i: moving.pop(i).astype(F32) for i in sums if i in moving}
         terms = [_summed(eqn, bound, given, i, t, result) for i, t in wide.items()]
         if moving:
             terms.append(_tangent(bound, given, moving))

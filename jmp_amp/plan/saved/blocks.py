@@ -54,10 +54,17 @@ class Saving(enum.Enum):
 
 
 class Blocks(NamedTuple):
-    """The blocks of a body, and which of its inputs its backward pass needs."""
+    """The blocks of a body.
+
+    Attributes:
+      blocks: these.
+      needs: which inputs of the body its backward pass needs.
+      rounded: f32 values that are to be kept in half.
+    """
 
     blocks: tuple[Block, ...] = ()
     needs: tuple[bool, ...] | None = None
+    rounded: frozenset[Var] = frozenset()
 
 
 def find_blocks(flow: Flow, plan: Plan, held: Held, saving: Saving) -> Blocks:
@@ -81,20 +88,33 @@ def find_blocks(flow: Flow, plan: Plan, held: Held, saving: Saving) -> Blocks:
         for node in values.nodes
     ]
     sections = _sections(values.ends)
-    cut, again = _cut(values, there, sections)
+    cut, again = _cut(values, there, sections, in_loop)
     breaks = list(_breaks(values.nodes, _merged(_spans(values, again))))
     if breaks:
         sections = _sections(values.ends, breaks)
-        cut, again = _cut(values, there, sections)
+        cut, again = _cut(values, there, sections, in_loop)
     needs = tuple(
         cut.kept[i] or (there[i] and _is_read_backward(values.nodes[i], again))
         for i in values.inputs
     )
-    return Blocks(tuple(_blocks(values, plan, again, cut, saving)), needs)
+    rounded = frozenset(
+        node.key[0]
+        for i, node in enumerate(values.nodes)
+        if in_loop and cut.kept[i] and _rounds(node)
+    )
+    return Blocks(tuple(_blocks(values, plan, again, cut, saving)), needs, rounded)
+
+
+def _rounds(node: Node) -> bool:
+    """Whether a value is kept in half: one operation on half values made it."""
+    return node.may_round and not (node.is_free or node.keeps_result)
 
 
 def _cut(
-    values: Values, there: Sequence[bool], sections: Callable[[int], int]
+    values: Values,
+    there: Sequence[bool],
+    sections: Callable[[int], int],
+    in_loop: bool,
 ) -> tuple[Cut, set[int]]:
     """Returns the cut of the values, and those of them that are made again.
 
@@ -103,12 +123,14 @@ def _cut(
       there: which of them are alive anyway.
       sections: the section of each position. What one section makes, no other section
         makes again.
+      in_loop: whether what may be kept in half is.
     """
     given, needed, edges, sizes = [], [], [], []
     for i, node in enumerate(values.nodes):
         free = there[i] or node.anyway
         # Of two of one size, the one that is written anyway.
-        sizes.append(0 if free else 4 * node.size + (not node.is_written))
+        size = node.size // 2 + 2 if in_loop and _rounds(node) else node.size
+        sizes.append(0 if free else 4 * size + (not node.is_written))
         if there[i]:
             continue
         edges += [(j, i) for j in set(node.made_of) if not there[j]]

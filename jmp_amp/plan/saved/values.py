@@ -28,7 +28,7 @@ from jmp_amp.plan.saved.needs import (
     needs_of,
     part_of,
 )
-from jmp_amp.policies.dtypes import is_half
+from jmp_amp.policies.dtypes import F32, is_half
 
 Path = tuple[int, ...]
 # A use by the derivative; any other use is the node that is made of the value.
@@ -57,6 +57,7 @@ class Node:
         reads it, or more than one equation.
       keeps_result: the derivative of the operation that makes it reads it.
       crosses: it could be made again, but another section reads it.
+      may_round: it may be stored in half, see `Decision.may_round`.
       uses: where it is read, among the equations at the top, and for what.
     """
 
@@ -75,6 +76,7 @@ class Node:
     is_written: bool = False
     keeps_result: bool = False
     crosses: bool = False
+    may_round: bool = False
     uses: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
     @property
@@ -94,6 +96,7 @@ class _Facts(NamedTuple):
     operation: str
     again: bool
     is_active: bool
+    may_round: bool
 
 
 class _Call(NamedTuple):
@@ -235,7 +238,9 @@ class Values:
             self.nodes[n].is_operand |= not again
         for n in operands:
             self._is_read(n, top, not again)
-        facts = _Facts(path, eqn.primitive.name, again, moves)
+        facts = _Facts(
+            path, eqn.primitive.name, again, moves, _may_round(step, planned)
+        )
         results = [
             self._result(facts, var, made, kept, operands)
             for var, made, kept in zip(
@@ -258,7 +263,7 @@ class Values:
         operands: Sequence[int],
     ) -> tuple[int, int]:
         """Returns the nodes of a result as it is made and as it is kept."""
-        path, operation, again, moves = facts
+        path, operation, again, moves, may_round = facts
         size, dtype = _size(var, made)
         converted = None not in (made, kept) and made != kept
         key = var, None if converted else dtype
@@ -269,6 +274,7 @@ class Values:
                 is_slice=any(self.nodes[n].is_slice for n in operands),
                 is_active=moves and jaxprs.is_floating(var),
                 again=again,
+                may_round=may_round and moves,
             )
         )
         return n, self._cast(n, var, kept, path) if converted else n
@@ -312,6 +318,11 @@ class Values:
                 *(source.is_free, source.is_slice, source.is_active, True),
             )
         )
+
+
+def _may_round(step: Step, planned: EquationPlan) -> bool:
+    decision = step.decision
+    return decision is not None and decision.may_round and planned.dtype == F32
 
 
 def _needs(call: _Call, active: Sequence[bool], part: Part) -> Needs:

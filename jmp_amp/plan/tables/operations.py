@@ -103,10 +103,6 @@ class Also(enum.Flag):
     MAY_GROW = enum.auto()
     # Defined within bounds: an epsilon does not keep the operand there.
     BOUNDED = enum.auto()
-    # Steep where its last operand is near zero: an error there grows.
-    STEEP = enum.auto()
-    # Where its operand is large, an error of it counts as much.
-    PERIODIC = enum.auto()
 
 
 # The result of a function whose operands are the corners of their ranges.
@@ -182,7 +178,7 @@ CHEAP, DEAR, BOUND = Cost.CHEAP, Cost.DEAR, Cost.BOUND
 NOTHING, RESULT, OPERANDS = Saves.NOTHING, Saves.RESULT, Saves.OPERANDS
 SOLVES, SOLUTION, GROWS = Also.SOLVES, Also.SOLVES | Also.SOLUTION, Also.GROWS
 ONE_EACH, REPEATS, ONCE = Also.ONE_EACH, Also.REPEATS, Also.ONCE
-SATURATES, PERIODIC = Also.SATURATES, Also.PERIODIC
+SATURATES = Also.SATURATES
 _FOLLOWS = Words("elementwise or structural")
 
 
@@ -377,17 +373,17 @@ GROUPS = (
             Row("add", CHEAP, NOTHING, np.add, Role.ADDS, GROWS),
             Row("sub", CHEAP, NOTHING, np.subtract, Role.SUBTRACTS, GROWS),
             Row("mul", CHEAP, OPERANDS, np.multiply, Role.MULTIPLIES, GROWS),
-            Row("div", CHEAP, OPERANDS, np.divide, Role.DIVIDES, Also.STEEP),
+            Row("div", CHEAP, OPERANDS, np.divide, Role.DIVIDES),
             *_named(CHEAP, OPERANDS, "integer_pow", Also.MAY_GROW),
             *_named(CHEAP, OPERANDS, "one_minus_square"),
-            *_named(CHEAP, OPERANDS, "rem", PERIODIC, rational=False),
+            *_named(CHEAP, OPERANDS, "rem", rational=False),
             Row("square", CHEAP, OPERANDS, np.square, also=GROWS),
-            Row("sqrt", CHEAP, RESULT, np.sqrt, also=Also.STEEP),
-            Row("cbrt", CHEAP, RESULT, also=Also.STEEP),
+            Row("sqrt", CHEAP, RESULT, np.sqrt),
+            Row("cbrt", CHEAP, RESULT),
             Row("tanh", CHEAP, RESULT, (-1.0, 1.0), Role.CURVES, ONCE | SATURATES),
             Row("logistic", CHEAP, RESULT, (0.0, 1.0), Role.CURVES, SATURATES),
-            Row("sin", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, ONCE | PERIODIC),
-            Row("cos", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, ONCE | PERIODIC),
+            Row("sin", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, ONCE),
+            Row("cos", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, ONCE),
             Row("erf", CHEAP, OPERANDS, (-1.0, 1.0), Role.CURVES, SATURATES),
             Row("erfc", CHEAP, OPERANDS, None, Role.CURVES, ONCE),
             *_named(CHEAP, OPERANDS, "atan", ONCE, rational=False),

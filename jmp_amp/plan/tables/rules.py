@@ -106,6 +106,12 @@ FUNCTION_RULES = {
     for words, names in FULL_FUNCTIONS
     for name in names.split()
 }
+# XLA computes it where it makes a product, if both have one dtype.
+EPILOGUE = Rule(OpClass.FOLLOW, "a gelu, the epilogue of a product", "gelu")
+ONE_OPERATION = Rule(OpClass.FOLLOW, "part of one operation", "custom_jvp_call")
+# What they name is half between half operands. What the table says is f32 stays f32.
+ONE_DTYPE = (EPILOGUE, ONE_OPERATION)
+FUNCTION_RULES |= dict.fromkeys(("gelu", "silu"), EPILOGUE)
 # As `cumsum` and `cumprod` in the table. Matrix products inside stay products.
 _SCAN = Rule(
     OpClass.FULL,
@@ -187,10 +193,9 @@ def _rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
             return inherited
     is_product = name in PRODUCTS
     found = _rule_of_calls(eqn.source_info.traceback, is_product)
-    if found is not None:
-        return found
-    if inherited is not None:
-        return inherited
+    for each in (found, inherited):
+        if each is not None and (each not in ONE_DTYPE or _may_follow(name)):
+            return each
     if jaxprs.inner_bodies(eqn):
         return None
     if name in PRODUCTS:
@@ -206,6 +211,11 @@ def _rule_for(eqn: Eqn, policy: Policy, inherited: Rule | None) -> Rule | None:
     return PRIMITIVE_RULES.get(
         name, Rule(OpClass.KEEP, "not known to the table: as traced", name)
     )
+
+
+def _may_follow(name: str) -> bool:
+    rule = PRIMITIVE_RULES.get(name)
+    return rule is not None and rule.op_class is OpClass.FOLLOW
 
 
 def rule_of_library(eqn: Eqn) -> Rule | None:

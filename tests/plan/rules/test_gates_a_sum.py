@@ -10,4 +10,4 @@ def test_gates_a_sum(needs, x, w):
     sums = jnp.exp(x @ w)
     if needs:
         sums = jnp.sum(jnp.exp(jnp.stack([x @ w, x @ w.T])), axis=0)
-    return (sums * jnp.sin(x @ w)) @ w
+    return (sums * (x @ w)) @ w

@@ -2,10 +2,10 @@
 
 import jax.numpy as jnp
 
-from tests.plan.rules import BF16, F32, needed
+from tests.plan.rules import BF16, F32, W, X, array, needed
 
 
-@needed(of="add", gets=[F32], nearest=[BF16])
-def test_hands_on_kept(needs, x, w):
-    h = x @ w + x @ w.T
+@needed(X, W, array(1, 16), of="add", gets=[F32], nearest=[BF16])
+def test_hands_on_kept(needs, x, w, b):
+    h = x @ w + b
     return (h[::-1] if needs else jnp.sin(h)), h @ w
