@@ -518,10 +518,10 @@ def test_fsdp_gathers_parameters_and_scatters_gradients_in_half(name, precision)
     # What many elements read has gradients that are summed in f32.
     summed = sum(found.pop(("all-reduce", "f32")))
     assert TABLES["position"] <= summed <= TABLES["position"] + 1.05 * BIASES
-    # Rows of tables are looked up in f32, and their gradients are summed in f32.
+    # Rows of tables are looked up and added in f32, and so are their gradients.
     wide = {n for (_, d), sizes in found.items() for n in sizes if d != half}
     tables = [size // tensor for size in TABLES.values()]
-    assert wide <= {*tables, TABLES["token"] // DEVICES}
+    assert wide <= {*tables, TABLES["token"] // DEVICES, TABLES["position"]}
     gathered, scattered = found["all-gather", half], found["reduce-scatter", half]
     # For the forward pass and again for the backward pass.
     for elements in KERNELS.values():
@@ -579,7 +579,8 @@ def test_tensor_parallelism_adds_up_activations_in_half():
     # After attention and after the feed-forward part, forward and backward; and the
     # first of them again, for the backward pass.
     assert found["all-reduce", "f16"].count(activations) == 5
-    assert not of_dtype(found, "f32")
+    # The table of places is added to rows of a table in f32.
+    assert of_dtype(found, "f32") == {"all-gather": [TABLES["position"]]}
 
 
 @pytest.mark.slow
@@ -588,7 +589,8 @@ def test_stages_hand_on_half_precision():
     # Tables alone are gathered in f32, and their gradients are summed in f32.
     f32 = of_dtype(found, "f32")
     assert f32.pop("all-gather") == [TABLES["token"], TABLES["position"]]
-    wide = sum(TABLES.values()) + BIASES
+    # So is that of the rows that all stages are fed with.
+    wide = sum(TABLES.values()) + BIASES + 32 * 64 * 512
     assert wide <= sum(f32.pop("all-reduce")) <= 1.05 * wide and not f32
     # From stage to stage, there and back.
     assert found["collective-permute", "bf16"].count(32 // 8 * 64 * 512) >= 2

@@ -295,8 +295,9 @@ def test_a_region_says_itself_whether_its_gradients_are_f32():
 @pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 def test_without_it_the_same_gradients_are_half(inside):
-    # So that the test above can fail.
-    seen = [digits(g) for each in PROGRAMS for g in gradients(each, HALF, inside)[1]]
+    # So that the test above can fail. Sums of what many elements read are f32 anyway.
+    found = [g for each in PROGRAMS for g in gradients(each, HALF, inside)[1]]
+    seen = [digits(g) for g in found if g.ndim > 1]
     assert np.mean([each < FEW for each in seen]) > 0.5
 
 

@@ -112,6 +112,7 @@ OPERATIONS = {
 # Where this library differs on purpose.
 DIFFERENT = {
     "mish": "f32 between products: it is two operations on what a softplus makes",
+    "nll_loss": "the mean is f32; the sign is turned behind its rounding",
     "square": "follows: torch squares in f32, here only where an f32 sum reads it",
     "std": "f32: torch leaves it in half and sums in f32 inside its kernel",
     "scatter_add": "f32: it is a sum",

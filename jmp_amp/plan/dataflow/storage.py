@@ -58,7 +58,8 @@ class _Value:
     """A value. Sets of values are integers, with a bit for each of them.
 
     Attributes:
-      bit: its own; of a value that is moved, that of the other one.
+      bit: its own; of a value that is moved, that of the other one; of a branch, also
+        those of the outputs of its bodies.
       on: what it depends on, itself included.
       through: what it depends on through a product.
       terms: what is added up in it, itself included.
@@ -190,6 +191,9 @@ class _Pass:
         if is_move(eqn) and len(operands) == len(eqn.outvars) == 1:
             value.root = operands[0].root or operands[0]
             value.bit = value.root.bit
+        if _is_call(eqn):
+            # It is the output of one of the branches.
+            value.bit |= _union(v.bit for v in operands)
         value.on = value.bit | _union(v.on for v in operands)
         crosses = self.finder.crosses(eqn) and not _is_call(eqn)
         value.through = value.on if crosses else _union(v.through for v in operands)
