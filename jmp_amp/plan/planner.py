@@ -48,7 +48,7 @@ from jmp_amp.plan.rewrites.f32_gradients import f32_gradients, moves_parameter
 from jmp_amp.plan.rewrites.rewriting import Readers
 from jmp_amp.plan.saved.blocks import Saving, find_blocks
 from jmp_amp.plan.tables.rules import OpClass, Rule, rule_of_library
-from jmp_amp.policies.dtypes import F32, is_castable
+from jmp_amp.policies.dtypes import F32, is_castable, is_half
 from jmp_amp.policies.policy import Policy
 
 
@@ -215,6 +215,7 @@ class _Planner:
             equations = _beside_readers(jaxpr, equations, before_tanh)
         plan = Plan(flow.body, tuple(equations), returned, values.free_in_f32())
         blocks, needs, found = find_blocks(flow, plan, values, saving)
+        found |= _raised_for(flow, plan, found)
         if not found <= rounded:
             # What is kept depends on the dtypes, and they on what is kept.
             given = outcome, inputs, outputs, saving, alive, curved
@@ -330,9 +331,28 @@ class _Planner:
 
 def _rounded(outcome: Outcome, step: Step) -> Outcome:
     """Returns the outcome of an operation whose f32 result is kept in half."""
+    assert step.decision is not None
     half = step.region.policy.compute_dtype
     reason = "one operation that the backward pass of a loop keeps"
+    if step.decision.dtype == half:
+        reason = step.decision.reason
     return dataclasses.replace(outcome, dtype=half, reason=reason)
+
+
+def _raised_for(flow: Flow, plan: Plan, rounded: frozenset[Var]) -> frozenset[Var]:
+    """Returns the half results that are f32 for readers which are to be half."""
+    if not rounded:
+        return rounded
+    halves, others = set(rounded), set(jaxprs.variables(flow.body.jaxpr.outvars))
+    steps = zip(flow.body.jaxpr.eqns, flow.steps, plan.equations, strict=True)
+    for eqn, step, planned in reversed(list(steps)):
+        decision = step.decision
+        is_raised = decision is not None and is_half(decision.dtype)
+        if is_raised and planned.dtype == F32 and others.isdisjoint(eqn.outvars):
+            halves.update(eqn.outvars)
+        if halves.isdisjoint(eqn.outvars):
+            others.update(jaxprs.variables(eqn.invars))
+    return frozenset(halves)
 
 
 def _moved(flow: Flow, plan: Plan) -> dict[Var, np.dtype]:
