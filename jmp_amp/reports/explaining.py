@@ -63,7 +63,7 @@ def explain(
       >>> report.total.matmuls_in_half, report.total.matmuls
       (1, 1)
       >>> [(r.reason, r.operations) for r in report.stays_full][0]
-      ('f32 between products', ('integer_pow',))
+      ('only f32 operations read it', ('max',))
     """
     check_function(fn, "explain", "explain", "(*args)")
     name = getattr(fn, "__name__", type(fn).__name__)

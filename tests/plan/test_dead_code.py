@@ -215,13 +215,17 @@ def test_what_half_precision_alone_reads_is_half_beside_a_dead_line(dead):
     assert "float32" in planned(live, X, primitive="tanh")
 
 
-def test_a_parameter_is_moved_in_half_beside_a_helper_that_does_not_read_it():
-    def fn(x, b):
+def test_a_parameter_is_moved_beside_a_helper_that_does_not_read_it_as_without():
+    def beside_a_helper(x, b):
         rows = jnp.broadcast_to(b[None], x.shape)
         return jax.jit(lambda out, unread: out * 2)(x @ W + rows, rows) @ W
 
-    found = planned(fn, X, jnp.ones(8), primitive="broadcast_in_dim")
-    assert set(found) == {"bfloat16"}
+    def without(x, b):
+        return (x @ W + jnp.broadcast_to(b[None], x.shape)) * 2 @ W
+
+    found = planned(beside_a_helper, X, jnp.ones(8), primitive="broadcast_in_dim")
+    assert found == planned(without, X, jnp.ones(8), primitive="broadcast_in_dim")
+    assert found[-1] == "bfloat16"
 
 
 def test_a_carry_that_is_read_turns_later_is_alive():
