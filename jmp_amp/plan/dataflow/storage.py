@@ -67,6 +67,7 @@ class _Value:
       maker: the equation that makes it; None for an input.
       operands: those of the equation; of a branch, the outputs of all bodies.
       root: the value that it is, moved.
+      is_call: it is the output of one of the bodies of a branch.
     """
 
     bit: int
@@ -77,6 +78,7 @@ class _Value:
     maker: Eqn | None = None
     operands: Sequence[_Value] = ()
     root: _Value | None = None
+    is_call: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -170,7 +172,8 @@ class _Pass:
             [each.of(v) or self._new() for v in each.jaxpr.outvars] for each in bodies
         ]
         for results in zip(*outputs, strict=True):
-            yield results[0] if len(results) == 1 else self._made(eqn, results, depth)
+            one = len(results) == 1
+            yield results[0] if one else self._made(eqn, results, depth, is_call=True)
 
     def _equation(self, eqn: Eqn, around: _Body, depth: int) -> Iterator[_Value]:
         read = [around.values[v] for v in dict.fromkeys(jaxprs.variables(eqn.invars))]
@@ -186,18 +189,20 @@ class _Pass:
         for _ in eqn.outvars:
             yield self._made(eqn, read, depth)
 
-    def _made(self, eqn: Eqn, operands: Sequence[_Value], depth: int) -> _Value:
+    def _made(
+        self, eqn: Eqn, operands: Sequence[_Value], depth: int, is_call: bool = False
+    ) -> _Value:
         value = self._new()
+        value.is_call = is_call
         if is_move(eqn) and len(operands) == len(eqn.outvars) == 1:
             value.root = operands[0].root or operands[0]
             value.bit = value.root.bit
-        if _is_call(eqn):
-            # It is the output of one of the branches.
+        if is_call:
             value.bit |= _union(v.bit for v in operands)
         value.on = value.bit | _union(v.on for v in operands)
-        crosses = self.finder.crosses(eqn) and not _is_call(eqn)
+        crosses = not is_call and self.finder.crosses(eqn)
         value.through = value.on if crosses else _union(v.through for v in operands)
-        sums = _adds(eqn) or _is_call(eqn)
+        sums = is_call or _adds(eqn)
         value.terms = value.bit | (_union(v.terms for v in operands) if sums else 0)
         value.depth, value.maker, value.operands = depth, eqn, operands
         self.made.append(value)
@@ -207,7 +212,7 @@ class _Pass:
         """Returns how the values of a body are stored."""
         for value in reversed(self.made):
             assert value.maker is not None
-            moved = is_exact(value.maker) or _is_call(value.maker)
+            moved = value.is_call or is_exact(value.maker)
             if self.kept & value.bit and moved:
                 self.kept |= _union(v.bit for v in value.operands)
         changes = _spread(self.cancels)
@@ -235,8 +240,8 @@ def _spread(cancels: list[tuple[_Value, int]]) -> set[_Value]:
         maker = value.maker
         if value in found or maker is None or common & value.bit:
             continue
-        calls = bool(jaxprs.inner_bodies(maker))
-        if not (_adds(maker) or calls):
+        calls = value.is_call or jaxprs.is_loop(maker)
+        if not (calls or _adds(maker)):
             continue
         if not common and is_move(maker) and len(maker.invars) > 1:
             # A join: what its parts have in common cancels.
@@ -246,14 +251,9 @@ def _spread(cancels: list[tuple[_Value, int]]) -> set[_Value]:
                 cancels += [(v.root or v, shared)] * bool(shared)
             continue
         found.add(value)
-        if (not calls and (common or is_move(maker))) or _is_call(maker):
+        if value.is_call or (not calls and (common or is_move(maker))):
             cancels += [(v, common) for v in value.operands]
     return found
-
-
-def _is_call(eqn: Eqn) -> bool:
-    """Whether an equation is a call or a branch: its results are those of bodies."""
-    return bool(jaxprs.inner_bodies(eqn)) and not jaxprs.is_loop(eqn)
 
 
 def _adds(eqn: Eqn) -> bool:

@@ -94,8 +94,10 @@ class _Facts(NamedTuple):
 
     path: Path
     operation: str
-    again: bool
+    is_free: bool
+    is_slice: bool
     is_active: bool
+    again: bool
     may_round: bool
 
 
@@ -238,9 +240,11 @@ class Values:
             self.nodes[n].is_operand |= not again
         for n in operands:
             self._is_read(n, top, not again)
-        facts = _Facts(
-            path, eqn.primitive.name, again, moves, _may_round(step, planned)
-        )
+        is_free = again and all(self.nodes[n].is_free for n in operands)
+        is_slice = any(self.nodes[n].is_slice for n in operands)
+        may_round = moves and _may_round(step, planned)
+        of = path, eqn.primitive.name, is_free, is_slice, moves, again, may_round
+        facts = _Facts(*of)
         results = [
             self._result(facts, var, made, kept, operands)
             for var, made, kept in zip(
@@ -263,21 +267,19 @@ class Values:
         operands: Sequence[int],
     ) -> tuple[int, int]:
         """Returns the nodes of a result as it is made and as it is kept."""
-        path, operation, again, moves, may_round = facts
         size, dtype = _size(var, made)
         converted = None not in (made, kept) and made != kept
         key = var, None if converted else dtype
         n = self._add(
             Node(
-                *(size, dtype, operands, path, key, operation),
-                is_free=again and all(self.nodes[n].is_free for n in operands),
-                is_slice=any(self.nodes[n].is_slice for n in operands),
-                is_active=moves and jaxprs.is_floating(var),
-                again=again,
-                may_round=may_round and moves,
+                *(size, dtype, operands, facts.path, key, facts.operation),
+                *(facts.is_free, facts.is_slice),
+                is_active=facts.is_active and jaxprs.is_floating(var),
+                again=facts.again,
+                may_round=facts.may_round,
             )
         )
-        return n, self._cast(n, var, kept, path) if converted else n
+        return n, self._cast(n, var, kept, facts.path) if converted else n
 
     def _read(
         self,
