@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import sys
 import types
@@ -138,12 +137,6 @@ def without_option(is_it: Callable[[trade_offs.Option, Any], bool]) -> Rule:
     return (Change(choosing, "options", off),)
 
 
-def _never_saturates(options: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda at, made, *args: options(
-        at, dataclasses.replace(made, saturate=False), *args
-    )
-
-
 def _saves_nothing(results: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: tuple(
         known._replace(traits=known.traits - {Trait.SAVED_IN_F32})
@@ -171,10 +164,7 @@ RULES: dict[str, Rule] = {
     ),
     # What is pinned: the ends that lead to a pin, and the facts.
     "ranked": no((ends, "_ranked"), answer=()),
-    "selected": (Change(ends, "_selected", lambda _: lambda eqn: eqn.invars),),
-    "form": no((ends, "_between"), answer=[]),
     "factor": unset(Ends, "FACTOR"),
-    "exact": unset(Ends, "EXACT"),
     "solution_trait": no((choosing, "is_solution")),
     "solver": no((choices, "is_solver")),
     # What is f32 although half would be right.
@@ -205,7 +195,6 @@ RULES: dict[str, Rule] = {
     "gates_a_sum": no((trade_offs, "_gates_a_sum")),
     "normalized": unset(Made, "NORMALIZED"),
     "oversized": without_trait(Trait.OVERSIZED),
-    "saturates": (Change(choosing, "options", _never_saturates),),
     "moves_parameters": without_option(lambda o, r: _is_free_in_half(o, r) and o.once),
     "adds_parameters": without_option(
         lambda o, r: _is_free_in_half(o, r) and not o.once

@@ -54,10 +54,8 @@ ENDS = {
     Ends.INDEX: "it becomes an index",
     Ends.SOLVED: "linear algebra reads it, which makes errors larger",
     Ends.FACTOR: "a product that leads to linear algebra reads it",
-    Ends.EXACT: "a product with a solution reads it",
     Ends.STREAM: "a layer that does not lead to linear algebra reads it",
     Ends.DISTANCE: "it is a term beside a sum of squares, as in a distance",
-    Ends.FORM: "it is the F @ P of F @ P @ F.T, which leads to linear algebra",
     Ends.MOMENT: "it is a term beside squared means, or their factor",
 }
 
