@@ -23,7 +23,7 @@ class Pin(NamedTuple):
 
     Attributes:
       id: its name, which does not change when the words do.
-      words: the reason; `{half}` is the half dtype.
+      words: the reason.
       holds: whether it holds for a product.
     """
 
