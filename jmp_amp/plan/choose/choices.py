@@ -192,8 +192,7 @@ class Flows:
             sources.write(eqn.outvars, read)
         else:
             results = _in_region((decision.result,) * len(eqn.outvars), region)
-            made_of = union([s for s, on in zip(read, decision.of, strict=True) if on])
-            sources.write(eqn.outvars, [made_of] * len(eqn.outvars))
+            sources.write(eqn.outvars, [union(read)] * len(eqn.outvars))
             if eqn.primitive.name in PRODUCTS:
                 sources.layers |= _multiplied_by_slices(views, read)
         return Step(region, views, results, decision)
@@ -250,12 +249,10 @@ class Flows:
             known = _entering(eqn, [each.known for each in inputs], positions)
             groups = groups_of(tuple([each.sources for each in inputs]))
             each = ends[number], facts[number], groups, cycles[number]
-            if index in around.stored_inside:
-                stored = around.stored_inside[index][number]
-            else:
-                made = _stored_outputs(eqn, number, inputs, around.storage)
-                stored = self._storage.of(body, made)
-            called = Called(known, region, rule, *each, stored)
+            stored = around.stored_inside.get(index)
+            of_loop = _stored_outputs(eqn, number, inputs, around.storage)
+            here = stored[number] if stored else self._storage.of(body, of_loop)
+            called = Called(known, region, rule, *each, here)
             flow = flows[number] = self.through(body, called)
             # The condition of a loop, its first body, hands nothing to the next turn.
             carried = jaxprs.carried(eqn) if number == len(inner) - 1 else range(0)

@@ -21,7 +21,6 @@ from jmp_amp.plan.choose.pins import (
     is_pinned,
     is_solution,
     is_weight,
-    made_of,
     pin_of,
     sums_argument,
 )
@@ -125,7 +124,6 @@ def _completed(at: Standing, made: Decision, rewrite: Rewrite | None) -> Decisio
         made,
         result=result,
         options=tuple(options(at, made, result, saved, falls)),
-        of=made_of(at, made),
         rewrite=rewrite,
         standing=at,
     )

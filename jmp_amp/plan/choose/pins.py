@@ -158,20 +158,6 @@ def is_argument(value: Known, atom: Atom) -> bool:
     )
 
 
-def made_of(at: Standing, made: Decision) -> tuple[bool, ...]:
-    """Returns, for each operand, whether the results count as made of it."""
-    everything = (True,) * len(at.views)
-    if role_of(at.name) not in (Role.ADDS, Role.SUBTRACTS):
-        return everything
-    if made.result.origin == Origin.FREE:
-        # A position that is added to an embedding.
-        looked_up = tuple(Trait.LOOKED_UP in v.traits for v in at.views)
-        return looked_up if any(looked_up) else everything
-    if is_pinned(at):
-        return everything
-    return tuple(v.origin != Origin.FREE for v in at.views)
-
-
 def sums_argument(at: Standing) -> bool:
     """Whether an argument, or a sum that it began, is a term of the result."""
     if any(Trait.SUMS_ARGUMENT in v.traits for v in at.views):

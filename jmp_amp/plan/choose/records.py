@@ -55,8 +55,6 @@ class Decision:
       words: why, in words; None if the rule says it.
       result: what is known of the results, but for the region that they are made in.
       options: alternatives; the first whose condition on the consumers holds is taken.
-      of: for each operand, whether the results count as made of it; a parameter that
-        is added to an activation does not.
       rewrite: how it is bound, if not as traced.
       saturate: constants that overflow become the largest finite value.
       standing: what it was made from.
@@ -72,7 +70,6 @@ class Decision:
     words: str | None
     result: Known
     options: tuple[Option, ...] = ()
-    of: tuple[bool, ...] = ()
     rewrite: Rewrite | None = None
     saturate: bool = False
     standing: Standing | None = None

@@ -1,8 +1,6 @@
 """From which inputs of a body is each of its values computed?
 
-A bias and a state are both f32 arguments that meet activations in an addition. The
-difference is what is added: `h + b` adds a value that is not made of `b`, but
-`y + dt * f(y)` adds one that is made of `y`. Sets of inputs are bits of an integer.
+Sets of inputs are bits of an integer.
 """
 
 from __future__ import annotations
