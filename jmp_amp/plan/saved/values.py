@@ -89,16 +89,6 @@ class Node:
         return any(use == NEEDED for _, use in self.uses)
 
 
-class _Facts(NamedTuple):
-    """What the results of an equation have in common, see `Node`."""
-
-    path: Path
-    operation: str
-    again: bool
-    is_active: bool
-    may_round: bool
-
-
 class _Call(NamedTuple):
     """An equation, its place and its plan, and the nodes of its operands."""
 
@@ -228,7 +218,6 @@ class Values:
         keeps = keeps or (word == "auto" and not again and not self._in_loop)
         if part is Part.END:
             self.ends.append(top)
-        operands = [n for n in read if n is not None]
         needed = [n for i in needs.operands if (n := read[i]) is not None]
         if needs.derives and word != "all" and (needed or needs.results):
             self.derived.append(top)
@@ -236,13 +225,11 @@ class Values:
             self.nodes[n].uses.append((top, NEEDED))
             self.nodes[n].anyway |= keeps
             self.nodes[n].is_operand |= not again
-        for n in operands:
-            self._is_read(n, top, not again)
-        facts = _Facts(
-            path, eqn.primitive.name, again, moves, _may_round(step, planned)
-        )
+        for n in read:
+            if n is not None:
+                self._is_read(n, top, not again)
         results = [
-            self._result(facts, var, made, kept, operands)
+            self._result(call, again, moves, var, made, kept)
             for var, made, kept in zip(
                 eqn.outvars, planned.yields, planned.writes, strict=True
             )
@@ -256,25 +243,28 @@ class Values:
 
     def _result(
         self,
-        facts: _Facts,
+        call: _Call,
+        again: bool,
+        moves: bool,
         var: Var,
         made: np.dtype | None,
         kept: np.dtype | None,
-        operands: Sequence[int],
     ) -> tuple[int, int]:
         """Returns the nodes of a result as it is made and as it is kept."""
-        path, operation, again, moves, may_round = facts
+        eqn, step, planned, path, read = call
+        operands = [n for n in read if n is not None]
+        may_round = step.decision is not None and step.decision.may_round
         size, dtype = _size(var, made)
         converted = None not in (made, kept) and made != kept
         key = var, None if converted else dtype
         n = self._add(
             Node(
-                *(size, dtype, operands, path, key, operation),
+                *(size, dtype, operands, path, key, eqn.primitive.name),
                 is_free=again and all(self.nodes[n].is_free for n in operands),
                 is_slice=any(self.nodes[n].is_slice for n in operands),
                 is_active=moves and jaxprs.is_floating(var),
                 again=again,
-                may_round=may_round and moves,
+                may_round=may_round and planned.dtype == F32 and moves,
             )
         )
         return n, self._cast(n, var, kept, path) if converted else n
@@ -318,11 +308,6 @@ class Values:
                 *(source.is_free, source.is_slice, source.is_active, True),
             )
         )
-
-
-def _may_round(step: Step, planned: EquationPlan) -> bool:
-    decision = step.decision
-    return decision is not None and decision.may_round and planned.dtype == F32
 
 
 def _needs(call: _Call, active: Sequence[bool], part: Part) -> Needs:
