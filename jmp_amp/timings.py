@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan.program.dimensions import Dimensions
-from jmp_amp.plan.rewrites.cpu_products import half_product
+from jmp_amp.plan.rewrites.cpu import CpuProduct, half_product
 from jmp_amp.policies.dtypes import BF16, F16, F32, short_name
 from jmp_amp.transform.autocasting import autocast
 
@@ -82,8 +82,9 @@ def of_products(kind: str, multiplies_bf16: bool) -> tuple[Product, ...]:
     size = 512 if kind == "cpu" else 4096
     runs = [_product(jnp.matmul, dtype, size) for dtype in _DTYPES]
     if multiplies_bf16:
-        matrices = Dimensions.among(((1,), (0,)), ((), ()), (2, 2))
-        runs.append(_product(half_product(matrices), BF16, size))
+        matrices = CpuProduct(Dimensions.among(((1,), (0,)), ((), ()), (2, 2)))
+        product = functools.partial(half_product, matrices)
+        runs.append(_product(product, BF16, size))
     times = medians(runs)
     on_cpu = {BF16: times[0] / times[-1]} if multiplies_bf16 else {}
     return tuple(

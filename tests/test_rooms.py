@@ -35,7 +35,7 @@ plan:
   - dataflow[solver constants made | dead_code gelus values
       | joins sources facts storage | ends paths | recursions | standing]
   - rewrites[linear | rewriting
-      | pick_rewrite cpu_products f32_gradients
+      | pick_rewrite cpu f32_gradients
       | lookups f32_results | fp8 shifted_scores
       | rewrite_table]
   - choose[modes | records uses | flows pins half_rules

@@ -63,7 +63,7 @@ from rich.table import Table
 import jmp_amp as amp
 from jmp_amp.plan.program.cpu_target import this_cpu
 from jmp_amp.plan.program.dimensions import Dimensions
-from jmp_amp.plan.rewrites.cpu_products import gains, half_product
+from jmp_amp.plan.rewrites.cpu import CpuProduct, gains, half_product
 from tests import measures
 from tests.zoo.language import wide
 
@@ -432,8 +432,8 @@ def product_of(name: str, x: jax.Array, y: jax.Array) -> jax.Array:
     dimensions = ((2,), (1,)), ((0,), (0,))
     if name == "f32":
         return jax.lax.dot_general(x, y, dimensions)
-    product = Dimensions.among(*dimensions, (3, 3))
-    return half_product(product)(x.astype(jnp.bfloat16), y.astype(jnp.bfloat16))
+    product = CpuProduct(Dimensions.among(*dimensions, (3, 3)))
+    return half_product(product, x.astype(jnp.bfloat16), y.astype(jnp.bfloat16))
 
 
 def measured_product(

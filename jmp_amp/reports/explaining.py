@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence, Set
 import numpy as np
 
 from jmp_amp.plan.program.cpu_target import Cpu, checked_target, cpu_of
-from jmp_amp.plan.rewrites.cpu_products import is_cpu_product
 from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
@@ -104,7 +103,7 @@ def _on_cpu(
 
     def is_its_own(each: Equation) -> bool:
         place = program.place(each.identity) if each.identity else None
-        return place is not None and is_cpu_product(place.planned.rewrite)
+        return bool(place and place.planned.rewrite and place.planned.rewrite.dtype)
 
     others = [each for each in equations if not is_its_own(each)]
     own = any(each.is_in_half or each.matmuls_in_half > 0 for each in others)

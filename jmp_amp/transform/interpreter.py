@@ -191,8 +191,9 @@ class Replay(Walk[Value]):
         if rewrite is not None and rewrite.measured and self.marks.tells_equations:
             rewrite = rewrite.measured
             planned = dataclasses.replace(planned, rewrite=rewrite)
-        if held and rewrite is not None and rewrite.bind_f32 is not None:
-            return rewrite.bind_f32(eqn, planned.dtype, operands, held)
+        if rewrite is not None and rewrite.takes_held:
+            operands = [held.get(i, x) for i, x in enumerate(operands)]
+            held = {}
         run = functools.partial(self._bound, eqn, planned)
         return with_f32_gradients(eqn, run, operands, held) if held else run(operands)
 

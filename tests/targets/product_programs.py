@@ -12,7 +12,7 @@ from jax import lax
 
 from jmp_amp.plan.program import cpu_target
 from jmp_amp.plan.program.cpu_target import Cpu
-from jmp_amp.plan.rewrites import cpu_products
+from jmp_amp.plan.rewrites import cpu
 
 MODES = (
     *("forward", "gradient", "jvp", "gradient of jvp", "vmap", "vmap of gradient"),
@@ -24,9 +24,7 @@ MODES = (
 def multiply_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes products of every size those of a CPU with instructions for bf16."""
     monkeypatch.setattr(cpu_target, "this_cpu", lambda: Cpu(native=True))
-    monkeypatch.setattr(cpu_products, "_SMALLEST_SIDE", 1)
-    monkeypatch.setattr(cpu_products, "_SMALLEST_FACE", 0)
-    monkeypatch.setattr(cpu_products, "_FEWEST_TERMS", 0)
+    monkeypatch.setattr(cpu, "_SMALLEST", (1, 0, 0))
 
 
 class Program(NamedTuple):

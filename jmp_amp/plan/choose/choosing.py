@@ -55,7 +55,7 @@ from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.dimensions import is_elementwise_product, sums
 from jmp_amp.plan.program.jaxprs import Eqn, aval_of
 from jmp_amp.plan.program.regions import Region
-from jmp_amp.plan.rewrites.cpu_products import why_f32
+from jmp_amp.plan.rewrites.cpu import why_f32
 from jmp_amp.plan.rewrites.fp8 import why_not
 from jmp_amp.plan.rewrites.rewrite_table import rewrite_of
 from jmp_amp.plan.rewrites.rewriting import Rewrite
@@ -272,7 +272,7 @@ def _in_f32(at: Standing) -> Decision:
     if at.region.cpu is None or at.region.asked.compute_dtype == F32:
         return decided(at, Mode.IN_DTYPE, F32, _by_policy(at), Origin.FULL)
     reason = "on a CPU all but products is f32"
-    # For the products that read it, see `cpu_products`.
+    # For the products that read it, see `rewrites.cpu`.
     oversized = (
         role_of(at.name) is Role.CHOOSES
         and unfit(at.operands, BF16, "overflows") is not None

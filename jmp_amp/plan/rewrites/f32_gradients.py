@@ -287,7 +287,7 @@ def linear_in_f32(
 def product_in_f32(eqn: Eqn, operands: Sequence[Value]) -> list[jax.Array]:
     """Runs a product of half operands: its result is f32.
 
-    XLA for CPUs makes programs of some that fail when they run (`cpu_products`), so
+    XLA for CPUs makes programs of some that fail when they run (`rewrites.cpu`), so
     there the operands are cast. XLA for GPUs has no convolution of half operands with
     an f32 result and casts the operands too: on one device the result is half, and is
     cast. Several devices would add up what a convolution returns, before the cast.

@@ -23,37 +23,19 @@ from jmp_amp.policies.dtypes import F32, is_half
 
 
 def f32_result(at: Standing) -> Rewrite | None:
-    """Returns the rewrite of a product of half operands with an f32 result."""
-    applies = _is_low(at) and is_half(at.half) and jaxprs.sums_half_in_f32(at.eqn)
-    return _F32_RESULT if applies else None
+    """Returns the rewrite of a product of half operands with an f32 result.
 
-
-def f32_gradient(at: Standing) -> Rewrite | None:
-    """Returns the rewrite of a product that makes the gradient of a parameter.
-
-    A program has such a product if its derivative is inside of autocast. What autocast
-    is inside of is derived otherwise, see `f32_gradients`.
+    So the program asks, or the product makes the gradient of a parameter: the
+    derivative is inside of autocast then. What autocast is inside of is derived
+    otherwise, see `f32_gradients`.
     """
+    if at.rule.op_class is not OpClass.LOW or jaxprs.is_fixed(at.eqn):
+        return None
+    if is_half(at.half) and jaxprs.sums_half_in_f32(at.eqn):
+        return _F32_RESULT
     of = at.derived_from
-    applies = of is not None and of.of_parameter and is_half(at.low) and _is_low(at)
+    applies = of is not None and of.of_parameter and is_half(at.low)
     return _F32_GRADIENT if applies else None
-
-
-def _is_low(at: Standing) -> bool:
-    return at.rule.op_class is OpClass.LOW and not jaxprs.is_fixed(at.eqn)
-
-
-def _rewrite(
-    product: Callable[[Eqn, Sequence[Value]], Sequence[jax.Array]],
-    reason: str,
-    derivative_only: bool,
-) -> Rewrite:
-    return Rewrite(
-        functools.partial(_bind, product),
-        reason=reason,
-        result=F32,
-        derivative_only=derivative_only,
-    )
 
 
 def _bind(
@@ -82,7 +64,14 @@ def _bind(
     return [multiplied(*operands)]
 
 
-_F32_RESULT = _rewrite(binding.bind, "half operands, f32 result", True)
-_F32_GRADIENT = _rewrite(
-    product_in_f32, "half operands: the gradient of a parameter is f32", False
+_F32_RESULT = Rewrite(
+    functools.partial(_bind, binding.bind),
+    reason="half operands, f32 result",
+    result=F32,
+    derivative_only=True,
+)
+_F32_GRADIENT = Rewrite(
+    functools.partial(_bind, product_in_f32),
+    reason="half operands: the gradient of a parameter is f32",
+    result=F32,
 )

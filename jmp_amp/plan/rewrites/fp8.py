@@ -228,7 +228,7 @@ class _Product(NamedTuple):
             reason=f"{self.fp8.forward} x {self.fp8.forward} -> bf16",
             fp8=self.fp8,
             beside=self.beside,
-            bind_f32=self.bind,
+            takes_held=True,
             measured=None if self.restores else self._replace(restores=True).rewrite(),
         )
 
@@ -236,7 +236,7 @@ class _Product(NamedTuple):
         """Returns the rewrite with the barriers that suit what is around."""
         return self._replace(barriers=barriers_of(eqn, readers)).rewrite()
 
-    def bind(self, eqn: Eqn, _: Any, operands: Any, held: Any = ()) -> list[jax.Array]:
+    def bind(self, eqn: Eqn, _: Any, operands: Any) -> list[jax.Array]:
         """Runs the product; see `Rewrite`.
 
         What a policy of `jax.checkpoint` saves of floats that the program itself reads
@@ -262,14 +262,13 @@ class _Product(NamedTuple):
             tangent = jax.checkpoint(how.tangent, prevent_cse=False)
             return product(pair, both, both, result), tangent(kept, moving)
 
-        both = quantised(self.fp8, operands)
+        both = quantised(self.fp8, [x.astype(BF16) for x in operands])
         names = zip(both, NAMES, strict=True)
         kept = [Quantised(*(checkpoint_name(x, n) for x in each)) for each, n in names]
         sharding = eqn.params["out_sharding"]
         result = how.dot(Dimensions.of(eqn), both, BF16, sharding, True)
         # Gradients have the dtypes of these: bf16 or f32.
-        pair = [dict(held).get(i, x) for i, x in enumerate(operands)]
-        return [product(pair, both, kept, jax.lax.stop_gradient(result))]
+        return [product(list(operands), both, kept, jax.lax.stop_gradient(result))]
 
     def tangent(self, operands: _Both, moving: _Moving) -> jax.Array:
         """Returns the tangent; its transpose multiplies 8-bit floats.

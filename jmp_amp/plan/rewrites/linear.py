@@ -9,6 +9,7 @@ through it, and only its transpose is another function than JAX would derive.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,16 +47,15 @@ def linear_function(
 
     def equations(unknown: _Both) -> _Both:
         us, vs = unknown
-        results = zip(scaled(vs), function(us), strict=True)
-        return scaled(us), [v - made for v, made in results]
+        return scaled(us), [*map(operator.sub, scaled(vs), function(us))]
 
     def solve(_: object, known: _Both) -> _Both:
         us, vs = known
-        return us, _added(vs, function(us))
+        return us, [*map(operator.add, vs, function(us))]
 
     def solve_transposed(_: object, known: _Both) -> _Both:
         us, vs = known
-        return _added(us, transpose(vs)), vs
+        return [*map(operator.add, us, transpose(vs))], vs
 
     # Both sides have to be linear in the tangents, and both solutions be used.
     zero = nothing(moving)
@@ -100,7 +100,3 @@ def _zeros(
     )
     missing = tuple(varying_axes(like) - varying_axes(zeros))
     return jax.lax.pcast(zeros, missing, to="varying") if missing else zeros
-
-
-def _added(arrays: Arrays, others: Arrays) -> Arrays:
-    return [x + other for x, other in zip(arrays, others, strict=True)]

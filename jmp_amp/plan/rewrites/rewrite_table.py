@@ -9,8 +9,8 @@ of parameters, inputs and constants alone is bound as traced, but for a product.
 from __future__ import annotations
 
 from jmp_amp.plan.dataflow.standing import Standing
-from jmp_amp.plan.rewrites.cpu_products import cpu_product
-from jmp_amp.plan.rewrites.f32_results import f32_gradient, f32_result
+from jmp_amp.plan.rewrites.cpu import cpu_product
+from jmp_amp.plan.rewrites.f32_results import f32_result
 from jmp_amp.plan.rewrites.fp8 import fp8_product
 from jmp_amp.plan.rewrites.lookups import summed_lookup
 from jmp_amp.plan.rewrites.pick_rewrite import pick_from_rows
@@ -21,7 +21,6 @@ from jmp_amp.plan.rewrites.shifted_scores import shifted_scores
 _REWRITES = (
     cpu_product,
     f32_result,
-    f32_gradient,
     fp8_product,
     pick_from_rows,
     summed_lookup,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 import jax
@@ -14,12 +14,6 @@ from jmp_amp.policies.fp8 import Fp8
 
 # (equation, dtype of the computation, operands) -> results
 Bind = Callable[[Eqn, np.dtype | None, Sequence[Value]], Sequence[jax.Array]]
-# The same, and those operands whose gradient leaves in f32, by their positions.
-BindF32 = Callable[
-    [Eqn, np.dtype | None, Sequence[Value], Mapping[int, Value]], Sequence[jax.Array]
-]
-
-
 # One for each operand or result of an equation; None for a value that is never cast.
 Dtypes = tuple[np.dtype | None, ...]
 
@@ -70,8 +64,8 @@ class Rewrite:
         prepares that or, for the derivative, is one `custom_linear_solve`.
       beside: returns the rewrite to take in its place, if any, by what reads the
         results; None if that makes no difference.
-      bind_f32: runs the equation where gradients leave it in f32; None if it is to be
-        derived from `bind`, see `f32_gradients`.
+      takes_held: whether `bind` takes operands whose gradients leave in f32 as they
+        are held, and casts them itself; see `f32_gradients` for what others do.
       measured: the rewrite to take where `diagnose` reads what it binds; None for this
         one.
     """
@@ -84,5 +78,5 @@ class Rewrite:
     fp8: Fp8 | None = None
     one_product: bool = False
     beside: Callable[[Eqn, Readers], Rewrite | None] | None = None
-    bind_f32: BindF32 | None = None
+    takes_held: bool = False
     measured: Rewrite | None = None

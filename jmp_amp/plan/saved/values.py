@@ -8,7 +8,8 @@ section here: what one section makes, another one cannot make again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -87,18 +88,6 @@ class Node:
     @property
     def is_needed(self) -> bool:
         return any(use == NEEDED for _, use in self.uses)
-
-
-class _Facts(NamedTuple):
-    """What the results of an equation have in common, see `Node`."""
-
-    path: Path
-    operation: str
-    is_free: bool
-    is_slice: bool
-    is_active: bool
-    again: bool
-    may_round: bool
 
 
 class _Call(NamedTuple):
@@ -230,7 +219,6 @@ class Values:
         keeps = keeps or (word == "auto" and not again and not self._in_loop)
         if part is Part.END:
             self.ends.append(top)
-        operands = [n for n in read if n is not None]
         needed = [n for i in needs.operands if (n := read[i]) is not None]
         if needs.derives and word != "all" and (needed or needs.results):
             self.derived.append(top)
@@ -238,15 +226,22 @@ class Values:
             self.nodes[n].uses.append((top, NEEDED))
             self.nodes[n].anyway |= keeps
             self.nodes[n].is_operand |= not again
+        operands = [n for n in read if n is not None]
         for n in operands:
             self._is_read(n, top, not again)
-        is_free = again and all(self.nodes[n].is_free for n in operands)
-        is_slice = any(self.nodes[n].is_slice for n in operands)
-        may_round = moves and _may_round(step, planned)
-        of = path, eqn.primitive.name, is_free, is_slice, moves, again, may_round
-        facts = _Facts(*of)
+        may_round = step.decision is not None and step.decision.may_round
+        node = functools.partial(
+            Node,
+            made_of=operands,
+            path=path,
+            operation=eqn.primitive.name,
+            is_free=again and all(self.nodes[n].is_free for n in operands),
+            is_slice=any(self.nodes[n].is_slice for n in operands),
+            again=again,
+            may_round=may_round and planned.dtype == F32 and moves,
+        )
         results = [
-            self._result(facts, var, made, kept, operands)
+            self._result(node, moves, var, made, kept)
             for var, made, kept in zip(
                 eqn.outvars, planned.yields, planned.writes, strict=True
             )
@@ -260,26 +255,19 @@ class Values:
 
     def _result(
         self,
-        facts: _Facts,
+        node: Callable[..., Node],
+        moves: bool,
         var: Var,
         made: np.dtype | None,
         kept: np.dtype | None,
-        operands: Sequence[int],
     ) -> tuple[int, int]:
         """Returns the nodes of a result as it is made and as it is kept."""
         size, dtype = _size(var, made)
         converted = None not in (made, kept) and made != kept
         key = var, None if converted else dtype
-        n = self._add(
-            Node(
-                *(size, dtype, operands, facts.path, key, facts.operation),
-                *(facts.is_free, facts.is_slice),
-                is_active=facts.is_active and jaxprs.is_floating(var),
-                again=facts.again,
-                may_round=facts.may_round,
-            )
-        )
-        return n, self._cast(n, var, kept, facts.path) if converted else n
+        is_active = moves and jaxprs.is_floating(var)
+        n = self._add(node(size=size, dtype=dtype, key=key, is_active=is_active))
+        return n, self._cast(n, var, kept, self.nodes[n].path) if converted else n
 
     def _read(
         self,
@@ -320,11 +308,6 @@ class Values:
                 *(source.is_free, source.is_slice, source.is_active, True),
             )
         )
-
-
-def _may_round(step: Step, planned: EquationPlan) -> bool:
-    decision = step.decision
-    return decision is not None and decision.may_round and planned.dtype == F32
 
 
 def _needs(call: _Call, active: Sequence[bool], part: Part) -> Needs:
