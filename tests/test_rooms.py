@@ -24,10 +24,9 @@ class Folder(NamedTuple):
 # too: `folder[first row | second row]`. The last wing is the package itself.
 HOUSE = """
 policies:
-  - dtypes patterns flags arguments tracebacks
-  - fp8 casting saved_words operation_names
+  - dtypes patterns arguments deferred
   - policy
-  - policy_map two_calls
+  - policy_map
 plan:
   - program[jaxprs cpu_target scope_text
       | source_code regions dimensions constructs meshes | binding]

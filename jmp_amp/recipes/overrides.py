@@ -16,6 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_amp.plan.tables.operations import ARITHMETIC
+from jmp_amp.policies.arguments import quoting
 from jmp_amp.policies.dtypes import (
     BF16,
     F16,
@@ -23,14 +24,11 @@ from jmp_amp.policies.dtypes import (
     floating_dtype,
     half_dtype,
     is_half,
-    reduce_dtype_of,
     short_name,
 )
-from jmp_amp.policies.fp8 import Fp8
 from jmp_amp.policies.patterns import GlobIfPresent
-from jmp_amp.policies.policy import Policy, get_policy
+from jmp_amp.policies.policy import Fp8, Policy, get_policy
 from jmp_amp.policies.policy_map import PolicyMap
-from jmp_amp.policies.saved_words import checked_word
 from jmp_amp.recipes import levels
 from jmp_amp.training.loss_scale import LossScale, no_loss_scale, static_loss_scale
 from jmp_amp.training.presets import loss_scale_preset, parameters_of
@@ -56,18 +54,17 @@ def fields_of(
         call.refuse("a number of losses is an int, at least 1.", "num_losses")
     call.flag("master_grad", True)
     masters = call.flag("master_weights", level.master_weights)
+    with quoting(f"recipe({name!r})"):
+        policy = Policy(
+            *(stored or F32, compute, outputs or F32),
+            matmul=matmul,
+            saved=cast(str | None, call.properties.get("saved")),
+            reduce_dtype=cast(Any, call.properties.get("reduce_dtype")),
+        )
     fields = dict(
         name=name,
         system=level.system,
-        policy=_policy(
-            call,
-            Policy(
-                *(stored or F32, compute, outputs or F32),
-                matmul=matmul,
-                saved=call.saved(),
-                reduce_dtype=call.reduce_dtype(),
-            ),
-        ),
+        policy=_policy(call, policy),
         loss_scale=_loss_scale(call, half if enabled else F32),
         cast_model_type=stored,
         keep_batchnorm_fp32=call.flag("keep_batchnorm_fp32", level.keep_batchnorm_fp32),
@@ -138,16 +135,6 @@ class _RecipeCall:
         # Any object: `floating_dtype` raises if it is no dtype.
         given = cast(DTypeLike, self.properties[name])
         return floating_dtype(given, f"recipe({self.name!r}, {name}={{}})")
-
-    def saved(self) -> str | None:
-        """Returns the property `saved`: a word of `Policy.saved`."""
-        given = self.properties.get("saved")
-        return checked_word(given, f"recipe({self.name!r}, saved={given!r})")
-
-    def reduce_dtype(self) -> np.dtype | None:
-        """Returns the property `reduce_dtype`, see `Policy`."""
-        given = cast(DTypeLike | None, self.properties.get("reduce_dtype"))
-        return reduce_dtype_of(given, f"recipe({self.name!r}, reduce_dtype={{}})")
 
     def names(self, name: str) -> frozenset[str]:
         """Returns a property that is a set of operations, by our names."""
