@@ -69,8 +69,8 @@ if TYPE_CHECKING:
     from jmp_amp.policies.policy import Policy as Policy
     from jmp_amp.policies.policy import get_policy as get_policy
     from jmp_amp.policies.policy_map import PolicyMap as PolicyMap
-    from jmp_amp.recipes.recipes import Recipe as Recipe
-    from jmp_amp.recipes.recipes import recipe as recipe
+    from jmp_amp.recipes import Recipe as Recipe
+    from jmp_amp.recipes import recipe as recipe
     from jmp_amp.reports.explaining import explain as explain
     from jmp_amp.reports.report import Report as Report
     from jmp_amp.training.checkpoints import export_opt_state as export_opt_state
@@ -119,7 +119,7 @@ _NAMES = {
     "policies.patterns": "ModuleInfo",
     "policies.policy": "Fp8 Policy get_policy",
     "policies.policy_map": "PolicyMap",
-    "recipes.recipes": "Recipe recipe",
+    "recipes": "Recipe recipe",
     "reports.explaining": "explain",
     "reports.report": "Report",
     "training.checkpoints": "export_opt_state export_params import_opt_state",

@@ -74,12 +74,8 @@ numerics:
   - diagnose[suggestions wording | diagnosis_tables decoding turns
       | diagnosis advice | checking | diagnosing]
     tune[groups tuning | flagged moves trials | searching | tuner]
-recipes:
-  - levels recipe_tables
-  - overrides
-  - recipes
 :
-  - exponent_maps jmp
+  - exponent_maps jmp recipes
   - plots
   - checkup timings
   - doctor

@@ -129,8 +129,8 @@ def floating_dtype(dtype: DTypeLike, call: str, remedy: str = "") -> np.dtype:
     found = parse_dtype(dtype) if isinstance(dtype, str) else by_name
     if found is not None:
         return found
-    is_type = given is not None and isinstance(dtype, type | np.dtype)
-    call = call.replace("{}", given.name if is_type else repr(dtype))
+    shown = given.name if given and isinstance(dtype, type | np.dtype) else repr(dtype)
+    call = call.replace("{}", shown)
     remedy = remedy or advice()
     if given is not None and not jnp.issubdtype(given, jnp.floating):
         raise TypeError(f"{call}: {given.name} is not a floating dtype. {remedy}")

@@ -404,7 +404,7 @@ def _operation_names(**classes: Iterable[str]) -> dict[str, frozenset[str]]:
     found = {}
     for field, given in classes.items():
         is_many = isinstance(given, Iterable) and not isinstance(given, str)
-        names = list(given) if is_many else [given]
+        names: list[Any] = list(given) if is_many else [given]
         for name in names:
             if not is_many or not isinstance(name, str):
                 raise TypeError(
@@ -565,7 +565,8 @@ def _parse_pairs(text: str) -> Policy:
             raise ValueError(f"{call}: {fact}")
         if field in _DTYPE_FIELDS and parse_dtype(value) is None:
             raise ValueError(f'{call}: unknown dtype {value!r} at "{key}=". {advice()}')
-        given[field] = value.split("+") if field in _CLASSES else value
+        names = [name.strip() for name in value.split("+")]
+        given[field] = names if field in _CLASSES else value
     if not given.keys() & set(_DTYPE_FIELDS):
         raise ValueError(
             f"{call}: {', '.join(given)} but no dtypes. Say which, for example "
@@ -578,9 +579,8 @@ def _parse_pairs(text: str) -> Policy:
     if given.get("reduce_dtype", "").lower() == "none":
         del given["reduce_dtype"]
     try:
-        matmul = _fp8_from(given.pop("matmul", "none"))
-        names = {each: map(str.strip, given.pop(each, ())) for each in _CLASSES}
-        return Policy(**given, **names, matmul=matmul)
+        given["matmul"] = _fp8_from(given.get("matmul", "none"))
+        return Policy(**given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{call}: {error}") from None
 
