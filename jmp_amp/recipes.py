@@ -530,7 +530,9 @@ def _read(
             "patch_functions": value is not by_operation,
             "keep_batchnorm_fp32": by_operation,
             "master_weights": by_operation,
-            "cast_model_type": value != F32 and (by_operation or not is_half(value)),
+            "cast_model_type": option in _DTYPES
+            and value != F32
+            and (by_operation or not is_half(value)),
         }
         if is_wrong.get(option):
             raise ValueError(f"{call}: {_STORES_F32 if by_operation else _STORES_HALF}")
@@ -549,11 +551,11 @@ _STORES_HALF = (
 
 def _row(name: object, level: object) -> _Row:
     """Returns the meaning of a name; "fp16_apex" is one of the levels of Apex."""
-    names = _LEVELS if level else [*_ROWS]
-    asked = level or name
+    is_level = level is not None
+    asked, names = (level, _LEVELS) if is_level else (name, [*_ROWS])
     if isinstance(asked, str) and asked in names:
         row = _ROWS[asked]
-        return row._replace(system="Colossal-AI", half=F16) if level else row
+        return row._replace(system="Colossal-AI", half=F16) if is_level else row
     lower = {each.lower(): each for each in names}
     word = str(asked).lower()
     close = difflib.get_close_matches(word, lower, n=1)
@@ -561,7 +563,7 @@ def _row(name: object, level: object) -> _Row:
     hint = f'Did you mean "{meant}"? ' if meant else ""
     if word[:1] == "0" and f"O{word[1:]}" in names:
         hint = f'It is the letter O, not the digit zero: "O{word[1:]}". '
-    what = f"level {level!r}" if level else "recipe"
+    what = f"level {level!r}" if is_level else "recipe"
     fact = f"unknown {what}. {hint}There are {', '.join(names)}."
     raise ValueError(f"recipe({name!r}): {fact}")
 
@@ -614,12 +616,11 @@ def _policy(
             saved=given.get("saved"),
             reduce_dtype=given.get("reduce_dtype"),
         )
-    lists = {"custom_white_list": "low", "custom_black_list": "full"}
-    for option in lists.keys() & given:
-        with quoting(f"recipe({name!r}, {option}={given[option]!r})"):
-            found = getattr(Policy(**{lists[option]: given[option]}), lists[option])
+    for option, to in {"custom_white_list": "low", "custom_black_list": "full"}.items():
+        with quoting(f"recipe({name!r}, {option}={given.get(option)!r})"):
+            found = getattr(Policy(**{to: given.get(option, ())}), to)
             names = {_PADDLE_NAMES.get(each, each) for each in found}
-            policy = dataclasses.replace(policy, **{lists[option]: names})
+            policy = dataclasses.replace(policy, **{to: names})
     if row.how == "products":
         policy = policy.with_full(*(ARITHMETIC - policy.low))
     layers = given.get("excluded_layers", ())
