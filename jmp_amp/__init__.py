@@ -60,17 +60,17 @@ if TYPE_CHECKING:
     from jmp_amp.numerics.tune.tuning import Step as Step
     from jmp_amp.numerics.tune.tuning import Tuned as Tuned
     from jmp_amp.numerics.tune.tuning import Tuning as Tuning
-    from jmp_amp.policies.casting import cast_floating as cast_floating
-    from jmp_amp.policies.casting import cast_to_full as cast_to_full
-    from jmp_amp.policies.casting import cast_to_half as cast_to_half
+    from jmp_amp.policies.dtypes import cast_floating as cast_floating
+    from jmp_amp.policies.dtypes import cast_to_full as cast_to_full
+    from jmp_amp.policies.dtypes import cast_to_half as cast_to_half
     from jmp_amp.policies.dtypes import half_dtype as half_dtype
-    from jmp_amp.policies.fp8 import Fp8 as Fp8
     from jmp_amp.policies.patterns import ModuleInfo as ModuleInfo
+    from jmp_amp.policies.policy import Fp8 as Fp8
     from jmp_amp.policies.policy import Policy as Policy
     from jmp_amp.policies.policy import get_policy as get_policy
     from jmp_amp.policies.policy_map import PolicyMap as PolicyMap
-    from jmp_amp.recipes.recipes import Recipe as Recipe
-    from jmp_amp.recipes.recipes import recipe as recipe
+    from jmp_amp.recipes import Recipe as Recipe
+    from jmp_amp.recipes import recipe as recipe
     from jmp_amp.reports.explaining import explain as explain
     from jmp_amp.reports.report import Report as Report
     from jmp_amp.training.checkpoints import export_opt_state as export_opt_state
@@ -115,13 +115,11 @@ _NAMES = {
     "numerics.diagnose.diagnosis": "Diagnosis",
     "numerics.tune.tuner": "tune",
     "numerics.tune.tuning": "Step Tuned Tuning",
-    "policies.casting": "cast_floating cast_to_full cast_to_half",
-    "policies.dtypes": "half_dtype",
-    "policies.fp8": "Fp8",
+    "policies.dtypes": "cast_floating cast_to_full cast_to_half half_dtype",
     "policies.patterns": "ModuleInfo",
-    "policies.policy": "Policy get_policy",
+    "policies.policy": "Fp8 Policy get_policy",
     "policies.policy_map": "PolicyMap",
-    "recipes.recipes": "Recipe recipe",
+    "recipes": "Recipe recipe",
     "reports.explaining": "explain",
     "reports.report": "Report",
     "training.checkpoints": "export_opt_state export_params import_opt_state",

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jmp_amp.policies.dtypes import F16, F32, PyTree, short_name
-from jmp_amp.recipes.recipes import Recipe, recipe
+from jmp_amp.recipes import Recipe, recipe
 from jmp_amp.reports.explaining import explain
 from jmp_amp.training.gradients import value_and_grad
 from jmp_amp.training.loss_scale_state import loss_scale_of

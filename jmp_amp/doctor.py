@@ -23,7 +23,7 @@ from jmp_amp import timings
 from jmp_amp.checkup import Check, check
 from jmp_amp.plan.program.cpu_target import this_cpu
 from jmp_amp.policies.dtypes import BF16, F16, F32, half_dtype, short_name
-from jmp_amp.recipes.recipes import recipe
+from jmp_amp.recipes import recipe
 from jmp_amp.reports.tables import Table, as_text, quantity
 from jmp_amp.timings import Product, Speeds
 

@@ -58,9 +58,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jmp_amp.policies import policy as policies
-from jmp_amp.policies.casting import cast_floating
-from jmp_amp.policies.casting import cast_to_full as cast_to_full
-from jmp_amp.policies.dtypes import F32, cast_leaf, is_half
+from jmp_amp.policies.dtypes import F32, cast_floating, cast_leaf, is_half
+from jmp_amp.policies.dtypes import cast_to_full as cast_to_full
 from jmp_amp.policies.policy import Policy as Policy
 from jmp_amp.training.finite import all_finite as all_finite
 from jmp_amp.training.finite import select_tree as select_same_dtypes

@@ -203,7 +203,7 @@ WRONG = {
         lambda: amp.autocast(abs, {"head": "float32"}),
         (
             TypeError,
-            "autocast(fn, {'head': 'float32'}): a dictionary is no policy.",
+            "autocast(fn, {'head': 'float32'}): get_policy({'head': 'float32'}): ",
             "Write PolicyMap(\"mixed_bfloat16\", {'head': 'float32'}).",
         ),
     ),

@@ -24,10 +24,9 @@ class Folder(NamedTuple):
 # too: `folder[first row | second row]`. The last wing is the package itself.
 HOUSE = """
 policies:
-  - dtypes patterns flags arguments tracebacks
-  - fp8 casting saved_words operation_names
+  - dtypes patterns arguments deferred
   - policy
-  - policy_map two_calls
+  - policy_map
 plan:
   - program[jaxprs cpu_target scope_text
       | source_code regions dimensions constructs meshes | binding]
@@ -75,12 +74,8 @@ numerics:
   - diagnose[suggestions wording | diagnosis_tables decoding turns
       | diagnosis advice | checking | diagnosing]
     tune[groups tuning | flagged moves trials | searching | tuner]
-recipes:
-  - levels recipe_tables
-  - overrides
-  - recipes
 :
-  - exponent_maps jmp
+  - exponent_maps jmp recipes
   - plots
   - checkup timings
   - doctor

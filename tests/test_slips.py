@@ -245,10 +245,14 @@ def test_what_waits_for_arguments_says_so_when_it_is_printed(name):
 @pytest.mark.parametrize(
     ("glob", "model", "advice"),
     [
-        ("Dense", "linen", "give the class itself, such as nn.Dense, and not its name"),
-        ("nn.Dense", "linen", "give the class itself, such as nn.Dense"),
-        ("**/Linear", "nnx", "give the class itself, such as nnx.Linear"),
-        ("layers.0", "nnx", "joined by '/'. The closest path of a module called is "),
+        (
+            "Dense",
+            "linen",
+            "Give the class flax.linen.linear.Dense itself, not its name",
+        ),
+        ("nn.Dense", "linen", "Give the class flax.linen.linear.Dense itself"),
+        ("**/Linear", "nnx", "Give the class flax.nnx.nn.linear.Linear itself"),
+        ("layers.0", "nnx", "The closest path of a module called is 'layers/0'."),
     ],
 )
 def test_the_name_of_a_class_and_dots_in_a_map_are_told(glob, model, advice):

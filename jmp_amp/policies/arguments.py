@@ -1,7 +1,9 @@
-"""How errors write arguments, and whose line a warning is about."""
+"""How errors write arguments, what a flag is, and whose line a warning is about."""
 
+import contextlib
 import sys
 import warnings
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -30,6 +32,35 @@ def type_name(value: object) -> str:
     if isinstance(value, jax.Array):
         return "array"
     return "type" if isinstance(value, type) else type(value).__name__
+
+
+def checked_flag(value: object, call: str) -> bool:
+    """Returns a flag as a Python bool; numpy's bools are flags too.
+
+    Every other value is true or false to Python, "False" is true: it is refused.
+
+    Args:
+      value: the argument of the caller.
+      call: the caller's call as written, with `{}` for the value, for the error.
+
+    Raises:
+      TypeError: if it is neither True nor False.
+    """
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    raise TypeError(
+        f"{call.replace('{}', repr(value))}: neither True nor False, but of type "
+        f"{type(value).__name__}. Give a bool."
+    )
+
+
+@contextlib.contextmanager
+def quoting(call: str) -> Iterator[None]:
+    """Begins the errors inside with the user's call as written."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{call}: {error}") from None
 
 
 def warn(message: str) -> None:

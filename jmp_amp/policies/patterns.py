@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import fnmatch
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import NamedTuple, cast
 
 from flax import linen as nn
@@ -16,11 +15,9 @@ from flax import nnx
 # mean and a variance over many values need f32 (Micikevicius et al. 2018,
 # arXiv:1710.03740, section 3.3), the values that they normalise do not.
 _NORMS = tuple(
-    getattr(library, name)
+    getattr(library, f"{name}Norm")
     for library in (nn, nnx)
-    for name in (
-        "BatchNorm LayerNorm GroupNorm RMSNorm InstanceNorm WeightNorm SpectralNorm"
-    ).split()
+    for name in "Batch Layer Group RMS Instance Weight Spectral".split()
 )
 
 _REGEX = "re:"
@@ -62,28 +59,27 @@ class GlobIfPresent(str):
     """
 
 
-@dataclasses.dataclass(frozen=True)
-class IfPresent:
-    """A function of a `ModuleInfo` for modules that a model may have or not, likewise.
+def attend_of_embedding(info: ModuleInfo) -> bool:
+    """Whether a module is an embedding that makes logits, called so.
 
-    Attributes:
-      function: the function.
+    `nn.Embed` and `nnx.Embed` are; so are classes of others that are named alike.
     """
-
-    function: Callable[[ModuleInfo], bool]
-
-    def __call__(self, info: ModuleInfo) -> bool:
-        return self.function(info)
+    return info.method == "attend" and "embed" in info.cls.__name__.lower()
 
 
 def is_optional(pattern: Pattern) -> bool:
     """Whether no `PolicyMap` warns that the pattern matched no module."""
-    return isinstance(pattern, GlobIfPresent | IfPresent)
+    return isinstance(pattern, GlobIfPresent) or pattern is attend_of_embedding
+
+
+def is_norm(value: object) -> bool:
+    """Whether a value is a norm class: a module's class, or the pattern of an entry."""
+    return isinstance(value, type) and issubclass(value, _NORMS)
 
 
 def matches_path(path: str, glob: str) -> bool:
     """Whether a glob matches the whole of a path; `**` stands for any names."""
-    return _matches_names(_names(path), _names(glob))
+    return matches_names(glob, _names(path))
 
 
 def paths_matching(paths: Iterable[str], glob: str) -> set[str]:
@@ -92,15 +88,15 @@ def paths_matching(paths: Iterable[str], glob: str) -> set[str]:
     Reports begin a path with the class of the outermost module, and with the functions
     that are jitted around it; a glob need not. Nor need it tell methods.
     """
-    names, paths = _names(glob), list(paths)
-    for of_path in (_names, lambda path: _of_modules(_names(path))):
-        left = [(path, of_path(path)) for path in paths]
-        found = {path for path, each in left if _matches_names(each, names)}
-        while glob and left and not found:
-            left = [(path, each[1:]) for path, each in left if len(each) > 1]
-            found = {path for path, each in left if _matches_names(each, names)}
-        if found:
-            return found
+    as_written = {path: _names(path) for path in paths}
+    of_modules = {path: _of_modules(names) for path, names in as_written.items()}
+    for left in (as_written, of_modules):
+        while left:
+            found = {path for path, names in left.items() if matches_names(glob, names)}
+            if found:
+                return found
+            # The outermost module is no part of the glob "".
+            left = {p: names[1:] for p, names in left.items() if glob and names[1:]}
     return set()
 
 
@@ -111,11 +107,8 @@ def _of_modules(names: Sequence[str]) -> list[str]:
     is there twice: `Outer/Outer.encode`.
     """
     plain = [name.partition(".")[0] for name in names]
-    return [
-        name
-        for i, name in enumerate(plain)
-        if name == names[i] or i == 0 or name != plain[i - 1]
-    ]
+    pairs = zip(plain, names, ["", *plain], strict=False)
+    return [name for name, given, before in pairs if given == name or name != before]
 
 
 # Returns the names of a glob without those that lead to the outermost module, as they
@@ -137,132 +130,37 @@ def inside_of_tree(outer: Collection[str]) -> Inside:
     """Returns the `Inside` for a tree of parameters, by its outer names."""
 
     def inside(names: Sequence[str]) -> Sequence[str] | None:
-        for number, name in enumerate(names[:-1]):
+        for name in names[:-1]:
             if name in outer or re.search(r"[*?[]", name):
                 return None
             # Not a name that linen gives: `Dense_0`.
             if re.fullmatch(r"[A-Z]\w*(?<!\d)", name):
-                return inside_of(name)(names[number:])
+                return inside_of(name)(names)
         return None
 
     return inside
-
-
-def _names(text: str) -> list[str]:
-    return text.split("/") if text else []
-
-
-def is_norm(value: object) -> bool:
-    """Whether a value is a norm class: a module's class, or the pattern of an entry."""
-    return isinstance(value, type) and issubclass(value, _NORMS)
-
-
-def describe(pattern: Pattern) -> str:
-    """Returns a pattern as its user would name it."""
-    if isinstance(pattern, IfPresent):
-        return describe(pattern.function)
-    if isinstance(pattern, type):
-        return f"{pattern.__module__}.{pattern.__qualname__}"
-    text = text_of(pattern)
-    if text is not None:
-        return text if text.startswith(_REGEX) else repr(text)
-    return getattr(pattern, "__qualname__", repr(pattern))
-
-
-def checked_pattern(pattern: object) -> Pattern:
-    """Returns a pattern as it is kept; raises if it is none."""
-    if isinstance(pattern, type):
-        if not issubclass(pattern, nn.Module | nnx.Module):
-            raise TypeError(
-                f"PolicyMap: the class {describe(pattern)} is no Flax module class. A "
-                "pattern is a subclass of flax.linen.Module or flax.nnx.Module, a "
-                "glob of the path, a re.Pattern, or a function of a ModuleInfo."
-            )
-        return pattern
-    if isinstance(pattern, GlobIfPresent):
-        return GlobIfPresent(_glob(pattern))
-    if isinstance(pattern, str):
-        return _glob(pattern)
-    if isinstance(pattern, re.Pattern):
-        if not isinstance(pattern.pattern, str):
-            raise TypeError(f"PolicyMap: {pattern!r} is a pattern of bytes, not text.")
-        return _with_flags_inside(pattern)
-    if isinstance(pattern, nn.Module | nnx.Module):
-        raise TypeError(
-            f"PolicyMap: the pattern is a module, a {type(pattern).__name__}. Name its "
-            "class or its path, or mark the module: with_policy(policy)(module)."
-        )
-    if callable(pattern):
-        if not isinstance(pattern, Hashable):
-            raise TypeError(
-                f"PolicyMap: the function {pattern!r} cannot be hashed, and a map is "
-                "part of the key of JAX's caches. Use a plain function."
-            )
-        return cast(Pattern, pattern)
-    raise TypeError(
-        f"PolicyMap: {pattern!r} is no pattern. Use a module class, a glob of the path "
-        'such as "**/head", a re.Pattern, or a function of a ModuleInfo.'
-    )
-
-
-def _with_flags_inside(pattern: re.Pattern[str]) -> re.Pattern[str]:
-    """Returns the same pattern with all of it in its text, which can be read back."""
-    flags = "".join(letter for letter, flag in _FLAGS.items() if pattern.flags & flag)
-    if not flags or pattern.pattern.startswith(f"(?{flags})"):
-        return pattern
-    return re.compile(f"(?{flags}){pattern.pattern}")
-
-
-def _glob(glob: str) -> str:
-    names = _names(glob)
-    if glob.startswith(_REGEX):
-        raise ValueError(
-            f"PolicyMap: {glob!r} is a glob. Give re.compile({glob[3:]!r}) for a "
-            'regular expression; only from_dict reads "re:".'
-        )
-    if ";" in glob or glob.startswith("<") or glob != glob.strip():
-        raise ValueError(
-            f"PolicyMap: the glob {glob!r} has characters that no path has. Write the "
-            'names of modules, such as "**/head".'
-        )
-    if not all(names):
-        raise ValueError(
-            f"PolicyMap: the glob {glob!r} has an empty name, and no path has one. "
-            f'Write it as {"/".join(filter(None, names))!r}; "" is the outermost '
-            "module."
-        )
-    for name in names:
-        if "**" in name and name != "**":
-            raise ValueError(
-                f"PolicyMap: the glob {glob!r} has ** inside of a name. Give it a name "
-                'of its own, such as "**/head", or use * inside of a name.'
-            )
-    return glob
 
 
 def matches(pattern: Pattern, info: ModuleInfo, inside: Inside | None = None) -> bool:
     """Whether a pattern is for a module; `inside` reads globs as reports print them."""
     if isinstance(pattern, type):
         return issubclass(info.cls, pattern)
-    if isinstance(pattern, str):
-        names = _names(pattern)
-        if inside is None or _matches_names(info.path, names):
-            return _matches_names(info.path, names)
-        found = inside(names)
-        return found is not None and _matches_names(info.path, found)
-    if isinstance(pattern, re.Pattern):
-        return matches_names(pattern, info.path)
-    return bool(pattern(info))
+    if not isinstance(pattern, str | re.Pattern):
+        return bool(pattern(info))
+    if matches_names(pattern, info.path):
+        return True
+    found = inside(_names(pattern)) if inside and isinstance(pattern, str) else None
+    return found is not None and _is_path_of(info.path, found)
 
 
 def matches_names(pattern: Pattern, names: Sequence[str]) -> bool:
     """Whether a pattern is a text that matches the names of modules or scopes."""
     if isinstance(pattern, re.Pattern):
         return pattern.fullmatch("/".join(names)) is not None
-    return isinstance(pattern, str) and _matches_names(names, _names(pattern))
+    return isinstance(pattern, str) and _is_path_of(names, _names(pattern))
 
 
-def _matches_names(path: Sequence[str], pattern: Sequence[str]) -> bool:
+def _is_path_of(path: Sequence[str], pattern: Sequence[str]) -> bool:
     place = position = 0
     # Where to go on if a name does not match: the latest `**` takes one name more. An
     # earlier `**` need not, because the later one takes whatever that would leave.
@@ -271,15 +169,27 @@ def _matches_names(path: Sequence[str], pattern: Sequence[str]) -> bool:
         if place < len(pattern) and pattern[place] == "**":
             place += 1
             resumed = place, position
-        elif place < len(pattern) and fnmatch.fnmatchcase(
-            path[position], pattern[place]
-        ):
+        elif place < len(pattern) and fnmatchcase(path[position], pattern[place]):
             place, position = place + 1, position + 1
         elif resumed is not None:
             resumed = place, position = resumed[0], resumed[1] + 1
         else:
             return False
     return all(name == "**" for name in pattern[place:])
+
+
+def _names(text: str) -> list[str]:
+    return text.split("/") if text else []
+
+
+def describe(pattern: Pattern) -> str:
+    """Returns a pattern as its user would name it."""
+    if isinstance(pattern, type):
+        return f"{pattern.__module__}.{pattern.__qualname__}"
+    text = text_of(pattern)
+    if text is not None:
+        return text if text.startswith(_REGEX) else repr(text)
+    return getattr(pattern, "__qualname__", repr(pattern))
 
 
 def text_of(pattern: Pattern) -> str | None:
@@ -291,15 +201,60 @@ def text_of(pattern: Pattern) -> str | None:
 
 def pattern_from(text: str) -> str | re.Pattern[str]:
     """Returns the pattern that `text_of` wrote."""
-    if isinstance(text, str) and text.startswith(_REGEX):
-        try:
-            return re.compile(text.removeprefix(_REGEX))
-        except re.error as error:
+    if not (isinstance(text, str) and text.startswith(_REGEX)):
+        return text
+    try:
+        return re.compile(text.removeprefix(_REGEX))
+    except re.error as error:
+        raise ValueError(
+            f"PolicyMap: {text!r} is no regular expression: {error}. Mend it, or "
+            'write a glob such as "**/head".'
+        ) from None
+
+
+def checked_pattern(pattern: object) -> Pattern:
+    """Returns a pattern as it is kept; raises if it is none."""
+    if isinstance(pattern, str):
+        _check_glob(pattern)
+        return pattern
+    if isinstance(pattern, re.Pattern) and isinstance(pattern.pattern, str):
+        # All of it in its text, which can be read back.
+        flags = "".join(name for name, flag in _FLAGS.items() if pattern.flags & flag)
+        if not flags or pattern.pattern.startswith(f"(?{flags})"):
+            return pattern
+        return re.compile(f"(?{flags}){pattern.pattern}")
+    is_module = isinstance(pattern, nn.Module | nnx.Module)
+    if isinstance(pattern, type):
+        is_pattern = issubclass(pattern, nn.Module | nnx.Module)
+    else:
+        is_pattern = callable(pattern) and isinstance(pattern, Hashable)
+    if not is_pattern or is_module:
+        shown = f"a module, a {type(pattern).__name__}," if is_module else repr(pattern)
+        raise TypeError(
+            f"PolicyMap: {shown} is no pattern. Use a subclass of flax.linen.Module or "
+            'flax.nnx.Module, a glob of the path such as "**/head", a re.Pattern of '
+            "text, or a hashable function of a ModuleInfo. A module itself is marked: "
+            "with_policy(policy)(module)."
+        )
+    return cast(Pattern, pattern)
+
+
+def _check_glob(glob: str) -> None:
+    names = _names(glob)
+    mistakes = {
+        "begins with re:": glob.startswith(_REGEX),
+        "stands for what no text can say": glob.startswith("<"),
+        "has characters that no path has": ";" in glob or glob != glob.strip(),
+        "has an empty name": not all(names),
+        "has ** inside of a name": any("**" in each for each in names if each != "**"),
+    }
+    for fact, is_made in mistakes.items():
+        if is_made:
             raise ValueError(
-                f"PolicyMap: {text!r} is no regular expression: {error}. Mend it, or "
-                'write a glob such as "**/head".'
-            ) from None
-    return text
+                f"PolicyMap: the glob {glob!r} {fact}. Write the names of a path, such "
+                'as "**/head", and * inside of a name. Give a regular expression as '
+                "re.compile(...), a class or a function in Python."
+            )
 
 
 def advice_on(pattern: Pattern, seen: Mapping[tuple[str, ...], type]) -> str:
@@ -311,65 +266,30 @@ def advice_on(pattern: Pattern, seen: Mapping[tuple[str, ...], type]) -> str:
             "that JAX traced before under an equal map hides the paths of its modules."
         )
     if isinstance(pattern, type):
-        other = _of_the_other_library(pattern, seen.values())
-        if other is not None:
-            return other
-        if all(each in (nn.Module, nnx.Module) for each in seen.values()):
-            return (
-                "The parameters are in a tree that tells no classes, only the names "
-                "that linen gave by itself: pass the module as model=."
-            )
-        names = sorted({each.__name__ for each in seen.values()})
-        return f"The classes of the modules called are {', '.join(names)}."
-    paths = ["/".join(path) for path in seen if path]
-    if not paths:
-        return 'Only the outermost module was called; its path is "".'
-    text = text_of(pattern)
-    if isinstance(pattern, str) and (slip := _slip(pattern, seen, paths)):
-        return slip
-    close = difflib.get_close_matches(text or "", paths, n=1, cutoff=0)
-    if text is not None and close:
-        return f"The closest path of a module called is {close[0]!r}."
-    return f"The paths of the modules called are {', '.join(map(repr, paths[:10]))}."
-
-
-def _slip(glob: str, seen: Mapping[tuple[str, ...], type], paths: list[str]) -> str:
-    """Returns what to write in place of a class's name, or of dots; "" if neither."""
-    name = re.split(r"[./]", glob)[-1]
-    for cls in seen.values():
-        if cls.__name__ == name:
-            return (
-                f"{name} is a class: give the class itself, such as {_module_of(cls)}."
-                f"{name}, and not its name. Globs are of paths, such as {paths[0]!r}."
-            )
-    slashed = glob.replace(".", "/")
-    if slashed != glob:
-        close = difflib.get_close_matches(slashed, paths, n=1, cutoff=0)
+        names = ", ".join(sorted({each.__name__ for each in seen.values()}))
+        libraries = " and ".join(sorted(set(map(_library, seen.values()))))
+        is_told = not set(seen.values()) <= {nn.Module, nnx.Module}
         return (
-            f"The names of a path are joined by '/'. The closest path of a module "
-            f"called is {close[0]!r}."
+            f"It is a class of {_library(pattern)}. The classes of the modules called "
+            f"are {names}, of {libraries}."
+            + (
+                ""
+                if is_told
+                else " A tree tells no classes: pass the module as model=."
+            )
         )
-    return ""
+    paths = ["/".join(path) for path in seen]
+    if (text := text_of(pattern)) is None:
+        return (
+            f"The paths of the modules called are {', '.join(map(repr, paths[:10]))}."
+        )
+    (close,) = difflib.get_close_matches(text.replace(".", "/"), paths, 1, cutoff=0)
+    name = re.split(r"[./]", text)[-1]
+    classes = [describe(cls) for cls in seen.values() if cls.__name__ == name]
+    remedy = f" Give the class {classes[0]} itself, not its name." if classes else ""
+    path = repr(close) if close else '"", of the outermost one'
+    return f"The closest path of a module called is {path}.{remedy}"
 
 
-def _module_of(cls: type) -> str:
-    """Returns how a file imports what has the class: `nn`, `nnx`, `my_model`."""
-    for library, short in ((nn, "nn"), (nnx, "nnx")):
-        if getattr(library, cls.__name__, None) is cls:
-            return short
-    return cls.__module__
-
-
-def _of_the_other_library(pattern: type, seen: Iterable[type]) -> str | None:
-    wanted, found = nn.Module, nnx.Module
-    if issubclass(pattern, nnx.Module):
-        wanted, found = found, wanted
-    seen = list(seen)
-    if any(issubclass(each, wanted) for each in seen):
-        return None
-    names = sorted({each.__name__ for each in seen if issubclass(each, found)})
-    kinds = {nn.Module: "linen", nnx.Module: "nnx"}
-    return (
-        f"It is a class of {kinds[wanted]}, and the modules called are {kinds[found]} "
-        f"modules: {', '.join(names)}."
-    )
+def _library(cls: type) -> str:
+    return "nnx" if issubclass(cls, nnx.Module) else "linen"

@@ -2,56 +2,182 @@
 
 A `Policy` is plain, hashable data. Its text form, `p=f32,c=bf16,o=f32`, says all of it
 and can be read back, so a policy can travel wherever text can: through a command line,
-a configuration file or a JAX name scope.
+a configuration file or a JAX name scope. An `Fp8` is the part of it that says which
+matrix products run in 8-bit floats; what it means for one is in
+`jmp_amp/plan/rewrites/fp8.py`.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
+import numbers
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any
 
 import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_amp.policies.arguments import type_name, written
+from jmp_amp.policies.arguments import checked_flag, quoting, type_name, written
 from jmp_amp.policies.dtypes import (
     BF16,
+    E4M3,
+    E5M2,
     F32,
+    NAMES,
+    Tree,
     advice,
     cast_leaf,
     floating_dtype,
     given_as_dtype,
     is_half,
-    known_names,
     parse_dtype,
-    reduce_dtype_of,
     short_name,
 )
-from jmp_amp.policies.fp8 import Fp8, fp8_from
-from jmp_amp.policies.operation_names import operation_names, refuse_overlap
-from jmp_amp.policies.saved_words import DefaultWord, checked_word, word_of
 
-Tree = TypeVar("Tree")
+# The formats that GPUs multiply, by the names of `Fp8`.
+FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+# Tensor Cores multiply blocks of 16 numbers of 8 bits.
+BLOCK = 16
+
+# Why an option of `Fp8` or a word of `Policy.saved` is gone, and what to write.
+_GONE = {
+    "scaling": "each array has one scale. Leave it out",
+    "power_of_2": "scales are powers of two. Leave it out",
+    "attention": "products with batch dimensions run in bf16. Leave it out",
+    **dict.fromkeys(
+        ("int8", "e4m3"),
+        'on an H200 residuals in 8 bits needed more time and memory than "all". Use '
+        '"least", the fewest bytes',
+    ),
+}
 
 _DTYPE_FIELDS = ("param_dtype", "compute_dtype", "output_dtype")
 _CLASSES = ("low", "full", "follow")
-
 _KEYS = {
     key: field
     for field, keys in {
-        "param_dtype": "p param params param_dtype",
-        "compute_dtype": "c compute compute_dtype",
-        "output_dtype": "o output outputs output_dtype",
-        "matmul": "m matmul",
-        "saved": "s saved",
-        "reduce_dtype": "r reduce reduce_dtype",
-        **{name: name for name in _CLASSES},
+        "param_dtype": "p param params",
+        "compute_dtype": "c compute",
+        "output_dtype": "o output outputs",
+        "matmul": "m",
+        "saved": "s",
+        "reduce_dtype": "r reduce",
+        **dict.fromkeys(_CLASSES, ""),
     }.items()
-    for key in keys.split()
+    for key in (field, *keys.split())
 }
-
 _WORDS = ("mixed_bfloat16", "mixed_float16", "fp8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8:
+    """Matrix products of 8-bit floats with scales, for `Policy(matmul=...)`.
+
+    Each operand of a product is divided by a scale and rounded to 8 bits. The scale is
+    the least power of two that brings the largest magnitude into the range of the
+    format. The result is bf16.
+    Scales are made of the values themselves, at every step: there is no state. Delayed
+    scaling, which keeps a history of maxima, is not built.
+
+    XLA multiplies the 8-bit operands on NVIDIA GPUs from compute capability 8.9 on (L4,
+    H100, B200), with its default flags: a product says that they are 8 bits, and in
+    which way it adds up. Older GPUs, TPUs and CPUs restore the operands to bf16 first,
+    and compute the same numbers but for the order of sums. Where no GPU is at hand,
+    a program that is compiled or exported for one is taken to run on an H100. With jax
+    0.10 and 0.11, export for one platform at a time: a CPU refuses what a GPU is told.
+
+    These run in bf16: convolutions; products with batch dimensions, with a side that is
+    below `min_size` or no multiple of 16, or that ask for a dtype or a precision.
+    `explain` has the reason of each. An infinite operand becomes the largest number.
+
+    Attributes:
+      forward: the format of operands, "e4m3": 4 bits of exponent, 3 of mantissa, up to
+        448.
+      backward: the format of cotangents, "e5m2" (up to 57344) or "e4m3".
+      fast_accumulation: Tensor Cores may add up the forward product with fewer bits.
+        The backward products are added up in f32.
+      min_size: products with a side below this number run in bf16. A side is the
+        number of rows, of columns or of terms: m, n or k.
+
+    Raises:
+      ValueError: if a format is unknown, `forward` is "e5m2" (then the gradient of a
+        weight would be a product of two e5m2, which no GPU has), or `min_size` is no
+        multiple of 16.
+      TypeError: if the switch is no bool, `min_size` no int, or an option unknown.
+
+    Source: Micikevicius et al. 2022, arXiv:2209.05433, for the formats; the scaling is
+    `tensorwise` of torchao.float8 (torchao/float8/float8_utils.py).
+
+    Example:
+      >>> import jmp_amp as amp
+      >>> print(amp.Policy(matmul=amp.Fp8(backward="e4m3")))
+      p=f32,c=bf16,o=f32,m=fp8+backward=e4m3
+      >>> print(amp.get_policy("fp8"))
+      p=f32,c=bf16,o=f32,m=fp8
+    """
+
+    forward: str = "e4m3"
+    backward: str = "e5m2"
+    fast_accumulation: bool = True
+    min_size: int = BLOCK
+
+    def __new__(cls, *_: object, **options: object) -> Fp8:
+        for name in _GONE.keys() & options:
+            call = f"Fp8({name}={options[name]!r})"
+            raise TypeError(f"{call}: this option is gone: {_GONE[name]}.")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for field, given in (("forward", self.forward), ("backward", self.backward)):
+            if given not in tuple(FORMATS):
+                raise ValueError(
+                    f"Fp8({field}={given!r}): unknown {given!r}. Use one of "
+                    f"{', '.join(FORMATS)}."
+                )
+        if self.forward == "e5m2":
+            raise ValueError(
+                'Fp8(forward="e5m2"): the gradient of a weight would multiply e5m2 by '
+                "e5m2, which no GPU does in 8 bits. Use e4m3 forward."
+            )
+        is_fast = checked_flag(self.fast_accumulation, "Fp8(fast_accumulation={})")
+        object.__setattr__(self, "fast_accumulation", is_fast)
+        size = self.min_size
+        if not isinstance(size, numbers.Integral) or isinstance(size, bool):
+            raise TypeError(f"Fp8(min_size={size!r}): use an int, such as min_size=64.")
+        if size < BLOCK or size % BLOCK:
+            raise ValueError(
+                f"Fp8(min_size={size}): {size} is no positive multiple of {BLOCK}, "
+                "the block that Tensor Cores multiply. Use 16, 32, 256, ..."
+            )
+        object.__setattr__(self, "min_size", int(size))
+
+    @property
+    def forward_dtype(self) -> np.dtype:
+        return FORMATS[self.forward]
+
+    @property
+    def backward_dtype(self) -> np.dtype:
+        return FORMATS[self.backward]
+
+    def __str__(self) -> str:
+        values = [(each, getattr(self, each.name)) for each in dataclasses.fields(self)]
+        said = [
+            f"{each.name}={value}" for each, value in values if value != each.default
+        ]
+        return "+".join(["fp8", *said]).lower()
+
+
+class DefaultWord(str):
+    """A word of `Policy.saved` that is the default of the compute dtype.
+
+    `dataclasses.replace(policy, compute_dtype=...)` gives it again, and so the new
+    policy has the default of the other dtype.
+    """
+
+    __slots__ = ()
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -138,18 +264,18 @@ class Policy:
         reduce_dtype: DTypeLike | None = None,
     ):
         dtypes = (param_dtype, compute_dtype, output_dtype)
-        for field, given in zip(_DTYPE_FIELDS, dtypes, strict=True):
-            dtype = floating_dtype(given, f"Policy({field}={{}})")
-            object.__setattr__(self, field, dtype)
-        for field, given in zip(_CLASSES, (low, full, follow), strict=True):
-            names = operation_names(given, f"Policy({field}=...)")
-            object.__setattr__(self, field, names)
-        refuse_overlap({name: getattr(self, name) for name in _CLASSES}, "Policy")
-        _check_matmul(matmul, self.compute_dtype)
-        object.__setattr__(self, "matmul", matmul)
-        object.__setattr__(self, "saved", word_of(saved, self.compute_dtype))
-        reduced = reduce_dtype_of(reduce_dtype, "Policy(reduce_dtype={})")
-        object.__setattr__(self, "reduce_dtype", reduced)
+        given = dict(zip(_DTYPE_FIELDS, dtypes, strict=True))
+        fields: dict[str, Any] = {
+            field: floating_dtype(dtype, f"Policy({field}={{}})")
+            for field, dtype in given.items()
+        }
+        fields |= _operation_names(low=low, full=full, follow=follow)
+        compute = fields["compute_dtype"]
+        fields["matmul"] = _checked_matmul(matmul, compute)
+        fields["saved"] = _saved_word(saved, is_half(compute))
+        fields["reduce_dtype"] = _checked_reduce_dtype(reduce_dtype)
+        for field, value in fields.items():
+            object.__setattr__(self, field, value)
 
     @property
     def says_saved(self) -> bool:
@@ -195,7 +321,7 @@ class Policy:
         """
         return jax.tree.map(lambda leaf: cast_leaf(leaf, self.output_dtype), tree)
 
-    def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
+    def with_output_dtype(self, output_dtype: DTypeLike) -> Policy:
         """Returns this policy with another `output_dtype`.
 
         Example:
@@ -206,7 +332,7 @@ class Policy:
         dtype = floating_dtype(output_dtype, "Policy.with_output_dtype({})")
         return dataclasses.replace(self, output_dtype=dtype)
 
-    def with_low(self, *names: str) -> "Policy":
+    def with_low(self, *names: str) -> Policy:
         """Returns this policy with operations added that run in `compute_dtype`.
 
         Args:
@@ -222,7 +348,7 @@ class Policy:
         """
         return self._with_names("low", names)
 
-    def with_full(self, *names: str) -> "Policy":
+    def with_full(self, *names: str) -> Policy:
         """Returns this policy with operations added that run in f32, see `with_low`.
 
         Example:
@@ -232,7 +358,7 @@ class Policy:
         """
         return self._with_names("full", names)
 
-    def with_follow(self, *names: str) -> "Policy":
+    def with_follow(self, *names: str) -> Policy:
         """Returns this policy with operations added that follow their inputs' dtype.
 
         Names and errors are those of `with_low`.
@@ -244,59 +370,110 @@ class Policy:
         """
         return self._with_names("follow", names)
 
-    def _with_names(self, field: str, names: tuple[str, ...]) -> "Policy":
-        written = ", ".join(map(repr, names))
-        call = f"Policy.with_{field}({written})"
-        classes = {name: getattr(self, name) for name in _CLASSES}
-        classes[field] |= operation_names(names, call)
-        refuse_overlap(classes, call)
-        return dataclasses.replace(self, **classes)
+    def _with_names(self, field: str, names: tuple[str, ...]) -> Policy:
+        with quoting(f"Policy.with_{field}({', '.join(map(repr, names))})"):
+            return dataclasses.replace(self, **{field: (*getattr(self, field), *names)})
 
-    def _dtypes_and_names(self) -> tuple[dict[str, str], dict[str, list[str]]]:
+    def _said(self) -> dict[str, Any]:
+        """Returns what the text of the policy has: the dtypes, and what is no default.
+
+        Dtypes are their short names, operations are sorted.
+        """
+        others = {
+            "matmul": self.matmul,
+            "saved": self.saved if self.says_saved else None,
+            "reduce_dtype": self.reduce_dtype and short_name(self.reduce_dtype),
+            **{name: sorted(getattr(self, name)) for name in _CLASSES},
+        }
         dtypes = {name: short_name(getattr(self, name)) for name in _DTYPE_FIELDS}
-        names = {name: sorted(getattr(self, name)) for name in _CLASSES}
-        return dtypes, {name: each for name, each in names.items() if each}
+        return dtypes | {name: value for name, value in others.items() if value}
 
     def __str__(self) -> str:
-        dtypes, names = self._dtypes_and_names()
-        text = [f"{name[0]}={dtype}" for name, dtype in dtypes.items()]
-        if self.matmul is not None:
-            text.append(f"m={self.matmul}")
-        if self.says_saved:
-            text.append(f"s={self.saved}")
-        if self.reduce_dtype is not None:
-            text.append(f"r={short_name(self.reduce_dtype)}")
-        return ",".join(text + [f"{n}={'+'.join(each)}" for n, each in names.items()])
+        return ",".join(
+            f"{name}={'+'.join(value)}" if name in _CLASSES else f"{name[0]}={value}"
+            for name, value in self._said().items()
+        )
 
     def __repr__(self) -> str:
-        dtypes, names = self._dtypes_and_names()
-        text = [f"{name}={each!r}" for name, each in (dtypes | names).items()]
-        if self.matmul is not None:
-            text.append(f"matmul={self.matmul!r}")
-        if self.says_saved:
-            text.append(f"saved={self.saved!r}")
-        if self.reduce_dtype is not None:
-            text.append(f"reduce_dtype={short_name(self.reduce_dtype)!r}")
-        return f"Policy({', '.join(text)})"
+        said = [f"{name}={value!r}" for name, value in self._said().items()]
+        return f"Policy({', '.join(said)})"
 
 
-def _check_matmul(matmul: object, compute_dtype: np.dtype) -> None:
-    """Raises if products cannot be fp8 as `matmul` says."""
-    if matmul is None:
-        return
-    if not isinstance(matmul, Fp8):
+def _operation_names(**classes: Iterable[str]) -> dict[str, frozenset[str]]:
+    """Returns the names of operations in each class, as identifiers."""
+    found = {}
+    for field, given in classes.items():
+        is_many = isinstance(given, Iterable) and not isinstance(given, str)
+        names: list[Any] = list(given) if is_many else [given]
+        for name in names:
+            if not is_many or not isinstance(name, str):
+                raise TypeError(
+                    f"Policy({field}=...): {name!r} is no collection of names. Use a "
+                    'set of strings, like {"tanh", "my_loss"}.'
+                )
+            if not name.replace("-", "_").isidentifier():
+                raise ValueError(
+                    f"Policy({field}=...): {name!r} is not the name of an operation. "
+                    "Use the bare name of a primitive or a Python function, like "
+                    '"tanh" or "my_loss".'
+                )
+        # JAX calls its primitives scatter-add, scatter-max, ...
+        found[field] = frozenset(name.replace("-", "_") for name in names)
+    for (first, names), (second, others) in itertools.combinations(found.items(), 2):
+        for name in sorted(names & others):
+            raise ValueError(
+                f"Policy: {name!r} is both in {first} and in {second}. An operation "
+                "has one class: name it in one of them only."
+            )
+    return found
+
+
+def _checked_matmul(matmul: Fp8 | None, compute_dtype: np.dtype) -> Fp8 | None:
+    if matmul is not None and not isinstance(matmul, Fp8):
         raise TypeError(
             f"Policy(matmul={matmul!r}): neither an Fp8 nor None. Write "
             "matmul=amp.Fp8(), or the policy as text: "
             '"fp8", "p=f32,c=bf16,o=f32,m=fp8".'
         )
-    if compute_dtype != BF16:
+    if matmul is not None and compute_dtype != BF16:
         # 448 * 448 * k leaves the range of f16 for k = 1 already.
         raise ValueError(
             f"Policy(compute_dtype={short_name(compute_dtype)}, matmul=Fp8(...)): "
             "products of fp8 are made of bf16 values and have bf16 results; f16 has "
             "no room for them. Use compute_dtype bf16."
         )
+    return matmul
+
+
+def _saved_word(saved: str | None, is_half: bool) -> str:
+    """Returns the word of a policy, in any case; of the default, a `DefaultWord`."""
+    default = DefaultWord("auto" if is_half else "all")
+    if saved is None or isinstance(saved, DefaultWord):
+        return default
+    call, remedy = f"Policy(saved={saved!r})", 'Use "all", "auto" or "least"'
+    if not isinstance(saved, str):
+        raise TypeError(f"{call}: {saved!r} is neither text nor None. {remedy}.")
+    word = saved.strip().lower()
+    if word in ("int8", "e4m3"):
+        raise ValueError(f"{call}: {word!r} is gone: {_GONE[word]}.")
+    if word not in ("all", "auto", "least"):
+        raise ValueError(
+            f"{call}: unknown word {saved!r}. {remedy}: what the backward pass keeps."
+        )
+    return default if word == default else word
+
+
+def _checked_reduce_dtype(given: DTypeLike | None) -> np.dtype | None:
+    if given is None:
+        return None
+    remedy = (
+        "Gradients are made and summed in float32, or in the dtype of the operation "
+        'that makes them. Use "float32", or None for the latter.'
+    )
+    dtype = floating_dtype(given, "Policy(reduce_dtype={})", remedy)
+    if dtype != F32:
+        raise ValueError(f"Policy(reduce_dtype={given!r}): {remedy}")
+    return dtype
 
 
 def get_policy(policy: str | Policy) -> Policy:
@@ -337,8 +514,7 @@ def get_policy(policy: str | Policy) -> Policy:
     if not isinstance(policy, str):
         found, remedy = type_name(policy), _FORMS
         if (dtype := given_as_dtype(policy)) is not None:
-            found = f"the dtype {dtype.name}"
-            remedy = f'Write "{short_name(dtype)}".'
+            found, remedy = f"the dtype {dtype.name}", f'Write "{short_name(dtype)}".'
             if is_half(dtype):
                 remedy = (
                     f'Write "mixed_{dtype.name}", or "{short_name(dtype)}" for '
@@ -350,97 +526,85 @@ def get_policy(policy: str | Policy) -> Policy:
         )
     if "=" in policy:
         return _parse_pairs(policy)
-    return _parse_word(policy)
+    word = policy.strip().lower().replace("-", "_")
+    if word in _WORDS:
+        half = BF16 if word == "fp8" else word.removeprefix("mixed_")
+        return Policy(F32, half, F32, matmul=Fp8() if word == "fp8" else None)
+    if (dtype := parse_dtype(word)) is not None:
+        return Policy(dtype, dtype, dtype)
+    close = difflib.get_close_matches(word, [*_WORDS, *NAMES], n=1)
+    hint = f'Did you mean "{close[0]}"? ' if close else ""
+    fact = f"unknown policy {policy!r}. {hint}{_FORMS}"
+    raise ValueError(f'get_policy("{policy}"): {fact}')
 
 
 _FORMS = (
     'Write "p=f32,c=bf16,o=f32", a dtype alone such as "bf16" or "float32" for all '
-    'three, "mixed_bfloat16" or "mixed_float16". With products in fp8 it is "fp8".'
+    'three, "mixed_bfloat16" or "mixed_float16". With products in fp8 it is "fp8". Of '
+    'a recipe such as amp.recipe("O1") take recipe.autocast(fn), or recipe.policy.'
 )
-
-
-def _parse_word(text: str) -> Policy:
-    word = text.strip().lower().replace("-", "_")
-    if word == "fp8":
-        return Policy(F32, BF16, F32, matmul=Fp8())
-    if word in _WORDS:
-        return Policy(F32, word.removeprefix("mixed_"), F32)
-    if (dtype := parse_dtype(word)) is not None:
-        return Policy(dtype, dtype, dtype)
-    close = difflib.get_close_matches(word, [*_WORDS, *known_names()], n=1)
-    hint = f'Did you mean "{close[0]}"? ' if close else ""
-    raise ValueError(f'get_policy("{text}"): unknown policy {text!r}. {hint}{_FORMS}')
 
 
 def _parse_pairs(text: str) -> Policy:
     call = f'get_policy("{text}")'
-    dtypes: dict[str, np.dtype] = {}
-    classes: dict[str, frozenset[str]] = {}
-    matmuls: list[Fp8 | None] = []
-    saved: str | None = None
-    reduced: np.dtype | None = None
-    seen: set[str] = set()
+    given: dict[str, Any] = {}
     for part in text.split(","):
-        key, field, value = _pair(part, call)
-        if field in seen:
+        key, equals, value = (token.strip() for token in part.partition("="))
+        field = _KEYS.get(key.lower())
+        if not equals:
+            raise ValueError(f"{call}: {key!r} is not of the form key=value. {_FORMS}")
+        if field is None:
             raise ValueError(
-                f'{call}: "{key}=" sets {field} a second time. Set it once.'
+                f"{call}: unknown key {key!r}. Use p (params), c (compute), "
+                "o (output), low, full or follow. Products in fp8 are m (matmul), what "
+                "the backward pass keeps is s (saved), what gradients are summed in "
+                "over devices is r (reduce_dtype)."
             )
-        seen.add(field)
-        if field in _CLASSES:
-            names = [name.strip() for name in value.split("+")]
-            classes[field] = operation_names(names, f'{call}: "{key}="')
-        elif field == "matmul":
-            matmuls.append(fp8_from(value, f'{call}: "{key}="'))
-        elif field == "saved":
-            saved = checked_word(value, f'{call}: "{key}="')
-        elif field == "reduce_dtype":
-            # Text of a configuration may spell out the default.
-            if value.lower() != "none":
-                here = f"{call}: {key}=".replace("{", "{{").replace("}", "}}")
-                reduced = reduce_dtype_of(value, here + "{}")
-        elif (dtype := parse_dtype(value)) is not None:
-            dtypes[field] = dtype
-        else:
+        if field in given:
+            fact = f'"{key}=" sets {field} a second time. Set it once.'
+            raise ValueError(f"{call}: {fact}")
+        if field in _DTYPE_FIELDS and parse_dtype(value) is None:
             raise ValueError(f'{call}: unknown dtype {value!r} at "{key}=". {advice()}')
-    refuse_overlap(classes, call)
-    if not dtypes:
-        named = "fp8" if matmuls else "saved" if saved else "operations"
-        named = named if reduced is None else "reduce_dtype"
+        names = [name.strip() for name in value.split("+")]
+        given[field] = names if field in _CLASSES else value
+    if not given.keys() & set(_DTYPE_FIELDS):
         raise ValueError(
-            f"{call}: {named} but no dtypes. Say which, for example "
+            f"{call}: {', '.join(given)} but no dtypes. Say which, for example "
             f'"p=f32,c=bf16,o=f32,{text.strip()}".'
         )
-    param = dtypes.get("param_dtype", F32)
-    compute = dtypes.get("compute_dtype", param)
-    output = dtypes.get("output_dtype", compute)
-    matmul = matmuls[0] if matmuls else None
+    # A dtype that is left out is the one before it.
+    for field, before in zip(_DTYPE_FIELDS, ("", *_DTYPE_FIELDS), strict=False):
+        given.setdefault(field, given.get(before, F32))
+    # Text of a configuration may spell out the default.
+    if given.get("reduce_dtype", "").lower() == "none":
+        del given["reduce_dtype"]
     try:
-        _check_matmul(matmul, compute)
-    except ValueError as error:
+        given["matmul"] = _fp8_from(given.get("matmul", "none"))
+        return Policy(**given)
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{call}: {error}") from None
-    return Policy(
-        *(param, compute, output),
-        matmul=matmul,
-        saved=saved,
-        reduce_dtype=reduced,
-        low=classes.get("low", ()),
-        full=classes.get("full", ()),
-        follow=classes.get("follow", ()),
-    )
 
 
-def _pair(part: str, call: str) -> tuple[str, str, str]:
-    """Returns the key of a part `key=value` as it is written, its field and value."""
-    key, equals, value = (token.strip() for token in part.partition("="))
-    field = _KEYS.get(key.lower())
-    if not equals:
-        raise ValueError(f"{call}: {key!r} is not of the form key=value. {_FORMS}")
-    if field is None:
+def _fp8_from(text: str) -> Fp8 | None:
+    """Returns what `str(Fp8(...))` wrote; None for "none"."""
+    name, *settings = (part.strip() for part in text.lower().split("+"))
+    if name == "none" and not settings:
+        return None
+    if name != "fp8":
         raise ValueError(
-            f"{call}: unknown key {key!r}. Use p (params), c (compute), "
-            "o (output), low, full or follow. Products in fp8 are m (matmul), what "
-            "the backward pass keeps is s (saved), what gradients are summed in over "
-            "devices is r (reduce_dtype)."
+            f"unknown kind of product {name!r}. Use fp8, with settings such as "
+            "fp8+backward=e4m3, or none."
         )
-    return key, field, value
+    fields = [field.name for field in dataclasses.fields(Fp8)]
+    found: dict[str, Any] = {}
+    for setting in settings:
+        key, _, value = (token.strip() for token in setting.partition("="))
+        if key in _GONE:
+            raise ValueError(f"{key!r} of fp8 is gone: {_GONE[key]}.")
+        if key not in fields or key in found:
+            fact = "set twice" if key in found else "unknown"
+            known = ", ".join(fields)
+            raise ValueError(f"{key!r} of fp8 is {fact}. Set each once of {known}.")
+        number = int(value) if value.isdecimal() else value
+        found[key] = {"true": True, "false": False}.get(value, number)
+    return Fp8(**found)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from flax import linen as nn
 
-from jmp_amp.policies.arguments import holds_arrays, warn, written
+from jmp_amp.policies.arguments import holds_arrays, quoting, warn, written
 from jmp_amp.policies.dtypes import is_castable
 from jmp_amp.policies.patterns import (
     Inside,
@@ -29,9 +29,6 @@ from jmp_amp.policies.patterns import (
     text_of,
 )
 from jmp_amp.policies.policy import Policy, get_policy
-
-# The names of recipes that are no policies.
-_RECIPES = frozenset("O0 O1 O2 O3 OD auto fp16_apex fp16_naive".split())
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -117,18 +114,22 @@ class PolicyMap:
                 f"PolicyMap(default, {entries!r}): wanted a dictionary from patterns "
                 'to policies, such as {"**/head": "float32"}.'
             )
-        checked = [_entry(pair) for pair in pairs]
-        patterns = [pattern for pattern, _ in checked]
-        for number, pattern in enumerate(patterns):
-            if pattern in patterns[:number]:
-                raise ValueError(
-                    f"PolicyMap: the pattern {describe(pattern)} is there twice. Give "
-                    "it one policy."
+        checked: dict[Pattern, Policy] = {}
+        for pair in pairs:
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise TypeError(
+                    f"PolicyMap: {pair!r} is no entry. Give a dictionary from patterns "
+                    'to policies, such as {"**/head": "float32"}.'
                 )
-        _refuse_dictionary(default, "PolicyMap(default={})")
+            pattern = checked_pattern(pair[0])
+            name = describe(pattern)
+            if pattern in checked:
+                fact = "is there twice. Give it one policy."
+                raise ValueError(f"PolicyMap: the pattern {name} {fact}")
+            checked[pattern] = _computable(pair[1], f"PolicyMap(..., {{{name}: {{}}}})")
         policy = _computable(default, "PolicyMap(default={})")
         object.__setattr__(self, "default", policy)
-        object.__setattr__(self, "entries", tuple(checked))
+        object.__setattr__(self, "entries", tuple(checked.items()))
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         # Without the cached properties: hashes of text differ between processes.
@@ -203,23 +204,17 @@ class PolicyMap:
           TypeError: if `data` is not of that form.
           ValueError: if a key is unknown, or a pattern or a policy is wrong.
         """
-        if not isinstance(data, Mapping) or not isinstance(
-            data.get("policies", {}), Mapping
-        ):
-            raise TypeError(
-                f"PolicyMap.from_dict({data!r}): wanted a dictionary such as "
-                '{"default": "mixed_bfloat16", "policies": {"**/head": "float32"}}.'
-            )
-        if unknown := data.keys() - {"default", "policies"}:
-            named = ", ".join(sorted(map(repr, unknown)))
-            raise ValueError(
-                f"PolicyMap.from_dict: unknown key {named}. The keys are "
-                '"default" and "policies".'
-            )
-        if "default" not in data:
-            raise ValueError('PolicyMap.from_dict: the key "default" is missing.')
-        pairs = data.get("policies", {}).items()
-        entries = [(pattern_from(text), each) for text, each in pairs]
+        wanted = (
+            f"PolicyMap.from_dict({data!r}): wanted a dictionary such as "
+            '{"default": "mixed_bfloat16", "policies": {"**/head": "float32"}}'
+        )
+        policies = data.get("policies", {}) if isinstance(data, Mapping) else None
+        if not isinstance(policies, Mapping):
+            raise TypeError(f"{wanted}.")
+        if wrong := (set(data) - {"policies"}) ^ {"default"}:
+            named = ", ".join(sorted(map(repr, wrong)))
+            raise ValueError(f"{wanted}. The key {named} is unknown or missing.")
+        entries = [(pattern_from(text), each) for text, each in policies.items()]
         return cls(data["default"], entries)
 
     def __str__(self) -> str:
@@ -244,46 +239,23 @@ def as_policy_map(policy: object, call: str) -> PolicyMap:
     """
     if isinstance(policy, PolicyMap):
         return policy
-    if isinstance(policy, str) and ";" in policy:
-        return _parse(policy, call)
-    _refuse_dictionary(policy, call)
-    return PolicyMap(_computable(policy, call))
-
-
-def _refuse_dictionary(policy: object, call: str) -> None:
-    """Raises if a policy is what the entries of a `PolicyMap` are written as."""
-    values = policy.values() if isinstance(policy, Mapping) else ()
-    if any(isinstance(each, str | Policy) for each in values):
-        raise TypeError(
-            f"{call.replace('{}', repr(policy))}: a dictionary is no policy. Write "
-            f'PolicyMap("mixed_bfloat16", {policy!r}).'
-        )
-
-
-def _parse(text: str, call: str) -> PolicyMap:
-    """Returns the map that a text such as `"bf16; **/head: float32"` describes."""
-    call = call.replace("{}", repr(text))
-    default, *entries = (part.strip() for part in text.split(";"))
+    if not isinstance(policy, str) or ";" not in policy:
+        return PolicyMap(_computable(policy, call))
+    call = call.replace("{}", repr(policy))
+    default, *entries = (part.strip() for part in policy.split(";"))
     pairs = []
     for entry in filter(None, entries):
-        pattern, colon, policy = (token.strip() for token in entry.rpartition(":"))
+        pattern, colon, text = (token.strip() for token in entry.rpartition(":"))
         if not colon:
-            commas = text.replace(";", ",").replace(" ", "")
+            commas = policy.replace(";", ",").replace(" ", "")
             remedy = f"{commas!r} if it is one policy, or " if "=" in entry else ""
             raise ValueError(
                 f"{call}: {entry!r} is not of the form pattern: policy. Write {remedy}"
                 '"mixed_bfloat16; **/head: float32".'
             )
-        if pattern.startswith("<"):
-            raise ValueError(
-                f"{call}: {pattern} is a class or a function, which no text can say. "
-                "Build the PolicyMap in Python."
-            )
-        pairs.append((pattern, policy))
-    try:
-        return PolicyMap(default, [(pattern_from(text), each) for text, each in pairs])
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{call}: {error}") from None
+        pairs.append((pattern, text))
+    with quoting(call):
+        return PolicyMap(default, [(pattern_from(name), each) for name, each in pairs])
 
 
 def matching(
@@ -293,13 +265,14 @@ def matching(
 
     `inside` reads globs that begin with the outermost module, as reports print paths.
     """
-    found = [
-        number
-        for number, (pattern, _) in enumerate(policies.entries)
-        if matches(pattern, info, inside)
-    ]
-    policies._memory.matched.update(found)
+    found = _numbers(policies, lambda pattern: matches(pattern, info, inside))
     policies._memory.seen[info.path] = info.cls
+    return found
+
+
+def _numbers(policies: PolicyMap, is_match: Callable[[Pattern], bool]) -> list[int]:
+    found = [n for n, (each, _) in enumerate(policies.entries) if is_match(each)]
+    policies._memory.matched.update(found)
     return found
 
 
@@ -327,16 +300,8 @@ def entries_of_scopes(
     policies: PolicyMap, scopes: Iterable[tuple[str, ...]]
 ) -> tuple[tuple[Pattern, Policy], ...]:
     """Returns the entries that match name scopes; `scopes` are the names of each."""
-    texts = [n for n, (each, _) in enumerate(policies.entries) if not callable(each)]
-    if not texts:
-        return ()
-    names = set(scopes)
-    found = [
-        number
-        for number in texts
-        if any(matches_names(policies.entries[number][0], each) for each in names)
-    ]
-    policies._memory.matched.update(found)
+    names = set(scopes if policies.entries else ())
+    found = _numbers(policies, lambda p: any(matches_names(p, each) for each in names))
     return tuple(policies.entries[number] for number in found)
 
 
@@ -398,33 +363,18 @@ class _Memory(NamedTuple):
     names: set[str]
 
 
-def _entry(pair: object) -> tuple[Pattern, Policy]:
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise TypeError(
-            f"PolicyMap: {pair!r} is no entry. Give a dictionary from patterns to "
-            'policies, such as {"**/head": "float32"}.'
-        )
-    pattern, policy = pair
-    call = f"PolicyMap(..., {{{describe(pattern)}: {{}}}})"
-    return checked_pattern(pattern), _computable(policy, call)
-
-
 def _computable(policy: object, call: str) -> Policy:
+    """Returns a policy that a program may compute in; `{}` in `call` is its place."""
     text = repr(str(policy)) if isinstance(policy, Policy) else written(policy)
-    call = call.replace("{}", text)
-    if isinstance(policy, PolicyMap):
-        raise TypeError(f"{call}: a map inside of a map. Give a Policy or its text.")
+    call, hint = call.replace("{}", text), ""
+    if isinstance(policy, Mapping) and not holds_arrays(policy):
+        hint = f' Write PolicyMap("mixed_bfloat16", {policy!r}).'
+    elif holds_arrays(policy) and "(fn, " in call:
+        first = f"{call.partition(',')[0]}, policy)"
+        hint = f" What fn is called with goes into a second call: {first}(*args)."
     try:
         policy = get_policy(cast(Policy | str, policy))
     except (TypeError, ValueError) as error:
-        hint = ""
-        if isinstance(policy, str) and policy in _RECIPES:
-            hint = f" As a recipe: amp.recipe({policy!r}).autocast(fn), or its policy."
-        elif hasattr(policy, "policy"):
-            hint = " Of a recipe, give recipe.policy, or use recipe.autocast(fn)."
-        elif holds_arrays(policy) and "(fn, " in call:
-            first = f"{call.partition(',')[0]}, policy)"
-            hint = f" What fn is called with goes into a second call: {first}(*args)."
         raise type(error)(f"{call}: {error}{hint}") from None
     if not is_castable(policy.compute_dtype):
         raise ValueError(

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence, Set
 import numpy as np
 
 from jmp_amp.plan.program.cpu_target import Cpu, checked_target, cpu_of
+from jmp_amp.policies.deferred import Waiting, in_two_calls
 from jmp_amp.policies.dtypes import AnyFn
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
-from jmp_amp.policies.two_calls import Waiting, in_two_calls
 from jmp_amp.reports.reading import inputs_of, read_plan
 from jmp_amp.reports.report import Report
 from jmp_amp.reports.rows import Equation

@@ -12,11 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jmp_amp.policies.arguments import warn, written
+from jmp_amp.policies.arguments import checked_flag, warn, written
+from jmp_amp.policies.deferred import in_two_calls, own_frames_hidden
 from jmp_amp.policies.dtypes import F16, AnyFn, PyTree, is_half
-from jmp_amp.policies.flags import checked_flag
-from jmp_amp.policies.tracebacks import own_frames_hidden
-from jmp_amp.policies.two_calls import in_two_calls
 from jmp_amp.training.loss_scale import LossScale
 from jmp_amp.training.loss_scale_state import (
     SCALES,

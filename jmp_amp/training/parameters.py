@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.core import Tracer
 
-from jmp_amp.policies.arguments import warn
+from jmp_amp.policies.arguments import checked_flag, warn
 from jmp_amp.policies.dtypes import (
     F32,
     PyTree,
@@ -19,7 +19,6 @@ from jmp_amp.policies.dtypes import (
     is_half,
     short_name,
 )
-from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.patterns import (
     Inside,
     ModuleInfo,

@@ -19,9 +19,8 @@ import optax
 from jax.core import Tracer
 
 from jmp_amp.plan.dataflow.dead_code import inputs_read
-from jmp_amp.policies.arguments import type_name
+from jmp_amp.policies.arguments import checked_flag, type_name
 from jmp_amp.policies.dtypes import PyTree, is_half
-from jmp_amp.policies.flags import checked_flag
 from jmp_amp.training.finite import all_finite, check_mapped, checked_axes, choose
 from jmp_amp.training.half_weights import WEIGHT_STATES, warn_of_chain
 from jmp_amp.training.loss_scale import LossScale

@@ -13,12 +13,11 @@ from jmp_amp.plan.planner import returned_dtype
 from jmp_amp.plan.program import binding, scope_text
 from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
 from jmp_amp.plan.program.jaxprs import Value
+from jmp_amp.policies.arguments import checked_flag
+from jmp_amp.policies.deferred import in_two_calls, own_frames_hidden
 from jmp_amp.policies.dtypes import AnyFn, PyTree
-from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
-from jmp_amp.policies.tracebacks import own_frames_hidden
-from jmp_amp.policies.two_calls import in_two_calls
 from jmp_amp.transform import linen_modules, scopes
 from jmp_amp.transform.calls import TracedCall, traced_call
 from jmp_amp.transform.functions import check_function, wraps

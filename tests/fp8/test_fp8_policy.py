@@ -253,7 +253,7 @@ TEXTS = {
     "c=bf16,m=fp8+min_size=8": ("min_size=8", "16"),
     "c=bf16,m=fp8+min_size=big": ("'big'", "min_size=64"),
     "c=bf16,m=fp8+min_size=-16": ("'-16'", "min_size=64"),
-    "c=bf16,m=fp8+fast_accumulation=yes": ("'yes'", "fast_accumulation=true"),
+    "c=bf16,m=fp8+fast_accumulation=yes": ("='yes'", "neither True nor False"),
     "c=bf16,m=fp8+amax=3": ("'amax'", "backward, fast_accumulation, min_size"),
     "c=bf16,m=fp8+min_size=32+min_size=32": ("'min_size'", "once"),
     "c=bf16,m=int8": ("'int8'", "fp8"),

@@ -167,7 +167,7 @@ ROOT = Path(amp.__file__).parent
 # Each with what its names are.
 OTHER_LISTS = {
     "plan/tables/operations.py": "the table",
-    "recipes/levels.py": "Paddle's names of operations, with JAX's",
+    "recipes.py": "Paddle's names of operations, with JAX's",
 }
 
 

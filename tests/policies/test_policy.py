@@ -237,7 +237,7 @@ FORMS = (
 
 
 REDUCES = (
-    "gradients are made and summed in float32, or in the dtype of the operation that "
+    "Gradients are made and summed in float32, or in the dtype of the operation that "
     'makes them. Use "float32", or None for the latter.'
 )
 
@@ -255,9 +255,12 @@ REDUCES = (
             "follow. Products in fp8 are m (matmul), what the backward pass keeps is s "
             "(saved), what gradients are summed in over devices is r (reduce_dtype).",
         ),
-        ("c=f16,r=bf16", f"r='bf16': {REDUCES}"),
-        ("c=f16,reduce=f64", f"reduce='f64': {REDUCES}"),
-        ("c=f16,r=fp17", f"r='fp17': unknown dtype 'fp17'. G{REDUCES[1:]}"),
+        ("c=f16,r=bf16", f"Policy(reduce_dtype='bf16'): {REDUCES}"),
+        ("c=f16,reduce=f64", f"Policy(reduce_dtype='f64'): {REDUCES}"),
+        (
+            "c=f16,r=fp17",
+            f"Policy(reduce_dtype='fp17'): unknown dtype 'fp17'. {REDUCES}",
+        ),
         ("c=f16,r=f32,reduce_dtype=f32", '"reduce_dtype=" sets reduce_dtype a second'),
         ("r=f32", "reduce_dtype but no dtypes. Say which, for example"),
         ("c=f16,c=f32", '"c=" sets compute_dtype a second time. Set it once.'),
@@ -277,16 +280,15 @@ REDUCES = (
         ("", f"unknown policy ''. {FORMS}"),
         (
             "c=f16,low=a+b,follow=b",
-            "'b' is both in low and in follow. An operation has one class: name it in "
-            "one of them only.",
+            "Policy: 'b' is both in low and in follow. An operation has one class: "
+            "name it in one of them only.",
         ),
-        ("c=f16,low=", "\"low=\": '' is not the name of an operation."),
-        ("c=f16,low=a b", "\"low=\": 'a b' is not the name of an operation."),
-        ("c=f16,low=a/b", "\"low=\": 'a/b' is not the name of an operation."),
+        ("c=f16,low=", "Policy(low=...): '' is not the name of an operation."),
+        ("c=f16,low=a b", "Policy(low=...): 'a b' is not the name of an operation."),
+        ("c=f16,low=a/b", "Policy(low=...): 'a/b' is not the name of an operation."),
         (
             "low=tanh",
-            "operations but no dtypes. Say which, for example "
-            '"p=f32,c=bf16,o=f32,low=tanh".',
+            'low but no dtypes. Say which, for example "p=f32,c=bf16,o=f32,low=tanh".',
         ),
     ],
 )
@@ -329,7 +331,7 @@ def test_a_name_in_two_classes_is_an_error_that_names_both(first, second):
         f"'tanh' is both in {both[0]} and in {both[1]}. An operation has one class: "
         "name it in one of them only."
     )
-    with raises(ValueError, f"Policy.with_{second}('sin', 'tanh'): {message}"):
+    with raises(ValueError, f"Policy.with_{second}('sin', 'tanh'): Policy: {message}"):
         getattr(policy, f"with_{second}")("sin", "tanh")
     with raises(ValueError, f"Policy: {message}"):
         amp.Policy(**{first: {"tanh"}, second: {"tanh"}})
@@ -339,13 +341,14 @@ def test_a_name_in_two_classes_is_an_error_that_names_both(first, second):
     "name", ["", "a b", "a/b", "amp[x]", "a+b", "a,b", "a=b", "1a"]
 )
 def test_a_name_that_is_no_identifier_is_refused(name):
-    with raises(ValueError, f"Policy.with_low({name!r}): {name!r} is not the name of"):
+    fact = f"Policy(low=...): {name!r} is not the name of"
+    with raises(ValueError, f"Policy.with_low({name!r}): {fact}"):
         amp.Policy().with_low(name)
 
 
 @pytest.mark.parametrize("given", [jnp.tanh, ["tanh"], 3, None])
 def test_a_name_that_is_no_string_is_refused(given):
-    with pytest.raises(TypeError, match=r"is not a name. Operations are named by str"):
+    with pytest.raises(TypeError, match=r"is no collection of names. Use a set of str"):
         amp.Policy().with_full(given)
 
 
@@ -390,5 +393,5 @@ def test_other_dtypes_to_reduce_in_are_refused(given, kind, message):
 
 
 def test_a_recipe_names_itself_in_the_error():
-    with raises(ValueError, f"recipe('bf16', reduce_dtype='bf16'): {REDUCES}"):
+    with raises(ValueError, f"recipe('bf16'): Policy(reduce_dtype='bf16'): {REDUCES}"):
         amp.recipe("bf16", reduce_dtype="bf16")

@@ -323,26 +323,25 @@ def test_a_tuned_policy_has_the_word_where_it_is_half(word):
 
 # Errors
 
-UNKNOWN = [
-    ("leest", 'Did you mean "least"? '),
-    ("al", 'Did you mean "all"? '),
-    ("everything", ""),
-    ("none", ""),
-    ("", ""),
-]
 
-
-@pytest.mark.parametrize(("given", "hint"), UNKNOWN)
-def test_an_unknown_word_is_refused_with_the_three_words(given, hint):
-    message = f"unknown word {given!r}. {hint}{LISTED}: what the backward pass keeps."
-    with raises(ValueError, f"Policy(saved={given!r}): {message}"):
+def refuses(kind, given, message):
+    """Whether a policy, its text and a recipe refuse a word with their call."""
+    message = f"Policy(saved={given!r}): {message}"
+    with raises(kind, message):
         amp.Policy(saved=given)
-    for key in ("s", "saved", "S"):
-        text = f"c=bf16,{key}={given}"
-        with raises(ValueError, f'get_policy("{text}"): "{key}=": {message}'):
-            amp.get_policy(text)
-    with raises(ValueError, f"recipe('O1', saved={given!r}): {message}"):
+    with raises(kind, f"recipe('O1'): {message}"):
         amp.recipe("O1", saved=given)
+    for key in ("s", "saved", "S"):
+        if isinstance(given, str):
+            text = f"c=bf16,{key}={given}"
+            with raises(kind, f'get_policy("{text}"): {message}'):
+                amp.get_policy(text)
+
+
+@pytest.mark.parametrize("given", ["leest", "al", "everything", "none", ""])
+def test_an_unknown_word_is_refused_with_the_three_words(given):
+    fact = f"unknown word {given!r}. {LISTED}: what the backward pass keeps."
+    refuses(ValueError, given, fact)
 
 
 @pytest.mark.parametrize("given", ["int8", "e4m3"])
@@ -351,22 +350,12 @@ def test_a_word_that_is_gone_is_refused_with_the_reason(given):
         f"{given!r} is gone: on an H200 residuals in 8 bits needed more time and "
         'memory than "all". Use "least", the fewest bytes.'
     )
-    with raises(ValueError, f"Policy(saved={given!r}): {message}"):
-        amp.Policy(saved=given)
-    text = f"c=bf16,s={given}"
-    with raises(ValueError, f'get_policy("{text}"): "s=": {message}'):
-        amp.get_policy(text)
-    with raises(ValueError, f"recipe('O1', saved={given!r}): {message}"):
-        amp.recipe("O1", saved=given)
+    refuses(ValueError, given, message)
 
 
 @pytest.mark.parametrize("given", [True, 3, b"all", ["all"], amp.Fp8(), jnp.int8])
 def test_what_is_neither_text_nor_none_is_a_type_error(given):
-    message = f"{given!r} is neither text nor None. {LISTED}."
-    with raises(TypeError, f"Policy(saved={given!r}): {message}"):
-        amp.Policy(saved=given)
-    with raises(TypeError, f"recipe('O1', saved={given!r}): {message}"):
-        amp.recipe("O1", saved=given)
+    refuses(TypeError, given, f"{given!r} is neither text nor None. {LISTED}.")
 
 
 def test_a_word_is_given_once_and_with_dtypes():
@@ -423,6 +412,6 @@ def test_every_call_that_takes_a_policy_reads_the_word_and_refuses_a_wrong_one(
         call(f"p=f32,c=bf16,o=f32,s={word}")
     with pytest.raises(ValueError) as found:
         call("p=f32,c=bf16,o=f32,s=leest")
-    assert '"s=": unknown word \'leest\'. Did you mean "least"?' in str(found.value)
+    assert "Policy(saved='leest'): unknown word 'leest'." in str(found.value)
     assert LISTED in str(found.value)
     assert str(found.value).startswith(begins)

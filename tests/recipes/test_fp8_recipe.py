@@ -288,9 +288,10 @@ def test_it_prints_that_products_are_fp8_and_which_layers_are_not():
     text = str(amp.recipe("fp8", excluded_layers=("**/gate",)))
     assert text.startswith("fp8 of Colossal-AI\n")
     assert "bf16, products fp8" in text
-    named = ", ".join(f"**/{head}" for head in HEADS)
     told = " ".join(text.split())
-    assert f"In bf16: {named}, attend_of_embedding. In f32: **/gate." in told
+    for head in (*(f"**/{head}" for head in HEADS), "<attend_of_embedding>"):
+        assert f"; {head}: p=f32,c=bf16,o=f32;" in told
+    assert "; **/gate: p=f32,c=f32,o=f32;" in told
     assert "fp8" not in str(amp.recipe("fp8", enabled=False)).partition("\n")[2]
 
 
@@ -304,10 +305,10 @@ def test_its_policy_is_the_same_at_each_call_and_is_pickled():
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        ({"half_dtype": "float16"}, r"'float16', .* f16 has no room .* Leave half_dty"),
-        ({"half_dtype": "e4m3"}, r"'e4m3', but what is not fp8 is bf16: .* Leave half"),
-        ({"cast_model_type": "bf16"}, r"its parameters are f32; .* Use O2 or O3"),
-        ({"master_weights": True}, r"its parameters are f32 and need no masters"),
+        ({"half_dtype": "float16"}, r"'float16'.*bf16 by the name and f16 by half"),
+        ({"half_dtype": "e4m3"}, r"'e4m3'.*bf16 by the name and f8_e4m3 by half"),
+        ({"cast_model_type": "bf16"}, r"its parameters are f32, .* Use O2 or O3"),
+        ({"master_weights": True}, r"its parameters are f32, .* need no masters"),
     ],
 )
 def test_what_contradicts_it_is_refused(overrides, message):

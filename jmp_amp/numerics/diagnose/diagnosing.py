@@ -26,11 +26,11 @@ from jmp_amp.plan.plan import plan_as_traced
 from jmp_amp.plan.program import jaxprs, meshes
 from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
 from jmp_amp.plan.program.jaxprs import Value
+from jmp_amp.policies.arguments import checked_flag
+from jmp_amp.policies.deferred import Waiting, in_two_calls
 from jmp_amp.policies.dtypes import AnyFn, PyTree
-from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
-from jmp_amp.policies.two_calls import Waiting, in_two_calls
 from jmp_amp.reports.reading import read_plan
 from jmp_amp.training.gradients import Argnums, find_scaler
 

@@ -24,11 +24,11 @@ from jmp_amp.numerics.tune.tuning import Tuned, Tuning
 from jmp_amp.plan.program import binding
 from jmp_amp.plan.program.cpu_target import checked_target, cpu_of
 from jmp_amp.plan.program.jaxprs import Value
+from jmp_amp.policies.arguments import checked_flag
+from jmp_amp.policies.deferred import Waiting, in_two_calls
 from jmp_amp.policies.dtypes import F32, AnyFn, is_half
-from jmp_amp.policies.flags import checked_flag
 from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
-from jmp_amp.policies.two_calls import Waiting, in_two_calls
 from jmp_amp.reports.askers import own_dtypes
 from jmp_amp.reports.reading import inputs_of, read_plan
 from jmp_amp.training.gradients import Argnums
