@@ -203,13 +203,8 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
        'applied': 0}
     """
     state = find_counters(opt_state, "metrics")
-    return {
-        "scale": state.loss_scale.value,
-        "finite": state.last_finite,
-        "skipped_total": state.skipped_total,
-        "skipped_in_a_row": state.skipped_in_a_row,
-        "applied": state.applied,
-    }
+    names = "scale finite skipped_total skipped_in_a_row applied".split()
+    return dict(zip(names, (state.loss_scale.value, *state[2:6]), strict=True))
 
 
 def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
@@ -281,9 +276,8 @@ def what_hides_overflows(opt_state: PyTree) -> str:
         if nodes_of(node.inner_opt_state, SCALES):
             return (
                 "optax.MultiSteps around with_loss_scale keeps an overflow in its sum, "
-                "or leaves it out, so that no later step is applied or the scale does "
-                "not back off. Put it inside: "
-                "with_loss_scale(optax.MultiSteps(tx, n), loss_scale)."
+                "so that no later step is applied or the scale does not back off. Put "
+                "it inside: with_loss_scale(optax.MultiSteps(tx, n), loss_scale)."
             )
     return ""
 

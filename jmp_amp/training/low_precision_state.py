@@ -332,11 +332,9 @@ def with_low_precision_state(
             new, after = tx.update(updates, wide, params, **extra)
             now, then = (rows_of(x, jax.typeof) for x in (after, wide))
             if now != then:
-                raise ValueError(
-                    f"{_CALL}: inner changed its state; first difference at "
-                    f"{first_difference(now, then)}. Around half parameters, use "
-                    f"with_master_weights({_CALL}(optimizer))."
-                )
+                fact = f"its state; first difference at {first_difference(now, then)}"
+                remedy = f"Half parameters: use with_master_weights({_CALL}(tx))."
+                raise ValueError(f"{_CALL}: inner changed {fact}. {remedy}")
         nodes, structure = jax.tree.flatten(before, is_leaf=is_code)
         leaves = jax.tree.leaves(after)
         places = [at for at, node in enumerate(nodes) if is_code(node)]

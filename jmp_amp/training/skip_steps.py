@@ -7,7 +7,6 @@ select is part of the kernel that writes the new value. XLA's CPU copies old mom
 masters and parameters for it.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -132,10 +131,8 @@ def with_loss_scale(
     tx = with_extra_args(inner, call)
     unscale = checked_flag(unscale, f"{call}(inner, scale, unscale={{}})")
     if not isinstance(loss_scale, LossScale):
-        raise TypeError(
-            f"{call}(inner, {loss_scale!r}): not a LossScale. Use "
-            "dynamic_loss_scale(), static_loss_scale(2.0**16) or no_loss_scale()."
-        )
+        remedy = "Use dynamic_loss_scale(), static_loss_scale(...) or no_loss_scale()."
+        raise TypeError(f"{call}(inner, {loss_scale!r}): not a LossScale. {remedy}")
     over_axes = f"{call}(inner, scale, axis_name={axis_name!r})"
     checked_axes(axis_name, over_axes)
 
@@ -229,10 +226,8 @@ def _first_state(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
     state = tx.init(taking_part(params))
     warn_of_chain(state, "with_loss_scale(inner, scale).init")
     if nodes_of(state, LossScaleState):
-        raise ValueError(
-            "with_loss_scale: the optimizer it was given holds a loss scale already. "
-            "Wrap once, around the whole chain."
-        )
+        fact = "the optimizer it was given holds a loss scale already"
+        raise ValueError(f"with_loss_scale: {fact}. Wrap once, around the whole chain.")
     if not any(TreeStructure.of(params).half) or not nodes_of(state, WEIGHT_STATES):
         return state
 
@@ -274,42 +269,32 @@ def update_and_finite(
       The results; and bool[].
     """
     finite = all_finite(gradients, axis_name)
-    if isinstance(finite, Tracer):
-        run, read = _traced(step, gradients)
-        if read is not gradients:
-            finite = all_finite(read, axis_name)
-        return run(), finite
-    if not finite:
-        # An update that asks for the values of gradients reads all of them.
-        with contextlib.suppress(Exception):
-            finite = all_finite(_traced(step, gradients)[1])
-    return step(gradients), finite
-
-
-def _traced(
-    step: Callable[[PyTree], Results], gradients: PyTree
-) -> tuple[Callable[[], Results], PyTree]:
-    """Returns what runs the traced step, and the gradients that it reads."""
+    is_traced = isinstance(finite, Tracer)
+    if not is_traced and finite:
+        return step(gradients), finite
     leaves, structure = jax.tree.flatten(gradients)
-    traced: list[PyTree] = []
+    others: list[PyTree] = []
 
     @jax.jit
     def update(leaves: list[jax.Array]) -> list[jax.Array]:
         results, tree = jax.tree.flatten(step(structure.unflatten(leaves)))
-        traced[:] = tree, [None if isinstance(x, jax.Array) else x for x in results]
+        others[:] = tree, [None if isinstance(x, jax.Array) else x for x in results]
         return [leaf for leaf in results if isinstance(leaf, jax.Array)]
 
-    program = update.trace(leaves).jaxpr
+    try:
+        program = update.trace(leaves).jaxpr
+    except Exception:
+        if is_traced:
+            raise
+        # An update that asks for the values of gradients reads all of them.
+        return step(gradients), finite
     # Arrays that `step` closes over come before its argument.
     is_read = inputs_read(program)[len(program.in_avals) - len(leaves) :]
-
-    def run() -> Results:
-        arrays = iter(update(leaves))
-        tree, others = traced
-        return tree.unflatten(next(arrays) if x is None else x for x in others)
-
-    if all(is_read):
-        return run, gradients
-    pairs = zip(leaves, is_read, strict=True)
-    read = (leaf if is_read else optax.MaskedNode() for leaf, is_read in pairs)
-    return run, structure.unflatten(read)
+    if not all(is_read):
+        pairs = zip(leaves, is_read, strict=True)
+        read = (leaf if is_read else optax.MaskedNode() for leaf, is_read in pairs)
+        finite = all_finite(structure.unflatten(read), axis_name)
+    if not is_traced:
+        return step(gradients), finite
+    arrays, (tree, results) = iter(update(leaves)), others
+    return tree.unflatten(next(arrays) if x is None else x for x in results), finite
