@@ -301,8 +301,9 @@ def checked_condition(condition: ArrayLike, call: str) -> jax.Array:
     is_bool = isinstance(condition, bool) or dtype == jnp.bool_
     if not is_bool or np.shape(condition):
         raise (ValueError if is_bool else TypeError)(
-            f"{call}: the condition is {condition!r}, which is not one boolean. Use "
-            "True, False or jnp.all of an array of them, such as all_finite(grads)."
+            f"{call}: the condition has shape {np.shape(condition)} and is "
+            f"{condition!r}, not boolean or not one. Use True, False or jnp.all of an "
+            "array of them, such as all_finite(grads)."
         )
     return jnp.asarray(condition)
 

@@ -260,10 +260,6 @@ serialization.register_serialization_state(
 )
 
 
-class ForeignStateError(TypeError):
-    """A state is not one of the optimizer that was given it."""
-
-
 def check_gradients(
     gradients: PyTree,
     structure: TreeStructure,
@@ -325,7 +321,7 @@ def check_state(is_own: bool, state: PyTree, call: str) -> None:
     """Raises if a state is not of the optimizer that is called."""
     name = type_name(state)
     if not is_own:
-        raise ForeignStateError(
+        raise TypeError(
             f"{call}: update was given a{'n' * (name[0] in 'aeiou')} {name}, the state "
             "of another optimizer, dtype or key. Call tx.update(gradients, state, "
             "params) with that of tx.init(params). Restore a checkpoint with "
@@ -345,8 +341,6 @@ def telling_foreign_states(
     """
     try:
         yield
-    except ForeignStateError:
-        raise
     except Exception as error:
         own = state
         with contextlib.suppress(Exception):
@@ -356,7 +350,7 @@ def telling_foreign_states(
             raise
         has = next((row for row in given if row not in wanted), "nothing more")
         lacks = next((row for row in wanted if row not in given), "nothing more")
-        raise ForeignStateError(
+        raise TypeError(
             f"{call}: update was given the state of another optimizer: it has {has}, "
             f"and not {lacks}. Begin with tx.init(params) of this one."
         ) from error
