@@ -5,9 +5,8 @@ moments in 8 bits. The state of a plain float32 run of the same optimizer can be
 out of it, and put into the state of another setup.
 """
 
-import numbers
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -99,9 +98,10 @@ def export_params(
         path = jax.tree_util.keystr(keys)
         # The optimizer may have seen the collection `params` only.
         for at in (path, path.removeprefix("['params']")):
-            kind, digits = kept.get(at, (None, None))
-            is_own = is_half_parameter(keys, leaf) and np.shape(digits) == leaf.shape
-            if kind is not None and is_own:
+            if at not in kept or not is_half_parameter(keys, leaf):
+                continue
+            kind, digits = kept[at]
+            if np.shape(digits) == leaf.shape:
                 del kept[at]
                 wide, digits = jnp.asarray(leaf, F32), jnp.asarray(digits)
                 leaf = WAYS[kind][1](wide, digits, leaf.dtype)
@@ -181,8 +181,8 @@ def import_opt_state(opt_state: Tree, exported: PyTree) -> Tree:
     return _filled(opt_state, iter(jax.tree.leaves(exported)))
 
 
-def _type(leaf: PyTree) -> str:
-    is_number = isinstance(leaf, numbers.Number) or hasattr(leaf, "dtype")
+def _type(leaf: Any) -> str:
+    is_number = hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)
     kind = jnp.result_type(leaf) if is_number else type(leaf).__name__
     return f"{kind}{list(np.shape(leaf))}"
 
