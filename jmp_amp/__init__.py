@@ -76,9 +76,8 @@ if TYPE_CHECKING:
     from jmp_amp.training.checkpoints import export_opt_state as export_opt_state
     from jmp_amp.training.checkpoints import export_params as export_params
     from jmp_amp.training.checkpoints import import_opt_state as import_opt_state
+    from jmp_amp.training.collectives import all_finite as all_finite
     from jmp_amp.training.collectives import psum_in_f32 as psum_in_f32
-    from jmp_amp.training.finite import all_finite as all_finite
-    from jmp_amp.training.finite import select_tree as select_tree
     from jmp_amp.training.gradients import grad as grad
     from jmp_amp.training.gradients import value_and_grad as value_and_grad
     from jmp_amp.training.half_weights import with_kahan as with_kahan
@@ -95,6 +94,7 @@ if TYPE_CHECKING:
     from jmp_amp.training.loss_scale_state import last_step_finite as last_step_finite
     from jmp_amp.training.loss_scale_state import loss_scale_of as loss_scale_of
     from jmp_amp.training.loss_scale_state import metrics as metrics
+    from jmp_amp.training.loss_scale_state import select_tree as select_tree
     from jmp_amp.training.low_precision_state import (
         with_low_precision_state as with_low_precision_state,
     )
@@ -123,17 +123,16 @@ _NAMES = {
     "reports.explaining": "explain",
     "reports.report": "Report",
     "training.checkpoints": "export_opt_state export_params import_opt_state",
-    "training.finite": "all_finite select_tree",
     "training.gradients": "grad value_and_grad",
     "training.loss_scale": "LossScale dynamic_loss_scale no_loss_scale "
     "static_loss_scale",
-    "training.collectives": "psum_in_f32",
+    "training.collectives": "all_finite psum_in_f32",
     "training.low_precision_state": "with_low_precision_state",
     "training.skip_steps": "with_loss_scale",
     "training.parameters": "cast_params",
     "training.presets": "loss_scale_from_torch loss_scale_preset loss_scale_to_torch",
     "training.loss_scale_state": "check_scale keep_if_finite last_step_finite "
-    "loss_scale_of metrics",
+    "loss_scale_of metrics select_tree",
     "training.half_weights": "with_kahan with_master_weights with_stochastic_rounding",
     "transform.autocasting": "autocast",
     "transform.markers": "cast_inputs full_precision with_policy",

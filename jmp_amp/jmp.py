@@ -61,10 +61,10 @@ from jmp_amp.policies import policy as policies
 from jmp_amp.policies.dtypes import F32, cast_floating, cast_leaf, is_half
 from jmp_amp.policies.dtypes import cast_to_full as cast_to_full
 from jmp_amp.policies.policy import Policy as Policy
-from jmp_amp.training.finite import all_finite as all_finite
-from jmp_amp.training.finite import select_tree as select_same_dtypes
+from jmp_amp.training.collectives import all_finite as all_finite
 from jmp_amp.training.loss_scale import LossScale as StateMachine
 from jmp_amp.training.loss_scale import static_loss_scale
+from jmp_amp.training.loss_scale_state import select_tree as select_same_dtypes
 
 # The version of jmp whose API this is.
 __version__ = "0.0.4"

@@ -53,12 +53,10 @@ transform:
   - interpreter
   - autocasting
 training:
-  - trainable rounding
-  - structures
-  - parameters finite
+  - structures rounding
+  - parameters loss_scale collectives
   - half_weights
-  - loss_scale low_precision_state collectives
-  - loss_scale_state
+  - loss_scale_state low_precision_state
   - presets gradients skip_steps checkpoints
 reports:
   - costs rows tables plain_data ways bit_words requests

@@ -129,17 +129,19 @@ SLIPS = {
         )
         for reader, raw in {"flax": RAW, "orbax": RAW_OF_ORBAX}.items()
         for fact, calls in {
-            "this dict has the data": (
+            "there is no loss scale in this dict": (
                 ("loss_scale_of", amp.loss_scale_of, ValueError),
                 ("metrics", amp.metrics, ValueError),
+            ),
+            "the state is not one of this optimizer": (
                 (
                     "import_opt_state",
                     lambda x: amp.import_opt_state(STATE, x),
                     ValueError,
                 ),
-                ("with_loss_scale", lambda x: updated(wrapped(ADAM), x), TypeError),
             ),
             "update was given a dict, the state of another optimizer": (
+                ("with_loss_scale", lambda x: updated(wrapped(ADAM), x), TypeError),
                 ("with_kahan", lambda x: updated(amp.with_kahan(ADAM), x), TypeError),
                 (
                     "with_low_precision_state",
@@ -153,7 +155,7 @@ SLIPS = {
     "the raw inner state of orbax": (
         lambda: amp.import_opt_state(STATE, RAW_OF_ORBAX["inner_state"]),
         ValueError,
-        "import_opt_state: this list has",
+        "import_opt_state: the state is not one of this optimizer",
         "target=tx.init(params)",
     ),
     **{
@@ -180,13 +182,13 @@ SLIPS = {
         lambda: amp.import_opt_state(wrapped(ADAMW).init(W), ADAM.init(W)),
         ValueError,
         "import_opt_state: the state is not",
-        "at [2] (EmptyState).",
+        "at [2] EmptyState().",
     ),
     "the state in place of gradients": (
         lambda: wrapped(ADAM).update(STATE, W, W),
         TypeError,
-        "with_loss_scale: update was given an array, not its state",
-        "tx.update(gradients, st",
+        "with_loss_scale: update was given an array, the state of another",
+        "tx.update(gradients, state, params)",
     ),
     **{
         f"an nnx module as params of update, {given} as those of init": (

@@ -6,23 +6,22 @@ out of it, and put into the state of another setup.
 """
 
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_amp.policies.dtypes import F32, PyTree, floating_dtype, is_castable
 from jmp_amp.training.half_weights import (
     DIGIT_STATES,
+    WAYS,
     WEIGHT_STATES,
     warn_of_chain,
-    with_all_digits,
 )
-from jmp_amp.training.loss_scale_state import LossScaleState, read_without_target
+from jmp_amp.training.loss_scale_state import LossScaleState
 from jmp_amp.training.low_precision_state import (
     CODES,
     LowPrecisionState,
@@ -33,10 +32,13 @@ from jmp_amp.training.low_precision_state import (
 from jmp_amp.training.rounding import stored
 from jmp_amp.training.structures import (
     first_difference,
+    is_half_parameter,
+    is_overwritten,
     leaves_by_path,
     nodes_of,
+    owned,
+    rows_of,
 )
-from jmp_amp.training.trainable import is_overwritten, owned
 
 Tree = TypeVar("Tree")
 
@@ -80,10 +82,8 @@ def export_params(
     """
     wanted = floating_dtype(dtype, "export_params(params, opt_state, {})")
     if isinstance(params, (*_WRAPPER_STATES, nnx.Optimizer)):
-        raise TypeError(
-            f"export_params(params, opt_state): params is a {type(params).__name__}. "
-            "Give the parameters first."
-        )
+        fact = f"params is a {type(params).__name__}. Give the parameters first."
+        raise TypeError(f"export_params(params, opt_state): {fact}")
     if isinstance(params, nnx.Module):
         graphdef, state = nnx.split(params)
         return nnx.merge(graphdef, export_params(state, opt_state, wanted))
@@ -97,18 +97,23 @@ def export_params(
     for keys, leaf in jax.tree_util.tree_flatten_with_path(nnx.as_pure(params))[0]:
         path = jax.tree_util.keystr(keys)
         # The optimizer may have seen the collection `params` only.
-        inside = path.removeprefix("['params']")
-        found = kept.pop(path, None) or kept.pop(inside, None)
-        if found is not None:
-            leaf = with_all_digits(leaf, *found, path)
+        for at in (path, path.removeprefix("['params']")):
+            if at not in kept or not is_half_parameter(keys, leaf):
+                continue
+            kind, digits = kept[at]
+            if np.shape(digits) == leaf.shape:
+                del kept[at]
+                wide, digits = jnp.asarray(leaf, F32), jnp.asarray(digits)
+                leaf = WAYS[kind][1](wide, digits, leaf.dtype)
         castable = is_castable(getattr(leaf, "dtype", None))
         if castable and not is_overwritten(keys):
             leaf = stored(leaf, wanted)
         exported.append(owned(leaf) if castable else leaf)
     if kept:
+        path, (_, digits) = next(iter(kept.items()))
+        fact = f"a half-precision parameter of shape {np.shape(digits)} at {path}"
         raise ValueError(
-            f"export_params: the optimizer keeps the digits of a parameter at "
-            f"{next(iter(kept))}, but there is none in this "
+            f"export_params: the optimizer has {fact}, but there is none in this "
             f"{type(params).__name__}. Pass the tree that its init was given."
         )
     return jax.tree.structure(params).unflatten(exported)
@@ -163,34 +168,23 @@ def import_opt_state(opt_state: Tree, exported: PyTree) -> Tree:
       >>> amp.import_opt_state(tx.init(jnp.zeros(2)), trained).inner_state[0].trace
       Array([1., 1.], dtype=float32)
     """
-    own, given = export_opt_state(opt_state), exported
-    if jax.tree.structure(own) != jax.tree.structure(given):
-        if isinstance(given, dict | list) and not isinstance(own, dict | list):
-            raise ValueError(f"import_opt_state: {read_without_target(given)}")
-        where = first_difference(_places(given), _places(own))
+    own = export_opt_state(opt_state)
+    there, here = rows_of(exported, _type), rows_of(own, _type)
+    if jax.tree.structure(own) != jax.tree.structure(exported) or here != there:
         raise ValueError(
             "import_opt_state: the state is not one of this optimizer; first "
-            f"difference at {where}. Give the state of the optimizer that the wrappers "
-            "are around (export_opt_state takes wrappers off), for the same parameters."
+            f"difference at {first_difference(there, here)}. Give the state of the "
+            "optimizer that the wrappers are around (export_opt_state takes wrappers "
+            "off), for the same parameters, with its moments in float32; restore a "
+            "checkpoint with target=tx.init(params)."
         )
-    pairs = zip(leaves_by_path(nnx.as_pure(own)), jax.tree.leaves(given), strict=True)
-    for (path, old), new in pairs:
-        if _kind(old) != _kind(new):
-            raise ValueError(
-                f"import_opt_state: at {path} this optimizer has "
-                f"{jax.typeof(old)} but the other state has {jax.typeof(new)}. Give a "
-                "state for the same parameters, with its moments in float32."
-            )
-    return _filled(opt_state, iter(jax.tree.leaves(given)))
+    return _filled(opt_state, iter(jax.tree.leaves(exported)))
 
 
-def _places(state: PyTree) -> list[str]:
-    """Returns the key path of each leaf, and of each state that has none."""
-    places = leaves_by_path(state, lambda node: isinstance(node, optax.EmptyState))
-    return [
-        f"{path} (EmptyState)" if isinstance(node, optax.EmptyState) else path
-        for path, node in places
-    ]
+def _type(leaf: Any) -> str:
+    is_number = hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)
+    kind = jnp.result_type(leaf) if is_number else type(leaf).__name__
+    return f"{kind}{list(np.shape(leaf))}"
 
 
 def _filled(opt_state: PyTree, leaves: Iterator[PyTree]) -> PyTree:
@@ -200,17 +194,12 @@ def _filled(opt_state: PyTree, leaves: Iterator[PyTree]) -> PyTree:
     """
 
     def fill(node: PyTree) -> PyTree:
-        if is_code(node):
-            return encoded_like(node, jnp.asarray(next(leaves)))
-        if not _is_wrapper(node):
-            return owned(next(leaves))
-        return node._replace(inner_state=_filled(node.inner_state, leaves))
+        if _is_wrapper(node):
+            return node._replace(inner_state=_filled(node.inner_state, leaves))
+        leaf = next(leaves)
+        return encoded_like(node, jnp.asarray(leaf)) if is_code(node) else owned(leaf)
 
     return jax.tree.map(fill, opt_state, is_leaf=_is_node)
-
-
-def _kind(leaf: PyTree) -> tuple[tuple[int, ...], np.dtype]:
-    return np.shape(leaf), jnp.result_type(leaf)
 
 
 def _is_wrapper(node: object) -> bool:

@@ -22,9 +22,9 @@ from jmp_amp.training.loss_scale_state import (
     find_loss_scale,
     what_hides_overflows,
 )
-from jmp_amp.training.structures import is_half_parameter, nodes_of
-from jmp_amp.training.trainable import (
-    map_not_overwritten,
+from jmp_amp.training.structures import (
+    map_trained,
+    nodes_of,
     promote_gradient,
     promote_half,
 )
@@ -140,10 +140,8 @@ def _differentiated(
     name: str, fn: AnyFn, argnums: Any, has_aux: bool, **options: bool
 ) -> AnyFn:
     if not callable(fn):
-        raise TypeError(
-            f"{name}({written(fn)}): not a function. Pass the loss function, such as "
-            "lambda params: loss(params, batch)."
-        )
+        remedy = "Pass the loss function: lambda params: loss(params, batch)."
+        raise TypeError(f"{name}({written(fn)}): not a function. {remedy}")
     call = f"{name}({_name(fn)})"
     check_argnums(argnums, f"{call[:-1]}, argnums={{}})")
     for key, flag in {"has_aux": has_aux, **options}.items():
@@ -159,29 +157,36 @@ def _differentiated(
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
-                raise TypeError(
-                    f"{call}(...): {error}. A loss scale is given by its name: "
-                    f"{call}(*args, loss_scale=state)."
-                ) from None
+                remedy = f"Give the scale by name: {call}(*args, loss_scale=state)."
+                raise TypeError(f"{call}(...): {error}. {remedy}") from None
 
         def scaled(*args: PyTree, **kwargs: PyTree) -> PyTree:
             output = fn(*args, **kwargs)
-            loss, aux = _pair(output, call) if has_aux else (output, None)
+            if has_aux and (not isinstance(output, tuple | list) or len(output) != 2):
+                fact = "the function did not return two values"
+                remedy = "Return a pair (loss, aux)."
+                raise TypeError(f"{call} with has_aux=True: {fact}. {remedy}")
+            loss, aux = output if has_aux else (output, None)
             return (loss if scaler is None else scaler.scale(loss)), (loss, aux)
 
         with own_frames_hidden, scopes.autocast_dtypes() as dtypes:
             (_, (loss, aux)), gradients = _value_and_grad(
                 scaled, argnums, args, kwargs, has_aux=True, **options
             )
-        _warn_of_half(jnp.result_type(loss), call)
+        if is_half(dtype := jnp.result_type(loss)):
+            warn(
+                f"{call}: the loss is {dtype.name}, which has three digits, and in "
+                "float16 is infinite above 65504. Keep it float32: take the policy "
+                f'"mixed_{dtype.name}", or cast what the loss is computed from.'
+            )
+        if scaler is None and F16 in dtypes:
+            warn(
+                f"{call}: an autocast in float16 ran without a loss scale, and small "
+                "gradients became zero. Pass loss_scale=opt_state; to mean it, "
+                "loss_scale=amp.no_loss_scale()."
+            )
         if scaler is None:
-            if F16 in dtypes:
-                warn(
-                    f"{call}: an autocast in float16 ran without a loss scale, and "
-                    "small gradients became zero. Pass loss_scale=opt_state; to mean "
-                    "it, loss_scale=amp.no_loss_scale()."
-                )
-            gradients = map_not_overwritten(promote_gradient, gradients)
+            gradients = map_trained(promote_gradient, gradients)
         else:
             gradients = scaler.unscale(gradients)
         return ((loss, aux) if has_aux else loss), gradients
@@ -241,22 +246,16 @@ def _promoted(
         if -len(args) <= position < len(args):
             position %= len(args)
             given = args[position]
-            found = jax.tree_util.tree_map_with_path(_promoted_leaf, given)
+            found = map_trained(promote_half, given)
             if any(map(operator.is_not, *map(jax.tree.leaves, (found, given)))):
                 wide[position], halves[position] = found, given
     return wide, halves
 
 
-def _promoted_leaf(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
-    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
-    return promote_half(leaf) if is_array and is_half_parameter(path, leaf) else leaf
-
-
 def check_argnums(argnums: object, call: str) -> None:
     """Raises if `argnums` are not positions; `call` has `{}` for them."""
-    positions: Sequence[object] = [argnums]
-    if isinstance(argnums, Sequence) and not isinstance(argnums, str):
-        positions = argnums
+    is_one = not isinstance(argnums, Sequence) or isinstance(argnums, str)
+    positions: PyTree = (argnums,) if is_one else argnums
     kinds = int | np.integer | nnx.DiffState
     if not positions or not all(
         isinstance(each, kinds) and not isinstance(each, bool) for each in positions
@@ -275,10 +274,9 @@ def _signature_with_loss_scale(fn: AnyFn, call: str) -> inspect.Signature | None
     except (TypeError, ValueError):
         return None
     if "loss_scale" in signature.parameters:
-        raise ValueError(
-            f"{call}: the function has a parameter `loss_scale` of its own, and {call} "
-            "adds one to give the scale with. Rename the function's."
-        )
+        fact = "the function has a parameter `loss_scale` of its own"
+        remedy = f"Rename it: {call} adds one to give the scale with."
+        raise ValueError(f"{call}: {fact}. {remedy}")
     kind = inspect.Parameter.KEYWORD_ONLY
     keyword = inspect.Parameter("loss_scale", kind, default=None)
     parameters = [*signature.parameters.values(), keyword]
@@ -290,48 +288,22 @@ def find_scaler(loss_scale: PyTree, call: str) -> LossScale | None:
     if loss_scale is None:
         return None
     if isinstance(loss_scale, numbers.Number | str | np.ndarray | jax.Array):
-        raise TypeError(
-            f"{call}: loss_scale={loss_scale!r} is not a LossScale. Pass "
-            "static_loss_scale(2.0**16), dynamic_loss_scale(), or the state of an "
-            "optimizer wrapped in with_loss_scale."
-        )
-    scaler = find_loss_scale(loss_scale, f"{call}: loss_scale")
+        remedy = "Pass static_loss_scale(2.0**16), or a state of with_loss_scale."
+        raise TypeError(f"{call}: loss_scale={loss_scale!r} is no LossScale. {remedy}")
+    call = f"{call}: loss_scale"
+    scaler = find_loss_scale(loss_scale, call)
     states = nodes_of(loss_scale, LossScaleState)
     if any(state.structure.unscales for _, state in states):
         raise ValueError(
-            f"{call}: loss_scale: its optimizer was made with unscale=True, so that "
-            "gradients would be unscaled twice. Leave unscale=True out of "
-            "with_loss_scale: the gradients of this call are unscaled."
+            f"{call}: its optimizer was made with unscale=True, so that gradients "
+            "would be unscaled twice. Leave unscale=True out of with_loss_scale."
         )
     if shape := np.shape(scaler.value):
-        raise ValueError(
-            f"{call}: loss_scale holds scales of shape {shape}. Map the function over "
-            f"them: jax.vmap(lambda args, state: {call}(args, loss_scale=state))."
-        )
+        remedy = "Map the function over them with jax.vmap."
+        raise ValueError(f"{call} holds scales of shape {shape}. {remedy}")
     if hidden := what_hides_overflows(loss_scale):
-        warn(f"{call}: loss_scale: {hidden}")
+        warn(f"{call}: {hidden}")
     return scaler
-
-
-def _pair(output: PyTree, call: str) -> tuple[PyTree, PyTree]:
-    if not isinstance(output, tuple | list) or len(output) != 2:
-        raise TypeError(
-            f"{call} with has_aux=True: the function did not return two values. "
-            "Return a pair (loss, aux)."
-        )
-    loss, aux = output
-    return loss, aux
-
-
-def _warn_of_half(dtype: np.dtype, call: str) -> None:
-    """Warns of a loss in half precision: what torch calls "fp16" is no policy here."""
-    if is_half(dtype):
-        warn(
-            f"{call}: the loss is {dtype.name}, which has three digits, and in float16 "
-            "is infinite above 65504. Keep it float32: take the policy "
-            f'"mixed_{dtype.name}", or cast what the loss is computed from, '
-            "x.astype(jnp.float32)."
-        )
 
 
 def module_positions(argnums: Argnums, args: Sequence[PyTree]) -> PyTree | None:
@@ -339,23 +311,17 @@ def module_positions(argnums: Argnums, args: Sequence[PyTree]) -> PyTree | None:
 
     None if jax does: to it objects of nnx are trees of arrays.
     """
-    positions = _from_front(argnums, len(args))
+    is_several = isinstance(argnums, Sequence)
+    positions = tuple(
+        each + len(args) if isinstance(each, int) and each < 0 else each
+        for each in (argnums if is_several else (argnums,))
+    )
     is_for_nnx = any(
         # An nnx.DiffState says itself which argument it means.
-        isinstance(position, nnx.DiffState)
-        or _has_variables(args[position : position + 1])
-        for position in (positions if isinstance(positions, tuple) else (positions,))
+        isinstance(each, nnx.DiffState) or _has_variables(args[each : each + 1])
+        for each in positions
     )
-    return positions if is_for_nnx else None
-
-
-def _from_front(argnums: Argnums, count: int) -> PyTree:
-    """Returns the positions of arguments, counted from the first of `count`."""
-    if isinstance(argnums, Sequence):
-        return tuple(_from_front(each, count) for each in argnums)
-    if isinstance(argnums, int) and argnums < 0:
-        return argnums + count
-    return argnums
+    return (positions if is_several else positions[0]) if is_for_nnx else None
 
 
 def _has_variables(tree: PyTree) -> bool:

@@ -24,7 +24,7 @@ from jax import Array
 from jax.tree_util import KeyPath
 
 from jmp_amp.policies.arguments import warn
-from jmp_amp.policies.dtypes import F32, PyTree, is_half
+from jmp_amp.policies.dtypes import F32, PyTree
 from jmp_amp.training.parameters import first_values, new_float32
 from jmp_amp.training.rounding import (
     Seeds,
@@ -38,28 +38,23 @@ from jmp_amp.training.rounding import (
     with_remainder,
 )
 from jmp_amp.training.structures import (
+    Optimizer,
     TreeStructure,
     check_gradients,
     check_half,
     check_state,
     is_half_parameter,
-    key_paths,
+    is_variable,
     leaves_by_path,
-    nodes_at,
     nodes_of,
-    telling_foreign_states,
-)
-from jmp_amp.training.trainable import (
     owned,
     promote_gradient,
-    takes_part,
     taking_part,
-    untrained_update,
+    telling_foreign_states,
     updates_of,
     with_extra_args,
 )
 
-Optimizer = optax.GradientTransformation | optax.MultiSteps
 # A function of arrays and a dtype, the third argument, traced once for a shape.
 _of_dtype = functools.partial(once_a_shape, static_argnums=2)
 
@@ -174,7 +169,7 @@ def _at_random(param: Array, kept: Seeds, dtype: np.dtype, update: Array) -> Any
 #   value: (param, kept, dtype) -> the number that they stand for, float32[...];
 #   written: (param, kept, dtype, update) -> the update of the parameter itself,
 #     float32[...], and what is kept now.
-_WAYS: dict[type, tuple[Any, Any, Any]] = {
+WAYS: dict[type, tuple[Any, Any, Any]] = {
     MasterWeightsState: (lambda _, original: original, _of_master, _to_master),
     KahanState: (_first_compensation, _of_dtype(with_remainder), _to_compensation),
     StochasticRoundingState: (None, lambda param, *_: param, _at_random),
@@ -322,7 +317,7 @@ def _stores_half(
     kind: Any, call: str, inner: Optimizer, init_from: PyTree, key: Any = None
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `inner` around half-precision parameters, with a state of `kind`."""
-    first, value, written = _WAYS[kind]
+    first, value, written = WAYS[kind]
     tx, is_random = with_extra_args(inner, call), kind is StochasticRoundingState
     parts: Any = key_parts(key, f"{call}(inner, {{}})") if is_random else ()
 
@@ -330,10 +325,8 @@ def _stores_half(
         values = first_values(params, init_from, call)
         inner_state, seen = tx.init(taking_part(values)), TreeStructure.of(params)
         if found := nodes_of(inner_state, WEIGHT_STATES):
-            raise ValueError(
-                f"{call}: the optimizer inside has a {type(found[0][1]).__name__} "
-                "already. Wrap once, around the whole chain."
-            )
+            fact = f"the optimizer inside has a {type(found[0][1]).__name__} already"
+            raise ValueError(f"{call}: {fact}. Wrap once, around the whole chain.")
         if is_random:
             steps = jnp.asarray(0, jnp.int32)
             return kind(owned(inner_state), owned(parts[0]), steps, seen)
@@ -370,18 +363,14 @@ def _stores_half(
         trained, wide = taking_part(updates, promote_gradient), taking_part(wide)
         with telling_foreign_states(tx.init, wide, state.inner_state, call):
             proposed, inner_state = tx.update(trained, state.inner_state, wide, **extra)
-        remaining = iter(updates_of(proposed, trained, call))
-
-        def stepped(path: KeyPath, gradient: PyTree, leaf: PyTree, half: Any) -> Any:
-            if not takes_part(path, gradient):
-                return untrained_update(path, gradient, leaf), half and half[1]
-            update = next(remaining)
-            return written(*half, update.astype(F32)) if half else (update, None)
-
-        gradients, structure = jax.tree_util.tree_flatten_with_path(updates)
-        rows = zip(gradients, leaves, halves, strict=True)
-        found = [stepped(*gradient, leaf, half) for gradient, leaf, half in rows]
-        chosen = structure.unflatten(update for update, _ in found)
+        found = []
+        proposals = updates_of(proposed, trained, updates, params, call)
+        for (is_trained, update), half in zip(proposals, halves, strict=True):
+            row = update, half and half[1]
+            if half and is_trained:
+                row = written(*half, update.astype(F32))
+            found.append(row)
+        chosen = jax.tree.structure(updates).unflatten(update for update, _ in found)
         if is_random:
             # A step that was skipped for all parameters has used no bits. After 2**31
             # steps it wraps: a saturated counter would repeat its bits forever.
@@ -405,12 +394,12 @@ def warn_of_chain(opt_state: PyTree, call: str) -> None:
         # The state of a chain is a tuple, and nothing more.
         return type(node) is tuple and bool(nodes_of(node[:-1], WEIGHT_STATES))
 
-    for _, node in nodes_at(opt_state, is_chain):
-        _, found = nodes_of(node[:-1], WEIGHT_STATES)[0]
+    for node in filter(is_chain, jax.tree.leaves(opt_state, is_leaf=is_chain)):
+        name = type(nodes_of(node[:-1], WEIGHT_STATES)[0][1]).__name__
         warn(
             f"{call}: in an optax.chain something comes after the transformation of "
-            f"{type(found).__name__} and changes its updates, so that parameters miss "
-            "the numbers that it keeps, in each step. Put the whole chain inside: "
+            f"{name} and changes its updates, so that parameters miss the numbers "
+            "that it keeps, in each step. Put the whole chain inside: "
             "with_master_weights(optax.chain(...))."
         )
 
@@ -430,32 +419,19 @@ def begin_with(opt_state: PyTree, params: PyTree, originals: PyTree) -> PyTree:
     found = dict(leaves_by_path(nnx.as_pure(originals)))
 
     def begun(node: PyTree) -> PyTree:
+        def of(path: KeyPath, old: PyTree) -> PyTree:
+            at = jax.tree_util.keystr(path)
+            if not jax.tree.leaves(old):  # A Variable that is masked.
+                return old
+            new = WAYS[type(node)][0](halves[at], new_float32(found[at], halves[at]))
+            if not isinstance(old, nnx.Variable):
+                return new
+            old.set_value(new)
+            return old
+
         if not isinstance(node, DIGIT_STATES):
             return node
-        first, paths = _WAYS[type(node)][0], key_paths(nnx.as_pure(node[1]))
-        kept = [first(halves[at], new_float32(found[at], halves[at])) for at in paths]
-        # Those whose value is masked have no leaves.
-        variables = [
-            x for _, x in nodes_of(node[1], nnx.Variable) if jax.tree.leaves(x)
-        ]
-        for variable, new in zip(variables, kept, strict=False):
-            variable.set_value(new)
-        tree = jax.tree.structure(node[1]).unflatten(kept)
-        return type(node)(node[0], tree, node[2])
+        kept = jax.tree_util.tree_map_with_path(of, node[1], is_leaf=is_variable)
+        return type(node)(node[0], kept, node[2])
 
     return jax.tree.map(begun, opt_state, is_leaf=lambda x: isinstance(x, DIGIT_STATES))
-
-
-def with_all_digits(param: PyTree, kind: type, kept: PyTree, path: str) -> Array:
-    """Returns the parameter at `path` as float32, with the digits that are kept.
-
-    Raises:
-      ValueError: if it is not half, or of another shape than `kept`.
-    """
-    if np.shape(kept) != np.shape(param) or not is_half(getattr(param, "dtype", None)):
-        raise ValueError(
-            f"export_params: the parameter at {path} is {jax.typeof(param)}, but the "
-            f"optimizer has a half-precision one of shape {np.shape(kept)}. Pass the "
-            "parameters that this optimizer trains."
-        )
-    return _WAYS[kind][1](jnp.asarray(param, F32), jnp.asarray(kept), param.dtype)

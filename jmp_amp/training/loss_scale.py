@@ -7,6 +7,7 @@ finite steps, back off on a step whose gradients overflowed.
 """
 
 import dataclasses
+import functools
 import math
 import numbers
 import operator
@@ -23,17 +24,13 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jmp_amp.policies.dtypes import F32, PyTree
-from jmp_amp.training.finite import checked_condition
-from jmp_amp.training.trainable import promote_gradient, takes_part
+from jmp_amp.training.structures import map_trained, promote_gradient
 
 _HYSTERESIS_MODES = ("until_growth", "consecutive", "rearming")
 _F32_MAX = float(jnp.finfo(F32).max)
-_F32_TINY = float(jnp.finfo(F32).tiny)
+F32_TINY = float(jnp.finfo(F32).tiny)
 _LARGEST = sys.float_info.max
-
-
-def _static() -> Any:
-    return dataclasses.field(metadata={"static": True})
+_static: Any = functools.partial(dataclasses.field, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -140,40 +137,29 @@ class LossScale:
         # the counter takes effect after the next overflow.
         tracker = jnp.asarray(optax.safe_increment(self.growth_tracker))
         due = finite & (tracker == self.growth_interval)
-        value = jnp.asarray(self.value)
+        value, left = map(jnp.asarray, (self.value, self.hysteresis_tracker))
         grown = value * self.growth_factor
-        reduced = value * self.backoff_factor
+        grown = jnp.where(due & (grown <= self.max_scale), grown, value)
         # Half of an infinite scale is infinite, and half of NaN is NaN. From the cap
         # the next overflow backs off.
-        reduced = jnp.where(
-            reduced <= self.max_scale,
-            jnp.maximum(reduced, self.min_scale),
-            self.max_scale,
-        )
-        left = jnp.maximum(jnp.asarray(self.hysteresis_tracker) - 1, 0)
+        reduced = value * self.backoff_factor
+        floored = jnp.maximum(reduced, self.min_scale)
+        reduced = jnp.where(reduced <= self.max_scale, floored, self.max_scale)
+        left = jnp.where(finite, left, jnp.maximum(left - 1, 0))
         back_off = ~finite & (left == 0)
-        grow = due & (grown <= self.max_scale)
-        refill = {
-            "until_growth": due,
-            "consecutive": finite,
-            "rearming": finite | back_off,
-        }[self.hysteresis_mode]
-        spent = jnp.where(finite, self.hysteresis_tracker, left)
+        is_full = dict(until_growth=due, consecutive=finite, rearming=finite | back_off)
+        refill = is_full[self.hysteresis_mode]
         return dataclasses.replace(
             self,
-            value=jnp.where(back_off, reduced, jnp.where(grow, grown, value)),
+            value=jnp.where(back_off, reduced, grown),
             growth_tracker=jnp.where(finite & ~due, tracker, 0),
-            hysteresis_tracker=jnp.where(refill, self.hysteresis, spent),
+            hysteresis_tracker=jnp.where(refill, self.hysteresis, left),
         )
 
     def __repr__(self) -> str:
-        shown = [
-            f"{field.name}={_show(getattr(self, field.name))}"
-            for field in dataclasses.fields(self)
-            if field.name != "dynamic"
-        ]
-        fields = shown if self.dynamic else [shown[0], "dynamic=False"]
-        return f"LossScale({', '.join(fields)})"
+        fields = [f"{name}={_show(x)}" for name, x in vars(self).items()]
+        shown = fields[:3] + fields[4:] if self.dynamic else [fields[0], fields[3]]
+        return f"LossScale({', '.join(shown)})"
 
 
 def dynamic_loss_scale(
@@ -237,16 +223,11 @@ def dynamic_loss_scale(
       >>> amp.dynamic_loss_scale(growth_interval=100).value
       Array(65536., dtype=float32)
     """
-    call = "dynamic_loss_scale"
-    given = dict(
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        min_scale=min_scale,
-        max_scale=max_scale,
-        hysteresis=hysteresis,
-    )
-    settings = {name: _number(call, name, value) for name, value in given.items()}
+    given, call = locals(), "dynamic_loss_scale"
+    settings = {
+        name: _number(call, name, given[name])
+        for name in given.keys() - {"init_scale", "hysteresis_mode"}
+    }
     least, most = settings["min_scale"], min(settings["max_scale"], _F32_MAX)
     if not most >= least:
         raise ValueError(
@@ -254,24 +235,17 @@ def dynamic_loss_scale(
             f"min_scale={min_scale!r}. Use a larger one."
         )
     if hysteresis_mode not in _HYSTERESIS_MODES:
-        raise ValueError(
-            f"{call}(hysteresis_mode={hysteresis_mode!r}): unknown mode. Use one of "
-            f"{', '.join(map(repr, _HYSTERESIS_MODES))}."
-        )
-    value = init_scale
-    if isinstance(value, Tracer):
-        value = jnp.clip(jnp.asarray(value, F32), least, most)
+        remedy = f"Use one of {', '.join(map(repr, _HYSTERESIS_MODES))}."
+        fact = f"{call}(hysteresis_mode={hysteresis_mode!r}): unknown mode"
+        raise ValueError(f"{fact}. {remedy}")
+    if isinstance(init_scale, Tracer):
+        value = jnp.clip(jnp.asarray(init_scale, F32), least, most)
     else:  # A number of Python: no tracer, wherever this is called.
-        value = min(max(_number(call, "init_scale", value), least), most)
-    settings |= dict(max_scale=most, hysteresis=max(settings["hysteresis"], 1))
-    return LossScale(
-        value=jnp.asarray(value, F32),
-        growth_tracker=jnp.asarray(0, jnp.int32),
-        hysteresis_tracker=jnp.asarray(settings["hysteresis"], jnp.int32),
-        dynamic=True,
-        hysteresis_mode=hysteresis_mode,
-        **settings,
-    )
+        value = min(max(_number(call, "init_scale", init_scale), least), most)
+    count = max(settings["hysteresis"], 1)
+    settings |= dict(max_scale=most, hysteresis=count, hysteresis_mode=hysteresis_mode)
+    counters = jnp.asarray(0, jnp.int32), jnp.asarray(count, jnp.int32)
+    return LossScale(jnp.asarray(value, F32), *counters, dynamic=True, **settings)
 
 
 def static_loss_scale(scale: ArrayLike) -> LossScale:
@@ -288,7 +262,7 @@ def static_loss_scale(scale: ArrayLike) -> LossScale:
       >>> amp.static_loss_scale(128)
       LossScale(value=128.0, dynamic=False)
     """
-    least, most = _F32_TINY, _F32_MAX
+    least, most = F32_TINY, _F32_MAX
     if not isinstance(scale, Tracer):
         least = most = _number("static_loss_scale", "scale", scale)
     fixed = dynamic_loss_scale(scale, min_scale=least, max_scale=most)
@@ -306,27 +280,32 @@ def no_loss_scale() -> LossScale:
     return static_loss_scale(1.0)
 
 
-def _mapped(
-    operation: Callable[[jax.Array, jax.Array], jax.Array],
-    tree: PyTree,
-    factor: jax.Array,
-) -> PyTree:
-    """Returns `operation(leaf, factor)` of trained leaves, in float32 at least.
+def _mapped(operation: Callable[..., jax.Array], tree: PyTree, by: PyTree) -> PyTree:
+    """Returns `operation(leaf, by)` of trained leaves, in float32 at least."""
 
-    factor: float32[].
-    """
-
-    def of(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
-        if not takes_part(path, leaf):
-            return leaf
+    def of(leaf: PyTree) -> PyTree:
         leaf = jnp.asarray(promote_gradient(leaf))
-        by = factor.astype(jnp.finfo(leaf.dtype).dtype)
-        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            # Part by part: (inf + 0j) * (2 + 0j) would have a NaN.
-            return jax.lax.complex(operation(leaf.real, by), operation(leaf.imag, by))
-        return operation(leaf, by)
+        factor = by.astype(jnp.finfo(leaf.dtype).dtype)
+        if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            return operation(leaf, factor)
+        # Part by part: (inf + 0j) * (2 + 0j) would have a NaN.
+        parts = operation(leaf.real, factor), operation(leaf.imag, factor)
+        return jax.lax.complex(*parts)
 
-    return jax.tree_util.tree_map_with_path(of, tree)
+    return map_trained(of, tree)
+
+
+def checked_condition(condition: ArrayLike, call: str) -> jax.Array:
+    """Returns a condition as an array: bool[]. Text and numbers are refused."""
+    dtype = getattr(condition, "dtype", None)
+    is_bool = isinstance(condition, bool) or dtype == jnp.bool_
+    if not is_bool or np.shape(condition):
+        raise (ValueError if is_bool else TypeError)(
+            f"{call}: the condition has shape {np.shape(condition)} and is "
+            f"{condition!r}, not boolean or not one. Use True, False or jnp.all of an "
+            "array of them, such as all_finite(grads)."
+        )
+    return jnp.asarray(condition)
 
 
 def _show(leaf: object) -> str:
@@ -343,11 +322,11 @@ def _show(leaf: object) -> str:
 # The least and the largest value of each setting, and what to use.
 _SETTINGS = {
     "init_scale": (5e-324, _LARGEST, "a positive and finite power of two: 2.0**16"),
-    "scale": (_F32_TINY, _F32_MAX, "a power of two, a normal float32: 2.0**16"),
+    "scale": (F32_TINY, _F32_MAX, "a power of two, a normal float32: 2.0**16"),
     "growth_factor": (math.nextafter(1, 2), _LARGEST, "a factor above 1, such as 2.0"),
     "backoff_factor": (5e-324, math.nextafter(1, 0), "a factor between 0 and 1: 0.5"),
     "growth_interval": (1, 2**31 - 1, "an int, at least 1 and below 2**31"),
-    "min_scale": (_F32_TINY, _F32_MAX, "a floor that is a normal float32: 2.0**-14"),
+    "min_scale": (F32_TINY, _F32_MAX, "a floor that is a normal float32: 2.0**-14"),
     "max_scale": (-math.inf, math.inf, "a number that is not below min_scale"),
     "hysteresis": (0, 2**31 - 1, "an int, at least 0 and below 2**31"),
 }
@@ -371,16 +350,13 @@ def _number(call: str, name: str, value: PyTree) -> Any:
 
 def _from_state_dict(target: LossScale, state: dict[str, PyTree]) -> LossScale:
     """The saved configuration wins over the target's, as with torch's state_dict."""
-    names = [field.name for field in dataclasses.fields(target)]
-    if unknown := sorted(set(state) - set(names)):
+    if unknown := sorted(set(state) - set(vars(target))):
         raise ValueError(f"LossScale: a checkpoint with unknown fields {unknown}.")
-    leaves = dict(value=F32, growth_tracker="int32", hysteresis_tracker="int32")
-    saved = {
-        name: jnp.asarray(value, leaves[name])
-        if name in leaves
-        else type(getattr(target, name))(value)
-        for name, value in state.items()
-    }
+    kinds = {name: type(value) for name, value in vars(target).items()}
+    as_int32 = functools.partial(jnp.asarray, dtype=jnp.int32)
+    kinds |= dict(value=lambda value: jnp.asarray(value, F32))
+    kinds |= dict(growth_tracker=as_int32, hysteresis_tracker=as_int32)
+    saved = {name: kinds[name](value) for name, value in state.items()}
     return dataclasses.replace(target, **saved)
 
 

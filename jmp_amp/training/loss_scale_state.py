@@ -9,18 +9,19 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from jmp_amp.policies.dtypes import PyTree
-from jmp_amp.training.finite import choose
 from jmp_amp.training.half_weights import warn_of_chain
-from jmp_amp.training.loss_scale import LossScale
+from jmp_amp.training.loss_scale import LossScale, checked_condition
 from jmp_amp.training.structures import (
     TreeStructure,
+    first_difference,
+    is_inexact,
     key_paths,
     leaves_by_path,
     nodes_of,
 )
-from jmp_amp.training.trainable import is_inexact
 
 
 class LossScaleState(NamedTuple):
@@ -113,17 +114,74 @@ def keep_if_finite(opt_state: PyTree, new: PyTree, old: PyTree) -> PyTree:
     if not isinstance(new, nnx.Module):
         return _kept(finite, new, old)
     if old is new or not isinstance(old, nnx.Module):
-        found = "the same module" if old is new else f"a {type(old).__name__}"
-        raise ValueError(
-            f"keep_if_finite(opt_state, {type(new).__name__}(...), old): old is "
-            f"{found}. Make a copy before the step: old = nnx.clone(model)."
-        )
+        fact = "old is the same module" if old is new else f"old is a {type(old)}"
+        remedy = "Make a copy before the step: old = nnx.clone(model)."
+        raise ValueError(f"keep_if_finite(opt_state, module, old): {fact}. {remedy}")
     after, before = nnx.state(new), nnx.state(old)
     # A first call makes variables, such as those that are sown: there is no old one.
     known = {path for path, _ in nnx.to_flat_state(before)}
     after = nnx.filter_state(after, lambda path, _: path in known)
     nnx.update(new, _kept(finite, *map(nnx.as_pure, (after, before))))
     return new
+
+
+def select_tree(pred: ArrayLike, a: PyTree, b: PyTree) -> PyTree:
+    """Returns `a` if `pred` holds and `b` otherwise, leaf by leaf.
+
+    Both are computed. A NaN in the other one has no effect.
+
+    Args:
+      pred: bool[].
+      a: a pytree of arrays and numbers.
+      b: a pytree of the same structure, shapes and dtypes. Leaves that are not arrays
+        have to be equal.
+
+    Raises:
+      ValueError: if the two differ in structure or shape; if `pred` is no scalar.
+      TypeError: if they differ in dtype, or in a leaf that is not an array; if `pred`
+        is not boolean.
+
+    Example:
+      >>> import jmp_amp as amp
+      >>> amp.select_tree(False, {"mean": jnp.inf}, {"mean": jnp.zeros(())})
+      {'mean': Array(0., dtype=float32)}
+    """
+    return choose(pred, a, b, "select_tree", ("a", "b"))
+
+
+def choose(
+    pred: ArrayLike, a: PyTree, b: PyTree, call: str, names: tuple[str, str]
+) -> PyTree:
+    """Returns `select_tree` of `a` and `b`; errors speak of `call` and `names`."""
+    pred = checked_condition(pred, call)
+    if jax.tree.structure(a) != jax.tree.structure(b):
+        where = first_difference(key_paths(a), key_paths(b))
+        raise ValueError(
+            f"{call}: {names[0]} and {names[1]} differ in structure; first difference "
+            f"at {where}. They have to be two versions of one tree."
+        )
+
+    def of(path: jax.tree_util.KeyPath, a: PyTree, b: PyTree) -> PyTree:
+        if a is b:
+            return a
+        if all(isinstance(x, jax.Array | np.ndarray | np.generic) for x in (a, b)):
+            if (a.shape, a.dtype) == (b.shape, b.dtype):
+                is_float0 = a.dtype == jax.dtypes.float0
+                # Traces faster than `jnp.where`.
+                return a if is_float0 else jax.lax.select(pred, a, b)
+        elif isinstance(a, ArrayLike) and isinstance(b, ArrayLike):
+            return jnp.where(pred, a, b)
+        elif a == b:
+            return a
+        shown = [jax.typeof(x) if hasattr(x, "dtype") else repr(x) for x in (a, b)]
+        kind = TypeError if np.shape(a) == np.shape(b) else ValueError
+        raise kind(
+            f"{call}: at {jax.tree_util.keystr(path) or 'the root'}, {names[0]} is "
+            f"{shown[0]} but {names[1]} is {shown[1]}. Numbers and arrays of one shape "
+            "and dtype can be chosen while a program runs. Cast one."
+        )
+
+    return jax.tree_util.tree_map_with_path(of, a, b)
 
 
 def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
@@ -145,13 +203,8 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
        'applied': 0}
     """
     state = find_counters(opt_state, "metrics")
-    return {
-        "scale": state.loss_scale.value,
-        "finite": state.last_finite,
-        "skipped_total": state.skipped_total,
-        "skipped_in_a_row": state.skipped_in_a_row,
-        "applied": state.applied,
-    }
+    names = "scale finite skipped_total skipped_in_a_row applied".split()
+    return dict(zip(names, (state.loss_scale.value, *state[2:6]), strict=True))
 
 
 def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
@@ -178,42 +231,37 @@ def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
       Traceback (most recent call last):
       FloatingPointError: check_scale: 1 step in a row had gradients that are not ...
     """
-    call = "check_scale"
-    limit = max_skips_in_a_row
-    bad = (
-        f"{call}(opt_state, max_skips_in_a_row={limit!r}): not a number of steps. Use "
-        "an int, 0 or more."
-    )
+    call, limit = "check_scale", max_skips_in_a_row
     is_number = isinstance(limit, numbers.Real | jax.Array | np.ndarray)
-    if isinstance(limit, bool | Tracer) or not is_number or np.shape(limit):
-        raise TypeError(bad)
-    if not (limit >= 0 and limit % 1 == 0):
-        raise ValueError(bad)
+    is_number &= not isinstance(limit, bool | Tracer) and np.shape(limit) == ()
+    if not (is_number and limit >= 0 and limit % 1 == 0):
+        raise (ValueError if is_number else TypeError)(
+            f"{call}(opt_state, max_skips_in_a_row={limit!r}): not a number of steps. "
+            "Use an int, 0 or more."
+        )
     state = find_counters(opt_state, call)
     if isinstance(state.skipped_in_a_row, Tracer):
         raise TypeError(
             f"{call}: the state is traced, so its values are not known yet. Call it on "
             "the state that the jitted step returned; inside, use metrics(opt_state)."
         )
-    skips, skipped, applied = (
-        int(np.max(count))
-        for count in (state.skipped_in_a_row, state.skipped_total, state.applied)
-    )
+    skipped, skips, applied = (int(np.max(count)) for count in state[3:6])
     if skips <= limit:
         return
     last = skipped + applied - skips
     when = f"the last finite step was number {last}" if last else "none was finite"
     scale = float(np.min(state.loss_scale.value))
-    remedy = _not_finite(opt_state)
-    remedy += what_hides_overflows(opt_state) or (
-        "A skipped step changed nothing: amp.diagnose(loss_fn, policy)(params, batch) "
-        "tells where it became infinite or NaN, and what mends it. If all is finite "
-        "there, lower min_scale or the learning rate."
-    )
-    if scale == 0 or not np.isfinite(scale):
+    if 0 < scale < np.inf:
+        remedy = _not_finite(opt_state) + (
+            what_hides_overflows(opt_state)
+            or "A skipped step changed nothing: amp.diagnose(loss_fn, policy)(params, "
+            "batch) tells where it became infinite or NaN, and what mends it. If all "
+            "is finite there, lower min_scale or the learning rate."
+        )
+    else:
         remedy = (
-            "With it no gradient is finite, and nothing here makes such a scale. Go on "
-            "from another: state._replace(loss_scale=amp.static_loss_scale(2.0**10))."
+            "With it no gradient is finite. Go on from another: "
+            "state._replace(loss_scale=amp.static_loss_scale(2.0**10))."
         )
     raise FloatingPointError(
         f"{call}: {skips} step{'s' * (skips > 1)} in a row had gradients that are not "
@@ -228,9 +276,8 @@ def what_hides_overflows(opt_state: PyTree) -> str:
         if nodes_of(node.inner_opt_state, SCALES):
             return (
                 "optax.MultiSteps around with_loss_scale keeps an overflow in its sum, "
-                "or leaves it out, so that no later step is applied or the scale does "
-                "not back off. Put it inside: "
-                "with_loss_scale(optax.MultiSteps(tx, n), loss_scale)."
+                "so that no later step is applied or the scale does not back off. Put "
+                "it inside: with_loss_scale(optax.MultiSteps(tx, n), loss_scale)."
             )
     return ""
 
@@ -270,24 +317,11 @@ def _are_of_scales(tree: PyTree) -> list[bool]:
     """
     paths = [
         [str(getattr(key, "name", getattr(key, "key", key))) for key in path]
-        for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
+        for path, _ in jax.tree_util.tree_flatten_with_path(nnx.as_pure(tree))[0]
     ]
-    known = {tuple(path[:end]) for path in paths for end in range(len(path) + 1)}
-    return [
-        any(
-            path[n] in (*fields, *named)
-            and all((*path[:n], field) in known for field in fields)
-            for n in range(len(path))
-            for fields, named in _FIELDS_OF_A_SCALE
-        )
-        for path in paths
-    ]
-
-
-_FIELDS_OF_A_SCALE = (
-    (("last_finite", "skipped_total", "skipped_in_a_row", "applied"), ("loss_scale",)),
-    (("value", "growth_tracker", "hysteresis_tracker"), ()),
-)
+    counters = "growth_tracker", "skipped_in_a_row"
+    around = [path[:-1] for path in paths if path and path[-1] in counters]
+    return [path[:-1] in around and path[-1] != "inner_state" for path in paths]
 
 
 def find_loss_scale(tree: PyTree, call: str) -> LossScale:
@@ -303,26 +337,16 @@ def find_counters(tree: PyTree, call: str) -> LossScaleState:
     return nnx.as_pure(found._replace(inner_state=()))
 
 
-def read_without_target(tree: PyTree) -> str:
-    """Returns what to do about a state that is dictionaries and lists, in words."""
-    return (
-        f"this {type(tree).__name__} has the data of a state and not its types, as a "
-        "checkpoint has that was read without a target. Restore it with "
-        "target=tx.init(params)."
-    )
-
-
 def _only_node(tree: PyTree, call: str, kinds: tuple[type, ...]) -> PyTree:
     """Returns the one node of `tree` that holds a loss scale."""
     warn_of_chain(tree, call)
     found = nodes_of(tree, kinds)
     if not found:
-        if any(_are_of_scales(tree)):
-            raise ValueError(f"{call}: {read_without_target(tree)}")
         raise ValueError(
             f"{call}: there is no loss scale in this {type(tree).__name__}. Wrap the "
-            "optimizer in with_loss_scale(tx, dynamic_loss_scale()), or in "
-            "with_loss_scale(tx, no_loss_scale()), and pass the state of its init."
+            "optimizer in with_loss_scale(tx, dynamic_loss_scale()), or (tx, "
+            "no_loss_scale()), and pass the state of its init; restore a checkpoint "
+            "with target=tx.init(params)."
         )
     if len(found) > 1:
         places = " and ".join(path for path, _ in found)

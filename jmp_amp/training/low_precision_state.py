@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 from jmp_amp.policies.dtypes import F32, PyTree
 from jmp_amp.training.half_weights import MasterWeightsState
@@ -34,12 +33,14 @@ from jmp_amp.training.structures import (
     check_gradients,
     check_state,
     first_difference,
-    leaves_by_path,
-    nodes_at,
+    is_variable,
+    key_paths,
     nodes_of,
+    owned,
+    rows_of,
     telling_foreign_states,
+    with_extra_args,
 )
-from jmp_amp.training.trainable import owned, with_extra_args
 
 BLOCK = 256
 _CALL = "with_low_precision_state"
@@ -152,11 +153,6 @@ def _spread(of_blocks: jax.Array, like: jax.Array) -> jax.Array:
     if found.size != like.size:
         found = found.reshape(-1)[: like.size]
     return found.reshape(like.shape)
-
-
-def _types(state: PyTree) -> list[str]:
-    leaves = leaves_by_path(nnx.as_pure(state))
-    return [f"{path} {jax.typeof(leaf)}" for path, leaf in leaves]
 
 
 def is_code(node: object) -> bool:
@@ -304,26 +300,24 @@ def with_low_precision_state(
             remedy = f"Use {_CALL}(optimizer) once, and with_master_weights around it."
             raise ValueError(f"{_CALL}: {fact}. {remedy}")
         shapes = {np.shape(leaf) for leaf in jax.tree.leaves(params)} - {()}
-        structure = jax.tree.structure(
-            inner_state, is_leaf=lambda node: isinstance(node, nnx.Variable)
-        )
-        nodes = [list(pair) for pair in leaves_by_path(inner_state)]
+        nodes, structure = jax.tree.flatten(inner_state, is_leaf=is_variable)
+        paths = key_paths(inner_state)
         del inner_state
-        for pair in nodes:
-            path, node = pair
+        for index, node in enumerate(nodes):
             leaf: Any = next(iter(jax.tree.leaves(node)), None)
             is_moment = getattr(leaf, "dtype", None) == F32 and leaf.shape in shapes
-            if is_moment and leaf.size >= min_size and (mask is None or mask(path)):
+            is_moment = is_moment and leaf.size >= min_size
+            if is_moment and (mask is None or mask(paths[index])):
                 # XLA would compute the codes of a constant as it compiles, in seconds.
                 true = jax.lax.optimization_barrier(jnp.asarray(True))
                 code = encoded(kind, jnp.where(true, leaf, 1.0))
                 # In place: each array can be freed before the next is encoded. An nnx
                 # Variable has one array: it goes around the parts of a code.
                 around = jax.tree.structure(node).unflatten
-                pair[1] = kind(*(around([part]) for part in code))
-        inner_state = structure.unflatten(node for _, node in nodes)
+                nodes[index] = kind(*(around([part]) for part in code))
         steps, seen = jnp.asarray(0, jnp.int32), TreeStructure.of(params)
-        return LowPrecisionState(inner_state, owned(parts[0]), steps, seen)
+        key_data = owned(parts[0])
+        return LowPrecisionState(structure.unflatten(nodes), key_data, steps, seen)
 
     def update_fn(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> Any:
         is_own = isinstance(state, LowPrecisionState) and (
@@ -336,17 +330,14 @@ def with_low_precision_state(
         with telling_foreign_states(tx.init, seen, before, _CALL):
             wide = decoded(before)
             new, after = tx.update(updates, wide, params, **extra)
-            if (now := _types(after)) != (then := _types(wide)):
-                raise ValueError(
-                    f"{_CALL}: inner changed its state; first difference at "
-                    f"{first_difference(now, then)}. It has to return one like its "
-                    "own; around half parameters, use with_master_weights("
-                    f"{_CALL}(optimizer))."
-                )
-        flat, structure = jax.tree_util.tree_flatten_with_path(before, is_leaf=is_code)
-        codes = [code for _, code in flat]
+            now, then = (rows_of(x, jax.typeof) for x in (after, wide))
+            if now != then:
+                fact = f"its state; first difference at {first_difference(now, then)}"
+                remedy = f"Half parameters: use with_master_weights({_CALL}(tx))."
+                raise ValueError(f"{_CALL}: inner changed {fact}. {remedy}")
+        nodes, structure = jax.tree.flatten(before, is_leaf=is_code)
         leaves = jax.tree.leaves(after)
-        places = [at for at, code in enumerate(codes) if is_code(code)]
+        places = [at for at, node in enumerate(nodes) if is_code(node)]
         known: Any = [None] * len(places)
         if kind is Float8Code:
             # Behind the barrier all of them are known before the first code is. XLA
@@ -357,15 +348,17 @@ def with_low_precision_state(
         elif state.key_data is not None:
             own_key = jax.random.wrap_key_data(state.key_data, impl=parts[1])
             known = random_seeds(own_key, state.steps, len(places))
-        paths = [jax.tree_util.keystr(path) for path, _ in flat]
-        scales = nodes_at(after, lambda node: hasattr(node, "last_finite"))
+        # A moment that a loss scale inside has kept may change if it is encoded again.
+        flags: list[Any] = [
+            getattr(x, "last_finite", None)
+            for x in jax.tree.leaves(after, is_leaf=lambda x: hasattr(x, "last_finite"))
+            for _ in jax.tree.leaves(x)
+        ]
         for at, each in zip(places, known, strict=True):
-            leaves[at] = encoded_like(codes[at], leaves[at], each)
-            # Encoded again, a moment that a loss scale inside has kept may change.
-            for around, scale in scales:
-                if paths[at].startswith((f"{around}.", f"{around}[")):
-                    choose = functools.partial(jnp.where, scale.last_finite)
-                    leaves[at] = jax.tree.map(choose, leaves[at], codes[at])
+            leaves[at] = encoded_like(nodes[at], leaves[at], each)
+            if flags[at] is not None:
+                choose = functools.partial(jnp.where, flags[at])
+                leaves[at] = jax.tree.map(choose, leaves[at], nodes[at])
         # A step that was skipped has used no bits. After 2**31 steps it wraps: a
         # saturated counter would repeat its bits.
         one_more = jnp.asarray(getattr(after, "last_finite", True), jnp.int32)

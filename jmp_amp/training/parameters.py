@@ -1,8 +1,8 @@
 """Parameters in the dtypes of a policy, module by module, and in f32 again."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,12 @@ from jmp_amp.policies.policy_map import (
     warn_of_unmatched,
 )
 from jmp_amp.training.rounding import stored
-from jmp_amp.training.structures import is_half_parameter, leaves_by_path
-from jmp_amp.training.trainable import is_overwritten
+from jmp_amp.training.structures import (
+    is_half_parameter,
+    is_overwritten,
+    is_variable,
+    leaves_by_path,
+)
 
 Tree = TypeVar("Tree")
 
@@ -107,23 +111,17 @@ def cast_params(
     policies = as_policy_map(policy, "cast_params(params, {})")
     checked_flag(keep_norms, "cast_params(params, policy, keep_norms={})")
     if model is not None and not isinstance(model, nn.Module | nnx.Module):
-        raise TypeError(
-            f"cast_params(params, policy, model={model!r}): a {type(model).__name__} "
-            "is no Flax module. Give the module that the parameters belong to, or "
-            "leave model out."
-        )
+        fact = f"model={model!r}): a {type(model).__name__} is no Flax module"
+        remedy = "Give the module that the parameters belong to, or leave model out."
+        raise TypeError(f"cast_params(params, policy, {fact}. {remedy}")
     if isinstance(params, nn.Module):
-        raise TypeError(
-            f"cast_params: got a linen module, a {type(params).__name__}, which holds "
-            "no parameters. Pass what its init returned, and the module as model=."
-        )
+        fact = f"got a linen module, a {type(params).__name__}, without parameters"
+        remedy = "Pass what its init returned, and the module as model=."
+        raise TypeError(f"cast_params: {fact}. {remedy}")
     if isinstance(params, nnx.Module):
         graphdef, state, others = nnx.split(params, nnx.Param, ...)
         state = cast_params(state, policy, model=params, keep_norms=keep_norms)
         return nnx.merge(graphdef, state, others, copy=True)
-
-    def is_variable(node: object) -> bool:
-        return isinstance(node, nnx.Variable)
 
     leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)[0]
     # linen's variables hold a collection of parameters among others.
@@ -146,12 +144,8 @@ def cast_params(
     cast = jax.tree_util.tree_map_with_path(
         leaf_in_its_dtype, params, is_leaf=is_variable
     )
-    warn_of_unmatched(
-        policies,
-        " In a linen tree, what an nn.compact method makes is known by name: for "
-        'parameters, give a glob such as "**/head".',
-        stores=True,
-    )
+    remedy = 'For what nn.compact makes in linen, give a glob such as "**/head".'
+    warn_of_unmatched(policies, f" {remedy}", stores=True)
     _warn_of_f32(policy, policies, params)
     return cast
 
@@ -175,25 +169,19 @@ def _warn_of_f32(given: object, policies: PolicyMap, params: PyTree) -> None:
         )
 
 
-class _Module(NamedTuple):
-    """A module: its class, or the nearest known base of it; whether it is a norm."""
-
-    cls: type
-    is_norm: bool
-
-
 _Path = tuple[str, ...]
-_Modules = dict[_Path, _Module]
+# The class of each module, or the nearest known base of it, and whether it is a norm.
+_Modules = dict[_Path, tuple[type, bool]]
+_UNKNOWN = nn.Module, False
 
 
 def _dtypes(
     modules: _Modules, policies: PolicyMap, keep_norms: bool, inside: Inside
 ) -> Callable[[_Path], np.dtype]:
     """Returns the function from the path of a parameter to its dtype."""
-    unknown = _Module(nn.Module, False)
 
     def info_of(path: _Path) -> ModuleInfo:
-        cls = modules.get(path, unknown).cls
+        cls, _ = modules.get(path, _UNKNOWN)
         return ModuleInfo(path, cls, path[-1] if path else None)
 
     entries, memory = policies.entries, policies._memory
@@ -211,19 +199,17 @@ def _dtypes(
         memory.parameters.update(named)
         found += named
         entry = entries[found[-1]] if found else (None, policies.default)
-        is_f32 = modules.get(module, unknown).is_norm and keep_norms
+        is_f32 = modules.get(module, _UNKNOWN)[1] and keep_norms
         return F32 if is_f32 and not is_norm(entry[0]) else entry[1].param_dtype
 
     return dtype_of
 
 
-def _modules_in(paths: Iterable[tuple[str, ...]], policies: PolicyMap) -> _Modules:
+def _modules_in(paths: list[_Path], policies: PolicyMap) -> _Modules:
     """Returns the modules of a linen tree, recognised by the names of parameters."""
-    held: dict[tuple[str, ...], set[str]] = {}
+    held = {path[:end]: set() for path in paths for end in range(len(path))}
     for path in paths:
         held.setdefault(path[:-1], set()).add(path[-1] if path else "")
-        for end in range(len(path)):
-            held.setdefault(path[:end], set())
     named_types = {p.__name__: p for p, _ in policies.entries if isinstance(p, type)}
     classes = _LINEN_MODULES | named_types
     modules = {}
@@ -231,7 +217,7 @@ def _modules_in(paths: Iterable[tuple[str, ...]], policies: PolicyMap) -> _Modul
         named = _AUTOMATIC.fullmatch(path[-1]) if path else None
         cls = classes.get(named[1], nn.Module) if named else nn.Module
         scales = "scale" in leaves and "kernel" not in leaves
-        modules[path] = _Module(cls, is_norm(cls) or scales)
+        modules[path] = cls, is_norm(cls) or scales
     return modules
 
 
@@ -247,7 +233,7 @@ def _modules_of(
         }
     else:
         found = dict(_bound_modules(model.bind(variables or {})))
-    return {path: _Module(cls, is_norm(cls)) for path, cls in found.items()}
+    return {path: (cls, is_norm(cls)) for path, cls in found.items()}
 
 
 def _bound_modules(module: nn.Module) -> Iterator[tuple[tuple[str, ...], type]]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.training.loss_scale import (
+    F32_TINY,
     LossScale,
     dynamic_loss_scale,
     no_loss_scale,
@@ -21,66 +22,53 @@ from jmp_amp.training.loss_scale import (
 )
 from jmp_amp.training.loss_scale_state import find_loss_scale
 
-# No system has a floor below this: a scale that is no normal float32 has no reciprocal.
-_TINY = float(jnp.finfo(jnp.float32).tiny)
-
-
 _COLUMNS = (
     "init_scale growth_interval min_scale max_scale hysteresis hysteresis_mode".split()
 )
-
-# The defaults of each system. Sources: torch/amp/grad_scaler.py; apex/amp/scaler.py;
-# paddle/python/paddle/amp/grad_scaler.py; mindspore/python/mindspore/train/
-# loss_scale_manager.py; megatron/core/optimizer/grad_scaler.py; deepspeed/runtime/
-# config.py; colossalai/amp/naive_amp/grad_scaler/dynamic_grad_scaler.py;
+# The defaults of each system. No system has a floor below F32_TINY: a scale that is
+# no normal float32 has no reciprocal. Sources:
+# torch/amp/grad_scaler.py; apex/amp/scaler.py; paddle/python/paddle/amp/grad_scaler.py;
+# mindspore/python/mindspore/train/loss_scale_manager.py;
+# megatron/core/optimizer/grad_scaler.py; deepspeed/runtime/config.py;
+# colossalai/amp/naive_amp/grad_scaler/dynamic_grad_scaler.py;
 # keras/src/optimizers/loss_scale_optimizer.py; flax/training/dynamic_scale.py;
 # jmp/_src/loss_scale.py.
-_PRESETS: dict[str, dict[str, Any]] = {
-    name: dict(zip(_COLUMNS, row, strict=False))
-    for name, row in {
-        "torch": (2.0**16, 2000, _TINY, math.inf),
-        "apex": (2.0**16, 2000, _TINY, 2.0**24),
-        "paddle": (2.0**16, 2000, _TINY, math.inf, 1, "rearming"),
-        "mindspore": (2.0**24, 2000, 1.0, math.inf),
-        "megatron": (2.0**32, 1000, 1.0, math.inf, 2),
-        "deepspeed": (2.0**16, 1000, 1.0, math.inf, 2),
-        "colossalai": (2.0**16, 1000, 1.0, 2.0**32, 2),
-        "keras": (2.0**15, 2000, _TINY, math.inf),
-        "flax": (2.0**16, 2000, _TINY, math.inf),
-        "jmp": (2.0**15, 2000, 1.0, math.inf),
-    }.items()
+_PRESETS: dict[str, tuple[Any, ...]] = {
+    "torch": (2.0**16, 2000, F32_TINY, math.inf),
+    "apex": (2.0**16, 2000, F32_TINY, 2.0**24),
+    "paddle": (2.0**16, 2000, F32_TINY, math.inf, 1, "rearming"),
+    "mindspore": (2.0**24, 2000, 1.0, math.inf),
+    "megatron": (2.0**32, 1000, 1.0, math.inf, 2),
+    "deepspeed": (2.0**16, 1000, 1.0, math.inf, 2),
+    "colossalai": (2.0**16, 1000, 1.0, 2.0**32, 2),
+    "keras": (2.0**15, 2000, F32_TINY, math.inf),
+    "flax": (2.0**16, 2000, F32_TINY, math.inf),
+    "jmp": (2.0**15, 2000, 1.0, math.inf),
 }
-_OUR_NAMES = tuple(inspect.signature(dynamic_loss_scale).parameters)
-
 # The names of our parameters in each system: theirs=ours.
 _THEIR_NAMES = {
-    name: dict(pair.split("=") for pair in pairs.split())
-    for name, pairs in {
-        "apex": "scale_factor=growth_factor scale_window=growth_interval "
-        "min_loss_scale=min_scale max_loss_scale=max_scale",
-        "paddle": "init_loss_scaling=init_scale incr_ratio=growth_factor "
-        "decr_ratio=backoff_factor incr_every_n_steps=growth_interval "
-        "decr_every_n_nan_or_inf=hysteresis",
-        "mindspore": "scale_value=init_scale init_loss_scale=init_scale "
-        "scale_factor=growth_factor scale_window=growth_interval",
-        "megatron": "initial_scale=init_scale",
-        "deepspeed": "scale_factor=growth_factor scale_window=growth_interval "
-        "loss_scale_window=growth_interval min_loss_scale=min_scale "
-        "delayed_shift=hysteresis",
-        "colossalai": "initial_scale=init_scale",
-        "keras": "initial_scale=init_scale dynamic_growth_steps=growth_interval",
-        "flax": "scale=init_scale fin_steps=growth_interval minimum_scale=min_scale",
-        "jmp": "loss_scale=init_scale period=growth_interval factor=growth_factor "
-        "min_loss_scale=min_scale",
-    }.items()
+    "apex": "scale_factor=growth_factor scale_window=growth_interval "
+    "min_loss_scale=min_scale max_loss_scale=max_scale",
+    "paddle": "init_loss_scaling=init_scale incr_ratio=growth_factor decr_ratio="
+    "backoff_factor incr_every_n_steps=growth_interval decr_every_n_nan_or_inf="
+    "hysteresis",
+    "mindspore": "scale_value=init_scale init_loss_scale=init_scale "
+    "scale_factor=growth_factor scale_window=growth_interval",
+    "megatron": "initial_scale=init_scale",
+    "deepspeed": "scale_factor=growth_factor scale_window=growth_interval "
+    "loss_scale_window=growth_interval min_loss_scale=min_scale "
+    "delayed_shift=hysteresis",
+    "colossalai": "initial_scale=init_scale",
+    "keras": "initial_scale=init_scale dynamic_growth_steps=growth_interval",
+    "flax": "scale=init_scale fin_steps=growth_interval minimum_scale=min_scale",
+    "jmp": "loss_scale=init_scale period=growth_interval factor=growth_factor "
+    "min_loss_scale=min_scale",
 }
-
+_OUR_NAMES = {name: name for name in inspect.signature(dynamic_loss_scale).parameters}
 # Names of theirs that set the backoff factor too, to the inverse of the growth factor.
 _BOTH_WAYS = ("scale_factor", "factor")
-
-_TORCH_KEYS = (
-    "scale growth_factor backoff_factor growth_interval _growth_tracker".split()
-)
+_FACTORS = "growth_factor", "backoff_factor", "growth_interval"
+_TORCH_KEYS = ("scale", *_FACTORS, "_growth_tracker")
 
 
 def loss_scale_preset(name: str, **overrides: Any) -> LossScale:
@@ -132,29 +120,31 @@ def loss_scale_preset(name: str, **overrides: Any) -> LossScale:
     if name not in _PRESETS:
         close = difflib.get_close_matches(str(name).lower(), _PRESETS, n=1)
         hint = f' Did you mean "{close[0]}"?' if close else ""
-        raise ValueError(
-            f"loss_scale_preset({name!r}): unknown system.{hint} There are "
-            f"{', '.join(map(repr, _PRESETS))}."
-        )
-    settings: dict[str, Any] = {}
+        known = f"There are {', '.join(map(repr, _PRESETS))}."
+        raise ValueError(f"loss_scale_preset({name!r}): unknown system.{hint} {known}")
+    ours, settings = _names_of(name), {}
     for given, value in overrides.items():
         call = f"loss_scale_preset({name!r}, {given}={value!r})"
-        ours = _THEIR_NAMES.get(name, {}).get(given, given)
-        if ours not in _OUR_NAMES:
-            known = ", ".join(parameters_of(name))
-            raise TypeError(f"{call}: unknown parameter. There are {known}.")
-        factors = {ours: value}
+        if given not in ours:
+            raise TypeError(f"{call}: unknown parameter. There are {', '.join(ours)}.")
+        factors = {ours[given]: value}
         if given in _BOTH_WAYS and isinstance(value, int | float) and value > 0:
             factors["backoff_factor"] = 1 / value
         if twice := sorted(factors.keys() & settings.keys()):
             raise TypeError(f"{call}: {twice[0]} is given twice. Give it once.")
         settings |= factors
-    return dynamic_loss_scale(**_PRESETS[name] | settings)
+    defaults = dict(zip(_COLUMNS, _PRESETS[name], strict=False))
+    return dynamic_loss_scale(**defaults | settings)
 
 
 def parameters_of(name: str) -> tuple[str, ...]:
     """Returns the parameters of `loss_scale_preset(name, ...)`: theirs, then ours."""
-    return (*_THEIR_NAMES.get(name, {}), *_OUR_NAMES)
+    return tuple(_names_of(name))
+
+
+def _names_of(name: str) -> dict[str, str]:
+    pairs = _THEIR_NAMES.get(name, "").split()
+    return dict(pair.split("=") for pair in pairs) | _OUR_NAMES
 
 
 def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> LossScale:
@@ -180,11 +170,9 @@ def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> LossScale:
       >>> amp.loss_scale_to_torch(scale) == state
       True
     """
-    remedy = (
-        "Pass what GradScaler.state_dict() returns: numbers under the keys "
-        f"{', '.join(_TORCH_KEYS)}."
-    )
     call = "loss_scale_from_torch"
+    keys = f"numbers under the keys {', '.join(_TORCH_KEYS)}"
+    remedy = f"Pass what GradScaler.state_dict() returns: {keys}."
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"{call}: {state_dict!r} is no dictionary. {remedy}")
     if not state_dict:
@@ -194,22 +182,19 @@ def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> LossScale:
         raise ValueError(f"{call}: the key {min(different)!r} is {what}. {remedy}")
     for key, value in state_dict.items():
         # A checkpoint of arrays has them without dimensions.
-        is_array = isinstance(value, jax.Array | np.ndarray) and np.ndim(value) == 0
-        if isinstance(value, bool) or not (is_array or isinstance(value, numbers.Real)):
-            raise TypeError(
-                f"{call}: {key!r} is {value!r}, which is no number. {remedy}"
-            )
+        kinds = numbers.Real | jax.Array | np.ndarray
+        if not isinstance(value, kinds) or isinstance(value, bool) or np.ndim(value):
+            fact = f"{key!r} is {value!r}, which is no number"
+            raise TypeError(f"{call}: {fact}. {remedy}")
     value, *settings, tracker = map(state_dict.__getitem__, _TORCH_KEYS)
     if settings[:2] == [1, 1]:
         return static_loss_scale(float(value))
-    given = dict(zip(_TORCH_KEYS[1:4], settings, strict=True))
+    given = dict(zip(_FACTORS, settings, strict=True))
     scale = loss_scale_preset("torch", init_scale=float(value), **given)
     if not 0 <= tracker <= scale.growth_interval or int(tracker) != tracker:
-        raise ValueError(
-            f"{call}: '_growth_tracker' is {tracker!r}, but it counts finite steps "
-            f"from 0 to growth_interval={scale.growth_interval}. Set it to 0 to begin "
-            "an interval."
-        )
+        fact = f"not a count of finite steps up to {scale.growth_interval}"
+        remedy = "Set it to 0 to begin an interval."
+        raise ValueError(f"{call}: '_growth_tracker' is {tracker!r}, {fact}. {remedy}")
     return dataclasses.replace(scale, growth_tracker=jnp.asarray(int(tracker), "int32"))
 
 
@@ -227,11 +212,9 @@ def loss_scale_to_torch(loss_scale: PyTree) -> dict[str, float | int]:
       >>> amp.loss_scale_to_torch(amp.dynamic_loss_scale(1024.0))["scale"]
       1024.0
     """
-    loss_scale = find_loss_scale(loss_scale, "loss_scale_to_torch(loss_scale)")
-    static = {} if loss_scale.dynamic else {"growth_factor": 1.0, "backoff_factor": 1.0}
-    return {
-        "scale": float(loss_scale.value),
-        **{key: getattr(loss_scale, key) for key in _TORCH_KEYS[1:4]},
-        "_growth_tracker": int(loss_scale.growth_tracker),
-        **static,
-    }
+    scale = find_loss_scale(loss_scale, "loss_scale_to_torch(loss_scale)")
+    found = {key: getattr(scale, key) for key in _FACTORS}
+    if not scale.dynamic:
+        found |= {"growth_factor": 1.0, "backoff_factor": 1.0}
+    tracker = int(scale.growth_tracker)
+    return {"scale": float(scale.value), **found, "_growth_tracker": tracker}

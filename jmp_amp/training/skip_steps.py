@@ -7,7 +7,6 @@ select is part of the kernel that writes the new value. XLA's CPU copies old mom
 masters and parameters for it.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -19,26 +18,26 @@ import optax
 from jax.core import Tracer
 
 from jmp_amp.plan.dataflow.dead_code import inputs_read
-from jmp_amp.policies.arguments import checked_flag, type_name
+from jmp_amp.policies.arguments import checked_flag
 from jmp_amp.policies.dtypes import PyTree, is_half
-from jmp_amp.training.finite import all_finite, check_mapped, checked_axes, choose
+from jmp_amp.training.collectives import all_finite, checked_axes, mapped_axes
 from jmp_amp.training.half_weights import WEIGHT_STATES, warn_of_chain
 from jmp_amp.training.loss_scale import LossScale
-from jmp_amp.training.loss_scale_state import LossScaleState, read_without_target
+from jmp_amp.training.loss_scale_state import (
+    LossScaleState,
+    choose,
+)
+from jmp_amp.training.rounding import once_a_shape
 from jmp_amp.training.structures import (
-    GradientShapeError,
     TreeStructure,
     check_gradients,
     check_half,
+    check_state,
     nodes_of,
-    telling_foreign_states,
-)
-from jmp_amp.training.trainable import (
     owned,
     promote_gradient,
-    takes_part,
     taking_part,
-    untrained_update,
+    telling_foreign_states,
     updates_of,
     with_extra_args,
 )
@@ -129,31 +128,29 @@ def with_loss_scale(
       (Array([0., 0.], dtype=float32), Array(512., dtype=float32))
     """
     call = "with_loss_scale"
-    transformation = with_extra_args(inner, call)
-    unscale = checked_flag(unscale, "with_loss_scale(inner, scale, unscale={})")
+    tx = with_extra_args(inner, call)
+    unscale = checked_flag(unscale, f"{call}(inner, scale, unscale={{}})")
     if not isinstance(loss_scale, LossScale):
-        raise TypeError(
-            f"with_loss_scale(inner, {loss_scale!r}): not a LossScale. Use "
-            "dynamic_loss_scale(), static_loss_scale(2.0**16) or no_loss_scale()."
-        )
-    axes = checked_axes(axis_name, "with_loss_scale(inner, scale, axis_name={})")
+        remedy = "Use dynamic_loss_scale(), static_loss_scale(...) or no_loss_scale()."
+        raise TypeError(f"{call}(inner, {loss_scale!r}): not a LossScale. {remedy}")
+    over_axes = f"{call}(inner, scale, axis_name={axis_name!r})"
+    checked_axes(axis_name, over_axes)
 
     def init_fn(params: PyTree) -> PyTree:
-        return LossScaleState(
-            inner_state=owned(_first_state(transformation, params)),
-            loss_scale=owned(loss_scale),
-            last_finite=jnp.asarray(True),
-            skipped_total=jnp.asarray(0, jnp.int32),
-            skipped_in_a_row=jnp.asarray(0, jnp.int32),
-            applied=jnp.asarray(0, jnp.int32),
-            structure=dataclasses.replace(TreeStructure.of(params), unscales=unscale),
-        )
+        first, finite = owned(_first_state(tx, params)), jnp.asarray(True)
+        total, in_a_row, applied = (jnp.asarray(0, jnp.int32) for _ in range(3))
+        seen = dataclasses.replace(TreeStructure.of(params), unscales=unscale)
+        scale = owned(loss_scale)
+        return LossScaleState(first, scale, finite, total, in_a_row, applied, seen)
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, PyTree]:
-        _check_state(state)
-        check_mapped(axes, f"{call}(inner, scale, axis_name={axis_name!r})")
+        check_state(isinstance(state, LossScaleState), state, call)
+        if shape := np.shape(state.loss_scale.value):
+            remedy = "Map update too: jax.vmap(tx.update)(gradients, state, params)."
+            raise ValueError(f"{call}: its loss scales are of shape {shape}. {remedy}")
+        mapped_axes(axis_name, over_axes)
         known = updates, state.structure, params, call
         is_batch = check_gradients(*known, batched=True)
         gradients = taking_part(updates, promote_gradient)
@@ -164,88 +161,60 @@ def with_loss_scale(
         if stores and params is not None:
             check_half(params, state.structure, call)
 
-        def update(gradients: PyTree) -> tuple[PyTree, PyTree]:
-            return transformation.update(
-                gradients, state.inner_state, trained, **extra_args
-            )
+        def step(gradients: PyTree) -> tuple[PyTree, PyTree]:
+            return tx.update(gradients, state.inner_state, trained, **extra_args)
 
-        first_state = functools.partial(_first_state, transformation)
+        first_state = functools.partial(_first_state, tx)
         seen = updates if params is None else params
         try:
             with telling_foreign_states(first_state, seen, state.inner_state, call):
                 # Unscaling keeps an inf or NaN, and with a scale below 1 may make a new
                 # one: looked at after it, both are seen.
-                (proposed, inner_state), finite = update_and_finite(
-                    update, gradients, axis_name
-                )
-                inner_state = choose(
-                    finite,
-                    inner_state,
-                    state.inner_state,
-                    f"{call}: inner changed the type of its state",
-                    ("the new state", "the old one"),
-                )
-        except Exception as error:
-            if is_batch and not isinstance(error, GradientShapeError):
+                found, finite = update_and_finite(step, gradients, axis_name)
+                proposed, inner_state = found
+                what = f"{call}: inner changed the type of its state"
+                names = "the new state", "the old one"
+                kept = choose(finite, inner_state, state.inner_state, what, names)
+        except Exception:
+            if is_batch:
                 # That nothing reduces it may be the reason.
                 check_gradients(*known)
             raise
         if is_batch and _shapes(proposed) != _shapes(trained):
             check_gradients(*known)  # Nothing reduces it.
-        # Updates that land on a half-precision number are not to be rounded on the way.
-        rounded = params is not None and not stores
-        proposed = updates_of(proposed, gradients, call)
-        chosen = _chosen_updates(finite, proposed, updates, params, rounded)
-        return chosen, _next_state(finite, state, inner_state)
+        likes = jax.tree.leaves(updates if params is None else params)
+        found = updates_of(proposed, gradients, updates, params, call)
+        is_rounded, chosen = params is not None and not stores, []
+        for (is_trained, update), like in zip(found, likes, strict=True):
+            if is_trained:
+                update = _or_zeros(finite, update)
+                # Wrappers that store half parameters get updates that are not rounded.
+                if is_rounded and is_half(getattr(like, "dtype", None)):
+                    update = update.astype(like.dtype)
+            chosen.append(update)
+        total, in_a_row, applied = map(optax.safe_increment, state[3:6])
+        return jax.tree.structure(updates).unflatten(chosen), state._replace(
+            inner_state=kept,
+            loss_scale=state.loss_scale.adjust(finite),
+            last_finite=finite,
+            skipped_total=jnp.where(finite, state.skipped_total, total),
+            skipped_in_a_row=jnp.where(finite, 0, in_a_row),
+            applied=jnp.where(finite, applied, state.applied),
+        )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+@once_a_shape
+def _or_zeros(finite: jax.Array, update: jax.Array) -> jax.Array:
+    return jax.lax.select(finite, update, jnp.zeros_like(update))
 
 
 def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
     return list(map(np.shape, jax.tree.leaves(tree)))
 
 
-def _check_state(state: PyTree) -> None:
-    if isinstance(state, dict | list):
-        raise TypeError(f"with_loss_scale: {read_without_target(state)}")
-    if not isinstance(state, LossScaleState):
-        name = type_name(state)
-        raise TypeError(
-            f"with_loss_scale: update was given a{'n' * (name[0] in 'aeiou')} {name}, "
-            "not its state. "
-            "Call tx.update(gradients, state, params) with that of tx.init(params); to "
-            "go on from the state of another optimizer, give both to "
-            "amp.import_opt_state(tx.init(params), state)."
-        )
-    if shape := np.shape(state.loss_scale.value):
-        raise ValueError(
-            f"with_loss_scale: the state has loss scales of shape {shape}. Where init "
-            "was mapped, map update too: jax.vmap(tx.update)(gradients, state, params)."
-        )
-
-
-def _next_state(
-    finite: jax.Array, state: LossScaleState, inner_state: PyTree
-) -> LossScaleState:
-    """Returns the state after a step; `inner_state` is chosen already."""
-    total, in_a_row, applied = map(
-        optax.safe_increment,
-        (state.skipped_total, state.skipped_in_a_row, state.applied),
-    )
-    return LossScaleState(
-        inner_state=inner_state,
-        loss_scale=state.loss_scale.adjust(finite),
-        last_finite=finite,
-        skipped_total=jnp.where(finite, state.skipped_total, total),
-        skipped_in_a_row=jnp.where(finite, 0, in_a_row),
-        applied=jnp.where(finite, applied, state.applied),
-        structure=state.structure,
-    )
-
-
-def _first_state(
-    transformation: optax.GradientTransformation, params: PyTree
-) -> PyTree:
+def _first_state(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
     """Returns the first state of an optimizer of float32 parameters.
 
     Transformations that store half-precision parameters themselves, such as
@@ -254,23 +223,16 @@ def _first_state(
     `init` runs twice if there are half parameters and a transformation that stores
     them.
     """
-    state = transformation.init(taking_part(params))
+    state = tx.init(taking_part(params))
     warn_of_chain(state, "with_loss_scale(inner, scale).init")
     if nodes_of(state, LossScaleState):
-        raise ValueError(
-            "with_loss_scale: the optimizer it was given holds a loss scale already. "
-            "Wrap once, around the whole chain."
-        )
+        fact = "the optimizer it was given holds a loss scale already"
+        raise ValueError(f"with_loss_scale: {fact}. Wrap once, around the whole chain.")
     if not any(TreeStructure.of(params).half) or not nodes_of(state, WEIGHT_STATES):
         return state
 
     def is_stored(node: object) -> bool:
         return isinstance(node, WEIGHT_STATES)
-
-    # The moments in there are freed before they are made again.
-    state = jax.tree.map(
-        lambda node: None if is_stored(node) else node, state, is_leaf=is_stored
-    )
 
     def begun(node: PyTree, other: PyTree) -> PyTree:
         if not is_stored(node):
@@ -279,53 +241,27 @@ def _first_state(
         structure = dataclasses.replace(node.structure, promoted=True)
         return node._replace(structure=structure)
 
-    stored = transformation.init(taking_part(params, lambda leaf: leaf))
-    return jax.tree.map(begun, stored, state, is_leaf=is_stored)
-
-
-def _chosen_updates(
-    finite: jax.Array,
-    proposed: list[jax.Array],
-    gradients: PyTree,
-    params: PyTree | None,
-    rounded: bool,
-) -> PyTree:
-    """Returns a tree of `proposed` or zeros; if `rounded`, half where `params` are.
-
-    finite: bool[].
-    """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(gradients)
-    likes = jax.tree.leaves(gradients if params is None else params)
-    remaining = iter(proposed)
-    chosen: list[PyTree] = []
-    zeros: dict[object, jax.Array] = {}
-    for (path, gradient), like in zip(leaves, likes, strict=True):
-        if not takes_part(path, gradient):
-            chosen.append(untrained_update(path, gradient, like))
-            continue
-        update = next(remaining)
-        # One array of zeros for all updates of a type is faster to trace.
-        kind = jax.typeof(update) if isinstance(update, Tracer) else len(chosen)
-        if kind not in zeros:
-            zeros[kind] = jnp.zeros_like(update)
-        update = jax.lax.select(finite, update, zeros[kind])
-        half = rounded and is_half(getattr(like, "dtype", None))
-        chosen.append(update.astype(like.dtype) if half else update)
-    return structure.unflatten(chosen)
+    # The moments in there are freed before they are made again.
+    others = jax.tree.map(
+        lambda node: None if is_stored(node) else node, state, is_leaf=is_stored
+    )
+    del state
+    stored = tx.init(taking_part(params, lambda leaf: leaf))
+    return jax.tree.map(begun, stored, others, is_leaf=is_stored)
 
 
 def update_and_finite(
-    update: Callable[[PyTree], Results],
+    step: Callable[[PyTree], Results],
     gradients: PyTree,
     axis_name: str | Sequence[str] | None,
 ) -> tuple[Results, jax.Array]:
-    """Returns `update(gradients)`, and whether all gradients that it reads are finite.
+    """Returns `step(gradients)`, and whether all gradients that it reads are finite.
 
-    While JAX traces, `update` is called once. Else it runs as it is, one operation
+    While JAX traces, `step` is called once. Else it runs as it is, one operation
     after the other; if a gradient is not finite, it is traced before.
 
     Args:
-      update: a function of the gradients; its results may hold leaves of any type.
+      step: a function of the gradients; its results may hold leaves of any type.
       gradients: any pytree.
       axis_name: mapped axes to agree over.
 
@@ -333,45 +269,32 @@ def update_and_finite(
       The results; and bool[].
     """
     finite = all_finite(gradients, axis_name)
-    if isinstance(finite, Tracer):
-        run, read = _traced(update, gradients)
-        if read is not gradients:
-            finite = all_finite(read, axis_name)
-        return run(), finite
-    if not finite:
-        # An update that asks for the values of gradients reads all of them.
-        with contextlib.suppress(Exception):
-            finite = all_finite(_traced(update, gradients)[1])
-    return update(gradients), finite
-
-
-def _traced(
-    update: Callable[[PyTree], Results], gradients: PyTree
-) -> tuple[Callable[[], Results], PyTree]:
-    """Returns what runs the traced update, and the gradients that it reads."""
+    is_traced = isinstance(finite, Tracer)
+    if not is_traced and finite:
+        return step(gradients), finite
     leaves, structure = jax.tree.flatten(gradients)
-    traced: list[PyTree] = []
+    others: list[PyTree] = []
 
-    def arrays_of(leaves: list[jax.Array]) -> list[jax.Array]:
-        results, tree = jax.tree.flatten(update(structure.unflatten(leaves)))
-        others = [None if isinstance(leaf, jax.Array) else leaf for leaf in results]
-        traced[:] = tree, others
+    @jax.jit
+    def update(leaves: list[jax.Array]) -> list[jax.Array]:
+        results, tree = jax.tree.flatten(step(structure.unflatten(leaves)))
+        others[:] = tree, [None if isinstance(x, jax.Array) else x for x in results]
         return [leaf for leaf in results if isinstance(leaf, jax.Array)]
 
-    arrays_of.__name__ = "update"
-    compiled = jax.jit(arrays_of)
-    program = compiled.trace(leaves).jaxpr
-    # Arrays that `update` closes over come before its argument.
-    closed_over = len(program.in_avals) - len(leaves)
-    is_read = inputs_read(program)[closed_over:]
-
-    def run() -> Results:
-        arrays = iter(compiled(leaves))
-        tree, others = traced
-        return tree.unflatten(next(arrays) if x is None else x for x in others)
-
-    if all(is_read):
-        return run, gradients
-    pairs = zip(leaves, is_read, strict=True)
-    read = (leaf if is_read else optax.MaskedNode() for leaf, is_read in pairs)
-    return run, structure.unflatten(read)
+    try:
+        program = update.trace(leaves).jaxpr
+    except Exception:
+        if is_traced:
+            raise
+        # An update that asks for the values of gradients reads all of them.
+        return step(gradients), finite
+    # Arrays that `step` closes over come before its argument.
+    is_read = inputs_read(program)[len(program.in_avals) - len(leaves) :]
+    if not all(is_read):
+        pairs = zip(leaves, is_read, strict=True)
+        read = (leaf if is_read else optax.MaskedNode() for leaf, is_read in pairs)
+        finite = all_finite(structure.unflatten(read), axis_name)
+    if not is_traced:
+        return step(gradients), finite
+    arrays, (tree, results) = iter(update(leaves)), others
+    return tree.unflatten(next(arrays) if x is None else x for x in results), finite

@@ -318,7 +318,7 @@ def test_a_state_of_another_optimizer_is_refused():
     momentum = optax.sgd(0.1, momentum=0.9)
     with pytest.raises(ValueError, match=r"first difference at.*'v'"):
         amp.import_opt_state(state, momentum.init({"v": jnp.ones(2)}))
-    with pytest.raises(ValueError, match=r"has float32\[2\] but .* has bfloat16\[2\]"):
+    with pytest.raises(ValueError, match=r"at .*'w'\] bfloat16\[2\].* in float32"):
         amp.import_opt_state(state, momentum.init({"w": jnp.ones(2, BF16)}))
 
 
@@ -327,7 +327,7 @@ def test_digits_kept_of_other_parameters_are_refused():
     state = tx.init({"w": jnp.ones(2, BF16)})
     with pytest.raises(ValueError, match=r"at \['w'\], but there is none in this dict"):
         amp.export_params({"v": jnp.ones(2, BF16)}, state)
-    with pytest.raises(ValueError, match=r"at \['w'\] is bfloat16\[3\], but the"):
+    with pytest.raises(ValueError, match=r"of shape \(2,\) at \['w'\], but there is"):
         amp.export_params({"w": jnp.ones(3, BF16)}, state)
 
 

@@ -12,8 +12,8 @@ from flax import nnx
 
 from jmp_amp.policies.dtypes import AnyFn, PyTree
 from jmp_amp.reports.tables import count
-from jmp_amp.training.finite import all_finite
-from jmp_amp.training.trainable import is_inexact
+from jmp_amp.training.collectives import all_finite
+from jmp_amp.training.structures import is_inexact
 from jmp_amp.transform.nnx_modules import is_node
 
 

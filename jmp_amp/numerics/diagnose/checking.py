@@ -21,7 +21,7 @@ from jmp_amp.policies.policy import get_policy
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.reports.reading import read_plan
 from jmp_amp.reports.rows import Equation
-from jmp_amp.training.finite import all_finite
+from jmp_amp.training.collectives import all_finite
 from jmp_amp.training.loss_scale import static_loss_scale
 
 # So large a share of values that underflow may be what is divided by.
