@@ -82,7 +82,6 @@ recipes:
 :
   - exponent_maps jmp
   - plots
-  - checkup timings
   - doctor
   - __main__ __init__
 """
