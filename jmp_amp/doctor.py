@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import math
 import os
 import re
 import statistics
@@ -388,7 +389,7 @@ def check(tried: Recipe, half: np.dtype) -> list[Check]:
     ours.step(batch | {"x": x.at[0, 0].set(jnp.inf)})
     skipped, backed_off = _equal(before, ours.params), ours.scale / scale
     ours.step(batch)
-    goes_on = not _equal(before, ours.params) and np.isfinite(ours.step(batch)[0])
+    goes_on = not _equal(before, ours.params) and math.isfinite(ours.step(batch)[0])
     sentences = {
         "every product of a gradient is in half precision": (
             0 < total.matmuls == total.matmuls_in_half,

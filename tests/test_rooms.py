@@ -80,7 +80,7 @@ recipes:
   - overrides
   - recipes
 :
-  - exponent_maps jmp
+  - jmp
   - plots
   - doctor
   - __main__ __init__
