@@ -62,7 +62,7 @@ training:
   - loss_scale_state
   - presets gradients skip_steps checkpoints
 reports:
-  - costs rows tables plain_data ways bit_words requests
+  - costs rows tables plain_data ways requests
   - opaque askers overruling causes folding sentences
   - reading report_tables why
   - saved_bytes report
