@@ -48,7 +48,7 @@ import dataclasses
 import re
 import warnings
 from collections.abc import Iterable
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ from jmp_amp.policies.dtypes import cast_to_full as cast_to_full
 from jmp_amp.policies.policy import Policy as Policy
 from jmp_amp.training.collectives import all_finite as all_finite
 from jmp_amp.training.loss_scale import LossScale as StateMachine
-from jmp_amp.training.loss_scale import static_loss_scale
+from jmp_amp.training.loss_scale import dynamic_loss_scale, static_loss_scale
 from jmp_amp.training.loss_scale_state import select_tree as select_same_dtypes
 
 # The version of jmp whose API this is.
@@ -74,7 +74,12 @@ Tree = TypeVar("Tree")
 # The largest power of two whose reciprocal is a normal f32, and that reciprocal.
 _MAX_SCALE = 2.0**126
 _MIN_SCALE = 2.0**-126
-_MAX_PERIOD = 2**31 - 1
+# The least and the largest value of each setting of a dynamic scale, and what it is.
+_SETTINGS = {
+    "period": (1, 2**31 - 1, "a count of steps"),
+    "factor": (1, _MAX_SCALE, "a number"),
+    "min_loss_scale": (0, _MAX_SCALE, "a number"),
+}
 
 
 def half_dtype() -> type:
@@ -123,8 +128,8 @@ def get_policy(policy_name: str) -> Policy:
         return policies.get_policy(policy_name)
     except ValueError as error:
         # jmp's words, for code that looks for them.
-        message = re.sub("unknown (dtype|policy)", "Unknown dtype", str(error))
-        raise ValueError(message.replace("unknown key", "Unknown key")) from None
+        told = str(error).replace("unknown policy", "unknown dtype")
+        raise ValueError(re.sub("unknown (dtype|key)", r"Unknown \1", told)) from None
 
 
 def select_tree(pred: ArrayLike, a: Tree, b: Tree) -> Tree:
@@ -148,13 +153,19 @@ def select_tree(pred: ArrayLike, a: Tree, b: Tree) -> Tree:
       Array([1., 1.], dtype=float16)
     """
     _check_boolean("select_tree", pred)
+
+    def to_half(leaf: object, other: object) -> object:
+        dtype = getattr(other, "dtype", F32)
+        is_f32 = getattr(leaf, "dtype", None) == F32
+        return cast_leaf(leaf, dtype) if is_f32 and is_half(dtype) else leaf
+
     if jax.tree.structure(a) == jax.tree.structure(b):
-        a, b = jax.tree.map(_half_if, a, b), jax.tree.map(_half_if, b, a)
+        a, b = jax.tree.map(to_half, a, b), jax.tree.map(to_half, b, a)
     return select_same_dtypes(pred, a, b)
 
 
 class _Scaling:
-    """The part that a static and a dynamic loss scale have in common."""
+    """The part that the loss scales have in common."""
 
     def _state_machine(self) -> StateMachine:
         raise NotImplementedError
@@ -167,10 +178,14 @@ class _Scaling:
         """Returns `tree` with its inexact leaves divided by the scale, in f32."""
         return self._state_machine().unscale(tree)
 
+    def adjust(self, grads_finite: ArrayLike) -> Self:
+        """Returns the loss scale of the next step: this one, unless it is dynamic."""
+        return self
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class NoOpLossScale:
+class NoOpLossScale(_Scaling):
     """A loss scale that does nothing: a pytree without leaves.
 
     Example:
@@ -185,13 +200,7 @@ class NoOpLossScale:
         """Returns `tree` itself."""
         return tree
 
-    def unscale(self, tree: Tree) -> Tree:
-        """Returns `tree` itself."""
-        return tree
-
-    def adjust(self, grads_finite: ArrayLike) -> NoOpLossScale:
-        """Returns this loss scale itself."""
-        return self
+    unscale = scale
 
 
 @jax.tree_util.register_static
@@ -215,16 +224,12 @@ class StaticLossScale(_Scaling):
         if not isinstance(self.loss_scale, int | float | Tracer):
             object.__setattr__(self, "loss_scale", np.asarray(self.loss_scale).item())
 
-    def adjust(self, grads_finite: ArrayLike) -> StaticLossScale:
-        """Returns this loss scale itself."""
-        return self
-
     def _state_machine(self) -> StateMachine:
-        _check_scale("StaticLossScale", self.loss_scale)
+        _check_scale(self, self.loss_scale)
         return static_loss_scale(self.loss_scale)
 
 
-@dataclasses.dataclass(frozen=True, init=False)
+@dataclasses.dataclass(frozen=True)
 class DynamicLossScale(_Scaling):
     """A loss scale that grows while gradients are finite and shrinks if not.
 
@@ -249,37 +254,25 @@ class DynamicLossScale(_Scaling):
       Array(65536., dtype=float32)
     """
 
-    loss_scale: jax.Array
-    counter: jax.Array
-    period: int
-    factor: float
-    min_loss_scale: np.float32
+    loss_scale: ArrayLike
+    counter: ArrayLike = 0
+    period: int = 2000
+    factor: float = 2
+    min_loss_scale: ArrayLike = 1.0
 
-    def __init__(
-        self,
-        loss_scale: ArrayLike,
-        counter: ArrayLike = 0,
-        period: int = 2000,
-        factor: float = 2,
-        min_loss_scale: ArrayLike = 1.0,
-    ):
-        scales = {"loss_scale": loss_scale, "min_loss_scale": min_loss_scale}
-        for name, scale in scales.items():
-            dtype = getattr(scale, "dtype", F32)
+    def __post_init__(self):
+        for name in ("loss_scale", "min_loss_scale"):
+            dtype = getattr(getattr(self, name), "dtype", F32)
             if not jnp.issubdtype(dtype, jnp.floating):
                 message = f"Expected floating type for {name}, got {dtype}"
-                warnings.warn(message, stacklevel=2)
-        _check_scale("DynamicLossScale", loss_scale)
-        _fill(
-            self,
-            jnp.minimum(jnp.asarray(loss_scale, jnp.float32), _MAX_SCALE),
-            jnp.asarray(counter, jnp.int32),
-            int(_setting("period", period, 1, _MAX_PERIOD)),
-            _setting("factor", factor, 1, _MAX_SCALE),
-            np.float32(_setting("min_loss_scale", min_loss_scale, 0, _MAX_SCALE)),
-        )
+                warnings.warn(message, stacklevel=3)
+        _check_scale(self, self.loss_scale)
+        settings = {name: _setting(name, getattr(self, name)) for name in _SETTINGS}
+        scale = jnp.minimum(jnp.asarray(self.loss_scale, F32), _MAX_SCALE)
+        counter = jnp.asarray(self.counter, jnp.int32)
+        vars(self).update(settings, loss_scale=scale, counter=counter)
 
-    def adjust(self, grads_finite: ArrayLike) -> DynamicLossScale:
+    def adjust(self, grads_finite: ArrayLike) -> Self:
         """Returns the loss scale of the next step.
 
         Args:
@@ -290,59 +283,49 @@ class DynamicLossScale(_Scaling):
         """
         _check_boolean("DynamicLossScale.adjust", grads_finite)
         following = self._state_machine().adjust(grads_finite)
-        _, settings = _flatten(self)
-        return _unflatten(settings, (following.value, following.growth_tracker))
+        (_, settings), leaves = (
+            _flatten(self),
+            (following.value, following.growth_tracker),
+        )
+        return _unflatten(settings, leaves)
 
     def _state_machine(self) -> StateMachine:
-        return StateMachine(
+        return dataclasses.replace(
+            dynamic_loss_scale(max_scale=_MAX_SCALE),
             value=self.loss_scale,
             # A counter that was restored, or set to the step, may be past the period.
             growth_tracker=jnp.asarray(self.counter) % self.period,
-            hysteresis_tracker=jnp.asarray(1, jnp.int32),
-            dynamic=True,
             growth_factor=self.factor,
             backoff_factor=1.0 / self.factor,
             growth_interval=self.period,
-            min_scale=max(float(self.min_loss_scale), _MIN_SCALE),
-            max_scale=_MAX_SCALE,
-            hysteresis=1,
-            hysteresis_mode="until_growth",
+            min_scale=float(np.maximum(self.min_loss_scale, _MIN_SCALE)),
         )
 
 
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
 
 
-def _fields(loss_scale: LossScale) -> dict[str, object]:
-    names = [field.name for field in dataclasses.fields(loss_scale)]
-    return {name: getattr(loss_scale, name) for name in names}
+def _flatten(loss_scale: DynamicLossScale) -> tuple[Any, tuple[object, ...]]:
+    scale, counter, *settings = vars(loss_scale).values()
+    leaves = {"loss_scale": scale, "counter": counter}
+    keyed = [(jax.tree_util.GetAttrKey(name), leaf) for name, leaf in leaves.items()]
+    return keyed, tuple(settings)
 
 
-def _flatten(
-    loss_scale: DynamicLossScale,
-) -> tuple[list[tuple[object, object]], tuple[object, ...]]:
-    fields = _fields(loss_scale)
-    leaves = [(jax.tree_util.GetAttrKey(name), leaf) for name, leaf in fields.items()]
-    return leaves[:2], tuple(fields.values())[2:]
-
-
-def _unflatten(
-    settings: Iterable[object], leaves: Iterable[object]
-) -> DynamicLossScale:
+def _unflatten(settings: Iterable[object], leaves: Iterable[object]) -> Any:
     # Not by the constructor: leaves may be anything, such as axes or shardings.
-    return _fill(object.__new__(DynamicLossScale), *leaves, *settings)
-
-
-def _fill(loss_scale: DynamicLossScale, *values: object) -> DynamicLossScale:
-    for field, value in zip(dataclasses.fields(loss_scale), values, strict=True):
-        object.__setattr__(loss_scale, field.name, value)
-    return loss_scale
+    made = object.__new__(DynamicLossScale)
+    names = [field.name for field in dataclasses.fields(made)]
+    vars(made).update(zip(names, (*leaves, *settings), strict=True))
+    return made
 
 
 jax.tree_util.register_pytree_with_keys(DynamicLossScale, _flatten, _unflatten)
 for kind in (NoOpLossScale, StaticLossScale, DynamicLossScale):
     serialization.register_serialization_state(
-        kind, _fields, lambda target, state: dataclasses.replace(target, **state)
+        kind,
+        lambda loss_scale: dict(vars(loss_scale)),
+        lambda target, state: dataclasses.replace(target, **state),
     )
 
 
@@ -356,32 +339,25 @@ def _check_boolean(call: str, flag: ArrayLike) -> None:
         )
 
 
-def _check_scale(name: str, value: ArrayLike) -> None:
+def _check_scale(loss_scale: _Scaling, value: ArrayLike) -> None:
     if isinstance(value, Tracer) or not getattr(value, "is_fully_addressable", True):
         return
     number = np.asarray(value, float)
     if not np.all(np.isfinite(number) & (number > 0)):
         raise ValueError(
-            f"{name}(loss_scale={value!r}): a scale has to be positive and finite. Use "
-            "jnp.float32(2.0**15); f16 ends at 65504, before 2**16."
+            f"{type(loss_scale).__name__}(loss_scale={value!r}): a scale has to be "
+            "positive and finite. Use jnp.float32(2.0**15); f16 ends at 65504, before "
+            "2**16."
         )
 
 
-def _setting(name: str, value: ArrayLike, least: int, most: float) -> float:
+def _setting(name: str, value: ArrayLike) -> object:
+    least, most, kind = _SETTINGS[name]
     call = f"DynamicLossScale({name}={value!r})"
     if isinstance(value, Tracer):
         fact = "it is traced, but has to be known before the program runs"
         raise TypeError(f"{call}: {fact}. Use a Python number.")
     number = np.asarray(value).item()
     if not least <= number <= most or (name == "period" and number % 1):
-        kind = "a count of steps" if name == "period" else "a number"
         raise ValueError(f"{call}: out of range. Use {kind} from {least} to {most:g}.")
-    return number
-
-
-def _half_if(leaf: object, other: object) -> object:
-    """Returns `leaf`, in the dtype of `other` where that is half and `leaf` f32."""
-    dtype = getattr(other, "dtype", F32)
-    if is_half(dtype) and getattr(leaf, "dtype", None) == F32:
-        return cast_leaf(leaf, dtype)
-    return leaf
+    return {"period": int, "min_loss_scale": np.float32}.get(name, float)(number)

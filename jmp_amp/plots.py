@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+import math
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
-from jmp_amp.exponent_maps import draw_map, draw_ranges, map_of, span
+import jax.numpy as jnp
+import numpy as np
+
 from jmp_amp.numerics.diagnose.diagnosis import Diagnosis
+from jmp_amp.numerics.locate.sites import Site
 from jmp_amp.numerics.tune.tuning import Tuned, Tuning, by_figure
+from jmp_amp.policies.dtypes import parse_dtype
 from jmp_amp.reports.report import Report
 from jmp_amp.reports.report_tables import TOP_LEVEL
 from jmp_amp.reports.rows import Costs
@@ -24,7 +31,10 @@ _EIGHT = "#013a63"
 _KEPT, _MORE = "#468c72", "#cfe3da"
 _FAILED = "#b3261e"
 _POLICIES = (_FULL, _HALF, _KEPT, "#a05195", _CASTS)
+_FORMATS = {"f16": _HALF, "bf16": _KEPT, "e4m3": _FULL, "e5m2": "#a05195"}
 _MOST_MAPS = 8
+# Values of other powers of two are counted with these.
+_LOWEST, _HIGHEST = -64, 40
 
 
 def explain(report: Report) -> Figure:
@@ -45,39 +55,30 @@ def explain(report: Report) -> Figure:
       >>> [axes.get_title() for axes in amp.plots.explain(report).axes]
       ['FLOP of matmuls', 'elements cast', 'saved for backward']
     """
-    _check(report, Report, "explain", "amp.explain(fn, policy)(*args)")
+    figure = _figure("explain", report, Report)
     modules = _shown(report.modules)
-    labels = [_label(path) for path, _ in modules]
-    costs = [each for _, each in modules]
-    figure = _figure("explain", (11, 1.8 + 0.28 * len(modules)))
+    costs = list(modules.values())
+    figure.set_size_inches(11, 1.8 + 0.28 * len(modules))
     left, middle, right = figure.subplots(1, 3, sharey=True)
-    in_8_bits = ("in fp8", [c.fp8_flops for c in costs], _EIGHT)
-    _bars(
-        left,
-        "FLOP of matmuls",
-        labels,
-        *([in_8_bits] if report.total.fp8_flops else []),
-        ("in half", [c.flops_in_half - c.fp8_flops for c in costs], _HALF),
-        ("in f32", [c.flops - c.flops_in_half for c in costs], _FULL),
-    )
-    elements = [c.cast_elements for c in costs]
-    _bars(middle, "elements cast", labels, ("casts", elements, _CASTS))
-    saved = [c.saved for c in costs]
+    in_8_bits = {"in fp8": ([c.fp8_flops for c in costs], _EIGHT)}
+    flops = {
+        "in half": ([c.flops_in_half - c.fp8_flops for c in costs], _HALF),
+        "in f32": ([c.flops - c.flops_in_half for c in costs], _FULL),
+    }
+    flops = (in_8_bits if report.total.fp8_flops else {}) | flops
+    casts = {"casts": ([c.cast_elements for c in costs], _CASTS)}
     # A module that keeps more than without has no second bar.
     less = [max(c.saved_without - c.saved, 0) for c in costs]
-    _bars(
-        right,
-        "saved for backward",
-        labels,
-        ("bytes", saved, _KEPT),
-        ("more bytes without autocast", less, _MORE),
-    )
-    bars = [each for axes in (left, right) for each in axes.get_legend_handles_labels()]
-    handles, names = bars[0] + bars[2], bars[1] + bars[3]
-    figure.legend(
-        handles, names, loc="outside lower center", ncols=len(names), frameon=False
-    )
-    figure.suptitle(report.summary, fontsize="small", wrap=True)
+    saved = {
+        "bytes": ([c.saved for c in costs], _KEPT),
+        "more bytes without autocast": (less, _MORE),
+    }
+    _bars(left, "FLOP of matmuls", modules, flops)
+    _bars(middle, "elements cast", modules, casts)
+    _bars(right, "saved for backward", modules, saved)
+    handles = [*left.containers, *right.containers]
+    below, columns = "outside lower center", len(handles)
+    figure.legend(handles=handles, loc=below, ncols=columns, frameon=False)
     return figure
 
 
@@ -103,112 +104,96 @@ def diagnose(diagnosis: Diagnosis) -> Figure:
       >>> [axes.get_title() for axes in amp.plots.diagnose(d).axes[:2]]
       ['forward', 'backward']
     """
-    _check(diagnosis, Diagnosis, "diagnose", "amp.diagnose(fn, policy)(*args)")
-    sites = diagnosis.reference or diagnosis.sites
+    figure = _figure("diagnose", diagnosis, Diagnosis)
+    sites, scale = diagnosis.reference or diagnosis.sites, diagnosis.loss_scale
     failed = {site.module for site in diagnosis.sites if site.makes_nonfinite}
     order = list(dict.fromkeys(site.module for site in sites))
     shown = sorted(order, key=lambda path: path not in failed)[:_MOST_MODULES]
     paths = [path for path in order if path in shown]
-    limits = span(sites, diagnosis.loss_scale)
-    figure = _figure("diagnose", (11, 2.6 + 0.28 * len(paths)))
-    grid = figure.subplots(
-        2, 2, sharex=True, height_ratios=[4, max(len(paths), 3)], squeeze=False
-    )
+    # Those of the values, and of f16 at least.
+    lowest, _, highest = _bounds("f16")
+    moved = lowest - math.log2(scale)
+    powers = [power for site in sites for power in site.own_exponents]
+    first = max(min([math.ceil(moved), *powers]), _LOWEST) - 1
+    last = min(max([highest, *powers]), _HIGHEST) + 1
+    figure.set_size_inches(11, 2.6 + 0.28 * len(paths))
+    heights = [4, max(len(paths), 3)]
+    grid = figure.subplots(2, 2, sharex=True, height_ratios=heights)
     for column, direction in enumerate(("forward", "backward")):
         ranges, axes = grid[:, column]
         ranges.set_title(direction, fontsize="medium")
-        draw_ranges(ranges, limits)
-        scale = diagnosis.loss_scale if direction == "backward" else 1.0
-        draw_map(axes, map_of(sites, direction, paths, limits), limits, scale)
-        axes.set_yticks(range(len(paths)), map(_label, paths), fontsize="small")
+        _draw_ranges(ranges)
+        here = [site for site in sites if site.direction == direction]
+        _draw_map(axes, here, paths, first, last)
+        for edge in (lowest, highest + 1):
+            axes.axvline(edge - 0.5, color=_HALF, linestyle=":", linewidth=1.2)
+        if direction == "backward" and scale > 1.0 and moved - 0.5 > first:
+            axes.axvline(moved - 0.5, color=_HALF, linestyle="--", linewidth=1.2)
+        axes.set_xlim(first - 0.5, last + 0.5)
         for label, path in zip(axes.get_yticklabels(), paths, strict=True):
             label.set_color(_FAILED if path in failed else "black")
     for axes in grid[:, 1]:
         axes.tick_params(labelleft=False)
-    caption = _caption(diagnosis.loss_scale, bool(failed))
+    caption = (
+        "greys: the darker, the more of a module's values have the power of two; "
+        "pale ends of bars: subnormal numbers, with fewer digits\n"
+        "dotted: the range of f16"
+    )
+    if scale > 1.0:
+        told = scale_text(scale)
+        caption += f"; dashed: its lower end with the suggested loss scale {told}"
+    if failed:
+        caption += "; red: made a value that is not finite"
     figure.supxlabel(caption, fontsize="small", wrap=True)
-    figure.suptitle(diagnosis.summary, fontsize="small", wrap=True)
     return figure
 
 
-def _caption(loss_scale: float, fails: bool) -> str:
-    """Returns what lines, greys and colours of a diagnosis stand for."""
-    parts = [
-        "greys: the darker, the more of a module's values have the power of two",
-        "pale ends of bars: subnormal numbers, with fewer digits",
-        "dotted: the range of f16",
-    ]
-    if loss_scale > 1.0:
-        scale = scale_text(loss_scale)
-        parts.append(f"dashed: its lower end with the suggested loss scale {scale}")
-    if fails:
-        parts.append("red: made a value that is not finite")
-    lines = ["; ".join(parts[:2]), "; ".join(parts[2:])]
-    return "\n".join(lines)
+def _draw_ranges(axes: Axes) -> None:
+    """Draws a bar for the range of each format, lighter where it is subnormal."""
+    bounds = np.array([_bounds(name) for name in _FORMATS])
+    rows, colors = range(len(_FORMATS)), list(_FORMATS.values())
+    for i, alpha in enumerate((0.35, 1.0)):
+        left, right = bounds[:, i], bounds[:, i + 1] + i
+        axes.barh(rows, right - left, left=left - 0.5, color=colors, alpha=alpha)
+    _label_rows(axes, _FORMATS)
+    axes.tick_params(bottom=False, labelbottom=False)
+    axes.spines["bottom"].set_visible(False)
+    axes.spines["left"].set_color(_CASTS)
 
 
-def _check(value: object, kind: type, name: str, how: str) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(
-            f"amp.plots.{name}({type(value).__name__}): wanted a {kind.__name__}. "
-            f"Write amp.plots.{name}({how})."
-        )
-
-
-def _figure(name: str, size: tuple[float, float]) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            f"amp.plots.{name}: matplotlib is not installed. Install it with "
-            "`pip install 'jmp_amp[plots]'`."
-        ) from error
-    return Figure(figsize=size, layout="constrained")
-
-
-def _shown(modules: dict[str, Costs]) -> list[tuple[str, Costs]]:
-    """Returns the modules that cost something, the largest ones if there are many."""
-    costly = {
-        path: costs
-        for path, costs in modules.items()
-        if costs.flops or costs.casts or costs.saved or costs.saved_without
-    }
-    if len(costly) > _MOST_MODULES:
-        weight = {
-            path: (c.flops, c.saved_without + c.cast_elements)
-            for path, c in costly.items()
-        }
-        largest = set(sorted(weight, key=weight.__getitem__)[1 - _MOST_MODULES :])
-        rest = [costly.pop(path) for path in list(costly) if path not in largest]
-        added = Costs(*map(sum, zip(*rest, strict=True)))
-        costly[f"({len(rest)} smaller modules)"] = added
-    return list(costly.items())
-
-
-def _label(path: str) -> str:
-    path = path or TOP_LEVEL
-    if len(path) <= 40:
-        return path
-    return f".../{path[-40:].partition('/')[2] or path[-40:]}"
-
-
-def _bars(
-    axes: Axes,
-    title: str,
-    labels: list[str],
-    *layers: tuple[str, list[int], str],
+def _draw_map(
+    axes: Axes, sites: Sequence[Site], paths: Sequence[str], first: int, last: int
 ) -> None:
-    places = range(len(labels))
-    left = [0] * len(labels)
-    for name, widths, color in layers:
-        axes.barh(places, widths, left=left, color=color, label=name)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set_title(title, fontsize="medium")
-    axes.set_yticks(places, labels, fontsize="small")
-    axes.set_ylim(max(len(labels), 1) - 0.5, -0.5)  # in order, from the top
-    axes.xaxis.set_major_formatter(lambda value, _: quantity(value).strip())
-    axes.xaxis.set_tick_params(labelsize="small")
-    axes.spines[["top", "right"]].set_visible(False)
+    """Draws the share of each module's values with each power of two.
+
+    Those beyond the first and the last power are counted there.
+    """
+    counts = np.zeros((len(paths), last - first + 1))
+    rows = {path: row for row, path in enumerate(paths)}
+    for site in sites:
+        if site.module in rows:
+            for power, count in site.own_exponents.items():
+                counts[rows[site.module], min(max(power, first), last) - first] += count
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    axes.imshow(
+        np.sqrt(shares),  # few values matter too
+        cmap="Greys",
+        vmin=0.0,
+        vmax=float(np.sqrt(shares.max(initial=1e-3))),
+        aspect="auto",
+        interpolation="nearest",
+        extent=(first - 0.5, last + 0.5, max(len(paths), 1) - 0.5, -0.5),
+    )
+    _label_rows(axes, paths)
+    axes.set_xlabel("power of two of the values", fontsize="small")
+
+
+def _bounds(name: str) -> tuple[int, int, int]:
+    """Returns the powers of two of a format's smallest, normal and largest numbers."""
+    info = jnp.finfo(parse_dtype(name) or name)
+    numbers = (info.smallest_subnormal, info.smallest_normal, info.max)
+    smallest, normal, largest = (math.frexp(float(each))[1] - 1 for each in numbers)
+    return smallest, normal, largest
 
 
 def tune(tuning: Tuning) -> Figure:
@@ -235,89 +220,137 @@ def tune(tuning: Tuning) -> Figure:
       >>> curve.get_ylabel(), bars.get_xlabel()
       ('gradient error', 'sensitivity')
     """
-    _check(tuning, Tuning, "tune", "amp.tune(fn, policy, max_grad_error=0.01)(*args)")
+    figure = _figure("tune", tuning, Tuning)
     modules = by_figure(tuning, "error")[:_MOST_MODULES]
-    figure = _figure("tune", (11, 4.2 + 0.14 * len(modules)))
+    figure.set_size_inches(11, 4.2 + 0.14 * len(modules))
     curve, bars = figure.subplots(1, 2)
     _draw_steps(curve, tuning)
-    maps = _draw_numbers(curve, tuning)
     _draw_sensitivities(bars, modules)
-    figure.suptitle(tuning.summary, fontsize="small", wrap=True)
+    start = tuning.steps[0].policy if tuning.steps else ""
+    maps = []
+    for number, step in enumerate(tuning.steps[:_MOST_MAPS]):
+        added = step.policy.removeprefix(start).lstrip("; ")
+        told = added or ("the start again" if number else "the start")
+        maps.append(f"{number}: {told if len(told) <= 140 else f'{told[:137]}...'}")
+    if len(tuning.steps) > _MOST_MAPS:
+        left_out = len(tuning.steps) - _MOST_MAPS
+        maps.append(f"{left_out} more: Tuning.steps has them")
     figure.supxlabel("\n".join(maps), x=0.01, ha="left", fontsize="small")
     return figure
 
 
 def _draw_steps(axes: Axes, tuning: Tuning) -> None:
-    shown = _on_log([*(s.error for s in tuning.steps), tuning.error], tuning)
+    """Draws the maps that were measured, with their numbers, and the result.
+
+    Maps with one error and one cost share a point.
+    """
+    errors = [step.error for step in tuning.steps]
+    known = [*errors, tuning.max_grad_error]
+    *shown, result = _on_log([*errors, tuning.error], known)
     costs = [100 * step.cost for step in tuning.steps]
-    axes.plot(costs, shown[:-1], color=_CASTS, linewidth=0.6)
-    axes.scatter(costs, shown[:-1], color=_HALF, label="measured", zorder=3)
-    axes.scatter([100 * tuning.cost], shown[-1:], s=90, color=_FULL, label="result")
+    axes.plot(costs, shown, color=_CASTS, linewidth=0.6)
+    axes.scatter(costs, shown, color=_HALF, label="measured", zorder=3)
+    axes.scatter([100 * tuning.cost], [result], s=90, color=_FULL, label="result")
     axes.axhline(tuning.max_grad_error, color=_KEPT, linestyle="--", label="bound")
     axes.set_yscale("log")
     axes.set_xlabel("matmul FLOP in half precision, %")
     axes.set_ylabel("gradient error")
     axes.legend(frameon=False, fontsize="small")
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_numbers(axes: Axes, tuning: Tuning) -> list[str]:
-    """Writes the numbers of maps at their points; returns a line for each map.
-
-    Maps with one error and one cost share a point.
-    """
-    points: dict[tuple[float, float], list[int]] = {}
-    shown = _on_log([step.error for step in tuning.steps], tuning)
-    for number, (step, error) in enumerate(zip(tuning.steps, shown, strict=True)):
-        points.setdefault((100 * step.cost, error), []).append(number)
+    points: dict[tuple[float, float], list[str]] = {}
+    for number, point in enumerate(zip(costs, shown, strict=True)):
+        points.setdefault(point, []).append(str(number))
     for point, numbers in points.items():
-        text = ", ".join(map(str, numbers))
-        place = {"xytext": (5, 5), "textcoords": "offset points"}
-        axes.annotate(text, point, fontsize="small", **place)
-    start = tuning.steps[0].policy if tuning.steps else ""
-    lines = []
-    for number, step in enumerate(tuning.steps[:_MOST_MAPS]):
-        added = step.policy.removeprefix(start).lstrip("; ") if number else "the start"
-        lines.append(f"{number}: {_shortened(added or 'the start again')}")
-    left_out = len(tuning.steps) - len(lines)
-    return lines + [f"{left_out} more: Tuning.steps has them"] * bool(left_out)
+        text, beside = ", ".join(numbers), "offset points"
+        axes.annotate(text, point, (5, 5), textcoords=beside, fontsize="small")
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= 140 else f"{text[:137]}..."
+def _draw_sensitivities(axes: Axes, modules: list[tuple[str, Tuned]]) -> None:
+    sensitivities = [each.sensitivity for _, each in modules]
+    widths = np.array(_on_log(sensitivities, sensitivities))
+    policies = np.array([str(each.policy) for _, each in modules])
+    for policy, color in zip(dict.fromkeys(policies), itertools.cycle(_POLICIES)):
+        (rows,) = np.nonzero(policies == policy)
+        axes.barh(rows, widths[rows], color=color, label=policy)
+    axes.set_xscale("log")
+    axes.set_xlim(left=widths.min(initial=1.0) / 2)
+    axes.tick_params(axis="x", which="minor", labelbottom=False)  # they touch
+    axes.set_xlabel("sensitivity")
+    _label_rows(axes, [path for path, _ in modules])
+    if modules:
+        axes.legend(frameon=False, fontsize="small")
 
 
-def _on_log(errors: list[float], tuning: Tuning) -> list[float]:
-    """Returns errors as a log axis has them: what is not finite is at the end."""
-    known = [*(step.error for step in tuning.steps), tuning.max_grad_error]
-    return _clipped(errors, known)
-
-
-def _clipped(numbers: list[float], known: list[float]) -> list[float]:
+def _on_log(numbers: Sequence[float], known: Sequence[float]) -> list[float]:
+    """Returns numbers as a log axis has them: what is not finite is at the end."""
     finite = [each for each in known if 0 < each < float("inf")] or [1.0]
     top, bottom = 10 * max(finite), min(finite) / 10
     # A comparison with NaN is false: it is at the end too.
     return [max(each, bottom) if each < top else top for each in numbers]
 
 
-def _draw_sensitivities(axes: Axes, modules: list[tuple[str, Tuned]]) -> None:
-    sensitivities = [each.sensitivity for _, each in modules]
-    widths = _clipped(sensitivities, sensitivities)
-    policies = list(dict.fromkeys(str(each.policy) for _, each in modules))
-    for number, policy in enumerate(policies):
-        rows = [i for i, (_, each) in enumerate(modules) if str(each.policy) == policy]
-        color = _POLICIES[number % len(_POLICIES)]
-        axes.barh(rows, [widths[i] for i in rows], color=color, label=policy)
-    axes.set_xscale("log")
-    axes.set_xlim(left=min(widths, default=1.0) / 2)
-    axes.tick_params(axis="x", which="minor", labelbottom=False)  # they touch
-    axes.set_xlabel("sensitivity")
-    labels = [_label(path) for path, _ in modules]
-    axes.set_yticks(range(len(labels)), labels, fontsize="small")
+def _figure(name: str, found: Any, kind: type) -> Figure:
+    """Returns a figure without plots, whose title is the summary of what was found."""
+    if not isinstance(found, kind):
+        raise TypeError(
+            f"amp.plots.{name}({type(found).__name__}): wanted a {kind.__name__}. "
+            f"Write amp.plots.{name}(amp.{name}(fn, policy, ...)(*args))."
+        )
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f"amp.plots.{name}: matplotlib is not installed. Install it with "
+            "`pip install 'jmp_amp[plots]'`."
+        ) from error
+    figure = Figure(layout="constrained")
+    figure.suptitle(found.summary, fontsize="small", wrap=True)
+    return figure
+
+
+def _shown(modules: dict[str, Costs]) -> dict[str, Costs]:
+    """Returns the modules that cost something, the largest ones if there are many."""
+    costly = {
+        path: costs
+        for path, costs in modules.items()
+        if costs.flops or costs.casts or costs.saved or costs.saved_without
+    }
+    if len(costly) <= _MOST_MODULES:
+        return costly
+
+    def weight(path: str) -> tuple[int, int]:
+        costs = costly[path]
+        return costs.flops, costs.saved_without + costs.cast_elements
+
+    smaller = set(sorted(costly, key=weight)[: 1 - _MOST_MODULES])
+    added = Costs(*map(sum, zip(*map(costly.pop, smaller), strict=True)))
+    return costly | {f"({len(smaller)} smaller modules)": added}
+
+
+def _bars(
+    axes: Axes,
+    title: str,
+    paths: Collection[str],
+    layers: dict[str, tuple[list[int], str]],
+) -> None:
+    """Draws the widths of each layer, one behind the other, in its colour."""
+    left = np.zeros(len(paths))
+    for name, (widths, color) in layers.items():
+        axes.barh(range(len(paths)), widths, left=left, color=color, label=name)
+        left += widths
+    axes.set_title(title, fontsize="medium")
+    _label_rows(axes, paths)
+    axes.xaxis.set_major_formatter(lambda value, _: quantity(value).strip())
+
+
+def _label_rows(axes: Axes, paths: Collection[str]) -> None:
+    """Names the rows in order, from the top."""
+    labels = [path or TOP_LEVEL for path in paths]
+    labels = [path if len(path) <= 40 else f"...{path[-37:]}" for path in labels]
+    axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(max(len(labels), 1) - 0.5, -0.5)
+    axes.tick_params(labelsize="small")
     axes.spines[["top", "right"]].set_visible(False)
-    if policies:
-        axes.legend(frameon=False, fontsize="small")
 
 
 def __dir__() -> list[str]:

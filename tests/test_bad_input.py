@@ -370,7 +370,7 @@ WRONG = {
     ),
     "a width of nothing": (
         lambda: report().drill_down(width=0),
-        (ValueError, "Report.drill_down(width=0)", "Use a width"),
+        (ValueError, "Report.drill_down(width=0)", "Use an int"),
     ),
 }
 

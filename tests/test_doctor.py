@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jmp_amp as amp
-from jmp_amp import __main__, checkup, doctor, timings
+from jmp_amp import __main__, doctor
 
 F16, BF16 = jnp.dtype("float16"), jnp.dtype("bfloat16")
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -33,12 +33,17 @@ NVIDIA = {
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch):
     # No test reads how fast this machine is.
-    monkeypatch.setattr(timings, "ROUNDS", 2)
+    monkeypatch.setattr(doctor, "ROUNDS", 2)
 
 
 @functools.cache
 def examination() -> doctor.Examination:
     return doctor.examine()
+
+
+def half_and_recipe(*device):
+    advice = doctor.advise(*device)
+    return advice.half_dtype, advice.recipe
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,7 @@ def examination() -> doctor.Examination:
     ],
 )
 def test_an_nvidia_gpu_is_advised_what_its_matrix_units_take(name, half, recipe):
-    assert doctor.advise("gpu", NVIDIA[name])[:2] == (half, recipe)
+    assert half_and_recipe("gpu", NVIDIA[name]) == (half, recipe)
 
 
 def test_only_gpus_with_fp8_units_are_told_of_them():
@@ -88,26 +93,31 @@ def test_whether_there_are_fp8_units_is_printed(device, answer):
     assert found.to_dict()["advice"]["fp8_units"] is found.advice.fp8_units
 
 
-GAINS = timings.Speeds(autocast=0.7, on_cpu=2.1)
-GAINS_LITTLE = timings.Speeds(autocast=0.7, on_cpu=1.05)  # may be noise
+GAINS = doctor.Speeds(autocast=0.7, on_cpu=2.1)
+GAINS_LITTLE = doctor.Speeds(autocast=0.7, on_cpu=1.05)  # may be noise
 IN_F32 = "A CPU computes most of half precision in f32, and casts on top."
 
 
 def on_a_cpu(speeds):
     """What is found on a CPU; `speeds` are None where it does not multiply bf16."""
-    products = [each._replace(speed_on_cpu=None) for each in examination().products]
+    products = examination().products[:3]
     if speeds is not None:
-        products[1] = products[1]._replace(speed_on_cpu=3.0)
+        on_cpu = dataclasses.replace(products[1], dtype="bf16 to f32", speed=3.0)
+        products = (*products, on_cpu)
     advice = doctor.advise("cpu", speeds=speeds)
     return dataclasses.replace(
-        examination(), advice=advice, speeds=speeds, products=tuple(products)
+        examination(), advice=advice, speeds=speeds, products=products
     )
 
 
 @pytest.mark.parametrize(
     "speeds, use, told",
     [
-        (GAINS, 'amp.recipe("O1").autocast(fn, target="auto")', 2.1),
+        (
+            GAINS,
+            "amp.recipe('O1', half_dtype='bf16').autocast(fn, target='auto')",
+            2.1,
+        ),
         (GAINS_LITTLE, "amp.recipe('O0')", 1.1),
         (None, "amp.recipe('O0')", None),
     ],
@@ -120,8 +130,8 @@ def test_a_cpu_is_advised_by_the_speed_of_a_step_on_it(speeds, use, told):
     if speeds is not None:
         assert f"is {told:.1f}x as fast as in f32 if the plan is for this CPU" in text
         assert "0.7x if it is for a GPU" in text
-        assert found.to_dict()["speeds"] == speeds._asdict()
-    target = ', target="auto"' if speeds is GAINS else ""
+        assert found.to_dict()["speeds"] == dataclasses.asdict(speeds)
+    target = ", target='auto'" if speeds is GAINS else ""
     assert f"amp.diagnose(loss_fn, policy{target})(params, batch)" in text
     assert max(map(len, str(found).splitlines())) <= 88
 
@@ -144,18 +154,19 @@ def test_a_cpu_that_gains_is_not_told_that_cpus_do_not():
 def test_the_table_has_the_product_that_a_plan_for_the_cpu_runs():
     for speeds in (GAINS, GAINS_LITTLE):
         found = str(on_a_cpu(speeds))
-        (row,) = re.findall(r"^ bf16 .*$", found, re.MULTILINE)
+        (row,) = re.findall(r"^ bf16 to f32 .*$", found, re.MULTILINE)
         assert row.endswith(" 3.00x")
-        assert 'on this CPU: as target="auto" runs it, bf16 with a result in' in found
-    assert "on this CPU" not in str(on_a_cpu(None))
+        assert 'bf16 to f32: as target="auto" multiplies on this CPU.' in found
+    assert "bf16 to f32" not in str(on_a_cpu(None))
 
 
 def test_that_product_is_timed_where_a_cpu_multiplies_bf16():
-    timed = [timings.of_products("cpu", native) for native in (False, True)]
-    on_cpu = [[each.speed_on_cpu for each in products] for products in timed]
-    assert on_cpu[0] == [None] * 3
-    assert (on_cpu[1][0], on_cpu[1][2]) == (None, None)
-    assert on_cpu[1][1] is not None and on_cpu[1][1] > 0
+    usual, native = (doctor.time_products("cpu", native) for native in (False, True))
+    assert [each.dtype for each in usual] == ["f32", "bf16", "f16"]
+    *others, on_cpu = native
+    assert [each.dtype for each in others] == ["f32", "bf16", "f16"]
+    assert on_cpu.dtype == "bf16 to f32" and on_cpu.speed > 0
+    assert on_cpu.last_place == 2.0**-7
 
 
 def test_a_gpu_is_told_nothing_of_a_cpus_instructions():
@@ -167,8 +178,8 @@ def test_a_gpu_is_told_nothing_of_a_cpus_instructions():
 
 
 def test_steps_are_timed_where_a_cpu_multiplies_bf16(monkeypatch):
-    monkeypatch.setattr(timings, "medians", lambda runs: [3.0, 4.0, 1.5])
-    assert timings.of_steps() == timings.Speeds(autocast=0.75, on_cpu=2.0)
+    monkeypatch.setattr(doctor, "medians", lambda runs: [3.0, 4.0, 1.5])
+    assert doctor.time_steps() == doctor.Speeds(autocast=0.75, on_cpu=2.0)
 
 
 def test_a_machine_that_slows_down_changes_no_ratio(monkeypatch):
@@ -182,17 +193,17 @@ def test_a_machine_that_slows_down_changes_no_ratio(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(timings.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(doctor.time, "perf_counter", lambda: now[0])
     runs = [program("slow", 0.02), program("fast", 0.01)]
-    slow, fast = timings.medians(runs)
+    slow, fast = doctor.medians(runs)
     assert abs(slow / fast - 2) < 0.05
-    assert order == ["slow", "fast"] * (timings.ROUNDS + 1)
+    assert order == ["slow", "fast"] * (doctor.ROUNDS + 1)
 
 
 def test_other_devices_are_advised_bfloat16():
-    assert doctor.advise("tpu")[:2] == ("bf16", "O1")
-    assert doctor.advise("gpu", "gfx942")[:2] == ("bf16", "O1")
-    assert doctor.advise("cpu")[:2] == ("bf16", "O0")
+    assert half_and_recipe("tpu") == ("bf16", "O1")
+    assert half_and_recipe("gpu", "gfx942") == ("bf16", "O1")
+    assert half_and_recipe("cpu") == ("bf16", "O0")
 
 
 def test_advice_agrees_with_the_half_dtype_of_policies():
@@ -214,9 +225,9 @@ def test_the_table_of_the_readme_says_what_the_doctor_says():
         for name in re.split(r",\s*", names):
             advised[name] = (half, recipe)
     for name, capability in NVIDIA.items():
-        assert advised[name] == doctor.advise("gpu", capability)[:2], name
-    assert advised["TPU"] == doctor.advise("tpu")[:2]
-    assert advised["CPU"] == doctor.advise("cpu")[:2]
+        assert advised[name] == half_and_recipe("gpu", capability), name
+    assert advised["TPU"] == half_and_recipe("tpu")
+    assert advised["CPU"] == half_and_recipe("cpu")
 
 
 def test_every_check_holds_here():
@@ -245,7 +256,7 @@ def test_every_check_holds_here():
     ids=["f32", "unscaled", "other half"],
 )
 def test_checks_fail_where_a_recipe_does_not_do_what_f16_needs(recipe, fails):
-    found = checkup.check(recipe, F16)
+    found = doctor.check(recipe, F16)
     missing = {"a step that overflows changes no parameter, and a scale backs off"}
     wanted = fails | (missing if not recipe.loss_scale.dynamic else set())
     assert {each.what for each in found if not each.holds} == wanted
@@ -271,7 +282,7 @@ class Careless:
 
 
 def test_checks_fail_where_a_step_that_overflows_is_made():
-    found = checkup.check(Careless(amp.recipe("O1", "float16")), F16)  # pyright: ignore
+    found = doctor.check(Careless(amp.recipe("O1", "float16")), F16)  # pyright: ignore
     assert {each.what for each in found if not each.holds} == {
         "a step that overflows changes no parameter, and a scale backs off",
         "the next step goes on, and all of them were compiled once",
@@ -279,7 +290,9 @@ def test_checks_fail_where_a_step_that_overflows_is_made():
 
 
 def test_limits_are_those_of_the_dtypes():
-    limits = {p.dtype: p[1:4] for p in examination().products}
+    limits = {
+        p.dtype: (p.largest, p.smallest, p.last_place) for p in examination().products
+    }
     assert limits["f16"] == (65504.0, 2.0**-24, 2.0**-10)
     assert limits["bf16"] == ((2 - 2.0**-7) * 2.0**127, 2.0**-133, 2.0**-7)
     assert limits["f32"] == ((2 - 2.0**-23) * 2.0**127, 2.0**-149, 2.0**-23)
@@ -301,7 +314,7 @@ def test_what_it_prints_names_the_choice_the_reason_and_every_figure():
 
 def test_a_check_that_fails_is_the_exit_status(monkeypatch, capsys):
     *well, last = examination().checks
-    sick = (*well, last._replace(holds=False))
+    sick = (*well, dataclasses.replace(last, holds=False))
     found = dataclasses.replace(examination(), checks=sick)
     monkeypatch.setattr(__main__, "examine", lambda: found)
     assert __main__.main(["doctor"]) == 1

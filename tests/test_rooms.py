@@ -59,7 +59,7 @@ training:
   - loss_scale_state low_precision_state
   - presets gradients skip_steps checkpoints
 reports:
-  - costs rows tables plain_data ways bit_words requests
+  - costs rows tables plain_data ways requests
   - opaque askers overruling causes folding sentences
   - reading report_tables why
   - saved_bytes report
@@ -73,9 +73,8 @@ numerics:
       | diagnosis advice | checking | diagnosing]
     tune[groups tuning | flagged moves trials | searching | tuner]
 :
-  - exponent_maps jmp recipes
+  - jmp recipes
   - plots
-  - checkup timings
   - doctor
   - __main__ __init__
 """

@@ -81,15 +81,13 @@ class Report(tables.Shown, plain_data.Written):
     def stays_full(self) -> tuple[Reason, ...]:
         """Why floating-point equations stay in f32, the most elements first."""
         full = [e for e in self.equations if e.stays_full and not e.is_opaque]
-        reasons = rows.by_reason(full, lambda e: e.flops - e.flops_in_half)
-        return tuple(sorted(reasons, key=lambda reason: -reason.elements))
+        return rows.by_reason(full, "elements", lambda e: e.flops - e.flops_in_half)
 
     @functools.cached_property
     def half_beside(self) -> tuple[Reason, ...]:
         """Why equations that are no products are in half, the most elements first."""
         half = [e for e in self.equations if e.is_in_half and not e.matmuls]
-        reasons = rows.by_reason(half, lambda e: 0)
-        return tuple(sorted(reasons, key=lambda reason: -reason.elements))
+        return rows.by_reason(half, "elements")
 
     @functools.cached_property
     def asked(self) -> tuple[Asked, ...]:
@@ -130,8 +128,7 @@ class Report(tables.Shown, plain_data.Written):
           ['k = 100 is no multiple of 16', 'e4m3 x e4m3 -> bf16']
         """
         products = [e for e in self.equations if e.matmuls]
-        reasons = rows.by_reason(products, lambda e: e.flops)
-        return tuple(sorted(reasons, key=lambda reason: -reason.flops))
+        return rows.by_reason(products, "flops")
 
     @property
     def hardly_pays(self) -> str | None:
@@ -349,7 +346,7 @@ class Report(tables.Shown, plain_data.Written):
             report_tables.of_asked(self.asked),
             report_tables.of_reasons(self.stays_full),
             report_tables.of_reasons(
-                rows.by_reason(in_f64, lambda e: e.flops), "What stays in f64"
+                rows.by_reason(in_f64, "flops"), "What stays in f64"
             ),
             report_tables.of_reasons(self.half_beside, "What is half beside products"),
             report_tables.of_f32_gradients(self.equations),

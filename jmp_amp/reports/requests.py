@@ -40,15 +40,10 @@ def check_module(module: object, call: str) -> None:
 
 def check_width(width: object, call: str, usual: int) -> None:
     """Raises a TypeError if `width` is no int, and a ValueError if it is below 1."""
-    if isinstance(width, bool) or not isinstance(width, int):
-        raise TypeError(
-            f"{call}(width={width!r}): a width is a number of characters. Use an int, "
-            f"such as {usual}."
-        )
-    if width < 1:
-        raise ValueError(
-            f"{call}(width={width!r}): no table is so narrow. Use a width such as "
-            f"{usual}."
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+        raise (ValueError if type(width) is int else TypeError)(
+            f"{call}(width={width!r}): a width is a number of characters, at least 1. "
+            f"Use an int, such as {usual}."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -226,24 +227,19 @@ class Asked(NamedTuple):
 def added_up(equations: Sequence[Equation], saved: Sequence[Saved]) -> Costs:
     """Returns the sums over `equations` and `saved`."""
     casts = [cast for e in equations for cast in e.casts]
+    names = "matmuls matmuls_in_half flops flops_in_half fp8_matmuls fp8_flops"
+    summed = (*names.split(), "quantisations", "recomputed")
     return Costs(
         equations=sum(e.is_floating for e in equations),
         in_half=sum(e.is_in_half for e in equations),
-        matmuls=sum(e.matmuls for e in equations),
-        matmuls_in_half=sum(e.matmuls_in_half for e in equations),
-        flops=sum(e.flops for e in equations),
-        flops_in_half=sum(e.flops_in_half for e in equations),
         casts=len(casts),
         cast_elements=sum(cast.elements for cast in casts),
         saved=sum(each.size for each in saved),
         saved_without=sum(each.size_without for each in saved),
         copies=sum(each.copies for each in saved),
         copies_without=sum(each.copies_without for each in saved),
-        fp8_matmuls=sum(e.fp8_matmuls for e in equations),
-        fp8_flops=sum(e.fp8_flops for e in equations),
-        quantisations=sum(e.quantisations for e in equations),
-        recomputed=sum(e.recomputed for e in equations),
         recomputed_elements=sum(e.elements for e in equations if e.recomputed),
+        **{name: sum(getattr(e, name) for e in equations) for name in summed},
     )
 
 
@@ -260,18 +256,21 @@ def by_module(
 
 
 def by_reason(
-    equations: Sequence[Equation], flops: Callable[[Equation], int]
-) -> list[Reason]:
-    """Returns why equations have their dtype, in the order of the program.
+    equations: Sequence[Equation],
+    largest: str,
+    flops: Callable[[Equation], int] = lambda equation: equation.flops,
+) -> tuple[Reason, ...]:
+    """Returns why equations have their dtype.
 
     Args:
       equations: which ones.
+      largest: the field of a reason to sort by, the largest first.
       flops: what to add up of each.
     """
     groups: dict[str, list[Equation]] = {}
     for equation in equations:
         groups.setdefault(equation.reason, []).append(equation)
-    return [
+    reasons = [
         Reason(
             reason,
             len(group),
@@ -281,6 +280,7 @@ def by_reason(
         )
         for reason, group in groups.items()
     ]
+    return tuple(sorted(reasons, key=operator.attrgetter(largest), reverse=True))
 
 
 def row_of(equations: Sequence[Equation], identity: object, call: str) -> Equation:

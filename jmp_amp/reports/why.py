@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from jmp_amp.plan.dataflow.values import Origin
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Literal
 from jmp_amp.plan.tables.operations import OpClass
 from jmp_amp.policies.dtypes import F32, short_name
-from jmp_amp.reports.bit_words import ENDS, MADE, ORIGINS, words_of, words_of_traits
 from jmp_amp.reports.causes import carry_words, causes_of, pin_id
 from jmp_amp.reports.overruling import how_to_overrule
 from jmp_amp.reports.rows import Equation
@@ -29,6 +29,11 @@ from jmp_amp.reports.ways import (
     readers,
 )
 
+_ORIGINS = {
+    Origin.FREE: "made of arguments and constants alone",
+    Origin.LOW: "made in half",
+    Origin.FULL: "made in f32",
+}
 # The steps of a chain; a longer one ends in dots.
 _MOST_STEPS = 8
 
@@ -64,25 +69,17 @@ class Why:
         yield f"It reads {read}, computes in {row.dtype or 'no float'}, keeps {kept}."
         yield _class_of(at)
         for i in range(len(eqn.invars)):
-            yield from self._operand(at, i)
-        for sentence in words_of(at.standing.end, ENDS) if at.standing else ():
-            yield f"Of its result: {sentence}."
+            yield self._operand(at, i)
         yield from self._results(at)
         yield _decided(at)
         yield from self._chain(at)
 
-    def _operand(self, at: Place, i: int) -> Iterator[str]:
+    def _operand(self, at: Place, i: int) -> str:
         atom, standing = at.eqn.invars[i], at.standing
         held = _dtype(at.frame.held(atom), atom)
         text = f"Operand {i}: {_maker(at.frame, atom)}, held in {held}"
-        if standing is None:
-            yield f"{text}."
-            return
-        view, fact = standing.views[i], standing.facts[i]
-        yield f"{text}, {ORIGINS[view.origin]}."
-        told = [*words_of_traits(view.traits), *words_of(fact.made, MADE)]
-        if told:
-            yield f"  Of it: {'; '.join(told)}."
+        origin = "" if standing is None else f", {_ORIGINS[standing.views[i].origin]}"
+        return f"{text}{origin}."
 
     def _results(self, at: Place) -> Iterator[str]:
         several = len(at.eqn.outvars) > 1

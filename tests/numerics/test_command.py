@@ -108,7 +108,7 @@ def test_options_reach_the_diagnosis(project, capsys):
     [
         (["{project}:lost"], "has no function 'lost'. Did you mean 'loss'?"),
         (["{project}:alone"], "def alone_args(): return (params, jnp.ones((8, 16)))"),
-        (["{project}:loss", "--args", "shapes"], "Return arrays"),
+        (["{project}:loss", "--args", "shapes"], "Give arrays"),
         (["{project}:doubled", "--args", "failing_args"], "diagnose(doubled): the fu"),
         (["{project}:loss", "--policy", "c=fp17"], "unknown dtype 'fp17'"),
         (["{project}:loss", "--loss-scale", "0"], "--loss-scale: static_loss_scale("),
@@ -155,7 +155,7 @@ def test_tune_and_diagnose_write_pages_and_figures(project, capsys, tmp_path):
     ("words", "message", "status"),
     [
         (["{project}:loss", "--max-grad-error", "-1"], "a positive number", 2),
-        (["{project}:loss", "--args", "shapes"], "Return arrays", 2),
+        (["{project}:loss", "--args", "shapes"], "Give arrays", 2),
         (["{project}:alone", "--args", "failing_args"], "one real floating-point", 2),
         (["{project}:marked", *ACCURATE], "no policies were found", 1),
     ],

@@ -212,7 +212,7 @@ def test_a_policy_with_a_class_is_written_and_says_that_no_text_reads_it_back():
         (lambda: example().drill_down(3), TypeError, "is text"),
         (lambda: example().drill_down(width=1.5), TypeError, "number of characters"),
         (lambda: example().drill_down(width=True), TypeError, "number of characters"),
-        (lambda: example().drill_down(width=0), ValueError, "so narrow"),
+        (lambda: example().drill_down(width=0), ValueError, "at least 1"),
     ],
 )
 def test_bad_input_says_what_it_is_and_what_to_give(read, error, message):

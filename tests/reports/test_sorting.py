@@ -151,7 +151,9 @@ def test_an_unknown_figure_is_told_with_those_that_the_table_has(make, figures):
             told.value
         )
         assert f"Use {figures}, the largest first, or None" in str(told.value)
-    with pytest.raises(ValueError, match=rf"{name}\(width=0\): no table is so narrow"):
+    with pytest.raises(
+        ValueError, match=rf"{name}\(width=0\): a width is .* at least 1"
+    ):
         made.table(width=0)
     with pytest.raises(TypeError, match=rf"{name}\(width='wide'\): a width is"):
         made.table(width="wide")
