@@ -11,18 +11,12 @@ TESTS = Path(__file__).parent / "plan" / "rules"
 # Rules that change no plan of the zoo, shapes, idioms and loops: the test that fails
 # without them.
 ONLY_UNIT_TESTS = {
-    "derivative": "test_derivative: a kernel of distances, with its gradient inside",
-    "exact": "test_ends: a factor of a solution",
     "f32_result": "test_plan: products and convolutions with an f32 result",
-    "form": "test_ends: a covariance that is mapped",
-    "saturates": "test_plan: a mask in a selection saturates for half readers alone",
-    "selected": "test_ends: what stop_gradient alone reads, in a selection",
+    "one_operation": "test_one_operation: a custom_jvp of one line",
     "shifted_scores": "test_shifted_scores: a log-softmax of a million scores",
-    "steep": "test_steep: odds of a sigmoid, the sine of a cosine",
-    "spreads_function": "test_custom_jvp_rules: edges look up functions in half",
 }
 # Few programs need these.
-CHANGED = ("epilogue", "grid", "pinned")
+CHANGED = ("epilogue", "misfit", "change")
 
 
 def test_every_rule_has_a_row_and_a_test():

@@ -23,10 +23,7 @@ from jmp_amp.policies.dtypes import PyTree, is_half
 from jmp_amp.training.collectives import all_finite, checked_axes, mapped_axes
 from jmp_amp.training.half_weights import WEIGHT_STATES, warn_of_chain
 from jmp_amp.training.loss_scale import LossScale
-from jmp_amp.training.loss_scale_state import (
-    LossScaleState,
-    choose,
-)
+from jmp_amp.training.loss_scale_state import LossScaleState, choose
 from jmp_amp.training.rounding import once_a_shape
 from jmp_amp.training.structures import (
     TreeStructure,

@@ -352,7 +352,8 @@ def telling_foreign_states(
         lacks = next((row for row in wanted if row not in given), "nothing more")
         raise TypeError(
             f"{call}: update was given the state of another optimizer: it has {has}, "
-            f"and not {lacks}. Begin with tx.init(params) of this one."
+            f"and not {lacks}. Begin with tx.init(params) of this one, or go on with "
+            "amp.import_opt_state(tx.init(params), state)."
         ) from error
 
 
