@@ -390,6 +390,8 @@ class Recipe:
         plain = Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
         if policies.entries or policy != plain:
             note = f"Policy: {PolicyMap(policy, policies.entries)}"
+        if policy.reduce_dtype is not None:
+            note += "\nGradients are summed in f32 (of half: amp.value_and_grad)."
         table = Table("", tuple(row), [tuple(row.values())], ("losses",), note)
         return as_text(f"{self.name} of {self.system}", [table], 100)
 
@@ -592,10 +594,10 @@ def _half(
     said = {where: dtype for where, dtype in said.items() if dtype is not None}
     if len(set(said.values())) > 1 or not all(map(is_half, said.values())):
         found = [f"{short_name(dtype)} by {where}" for where, dtype in said.items()]
-        raise ValueError(
-            f"{call}: the half dtype is {' and '.join(found)}. Give float16 or "
-            "bfloat16, in one place."
-        )
+        fact = f"the half dtype is {' and '.join(found)}"
+        if len(said) == 1:
+            fact = f"half_dtype={given!r} is no half dtype"
+        raise ValueError(f"{call}: {fact}. Give float16 or bfloat16, in one place.")
     return next(iter(said.values()), None) or dtypes.half_dtype()
 
 

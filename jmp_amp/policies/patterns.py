@@ -243,7 +243,7 @@ def _check_glob(glob: str) -> None:
     names = _names(glob)
     mistakes = {
         "begins with re:": glob.startswith(_REGEX),
-        "stands for what no text can say": glob.startswith("<"),
+        "is a class or a function, which no text can say": glob.startswith("<"),
         "has characters that no path has": ";" in glob or glob != glob.strip(),
         "has an empty name": not all(names),
         "has ** inside of a name": any("**" in each for each in names if each != "**"),

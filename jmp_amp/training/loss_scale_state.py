@@ -11,6 +11,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from jmp_amp.policies.arguments import type_name
 from jmp_amp.policies.dtypes import PyTree
 from jmp_amp.training.half_weights import warn_of_chain
 from jmp_amp.training.loss_scale import LossScale, checked_condition
@@ -114,7 +115,7 @@ def keep_if_finite(opt_state: PyTree, new: PyTree, old: PyTree) -> PyTree:
     if not isinstance(new, nnx.Module):
         return _kept(finite, new, old)
     if old is new or not isinstance(old, nnx.Module):
-        fact = "old is the same module" if old is new else f"old is a {type(old)}"
+        fact = f"old is {'the same module' if old is new else f'a {type_name(old)}'}"
         remedy = "Make a copy before the step: old = nnx.clone(model)."
         raise ValueError(f"keep_if_finite(opt_state, module, old): {fact}. {remedy}")
     after, before = nnx.state(new), nnx.state(old)

@@ -106,6 +106,12 @@ def run_id(run):
     return "-".join(str(run[k]) for k in ("mode", "optimizer", "task", "loss_mult"))
 
 
+def torch_lost(run):
+    """Returns how far the losses of torch in half are from its own in f32."""
+    (f32,) = (each for each in RUNS if run_id(each) == run_id(run | {"mode": "fp32"}))
+    return np.abs(np.subtract(run["loss"], f32["loss"])).max()
+
+
 def is_stuck(run):
     return run["mode"] == "fp16_noscale" and run["loss_mult"] == 1e-6
 
@@ -117,7 +123,7 @@ def is_stuck(run):
 )
 def test_a_training_run_is_that_of_torch(run):
     found = train(RUNS.index(run))
-    assert found["apart"] <= (2e-4 if run["mode"] == "fp32" else 5e-3)
+    assert found["apart"] <= (2e-4 if run["mode"] == "fp32" else torch_lost(run))
     if run["scale"] is not None:
         assert abs(found["skipped"] - run["skipped"]) <= 2
         assert 0.5 <= found["scale"] / run["scale"][-1] <= 2

@@ -681,7 +681,7 @@ REFUSED = {
             {"custom_white_list": {"tanh"}, "custom_black_list": {"tanh", "exp"}},
             r"Policy: 'tanh' is both in low and in full",
         ),
-        ("O1", {"half_dtype": "f32"}, r"is f32 by half_dtype. Give float16 or b"),
+        ("O1", {"half_dtype": "f32"}, r"is no half dtype"),
         ("fp16", {"half_dtype": "bf16"}, r"f16 by the name and bf16 by half_dtype"),
         (
             "fp16_naive",
