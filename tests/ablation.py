@@ -156,6 +156,9 @@ RULES: dict[str, Rule] = {
     "begun_stream": (
         Change(choices, "_of_streams", lambda _: lambda eqn, starts, cycles: cycles),
     ),
+    "companions": (
+        Change(recursions, "_with_companions", lambda _: lambda cycles, _: cycles),
+    ),
     "first_steps": (
         Change(recursions, "_with_first_steps", lambda _: lambda cycles, *_: cycles),
     ),

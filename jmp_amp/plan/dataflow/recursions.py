@@ -17,7 +17,7 @@ products, and 11 of these train.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jmp_amp.plan.dataflow.paths import (
@@ -196,7 +196,10 @@ class _Uses:
             operands[i] = _read(operands[i], outside)
         numbered = [cycles[number] for number in range(len(bodies))]
         if loop is not None:
-            numbered = [each._replace(depth=loop.depth) for each in numbered]
+            numbered = [
+                each._replace(depth=loop.depth)
+                for each in _with_companions(numbered, bodies)
+            ]
         return operands, tuple(numbered)
 
 
@@ -280,6 +283,46 @@ def _too_small(
         if round(size * turns, 6) < _SMALL_STEPS:
             found |= loop.mask
     return found
+
+
+def _with_companions(
+    cycles: Sequence[Cycles], bodies: Sequence[Traced]
+) -> list[Cycles]:
+    """Adds the other products of a method, of values that no activation made.
+
+    They are computed in the same dtype: an energy before a step, and after it.
+    """
+    found = list(_all_cycles(cycles))
+    if not found:
+        return list(cycles)
+    carries = frozenset[tuple[int, int]]().union(*(each.carries for each in found))
+    cycle = Cycle(carries, any(each.surely for each in found))
+    return [
+        _completed(each, body, cycle) for each, body in zip(cycles, bodies, strict=True)
+    ]
+
+
+def _all_cycles(cycles: Sequence[Cycles]) -> Iterator[Cycle]:
+    for each in cycles:
+        yield from (cycle for _, cycle in each.products)
+        for _, inner in each.inner:
+            yield from _all_cycles(inner)
+
+
+def _completed(cycles: Cycles, traced: Traced, cycle: Cycle) -> Cycles:
+    products, inner = dict(cycles.products), dict(cycles.inner)
+    for index, eqn in enumerate(traced.body.jaxpr.eqns):
+        if index in traced.inner:
+            bodies, _ = traced.inner[index]
+            before = inner.get(index, (NONE,) * len(bodies))
+            inner[index] = tuple(
+                [_completed(*each, cycle) for each in zip(before, bodies, strict=True)]
+            )
+        elif eqn.primitive.name in PRODUCTS and not any(
+            traced.of(atom).crossed for atom in eqn.invars[:2]
+        ):
+            products.setdefault(index, cycle)
+    return cycles._replace(products=tuple(products.items()), inner=tuple(inner.items()))
 
 
 def _with_first_steps(cycles: Cycles, traced: Traced, matrices: set[Var]) -> Cycles:
