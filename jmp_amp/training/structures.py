@@ -352,8 +352,8 @@ def telling_foreign_states(
         lacks = next((row for row in wanted if row not in given), "nothing more")
         raise TypeError(
             f"{call}: update was given the state of another optimizer: it has {has}, "
-            f"and not {lacks}. Begin with tx.init(params) of this one, or go on with "
-            "amp.import_opt_state(tx.init(params), state)."
+            f"and not {lacks}. Begin with tx.init(params) of this one. To go on from "
+            "that state: amp.import_opt_state(tx.init(params), state)."
         ) from error
 
 

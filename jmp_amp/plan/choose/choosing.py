@@ -218,7 +218,10 @@ def _by_policy(at: Standing) -> str:
 
 
 def _pinned(at: Standing, pin: Pin) -> Decision:
-    made = decided(at, Mode.IN_DTYPE, F32, pin.words, Origin.FULL)
+    # For a CPU the policy of the region has no half dtype, but that of the user may.
+    half = at.low if is_half(at.low) else at.region.asked.compute_dtype
+    words = pin.words.format(half=half.name)
+    made = decided(at, Mode.IN_DTYPE, F32, words, Origin.FULL)
     return dataclasses.replace(made, pin=pin)
 
 

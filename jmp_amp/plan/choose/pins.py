@@ -7,6 +7,9 @@ place: one-hot rows times `arange(2048.)` are the numbers of the rows.
 
 from __future__ import annotations
 
+import jax.numpy as jnp
+import numpy as np
+
 from jmp_amp.plan.choose.records import Decision
 from jmp_amp.plan.dataflow.ends import Ends
 from jmp_amp.plan.dataflow.facts import makes_solutions, weighs
@@ -55,6 +58,11 @@ def _places(at: Standing) -> bool:
         any(value.is_constant for value, _ in factors)
         or not any(v.origin != Origin.FREE or is_weight(v, atom) for v, atom in factors)
     )
+
+
+def _is_grid(at: Standing) -> bool:
+    half = at.region.asked.compute_dtype
+    return any(_is_long(value, half) for value, _ in _factors(at))
 
 
 def _is_distance(at: Standing) -> bool:
@@ -144,6 +152,14 @@ def is_weight(value: Known, atom: Atom) -> bool:
     return value.is_parameter and is_inexact(atom)
 
 
+def _is_long(value: Known, half: np.dtype) -> bool:
+    """Whether a constant counts further than `half` does: a grid of 512 pixels."""
+    if not value.is_constant or value.bounds is None:
+        return False
+    low, high = value.bounds
+    return low < high and max(-low, high) > 2 / float(jnp.finfo(half).eps)
+
+
 def is_argument(value: Known, atom: Atom) -> bool:
     """Whether a value is an f32 argument, or computed from arguments alone.
 
@@ -178,6 +194,7 @@ _SOLUTION = "a factor is a solution of linear algebra: its terms cancel"
 PINS = (
     Pin("index", "becomes an index", _places),
     Pin("solved", _SOLVED, _is_solved),
+    Pin("grid", "{half} does not hold every number that the grid counts", _is_grid),
     Pin("recursion", _RECURSION, _is_recursive),
     Pin("distance", "a distance: the digits of its terms cancel", _is_distance),
     Pin("moment", _MOMENT, _is_moment),

@@ -23,7 +23,7 @@ class Pin(NamedTuple):
 
     Attributes:
       id: its name, which does not change when the words do.
-      words: the reason.
+      words: the reason; `{half}` is the half dtype.
       holds: whether it holds for a product.
     """
 
