@@ -164,7 +164,10 @@ RULES: dict[str, Rule] = {
     ),
     # What is pinned: the ends that lead to a pin, and the facts.
     "ranked": no((ends, "_ranked"), answer=()),
+    "selected": (Change(ends, "_selected", lambda _: lambda eqn: eqn.invars),),
+    "form": no((ends, "_between"), answer=[]),
     "factor": unset(Ends, "FACTOR"),
+    "exact": unset(Ends, "EXACT"),
     "solution_trait": no((choosing, "is_solution")),
     "solver": no((choices, "is_solver")),
     # What is f32 although half would be right.

@@ -11,8 +11,12 @@ TESTS = Path(__file__).parent / "plan" / "rules"
 # Rules that change no plan of the zoo, shapes, idioms and loops: the test that fails
 # without them.
 ONLY_UNIT_TESTS = {
+    "exact": "test_ends: a factor of a solution",
     "f32_result": "test_plan: products and convolutions with an f32 result",
+    "form": "test_ends: a covariance that is mapped",
+    "grid": "test_f32_whole: one-hot rows times numbers",
     "one_operation": "test_one_operation: a custom_jvp of one line",
+    "selected": "test_ends: what stop_gradient alone reads, in a selection",
     "shifted_scores": "test_shifted_scores: a log-softmax of a million scores",
 }
 # Few programs need these.

@@ -125,6 +125,14 @@ SOLVED = {
     "filter": (filtered, [F32] * 10),
     "riccati": (riccati, [F32] * 7),
     "riccati_of_a_network": (regulator, [HALF] * 3 + [F32] * 9),
+    "a_covariance_that_is_mapped": (
+        lambda x, w: jnp.linalg.slogdet(w @ jnp.diag(x[0]) @ w.T + jnp.eye(16))[1],
+        [F32, F32],
+    ),
+    "a_factor_of_a_solution": (
+        lambda x, w: jnp.exp(x @ w) @ jnp.linalg.solve(w, x[0]),
+        [F32, F32],
+    ),
     "a_product_of_solutions": (
         lambda x, w: jnp.linalg.inv(w) / 3 @ w @ x[0],
         [F32, F32],

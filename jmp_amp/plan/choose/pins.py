@@ -95,13 +95,15 @@ def _is_solved(at: Standing) -> bool:
     """
     if not at.end & (Ends.SOLVED | Ends.FACTOR):
         return False
+    if at.end & Ends.FORM:
+        return True
     factors = _factors(at)
     if any(Trait.SOLUTION in value.traits for value, _ in factors):
         is_state = bool(at.end & Ends.FACTOR) and not at.end & Ends.STREAM
         if is_state or not any(value.follows_product for value, _ in factors):
             return True
     if at.origin == Origin.FREE:
-        return not _is_layer(at)
+        return bool(at.end & Ends.EXACT) or not _is_layer(at)
     has_parameter = any(value.origin == Origin.FREE for value, _ in factors)
     is_layer = has_parameter and _sums_last(at, 0) is not False
     return bool(at.end & Ends.SOLVED) and not is_layer

@@ -21,8 +21,10 @@ from collections.abc import Sequence, Set
 from typing import Final, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 
 from jmp_amp.plan.dataflow.facts import (
+    BodyFacts,
     Fact,
     FactFinder,
     Facts,
@@ -62,16 +64,20 @@ class Ends:
     SOLVED: Final = 2
     # A term or a factor of a product that leads there.
     FACTOR: Final = 4
+    # A factor of a solution: no layer.
+    EXACT: Final = 8
     # A factor of a layer, which does not lead there: a stream between layers.
     STREAM: Final = 16
     # A term beside a sum of squares, as in `|a|^2 - 2 a b + |b|^2`: a distance.
     DISTANCE: Final = 32
+    # The `F @ P` of `F @ P @ F.T` that leads there.
+    FORM: Final = 128
     # A term beside squared means, or their factor: a variance.
     MOMENT: Final = 512
 
 
 _LINEAR_ENDS = Ends.FACTOR | Ends.DISTANCE | Ends.MOMENT
-_ELEMENTWISE = Ends.SOLVED | Ends.STREAM
+_ELEMENTWISE = Ends.SOLVED | Ends.EXACT | Ends.STREAM
 _NOTHING_PASSES = (Kind.PRODUCT, Kind.ALGEBRA, Kind.COMPARISON)
 # Linear algebra that divides by numbers that may be small.
 _SOLVES = named(Also.SOLVES) | {"custom_linear_solve"}
@@ -151,8 +157,10 @@ class Destinations:
             if results & Ends.MOMENT:
                 made = any_of(map(facts.of, eqn.outvars))
             end = end_of_operands(eqn, results, operands, made)
-            _add(found, eqn.invars, end)
+            _add(found, _selected(eqn), end)
             _add(found, ranked, Ends.INDEX)
+            if end & Ends.FACTOR and eqn.primitive.name in PRODUCTS:
+                _add(found, _between(eqn, facts), Ends.FORM)
         return found
 
     def outputs(
@@ -226,9 +234,11 @@ def end_of_operands(eqn: Eqn, results: End, facts: Sequence[Fact], made: int) ->
         return end
     if weighs_solution(eqn, facts):
         # Its terms cancel: the other factor has to be as exact.
-        end |= Ends.SOLVED
+        end |= Ends.SOLVED | Ends.EXACT
     leads = results & (Ends.SOLVED | Ends.FACTOR)
-    return end | (Ends.FACTOR if leads else Ends.STREAM)
+    if leads:
+        return end | Ends.FACTOR
+    return end if end & Ends.EXACT else end | Ends.STREAM
 
 
 def _end_beside(eqn: Eqn, facts: Sequence[Fact]) -> End:
@@ -269,6 +279,30 @@ def _ranked(eqn: Eqn, read: Set[Var]) -> Sequence[Atom]:
         count = eqn.params["num_keys"]
         places = eqn.outvars[count:]
     return () if read.isdisjoint(places) else eqn.invars[:count]
+
+
+def _selected(eqn: Eqn) -> Sequence[Atom]:
+    """Returns the operands of `eqn`; of a selection by a number, the one it takes."""
+    if eqn.primitive.name == "select_n" and isinstance(eqn.invars[0], Literal):
+        case = np.asarray(eqn.invars[0].val)
+        return eqn.invars[1 + int(case) :][:1] if case.ndim == 0 else eqn.invars
+    return eqn.invars
+
+
+def _between(eqn: Eqn, facts: BodyFacts) -> list[Atom]:
+    """Returns the factors of a product that it multiplies by one of theirs again.
+
+    `F @ P` in `(F @ P) @ F.T`, which maps a covariance: a square matrix.
+    """
+    rows, columns = (0, 0, *aval_of(eqn.outvars[0]).shape)[-2:]
+    if rows != columns:
+        return []
+    lhs, rhs = eqn.invars[:2]
+    return [
+        atom
+        for atom, other in ((lhs, rhs), (rhs, lhs))
+        if facts.of(other).value in facts.of(atom).factors
+    ]
 
 
 def _end_of_converted(eqn: Eqn, results: End) -> End:

@@ -69,8 +69,8 @@ class BodyFacts:
     """
 
     def __init__(self, body: Body, inputs: Facts) -> None:
-        given = max((each.value for each in inputs), default=-1)
-        self._numbers = itertools.count(1 + given)
+        given = [n for each in inputs for n in (each.value, *each.factors)]
+        self._numbers = itertools.count(1 + max(given, default=-1))
         self.known = dict(zip(body.jaxpr.invars, inputs, strict=True))
         self.inner: dict[int, list[Facts]] = {}
 
@@ -79,9 +79,9 @@ class BodyFacts:
             return self.new(Made.NOTHING)
         return self.known[atom]
 
-    def new(self, made: int) -> Fact:
+    def new(self, made: int, factors: tuple[int, ...] = ()) -> Fact:
         """Returns a fact of a value that is no other one."""
-        return Fact(made, next(self._numbers))
+        return Fact(made, next(self._numbers), factors)
 
     def number(self) -> int:
         """Returns a number that no value has."""
@@ -109,8 +109,11 @@ class FactFinder:
             return self._through_bodies(index, eqn, operands, inner, found)
         if _is_moved(eqn):
             return [_moved(eqn, operands[0])]
+        factors = ()
+        if eqn.primitive.name in PRODUCTS:
+            factors = tuple(each.value for each in operands[:2])
         made = made_from(eqn, operands)
-        return [found.new(made) for _ in eqn.outvars]
+        return [found.new(made, factors) for _ in eqn.outvars]
 
     def _through_bodies(
         self,
@@ -149,10 +152,13 @@ class FactFinder:
 def _joined(pairs: _Numbers[tuple[int, int]], one: Fact, other: Fact) -> Fact:
     """Returns the fact of what is one value or another; `pairs` has its numbers."""
 
-    same = one.value == other.value
+    def either(a: int, b: int) -> int:
+        return a if a == b else pairs[a, b]
+
     return Fact(
         _made_either(one, other),
-        one.value if same else pairs[one.value, other.value],
+        either(one.value, other.value),
+        one.factors if one.factors == other.factors else (),
         one.last if one.last == other.last else -1,
     )
 
@@ -171,7 +177,8 @@ def _handed_back(
     values = _Numbers[int](found.number)
     for inside, outside in zip(given, operands, strict=True):
         values[inside.value] = outside.value
-    return [each._replace(value=values[each.value]) for each in outputs]
+        values.update(zip(inside.factors, outside.factors, strict=True))
+    return [_renumbered(each, values) for each in outputs]
 
 
 def _gone_through(eqn: Eqn) -> range:
@@ -194,7 +201,14 @@ class _Numbers(dict[K, int]):
 def _numbered(facts: Sequence[Fact]) -> Facts:
     """Returns the facts of the inputs of a body: the numbers say who is who."""
     values = _Numbers[int](itertools.count().__next__)
-    return tuple([each._replace(value=values[each.value]) for each in facts])
+    return tuple([_renumbered(each, values) for each in facts])
+
+
+def _renumbered(fact: Fact, values: _Numbers[int]) -> Fact:
+    return fact._replace(
+        value=values[fact.value],
+        factors=tuple([values[each] for each in fact.factors]),
+    )
 
 
 def _made_either(one: Fact, other: Fact) -> int:

@@ -60,11 +60,13 @@ class Fact(NamedTuple):
     Attributes:
       made: what it is made of, a set of the bits of `Made`.
       value: a number that values of a body share if one is the other moved.
+      factors: the values that a product multiplied.
       last: where a transpose has put the last axis, from the end.
     """
 
     made: int
     value: int
+    factors: tuple[int, ...] = ()
     last: int = -1
 
 
