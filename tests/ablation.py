@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 import types
@@ -137,6 +138,12 @@ def without_option(is_it: Callable[[trade_offs.Option, Any], bool]) -> Rule:
     return (Change(choosing, "options", off),)
 
 
+def _never_saturates(options: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda at, made, *args: options(
+        at, dataclasses.replace(made, saturate=False), *args
+    )
+
+
 def _saves_nothing(results: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: tuple(
         known._replace(traits=known.traits - {Trait.SAVED_IN_F32})
@@ -197,6 +204,7 @@ RULES: dict[str, Rule] = {
     "gates_a_sum": no((trade_offs, "_gates_a_sum")),
     "normalized": unset(Made, "NORMALIZED"),
     "oversized": without_trait(Trait.OVERSIZED),
+    "saturates": (Change(choosing, "options", _never_saturates),),
     "moves_parameters": without_option(lambda o, r: _is_free_in_half(o, r) and o.once),
     "adds_parameters": without_option(
         lambda o, r: _is_free_in_half(o, r) and not o.once

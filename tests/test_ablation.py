@@ -16,6 +16,7 @@ ONLY_UNIT_TESTS = {
     "form": "test_ends: a covariance that is mapped",
     "grid": "test_f32_whole: one-hot rows times numbers",
     "one_operation": "test_one_operation: a custom_jvp of one line",
+    "saturates": "test_plan: a mask in a selection saturates for half readers alone",
     "selected": "test_ends: what stop_gradient alone reads, in a selection",
     "shifted_scores": "test_shifted_scores: a log-softmax of a million scores",
 }

@@ -442,7 +442,7 @@ def test_recipes_of_other_systems_run_the_products_that_they_name_in_half():
     expected = dict.fromkeys(values["products"], ["f16"] * 4)
     expected["Paddle, lists"] = ["bf16"] * 3 + ["f32"]
     assert values["products"] == expected
-    assert values["in_half"]["Paddle"] <= values["in_half"]["MindSpore"] / 2
+    assert values["in_half"]["Paddle"] < values["in_half"]["MindSpore"]
 
 
 @pytest.mark.slow

@@ -344,7 +344,7 @@ def test_a_user_lowers_a_built_in_function(half):
 
 @pytest.mark.breadth(1)
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_products_read_a_mask_of_a_selection_in_f32_as_the_largest_number(policy):
+def test_a_mask_in_a_selection_saturates_for_half_readers_alone(policy):
     lowest = float(jnp.finfo(jnp.float32).min)
 
     def masked_and_read(x, w):
@@ -359,9 +359,14 @@ def test_products_read_a_mask_of_a_selection_in_f32_as_the_largest_number(policy
         return jnp.max(jnp.where(x > 0, x @ w, lowest) @ jnp.zeros((16, 16)))
 
     x, w = jnp.array([[1.0] * 8 + [-1.0] * 8] * 8), jnp.ones((16, 16))
-    for fn in (masked_and_read, compared, read):
+    half = half_of(policy)
+    for fn, dtype in (
+        (masked_and_read, "float32"),
+        (compared, "float32"),
+        (read, half),
+    ):
         transformed = amp.autocast(fn, policy)
-        assert results_of(transformed, x, w, primitive="select_n")[-1] == "float32"
+        assert results_of(transformed, x, w, primitive="select_n")[-1] == dtype, fn
     masked, product = amp.autocast(masked_and_read, policy)(x, w)
     np.testing.assert_array_equal(masked[:, 8:], np.float32(lowest))
     is_masked, other = amp.autocast(compared, policy)(x, w)

@@ -239,7 +239,7 @@ def _follow(at: Standing, rewrite: Rewrite | None) -> Decision:
     if origin == Origin.FULL and at.region.cpu is not None:
         return _in_f32(at)
     if misfit is not None:
-        # Products that read it saturate.
+        # Beside half readers alone it saturates, see `trade_offs.options`.
         saturate = (
             role_of(at.name) is Role.CHOOSES
             and unfit_bound(at.operands, low) is None

@@ -15,6 +15,7 @@ from jmp_amp.plan.dataflow.standing import Pin, Standing
 from jmp_amp.plan.dataflow.values import Known, Origin
 from jmp_amp.plan.rewrites.rewriting import Rewrite
 from jmp_amp.plan.tables.rules import Rule
+from jmp_amp.policies.dtypes import F32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,14 @@ class Decision:
           readers: the dtypes in which the results are read.
           once: whether each of them is read at most once.
         """
-        return next((o for o in self.options if o.holds(readers, once)), None)
+        for option in self.options:
+            # A comparison may look for the constant.
+            saturates = self.saturate and option.dtype not in (None, F32)
+            if option.holds(readers, once) and not (
+                saturates and readers & Demands.AS_IS
+            ):
+                return option
+        return None
 
 
 def decided(

@@ -178,6 +178,8 @@ def options(
     if not is_half(low):
         return
     half = demand_of(low)
+    if made.saturate:
+        yield Option(half, f"{made.reason}, so it saturates", low)
     if falls or (made.is_between and is_pair(at)):
         yield Option(half, "only half precision reads it", low)
     free = result.origin == Origin.FREE and bool(at.operands)
