@@ -182,6 +182,7 @@ RULES: dict[str, Rule] = {
     "pinned": without_trait(Trait.PINNED),
     "returned": without_option(lambda o, _: o.readers == Demands.RETURNED),
     "summed_bias": without_option(lambda o, _: o.readers == Demands.F32),
+    "hands_on_kept": no((demands, "_hands_on_kept")),
     "misfit": no((constants, "misfit"), answer=None),
     "met": no((constants, "met"), answer=None),
     "slice": (

@@ -15,6 +15,7 @@ ONLY_UNIT_TESTS = {
     "f32_result": "test_plan: products and convolutions with an f32 result",
     "form": "test_ends: a covariance that is mapped",
     "grid": "test_f32_whole: one-hot rows times numbers",
+    "hands_on_kept": "test_hands_on_kept: a sum that is moved and returned",
     "one_operation": "test_one_operation: a custom_jvp of one line",
     "saturates": "test_plan: a mask in a selection saturates for half readers alone",
     "selected": "test_ends: what stop_gradient alone reads, in a selection",

@@ -25,6 +25,7 @@ from jmp_amp.plan.dataflow.values import (
     Origin,
     Trait,
     castable,
+    is_exact,
     is_move,
 )
 from jmp_amp.plan.program import jaxprs
@@ -32,7 +33,7 @@ from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Var
 from jmp_amp.plan.program.regions import Region
 from jmp_amp.plan.program.scope_text import backward_depth
 from jmp_amp.plan.rewrites.f32_gradients import is_repeated
-from jmp_amp.plan.tables.operations import PRODUCTS
+from jmp_amp.plan.tables.operations import PRODUCTS, OpClass
 from jmp_amp.policies.dtypes import F16, F32, is_half
 
 
@@ -199,6 +200,12 @@ def _taken(eqn: Eqn, step: Step, results: Uses) -> Outcome:
     ]
     if readers == Demands.AS_IS and dtype == F32:
         asked = tuple(each and Demands.AS_IS for each in asked)
+    elif dtype == F32 and decision.rule.op_class is OpClass.FOLLOW:
+        kept = readers & Demands.RETURNED
+        asked = tuple(
+            each | kept if each and _hands_on_kept(eqn, view) else each
+            for each, view in zip(asked, step.views, strict=True)
+        )
     store = None if option is None else option.store
     return Outcome(mode, dtype, reason, _uses(tuple(asked)), store, option=option)
 
@@ -213,6 +220,15 @@ def _uses(demands: tuple[Demand, ...]) -> Uses:
 def _is_summed(eqn: Eqn, i: int, operand: Known) -> bool:
     is_free = operand.origin == Origin.FREE and not operand.is_constant
     return is_free and castable(eqn.invars[i]) and is_repeated(eqn, i)
+
+
+def _hands_on_kept(eqn: Eqn, operand: Known) -> bool:
+    """Whether an operand of a kept result is kept as well.
+
+    The elements of a move or a selection are those of its operands. An argument that
+    comes back after additions is kept in all of them.
+    """
+    return is_exact(eqn) or Trait.SUMS_ARGUMENT in operand.traits
 
 
 def _read_every_turn(eqn: Eqn, flow: Flow) -> Sequence[int]:
