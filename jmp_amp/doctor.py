@@ -86,7 +86,8 @@ class Product:
     """The limits of a dtype, and its speed on this machine.
 
     Attributes:
-      dtype: its short name; "bf16 to f32" is the product that a plan for this CPU runs.
+      dtype: its short name; "bf16 to f32" is what a plan for this CPU makes of an f32
+        product.
       largest: the largest finite number.
       smallest: the smallest positive number, denormals included.
       last_place: the distance from 1 to the next number.
@@ -198,7 +199,7 @@ def _of_products(products: Sequence[Product]) -> Table:
     numbers = ("largest", "smallest", "last place", "product")
     note = "product: how fast a matrix product is, measured now, f32 being 1."
     if len(products) > 3:
-        note += '\nbf16 to f32: as target="auto" multiplies on this CPU.'
+        note += '\nbf16 to f32: of f32 arrays, as target="auto" multiplies on this CPU.'
     rows = []
     for each in products:
         limits = (each.largest, each.smallest, each.last_place)
@@ -330,16 +331,17 @@ def time_products(kind: str, multiplies_bf16: bool) -> tuple[Product, ...]:
       multiplies_bf16: whether it is a CPU that does.
     """
     size = 512 if kind == "cpu" else 4096
-    kinds = {"f32": (F32, F32), "bf16": (BF16, BF16), "f16": (F16, F16)}
+    kinds = {"f32": (F32, jnp.matmul), "bf16": (BF16, jnp.matmul)}
+    kinds["f16"] = F16, jnp.matmul
     if multiplies_bf16:
-        kinds["bf16 to f32"] = (BF16, F32)
+        kinds["bf16 to f32"] = F32, autocast(jnp.matmul, target="cpu")
     runs = []
-    for dtype, result in kinds.values():
-        product = functools.partial(jnp.matmul, preferred_element_type=result)
-        matrix = jnp.full((size, size), 2.0**-10, dtype)
+    for held, product in kinds.values():
+        matrix = jnp.full((size, size), 2.0**-10, held)
         runs.append(functools.partial(jax.jit(product), matrix, matrix))
     times, found = medians(runs), []
-    for (name, (dtype, _)), seconds in zip(kinds.items(), times, strict=True):
+    for (name, (held, product)), seconds in zip(kinds.items(), times, strict=True):
+        dtype = held if product is jnp.matmul else BF16
         info = jnp.finfo(dtype)
         largest, smallest = float(info.max), float(info.smallest_subnormal)
         speed = times[0] / seconds

@@ -156,7 +156,8 @@ def test_the_table_has_the_product_that_a_plan_for_the_cpu_runs():
         found = str(on_a_cpu(speeds))
         (row,) = re.findall(r"^ bf16 to f32 .*$", found, re.MULTILINE)
         assert row.endswith(" 3.00x")
-        assert 'bf16 to f32: as target="auto" multiplies on this CPU.' in found
+        told = 'bf16 to f32: of f32 arrays, as target="auto" multiplies on this CPU.'
+        assert told in found
     assert "bf16 to f32" not in str(on_a_cpu(None))
 
 

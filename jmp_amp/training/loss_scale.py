@@ -157,8 +157,9 @@ class LossScale:
         )
 
     def __repr__(self) -> str:
-        fields = [f"{name}={_show(x)}" for name, x in vars(self).items()]
-        shown = fields[:3] + fields[4:] if self.dynamic else [fields[0], fields[3]]
+        fields = {name: f"{name}={_show(x)}" for name, x in vars(self).items()}
+        dynamic = fields.pop("dynamic")
+        shown = fields.values() if self.dynamic else (fields["value"], dynamic)
         return f"LossScale({', '.join(shown)})"
 
 
@@ -223,11 +224,16 @@ def dynamic_loss_scale(
       >>> amp.dynamic_loss_scale(growth_interval=100).value
       Array(65536., dtype=float32)
     """
-    given, call = locals(), "dynamic_loss_scale"
-    settings = {
-        name: _number(call, name, given[name])
-        for name in given.keys() - {"init_scale", "hysteresis_mode"}
-    }
+    call = "dynamic_loss_scale"
+    given = dict(
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=min_scale,
+        max_scale=max_scale,
+        hysteresis=hysteresis,
+    )
+    settings = {name: _number(call, name, value) for name, value in given.items()}
     least, most = settings["min_scale"], min(settings["max_scale"], _F32_MAX)
     if not most >= least:
         raise ValueError(
@@ -301,9 +307,9 @@ def checked_condition(condition: ArrayLike, call: str) -> jax.Array:
     is_bool = isinstance(condition, bool) or dtype == jnp.bool_
     if not is_bool or np.shape(condition):
         raise (ValueError if is_bool else TypeError)(
-            f"{call}: the condition has shape {np.shape(condition)} and is "
-            f"{condition!r}, not boolean or not one. Use True, False or jnp.all of an "
-            "array of them, such as all_finite(grads)."
+            f"{call}: the condition is {condition!r}, of shape {np.shape(condition)}, "
+            "and not one boolean. Use True, False or jnp.all of an array of them, such "
+            "as all_finite(grads)."
         )
     return jnp.asarray(condition)
 

@@ -204,8 +204,13 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
        'applied': 0}
     """
     state = find_counters(opt_state, "metrics")
-    names = "scale finite skipped_total skipped_in_a_row applied".split()
-    return dict(zip(names, (state.loss_scale.value, *state[2:6]), strict=True))
+    return {
+        "scale": state.loss_scale.value,
+        "finite": state.last_finite,
+        "skipped_total": state.skipped_total,
+        "skipped_in_a_row": state.skipped_in_a_row,
+        "applied": state.applied,
+    }
 
 
 def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
@@ -246,7 +251,8 @@ def check_scale(opt_state: PyTree, max_skips_in_a_row: int) -> None:
             f"{call}: the state is traced, so its values are not known yet. Call it on "
             "the state that the jitted step returned; inside, use metrics(opt_state)."
         )
-    skipped, skips, applied = (int(np.max(count)) for count in state[3:6])
+    counts = state.skipped_total, state.skipped_in_a_row, state.applied
+    skipped, skips, applied = (int(np.max(count)) for count in counts)
     if skips <= limit:
         return
     last = skipped + applied - skips

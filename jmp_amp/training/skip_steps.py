@@ -189,7 +189,8 @@ def with_loss_scale(
                 if is_rounded and is_half(getattr(like, "dtype", None)):
                     update = update.astype(like.dtype)
             chosen.append(update)
-        total, in_a_row, applied = map(optax.safe_increment, state[3:6])
+        counts = state.skipped_total, state.skipped_in_a_row, state.applied
+        total, in_a_row, applied = map(optax.safe_increment, counts)
         return jax.tree.structure(updates).unflatten(chosen), state._replace(
             inner_state=kept,
             loss_scale=state.loss_scale.adjust(finite),

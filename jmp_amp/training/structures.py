@@ -306,13 +306,17 @@ def check_gradients(
         return True
     for (path, _), shape, one in zip(leaves, shapes, wanted, strict=True):
         if shape != one:
+            remedy = "Reduce it over the axes that the parameter lacks."
+            if shape[1:] == one:
+                remedy = (
+                    "Gradients of single examples have one leading axis of one size "
+                    "for all, and what adds them up comes first: with_loss_scale("
+                    "optax.chain(differentially_private_aggregate(...), tx), scale). "
+                    "A mean would not be private. Another axis is reduced."
+                )
             raise ValueError(
                 f"{call}: the gradient at {path or 'the root'} has shape {shape} but "
-                f"the parameter has {one}. Reduce it, unless gradients are of single "
-                "examples: they have one leading axis of one size for all, and what "
-                "adds them up comes first, outside of other wrappers: with_loss_scale("
-                "optax.chain(differentially_private_aggregate(...), tx), scale). A "
-                "mean would not be private."
+                f"the parameter has {one}. {remedy}"
             )
     return False
 
