@@ -64,8 +64,8 @@ if TYPE_CHECKING:
     from jmp_amp.policies.dtypes import cast_to_full as cast_to_full
     from jmp_amp.policies.dtypes import cast_to_half as cast_to_half
     from jmp_amp.policies.dtypes import half_dtype as half_dtype
+    from jmp_amp.policies.fp8 import Fp8 as Fp8
     from jmp_amp.policies.patterns import ModuleInfo as ModuleInfo
-    from jmp_amp.policies.policy import Fp8 as Fp8
     from jmp_amp.policies.policy import Policy as Policy
     from jmp_amp.policies.policy import get_policy as get_policy
     from jmp_amp.policies.policy_map import PolicyMap as PolicyMap
@@ -117,7 +117,8 @@ _NAMES = {
     "numerics.tune.tuning": "Step Tuned Tuning",
     "policies.dtypes": "cast_floating cast_to_full cast_to_half half_dtype",
     "policies.patterns": "ModuleInfo",
-    "policies.policy": "Fp8 Policy get_policy",
+    "policies.fp8": "Fp8",
+    "policies.policy": "Policy get_policy",
     "policies.policy_map": "PolicyMap",
     "recipes": "Recipe recipe",
     "reports.explaining": "explain",

@@ -33,12 +33,13 @@ from jmp_amp.policies.dtypes import (
     is_half,
     short_name,
 )
+from jmp_amp.policies.fp8 import Fp8
 from jmp_amp.policies.patterns import (
     GlobIfPresent,
     Pattern,
     attend_of_embedding,
 )
-from jmp_amp.policies.policy import Fp8, Policy
+from jmp_amp.policies.policy import Policy
 from jmp_amp.policies.policy_map import PolicyMap, as_policy_map
 from jmp_amp.reports.tables import Table, as_text, scale_text
 from jmp_amp.training.checkpoints import export_params

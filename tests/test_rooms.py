@@ -25,6 +25,7 @@ class Folder(NamedTuple):
 HOUSE = """
 policies:
   - dtypes patterns arguments deferred
+  - fp8
   - policy
   - policy_map
 plan:

@@ -16,7 +16,7 @@ from jmp_amp.numerics.locate.sites import (
     first_made,
     or_infinite,
 )
-from jmp_amp.policies.policy import FORMATS
+from jmp_amp.policies.fp8 import FORMATS
 from jmp_amp.reports.report_tables import TOP_LEVEL
 from jmp_amp.reports.tables import Table, count, file_name, listed, shape_text
 

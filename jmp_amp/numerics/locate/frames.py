@@ -21,7 +21,7 @@ from jmp_amp.plan.plan import Identity
 from jmp_amp.plan.program import jaxprs, scope_text
 from jmp_amp.plan.program.jaxprs import Atom, Body, ClosedJaxpr, Eqn, Literal, Var
 from jmp_amp.plan.tables.operations import Kind, kind_of
-from jmp_amp.policies.policy import Fp8
+from jmp_amp.policies.fp8 import Fp8
 
 FORWARD, BACKWARD = "forward", "backward"
 Path = tuple[int, ...]

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from jmp_amp.plan.rewrites.fp8 import scale_of
 from jmp_amp.policies.dtypes import BF16, F16, F32, is_half, parse_dtype
-from jmp_amp.policies.policy import FORMATS
+from jmp_amp.policies.fp8 import FORMATS
 
 _FORMATS = {"f16": F16, "bf16": BF16, **FORMATS, "f32": F32}
 

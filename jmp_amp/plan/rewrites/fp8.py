@@ -38,7 +38,7 @@ from jmp_amp.plan.rewrites.rewriting import Readers, Rewrite
 from jmp_amp.plan.tables.operations import OpClass, Role, role_of
 from jmp_amp.plan.tables.rules import asks_for_digits
 from jmp_amp.policies.dtypes import BF16, F32
-from jmp_amp.policies.policy import BLOCK, Fp8
+from jmp_amp.policies.fp8 import BLOCK, Fp8
 
 # What policies of `jax.checkpoint` see quantised operands as.
 NAMES = ("fp8_lhs", "fp8_rhs")

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jmp_amp.plan.program.jaxprs import Atom, Eqn, Jaxpr, Literal, Value, Var, variables
-from jmp_amp.policies.policy import Fp8
+from jmp_amp.policies.fp8 import Fp8
 
 # (equation, dtype of the computation, operands) -> results
 Bind = Callable[[Eqn, np.dtype | None, Sequence[Value]], Sequence[jax.Array]]
