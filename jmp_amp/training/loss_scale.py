@@ -307,9 +307,9 @@ def checked_condition(condition: ArrayLike, call: str) -> jax.Array:
     is_bool = isinstance(condition, bool) or dtype == jnp.bool_
     if not is_bool or np.shape(condition):
         raise (ValueError if is_bool else TypeError)(
-            f"{call}: the condition is {condition!r}, of shape {np.shape(condition)}, "
-            "and not one boolean. Use True, False or jnp.all of an array of them, such "
-            "as all_finite(grads)."
+            f"{call}: the condition has shape {np.shape(condition)} and is not one "
+            f"boolean: {condition!r}. Use True, False or jnp.all of an array of them, "
+            "such as all_finite(grads)."
         )
     return jnp.asarray(condition)
 

@@ -310,9 +310,10 @@ def check_gradients(
             if shape[1:] == one:
                 remedy = (
                     "Gradients of single examples have one leading axis of one size "
-                    "for all, and what adds them up comes first: with_loss_scale("
-                    "optax.chain(differentially_private_aggregate(...), tx), scale). "
-                    "A mean would not be private. Another axis is reduced."
+                    "for all, and what adds them up comes first, outside of other "
+                    "wrappers: with_loss_scale(optax.chain("
+                    "differentially_private_aggregate(...), tx), scale). A mean would "
+                    "not be private. Another axis is reduced."
                 )
             raise ValueError(
                 f"{call}: the gradient at {path or 'the root'} has shape {shape} but "
