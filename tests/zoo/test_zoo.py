@@ -192,6 +192,16 @@ def test_no_more_is_saved_for_the_backward_pass_than_by_hand(model, program, dty
     assert ours <= by_hand
 
 
+@pytest.mark.xdist_group("unet")
+def test_a_unet_saves_as_much_in_f16_as_in_bf16():
+    # Its streams join f32 values, which are of half ones and so in range.
+    case = zoo.CASES["unet", "small"]
+    saved = (
+        as_traced.traced(case, dtype, "autocast").saved_bytes for dtype in measures.HALF
+    )
+    assert len(set(saved)) == 1
+
+
 @pytest.mark.nightly
 @each_program(WHOLE, ["bfloat16"])
 class TestOnH100:

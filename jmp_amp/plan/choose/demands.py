@@ -257,7 +257,8 @@ def _takes_half(known: Known, region: Region) -> bool:
     """
     enters = known.region.path != region.path and known.region.holds(region)
     half = region.policy.output_dtype
-    is_stream = Trait.JOINS_STREAM in known.traits and half != F16
+    in_range = half != F16 or Trait.BETWEEN in known.traits
+    is_stream = Trait.JOINS_STREAM in known.traits and in_range
     return (
         enters
         and is_half(half)
