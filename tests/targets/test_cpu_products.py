@@ -313,6 +313,15 @@ def test_the_result_keeps_the_digits_of_f32():
     assert on_cpu(jnp.matmul)(x, y) == 1 + 2.0**-20
 
 
+def test_gradients_keep_the_digits_of_f32():
+    # Each is a sum of 1 and 2**-20, of products of bf16.
+    x, y = np.float32([[1.0], [2.0**-20]]), np.float32([[1.0, 2.0**-20]])
+    policy = amp.Policy(reduce_dtype="float32")
+    _, pullback = jax.vjp(amp.autocast(jnp.matmul, policy, target="cpu"), x, y)
+    for each in jax.jit(pullback)(np.ones((2, 2), F32)):
+        np.testing.assert_array_equal(each, np.full(each.shape, 1 + 2.0**-20))
+
+
 def test_the_default_precision_of_a_backward_pass_is_not_asked_for():
     x, y = integers((8, 4)), integers((4, 6), 1)
     _, pullback = jax.vjp(on_cpu(jnp.matmul), x, y)

@@ -212,8 +212,7 @@ class _Pass:
         """Returns how the values of a body are stored."""
         for value in reversed(self.made):
             assert value.maker is not None
-            moved = value.is_call or is_exact(value.maker)
-            if self.kept & value.bit and moved:
+            if self.kept & value.bit and is_exact(value.maker):
                 self.kept |= _union(v.bit for v in value.operands)
         changes = _spread(self.cancels)
 

@@ -40,3 +40,13 @@ def test_a_change_is_found_wherever_it_is(way):
 
     assert planned(fn, X, W, of="add") == [F32]
     assert planned(fn, X, W, of="add", without="change") == [BF16]
+
+
+def test_a_change_is_found_of_what_a_branch_returns():
+    def fn(x, w):
+        h = x @ w
+        y = jax.lax.cond(jnp.sum(x) > 0, lambda: h + h @ w, lambda: h + h @ w.T)
+        return stored_across(y - h, y, w)
+
+    assert planned(fn, X, W, of="add") == [F32, F32]
+    assert planned(fn, X, W, of="add", without="change") == [BF16, BF16]
