@@ -1,5 +1,6 @@
 """Values and gradients of fp8 products, beside numpy's and torchao's."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -69,6 +70,19 @@ def test_a_product_and_its_gradients_are_those_of_numpy(settings):
     expected = reference.linear(x, w, g, FORMATS[settings.get("backward", "e5m2")])
     for a, b in zip(found, expected, strict=True):
         assert_rounded_once(a, b)
+
+
+def test_the_dtype_of_gradients_changes_no_value():
+    # bf16 rounds it to the middle of 1 and 1.125, and 8 bits that to 1. At once it
+    # would be 1.125.
+    x, w = (
+        np.full((32, 32), 1.0625 + 2.0**-12, np.float32),
+        np.eye(32, dtype=np.float32),
+    )
+    for reduce_dtype in (None, "float32"):
+        policy = dataclasses.replace(policy_of(), reduce_dtype=reduce_dtype)
+        y, *_ = linear(x, w, np.ones_like(x), policy)
+        np.testing.assert_array_equal(y, np.ones_like(x))
 
 
 @pytest.mark.slow
