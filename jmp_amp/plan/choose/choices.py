@@ -31,7 +31,7 @@ from jmp_amp.plan.dataflow.sources import (
     translated,
     union,
 )
-from jmp_amp.plan.dataflow.standing import Derived
+from jmp_amp.plan.dataflow.standing import Derived, Standing
 from jmp_amp.plan.dataflow.storage import Storage, StorageFinder, Store, variables_of
 from jmp_amp.plan.dataflow.values import Known, Origin, Trait, is_inexact
 from jmp_amp.plan.program import jaxprs
@@ -151,42 +151,35 @@ class Flows:
                 here = region_of(jaxprs.scope_text(eqn), region)
                 regions[id(eqn.source_info.name_stack)] = here
             views = tuple([_view(atom, known, here) for atom in eqn.invars])
-            step = self._step(index, eqn, views, here, around)
+            step = self._step(_Here(index, eqn, views, here), around)
             steps.append(step)
             for var, result in zip(eqn.outvars, step.results, strict=True):
                 known[var] = result.shared(uses[var] > 1)
         outputs = tuple([_view(atom, known, region) for atom in jaxpr.outvars])
         return Flow(body, region, known, tuple(steps), outputs, around.sources)
 
-    def _step(
-        self,
-        index: int,
-        eqn: Eqn,
-        views: tuple[Known, ...],
-        region: Region,
-        around: _Around,
-    ) -> Step:
+    def _step(self, here: _Here, around: _Around) -> Step:
+        index, eqn, views, region = here
         rule = rules.rule_for(eqn, region, around.inherited)
         if index in around.facts.inner:
-            return self._call(index, eqn, views, region, rule, around)
+            return self._call(here, rule, around)
         assert rule is not None
         sources = around.sources
         read = list(map(sources.of, eqn.invars))
         end = Ends.NONE
         for var in eqn.outvars:
             end |= around.ends.get(var, Ends.NONE)
-        decision = self._decided.of(
-            eqn,
-            rule,
-            region,
-            views,
-            list(map(around.facts.of, eqn.invars)),
-            bool(len(read) > 1 and read[0] & read[1]),
-            end,
-            index in around.recursive,
-            self._derived.get(id(eqn)),
-            max(map(around.storage.__getitem__, eqn.outvars), default=Store.NOWHERE),
+        stored = [around.storage[v] for v in eqn.outvars]
+        at = Standing(
+            *(eqn, rule, region, views),
+            facts=list(map(around.facts.of, eqn.invars)),
+            is_related=bool(len(read) > 1 and read[0] & read[1]),
+            end=end,
+            is_recursive=index in around.recursive,
+            derived_from=self._derived.get(id(eqn)),
+            store=max(stored, default=Store.NOWHERE),
         )
+        decision = self._decided.of(at)
         if decision.mode is Mode.PASSED_ON:
             results = _in_region(views, region)
             sources.write(eqn.outvars, read)
@@ -197,15 +190,7 @@ class Flows:
                 sources.layers |= _multiplied_by_slices(views, read)
         return Step(region, views, results, decision)
 
-    def _call(
-        self,
-        index: int,
-        eqn: Eqn,
-        views: tuple[Known, ...],
-        region: Region,
-        rule: Rule | None,
-        around: _Around,
-    ) -> Step:
+    def _call(self, here: _Here, rule: Rule | None, around: _Around) -> Step:
         """Follows values through the bodies of a call, a loop or a branch.
 
         The fixpoint ends: the origin of a carry only rises, its bounds widen twice, at
@@ -213,27 +198,19 @@ class Flows:
         parameter and of a lookup, and only get those of an oversized constant, of a
         tangent and of a solution.
         """
-        if (
-            rule is None
-            and jaxprs.is_custom_jvp(eqn)
-            and not self._storage.crosses(eqn)
-        ):
+        eqn = here.eqn
+        if rule is not None:
+            return self._through_bodies(here, rule, around)
+        if jaxprs.is_custom_jvp(eqn) and not self._storage.crosses(eqn):
             rule = rules.rule_of_library(eqn) or rules.ONE_OPERATION
-        step = self._through_bodies(index, eqn, views, region, rule, around)
-        if jaxprs.is_while(eqn) and rule is None and is_solver(eqn, step):
-            return self._through_bodies(index, eqn, views, region, SOLVER, around)
+        step = self._through_bodies(here, rule, around)
+        if jaxprs.is_while(eqn) and is_solver(eqn, step):
+            return self._through_bodies(here, SOLVER, around)
         return step
 
-    def _through_bodies(
-        self,
-        index: int,
-        eqn: Eqn,
-        views: tuple[Known, ...],
-        region: Region,
-        rule: Rule | None,
-        around: _Around,
-    ) -> Step:
+    def _through_bodies(self, here: _Here, rule: Rule | None, around: _Around) -> Step:
         """Follows values through bodies that a rule is given to, see `_call`."""
+        index, eqn, views, region = here
         inner, facts = jaxprs.inner_bodies(eqn), around.facts.inner[index]
         sources = around.sources
         read = tuple([sources.of(atom) for atom in eqn.invars])
@@ -251,8 +228,8 @@ class Flows:
             each = ends[number], facts[number], groups, cycles[number]
             stored = around.stored_inside.get(index)
             of_loop = _stored_outputs(eqn, number, inputs, around.storage)
-            here = stored[number] if stored else self._storage.of(body, of_loop)
-            called = Called(known, region, rule, *each, here)
+            storage = stored[number] if stored else self._storage.of(body, of_loop)
+            called = Called(known, region, rule, *each, storage)
             flow = flows[number] = self.through(body, called)
             # The condition of a loop, its first body, hands nothing to the next turn.
             carried = jaxprs.carried(eqn) if number == len(inner) - 1 else range(0)
@@ -274,6 +251,15 @@ class Flows:
             _saved(eqn, region, [each.known for each in made]),
             *(None, inner, tuple([flows[n] for n in range(len(inner))]), rule),
         )
+
+
+class _Here(NamedTuple):
+    """An equation of a body, what it sees of its operands, and its policy scope."""
+
+    index: int
+    eqn: Eqn
+    views: tuple[Known, ...]
+    region: Region
 
 
 class _Part(NamedTuple):

@@ -7,7 +7,7 @@ This is the forward half of the plan. Consumers may still change a decision, see
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from jmp_amp.plan.choose.half_rules import (
     adds_bias,
@@ -17,8 +17,6 @@ from jmp_amp.plan.choose.half_rules import (
 )
 from jmp_amp.plan.choose.modes import Mode
 from jmp_amp.plan.choose.pins import (
-    Pin,
-    is_pinned,
     is_solution,
     is_weight,
     pin_of,
@@ -36,9 +34,8 @@ from jmp_amp.plan.choose.trade_offs import (
     options,
 )
 from jmp_amp.plan.dataflow import constants
-from jmp_amp.plan.dataflow.ends import End
-from jmp_amp.plan.dataflow.facts import Fact, Made
-from jmp_amp.plan.dataflow.standing import Derived, Standing
+from jmp_amp.plan.dataflow.facts import Made
+from jmp_amp.plan.dataflow.standing import Reason, Standing
 from jmp_amp.plan.dataflow.storage import Store
 from jmp_amp.plan.dataflow.values import (
     Known,
@@ -54,7 +51,6 @@ from jmp_amp.plan.dataflow.values import (
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.dimensions import is_elementwise_product, sums
 from jmp_amp.plan.program.jaxprs import Eqn, aval_of
-from jmp_amp.plan.program.regions import Region
 from jmp_amp.plan.rewrites.cpu import why_f32
 from jmp_amp.plan.rewrites.fp8 import why_not
 from jmp_amp.plan.rewrites.rewrite_table import rewrite_of
@@ -70,42 +66,17 @@ from jmp_amp.plan.tables.rules import ELEMENTWISE_PRODUCT, Rule
 from jmp_amp.policies.dtypes import BF16, F32, F64, is_castable, is_half
 
 
-def decide(
-    eqn: Eqn,
-    rule: Rule,
-    region: Region,
-    views: Sequence[Known],
-    facts: Sequence[Fact],
-    is_related: bool,
-    end: End,
-    is_recursive: bool = False,
-    derived_from: Derived | None = None,
-    store: Store = Store.NOWHERE,
-) -> Decision:
-    """Returns the decision for `eqn`, which calls nothing.
+def decide(at: Standing) -> Decision:
+    """Returns the decision for an equation that calls nothing.
 
-    It depends on the arguments alone; of the equation, on what `Decided` compares.
-
-    Args:
-      eqn: the equation.
-      rule: its rule from the table.
-      region: the policy scope that it is in.
-      views: what it sees of each of its operands.
-      facts: what each of its operands is made of.
-      is_related: whether its first two operands are made of one input.
-      end: what becomes of its results.
-      is_recursive: whether it is a product of a loop that is a numerical method.
-      derived_from: the product that it is a derivative of, if that matters to it.
-      store: how its results are stored.
+    It depends on what `Decided` compares alone.
     """
-    if _multiplies(eqn, rule, views):
-        rule = ELEMENTWISE_PRODUCT
-    known = views, facts, is_related, end, is_recursive, derived_from, store
-    at = Standing(eqn, rule, region, tuple(_floating(eqn, region, views)), *known)
-    if rule.op_class is OpClass.FOLLOW and role_of(at.name) is Role.HANDS_ON:
+    if _multiplies(at):
+        at.rule = ELEMENTWISE_PRODUCT
+    if at.rule.op_class is OpClass.FOLLOW and role_of(at.name) is Role.HANDS_ON:
         return decided(at, Mode.PASSED_ON, None, "hands on what it gets", Origin.FREE)
     at.pin = pin_of(at)
-    rewrite = None if at.pin and rule.op_class is OpClass.LOW else rewrite_of(at)
+    rewrite = None if at.pin and at.rule.op_class is OpClass.LOW else rewrite_of(at)
     made = _by_class(at, rewrite)
     if made.result.origin == Origin.FREE:
         rewrite = None
@@ -129,32 +100,24 @@ def _completed(at: Standing, made: Decision, rewrite: Rewrite | None) -> Decisio
     )
 
 
-def _floating(eqn: Eqn, region: Region, views: Sequence[Known]) -> Iterator[Known]:
-    """Yields the operands that are floats, and what fills the places of others."""
-    yield from (v for v, a in zip(views, eqn.invars, strict=True) if is_inexact(a))
-    fill = constants.bounds_of_fill(eqn)
-    if fill is not None:
-        yield Known(Origin.FREE, fill, region)
-
-
-def _multiplies(eqn: Eqn, rule: Rule, views: Sequence[Known]) -> bool:
+def _multiplies(at: Standing) -> bool:
     """Whether a matrix product is a multiplication that is spelled as one.
 
     `einsum("i,j->ij", a, b)`; and `positions[:, None] @ frequencies[None]`, the angles
     of an embedding, of numbers that are no activations and no weights. A layer of one
     feature multiplies two arguments, and a derivative begins with one number.
     """
-    if rule.op_class is not OpClass.LOW or rule.from_user:
+    if at.rule.op_class is not OpClass.LOW or at.rule.from_user:
         return False
-    if not is_elementwise_product(eqn):
+    if not is_elementwise_product(at.eqn):
         return False
-    if any(v.bounds is not None and v.bounds[0] == v.bounds[1] for v in views):
+    if any(v.bounds is not None and v.bounds[0] == v.bounds[1] for v in at.views):
         return False
-    return not sums(eqn) or (
-        all(v.origin == Origin.FREE for v in views)
+    return not sums(at.eqn) or (
+        all(v.origin == Origin.FREE for v in at.views)
         and any(
             v.is_constant or not is_weight(v, atom)
-            for v, atom in zip(views, eqn.invars, strict=True)
+            for v, atom in zip(at.views, at.eqn.invars, strict=True)
         )
     )
 
@@ -217,7 +180,7 @@ def _by_policy(at: Standing) -> str:
     return "the policy computes in f32"
 
 
-def _pinned(at: Standing, pin: Pin) -> Decision:
+def _pinned(at: Standing, pin: Reason) -> Decision:
     # For a CPU the policy of the region has no half dtype, but that of the user may.
     half = at.low if is_half(at.low) else at.region.asked.compute_dtype
     words = pin.words.format(half=half.name)
@@ -329,7 +292,7 @@ def _traits(at: Standing, made: Decision, saved: bool) -> Iterator[Trait]:
         yield Trait.BIASED
     if is_between(at, made):
         yield Trait.BETWEEN
-    if is_pinned(at) or at.store is Store.CHANGE:
+    if at.pin is not None or at.store is Store.CHANGE:
         yield Trait.PINNED
     elif made.rule.op_class is not OpClass.LOW:
         yield from inherited & {Trait.PINNED}

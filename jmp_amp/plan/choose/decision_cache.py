@@ -6,16 +6,11 @@ dtypes. They stand alike if their rules, policies and properties of operands are
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable
 
 from jmp_amp.plan.choose.choosing import decide
 from jmp_amp.plan.choose.records import Decision
-from jmp_amp.plan.dataflow.facts import Fact
-from jmp_amp.plan.dataflow.values import Known
-from jmp_amp.plan.program.jaxprs import Eqn
-from jmp_amp.plan.program.regions import Region
-from jmp_amp.plan.tables.rules import Rule
+from jmp_amp.plan.dataflow.standing import Standing
 
 
 class Decided:
@@ -24,32 +19,25 @@ class Decided:
     def __init__(self) -> None:
         self._decisions: dict[Hashable, Decision] = {}
 
-    def of(
-        self,
-        eqn: Eqn,
-        rule: Rule,
-        region: Region,
-        views: Sequence[Known],
-        facts: Sequence[Fact],
-        *others: Any,
-    ) -> Decision:
-        """Returns the decision for `eqn`, see `decide`."""
+    def of(self, at: Standing) -> Decision:
+        """Returns the decision for an equation, see `decide`."""
+        eqn = at.eqn
         key = (
             eqn.primitive,
             tuple(eqn.params.values()),
             # A literal is not a variable.
             tuple([(type(v), v.aval) for v in eqn.invars]),
             tuple([v.aval for v in eqn.outvars]),
-            tuple([(view.origin, view.bounds, view.traits) for view in views]),
+            tuple([(view.origin, view.bounds, view.traits) for view in at.views]),
             # Which value it is, no decision asks.
-            tuple([(fact.made, fact.last) for fact in facts]),
-            (rule, region.asked, *others),
+            tuple([(fact.made, fact.last) for fact in at.facts]),
+            (at.rule, at.region.asked, at.is_related, at.end),
+            (at.is_recursive, at.derived_from, at.store),
         )
         try:
             found = self._decisions.get(key)
         except TypeError:  # a parameter that is an array
-            return decide(eqn, rule, region, views, facts, *others)
+            return decide(at)
         if found is None:
-            found = decide(eqn, rule, region, views, facts, *others)
-            self._decisions[key] = found
+            found = self._decisions[key] = decide(at)
         return found

@@ -7,12 +7,11 @@ but for the rows of `HALF_RULES`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
 from jmp_amp.plan.dataflow.made import is_broadcast, scales
-from jmp_amp.plan.dataflow.standing import Standing
+from jmp_amp.plan.dataflow.standing import Reason, Standing
 from jmp_amp.plan.dataflow.storage import Store
 from jmp_amp.plan.dataflow.values import Known, Origin, Trait, is_exact
 from jmp_amp.plan.rewrites.f32_gradients import is_repeated
@@ -20,21 +19,7 @@ from jmp_amp.plan.tables.operations import Role, role_of
 from jmp_amp.plan.tables.rules import EPILOGUE, ONE_OPERATION, Rule
 
 
-class HalfRule(NamedTuple):
-    """A reason to compute in half what reads half values.
-
-    Attributes:
-      id: its name, which does not change when the words do.
-      words: the reason.
-      holds: whether it holds for an operation on half values.
-    """
-
-    id: str
-    words: str
-    holds: Callable[[Standing], bool]
-
-
-def half_rule_of(at: Standing) -> HalfRule | None:
+def half_rule_of(at: Standing) -> Reason | None:
     """Returns the first rule that holds for an operation on half values."""
     return next((rule for rule in HALF_RULES if rule.holds(at)), None)
 
@@ -114,11 +99,9 @@ def _has(rule: Rule) -> Callable[[Standing], bool]:
 
 # The first that holds wins.
 HALF_RULES = (
-    HalfRule("epilogue", EPILOGUE.reason, _has(EPILOGUE)),
-    HalfRule(
-        "one_operation", ONE_OPERATION.reason, lambda at: at.rule == ONE_OPERATION
-    ),
-    HalfRule("half_moves", "moves or chooses half values", _moves_half),
-    HalfRule("bias", "a product and its bias are one operation", adds_bias),
-    HalfRule("across", "stored across a product", _is_stored),
+    Reason("epilogue", EPILOGUE.reason, _has(EPILOGUE)),
+    Reason("one_operation", ONE_OPERATION.reason, _has(ONE_OPERATION)),
+    Reason("half_moves", "moves or chooses half values", _moves_half),
+    Reason("bias", "a product and its bias are one operation", adds_bias),
+    Reason("across", "stored across a product", _is_stored),
 )

@@ -14,7 +14,7 @@ from jmp_amp.plan.choose.records import Decision
 from jmp_amp.plan.dataflow.ends import Ends
 from jmp_amp.plan.dataflow.facts import makes_solutions, weighs
 from jmp_amp.plan.dataflow.made import is_broadcast, is_linear
-from jmp_amp.plan.dataflow.standing import Pin, Standing
+from jmp_amp.plan.dataflow.standing import Reason, Standing
 from jmp_amp.plan.dataflow.values import Known, Origin, Trait, castable, is_inexact
 from jmp_amp.plan.program.dimensions import Dimensions, is_in_f32
 from jmp_amp.plan.program.jaxprs import Atom, aval_of
@@ -30,7 +30,7 @@ from jmp_amp.policies.dtypes import F32, is_half
 _SCALES = (Role.MULTIPLIES, Role.DIVIDES)
 
 
-def pin_of(at: Standing) -> Pin | None:
+def pin_of(at: Standing) -> Reason | None:
     """Returns the first pin that holds for an equation that calls nothing."""
     if at.rule.op_class is not OpClass.LOW:
         pins = PINS if at.end & Ends.INDEX else ()
@@ -39,11 +39,6 @@ def pin_of(at: Standing) -> Pin | None:
     if at.rule.from_user or not is_half(asked) or not is_in_f32(at.eqn):
         return None
     return next((pin for pin in PINS if pin.holds(at)), None)
-
-
-def is_pinned(at: Standing) -> bool:
-    """Whether an operation on half operands computes in f32, and so do its readers."""
-    return at.pin is not None
 
 
 def _factors(at: Standing) -> list[tuple[Known, Atom]]:
@@ -69,16 +64,8 @@ def _is_distance(at: Standing) -> bool:
     return bool(at.end & Ends.DISTANCE) and not _is_rows_by_columns(at)
 
 
-def _is_recursive(at: Standing) -> bool:
-    return at.is_recursive
-
-
 def _is_derivative(at: Standing) -> bool:
     return at.derived_from is not None and at.derived_from.is_f32
-
-
-def _is_moment(at: Standing) -> bool:
-    return bool(at.end & Ends.MOMENT)
 
 
 def _weighs_free_solution(at: Standing) -> bool:
@@ -194,12 +181,12 @@ _MOMENT = "a second moment less squared means: their digits cancel"
 _SOLUTION = "a factor is a solution of linear algebra: its terms cancel"
 # The first that holds wins.
 PINS = (
-    Pin("index", "becomes an index", _places),
-    Pin("solved", _SOLVED, _is_solved),
-    Pin("grid", "{half} does not hold every number that the grid counts", _is_grid),
-    Pin("recursion", _RECURSION, _is_recursive),
-    Pin("distance", "a distance: the digits of its terms cancel", _is_distance),
-    Pin("moment", _MOMENT, _is_moment),
-    Pin("solution", _SOLUTION, _weighs_free_solution),
-    Pin("derivative", "the derivative of a product in f32", _is_derivative),
+    Reason("index", "becomes an index", _places),
+    Reason("solved", _SOLVED, _is_solved),
+    Reason("grid", "{half} does not hold every number that the grid counts", _is_grid),
+    Reason("recursion", _RECURSION, lambda at: at.is_recursive),
+    Reason("distance", "a distance: the digits of its terms cancel", _is_distance),
+    Reason("moment", _MOMENT, lambda at: bool(at.end & Ends.MOMENT)),
+    Reason("solution", _SOLUTION, _weighs_free_solution),
+    Reason("derivative", "the derivative of a product in f32", _is_derivative),
 )

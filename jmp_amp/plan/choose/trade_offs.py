@@ -12,7 +12,7 @@ import numpy as np
 
 from jmp_amp.plan.choose.half_rules import adds_bias, is_pair, moves, repeats
 from jmp_amp.plan.choose.modes import Demands, Mode, demand_of
-from jmp_amp.plan.choose.pins import is_pinned, sums_argument
+from jmp_amp.plan.choose.pins import sums_argument
 from jmp_amp.plan.choose.records import Decision, Option
 from jmp_amp.plan.dataflow.facts import Made
 from jmp_amp.plan.dataflow.standing import Standing
@@ -95,7 +95,7 @@ def _may_be_half(at: Standing, made: Decision) -> bool:
     """Whether an operation computes in f32 for one reason: an operand is f32."""
     return (
         is_half(at.half)
-        and not is_pinned(at)
+        and at.pin is None
         and at.rule.op_class is OpClass.FOLLOW
         and not jaxprs.is_conversion(at.eqn)
         and made.dtype == F32

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from jmp_amp.plan.dataflow import constants
 from jmp_amp.plan.dataflow.ends import End
 from jmp_amp.plan.dataflow.facts import Fact
 from jmp_amp.plan.dataflow.storage import Store
-from jmp_amp.plan.dataflow.values import Known, Origin, castable
+from jmp_amp.plan.dataflow.values import Known, Origin, castable, is_inexact
 from jmp_amp.plan.program.jaxprs import Eqn, aval_of
 from jmp_amp.plan.program.regions import Region
 from jmp_amp.plan.tables.rules import Rule
 from jmp_amp.policies.dtypes import is_half
 
 
-class Pin(NamedTuple):
-    """A reason to compute in f32 what would be half.
+class Reason(NamedTuple):
+    """A reason to compute in another dtype than an operation would have.
 
     Attributes:
       id: its name, which does not change when the words do.
       words: the reason; `{half}` is the half dtype.
-      holds: whether it holds for a product.
+      holds: whether it holds for an operation.
     """
 
     id: str
@@ -47,29 +49,25 @@ class Derived(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Standing:
-    """An equation, and what is known where it stands.
+    """An equation that calls nothing, and what is known where it stands.
 
     Attributes:
       eqn: the equation.
       rule: its rule.
       region: the policy scope that it is in.
-      operands: what is known of its floating operands, and of a fill value.
-      views: what is known of all its operands.
-      facts: what its operands are made of.
+      views: what it sees of each of its operands.
+      facts: what each of its operands is made of.
       is_related: whether its first two operands are made of one input.
       end: what becomes of the results, far on.
       is_recursive: whether it is a product of a loop that is a numerical method.
       derived_from: what it is a derivative of, if that matters to it.
       store: how its results are stored.
-      name: that of the operation.
-      origin: the greatest one of the operands'.
       pin: what pins it to f32, if anything does.
     """
 
     eqn: Eqn
     rule: Rule
     region: Region
-    operands: tuple[Known, ...]
     views: Sequence[Known]
     facts: Sequence[Fact]
     is_related: bool
@@ -77,14 +75,27 @@ class Standing:
     is_recursive: bool
     derived_from: Derived | None
     store: Store
-    name: str = dataclasses.field(init=False)
-    origin: Origin = dataclasses.field(init=False)
-    pin: Pin | None = None
+    pin: Reason | None = None
 
-    def __post_init__(self) -> None:
-        # Both are asked for many times.
-        self.name = self.eqn.primitive.name
-        self.origin = max((v.origin for v in self.operands), default=Origin.FREE)
+    @functools.cached_property
+    def name(self) -> str:
+        """The name of the operation."""
+        return self.eqn.primitive.name
+
+    @functools.cached_property
+    def operands(self) -> Sequence[Known]:
+        """What is known of its floating operands, and of a fill value."""
+        views = zip(self.views, self.eqn.invars, strict=True)
+        found = [view for view, atom in views if is_inexact(atom)]
+        fill = constants.bounds_of_fill(self.eqn)
+        if fill is not None:
+            found.append(Known(Origin.FREE, fill, self.region))
+        return found
+
+    @functools.cached_property
+    def origin(self) -> Origin:
+        """The greatest origin of its operands."""
+        return max((v.origin for v in self.operands), default=Origin.FREE)
 
     @property
     def activations(self) -> list[Known]:
