@@ -21,7 +21,7 @@ from jmp_amp.plan.dataflow import constants
 from jmp_amp.plan.dataflow.ends import Destinations, End, Ends
 from jmp_amp.plan.dataflow.facts import BodyFacts, Facts, of_arguments
 from jmp_amp.plan.dataflow.joins import after_turn, one_of
-from jmp_amp.plan.dataflow.recursions import NONE, Cycle, Cycles, recursions_of
+from jmp_amp.plan.dataflow.recursions import Cycle, Way, is_in_stream, recursions_of
 from jmp_amp.plan.dataflow.solver import forward, once
 from jmp_amp.plan.dataflow.sources import (
     Sources,
@@ -53,7 +53,7 @@ class Called(NamedTuple):
       ends: what becomes of each of its outputs.
       facts: what its inputs are made of.
       groups: the groups that its inputs are in, see `groups_of`.
-      cycles: its recursive products.
+      cycles: its recursive products, and why they are.
     """
 
     inputs: tuple[Known, ...]
@@ -62,7 +62,7 @@ class Called(NamedTuple):
     ends: tuple[End, ...]
     facts: Facts
     groups: tuple[int, ...]
-    cycles: Cycles
+    cycles: frozenset[tuple[Way, Cycle]]
     stored: Storage
 
 
@@ -116,8 +116,9 @@ class Flows:
         """Returns the flow through a body that nothing of its program calls."""
         ends = (Ends.NONE,) * len(body.jaxpr.outvars)
         stored = self._storage.of(body, (Store.NOWHERE,) * len(ends))
-        around = ends, of_arguments(body), (0,) * len(inputs), recursions_of(body)
-        return self.through(body, Called(inputs, region, inherited, *around, stored))
+        cycles = frozenset(recursions_of(body).items())
+        around = ends, of_arguments(body), (0,) * len(inputs), cycles, stored
+        return self.through(body, Called(inputs, region, inherited, *around))
 
     @once
     def through(self, body: Body, called: Called) -> Flow:
@@ -132,13 +133,15 @@ class Flows:
             limits = constants.bounds_of_constant(const)
             traits = frozenset((Trait.PARAMETER,))
             known[var] = Known(Origin.FREE, limits, region, traits)
+        cycles = collections.defaultdict[int, list[tuple[Way, Cycle]]](list)
+        for way, cycle in called.cycles:
+            cycles[way[0].equation].append((way, cycle))
         around = _Around(
             called.inherited,
             self._destinations.facts.of(body, called.facts),
             Sources(jaxpr, called.groups),
             self._destinations.of(body, called.ends, called.facts),
-            dict(called.cycles.products),
-            dict(called.cycles.inner),
+            cycles,
             dict(zip(variables_of(jaxpr), called.stored.found, strict=True)),
             dict(called.stored.calls),
         )
@@ -175,7 +178,7 @@ class Flows:
             facts=list(map(around.facts.of, eqn.invars)),
             is_related=bool(len(read) > 1 and read[0] & read[1]),
             end=end,
-            is_recursive=index in around.recursive,
+            is_recursive=index in around.cycles,
             derived_from=self._derived.get(id(eqn)),
             store=max(stored, default=Store.NOWHERE),
         )
@@ -215,8 +218,7 @@ class Flows:
         sources = around.sources
         read = tuple([sources.of(atom) for atom in eqn.invars])
         starts = _in_region(views, region)
-        cycles = around.cycles.get(index, (NONE,) * len(inner))
-        cycles = _of_streams(eqn, starts, cycles)
+        cycles = _of_streams(eqn, starts, around.cycles.get(index, ()))
         ends = self._destinations.outputs(eqn, around.ends, facts)
         flows: dict[int, Flow] = {}
         layers: dict[int, int] = {}  # operands that layers of a body read in any turn
@@ -225,7 +227,8 @@ class Flows:
             body, positions = inner[number]
             known = _entering(eqn, [each.known for each in inputs], positions)
             groups = groups_of(tuple([each.sources for each in inputs]))
-            each = ends[number], facts[number], groups, cycles[number]
+            inside = [(w[1:], cycle) for w, cycle in cycles if w[0].body == number]
+            each = ends[number], facts[number], groups, frozenset(inside)
             stored = around.stored_inside.get(index)
             of_loop = _stored_outputs(eqn, number, inputs, around.storage)
             storage = stored[number] if stored else self._storage.of(body, of_loop)
@@ -256,7 +259,7 @@ class Flows:
 class _Here(NamedTuple):
     """An equation of a body, what it sees of its operands, and its policy scope."""
 
-    index: int
+    number: int
     eqn: Eqn
     views: tuple[Known, ...]
     region: Region
@@ -275,8 +278,8 @@ class _Part(NamedTuple):
 
 
 def _of_streams(
-    eqn: Eqn, starts: Sequence[Known], cycles: tuple[Cycles, ...]
-) -> tuple[Cycles, ...]:
+    eqn: Eqn, starts: Sequence[Known], cycles: Sequence[tuple[Way, Cycle]]
+) -> Sequence[tuple[Way, Cycle]]:
     """Returns the recursive products of a loop, given what it starts from.
 
     A stream between layers, which an activation or a lookup begins, is no state of a
@@ -287,7 +290,7 @@ def _of_streams(
         for number, i in enumerate(jaxprs.carried(eqn))
         if starts[i].follows_product or Trait.LOOKED_UP in starts[i].traits
     ]
-    return tuple([each.in_stream(begun) for each in cycles]) if begun else cycles
+    return [each for each in cycles if not is_in_stream(*each, begun)]
 
 
 def _stored_outputs(
@@ -328,8 +331,7 @@ class _Around(NamedTuple):
       facts: what each variable is made of.
       sources: the inputs that each variable so far is computed from.
       ends: what becomes of each variable.
-      recursive: the equations that are recursive products, and why.
-      cycles: by equation, the recursive products of its bodies.
+      cycles: by equation, the recursive product that it is, or those of its bodies.
       storage: how each variable is stored.
       stored_inside: by equation, how the variables of its bodies are.
     """
@@ -338,8 +340,7 @@ class _Around(NamedTuple):
     facts: BodyFacts
     sources: Sources
     ends: dict[Var, End]
-    recursive: dict[int, Cycle]
-    cycles: dict[int, tuple[Cycles, ...]]
+    cycles: Mapping[int, Sequence[tuple[Way, Cycle]]]
     storage: Mapping[Var, Store]
     stored_inside: Mapping[int, tuple[Storage, ...]]
 

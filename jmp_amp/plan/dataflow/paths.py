@@ -73,14 +73,12 @@ class Loop(NamedTuple):
     """A loop around an equation.
 
     Attributes:
-      depth: how many loops are around it.
       first: the bit of its first carry.
       mask: the bits of all its carries.
       turns: how often it runs; infinite where the program does not tell.
       divided: the carries that it divides by, through a product.
     """
 
-    depth: int
     first: int
     mask: int
     turns: float
@@ -170,7 +168,7 @@ def _loop(eqn: Eqn, operands: Sequence[Path], loops: tuple[Loop, ...]) -> Loop |
     first = (loops[-1].mask if loops else ANYTHING).bit_length()
     # One that carries nothing has a bit that no carry has.
     count = max(len(jaxprs.carried(eqn)), 1)
-    return Loop(len(loops), first, ((1 << count) - 1) << first, turns)
+    return Loop(first, ((1 << count) - 1) << first, turns)
 
 
 def _most_turns(eqn: Eqn, operands: Sequence[Path]) -> float:

@@ -17,7 +17,7 @@ products, and 11 of these train.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jmp_amp.plan.dataflow.paths import (
@@ -64,53 +64,54 @@ class Cycle(NamedTuple):
     """Why a product is recursive.
 
     Attributes:
-      carries: the carries that its result returns to: (depth of the loop, number).
+      carries: those that its result returns to.
       surely: whether no activation that begins a carry makes the loop a network's: it
         divides by what the product made, or the carry is in both of its factors.
     """
 
-    carries: frozenset[tuple[int, int]]
+    carries: int
     surely: bool
 
 
-class Cycles(NamedTuple):
-    """The recursive products of a body.
+class Place(NamedTuple):
+    """An equation of a body, or one of its bodies.
 
     Attributes:
-      products: (number of the equation, why).
-      inner: (number of an equation, the recursive products of each of its bodies).
-      depth: of the body of a loop, how many loops are around that loop.
+      equation: its number.
+      body: that of its body; None of the equation itself.
+      first: of the body of a loop, the bit of its first carry.
     """
 
-    products: tuple[tuple[int, Cycle], ...] = ()
-    inner: tuple[tuple[int, tuple[Cycles, ...]], ...] = ()
-    depth: int = 0
-
-    def in_stream(self, begun: Sequence[int]) -> Cycles:
-        """Returns those of the body of a loop, if activations begin some carries."""
-        return self._without(frozenset((self.depth, number) for number in begun))
-
-    def _without(self, begun: frozenset[tuple[int, int]]) -> Cycles:
-        products = [
-            (i, cycle)
-            for i, cycle in self.products
-            if cycle.surely or not cycle.carries & begun
-        ]
-        inner = [
-            (i, tuple([each._without(begun) for each in bodies]))
-            for i, bodies in self.inner
-        ]
-        return Cycles(tuple(products), tuple(inner), self.depth)
+    equation: int
+    body: int | None = None
+    first: int | None = None
 
 
-NONE = Cycles()
+# The way to a product, through the bodies that it is inside of.
+Way = tuple[Place, ...]
+# The recursive products of a body, and of the bodies in it.
+Cycles = dict[Way, Cycle]
+
+
+def is_in_stream(way: Way, cycle: Cycle, begun: Sequence[int]) -> bool:
+    """Whether a product of the body of a loop returns to what activations begin.
+
+    Args:
+      way: the way to the product, from the loop.
+      cycle: why it is recursive.
+      begun: the numbers of the carries that activations begin.
+    """
+    first = way[0].first
+    if first is None or cycle.surely:
+        return False
+    return any(cycle.carries >> first + number & 1 for number in begun)
 
 
 def recursions_of(body: Body) -> Cycles:
     """Returns the recursive products of a program."""
     uses = _Uses()
     if not uses.multiply_in_turns(body, False):
-        return NONE
+        return {}
     traced = Paths().through(body, (Path(ANYTHING),) * len(body.jaxpr.invars), ())
     return uses.through(traced, (Use(),) * len(body.jaxpr.outvars), ())[1]
 
@@ -138,16 +139,13 @@ class _Uses:
         jaxpr = traced.body.jaxpr
         uses: dict[Var, Use] = {}
         _add(uses, jaxpr.outvars, outputs)
-        products: dict[int, Cycle] = {}
-        inner: dict[int, tuple[Cycles, ...]] = {}
+        cycles: Cycles = {}
         for index, eqn in reversed(list(enumerate(jaxpr.eqns))):
             results = [uses.get(v, Use()) for v in eqn.outvars]
             if index in traced.inner:
-                bodies, loop = traced.inner[index]
-                operands, cycles = self._inside(eqn, results, bodies, loop, loops)
+                operands, inside = self._inside(index, eqn, results, traced, loops)
                 _add(uses, eqn.invars, operands)
-                if any(each.products or each.inner for each in cycles):
-                    inner[index] = cycles
+                cycles |= inside
                 continue
             use = functools.reduce(_read, results, Use())
             if not any(use):
@@ -155,31 +153,32 @@ class _Uses:
             if eqn.primitive.name in PRODUCTS:
                 cycle = _cycle(eqn, use, traced, loops)
                 if cycle is not None:
-                    products[index] = cycle
+                    cycles[Place(index),] = cycle
                     _add(uses, eqn.invars[:2], _matrices(eqn, traced))
             _add(uses, eqn.invars, _operands(eqn, use, traced, loops))
         found = [uses.get(v, Use()) for v in jaxpr.invars]
-        cycles = Cycles(tuple(products.items()), tuple(inner.items()))
         matrices = {v for v, use in uses.items() if use.is_matrix}
         return found, _with_first_steps(cycles, traced, matrices)
 
     def _inside(
         self,
+        index: int,
         eqn: Eqn,
         results: Sequence[Use],
-        bodies: Sequence[Traced],
-        loop: Loop | None,
+        traced: Traced,
         loops: tuple[Loop, ...],
-    ) -> tuple[list[Use], tuple[Cycles, ...]]:
+    ) -> tuple[list[Use], Cycles]:
+        """Returns the uses of the operands of a call, and its recursive products."""
+        bodies, loop = traced.inner[index]
         own = 0
         if loop is not None:
             own = loop.mask
             loop = loop._replace(divided=union(each.divided for each in bodies) & own)
             loops = (*loops, loop)
-        cycles: dict[int, Cycles] = {}
+        inside: dict[int, Cycles] = {}
 
         def inputs(number: int, outputs: tuple[Use, ...]) -> list[Use]:
-            found, cycles[number] = self.through(bodies[number], outputs, loops)
+            found, inside[number] = self.through(bodies[number], outputs, loops)
             return found
 
         def turned(carry: int, now: Use, read: Use) -> Use:
@@ -194,13 +193,13 @@ class _Uses:
             is_matrix = is_matrix and (loop is None or i in whole)
             outside = Use(added & ~own, otherwise & ~own, is_matrix)
             operands[i] = _read(operands[i], outside)
-        numbered = [cycles[number] for number in range(len(bodies))]
-        if loop is not None:
-            numbered = [
-                each._replace(depth=loop.depth)
-                for each in _with_companions(numbered, bodies)
-            ]
-        return operands, tuple(numbered)
+        cycles: Cycles = {}
+        for number, found in inside.items():
+            place = Place(index, number, loop and loop.first)
+            cycles |= {(place, *way): cycle for way, cycle in found.items()}
+        if loop is not None and cycles:
+            cycles = _with_companions(cycles, _companions(index, traced))
+        return operands, cycles
 
 
 def _read(one: Use, other: Use) -> Use:
@@ -223,14 +222,8 @@ def _cycle(eqn: Eqn, use: Use, traced: Traced, loops: Sequence[Loop]) -> Cycle |
     if not both & ~ANYTHING:
         return None
     lhs, rhs = (traced.of(atom).plain for atom in eqn.invars[:2])
-    carries = frozenset(
-        (loop.depth, number)
-        for loop in loops
-        for number in range((both & loop.mask).bit_length() - loop.first)
-        if both >> loop.first + number & 1
-    )
     surely = lhs & rhs | union(loop.divided for loop in loops)
-    return Cycle(carries, bool(both & ~ANYTHING & surely))
+    return Cycle(both & ~ANYTHING, bool(both & ~ANYTHING & surely))
 
 
 def _matrices(eqn: Eqn, traced: Traced) -> list[Use]:
@@ -285,44 +278,27 @@ def _too_small(
     return found
 
 
-def _with_companions(
-    cycles: Sequence[Cycles], bodies: Sequence[Traced]
-) -> list[Cycles]:
+def _with_companions(cycles: Cycles, companions: Iterable[Way]) -> Cycles:
     """Adds the other products of a method, of values that no activation made.
 
     They are computed in the same dtype: an energy before a step, and after it.
     """
-    found = list(_all_cycles(cycles))
-    if not found:
-        return list(cycles)
-    carries = frozenset[tuple[int, int]]().union(*(each.carries for each in found))
-    cycle = Cycle(carries, any(each.surely for each in found))
-    return [
-        _completed(each, body, cycle) for each, body in zip(cycles, bodies, strict=True)
-    ]
+    carries = union(each.carries for each in cycles.values())
+    cycle = Cycle(carries, any(each.surely for each in cycles.values()))
+    return {**dict.fromkeys(companions, cycle), **cycles}
 
 
-def _all_cycles(cycles: Sequence[Cycles]) -> Iterator[Cycle]:
-    for each in cycles:
-        yield from (cycle for _, cycle in each.products)
-        for _, inner in each.inner:
-            yield from _all_cycles(inner)
-
-
-def _completed(cycles: Cycles, traced: Traced, cycle: Cycle) -> Cycles:
-    products, inner = dict(cycles.products), dict(cycles.inner)
-    for index, eqn in enumerate(traced.body.jaxpr.eqns):
-        if index in traced.inner:
-            bodies, _ = traced.inner[index]
-            before = inner.get(index, (NONE,) * len(bodies))
-            inner[index] = tuple(
-                [_completed(*each, cycle) for each in zip(before, bodies, strict=True)]
-            )
-        elif eqn.primitive.name in PRODUCTS and not any(
-            traced.of(atom).crossed for atom in eqn.invars[:2]
-        ):
-            products.setdefault(index, cycle)
-    return cycles._replace(products=tuple(products.items()), inner=tuple(inner.items()))
+def _companions(index: int, traced: Traced) -> Iterator[Way]:
+    """Yields the products inside of a call of which no factor crossed an activation."""
+    bodies, loop = traced.inner[index]
+    for number, body in enumerate(bodies):
+        place = Place(index, number, loop and loop.first)
+        for i, eqn in enumerate(body.body.jaxpr.eqns):
+            if i in body.inner:
+                yield from ((place, *way) for way in _companions(i, body))
+            elif eqn.primitive.name in PRODUCTS:
+                if not any(body.of(atom).crossed for atom in eqn.invars[:2]):
+                    yield place, Place(i)
 
 
 def _with_first_steps(cycles: Cycles, traced: Traced, matrices: set[Var]) -> Cycles:
@@ -335,36 +311,33 @@ def _with_first_steps(cycles: Cycles, traced: Traced, matrices: set[Var]) -> Cyc
       traced: its paths.
       matrices: its variables that recursive products multiply by.
     """
-    if not matrices:
-        return cycles
-    products, inner = dict(cycles.products), dict(cycles.inner)
+    first_steps = dict.fromkeys(_multiplied_by(matrices, traced), Cycle(0, True))
+    return {**first_steps, **cycles}
+
+
+def _multiplied_by(matrices: set[Var], traced: Traced) -> Iterator[Way]:
+    """Yields the products outside of a loop with some variables of a body."""
     for index, eqn in enumerate(traced.body.jaxpr.eqns):
-        has = [v in matrices for v in eqn.invars if not isinstance(v, Literal)]
-        if not any(has):
+        if matrices.isdisjoint(jaxprs.variables(eqn.invars)):
             continue
         if index in traced.inner:
             bodies, loop = traced.inner[index]
-            if loop is None:
-                before = inner.get(index, (NONE,) * len(bodies))
-                inside = _inputs_among(eqn, matrices)
-                of_bodies = zip(before, bodies, inside, strict=True)
-                inner[index] = tuple([_with_first_steps(*each) for each in of_bodies])
+            inputs = [] if loop is not None else _inputs_among(eqn, matrices)
+            for number, inside in enumerate(inputs):
+                ways = _multiplied_by(inside, bodies[number])
+                yield from ((Place(index, number), *way) for way in ways)
         elif eqn.primitive.name in PRODUCTS:
             others = [v for v in eqn.invars[:2] if v not in matrices]
             if not any(traced.of(atom).crossed for atom in others):
-                products.setdefault(index, Cycle(frozenset(), True))
+                yield (Place(index),)
         elif kind_of(eqn.primitive.name) is Kind.MOVE and len(eqn.invars) == 1:
             matrices = matrices.union(eqn.outvars)
-    return cycles._replace(products=tuple(products.items()), inner=tuple(inner.items()))
 
 
 def _inputs_among(eqn: Eqn, matrices: set[Var]) -> list[set[Var]]:
     """Returns which inputs of each body of a call are one of some variables."""
-    found = []
-    for body, positions in jaxprs.inner_bodies(eqn):
-        inputs = zip(positions, body.jaxpr.invars, strict=True)
-        atoms = [(eqn.invars[i], var) for i, var in inputs]
-        found.append(
-            {v for a, v in atoms if not isinstance(a, Literal) and a in matrices}
-        )
-    return found
+    has = [isinstance(v, Var) and v in matrices for v in eqn.invars]
+    return [
+        {v for i, v in zip(operands, body.jaxpr.invars, strict=True) if has[i]}
+        for body, operands in jaxprs.inner_bodies(eqn)
+    ]
