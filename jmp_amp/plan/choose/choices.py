@@ -22,14 +22,13 @@ from jmp_amp.plan.dataflow.ends import Destinations, End, Ends
 from jmp_amp.plan.dataflow.facts import BodyFacts, Facts, of_arguments
 from jmp_amp.plan.dataflow.joins import after_turn, one_of
 from jmp_amp.plan.dataflow.recursions import Cycle, Way, is_in_stream, recursions_of
-from jmp_amp.plan.dataflow.solver import forward, once
+from jmp_amp.plan.dataflow.solver import forward, once, union
 from jmp_amp.plan.dataflow.sources import (
     Sources,
     all_translated,
     groups_of,
     over_turns,
     translated,
-    union,
 )
 from jmp_amp.plan.dataflow.standing import Derived, Standing
 from jmp_amp.plan.dataflow.storage import Storage, StorageFinder, Store, variables_of
@@ -385,7 +384,7 @@ def _saved(eqn: Eqn, region: Region, results: Sequence[Known]) -> tuple[Known, .
     """
     if jaxprs.carried(eqn) or jaxprs.is_custom_jvp(eqn):
         half = is_half(region.policy.compute_dtype)
-        saved = frozenset((Trait.SAVED_IN_F32,))
+        saved = {Trait.SAVED_IN_F32}
         results = [
             k._replace(traits=k.traits | saved if half else k.traits - saved)
             for k in results

@@ -85,7 +85,7 @@ def bounds_of_result(eqn: Eqn, operands: Sequence[Bounds]) -> Bounds:
     if isinstance(limits, tuple):
         return limits
     ranges = [b or _UNKNOWN for b in operands]
-    result = (limits and _corners(limits, ranges)) or _hull(ranges)
+    result = (limits and _corners(limits, ranges)) or hull(ranges)
     if None not in operands:
         return result
     travels = any(misfit(b, _F16) for b in operands) and misfit(result, _F16)
@@ -142,7 +142,8 @@ def _is_real(dtype: np.dtype) -> bool:
     )
 
 
-def _hull(bounds: Sequence[tuple[float, float]]) -> Bounds:
+def hull(bounds: Sequence[tuple[float, float]]) -> Bounds:
+    """Returns the range of a value that is in one of several."""
     return min(b[0] for b in bounds), max(b[1] for b in bounds)
 
 

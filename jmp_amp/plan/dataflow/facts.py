@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TypeVar
 
 from jmp_amp.plan.dataflow.made import (
@@ -64,13 +64,14 @@ class BodyFacts:
     """What is known of the variables of a body.
 
     Attributes:
+      numbers: those that no value has.
       known: by variable.
       inner: what is known of the inputs of the bodies of each call in it.
     """
 
     def __init__(self, body: Body, inputs: Facts) -> None:
         given = [n for each in inputs for n in (each.value, *each.factors)]
-        self._numbers = itertools.count(1 + max(given, default=-1))
+        self.numbers = itertools.count(1 + max(given, default=-1))
         self.known = dict(zip(body.jaxpr.invars, inputs, strict=True))
         self.inner: dict[int, list[Facts]] = {}
 
@@ -81,11 +82,7 @@ class BodyFacts:
 
     def new(self, made: int, factors: tuple[int, ...] = ()) -> Fact:
         """Returns a fact of a value that is no other one."""
-        return Fact(made, next(self._numbers), factors)
-
-    def number(self) -> int:
-        """Returns a number that no value has."""
-        return next(self._numbers)
+        return Fact(made, next(self.numbers), factors)
 
 
 class FactFinder:
@@ -126,7 +123,7 @@ class FactFinder:
         if jaxprs.is_loop(eqn):
             # Another turn reads other values.
             operands = list(operands)
-            for i in (*jaxprs.carried(eqn), *_gone_through(eqn)):
+            for i in range(jaxprs.carried(eqn).start, len(operands)):
                 operands[i] = found.new(operands[i].made)
         inputs: dict[int, Facts] = {}
 
@@ -143,7 +140,7 @@ class FactFinder:
         def turned(operand: int, now: Fact, update: Fact) -> Fact:
             return now._replace(made=_made_either(now, update))
 
-        joined = functools.partial(_joined, _Numbers[tuple[int, int]](found.number))
+        joined = functools.partial(_joined, _Numbers[tuple[int, int]](found.numbers))
         results = list(forward(eqn, operands, outputs, turned, joined).results)
         found.inner[index] = [inputs[number] for number in range(len(inner))]
         return results
@@ -174,33 +171,27 @@ def _handed_back(
       operands: those of the inputs outside.
       found: those of the body around.
     """
-    values = _Numbers[int](found.number)
+    values = _Numbers[int](found.numbers)
     for inside, outside in zip(given, operands, strict=True):
         values[inside.value] = outside.value
         values.update(zip(inside.factors, outside.factors, strict=True))
     return [_renumbered(each, values) for each in outputs]
 
 
-def _gone_through(eqn: Eqn) -> range:
-    """Returns the operands that a `scan` goes through."""
-    stop = len(eqn.invars) if not jaxprs.is_while(eqn) else 0
-    return range(jaxprs.carried(eqn).stop, stop)
-
-
 class _Numbers(dict[K, int]):
     """Numbers of values by other numbers; those that have none get new ones."""
 
-    def __init__(self, new: Callable[[], int]) -> None:
+    def __init__(self, new: Iterator[int]) -> None:
         self._new = new
 
     def __missing__(self, key: K) -> int:
-        self[key] = self._new()
+        self[key] = next(self._new)
         return self[key]
 
 
 def _numbered(facts: Sequence[Fact]) -> Facts:
     """Returns the facts of the inputs of a body: the numbers say who is who."""
-    values = _Numbers[int](itertools.count().__next__)
+    values = _Numbers[int](itertools.count())
     return tuple([_renumbered(each, values) for each in facts])
 
 

@@ -9,14 +9,13 @@ coordinate.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from jmp_amp.plan.dataflow.constants import Bounds, bounds_of_constant, bounds_of_result
 from jmp_amp.plan.dataflow.facts import makes_solutions
-from jmp_amp.plan.dataflow.solver import forward, once
+from jmp_amp.plan.dataflow.solver import forward, once, union
 from jmp_amp.plan.dataflow.values import is_inexact
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.dimensions import as_number, is_larger
@@ -194,11 +193,6 @@ def _most_turns(eqn: Eqn, operands: Sequence[Path]) -> float:
     if is_inexact(counter) or start is None or end is None:
         return math.inf
     return end[1] - start[0]
-
-
-def union(sets: Iterable[int]) -> int:
-    """Returns the union of sets."""
-    return functools.reduce(int.__or__, sets, 0)
 
 
 def _path_of(atom: Atom, paths: Mapping[Var, Path]) -> Path:

@@ -29,9 +29,8 @@ from jmp_amp.plan.dataflow.paths import (
     factors_of,
     gates_of,
     is_activation,
-    union,
 )
-from jmp_amp.plan.dataflow.solver import backward, entering, once
+from jmp_amp.plan.dataflow.solver import backward, entering, once, union
 from jmp_amp.plan.dataflow.values import is_inexact
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Literal, Var

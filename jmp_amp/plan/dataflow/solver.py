@@ -12,7 +12,7 @@ turn. A body that is called often is gone through once for what is known around 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 from jmp_amp.plan.program import jaxprs
@@ -42,6 +42,11 @@ def once(through: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
         return memory[key][1]
 
     return remembered  # type: ignore
+
+
+def union(sets: Iterable[int]) -> int:
+    """Returns the union of sets, each an integer with a bit for each member."""
+    return functools.reduce(int.__or__, sets, 0)
 
 
 class Through(NamedTuple, Generic[V]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 
+from jmp_amp.plan.dataflow.solver import union
 from jmp_amp.plan.dataflow.values import castable
 from jmp_amp.plan.program.jaxprs import Atom, Jaxpr, Literal, Var, aval_of
 
@@ -60,14 +61,6 @@ def groups_of(sources: tuple[int, ...]) -> tuple[int, ...]:
         union([1 << number for number, each in enumerate(members) if each[i]])
         for i in range(len(sources))
     )
-
-
-def union(sets: Sequence[int]) -> int:
-    """Returns the inputs that are in one of the sets."""
-    found = 0
-    for each in sets:
-        found |= each
-    return found
 
 
 def positions(inputs: int) -> Iterator[int]:

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jmp_amp.plan.dataflow.solver import once
+from jmp_amp.plan.dataflow.solver import once, union
 from jmp_amp.plan.dataflow.values import is_exact, is_inexact, is_move
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Jaxpr, Var
@@ -178,8 +177,8 @@ class _Pass:
     def _equation(self, eqn: Eqn, around: _Body, depth: int) -> Iterator[_Value]:
         read = [around.values[v] for v in dict.fromkeys(jaxprs.variables(eqn.invars))]
         # A backward pass reads what it needs as it is.
-        direct = _union(v.bit for v in read if v.depth >= depth)
-        self.kept |= direct & _union(v.through for v in read)
+        direct = union(v.bit for v in read if v.depth >= depth)
+        self.kept |= direct & union(v.through for v in read)
         if role_of(eqn.primitive.name) is Role.SUBTRACTS and len(read) == 2:
             one, other = read
             if one.bit == other.bit:
@@ -198,12 +197,12 @@ class _Pass:
             value.root = operands[0].root or operands[0]
             value.bit = value.root.bit
         if is_call:
-            value.bit |= _union(v.bit for v in operands)
-        value.on = value.bit | _union(v.on for v in operands)
+            value.bit |= union(v.bit for v in operands)
+        value.on = value.bit | union(v.on for v in operands)
         crosses = not is_call and self.finder.crosses(eqn)
-        value.through = value.on if crosses else _union(v.through for v in operands)
+        value.through = value.on if crosses else union(v.through for v in operands)
         sums = is_call or _adds(eqn)
-        value.terms = value.bit | (_union(v.terms for v in operands) if sums else 0)
+        value.terms = value.bit | (union(v.terms for v in operands) if sums else 0)
         value.depth, value.maker, value.operands = depth, eqn, operands
         self.made.append(value)
         return value
@@ -213,7 +212,7 @@ class _Pass:
         for value in reversed(self.made):
             assert value.maker is not None
             if self.kept & value.bit and is_exact(value.maker):
-                self.kept |= _union(v.bit for v in value.operands)
+                self.kept |= union(v.bit for v in value.operands)
         changes = _spread(self.cancels)
 
         def store(var: Var, value: _Value) -> Store:
@@ -245,7 +244,7 @@ def _spread(cancels: list[tuple[_Value, int]]) -> set[_Value]:
         if not common and is_move(maker) and len(maker.invars) > 1:
             # A join: what its parts have in common cancels.
             for v in value.operands:
-                others = _union(each.terms for each in value.operands if each is not v)
+                others = union(each.terms for each in value.operands if each is not v)
                 shared = v.terms & others & ~v.bit
                 cancels += [(v.root or v, shared)] * bool(shared)
             continue
@@ -258,7 +257,3 @@ def _spread(cancels: list[tuple[_Value, int]]) -> set[_Value]:
 def _adds(eqn: Eqn) -> bool:
     """Whether the terms of the operands of an equation are those of its results."""
     return role_of(eqn.primitive.name) in _SUMS or is_move(eqn)
-
-
-def _union(sets: Iterator[int]) -> int:
-    return functools.reduce(int.__or__, sets, 0)

@@ -113,9 +113,9 @@ class Known(NamedTuple):
     def is_constant(self) -> bool:
         return self.origin == Origin.FREE and self.bounds is not None
 
-    def having(self, trait: Trait) -> Known:
-        """Returns the same value, with one more trait."""
-        return self._replace(traits=self.traits | {trait})
+    def having(self, *traits: Trait) -> Known:
+        """Returns the same value, with more traits."""
+        return self._replace(traits=self.traits.union(traits))
 
     def shared(self, is_shared: bool) -> Known:
         """Returns the same value, with one consumer or with several."""
