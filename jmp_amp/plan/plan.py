@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from jax.core import ShapedArray
 
+from jmp_amp.plan.choose.flows import Step
 from jmp_amp.plan.choose.modes import Dtypes, Mode
 from jmp_amp.plan.choose.records import Decision, Option
-from jmp_amp.plan.dataflow.values import Known
 from jmp_amp.plan.program.jaxprs import (
     Body,
     ClosedJaxpr,
@@ -25,7 +25,7 @@ from jmp_amp.plan.program.jaxprs import (
     inner_bodies,
     variables,
 )
-from jmp_amp.plan.program.regions import Entries, Region
+from jmp_amp.plan.program.regions import Entries
 from jmp_amp.plan.rewrites.rewriting import Rewrite
 from jmp_amp.plan.tables.operations import OpClass
 from jmp_amp.plan.tables.rules import Rule
@@ -58,7 +58,8 @@ class EquationPlan:
       rewrite: how it is bound, if not as traced.
       saturate: constants that overflow `dtype` become its largest finite value.
       bodies: the plans of its bodies: of calls, loops and branches.
-      rule_context: the context of a `custom_jvp`, in which its rule is planned later.
+      rule_context: of a `custom_jvp`, the forward pass over it, for planning its rule
+        later.
       decision: the decision of the forward pass; None for a call.
       option: the option of the decision that its consumers took, if they did.
       f32_gradients: the operands whose gradients leave it in f32.
@@ -75,7 +76,7 @@ class EquationPlan:
     rewrite: Rewrite | None = None
     saturate: bool = False
     bodies: tuple[Plan, ...] = ()
-    rule_context: RuleContext | None = None
+    rule_context: Step | None = None
     decision: Decision | None = None
     option: Option | None = None
     f32_gradients: tuple[int, ...] = ()
@@ -184,14 +185,6 @@ class Plan:
         return last
 
 
-class RuleContext(NamedTuple):
-    """What is known where a `custom_jvp` is called, for planning its rule later."""
-
-    known: tuple[Known, ...]
-    region: Region
-    inherited: Rule | None
-
-
 def plan_as_traced(program: Jaxpr | ClosedJaxpr) -> Plan:
     """Returns the plan that runs a program as it was traced; no cast is inserted.
 
@@ -212,19 +205,13 @@ def _as_traced(body: Body, known: dict[int, Plan]) -> Plan:
         bodies = tuple(_as_traced(each.body, known) for each in inner_bodies(eqn))
         mode = Mode.CALL if bodies else Mode.AS_TRACED
         reads, writes = (None,) * len(eqn.invars), (None,) * len(eqn.outvars)
-        equations.append(
-            EquationPlan(
-                index,
-                _AS_TRACED,
-                mode,
-                None,
-                _AS_TRACED.reason,
-                reads,
-                yields=writes,
-                writes=writes,
-                bodies=bodies,
-            )
+        planned = EquationPlan(
+            *(index, _AS_TRACED, mode, None, _AS_TRACED.reason, reads),
+            yields=writes,
+            writes=writes,
+            bodies=bodies,
         )
+        equations.append(planned)
     outputs = (None,) * len(body.jaxpr.outvars)
     plan = Plan(body, tuple(equations), outputs, frozenset())
     return known.setdefault(id(body.jaxpr), plan)

@@ -31,7 +31,7 @@ from jmp_amp.plan.choose.uses import Use, Uses
 from jmp_amp.plan.dataflow.gelus import Gelus
 from jmp_amp.plan.dataflow.solver import once
 from jmp_amp.plan.dataflow.values import Known, Origin, Trait, traced_dtype
-from jmp_amp.plan.plan import EquationPlan, Plan, RuleContext
+from jmp_amp.plan.plan import EquationPlan, Plan
 from jmp_amp.plan.program import jaxprs, source_code
 from jmp_amp.plan.program.cpu_target import Cpu
 from jmp_amp.plan.program.jaxprs import (
@@ -110,12 +110,8 @@ def plan_derivative_rule(
     """
     assert planned.rule_context is not None
     context = planned.rule_context
-    tangent = frozenset((Trait.TANGENT,))
-    tangents_known = [
-        context.known[i]._replace(traits=context.known[i].traits | tangent)
-        for i in differentiated
-    ]
-    known = [each._replace(bounds=None) for each in (*context.known, *tangents_known)]
+    moving = [context.views[i].having(Trait.TANGENT) for i in differentiated]
+    known = [each._replace(bounds=None) for each in (*context.views, *moving)]
     reads = [*planned.reads, *(planned.reads[i] for i in differentiated)]
     tangents = [
         dtype or aval_of(v).dtype
@@ -168,6 +164,15 @@ def _plan(
     return _Planner().settle(flow, outcome, tuple(reads), tuple(outputs), saving, alive)
 
 
+class _Around(NamedTuple):
+    """What is settled around the equations of a body, see `_Planner.settle`."""
+
+    values: Held
+    saving: Saving
+    before_tanh: Set[Var]
+    rounded: frozenset[Var]
+
+
 class _Planner:
     """The last pass; through each body once for the dtypes that go in and out."""
 
@@ -207,7 +212,8 @@ class _Planner:
         if asks:
             returned = curved or (False,) * len(jaxpr.outvars)
             before_tanh = self._gelus.before(jaxpr, returned)
-        equations = self._equations(flow, outcome, values, saving, before_tanh, rounded)
+        around = _Around(values, saving, before_tanh, rounded)
+        equations = self._equations(outcome, around)
         returned = outputs
         if returned is None:
             returned = tuple(map(values.handed_out, jaxpr.outvars, outcome.outputs))
@@ -223,26 +229,17 @@ class _Planner:
         moved = _moved(flow, plan)
         return dataclasses.replace(plan, blocks=blocks, needs=needs, moved=moved)
 
-    def _equations(
-        self,
-        flow: Flow,
-        outcome: BodyOutcome,
-        values: Held,
-        saving: Saving,
-        before_tanh: Set[Var],
-        rounded: frozenset[Var],
-    ) -> list[EquationPlan]:
+    def _equations(self, outcome: BodyOutcome, around: _Around) -> list[EquationPlan]:
         """Returns the plan of each equation of a body, and settles what they make."""
-        equations = []
+        equations, values = [], around.values
+        flow = values.flow
         for index, (eqn, step, each) in enumerate(
             zip(flow.body.jaxpr.eqns, flow.steps, outcome.equations, strict=True)
         ):
             if step.flows:
-                planned = self._call(
-                    index, eqn, step, each, values, saving, before_tanh, rounded
-                )
+                planned = self._call(index, eqn, step, each, around)
             else:
-                if not rounded.isdisjoint(eqn.outvars):
+                if not around.rounded.isdisjoint(eqn.outvars):
                     each = _rounded(each, step)
                 planned = self._equation(index, eqn, step, each, values)
             values.dtypes.update(zip(eqn.outvars, planned.writes, strict=True))
@@ -250,31 +247,24 @@ class _Planner:
         return equations
 
     def _call(
-        self,
-        index: int,
-        eqn: Eqn,
-        step: Step,
-        outcome: Outcome,
-        values: Held,
-        saving: Saving,
-        before_tanh: Set[Var],
-        rounded: frozenset[Var],
+        self, index: int, eqn: Eqn, step: Step, outcome: Outcome, around: _Around
     ) -> EquationPlan:
-        carried = jaxprs.carried(eqn)
+        """Returns the plan of a call, a loop or a branch."""
+        carried, values = jaxprs.carried(eqn), around.values
         reads = values.handed_to(eqn, step.views, outcome.operands)
-        saving = saving.inside(eqn)
+        saving = around.saving.inside(eqn)
         inputs = [tuple(reads[i] for i in operands) for _, operands in step.inner]
 
         def settled(body: int, outputs: Dtypes | None, saving: Saving) -> Plan:
             flow, inner = step.flows[body], outcome.bodies[body]
             curved = None
             if self._asks(flow):
-                curved = self._gelus.inside(eqn, before_tanh)[body].outputs
+                curved = self._gelus.inside(eqn, around.before_tanh)[body].outputs
             alive = tuple(
                 values.is_alive(eqn.invars[i]) for i in step.inner[body].operands
             )
             given = inner, inputs[body], outputs, saving, alive, curved
-            return self.settle(flow, *given, rounded)
+            return self.settle(flow, *given, around.rounded)
 
         # Their dtypes first: what is kept depends on them.
         first = Saving.NOTHING if carried or len(step.flows) > 1 else saving
@@ -288,7 +278,15 @@ class _Planner:
         elif len(bodies) > 1 and not jaxprs.is_while(eqn):
             writes = _of_branches(eqn, step, bodies)
             bodies = [settled(body, writes, saving) for body in range(len(bodies))]
-        return _called(index, eqn, step, outcome.reason, reads, writes, bodies)
+        name = source_code.function_name(eqn) or eqn.primitive.name
+        rule = step.inherited or Rule(OpClass.FOLLOW, outcome.reason, name)
+        return EquationPlan(
+            *(index, rule, Mode.CALL, None, outcome.reason, reads),
+            yields=writes,
+            writes=writes,
+            bodies=tuple(bodies),
+            rule_context=step if jaxprs.is_custom_jvp(eqn) else None,
+        )
 
     @once
     def _asks(self, flow: Flow) -> bool:
@@ -371,28 +369,6 @@ def _moved(flow: Flow, plan: Plan) -> dict[Var, np.dtype]:
             found.update(dict.fromkeys(moved, half))
             read.update((var, half) for var in jaxprs.variables(eqn.invars))
     return found
-
-
-def _called(
-    index: int,
-    eqn: Eqn,
-    step: Step,
-    reason: str,
-    reads: Dtypes,
-    writes: Dtypes,
-    bodies: Sequence[Plan],
-) -> EquationPlan:
-    """Returns the plan of a call, a loop or a branch."""
-    name = source_code.function_name(eqn) or eqn.primitive.name
-    rule = step.inherited or Rule(OpClass.FOLLOW, reason, name)
-    context = RuleContext(step.views, step.region, step.inherited)
-    return EquationPlan(
-        *(index, rule, Mode.CALL, None, reason, reads),
-        yields=writes,
-        writes=writes,
-        bodies=tuple(bodies),
-        rule_context=context if jaxprs.is_custom_jvp(eqn) else None,
-    )
 
 
 def _of_branches(eqn: Eqn, step: Step, branches: Sequence[Plan]) -> Dtypes:

@@ -24,10 +24,9 @@ from jmp_amp.plan.program.jaxprs import (
     Value,
     aval_of,
     body_of,
-    body_parameter,
+    holding,
     is_checkpoint,
     is_custom_vjp,
-    is_while,
 )
 from jmp_amp.plan.program.source_code import source_line
 from jmp_amp.policies.dtypes import AnyFn
@@ -96,35 +95,21 @@ def bind_staged(
     eqn: Eqn, staged: Sequence[ClosedJaxpr], operands: Sequence[Value]
 ) -> list[Value]:
     """Runs `eqn` with the closed jaxprs `staged` as its bodies."""
-    if eqn.primitive is primitives.cond_p:
-        return bind(eqn, operands, branches=tuple(staged))
-    if is_while(eqn):
-        condition, body = staged
-        return bind(eqn, operands, cond_jaxpr=condition, body_jaxpr=body)
+    if not is_checkpoint(eqn):
+        return bind(eqn, operands, **holding(eqn, staged))
     (body,) = staged
-    if eqn.primitive is primitives.scan_p:
-        return bind(eqn, operands, jaxpr=body)
-    if is_checkpoint(eqn):
-        jaxpr, consts = body_of(body)
-        if consts and eqn.params["differentiated"]:
-            # A differentiated checkpoint holds no constants: they become operands.
-            operands = [*consts, *operands]
-            opened = trace(
-                lambda *xs: run_as_traced(
-                    Body(jaxpr, xs[: len(consts)]), xs[len(consts) :]
-                ),
-                operands,
-            )
-            return bind(eqn, operands, jaxpr=body_of(opened).jaxpr)
-        if not consts:
-            return bind(eqn, operands, jaxpr=jaxpr)
-        run = jax.checkpoint(
-            core.jaxpr_as_fun(body),
-            prevent_cse=eqn.params["prevent_cse"],
-            policy=eqn.params["policy"],
+    jaxpr, consts = body_of(body)
+    if consts and eqn.params["differentiated"]:
+        # A differentiated checkpoint holds no constants: they become operands.
+        operands, count = [*consts, *operands], len(consts)
+        opened = trace(
+            lambda *xs: run_as_traced(Body(jaxpr, xs[:count]), xs[count:]), operands
         )
-        return list(run(*operands))
-    return bind(eqn, operands, **{body_parameter(eqn): body})
+        return bind(eqn, operands, jaxpr=body_of(opened).jaxpr)
+    if not consts:
+        return bind(eqn, operands, jaxpr=jaxpr)
+    told = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
+    return list(jax.checkpoint(core.jaxpr_as_fun(body), **told)(*operands))
 
 
 class source_of:

@@ -74,9 +74,7 @@ def aval_of(atom: Atom) -> ShapedArray:
 
 def runs(eqn: Eqn) -> bool:
     """Whether somebody reads a result of `eqn`, or it has an effect."""
-    return bool(eqn.effects) or any(
-        not isinstance(v, core.DropVar) for v in eqn.outvars
-    )
+    return bool(eqn.effects) or is_read(eqn)
 
 
 def is_read(eqn: Eqn) -> bool:
@@ -136,11 +134,6 @@ def is_print(eqn: Eqn) -> bool:
     return not eqn.outvars and bool(effects) and effects <= _SHOWS
 
 
-def body_parameter(eqn: Eqn) -> str:
-    """Returns the parameter that holds the body of `eqn`, which has one."""
-    return _BODY_PARAMETER.get(eqn.primitive, "jaxpr")
-
-
 def inner_programs(eqn: Eqn) -> list[Jaxpr | ClosedJaxpr]:
     """Returns the bodies of `eqn` as it holds them, see `inner_bodies`."""
     params = eqn.params
@@ -148,19 +141,22 @@ def inner_programs(eqn: Eqn) -> list[Jaxpr | ClosedJaxpr]:
         return list(params["branches"])
     if eqn.primitive is primitives.while_p:
         return [params["cond_jaxpr"], params["body_jaxpr"]]
-    return [params[body_parameter(eqn)]]
+    return [params[_BODY_PARAMETER.get(eqn.primitive, "jaxpr")]]
+
+
+def holding(eqn: Eqn, programs: Sequence[Jaxpr | ClosedJaxpr]) -> dict[str, object]:
+    """Returns the parameters by which `eqn` holds other bodies in place of its own."""
+    if eqn.primitive is primitives.cond_p:
+        return {"branches": tuple(programs)}
+    if eqn.primitive is primitives.while_p:
+        return dict(zip(("cond_jaxpr", "body_jaxpr"), programs, strict=True))
+    (program,) = programs
+    return {_BODY_PARAMETER.get(eqn.primitive, "jaxpr"): program}
 
 
 def with_programs(eqn: Eqn, programs: Sequence[Jaxpr | ClosedJaxpr]) -> Eqn:
     """Returns `eqn` with other bodies, which have the same inputs and outputs."""
-    if eqn.primitive is primitives.cond_p:
-        changed: dict[str, object] = {"branches": tuple(programs)}
-    elif eqn.primitive is primitives.while_p:
-        changed = dict(zip(("cond_jaxpr", "body_jaxpr"), programs, strict=True))
-    else:
-        (program,) = programs
-        changed = {body_parameter(eqn): program}
-    return eqn.replace(params={**eqn.params, **changed})
+    return eqn.replace(params={**eqn.params, **holding(eqn, programs)})
 
 
 def with_equations(
