@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from jmp_amp.plan.dataflow.values import is_inexact
 from jmp_amp.plan.plan import EquationPlan, Plan, plan_as_traced
 from jmp_amp.plan.planner import plan_derivative_rule
-from jmp_amp.plan.program.jaxprs import Eqn, Value, aval_of
+from jmp_amp.plan.program.jaxprs import Eqn, Value, aval_of, is_floating
 from jmp_amp.policies.dtypes import is_half
 from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.transform import linen_modules, scopes
@@ -48,7 +47,7 @@ def with_planned_rule(
         moving = [
             i
             for i, (v, t) in enumerate(zip(eqn.invars, tangents, strict=False))
-            if is_inexact(v) and not isinstance(t, SymbolicZero)
+            if is_floating(v) and not isinstance(t, SymbolicZero)
         ]
         rule = planned_rule(eqn, planned, moving)
         both = run_rule(rule, [*operands, *(tangents[i] for i in moving)], moving)

@@ -32,7 +32,7 @@ from jmp_amp.plan.dataflow.sources import (
 )
 from jmp_amp.plan.dataflow.standing import Derived, Standing
 from jmp_amp.plan.dataflow.storage import Storage, StorageFinder, Store, variables_of
-from jmp_amp.plan.dataflow.values import Known, Origin, Trait, is_inexact
+from jmp_amp.plan.dataflow.values import Known, Origin, Trait
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Literal, Var
 from jmp_amp.plan.program.regions import Region, region_of
@@ -72,10 +72,20 @@ def flow_of(
 
     It goes through the body again if it matters what its products are derived from.
     """
-    program = body, inputs, region, inherited
-    flow = Flows({}).of_program(*program)
+    count = len(body.jaxpr.outvars)
+    called = Called(
+        inputs,
+        region,
+        inherited,
+        ends=(Ends.NONE,) * count,
+        facts=of_arguments(body),
+        groups=(0,) * len(inputs),
+        cycles=frozenset(recursions_of(body).items()),
+        stored=StorageFinder().of(body, (Store.NOWHERE,) * count),
+    )
+    flow = Flows({}).through(body, called)
     derived = dict(derivatives(flow))
-    return Flows(derived).of_program(*program) if derived else flow
+    return Flows(derived).through(body, called) if derived else flow
 
 
 class Flows:
@@ -104,20 +114,6 @@ class Flows:
             }
             read += [eqn.invars[i] for i in inside] if inner else eqn.invars
         return collections.Counter(jaxprs.variables(read))
-
-    def of_program(
-        self,
-        body: Body,
-        inputs: tuple[Known, ...],
-        region: Region,
-        inherited: Rule | None,
-    ) -> Flow:
-        """Returns the flow through a body that nothing of its program calls."""
-        ends = (Ends.NONE,) * len(body.jaxpr.outvars)
-        stored = self._storage.of(body, (Store.NOWHERE,) * len(ends))
-        cycles = frozenset(recursions_of(body).items())
-        around = ends, of_arguments(body), (0,) * len(inputs), cycles, stored
-        return self.through(body, Called(inputs, region, inherited, *around))
 
     @once
     def through(self, body: Body, called: Called) -> Flow:
@@ -354,7 +350,7 @@ def _entering(
     carried = jaxprs.carried(eqn)
 
     def differs(i: int) -> bool:
-        is_number = i in carried and not is_inexact(eqn.invars[i])
+        is_number = i in carried and not jaxprs.is_floating(eqn.invars[i])
         return is_number or (jaxprs.is_loop(eqn) and i >= carried.stop)
 
     return tuple(

@@ -43,14 +43,13 @@ from jmp_amp.plan.dataflow.values import (
     Trait,
     castable,
     is_exact,
-    is_inexact,
     is_move,
     unfit,
     unfit_bound,
 )
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.dimensions import is_elementwise_product, sums
-from jmp_amp.plan.program.jaxprs import Eqn, aval_of
+from jmp_amp.plan.program.jaxprs import Eqn, aval_of, is_floating
 from jmp_amp.plan.rewrites.cpu import why_f32
 from jmp_amp.plan.rewrites.fp8 import why_not
 from jmp_amp.plan.rewrites.rewrite_table import rewrite_of
@@ -325,7 +324,7 @@ def _is_slice(at: Standing) -> bool:
     `weights[chosen]` if activations choose it.
     """
     differs = any(
-        Trait.SLICE in v.traits or (v.origin != Origin.FREE and not is_inexact(atom))
+        Trait.SLICE in v.traits or (v.origin != Origin.FREE and not is_floating(atom))
         for v, atom in zip(at.views, at.eqn.invars, strict=True)
     )
     return differs and all(
@@ -335,7 +334,7 @@ def _is_slice(at: Standing) -> bool:
 
 def _may_cast(eqn: Eqn, rule: Rule) -> bool:
     """Whether `eqn` has operands that may be cast and nothing that forbids it."""
-    floats = [v for v in (*eqn.invars, *eqn.outvars) if is_inexact(v)]
+    floats = [v for v in (*eqn.invars, *eqn.outvars) if is_floating(v)]
     if not any(castable(v) for v in eqn.invars):
         return False
     if rule.op_class is OpClass.FULL and all(aval_of(v).dtype == F32 for v in floats):

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jmp_amp.plan.choose.flows import Flow, Step
-from jmp_amp.plan.choose.records import Decision
 from jmp_amp.plan.dataflow.standing import Derived
 from jmp_amp.plan.dataflow.values import Origin
 from jmp_amp.plan.program.dimensions import Dimensions
@@ -38,14 +37,9 @@ class _Product(NamedTuple):
     dimensions: Dimensions | None
 
     @property
-    def decision(self) -> Decision:
-        assert self.step.decision is not None
-        return self.step.decision
-
-    @property
     def is_f32(self) -> bool:
         """Whether it computes in f32."""
-        return self.decision.dtype == F32
+        return self.step.decision is not None and self.step.decision.dtype == F32
 
     @property
     def reduces(self) -> bool:
@@ -147,11 +141,9 @@ def _transposed(dimensions: Dimensions, of: Dimensions) -> tuple[int, ...]:
 
 
 def _is_alike(eqn: Eqn, first: Eqn) -> bool:
-    """Whether two products multiply the same dimensions."""
+    """Whether two products of one primitive multiply the same dimensions."""
     names = ("dimension_numbers", "ragged_dot_dimension_numbers")
-    return eqn.primitive is first.primitive and all(
-        eqn.params.get(name) == first.params.get(name) for name in names
-    )
+    return all(eqn.params.get(name) == first.params.get(name) for name in names)
 
 
 def _is_parameter(product: _Product, i: int) -> bool:

@@ -15,9 +15,9 @@ from jmp_amp.plan.dataflow.ends import Ends
 from jmp_amp.plan.dataflow.facts import makes_solutions, weighs
 from jmp_amp.plan.dataflow.made import is_broadcast, is_linear
 from jmp_amp.plan.dataflow.standing import Reason, Standing
-from jmp_amp.plan.dataflow.values import Known, Origin, Trait, castable, is_inexact
+from jmp_amp.plan.dataflow.values import Known, Origin, Trait, castable
 from jmp_amp.plan.program.dimensions import Dimensions, is_in_f32
-from jmp_amp.plan.program.jaxprs import Atom, aval_of
+from jmp_amp.plan.program.jaxprs import Atom, aval_of, is_floating
 from jmp_amp.plan.tables.operations import (
     Kind,
     OpClass,
@@ -138,7 +138,7 @@ def is_solution(at: Standing, made: Decision) -> bool:
 
 def is_weight(value: Known, atom: Atom) -> bool:
     """Whether a value may be a weight: an argument that holds floats."""
-    return value.is_parameter and is_inexact(atom)
+    return value.is_parameter and is_floating(atom)
 
 
 def _is_long(value: Known, half: np.dtype) -> bool:

@@ -22,14 +22,13 @@ from jmp_amp.plan.dataflow.values import (
     Origin,
     Trait,
     is_exact,
-    is_inexact,
     is_move,
     unfit,
     unfit_bound,
 )
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.dimensions import is_larger
-from jmp_amp.plan.program.jaxprs import aval_of
+from jmp_amp.plan.program.jaxprs import aval_of, is_floating
 from jmp_amp.plan.rewrites.rewriting import Rewrite
 from jmp_amp.plan.tables.operations import (
     Also,
@@ -63,7 +62,7 @@ def is_saved_in_f32(at: Standing, made: Decision, rewrite: Rewrite | None) -> bo
         and not at.rule.from_user
         and (at.rule.op_class is OpClass.FULL or made.mode is Mode.AS_TRACED)
         and not is_cheap(at.name)
-        and all(aval_of(v).dtype == F32 for v in at.eqn.outvars if is_inexact(v))
+        and all(aval_of(v).dtype == F32 for v in at.eqn.outvars if is_floating(v))
     )
 
 

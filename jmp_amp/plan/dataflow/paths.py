@@ -16,7 +16,6 @@ from typing import Final, NamedTuple
 from jmp_amp.plan.dataflow.constants import Bounds, bounds_of_constant, bounds_of_result
 from jmp_amp.plan.dataflow.facts import makes_solutions
 from jmp_amp.plan.dataflow.solver import forward, once, union
-from jmp_amp.plan.dataflow.values import is_inexact
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.dimensions import as_number, is_larger
 from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Literal, Var, aval_of
@@ -190,7 +189,7 @@ def _most_turns(eqn: Eqn, operands: Sequence[Path]) -> float:
         return math.inf
     inputs = dict(zip(jaxpr.invars, [operands[i] for i in positions], strict=True))
     start, end = (_path_of(atom, inputs).number for atom in (counter, limit))
-    if is_inexact(counter) or start is None or end is None:
+    if jaxprs.is_floating(counter) or start is None or end is None:
         return math.inf
     return end[1] - start[0]
 
@@ -224,7 +223,7 @@ def _results(eqn: Eqn, operands: Sequence[Path]) -> list[Path]:
     decided = Path(0, crossed, number=path.number)
     found = []
     for var in eqn.outvars:
-        of_var = path if is_inexact(var) else decided
+        of_var = path if jaxprs.is_floating(var) else decided
         is_array = is_larger(aval_of(var).size, 1, unless_known=True)
         found.append(of_var if is_array else of_var._replace(crossed=0))
     return found

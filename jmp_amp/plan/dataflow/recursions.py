@@ -31,7 +31,6 @@ from jmp_amp.plan.dataflow.paths import (
     is_activation,
 )
 from jmp_amp.plan.dataflow.solver import backward, entering, once, union
-from jmp_amp.plan.dataflow.values import is_inexact
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Literal, Var
 from jmp_amp.plan.tables.operations import PRODUCTS, Kind, Role, kind_of, role_of
@@ -211,7 +210,7 @@ def _read(one: Use, other: Use) -> Use:
 
 def _add(uses: dict[Var, Use], atoms: Sequence[Atom], found: Sequence[Use]) -> None:
     for atom, use in zip(atoms, found, strict=True):
-        if any(use) and not isinstance(atom, Literal) and is_inexact(atom):
+        if any(use) and not isinstance(atom, Literal) and jaxprs.is_floating(atom):
             uses[atom] = _read(uses.get(atom, Use()), use)
 
 

@@ -13,8 +13,8 @@ from jmp_amp.plan.dataflow import constants
 from jmp_amp.plan.dataflow.ends import End
 from jmp_amp.plan.dataflow.facts import Fact
 from jmp_amp.plan.dataflow.storage import Store
-from jmp_amp.plan.dataflow.values import Known, Origin, castable, is_inexact
-from jmp_amp.plan.program.jaxprs import Eqn, aval_of
+from jmp_amp.plan.dataflow.values import Known, Origin, castable
+from jmp_amp.plan.program.jaxprs import Eqn, aval_of, is_floating
 from jmp_amp.plan.program.regions import Region
 from jmp_amp.plan.tables.rules import Rule
 from jmp_amp.policies.dtypes import is_half
@@ -86,7 +86,7 @@ class Standing:
     def operands(self) -> Sequence[Known]:
         """What is known of its floating operands, and of a fill value."""
         views = zip(self.views, self.eqn.invars, strict=True)
-        found = [view for view, atom in views if is_inexact(atom)]
+        found = [view for view, atom in views if is_floating(atom)]
         fill = constants.bounds_of_fill(self.eqn)
         if fill is not None:
             found.append(Known(Origin.FREE, fill, self.region))

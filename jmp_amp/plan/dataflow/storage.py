@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jmp_amp.plan.dataflow.solver import once, union
-from jmp_amp.plan.dataflow.values import is_exact, is_inexact, is_move
+from jmp_amp.plan.dataflow.values import is_exact, is_move
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Jaxpr, Var
 from jmp_amp.plan.program.scope_text import backward_depth
@@ -216,7 +216,7 @@ class _Pass:
         changes = _spread(self.cancels)
 
         def store(var: Var, value: _Value) -> Store:
-            if not is_inexact(var):
+            if not jaxprs.is_floating(var):
                 return Store.NOWHERE
             if value in changes:
                 return Store.CHANGE

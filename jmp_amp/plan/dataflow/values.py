@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.plan.dataflow import constants
@@ -132,12 +131,6 @@ def may_round(known: Known) -> bool:
     return Trait.OVERSIZED not in known.traits
 
 
-def is_inexact(atom: Atom) -> bool:
-    """Whether an operand is an array of floats or complex numbers."""
-    # A mutable array has the dtype of its elements, and is not a value.
-    return isinstance(atom.aval, jax.core.ShapedArray) and _is_inexact(atom.aval.dtype)
-
-
 def traced_dtype(atom: Atom) -> np.dtype | None:
     """Returns the dtype that a value was traced in; None if it is never cast."""
     return aval_of(atom).dtype if castable(atom) else None
@@ -149,11 +142,6 @@ def castable(atom: Atom) -> bool:
 
 
 # Asked for each operand of each equation, of a handful of dtypes.
-@functools.cache
-def _is_inexact(dtype: np.dtype) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
-
-
 _is_castable = functools.cache(is_castable)
 
 

@@ -7,6 +7,7 @@ file, so that a JAX release that changes a spelling changes one function.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -256,10 +257,13 @@ def is_floating(atom: Atom) -> bool:
 
     A mutable array is none: it has a dtype and is no value.
     """
-    aval = atom.aval
-    return isinstance(aval, ShapedArray) and jax.numpy.issubdtype(
-        aval.dtype, np.inexact
-    )
+    return isinstance(atom.aval, ShapedArray) and _is_inexact(atom.aval.dtype)
+
+
+# Asked for each operand of each equation, of a handful of dtypes.
+@functools.cache
+def _is_inexact(dtype: np.dtype) -> bool:
+    return jax.numpy.issubdtype(dtype, np.inexact)
 
 
 def is_mutable(atom: Atom) -> bool:
@@ -312,8 +316,7 @@ def is_fixed(eqn: Eqn) -> bool:
 
 def sums_half_in_f32(eqn: Eqn) -> bool:
     """Whether `eqn` is a product of half operands that asks for an f32 result."""
-    arrays = [aval_of(v) for v in eqn.invars if isinstance(v.aval, ShapedArray)]
-    floats = [a.dtype for a in arrays if jax.numpy.issubdtype(a.dtype, np.inexact)]
+    floats = [aval_of(v).dtype for v in eqn.invars if is_floating(v)]
     return (
         "preferred_element_type" in eqn.params
         and bool(floats)

@@ -66,10 +66,8 @@ def region_at(
     saved = policy.saved
     if outer is not None and not is_half(asked.compute_dtype) and not asked.says_saved:
         saved = outer.saved
-    region = Region(path, policy, asked, cpu, saved)
-    if outer is None:
-        return region
-    return region._replace(entries=outer.entries, names=outer.names, norms=outer.norms)
+    region = outer or Region(path, policy, asked)
+    return region._replace(path=path, policy=policy, asked=asked, cpu=cpu, saved=saved)
 
 
 def outermost(

@@ -14,7 +14,14 @@ import jax
 import optax
 
 import jmp_amp
-from jmp_amp.plan.program.jaxprs import Eqn, Traceback, body_of, inner_bodies, is_jit
+from jmp_amp.plan.program.jaxprs import (
+    Eqn,
+    Jaxpr,
+    Traceback,
+    body_of,
+    inner_bodies,
+    is_jit,
+)
 
 # A jitted function of a library with at most so many equations runs in place of its
 # call: `jnp.where` has 3 equations, `jax.nn.log_softmax` 10. Larger ones stay calls, so
@@ -47,9 +54,7 @@ def function_name(eqn: Eqn) -> str | None:
 def is_of_library(eqn: Eqn) -> bool:
     """Whether the function that a call equation stands for is one of a library."""
     bodies = inner_bodies(eqn)
-    return bool(bodies) and in_library(
-        bodies[-1].body.jaxpr.debug_info.func_filename or ""
-    )
+    return bool(bodies) and _is_of_library(bodies[-1].body.jaxpr)
 
 
 def is_helper(eqn: Eqn) -> bool:
@@ -61,9 +66,11 @@ def is_helper(eqn: Eqn) -> bool:
     if not is_jit(eqn) or any(eqn.params["donated_invars"]):
         return False
     jaxpr = body_of(eqn.params["jaxpr"]).jaxpr
-    return len(jaxpr.eqns) <= _HELPER_SIZE and in_library(
-        jaxpr.debug_info.func_filename or ""
-    )
+    return len(jaxpr.eqns) <= _HELPER_SIZE and _is_of_library(jaxpr)
+
+
+def _is_of_library(jaxpr: Jaxpr) -> bool:
+    return in_library(jaxpr.debug_info.func_filename or "")
 
 
 def in_library(filename: str) -> bool:
@@ -115,6 +122,5 @@ def jitted_name(eqn: Eqn) -> str | None:
     """Returns the name of the function if `eqn` calls one that the user jitted."""
     if not is_jit(eqn):
         return None
-    filename = body_of(eqn.params["jaxpr"]).jaxpr.debug_info.func_filename or ""
-    name = eqn.params["name"]
-    return name if name.isidentifier() and not in_library(filename) else None
+    name, jaxpr = eqn.params["name"], body_of(eqn.params["jaxpr"]).jaxpr
+    return name if name.isidentifier() and not _is_of_library(jaxpr) else None

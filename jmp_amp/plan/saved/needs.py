@@ -11,6 +11,7 @@ from jmp_amp.plan.program import jaxprs, source_code
 from jmp_amp.plan.program.jaxprs import Eqn, aval_of
 from jmp_amp.plan.tables.operations import (
     OPERATIONS,
+    Cost,
     Kind,
     Role,
     Saves,
@@ -105,7 +106,7 @@ def needs_of(eqn: Eqn, planned: EquationPlan, active: Sequence[bool]) -> Needs:
         # The derivative of a rewritten lookup compares indices.
         is_rewritten = planned.rewrite is not None and row.role is Role.LOOKS_UP
         return Needs(others, derives=is_rewritten)
-    derives = operation.is_cheap
+    derives = row.cost is Cost.CHEAP
     if row.saves is Saves.RESULT:
         return Needs(others, True, derives)
     if operation.kind is Kind.PRODUCT or row.role is Role.MULTIPLIES:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -67,11 +67,11 @@ class Node:
     made_of: Sequence[int]
     path: Path
     key: Key
-    operation: str
-    is_free: bool
-    is_slice: bool
-    is_active: bool
-    again: bool
+    operation: str = ""
+    is_free: bool = True
+    is_slice: bool = False
+    is_active: bool = False
+    again: bool = False
     anyway: bool = False
     is_operand: bool = False
     is_written: bool = False
@@ -137,8 +137,12 @@ class Values:
             is_free = known.origin == Origin.FREE and (
                 held.is_alive(var) or not (in_loop and is_slice)
             )
-            active, dtype = jaxprs.is_floating(var), held.of(var)
-            body.held[var] = self._given(var, dtype, is_free, is_slice, active)
+            body.held[var] = self._given(
+                *(var, held.of(var)),
+                is_free=is_free,
+                is_slice=is_slice,
+                is_active=jaxprs.is_floating(var),
+            )
         self.inputs = [body.held[var] for var in jaxpr.invars]
         self._through(body)
         for atom, dtype in zip(jaxpr.outvars, plan.outputs, strict=True):
@@ -150,22 +154,10 @@ class Values:
             self.nodes[made_of].uses.append((node.path[0], len(self.nodes) - 1))
         return len(self.nodes) - 1
 
-    def _given(
-        self,
-        var: Var,
-        dtype: np.dtype | None = None,
-        is_free: bool = True,
-        is_slice: bool = False,
-        is_active: bool = False,
-    ) -> int:
+    def _given(self, var: Var, dtype: np.dtype | None = None, **known: Any) -> int:
         """Returns the node of an argument, or of a constant."""
         size, dtype = _size(var, dtype)
-        return self._add(
-            Node(
-                *(size, dtype, (), (), (var, dtype), ""),
-                *(is_free, is_slice, is_active, False),
-            )
-        )
+        return self._add(Node(size, dtype, (), (), (var, dtype), **known))
 
     def _through(self, body: _Body) -> None:
         """Adds the nodes of the equations of a body."""
@@ -304,8 +296,11 @@ class Values:
         source = self.nodes[n]
         return self._add(
             Node(
-                *(size, dtype, (n,), path, (var, dtype), ""),
-                *(source.is_free, source.is_slice, source.is_active, True),
+                *(size, dtype, (n,), path, (var, dtype)),
+                is_free=source.is_free,
+                is_slice=source.is_slice,
+                is_active=source.is_active,
+                again=True,
             )
         )
 

@@ -169,10 +169,6 @@ class Operation(NamedTuple):
     def kind(self) -> Kind:
         return self.group.kind
 
-    @property
-    def is_cheap(self) -> bool:
-        return self.row.cost is Cost.CHEAP
-
 
 CHEAP, DEAR, BOUND = Cost.CHEAP, Cost.DEAR, Cost.BOUND
 NOTHING, RESULT, OPERANDS = Saves.NOTHING, Saves.RESULT, Saves.OPERANDS
@@ -192,6 +188,10 @@ def _named(
     """Returns a row for each name in a text."""
     rest = None, None, also, rational
     return tuple(Row(name, cost, saves, *rest) for name in names.split())
+
+
+def _rsqrt(x: float) -> float:
+    return 1 / np.sqrt(x)
 
 
 GROUPS = (
@@ -218,14 +218,7 @@ GROUPS = (
             Row("exp2", CHEAP, RESULT, np.exp2, Role.CURVES, GROWS),
             Row("expm1", CHEAP, RESULT, np.expm1, also=GROWS),
             Row("pow", CHEAP, OPERANDS, np.power, None, ONCE | Also.MAY_GROW, True),
-            Row(
-                "rsqrt",
-                CHEAP,
-                RESULT,
-                lambda x: 1 / np.sqrt(x),
-                Role.NORMALIZES,
-                rational=True,
-            ),
+            Row("rsqrt", CHEAP, RESULT, _rsqrt, Role.NORMALIZES, rational=True),
             *_named(CHEAP, OPERANDS, "sinh cosh", GROWS),
             Row("tan", CHEAP, RESULT, None, Role.CURVES, ONCE),
         ),
@@ -419,7 +412,7 @@ ARITHMETIC = frozenset(
 # Asked several times for each equation.
 _KINDS = {name: each.kind for name, each in OPERATIONS.items()}
 _ROLES = {name: each.row.role for name, each in OPERATIONS.items()}
-_CHEAP = frozenset(name for name, each in OPERATIONS.items() if each.is_cheap)
+_CHEAP = frozenset(name for name, op in OPERATIONS.items() if op.row.cost is CHEAP)
 
 
 def kind_of(name: str) -> Kind | None:
