@@ -171,7 +171,7 @@ def _taken(eqn: Eqn, step: Step, results: Uses) -> Outcome:
     """Returns the decision for an equation, with the option that its consumers take."""
     decision = step.decision
     assert decision is not None
-    repeatedly = any(use.repeatedly for use in results)
+    repeatedly = any(use.times > 1 for use in results)
     if decision.mode is Mode.PASSED_ON:
         # A result that is an operand is read as often as the operand.
         operands = tuple(Use(use.demand, 1 + repeatedly) for use in results)
@@ -240,12 +240,9 @@ def _read_every_turn(eqn: Eqn, flow: Flow) -> Sequence[int]:
     if not jaxprs.is_loop(eqn):
         return ()
     through = range(jaxprs.carried(eqn).stop, len(eqn.invars))
-    parameters = [i for i in through if _is_parameter(eqn.invars[i], flow)]
+    known = [(i, flow.of(eqn.invars[i])) for i in through]
+    parameters = [i for i, each in known if each is not None and each.is_parameter]
     return [*jaxprs.read_every_turn(eqn), *parameters]
-
-
-def _is_parameter(atom: Atom, flow: Flow) -> bool:
-    return not isinstance(atom, Literal) and flow.known[atom].is_parameter
 
 
 def _takes_half(known: Known, region: Region) -> bool:

@@ -131,7 +131,8 @@ def may_fall(at: Standing, made: Decision) -> bool:
             scales or joins_stream(at) or is_exact(at.eqn) or at.name in _SATURATES
         ):
             return False
-        return low != F16 or not (scales and len(at.activations) < len(at.operands))
+        by_free = scales and any(v.origin == Origin.FREE for v in at.operands)
+        return low != F16 or not by_free
     if role is Role.MULTIPLIES and low != F16 and _gates_a_sum(at):
         return True
     return (

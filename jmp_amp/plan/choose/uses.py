@@ -28,10 +28,6 @@ class Use(NamedTuple):
     depth: int = 0
     later: tuple[tuple[int, Demand], ...] = ()
 
-    @property
-    def repeatedly(self) -> bool:
-        return self.times > 1
-
     def also(self, other: Use) -> Use:
         """Returns the use of a value that is used in both ways."""
         if not self.times or not other.times:

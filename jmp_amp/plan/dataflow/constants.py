@@ -111,9 +111,7 @@ def misfit(bounds: Bounds, dtype: np.dtype) -> str | None:
     if bounds is None:
         return None
     magnitude = max(abs(bounds[0]), abs(bounds[1]))
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
-        rounded = float(np.asarray(magnitude, np.float64).astype(dtype))
+    rounded = _rounded(magnitude, dtype)
     if np.isinf(rounded):
         return "overflows"
     return "vanishes" if magnitude > 0 and rounded == 0 else None
@@ -126,13 +124,17 @@ def met(bound: float, dtype: np.dtype) -> float | None:
     `1 - 1e-4` is 1.0 in half precision, and `log(1 - p)` is infinite. Such a number has
     at most three significant bits; `0.1` and `0.9` meet none.
     """
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
-        rounded = float(np.asarray(bound, np.float64).astype(dtype))
+    rounded = _rounded(bound, dtype)
     if rounded == bound or not rounded or not math.isfinite(rounded):
         return None
     mantissa, _ = math.frexp(rounded)
     return rounded if (mantissa * 8).is_integer() else None
+
+
+def _rounded(number: float, dtype: np.dtype) -> float:
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        return float(np.asarray(number, np.float64).astype(dtype))
 
 
 @functools.cache

@@ -81,11 +81,6 @@ _ELEMENTWISE = Ends.SOLVED | Ends.EXACT | Ends.STREAM
 _NOTHING_PASSES = (Kind.PRODUCT, Kind.ALGEBRA, Kind.COMPARISON)
 # Linear algebra that divides by numbers that may be small.
 _SOLVES = named(Also.SOLVES) | {"custom_linear_solve"}
-_TERMS = frozenset(
-    name
-    for name, each in OPERATIONS.items()
-    if each.row.role in (Role.ADDS, Role.SUBTRACTS)
-)
 
 
 def solves(name: str) -> bool:
@@ -228,7 +223,7 @@ def end_of_operands(eqn: Eqn, results: End, facts: Sequence[Fact], made: int) ->
         end |= results & _LINEAR_ENDS
     if made & Made.MEANS:
         end |= results & Ends.MOMENT
-    if name in _TERMS:
+    if role_of(name) in (Role.ADDS, Role.SUBTRACTS):
         end |= _end_beside(eqn, facts)
     if name not in PRODUCTS:
         return end

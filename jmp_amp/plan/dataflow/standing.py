@@ -98,10 +98,6 @@ class Standing:
         return max((v.origin for v in self.operands), default=Origin.FREE)
 
     @property
-    def activations(self) -> list[Known]:
-        return [v for v in self.operands if v.origin != Origin.FREE]
-
-    @property
     def half(self) -> np.dtype:
         """The dtype that the policy computes in."""
         return self.region.policy.compute_dtype

@@ -146,11 +146,6 @@ class Dimensions(NamedTuple):
         )
         return cls(_both(terms), _both(batch), (lhs, rhs))
 
-    def shape(self, lhs: jax.Array, rhs: jax.Array) -> tuple[int, ...]:
-        """Returns the shape of the result: batch, free of `lhs`, free of `rhs`."""
-        kept = (*self.batch[0], *self.free[0])
-        return (*(lhs.shape[d] for d in kept), *(rhs.shape[d] for d in self.free[1]))
-
     def transposes(self, of: Dimensions, i: int) -> bool:
         """Whether a product of a cotangent is that of `of.transposed(i)`."""
         product, _ = of.transposed(i)

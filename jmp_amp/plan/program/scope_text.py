@@ -51,12 +51,6 @@ def policy_noted(policy: object) -> contextlib.AbstractContextManager[object]:
     return jax.named_scope(f"amp[{policy}]")
 
 
-def policies(scopes: str) -> list[tuple[str, str]]:
-    """Returns the policies of name scopes, the outermost first, each with its path."""
-    plain = _TRANSFORM.sub("", scopes)
-    return [(plain[: each.end()], each[1]) for each in _POLICY.finditer(plain)]
-
-
 def parts(scopes: str) -> list[tuple[str, str]]:
     """Returns the names of policies, modules and scopes, each with its path.
 

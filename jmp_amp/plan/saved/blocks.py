@@ -253,18 +253,15 @@ def _spans(values: Values, again: Set[int]) -> Iterator[tuple[int, int]]:
         yield node.position, max(read, default=node.position) + 1
 
 
-def _merged(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yields spans that do not overlap, in their order."""
-    here: tuple[int, int] | None = None
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns spans that do not overlap, in their order."""
+    merged: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
-        if here is not None and start < here[1]:
-            here = here[0], max(stop, here[1])
-            continue
-        if here is not None:
-            yield here
-        here = start, stop
-    if here is not None:
-        yield here
+        if merged and start < merged[-1][1]:
+            first, last = merged.pop()
+            start, stop = first, max(stop, last)
+        merged.append((start, stop))
+    return merged
 
 
 def _nearest_end(plan: Plan, start: int, stop: int, limit: int) -> int:

@@ -50,22 +50,13 @@ def minimum_cut(
     count = len(sizes)
     source, sink = 2 * count, 2 * count + 1
     unit = max(1, -(-sum(sizes) // _TOTAL))
-    values = np.arange(count)
     arcs = {(2 * a + 1, 2 * b): _NEVER for a, b in edges}
     arcs.update(((source, 2 * v), _NEVER) for v in given)
     arcs.update(((2 * v + 1, sink), _NEVER) for v in needed)
+    arcs.update(((2 * v, 2 * v + 1), -(-sizes[v] // unit)) for v in range(count))
     starts, stops = np.array(list(arcs), np.int32).reshape(-1, 2).T
-    capacities = [-(-size // unit) for size in sizes]
-    graph = csr_matrix(
-        (
-            np.concatenate([np.full(len(arcs), _NEVER), capacities]).astype(np.int32),
-            (
-                np.concatenate([starts, 2 * values]),
-                np.concatenate([stops, 2 * values + 1]),
-            ),
-        ),
-        shape=(2 * count + 2,) * 2,
-    )
+    capacities = np.array(list(arcs.values()), np.int32)
+    graph = csr_matrix((capacities, (starts, stops)), shape=(2 * count + 2,) * 2)
     left = graph - maximum_flow(graph, source, sink).flow
     # What still leads to the sink: against the direction of what is left.
     backward = csr_matrix((left > 0).T)

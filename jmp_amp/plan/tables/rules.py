@@ -119,6 +119,7 @@ _SCAN = Rule(
     "associative_scan",
 )
 _ALGEBRA = "linear algebra: an error grows by the condition number"
+_RANDOM = "random numbers: half has no digits for the ends of a distribution"
 # A public function of each module that runs in f32 whole, whatever it is made of; the
 # reason; and the functions of the module that are products or moves.
 _FULL_MODULES = (
@@ -128,11 +129,7 @@ _FULL_MODULES = (
         "matmul multi_dot _multi_dot tensordot vecdot outer diagonal matrix_transpose",
     ),
     (jax.scipy.linalg.expm, _ALGEBRA, ""),
-    (
-        jax.random.normal,
-        "random numbers: half has no digits for the ends of a distribution",
-        "",
-    ),
+    (jax.random.normal, _RANDOM, ""),
 )
 # Its products have HIGHEST precision unless the user says otherwise: nobody's wish.
 _RESIZES = inspect.unwrap(jax.image.resize).__code__.co_filename
@@ -264,11 +261,8 @@ def _resizes(eqn: Eqn) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _rule_of_calls(traceback: Traceback | None, is_product: bool) -> Rule | None:
     """Returns the rule of the innermost function that has one, of those called."""
-    known = _KNOWN[is_product]
     for code in _calls(traceback):
-        found = known.get(id(code))
-        if found is None:
-            found = _remembered(known, code, is_product)
+        found = _KNOWN.get((id(code), is_product)) or _remembered(code, is_product)
         if found.rule is not None:
             return found.rule
     return None
@@ -283,15 +277,15 @@ class _Known(NamedTuple):
 
 # For products, and for all else; asked for every frame of every equation. To hash code
 # is to hash all that is in it.
-_KNOWN: dict[bool, dict[int, _Known]] = {True: {}, False: {}}
-_MOST_KNOWN = 4096
+_KNOWN: dict[tuple[int, bool], _Known] = {}
+_MOST_KNOWN = 8192
 
 
-def _remembered(known: dict[int, _Known], code: CodeType, is_product: bool) -> _Known:
-    if len(known) >= _MOST_KNOWN:
-        known.clear()
+def _remembered(code: CodeType, is_product: bool) -> _Known:
+    if len(_KNOWN) >= _MOST_KNOWN:
+        _KNOWN.clear()
     found = _Known(_rule_of_function(code, is_product), code)
-    return known.setdefault(id(code), found)
+    return _KNOWN.setdefault((id(code), is_product), found)
 
 
 def _rule_of_function(code: CodeType, is_product: bool) -> Rule | None:
