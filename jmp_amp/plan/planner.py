@@ -403,9 +403,8 @@ def _dtypes(eqn: Eqn, step: Step, outcome: Outcome, held: Dtypes) -> _Dtypes:
     reads = modes.read(mode, dtype, eqn, held, activations)
     made = dtype if rewrite is None else rewrite.result or dtype
     yields = modes.computed(mode, made, eqn, reads)
-    return _Dtypes(
-        reads, yields, modes.computed(mode, outcome.store or made, eqn, reads)
-    )
+    writes = modes.computed(mode, outcome.store or made, eqn, reads)
+    return _Dtypes(reads, yields, writes)
 
 
 def _beside_readers(

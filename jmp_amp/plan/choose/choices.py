@@ -164,15 +164,12 @@ class Flows:
         assert rule is not None
         sources = around.sources
         read = list(map(sources.of, eqn.invars))
-        end = Ends.NONE
-        for var in eqn.outvars:
-            end |= around.ends.get(var, Ends.NONE)
         stored = [around.storage[v] for v in eqn.outvars]
         at = Standing(
             *(eqn, rule, region, views),
             facts=list(map(around.facts.of, eqn.invars)),
             is_related=bool(len(read) > 1 and read[0] & read[1]),
-            end=end,
+            end=union(around.ends.get(v, Ends.NONE) for v in eqn.outvars),
             is_recursive=index in around.cycles,
             derived_from=self._derived.get(id(eqn)),
             store=max(stored, default=Store.NOWHERE),

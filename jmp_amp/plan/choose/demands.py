@@ -19,7 +19,7 @@ from jmp_amp.plan.choose.flows import Flow, Step, carry_dtype
 from jmp_amp.plan.choose.modes import Demand, Demands, Mode, demand_of
 from jmp_amp.plan.choose.records import Decision, Option
 from jmp_amp.plan.choose.uses import UNUSED, Use, Uses
-from jmp_amp.plan.dataflow.solver import backward, entering, once
+from jmp_amp.plan.dataflow.solver import backward, entering, once, union
 from jmp_amp.plan.dataflow.values import (
     Known,
     Origin,
@@ -96,8 +96,7 @@ class Consumers:
             if is_f32 and _takes_half(flow.known[atom], region):
                 demand = demand_of(region.policy.output_dtype)
             wanted = wanted._replace(demand=demand)
-            before = used.get(atom)
-            used[atom] = wanted if before is None else before.also(wanted)
+            used[atom] = used.get(atom, UNUSED).also(wanted)
 
         for atom, wanted in zip(jaxpr.outvars, outputs, strict=True):
             use(atom, wanted, flow.region)
@@ -176,9 +175,7 @@ def _taken(eqn: Eqn, step: Step, results: Uses) -> Outcome:
         # A result that is an operand is read as often as the operand.
         operands = tuple(Use(use.demand, 1 + repeatedly) for use in results)
         return Outcome(decision.mode, decision.dtype, decision.reason, operands)
-    readers = Demands.NONE
-    for use in results:
-        readers |= use.demand
+    readers = union(use.demand for use in results)
     mode, dtype, reason = decision.mode, decision.dtype, decision.reason
     option = decision.option(readers, once=not repeatedly)
     if option is not None:

@@ -34,7 +34,7 @@ from jmp_amp.plan.dataflow.facts import (
     weighs_solution,
 )
 from jmp_amp.plan.dataflow.made import is_linear
-from jmp_amp.plan.dataflow.solver import Back, backward, entering, once
+from jmp_amp.plan.dataflow.solver import Back, backward, entering, once, union
 from jmp_amp.plan.dataflow.values import castable
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Atom, Body, Eqn, Literal, Var, aval_of
@@ -90,11 +90,9 @@ def solves(name: str) -> bool:
 
 def _begun(name: str) -> End:
     """Returns what becomes of the operands of a primitive, whatever reads it."""
-    operation = OPERATIONS.get(name)
     if solves(name):
         return Ends.SOLVED
-    is_place = operation is not None and operation.row.role is Role.COUNTS
-    return Ends.INDEX if is_place else Ends.NONE
+    return Ends.INDEX if role_of(name) is Role.COUNTS else Ends.NONE
 
 
 def _passed(name: str) -> End:
@@ -144,9 +142,7 @@ class Destinations:
                 for i, end in entering(eqn, bodies):
                     _add(found, [eqn.invars[i]], end)
                 continue
-            results = Ends.NONE
-            for var in eqn.outvars:
-                results |= found.get(var, Ends.NONE)
+            results = union(found.get(v, Ends.NONE) for v in eqn.outvars)
             operands = list(map(facts.of, eqn.invars))
             made = Made.NOTHING
             if results & Ends.MOMENT:
@@ -224,7 +220,14 @@ def end_of_operands(eqn: Eqn, results: End, facts: Sequence[Fact], made: int) ->
     if made & Made.MEANS:
         end |= results & Ends.MOMENT
     if role_of(name) in (Role.ADDS, Role.SUBTRACTS):
-        end |= _end_beside(eqn, facts)
+        # What becomes of a term beside the others.
+        beside = any_of(facts)
+        if beside & Made.SOLUTION:
+            end |= Ends.SOLVED
+        if beside & Made.SQUARES:
+            end |= Ends.DISTANCE
+        if subtracts_means(eqn, facts):
+            end |= Ends.MOMENT
     if name not in PRODUCTS:
         return end
     if weighs_solution(eqn, facts):
@@ -234,18 +237,6 @@ def end_of_operands(eqn: Eqn, results: End, facts: Sequence[Fact], made: int) ->
     if leads:
         return end | Ends.FACTOR
     return end if end & Ends.EXACT else end | Ends.STREAM
-
-
-def _end_beside(eqn: Eqn, facts: Sequence[Fact]) -> End:
-    """Returns what becomes of a term beside the others."""
-    made, end = any_of(facts), Ends.NONE
-    if made & Made.SOLUTION:
-        end |= Ends.SOLVED
-    if made & Made.SQUARES:
-        end |= Ends.DISTANCE
-    if subtracts_means(eqn, facts):
-        end |= Ends.MOMENT
-    return end
 
 
 def subtracts_means(eqn: Eqn, facts: Sequence[Fact]) -> bool:

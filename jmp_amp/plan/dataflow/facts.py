@@ -44,8 +44,7 @@ from jmp_amp.plan.tables.operations import (
 K = TypeVar("K", bound=Hashable)
 
 _SCALED = ~(Made.SOLUTION | Made.LAST)
-_MOMENTS = Made.MOMENT | Made.MIXED_MOMENT
-_SUMMED = Made.SQUARES | Made.TOTAL | _MOMENTS
+_SUMMED = Made.SQUARES | Made.TOTAL | Made.MOMENT | Made.MIXED_MOMENT
 # What returns the solution of a linear system.
 _SOLUTIONS = named(Also.SOLUTION) | {"custom_linear_solve"}
 

@@ -48,7 +48,13 @@ def bind_functions(
         index, *rest = operands
         return jax.lax.switch(index, functions, *rest)
     if is_while(eqn):
-        return _while_loop(eqn, functions, operands)
+        condition, body = functions
+        first, start = eqn.params["cond_nconsts"], carried(eqn).start
+        return jax.lax.while_loop(
+            lambda carry: condition(*operands[:first], *carry)[0],
+            lambda carry: body(*operands[first:start], *carry),
+            list(operands[start:]),
+        )
     if is_loop(eqn):
         return _scan(eqn, functions[0], operands)
     (body,) = functions
@@ -56,18 +62,6 @@ def bind_functions(
         told = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
         return jax.checkpoint(body, **told)(*operands)
     return body(*operands)
-
-
-def _while_loop(
-    eqn: Eqn, functions: Sequence[Callable[..., list[Value]]], operands: Sequence[Value]
-) -> list[Value]:
-    condition, body = functions
-    first, start = eqn.params["cond_nconsts"], carried(eqn).start
-    return jax.lax.while_loop(
-        lambda carry: condition(*operands[:first], *carry)[0],
-        lambda carry: body(*operands[first:start], *carry),
-        list(operands[start:]),
-    )
 
 
 def _scan(

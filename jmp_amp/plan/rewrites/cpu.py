@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
@@ -35,7 +34,7 @@ from jmp_amp.plan.dataflow.values import Trait, unfit
 from jmp_amp.plan.program.dimensions import Dimensions, as_number, sides_of
 from jmp_amp.plan.program.jaxprs import Eqn, Value, aval_of
 from jmp_amp.plan.program.meshes import before_transpose
-from jmp_amp.plan.rewrites.linear import linear_function
+from jmp_amp.plan.rewrites.linear import linear_function, nonzero
 from jmp_amp.plan.rewrites.rewriting import Rewrite
 from jmp_amp.plan.tables.operations import OpClass
 from jmp_amp.policies.dtypes import BF16, F32, short_name
@@ -191,8 +190,7 @@ def half_product(
 def _(by: CpuProduct, linear_in: int | None, operands: Any, tangents: Any) -> Any:
     terms = [
         _linear(by, i, tangent, operands[1 - i].astype(BF16))
-        for i, tangent in enumerate(tangents)
-        if not isinstance(tangent, SymbolicZero)
+        for i, tangent in nonzero(enumerate(tangents)).items()
     ]
     return half_product(by, *operands, linear_in), functools.reduce(jnp.add, terms)
 

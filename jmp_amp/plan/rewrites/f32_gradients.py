@@ -22,14 +22,13 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.plan.dataflow.values import Known, Origin, castable, is_move
 from jmp_amp.plan.program import binding, jaxprs, meshes
 from jmp_amp.plan.program.dimensions import is_larger
 from jmp_amp.plan.program.jaxprs import Eqn, Literal, Primitive, Value, aval_of
 from jmp_amp.plan.program.regions import Region
-from jmp_amp.plan.rewrites.linear import linear_function
+from jmp_amp.plan.rewrites.linear import linear_function, nonzero
 from jmp_amp.plan.rewrites.rewriting import Dtypes
 from jmp_amp.plan.tables.operations import (
     Also,
@@ -155,12 +154,10 @@ def with_f32_gradients(
         given, held = primals
         # Policies of `jax.checkpoint` see a product.
         (result,) = bound(given)
-        moving, wide = (
-            {i: t for i, t in pairs if not isinstance(t, SymbolicZero)}
-            for pairs in (enumerate(tangents[0]), tangents[1].items())
-        )
+        wide = nonzero(tangents[1].items())
         # What is read in half has a tangent as well: it is that of `held`.
-        moving = {i: t for i, t in moving.items() if i not in held}
+        others = ((i, t) for i, t in enumerate(tangents[0]) if i not in held)
+        moving = nonzero(others)
         terms = [_summed(eqn, bound, given, i, t, result) for i, t in wide.items()]
         if moving:
             terms.append(_tangent(bound, given, moving))

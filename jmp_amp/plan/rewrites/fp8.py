@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 from jax.export import is_symbolic_dim
 from jax.lax import DotAlgorithmPreset, Precision
 
@@ -33,7 +32,7 @@ from jmp_amp.plan.program.dimensions import Dimensions, is_larger, sides_of
 from jmp_amp.plan.program.jaxprs import Eqn, Value, aval_of
 from jmp_amp.plan.program.meshes import before_transpose
 from jmp_amp.plan.rewrites.f32_gradients import linear_in_f32
-from jmp_amp.plan.rewrites.linear import linear_function
+from jmp_amp.plan.rewrites.linear import linear_function, nonzero
 from jmp_amp.plan.rewrites.rewriting import Readers, Rewrite
 from jmp_amp.plan.tables.operations import OpClass, Role, role_of
 from jmp_amp.plan.tables.rules import asks_for_digits
@@ -256,10 +255,9 @@ class _Product(NamedTuple):
         def derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
             pair, both, kept, result = primals
             kept = _once(_place(eqn))(kept, pair)
-            pairs = enumerate(tangents[0])
-            moving = {i: t for i, t in pairs if not isinstance(t, SymbolicZero)}
             # Its arguments are saved: 8-bit floats and scales.
             tangent = jax.checkpoint(how.tangent, prevent_cse=False)
+            moving = nonzero(enumerate(tangents[0]))
             return product(pair, both, both, result), tangent(kept, moving)
 
         both = quantised(self.fp8, [x.astype(BF16) for x in operands])

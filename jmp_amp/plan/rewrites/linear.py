@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from jmp_amp.plan.program.meshes import explicit_sharding, varying_axes
 from jmp_amp.policies.dtypes import F32
@@ -65,6 +66,11 @@ def linear_function(
     )
     zero = nothing(us)
     return [v + zero(v).astype(v.dtype) for v in vs]
+
+
+def nonzero(tangents: Iterable[tuple[int, Any]]) -> dict[int, jax.Array]:
+    """Returns the tangents that are not zero, by the positions of their operands."""
+    return {i: t for i, t in tangents if not isinstance(t, SymbolicZero)}
 
 
 def nothing(arrays: Sequence[jax.Array]) -> Callable[[_Typed], jax.Array]:

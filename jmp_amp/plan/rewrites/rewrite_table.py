@@ -30,8 +30,5 @@ _REWRITES = (
 
 def rewrite_of(at: Standing) -> Rewrite | None:
     """Returns the rewrite of an equation, if it has one."""
-    for rewrite in _REWRITES:
-        found = rewrite(at)
-        if found is not None:
-            return found
-    return None
+    found = (rewrite(at) for rewrite in _REWRITES)
+    return next((each for each in found if each is not None), None)

@@ -231,14 +231,12 @@ def _kept(
     nodes: Sequence[Node],
 ) -> tuple[dict[Path, frozenset[Key]], frozenset[Result]]:
     """Returns `Block.kept` and `Block.results` of the nodes that a block keeps."""
-    results = {
-        Result(node.operation, node.dtype, aval_of(node.key[0]).shape)
-        for node in nodes
-        if node.keeps_result and node.dtype is not None
-    }
-    kept: dict[Path, set[Key]] = {}
+    kept, results = dict[Path, set[Key]](), set[Result]()
     for node in nodes:
-        if not (node.keeps_result and node.dtype is not None):
+        if node.keeps_result and node.dtype is not None:
+            shape = aval_of(node.key[0]).shape
+            results.add(Result(node.operation, node.dtype, shape))
+        else:
             kept.setdefault(node.path[:-1], set()).add(node.key)
     return {path: frozenset(keys) for path, keys in kept.items()}, frozenset(results)
 
