@@ -21,27 +21,20 @@ PROGRAM = "the program itself"
 _MOVES = named(Also.ONE_EACH)
 
 
-def asked_for(
-    row: Equation, eqn: Eqn, planned: EquationPlan, by_policy: bool
-) -> Equation:
+def asked_for(row: Equation, eqn: Eqn, planned: EquationPlan) -> Equation:
     """Returns the row of an equation, and who asks for half precision there.
 
     Args:
       row: the row.
-      eqn: its equation.
+      eqn: its equation, not traced in the dtypes of the policy.
       planned: its plan.
-      by_policy: whether it was traced in the dtypes of the policy.
     """
-    if not _is_half(row) or by_policy or not _is_traced_in_half(eqn):
+    if not (row.runs_in_half and _is_traced_in_half(eqn)):
         return row
     # What a call is that runs as traced, or why a product is not fp8, says more.
     if not (row.is_opaque or (row.matmuls and not _is_by_table(planned))):
         row = dataclasses.replace(row, reason=f"asked for by {PROGRAM}")
     return dataclasses.replace(row, asked_by=PROGRAM)
-
-
-def _is_half(row: Equation) -> bool:
-    return row.is_in_half or row.matmuls_in_half > 0
 
 
 def _is_by_table(planned: EquationPlan) -> bool:

@@ -11,22 +11,22 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from jmp_amp.plan.choose.modes import Demand, Demands, Mode
-from jmp_amp.plan.choose.pins import is_argument
 from jmp_amp.plan.dataflow.ends import Ends, end_of_operands
 from jmp_amp.plan.dataflow.facts import Made, made_from
 from jmp_amp.plan.dataflow.standing import Standing
-from jmp_amp.plan.dataflow.values import Origin, Trait
+from jmp_amp.plan.dataflow.values import Known, Origin, Trait
 from jmp_amp.plan.program import jaxprs
+from jmp_amp.plan.program.jaxprs import Var
 from jmp_amp.plan.program.source_code import users_calls
 from jmp_amp.plan.tables.operations import PRODUCTS, RANKS, OpClass, Role, role_of
 from jmp_amp.policies.dtypes import F32, is_half
 from jmp_amp.reports.ways import (
+    Frame,
     Loop,
     Place,
     Reader,
     Returned,
     Use,
-    known_inside,
     made_by,
     makers,
     readers,
@@ -44,10 +44,6 @@ _MOST_PASSED = 4
 
 # Whether an operand, by its place, is what a pin looks for.
 _IsIt = Callable[[Standing, int], bool]
-
-
-def _is_argument(at: Standing, i: int) -> bool:
-    return is_argument(at.views[i], at.eqn.invars[i])
 
 
 def _is_constant(at: Standing, i: int) -> bool:
@@ -143,7 +139,7 @@ def _derived_from(at: Place) -> Place:
     calls = users_calls(at.eqn)
     return next(
         each
-        for each in frame.places()
+        for each in frame.all_places()
         if each.eqn.primitive.name in PRODUCTS
         and each.planned.dtype == F32
         and users_calls(each.eqn) == calls
@@ -189,31 +185,42 @@ def _to_reader(at: Place, wanted: Demand) -> list[Cause]:
     """Returns the steps to the reader that an option of an equation asks for."""
     if wanted & Demands.RETURNED:
         return _to_keeper(at, wanted)
-    found = [each for var in at.eqn.outvars for each in readers(at.frame, var)]
-    for each in found:
+    for each in at.readers():
         if steps := _by_reader(each, wanted):
             return steps
     # A norm takes half precision, though it computes in f32.
     enters = "Its result enters, in half, the scope of a policy, with"
-    uses = [each for each in found if isinstance(each, Use)]
+    uses = [each for each in at.readers() if isinstance(each, Use)]
     return [Cause(enters, each.place) for each in uses[:1]]
 
 
 def _to_keeper(at: Place, wanted: Demand) -> list[Cause]:
     """Returns the shortest way to the program or the loop that keeps a value in f32."""
-    way: dict[Place, tuple[Place, ...]] = {at: ()}
+    for way, each in _ways(at, _hands_on):
+        if not isinstance(each, Use) and (kept := _by_reader(each, wanted)):
+            return [*_steps(way), *kept]
+    return []
+
+
+def _ways(
+    at: Place, passes: Callable[[Place], bool]
+) -> Iterator[tuple[tuple[Place, ...], Reader]]:
+    """Yields the readers of a result and, through equations that pass it on, of theirs.
+
+    Each comes with the equations on the way to it; the shortest ways are first.
+    """
+    ways: dict[Place, tuple[Place, ...]] = {at: ()}
     queue = collections.deque([at])
     while queue:
         place = queue.popleft()
-        for var in place.eqn.outvars:
-            for each in readers(place.frame, var):
-                if not isinstance(each, Use):
-                    if kept := _by_reader(each, wanted):
-                        return [*_steps(way[place]), *kept]
-                elif each.place not in way and _hands_on(each.place):
-                    way[each.place] = (*way[place], each.place)
-                    queue.append(each.place)
-    return []
+        for each in place.readers():
+            is_use = isinstance(each, Use)
+            if is_use and each.place in ways:
+                continue
+            yield ways[place], each
+            if is_use and passes(each.place):
+                ways[each.place] = (*ways[place], each.place)
+                queue.append(each.place)
 
 
 def _hands_on(at: Place) -> bool:
@@ -245,32 +252,16 @@ def _by_reader(each: Reader, wanted: Demand) -> list[Cause]:
 
 def _to_end(at: Place, end: int, words: str) -> list[Cause]:
     """Returns the shortest way to the reader at which an end begins."""
-    way: dict[Place, tuple[Place, ...]] = {at: ()}
-    queue = collections.deque([at])
-    while queue:
-        place = queue.popleft()
-        for use in _uses(place):
-            if use.place in way:
-                continue
-            way[use.place] = (*way[place], use.place)
-            if _begins(use, end):
-                return [*_steps(way[use.place]), Cause(words)]
-            if _passes(use.place, end):
-                queue.append(use.place)
+    for way, each in _ways(at, lambda place: _passes(place, end)):
+        if isinstance(each, Use) and _begins(each.place, end):
+            return [*_steps((*way, each.place)), Cause(words)]
     return []
 
 
-def _uses(at: Place) -> Iterator[Use]:
-    for var in at.eqn.outvars:
-        for each in readers(at.frame, var):
-            if isinstance(each, Use):
-                yield each
-
-
-def _begins(use: Use, end: int) -> bool:
+def _begins(at: Place, end: int) -> bool:
     """Whether a value gets an end from this reader, whatever reads its result."""
-    ranks = end == Ends.INDEX and use.place.eqn.primitive.name in RANKS
-    return ranks or bool(_end_of_operands(use.place, Ends.NONE) & end)
+    ranks = end == Ends.INDEX and at.eqn.primitive.name in RANKS
+    return ranks or bool(_end_of_operands(at, Ends.NONE) & end)
 
 
 def _passes(at: Place, end: int) -> bool:
@@ -295,7 +286,7 @@ def carry_words(loop: Loop) -> str:
         return "a while_loop keeps the dtype that it was traced in"
     inner = at.inner_results[0]
     turn = i - at.carried.start
-    known = known_inside(inner, inner.plan.body.jaxpr.invars[inner.carried[turn]])
+    known = _known_inside(inner, inner.input_carried(turn))
     if known is None:
         return "no equation reads it"
     if Trait.CARRIED in known.traits:
@@ -314,3 +305,11 @@ def carry_words(loop: Loop) -> str:
                 return f"each turn adds to it, as to a state: {made_by(each)}"
             return f"a turn makes it in {dtype}: {made_by(each)}"
     return f"its start or a turn makes it in {dtype}"
+
+
+def _known_inside(frame: Frame, var: Var) -> Known | None:
+    """Returns what the readers of an input of a body know of it; None without any."""
+    for each in readers(frame, var):
+        if isinstance(each, Use) and each.place.standing is not None:
+            return each.place.standing.views[each.position]
+    return None

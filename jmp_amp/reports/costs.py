@@ -7,7 +7,7 @@ keeps for the backward pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import jax
@@ -31,16 +31,15 @@ class Matmuls(NamedTuple):
     flops: int = 0
     flops_in_half: int = 0
 
-    def plus(self, other: Matmuls) -> Matmuls:
-        return Matmuls(*map(sum, zip(self, other, strict=True)))
+
+def added_up(costs: Iterable[Matmuls]) -> Matmuls:
+    """Returns the sum of the costs of products."""
+    return Matmuls(*map(sum, zip(Matmuls(), *costs, strict=True)))
 
 
 def matmuls_as_traced(body: Body, times: int) -> Matmuls:
     """Returns the matrix products of a body that runs `times` times as traced."""
-    found = Matmuls()
-    for _, cost in products_as_traced(body, times):
-        found = found.plus(cost)
-    return found
+    return added_up(cost for _, cost in products_as_traced(body, times))
 
 
 def products_as_traced(
@@ -56,10 +55,17 @@ def products_as_traced(
         cost = matmul_of(eqn, dtypes, times)
         if cost.total:
             yield here, cost
-        if eqn.primitive.name == "pallas_call":
-            continue  # written for one block of a grid
-        for inner in jaxprs.running_bodies(eqn):
-            yield from products_as_traced(inner, times * turns_of(eqn), here)
+        yield from products_inside(eqn, times, here)
+
+
+def products_inside(
+    eqn: Eqn, times: int, around: tuple[Eqn, ...] = ()
+) -> Iterator[tuple[tuple[Eqn, ...], Matmuls]]:
+    """Yields the products in the bodies of an equation, see `products_as_traced`."""
+    if eqn.primitive.name == "pallas_call":
+        return  # written for one block of a grid
+    for inner in jaxprs.running_bodies(eqn):
+        yield from products_as_traced(inner, times * turns_of(eqn), around)
 
 
 def matmul_of(eqn: Eqn, dtypes: Sequence[np.dtype | None], times: int) -> Matmuls:

@@ -106,5 +106,5 @@ def _on_cpu(
         return bool(place and place.planned.rewrite and place.planned.rewrite.dtype)
 
     others = [each for each in equations if not is_its_own(each)]
-    own = any(each.is_in_half or each.matmuls_in_half > 0 for each in others)
+    own = any(each.runs_in_half for each in others)
     return cpu.in_words(asked, len(others) < len(equations), own)

@@ -8,7 +8,6 @@ that it is in and the casts that it costs.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -16,9 +15,9 @@ import jax.core
 import numpy as np
 
 from jmp_amp.plan.dataflow.values import castable, traced_dtype
-from jmp_amp.plan.plan import EquationPlan, Identity, Plan
+from jmp_amp.plan.plan import EquationPlan
 from jmp_amp.plan.program import jaxprs, scope_text, source_code
-from jmp_amp.plan.program.dimensions import as_counted, as_number, sides_of
+from jmp_amp.plan.program.dimensions import as_number, elements_of, sides_of
 from jmp_amp.plan.program.jaxprs import Eqn, Literal, Value, Var, aval_of
 from jmp_amp.plan.rewrites.f32_gradients import NOTE
 from jmp_amp.plan.saved.needs import Part, part_of
@@ -30,12 +29,14 @@ from jmp_amp.policies.policy_map import PolicyMap
 from jmp_amp.reports.askers import asked_for
 from jmp_amp.reports.costs import (
     Matmuls,
+    added_up,
     matmul_of,
-    matmuls_as_traced,
+    products_inside,
     turns_of,
 )
 from jmp_amp.reports.opaque import reason_of
 from jmp_amp.reports.rows import Cast, Equation
+from jmp_amp.reports.ways import Frame, Place
 from jmp_amp.transform.planned import PlannedCall
 from jmp_amp.transform.scopes import entry_of
 
@@ -45,13 +46,11 @@ def read_plan(call: PlannedCall) -> tuple[Equation, ...]:
 
     Equations whose results nobody reads are left out: they do not run.
     """
-    plan = call.plan
-    inputs = list(map(_Slot, plan.body.jaxpr.invars, inputs_of(call)))
     on_cpu = call.cpu is not None
     # No entry switches off what a CPU does not have.
     switched_off = {} if on_cpu else _switched_off(call.policies)
-    reader = _Reader(_Place(on_cpu=on_cpu), switched_off)
-    found, returned = reader.read(plan, inputs)
+    program = Frame(call.plan, inputs_of(call))
+    found, returned = _Reader(program, _Context(switched_off, on_cpu)).read()
     if returned:
         found.append(
             Equation(
@@ -111,63 +110,65 @@ class _Slot:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where the bodies of an equation are.
+class _Context:
+    """What a body has of the program, and of the equations that call it.
 
     Attributes:
-      module: the path of the module that they are called in.
-      times: how often they run.
-      depth: how many calls they are inside of.
-      identity: the identity of the equation that calls, and the number of its body.
-      entry: the number of the entry of the map that gave the module its policy.
+      switched_off: for each entry of the map without fp8, why a product is not fp8.
       on_cpu: whether the plan is for a CPU.
+      module: the path of the module that it is called in.
+      times: how often it runs.
+      entry: the number of the entry of the map that gave the module its policy.
       by_policy: whether it was traced in the dtypes of the policy.
+      again: whether the backward pass makes an equation again, by its path through
+        helpers; None asks the blocks of the body.
+      path: the path to the body through helpers.
     """
 
+    switched_off: Mapping[int, str]
+    on_cpu: bool
     module: str = ""
     times: int = 1
-    depth: int = 0
-    identity: tuple[int, ...] = ()
     entry: int | None = None
-    on_cpu: bool = False
     by_policy: bool = False
+    again: Callable[[tuple[int, ...]], bool] | None = None
+    path: tuple[int, ...] = ()
+
+    def inside(self, eqn: Eqn) -> _Context:
+        """Returns the context of an equation: its scopes say where it is."""
+        scope = jaxprs.scope_text(eqn)
+        entry = entry_of(scope) if self.switched_off else None
+        return dataclasses.replace(
+            self,
+            module=joined(self.module, *module_scopes(eqn)),
+            entry=self.entry if entry is None else entry,
+            by_policy=self.by_policy
+            or scope_text.is_noted(scope_text.BY_POLICY, scope),
+        )
 
 
 class _Reader(Walk[_Slot]):
     """A walk that notes the casts and the equations of one body at a time.
 
     Attributes:
-      place: where the body is.
+      frame: the body.
+      context: where it is.
       found: the rows of each of its equations: its own, and those of its bodies.
       casts: the casts since the last equation, with the slots that they read.
-      switched_off: for each entry of the map without fp8, why a product is not fp8.
-      again: whether the backward pass makes an equation again, by its path through
-        helpers; None asks the blocks of the body.
-      path: the path to the body through helpers.
     """
 
-    def __init__(
-        self,
-        place: _Place,
-        switched_off: Mapping[int, str],
-        again: Callable[[tuple[int, ...]], bool] | None = None,
-        path: tuple[int, ...] = (),
-    ) -> None:
-        self.place = place
-        self.switched_off = switched_off
-        self.again = again
-        self.path = path
+    def __init__(self, frame: Frame, context: _Context) -> None:
+        if context.again is None:
+            made = {path for each in frame.plan.blocks for path in each.recomputed}
+            context = dataclasses.replace(context, again=made.__contains__)
+        self.frame, self.context = frame, context
         self.found: dict[int, list[Equation]] = {}
         self.casts: list[tuple[_Slot, np.dtype]] = []
 
-    def read(
-        self, plan: Plan, inputs: Sequence[_Slot]
-    ) -> tuple[list[Equation], list[Cast]]:
+    def read(self) -> tuple[list[Equation], list[Cast]]:
         """Returns the equations, and the casts of outputs that none of them made."""
-        if self.again is None:
-            again = frozenset(path for each in plan.blocks for path in each.recomputed)
-            self.again = again.__contains__
-        self.body(plan, inputs)
+        plan = self.frame.plan
+        self.body(plan, list(map(_Slot, plan.body.jaxpr.invars, self.frame.inputs)))
         others = self._returned()
         return [e for index in sorted(self.found) for e in self.found[index]], others
 
@@ -198,68 +199,37 @@ class _Reader(Walk[_Slot]):
             slots.append(_Slot(var, kept, planned.index))
             if made is not None and kept is not None and made != kept:
                 casts.append(self._cast(_Slot(var, made), kept, "result"))
-        here = dataclasses.replace(
-            self.place,
-            module=joined(self.place.module, *module_scopes(eqn)),
-            identity=(*self.place.identity, planned.index),
-            entry=self._entry(eqn),
-            by_policy=self.place.by_policy
-            or scope_text.is_noted(scope_text.BY_POLICY, jaxprs.scope_text(eqn)),
-        )
+        at, here = self.frame.places[planned.index], self.context.inside(eqn)
+        again = not planned.bodies and self._is_again(planned)
         rows: list[Equation] = []
-        for number, plan in enumerate(planned.bodies):
-            equations, returned = self._inside(eqn, planned, plan, number, here)
+        for body in at.inner:
+            equations, returned = self._inside(at, body, here)
             rows += equations
             casts += returned
-        row = asked_for(_row(eqn, planned, here, casts), eqn, planned, here.by_policy)
-        if planned.rewrite is not None and planned.rewrite.fp8 is not None:
-            row = dataclasses.replace(row, quantisations=2)
-        if not planned.bodies and self._is_again(planned):
-            row = dataclasses.replace(row, recomputed=True)
-        self.found[planned.index] = [self._by_map(row, here), *rows]
+        self.found[planned.index] = [_row(at, here, casts, again), *rows]
         return slots
 
     def _is_again(self, planned: EquationPlan) -> bool:
-        return self.again is not None and self.again((*self.path, planned.index))
-
-    def _entry(self, eqn: Eqn) -> int | None:
-        if not self.switched_off:
-            return None
-        found = entry_of(jaxprs.scope_text(eqn))
-        return self.place.entry if found is None else found
-
-    def _by_map(self, row: Equation, here: _Place) -> Equation:
-        """Returns a row; the map may be why its product is not one of 8-bit floats."""
-        is_low = row.matmuls and row.op_class == "low" and not row.fp8_matmuls
-        reason = None if here.entry is None else self.switched_off.get(here.entry)
-        if not is_low or reason is None:
-            return row
-        return dataclasses.replace(row, reason=reason)
+        again, path = self.context.again, self.context.path
+        return again is not None and again((*path, planned.index))
 
     def _inside(
-        self, eqn: Eqn, planned: EquationPlan, plan: Plan, number: int, here: _Place
+        self, at: Place, body: Frame, here: _Context
     ) -> tuple[list[Equation], list[Cast]]:
         """Returns the rows of a body of an equation, and the casts of its outputs."""
-        positions = jaxprs.inner_bodies(eqn)[number].operands
-        inputs = [
-            _Slot(var, planned.reads[i])
-            for var, i in zip(plan.body.jaxpr.invars, positions, strict=True)
-        ]
-        place = _Place(
-            joined(here.module, source_code.jitted_name(eqn) or ""),
-            here.times * turns_of(eqn),
-            here.depth + 1,
-            (*here.identity, number),
-            here.entry,
-            here.on_cpu,
-            here.by_policy,
-        )
         again, path = None, ()
-        if (part := part_of(eqn)) is Part.HELPER:
-            again, path = self.again, (*self.path, planned.index, number)
-        elif part is Part.RULE and self._is_again(planned):
+        if (part := part_of(at.eqn)) is Part.HELPER:
+            again, path = here.again, (*here.path, at.index, body.number)
+        elif part is Part.RULE and self._is_again(at.planned):
             again = bool  # all of it: no path is empty
-        return _Reader(place, self.switched_off, again, path).read(plan, inputs)
+        context = dataclasses.replace(
+            here,
+            module=joined(here.module, source_code.jitted_name(at.eqn) or ""),
+            times=here.times * turns_of(at.eqn),
+            again=again,
+            path=path,
+        )
+        return _Reader(body, context).read()
 
     def _noted(self, where: str) -> list[Cast]:
         """Returns the casts since the last equation."""
@@ -268,7 +238,7 @@ class _Reader(Walk[_Slot]):
 
     def _cast(self, slot: _Slot, dtype: np.dtype, where: str) -> Cast:
         assert slot.var is not None and slot.dtype is not None
-        elements = _size(slot.var) * self.place.times
+        elements = _size(slot.var) * self.context.times
         return Cast(short_name(slot.dtype), short_name(dtype), elements, where)
 
     def _returned(self) -> list[Cast]:
@@ -286,16 +256,17 @@ class _Reader(Walk[_Slot]):
 
 
 def _row(
-    eqn: Eqn, planned: EquationPlan, place: _Place, casts: Sequence[Cast]
+    at: Place, here: _Context, casts: Sequence[Cast], recomputed: bool
 ) -> Equation:
+    eqn, planned = at.eqn, at.planned
     is_opaque = _is_opaque(eqn, planned)
-    matmuls = _matmuls(eqn, planned, is_opaque, place.times)
+    matmuls = _matmuls(eqn, planned, is_opaque, here.times)
     dtype = None if planned.bodies else _dtype(eqn, planned)
     fp8 = None if planned.rewrite is None else planned.rewrite.fp8
     is_fp8 = fp8 is not None
     reason = f"{planned.reason}; {NOTE}" if planned.f32_gradients else planned.reason
-    return Equation(
-        module=place.module,
+    row = Equation(
+        module=here.module,
         operation=eqn.primitive.name,
         calls=_called(eqn),
         source=source_code.source_line(eqn),
@@ -305,7 +276,7 @@ def _row(
         op_class=planned.rule.op_class.value,
         decided_by=planned.rule.decided_by,
         from_policy=planned.rule.from_user,
-        reason=reason_of(eqn, matmuls, place.on_cpu) if is_opaque else reason,
+        reason=reason_of(eqn, matmuls, here.on_cpu) if is_opaque else reason,
         casts=tuple(casts),
         matmuls=matmuls.total,
         matmuls_in_half=matmuls.in_half,
@@ -314,13 +285,23 @@ def _row(
         fp8_matmuls=int(is_fp8),
         fp8_flops=matmuls.flops * is_fp8,
         smallest_side=min(map(as_number, sides_of(eqn))) if is_fp8 else 0,
-        elements=sum(map(_size, eqn.outvars)) * place.times,
-        times=place.times,
-        depth=place.depth,
+        quantisations=2 * is_fp8,
+        elements=sum(map(_size, eqn.outvars)) * here.times,
+        times=here.times,
+        depth=len(at.identity) // 2,
         is_opaque=is_opaque,
-        identity=str(Identity(place.identity)),
+        identity=str(at.identity),
+        recomputed=recomputed,
         f32_gradients=len(planned.f32_gradients),
     )
+    if not here.by_policy:
+        row = asked_for(row, eqn, planned)
+    # The map may be why a product is not one of 8-bit floats.
+    is_low = row.matmuls and row.op_class == "low" and not is_fp8
+    without_fp8 = None if here.entry is None else here.switched_off.get(here.entry)
+    if is_low and without_fp8 is not None:
+        return dataclasses.replace(row, reason=without_fp8)
+    return row
 
 
 def _dtype(eqn: Eqn, planned: EquationPlan) -> np.dtype | None:
@@ -347,12 +328,7 @@ def _is_opaque(eqn: Eqn, planned: EquationPlan) -> bool:
 
 def _matmuls(eqn: Eqn, planned: EquationPlan, opaque: bool, times: int) -> Matmuls:
     if opaque:
-        total, again = Matmuls(), times * turns_of(eqn)
-        if eqn.primitive.name == "pallas_call":
-            return total
-        for body in jaxprs.running_bodies(eqn):
-            total = total.plus(matmuls_as_traced(body, again))
-        return total
+        return added_up(cost for _, cost in products_inside(eqn, times))
     dtypes = [
         dtype or getattr(v.aval, "dtype", None)
         for dtype, v in zip(planned.reads, eqn.invars, strict=True)
@@ -386,4 +362,4 @@ def _shape(var: Var) -> tuple[int, ...]:
 
 def _size(var: Var) -> int:
     shape = getattr(var.aval, "shape", None)
-    return 0 if shape is None else math.prod(as_counted(shape))
+    return 0 if shape is None else elements_of(shape)

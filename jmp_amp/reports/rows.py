@@ -101,6 +101,11 @@ class Equation:
         return self.is_floating and (is_half(dtype) or is_fp8(dtype))
 
     @property
+    def runs_in_half(self) -> bool:
+        """Whether it, or a product inside of a call that runs as traced, is in half."""
+        return self.is_in_half or self.matmuls_in_half > 0
+
+    @property
     def stays_full(self) -> bool:
         return self.is_floating and parse_dtype(self.dtype) == F32
 

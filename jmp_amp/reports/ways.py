@@ -6,15 +6,16 @@ program: it knows what calls it, so that a way leads into bodies and out of them
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from jmp_amp.plan.choose.modes import Dtypes
 from jmp_amp.plan.dataflow.standing import Standing
-from jmp_amp.plan.dataflow.values import Known, traced_dtype
+from jmp_amp.plan.dataflow.values import traced_dtype
 from jmp_amp.plan.plan import EquationPlan, Identity, Plan
 from jmp_amp.plan.program import jaxprs, source_code
 from jmp_amp.plan.program.jaxprs import Atom, Eqn, Literal, Var
@@ -35,7 +36,6 @@ class Frame:
     ) -> None:
         self.plan, self.inputs = plan, inputs
         self.caller, self.number = caller, number
-        self._inner: dict[tuple[int, int], Frame] = {}
 
     def __deepcopy__(self, memo: object) -> Frame:
         # A copy of a report has the same plan.
@@ -46,42 +46,48 @@ class Frame:
         return type(None), ()
 
     @functools.cached_property
-    def made(self) -> dict[Var, int]:
-        """The index of the equation that makes each variable."""
-        eqns = enumerate(self.plan.body.jaxpr.eqns)
-        return {var: index for index, eqn in eqns for var in eqn.outvars}
+    def places(self) -> list[Place]:
+        """The equations of the body."""
+        return [Place(self, index) for index in range(len(self.plan.equations))]
+
+    @functools.cached_property
+    def _makers(self) -> dict[Var, tuple[Place, int]]:
+        return {
+            var: (place, result)
+            for place in self.places
+            for result, var in enumerate(place.eqn.outvars)
+        }
 
     @property
-    def operands(self) -> list[Atom]:
-        """The operands of the caller that the inputs come from."""
+    def operands(self) -> Sequence[int]:
+        """For each input, the position of the operand of the caller that it is."""
         assert self.caller is not None
-        eqn = self.caller.eqn
-        return [eqn.invars[i] for i in jaxprs.inner_bodies(eqn)[self.number].operands]
+        return jaxprs.inner_bodies(self.caller.eqn)[self.number].operands
 
-    @property
-    def carried(self) -> range:
-        """Which inputs the caller carries from turn to turn."""
-        if self.caller is None or not jaxprs.is_loop(self.caller.eqn):
-            return range(0)
-        operands = jaxprs.inner_bodies(self.caller.eqn)[self.number].operands
-        carried = [i for i, at in enumerate(operands) if at in self.caller.carried]
-        return range(carried[0], carried[-1] + 1) if carried else range(0)
+    def input_carried(self, turn: int) -> Var:
+        """Returns the input that is a carry of a loop, by the number of the carry."""
+        assert self.caller is not None
+        position = self.operands.index(self.caller.carried[turn])
+        return self.plan.body.jaxpr.invars[position]
 
     def place(self, identity: str) -> Place:
         """Returns the equation of an identity that is told from this body."""
         first, *way = map(int, identity.split("."))
-        at = Place(self, first)
+        at = self.places[first]
         for number, index in zip(way[::2], way[1::2], strict=True):
-            at = Place(at.inner[number], index)
+            at = at.inner[number].places[index]
         return at
 
-    def places(self) -> Iterator[Place]:
+    def all_places(self) -> Iterator[Place]:
         """Yields the equations of the body, each before those of its bodies."""
-        for index in range(len(self.plan.equations)):
-            place = Place(self, index)
+        for place in self.places:
             yield place
             for inner in place.inner:
-                yield from inner.places()
+                yield from inner.all_places()
+
+    def maker(self, atom: Atom) -> tuple[Place, int] | None:
+        """Returns the equation of the body that makes a value, and as which result."""
+        return None if isinstance(atom, Literal) else self._makers.get(atom)
 
     def input_of(self, atom: Atom) -> int | None:
         """Returns which input of the body a value is; None if it is none."""
@@ -90,28 +96,27 @@ class Frame:
 
     def held(self, atom: Atom) -> np.dtype | None:
         """Returns the dtype that a value is held in; None if it is never cast."""
-        if isinstance(atom, Literal):
-            return traced_dtype(atom)
-        if atom in self.made:
-            place = Place(self, self.made[atom])
-            return place.planned.writes[place.eqn.outvars.index(atom)]
+        if made := self.maker(atom):
+            place, result = made
+            return place.planned.writes[result]
         position = self.input_of(atom)
         return traced_dtype(atom) if position is None else self.inputs[position]
 
 
-class Place(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
     """An equation of a program, where it stands: in a body, at an index."""
 
     frame: Frame
-    at: int
+    index: int
 
     @property
     def eqn(self) -> Eqn:
-        return self.frame.plan.body.jaxpr.eqns[self.at]
+        return self.frame.plan.body.jaxpr.eqns[self.index]
 
     @property
     def planned(self) -> EquationPlan:
-        return self.frame.plan.equations[self.at]
+        return self.frame.plan.equations[self.index]
 
     @property
     def carried(self) -> range:
@@ -121,7 +126,7 @@ class Place(NamedTuple):
     def identity(self) -> Identity:
         above = self.frame.caller
         way = () if above is None else (*above.identity, self.frame.number)
-        return Identity((*way, self.at))
+        return Identity((*way, self.index))
 
     @property
     def label(self) -> str:
@@ -135,23 +140,24 @@ class Place(NamedTuple):
         decision = self.planned.decision
         return None if decision is None else decision.standing
 
-    @property
+    @functools.cached_property
     def inner(self) -> list[Frame]:
         """The bodies that are planned."""
-        found = []
-        for number, plan in enumerate(self.planned.bodies):
-            key = self.at, number
-            if key not in self.frame._inner:
-                operands = jaxprs.inner_bodies(self.eqn)[number].operands
-                inputs = tuple(self.planned.reads[i] for i in operands)
-                self.frame._inner[key] = Frame(plan, inputs, self, number)
-            found.append(self.frame._inner[key])
-        return found
+        bodies = zip(self.planned.bodies, jaxprs.inner_bodies(self.eqn), strict=False)
+        return [
+            Frame(plan, tuple(self.planned.reads[i] for i in body.operands), self, n)
+            for n, (plan, body) in enumerate(bodies)
+        ]
 
     @property
     def inner_results(self) -> list[Frame]:
         """The bodies that return the results: not the condition of a `while`."""
         return self.inner[jaxprs.is_while(self.eqn) :]
+
+    def readers(self) -> Iterator[Reader]:
+        """Yields what reads the results, see `readers`."""
+        for var in self.eqn.outvars:
+            yield from readers(self.frame, var)
 
 
 class Argument(NamedTuple):
@@ -195,11 +201,8 @@ Reader: TypeAlias = Use | Loop | Returned
 
 def makers(frame: Frame, atom: Atom) -> Iterator[Maker]:
     """Yields what made a value, in whatever body; several if branches may have."""
-    if isinstance(atom, Literal):
-        yield Argument(None)
-    elif atom in frame.made:
-        place = Place(frame, frame.made[atom])
-        result = place.eqn.outvars.index(atom)
+    if made := frame.maker(atom):
+        place, result = made
         if result < len(place.carried):
             yield Loop(place, place.carried[result])
         elif not place.planned.bodies:
@@ -207,15 +210,14 @@ def makers(frame: Frame, atom: Atom) -> Iterator[Maker]:
         else:
             for inner in place.inner_results:
                 yield from makers(inner, inner.plan.body.jaxpr.outvars[result])
-    elif (position := frame.input_of(atom)) is None:
-        yield Argument(None)
-    elif frame.caller is None:
+        return
+    position, caller = frame.input_of(atom), frame.caller
+    if position is None or caller is None:
         yield Argument(position)
-    elif position in frame.carried:
-        first = frame.caller.carried.start - frame.carried.start
-        yield Loop(frame.caller, first + position)
+    elif (operand := frame.operands[position]) in caller.carried:
+        yield Loop(caller, operand)
     else:
-        yield from makers(frame.caller.frame, frame.operands[position])
+        yield from makers(caller.frame, caller.eqn.invars[operand])
 
 
 def readers(
@@ -230,7 +232,7 @@ def readers(
         return
     seen.add((frame, var))
     for index in frame.plan.readers.get(var, ()):
-        place = Place(frame, index)
+        place = frame.places[index]
         for position, atom in enumerate(place.eqn.invars):
             if atom is not var or not jaxprs.runs(place.eqn):
                 continue
@@ -239,12 +241,10 @@ def readers(
                 continue
             if position in place.carried:
                 yield Loop(place, position)
-            for number, inner in enumerate(place.inner):
-                operands = jaxprs.inner_bodies(place.eqn)[number].operands
-                for inside, i in zip(
-                    inner.plan.body.jaxpr.invars, operands, strict=True
-                ):
-                    if i == position:
+            for inner in place.inner:
+                inputs = inner.plan.body.jaxpr.invars
+                for inside, operand in zip(inputs, inner.operands, strict=True):
+                    if operand == position:
                         yield from readers(inner, inside, seen)
     above = frame.caller
     for number, atom in enumerate(frame.plan.body.jaxpr.outvars):
@@ -257,14 +257,5 @@ def readers(
             continue  # the condition of a loop
         if number < len(above.carried):
             yield Loop(above, above.carried[number])
-            inside = frame.plan.body.jaxpr.invars[frame.carried[number]]
-            yield from readers(frame, inside, seen)
+            yield from readers(frame, frame.input_carried(number), seen)
         yield from readers(above.frame, above.eqn.outvars[number], seen)
-
-
-def known_inside(frame: Frame, var: Atom) -> Known | None:
-    """Returns what the readers of an input of a body know of it; None without any."""
-    for each in readers(frame, var):
-        if isinstance(each, Use) and each.place.standing is not None:
-            return each.place.standing.views[each.position]
-    return None

@@ -11,7 +11,7 @@ import numpy as np
 
 from jmp_amp.plan.dataflow.values import Origin
 from jmp_amp.plan.program import jaxprs
-from jmp_amp.plan.program.jaxprs import Atom, Literal
+from jmp_amp.plan.program.jaxprs import Atom
 from jmp_amp.plan.tables.operations import OpClass
 from jmp_amp.policies.dtypes import F32, short_name
 from jmp_amp.reports.causes import carry_words, causes_of, pin_id
@@ -64,8 +64,8 @@ class Why:
     def _of_equation(self, at: Place, row: Equation) -> Iterator[str]:
         eqn, planned = at.eqn, at.planned
         yield f"It is {self._what(at)}."
-        read = _listed(map(_dtype, planned.reads, eqn.invars)) or "nothing"
-        kept = _listed(map(_dtype, planned.writes, eqn.outvars)) or "nothing"
+        read = " and ".join(map(_dtype, planned.reads, eqn.invars)) or "nothing"
+        kept = " and ".join(map(_dtype, planned.writes, eqn.outvars)) or "nothing"
         yield f"It reads {read}, computes in {row.dtype or 'no float'}, keeps {kept}."
         yield _class_of(at)
         for i in range(len(eqn.invars)):
@@ -165,13 +165,8 @@ class Why:
 
 def _maker(frame: Frame, atom: Atom) -> str:
     """Returns what made an operand: the equation beside it, or what is outside."""
-    if not isinstance(atom, Literal) and atom in frame.made:
-        return f"{Place(frame, frame.made[atom]).label} makes it"
-    return made_by(next(makers(frame, atom)))
-
-
-def _listed(names: Iterator[str]) -> str:
-    return " and ".join(names)
+    made = frame.maker(atom)
+    return made_by(made[0] if made else next(makers(frame, atom)))
 
 
 def _dtype(dtype: np.dtype | None, atom: Atom) -> str:
