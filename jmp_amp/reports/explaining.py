@@ -83,14 +83,10 @@ def explain(
             function=name,
             policy=str(policies),
             equations=equations,
-            saved=kept.saved,
-            not_differentiable=kept.why_not,
             unused_rules=tuple(sorted(named - decided)),
-            arguments=kept.arguments,
-            arguments_without=kept.arguments_without,
             on_cpu=None if cpu is None else _on_cpu(cpu, asked, equations, program),
-            largest_kept=kept.largest,
             _program=program,
+            **kept._asdict(),
         )
 
     return Waiting(explained, f"explain({name})", "Report")

@@ -45,8 +45,8 @@ def folded(modules: Mapping[str, Costs]) -> list[Row]:
     Args:
       modules: the sums of each, by its path.
     """
-    paths = _as_tree(path for path, costs in modules.items() if any(costs))
-    return list(_rows(_nodes(paths, modules), 0))
+    costly = {path: costs for path, costs in modules.items() if any(costs)}
+    return list(_rows(_nodes(costly), 0))
 
 
 def flat(rows: Iterable[Row]) -> Iterator[Row]:
@@ -62,24 +62,15 @@ def flat(rows: Iterable[Row]) -> Iterator[Row]:
             yield Row(0, "/".join(around), costs)
 
 
-def _as_tree(paths: Iterable[str]) -> dict[str, dict]:
-    """Returns the names of paths, each with what is inside of it."""
-    tree: dict[str, dict] = {}
-    for path in paths:
-        inside = tree
-        for name in path.split("/"):
-            inside = inside.setdefault(name, {})
-    return tree
-
-
-def _nodes(
-    tree: Mapping[str, dict], modules: Mapping[str, Costs], above: str = ""
-) -> tuple[_Node, ...]:
-    nodes = []
-    for name, inside in tree.items():
-        path = f"{above}/{name}" if above else name
-        nodes.append(_Node(name, modules.get(path), _nodes(inside, modules, path)))
-    return _folded(nodes)
+def _nodes(modules: Mapping[str, Costs]) -> tuple[_Node, ...]:
+    """Returns the modules of a level, each with what is inside of it."""
+    inside: dict[str, dict[str, Costs]] = {}
+    for path, costs in modules.items():
+        name, _, rest = path.partition("/")
+        inside.setdefault(name, {})[rest] = costs
+    return _folded(
+        [_Node(name, x.pop("", None), _nodes(x)) for name, x in inside.items()]
+    )
 
 
 def _folded(nodes: list[_Node]) -> tuple[_Node, ...]:

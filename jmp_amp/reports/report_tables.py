@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import collections
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jmp_amp.plan.rewrites.f32_gradients import NOTE
 from jmp_amp.plan.tables.operations import OPERATIONS
 from jmp_amp.plan.tables.rules import FUNCTION_RULES
 from jmp_amp.reports.folding import flat, folded
 from jmp_amp.reports.rows import Asked, Cast, Costs, Equation, Kept, Reason
-from jmp_amp.reports.tables import Table, file_name, listed, quantity, shape_text
+from jmp_amp.reports.tables import (
+    Table,
+    amount,
+    file_name,
+    listed,
+    of_rows,
+    quantity,
+    shape_text,
+)
 
 TOP_LEVEL = "(top level)"
 
@@ -64,28 +72,24 @@ def _figures(costs: Costs, saves: bool) -> list[str]:
     figures = [
         f"{costs.in_half}/{costs.equations}" if costs.equations else "",
         f"{costs.matmuls_in_half}/{costs.matmuls}" if costs.matmuls else "",
-        quantity(costs.flops) if costs.flops else "",
+        amount(costs.flops),
         str(costs.casts or ""),
         quantity(costs.cast_elements) if costs.casts else "",
     ]
     sizes = (costs.saved, costs.saved_without) if saves else ()
-    return figures + [f"{quantity(size)}B" if size else "" for size in sizes]
+    return figures + [amount(size, "B") for size in sizes]
 
 
 def of_reasons(reasons: Iterable[Reason], title: str = "What stays in f32") -> Table:
     """Returns why equations have their dtype and what it costs, a row for a reason."""
-    numbers = ("equations", "elements", "FLOP")
-    rows = [
-        (
-            r.reason,
-            str(r.equations),
-            quantity(r.elements),
-            quantity(r.flops) if r.flops else "",
-            " ".join(r.operations),
-        )
-        for r in reasons
-    ]
-    return Table(title, ("why", *numbers, "operations"), rows, numbers)
+    cells: dict[str, Callable[[Reason], str]] = {
+        "why": lambda each: each.reason,
+        "equations": lambda each: str(each.equations),
+        "elements": lambda each: quantity(each.elements),
+        "FLOP": lambda each: amount(each.flops),
+        "operations": lambda each: " ".join(each.operations),
+    }
+    return of_rows(title, reasons, cells, ("equations", "elements", "FLOP"))
 
 
 def of_f32_gradients(equations: Iterable[Equation]) -> Table:
@@ -96,49 +100,46 @@ def of_f32_gradients(equations: Iterable[Equation]) -> Table:
     return Table(f"In half, and {NOTE}", columns, rows, ("equations",))
 
 
-def of_kept(kept: Iterable[Kept]) -> Table:
+def of_kept(kept: Sequence[Kept]) -> Table:
     """Returns the three largest arrays that are kept for the backward pass."""
-    rows = [
-        (
-            each.module or TOP_LEVEL,
-            each.operation,
-            shape_text(each.shape),
-            each.dtype,
-            f"{quantity(each.size)}B",
-        )
-        for each in [*kept][:3]
-    ]
-    columns = ("module", "operation", "shape", "dtype", "bytes")
-    return Table("The largest kept for the backward pass", columns, rows, ("bytes",))
+    cells: dict[str, Callable[[Kept], str]] = {
+        "module": lambda each: each.module or TOP_LEVEL,
+        "operation": lambda each: each.operation,
+        "shape": lambda each: shape_text(each.shape),
+        "dtype": lambda each: each.dtype,
+        "bytes": lambda each: f"{quantity(each.size)}B",
+    }
+    title = "The largest kept for the backward pass"
+    return of_rows(title, kept[:3], cells, ("bytes",))
 
 
 def of_asked(askers: Iterable[Asked]) -> Table:
     """Returns what is in half whatever the policy says, one row for each asker."""
-    numbers = ("equations", "matmuls", "FLOP")
-    rows = [
-        (
-            each.by,
-            str(each.equations),
-            str(each.matmuls or ""),
-            quantity(each.flops) if each.flops else "",
-            listed(path or TOP_LEVEL for path in each.modules),
-            listed(map(file_name, each.sources)),
-        )
-        for each in askers
-    ]
+    cells: dict[str, Callable[[Asked], str]] = {
+        "asked for by": lambda each: each.by,
+        "equations": lambda each: str(each.equations),
+        "matmuls": lambda each: str(each.matmuls or ""),
+        "FLOP": lambda each: amount(each.flops),
+        "modules": lambda each: listed(path or TOP_LEVEL for path in each.modules),
+        "source": lambda each: listed(map(file_name, each.sources)),
+    }
     note = (
         "The policy does not decide these. To see what it would do, explain the "
         "function without\ndtype=, astype and arrays in half precision."
     )
-    columns = ("asked for by", *numbers, "modules", "source")
-    return Table("In half whatever the policy", columns, rows, numbers, note)
+    title, numbers = "In half whatever the policy", ("equations", "matmuls", "FLOP")
+    return of_rows(title, askers, cells, numbers, note)
 
 
 def of_products(reasons: Iterable[Reason], note: str | None) -> Table:
     """Returns in which dtype matrix products run and why, under a policy of fp8."""
+    cells: dict[str, Callable[[Reason], str]] = {
+        "why": lambda each: each.reason,
+        "products": lambda each: str(each.equations),
+        "FLOP": lambda each: quantity(each.flops),
+    }
     numbers = ("products", "FLOP")
-    rows = [(r.reason, str(r.equations), quantity(r.flops)) for r in reasons]
-    return Table("Matrix products", ("why", *numbers), rows, numbers, note or "")
+    return of_rows("Matrix products", reasons, cells, numbers, note or "")
 
 
 def of_casts(pairs: Mapping[str, tuple[int, int]]) -> Table:
@@ -153,18 +154,14 @@ def of_casts(pairs: Mapping[str, tuple[int, int]]) -> Table:
 
 def of_opaque(equations: Iterable[Equation], on_cpu: bool) -> Table:
     """Returns one row for each call that runs as traced."""
-    numbers = ("products", "in half")
-    rows = [
-        (
-            e.calls or e.operation,
-            e.reason,
-            e.module or TOP_LEVEL,
-            file_name(e.source),
-            str(e.matmuls or ""),
-            str(e.matmuls_in_half) if e.matmuls else "",
-        )
-        for e in equations
-    ]
+    cells: dict[str, Callable[[Equation], str]] = {
+        "call": lambda each: each.calls or each.operation,
+        "what": lambda each: each.reason,
+        "module": lambda each: each.module or TOP_LEVEL,
+        "source": lambda each: file_name(each.source),
+        "products": lambda each: str(each.matmuls or ""),
+        "in half": lambda each: str(each.matmuls_in_half) if each.matmuls else "",
+    }
     note = (
         "The plan does not look into these. amp.cast_inputs(fn) has a function of "
         "your own traced in\nhalf precision. Where a library calls yours, autocast "
@@ -172,8 +169,7 @@ def of_opaque(equations: Iterable[Equation], on_cpu: bool) -> Table:
     )
     if on_cpu:
         note = "The plan does not look into these."
-    columns = ("call", "what", "module", "source", *numbers)
-    return Table("Run as traced", columns, rows, numbers, note)
+    return of_rows("Run as traced", equations, cells, ("products", "in half"), note)
 
 
 def of_unused(names: Iterable[str]) -> Table:
@@ -193,30 +189,29 @@ def of_unused(names: Iterable[str]) -> Table:
 
 def of_equations(equations: Iterable[Equation]) -> list[Table]:
     """Returns one row for each equation, one table for each module."""
-    shown: dict[str, Table] = {}
-    columns = ("#", "source", "operation", "shape", "dtype", "class", "why", "casts")
+    modules: dict[str, list[Equation]] = {}
     for equation in equations:
-        path = equation.module or TOP_LEVEL
-        times = f" x{equation.times}" if equation.times > 1 else ""
-        shown.setdefault(path, Table(path, columns, [])).rows.append(
-            (
-                equation.identity,
-                file_name(equation.source),
-                _operation(equation) + times,
-                " ".join(map(shape_text, equation.shapes)),
-                equation.dtype,
-                equation.op_class,
-                equation.reason,
-                _casts(equation.casts),
-            )
-        )
-    return list(shown.values())
+        modules.setdefault(equation.module or TOP_LEVEL, []).append(equation)
+    return [of_rows(path, rows, _EQUATION) for path, rows in modules.items()]
 
 
 def _operation(equation: Equation) -> str:
-    return f"{equation.operation} {equation.calls}".strip()
+    times = f" x{equation.times}" if equation.times > 1 else ""
+    return f"{equation.operation} {equation.calls}".strip() + times
 
 
 def _casts(casts: Iterable[Cast]) -> str:
     pairs = collections.Counter(f"{cast.source}>{cast.target}" for cast in casts)
     return " ".join(f"{pair} x{n}" if n > 1 else pair for pair, n in pairs.items())
+
+
+_EQUATION: dict[str, Callable[[Equation], str]] = {
+    "#": lambda each: each.identity,
+    "source": lambda each: file_name(each.source),
+    "operation": _operation,
+    "shape": lambda each: " ".join(map(shape_text, each.shapes)),
+    "dtype": lambda each: each.dtype,
+    "class": lambda each: each.op_class,
+    "why": lambda each: each.reason,
+    "casts": lambda each: _casts(each.casts),
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -18,21 +19,13 @@ from jmp_amp.transform.planned import PlannedCall
 
 
 class SavedBytes(NamedTuple):
-    """What differentiation saves.
-
-    Attributes:
-      saved: what the modules compute; None if there is no derivative.
-      arguments, arguments_without: bytes of the arguments that it keeps as they are,
-        under autocast and without.
-      why_not: why there is no derivative; None if there is one.
-      largest: the arrays of `saved` under autocast, the largest first.
-    """
+    """What differentiation saves: the fields of a `Report` that say it."""
 
     saved: tuple[Saved, ...] | None
+    not_differentiable: str | None = None
     arguments: int = 0
     arguments_without: int = 0
-    why_not: str | None = None
-    largest: tuple[Kept, ...] = ()
+    largest_kept: tuple[Kept, ...] = ()
 
 
 def read_saved(call: PlannedCall, equations: Sequence[Equation]) -> SavedBytes:
@@ -49,9 +42,9 @@ def read_saved(call: PlannedCall, equations: Sequence[Equation]) -> SavedBytes:
         if jnp.issubdtype(value.dtype, jnp.inexact)
     ]
     if not moving:
-        return SavedBytes(None, why_not="no argument is floating-point")
+        return SavedBytes(None, not_differentiable="no argument is floating-point")
     if not any(jnp.issubdtype(v.dtype, jnp.inexact) for v in traced.jaxpr.out_avals):
-        return SavedBytes(None, why_not="no result is floating-point")
+        return SavedBytes(None, not_differentiable="no result is floating-point")
 
     def planned(*values: Value) -> list[Value]:
         return run(call.plan, values)
@@ -65,36 +58,26 @@ def read_saved(call: PlannedCall, equations: Sequence[Equation]) -> SavedBytes:
             residuals.append(saved_for_backward(fn, traced.arrays, moving))
         except Exception as error:  # whatever the function's own rules raise
             told = str(error).strip().partition("\n")[0] or type(error).__name__
-            return SavedBytes(None, why_not=told)
+            return SavedBytes(None, not_differentiable=told)
     made = [[each for each in found if each.makers] for found in residuals]
     copies = [[each for each in found if each.of_argument] for found in made]
-    places = _Places(equations)
-    sizes = [_modules_of(each, places) for each in (*made, *copies)]
-    paths = dict.fromkeys(path for each in sizes for path in each)
-    saved = tuple(Saved(path, *(each.get(path, 0) for each in sizes)) for path in paths)
     arguments, arguments_without = (
         sum(each.size for each in found if not each.makers) for found in residuals
     )
-    rows = [
-        Kept(
-            places.module_of(each.makers),
-            each.makers[-1].primitive.name,
-            each.shape,
-            short_name(each.dtype),
-            each.size,
-        )
-        for each in made[0]
-    ]
-    largest = tuple(sorted(rows, key=lambda row: -row.size))
-    return SavedBytes(saved, arguments, arguments_without, largest=largest)
+    places = _Places(equations)
+    sizes = [_by_module(each, places) for each in (*made, *copies)]
+    paths = dict.fromkeys(path for each in sizes for path in each)
+    saved = tuple(Saved(path, *(each[path] for each in sizes)) for path in paths)
+    largest = sorted(made[0], key=lambda each: -each.size)
+    kept = tuple(map(places.kept, largest))
+    return SavedBytes(saved, None, arguments, arguments_without, kept)
 
 
-def _modules_of(residuals: Iterable[Residual], places: _Places) -> dict[str, int]:
+def _by_module(residuals: Iterable[Residual], places: _Places) -> Counter[str]:
     """Returns how many bytes of `residuals` the modules of a program keep."""
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()
     for each in residuals:
-        path = places.module_of(each.makers)
-        sizes[path] = sizes.get(path, 0) + each.size
+        sizes[places.module_of(each.makers)] += each.size
     return sizes
 
 
@@ -113,6 +96,12 @@ class _Places:
         for each in equations:
             self.by_line.setdefault(each.source, {})[each.module] = None
         self.names = {name for path in self.modules for name in path.split("/")}
+
+    def kept(self, each: Residual) -> Kept:
+        """Returns the row of an array that is kept."""
+        module, made = self.module_of(each.makers), each.makers[-1]
+        dtype = short_name(each.dtype)
+        return Kept(module, made.primitive.name, each.shape, dtype, each.size)
 
     def module_of(self, makers: Sequence[Eqn]) -> str:
         """Returns the module that makes a residual, see `Residual.makers`.

@@ -7,13 +7,15 @@ import html
 import io
 import math
 import os
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
+
+R = TypeVar("R")
 
 
 class Table(NamedTuple):
@@ -32,6 +34,24 @@ class Table(NamedTuple):
     rows: list[tuple[str, ...]]
     numeric: Collection[str] = ()
     note: str = ""
+
+
+def of_rows(
+    title: str,
+    rows: Iterable[R],
+    cells: Mapping[str, Callable[[R], str]],
+    numeric: Collection[str] = (),
+    note: str = "",
+) -> Table:
+    """Returns a table with a row for each of `rows`.
+
+    Args:
+      title, numeric, note: as of a `Table`.
+      rows: what the rows are about.
+      cells: by the heading of a column, the text of its cell.
+    """
+    texts = [tuple(cell(row) for cell in cells.values()) for row in rows]
+    return Table(title, tuple(cells), texts, numeric, note)
 
 
 class Shown(abc.ABC):
@@ -152,6 +172,11 @@ def quantity(number: float) -> str:
         number /= 1000
         prefixes.pop(0)
     return f"{number:.3g} {prefixes[0]}"
+
+
+def amount(number: float, unit: str = "") -> str:
+    """Returns a quantity with its unit; "" for none."""
+    return f"{quantity(number)}{unit}" if number else ""
 
 
 def count(value: int) -> str:
