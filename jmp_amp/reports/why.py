@@ -124,7 +124,7 @@ class Why:
     def _chain(self, at: Place) -> Iterator[str]:
         yield "The chain of causes:"
         yield f"  {at.label} is {self._what(at)}."
-        seen, count, steps = {at}, 1, causes_of(at)
+        seen, steps = {at}, causes_of(at)
         while steps:
             step, *steps = steps
             if step.place is None:
@@ -132,11 +132,10 @@ class Why:
                 return
             if step.place in seen:
                 return
-            if count == _MOST_STEPS:
+            if len(seen) == _MOST_STEPS:
                 yield "  ..."
                 return
             seen.add(step.place)
-            count += 1
             label = step.place.label
             yield f"  {step.words} {label}, which is {self._what(step.place)}."
             if not steps:

@@ -62,36 +62,33 @@ def _is_of_jet(error: Exception) -> bool:
     return "JetTracer" in str(error)
 
 
+@dataclasses.dataclass(eq=False)
 class Replay(Walk[Value]):
     """One replay of a plan on arrays.
 
     Attributes:
-      marks: what it leaves on the equations that it binds.
-      staged: the bodies that were staged, each of them once. They are closed jaxprs and
-        hold no tracers, so the traces inside `jax.checkpoint` share them too.
       differentiates: whether what it runs may be differentiated. Not so the primal of
         a `custom_jvp`, which has a rule, and what jet runs.
       recomputes: whether it runs the blocks of the plan as such.
+      marks: what it leaves on the equations that it binds.
       block_kept: inside a block, what of it is kept, see `Block`.
       path: inside a block, the way through helpers to the body.
+      staged: the bodies that were staged, each of them once. They are closed jaxprs and
+        hold no tracers, so the traces inside `jax.checkpoint` share them too.
     """
 
-    def __init__(
-        self,
-        differentiates: bool = True,
-        recomputes: bool = True,
-        marks: Marks = _NO_MARKS,
-        block_kept: Mapping[tuple[int, ...], frozenset[Key]] | None = None,
-        path: tuple[int, ...] = (),
-    ):
-        self.marks = marks
+    differentiates: bool = True
+    recomputes: bool = True
+    marks: Marks = _NO_MARKS
+    block_kept: Mapping[tuple[int, ...], frozenset[Key]] = dataclasses.field(
+        default_factory=dict
+    )
+    path: tuple[int, ...] = ()
+    staged: dict[Plan, ClosedJaxpr] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         # A measured cast is one of its reader, as the plan says.
-        self.casts_before = not marks.tells_equations
-        self.staged: dict[Plan, ClosedJaxpr] = {}
-        self.block_kept = block_kept or {}
-        self.path = path
-        self.differentiates = differentiates
-        self.recomputes = recomputes
+        self.casts_before = not self.marks.tells_equations
 
     def constant(self, value: Value, var: Var) -> Value:
         # JAX keeps small constants as numpy arrays. A custom rule may index them by a
@@ -236,12 +233,7 @@ class Replay(Walk[Value]):
         if not self.block_kept:
             return self
         # It is written out: the block around it says what of it is kept.
-        path = (*self.path, planned.index, 0)
-        replay = Replay(
-            self.differentiates, self.recomputes, self.marks, self.block_kept, path
-        )
-        replay.staged = self.staged
-        return replay
+        return dataclasses.replace(self, path=(*self.path, planned.index, 0))
 
     def _apart(self, plan: Plan, args: Sequence[Value]) -> list[Value]:
         """Runs a body that is traced apart."""
@@ -268,10 +260,7 @@ class Replay(Walk[Value]):
         (body,) = planned.bodies
 
         def primal(*xs: Value) -> list[Value]:
-            replay = Replay(
-                differentiates=False, recomputes=self.recomputes, marks=self.marks
-            )
-            return replay._apart(body, xs)
+            return Replay(False, self.recomputes, self.marks)._apart(body, xs)
 
         primal.__name__ = source_code.function_name(eqn) or primal.__name__
 

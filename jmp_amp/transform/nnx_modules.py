@@ -12,6 +12,7 @@ objects, as `nnx.jit` does.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -37,6 +38,7 @@ _ADDRESS = "_pytree__amp_address"
 _OPENS_SCOPES = "_amp_opens_scopes"
 
 
+@dataclasses.dataclass(frozen=True)
 class _Address:
     """Where a module is in a model, as nnx and JAX compare it.
 
@@ -48,27 +50,14 @@ class _Address:
       around: the classes of the modules around it.
       asks_for_f32: whether it is a layer that is written to compute in float32.
       depth: that of the autocast that gave it scopes.
+      told_by: what a map may tell of both: an entry may be for what it is a part of.
     """
 
-    __slots__ = ("around", "asks_for_f32", "depth", "key", "path")
-
-    def __init__(
-        self, path: tuple[str, ...], around: tuple[type, ...], asks_for_f32: bool
-    ):
-        found = scopes.active()
-        assert found is not None
-        self.path, self.around, self.depth = path, around, found.depth
-        self.asks_for_f32 = asks_for_f32
-        # What tells a map apart: an entry may be for what the module is a part of.
-        told_by = path if found.policies.sees_paths else ()
-        classes = around if found.policies.entries else ()
-        self.key = found.depth, told_by, classes, asks_for_f32
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Address) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
+    path: tuple[str, ...] = dataclasses.field(compare=False)
+    around: tuple[type, ...] = dataclasses.field(compare=False)
+    asks_for_f32: bool
+    depth: int
+    told_by: tuple[tuple[str, ...], tuple[type, ...]]
 
 
 def is_node(value: object) -> bool:
@@ -397,7 +386,9 @@ def _modules(node: object) -> list[tuple[tuple[str, ...], nnx.Module]]:
 
 
 def _hook(nodes: Sequence[object]) -> None:
-    found = []
+    active = scopes.active()
+    assert active is not None
+    policies, found = active.policies, []
     for node in nodes:
         modules = dict(_modules(node))
         for path, module in modules.items():
@@ -408,9 +399,13 @@ def _hook(nodes: Sequence[object]) -> None:
     for path, around, module in sorted(found, key=lambda each: -len(each[0])):
         if _ADDRESS in vars(module):
             continue
-        classes = (nnx.Module if m is None else _original(type(m)) for m in around)
+        classes = tuple(nnx.Module if m is None else _original(type(m)) for m in around)
+        told_by = (
+            path if policies.sees_paths else (),
+            classes if policies.entries else (),
+        )
         is_f32 = asks_for_f32(module, [m for m in around if m is not None])
-        address = _Address(path, tuple(classes), is_f32)
+        address = _Address(path, classes, is_f32, active.depth, told_by)
         object.__setattr__(module, _ADDRESS, address)
         hooked = class_with_scopes(_original(type(module)))
         object.__setattr__(module, "__class__", hooked)

@@ -29,18 +29,6 @@ _HALF = re.compile(r"\b(bfloat16|float16|(bf16|f16)\[)")
 # depends on the value of the argument arrays[2]."
 _OUR_TRACE = re.compile(r"The error occurred while tracing the function run at .*")
 _INPUT = re.compile(r"\barrays\[(\d+)\]")
-# What JAX raises if a function asks for values of arrays that are traced, and what
-# Python says of a tracer if that is done by f"{x:.2f}" or "%d" % x.
-_VALUE_ERRORS = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
-_FORMATTED = re.compile(
-    r"unsupported format string passed to \w*Tracer\.__format__"
-    r"|%\w format: .* is required, not \w*Tracer"
-)
 
 
 class OtherParametersError(ValueError):
@@ -66,14 +54,6 @@ def is_about_half(error: Exception) -> bool:
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     raised_by_jax = source_code.in_library(frame.f_code.co_filename)
     return raised_by_jax and bool(_HALF.search(str(error)))
-
-
-def asks_for_values(error: Exception) -> bool:
-    """Whether a function asked for the values of an array that is traced."""
-    if isinstance(error, _VALUE_ERRORS):
-        return True
-    # A subclass is somebody's own, whatever it says.
-    return type(error) is TypeError and bool(_FORMATTED.fullmatch(str(error)))
 
 
 def explain_traced_values(
