@@ -13,7 +13,6 @@ from typing import NamedTuple
 from jmp_amp.plan.choose.modes import Demand, Demands, Mode
 from jmp_amp.plan.dataflow.ends import Ends, end_of_operands
 from jmp_amp.plan.dataflow.facts import Made, made_from
-from jmp_amp.plan.dataflow.standing import Standing
 from jmp_amp.plan.dataflow.values import Known, Origin, Trait
 from jmp_amp.plan.program import jaxprs
 from jmp_amp.plan.program.jaxprs import Var
@@ -42,30 +41,19 @@ _ENDS_OF_PINS = {
 # The readers on a way to an end that are told; a longer way is cut short.
 _MOST_PASSED = 4
 
-# Whether an operand, by its place, is what a pin looks for.
-_IsIt = Callable[[Standing, int], bool]
+
+def _is_low(operand: Known) -> bool:
+    return operand.origin == Origin.LOW
 
 
-def _is_constant(at: Standing, i: int) -> bool:
-    return at.views[i].is_constant
+def _is_full(operand: Known) -> bool:
+    return operand.origin == Origin.FULL
 
 
-def _is_solution(at: Standing, i: int) -> bool:
-    return Trait.SOLUTION in at.views[i].traits
-
-
-def _is_low(at: Standing, i: int) -> bool:
-    return at.views[i].origin == Origin.LOW
-
-
-def _is_full(at: Standing, i: int) -> bool:
-    return at.views[i].origin == Origin.FULL
-
-
-# What a pin looks for among the operands, and what that is to it.
-_OPERANDS_OF_PINS: Mapping[str, tuple[str, _IsIt]] = {
-    "grid": ("is the grid", _is_constant),
-    "solution": ("is the solution", _is_solution),
+# What a pin looks for among the operands: what that is to it, and whether one is it.
+_OPERANDS_OF_PINS: Mapping[str, tuple[str, Callable[[Known], bool]]] = {
+    "grid": ("is the grid", lambda operand: operand.is_constant),
+    "solution": ("is the solution", lambda operand: Trait.SOLUTION in operand.traits),
 }
 
 
@@ -146,7 +134,7 @@ def _derived_from(at: Place) -> Place:
     )
 
 
-def _to_beginning(at: Place, what: str, is_it: _IsIt) -> list[Cause]:
+def _to_beginning(at: Place, what: str, is_it: Callable[[Known], bool]) -> list[Cause]:
     """Returns the steps back to what made the operand that a pin looks for."""
     steps: list[Cause] = []
     place: Place | None = at
@@ -157,11 +145,11 @@ def _to_beginning(at: Place, what: str, is_it: _IsIt) -> list[Cause]:
     return steps
 
 
-def _to_operand(at: Place, what: str, is_it: _IsIt) -> list[Cause]:
+def _to_operand(at: Place, what: str, is_it: Callable[[Known], bool]) -> list[Cause]:
     """Returns the step to the first operand that is the cause."""
     assert at.standing is not None
     for i, view in enumerate(at.standing.views):
-        if not is_it(at.standing, i):
+        if not is_it(view):
             continue
         made = list(makers(at.frame, at.eqn.invars[i]))
         places = [each for each in made if isinstance(each, Place)]
