@@ -33,7 +33,7 @@ from jmp_amp.plan.choose.modes import Demands
 from jmp_amp.plan.dataflow import constants, ends, recursions, storage
 from jmp_amp.plan.dataflow.ends import Ends
 from jmp_amp.plan.dataflow.facts import Made
-from jmp_amp.plan.dataflow.standing import Reason
+from jmp_amp.plan.dataflow.standing import Criterion
 from jmp_amp.plan.dataflow.values import Origin, Trait
 from jmp_amp.plan.plan import Plan
 from jmp_amp.plan.planner import plan_program
@@ -75,7 +75,7 @@ def unset(owner: Any, name: str) -> Rule:
     return (Change(owner, name, lambda _: 0),)
 
 
-def without_pin(pin: Reason) -> Rule:
+def without_pin(pin: Criterion) -> Rule:
     """A row of `PINS` that is left out."""
 
     def off(pin_of: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,7 +92,7 @@ def without_pin(pin: Reason) -> Rule:
     return (Change(choosing, "pin_of", off),)
 
 
-def without_half_rule(row: Reason) -> Rule:
+def without_half_rule(row: Criterion) -> Rule:
     """A row of `HALF_RULES` that is left out."""
 
     def off(rows: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -164,8 +164,8 @@ def _plan(
     return _Planner().settle(flow, outcome, tuple(reads), tuple(outputs), saving, alive)
 
 
-class _Around(NamedTuple):
-    """What is settled around the equations of a body, see `_Planner.settle`."""
+class _BodyContext(NamedTuple):
+    """What all equations of a body share, see `_Planner.settle`."""
 
     values: Held
     saving: Saving
@@ -212,8 +212,8 @@ class _Planner:
         if asks:
             returned = curved or (False,) * len(jaxpr.outvars)
             before_tanh = self._gelus.before(jaxpr, returned)
-        around = _Around(values, saving, before_tanh, rounded)
-        equations = self._equations(outcome, around)
+        context = _BodyContext(values, saving, before_tanh, rounded)
+        equations = self._equations(outcome, context)
         returned = outputs
         if returned is None:
             returned = tuple(map(values.handed_out, jaxpr.outvars, outcome.outputs))
@@ -229,17 +229,19 @@ class _Planner:
         moved = _moved(flow, plan)
         return dataclasses.replace(plan, blocks=blocks, needs=needs, moved=moved)
 
-    def _equations(self, outcome: BodyOutcome, around: _Around) -> list[EquationPlan]:
+    def _equations(
+        self, outcome: BodyOutcome, context: _BodyContext
+    ) -> list[EquationPlan]:
         """Returns the plan of each equation of a body, and settles what they make."""
-        equations, values = [], around.values
+        equations, values = [], context.values
         flow = values.flow
         for index, (eqn, step, each) in enumerate(
             zip(flow.body.jaxpr.eqns, flow.steps, outcome.equations, strict=True)
         ):
             if step.flows:
-                planned = self._call(index, eqn, step, each, around)
+                planned = self._call(index, eqn, step, each, context)
             else:
-                if not around.rounded.isdisjoint(eqn.outvars):
+                if not context.rounded.isdisjoint(eqn.outvars):
                     each = _rounded(each, step)
                 planned = self._equation(index, eqn, step, each, values)
             values.dtypes.update(zip(eqn.outvars, planned.writes, strict=True))
@@ -247,24 +249,24 @@ class _Planner:
         return equations
 
     def _call(
-        self, index: int, eqn: Eqn, step: Step, outcome: Outcome, around: _Around
+        self, index: int, eqn: Eqn, step: Step, outcome: Outcome, context: _BodyContext
     ) -> EquationPlan:
         """Returns the plan of a call, a loop or a branch."""
-        carried, values = jaxprs.carried(eqn), around.values
+        carried, values = jaxprs.carried(eqn), context.values
         reads = values.handed_to(eqn, step.views, outcome.operands)
-        saving = around.saving.inside(eqn)
+        saving = context.saving.inside(eqn)
         inputs = [tuple(reads[i] for i in operands) for _, operands in step.inner]
 
         def settled(body: int, outputs: Dtypes | None, saving: Saving) -> Plan:
             flow, inner = step.flows[body], outcome.bodies[body]
             curved = None
             if self._asks(flow):
-                curved = self._gelus.inside(eqn, around.before_tanh)[body].outputs
+                curved = self._gelus.inside(eqn, context.before_tanh)[body].outputs
             alive = tuple(
                 values.is_alive(eqn.invars[i]) for i in step.inner[body].operands
             )
             given = inner, inputs[body], outputs, saving, alive, curved
-            return self.settle(flow, *given, around.rounded)
+            return self.settle(flow, *given, context.rounded)
 
         # Their dtypes first: what is kept depends on them.
         first = Saving.NOTHING if carried or len(step.flows) > 1 else saving

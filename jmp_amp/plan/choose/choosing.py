@@ -35,7 +35,7 @@ from jmp_amp.plan.choose.trade_offs import (
 )
 from jmp_amp.plan.dataflow import constants
 from jmp_amp.plan.dataflow.facts import Made
-from jmp_amp.plan.dataflow.standing import Reason, Standing
+from jmp_amp.plan.dataflow.standing import Criterion, Standing
 from jmp_amp.plan.dataflow.storage import Store
 from jmp_amp.plan.dataflow.values import (
     Known,
@@ -68,7 +68,7 @@ from jmp_amp.policies.dtypes import BF16, F32, F64, is_castable, is_half
 def decide(at: Standing) -> Decision:
     """Returns the decision for an equation that calls nothing.
 
-    It depends on what `Decided` compares alone.
+    The decision depends only on what `Decided` compares.
     """
     if _multiplies(at):
         at.rule = ELEMENTWISE_PRODUCT
@@ -179,7 +179,7 @@ def _by_policy(at: Standing) -> str:
     return "the policy computes in f32"
 
 
-def _pinned(at: Standing, pin: Reason) -> Decision:
+def _pinned(at: Standing, pin: Criterion) -> Decision:
     # For a CPU the policy of the region has no half dtype, but that of the user may.
     half = at.low if is_half(at.low) else at.region.asked.compute_dtype
     words = pin.words.format(half=half.name)

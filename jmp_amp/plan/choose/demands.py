@@ -247,7 +247,8 @@ def _takes_half(known: Known, region: Region) -> bool:
 
     A norm hands on half precision, and takes it too: the values that it normalises are
     not kept in f32 for its sake, and nor is a stream that a dear f32 value joins. In
-    f16 such a value may be out of range. Its parameters and statistics are f32.
+    f16 a stream is rounded only where f32 values follow half ones alone: any other may
+    be out of range. The parameters and statistics of a norm are f32.
     """
     enters = known.region.path != region.path and known.region.holds(region)
     half = region.policy.output_dtype

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jmp_amp.plan.dataflow.made import is_broadcast, scales
-from jmp_amp.plan.dataflow.standing import Reason, Standing
+from jmp_amp.plan.dataflow.standing import Criterion, Standing
 from jmp_amp.plan.dataflow.storage import Store
 from jmp_amp.plan.dataflow.values import Known, Origin, Trait, is_exact
 from jmp_amp.plan.rewrites.f32_gradients import is_repeated
@@ -19,7 +19,7 @@ from jmp_amp.plan.tables.operations import Role, role_of
 from jmp_amp.plan.tables.rules import EPILOGUE, ONE_OPERATION, Rule
 
 
-def half_rule_of(at: Standing) -> Reason | None:
+def half_rule_of(at: Standing) -> Criterion | None:
     """Returns the first rule that holds for an operation on half values."""
     return next((rule for rule in HALF_RULES if rule.holds(at)), None)
 
@@ -99,9 +99,9 @@ def _has(rule: Rule) -> Callable[[Standing], bool]:
 
 # The first that holds wins.
 HALF_RULES = (
-    Reason("epilogue", EPILOGUE.reason, _has(EPILOGUE)),
-    Reason("one_operation", ONE_OPERATION.reason, _has(ONE_OPERATION)),
-    Reason("half_moves", "moves or chooses half values", _moves_half),
-    Reason("bias", "a product and its bias are one operation", adds_bias),
-    Reason("across", "stored across a product", _is_stored),
+    Criterion("epilogue", EPILOGUE.reason, _has(EPILOGUE)),
+    Criterion("one_operation", ONE_OPERATION.reason, _has(ONE_OPERATION)),
+    Criterion("half_moves", "moves or chooses half values", _moves_half),
+    Criterion("bias", "a product and its bias are one operation", adds_bias),
+    Criterion("across", "stored across a product", _is_stored),
 )

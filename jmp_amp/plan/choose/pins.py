@@ -14,7 +14,7 @@ from jmp_amp.plan.choose.records import Decision
 from jmp_amp.plan.dataflow.ends import Ends
 from jmp_amp.plan.dataflow.facts import makes_solutions, weighs
 from jmp_amp.plan.dataflow.made import is_broadcast, is_linear
-from jmp_amp.plan.dataflow.standing import Reason, Standing
+from jmp_amp.plan.dataflow.standing import Criterion, Standing
 from jmp_amp.plan.dataflow.values import Known, Origin, Trait, castable
 from jmp_amp.plan.program.dimensions import Dimensions, is_in_f32
 from jmp_amp.plan.program.jaxprs import Atom, aval_of, is_floating
@@ -30,7 +30,7 @@ from jmp_amp.policies.dtypes import F32, is_half
 _SCALES = (Role.MULTIPLIES, Role.DIVIDES)
 
 
-def pin_of(at: Standing) -> Reason | None:
+def pin_of(at: Standing) -> Criterion | None:
     """Returns the first pin that holds for an equation that calls nothing."""
     if at.rule.op_class is not OpClass.LOW:
         pins = PINS if at.end & Ends.INDEX else ()
@@ -181,12 +181,14 @@ _MOMENT = "a second moment less squared means: their digits cancel"
 _SOLUTION = "a factor is a solution of linear algebra: its terms cancel"
 # The first that holds wins.
 PINS = (
-    Reason("index", "becomes an index", _places),
-    Reason("solved", _SOLVED, _is_solved),
-    Reason("grid", "{half} does not hold every number that the grid counts", _is_grid),
-    Reason("recursion", _RECURSION, lambda at: at.is_recursive),
-    Reason("distance", "a distance: the digits of its terms cancel", _is_distance),
-    Reason("moment", _MOMENT, lambda at: bool(at.end & Ends.MOMENT)),
-    Reason("solution", _SOLUTION, _weighs_free_solution),
-    Reason("derivative", "the derivative of a product in f32", _is_derivative),
+    Criterion("index", "becomes an index", _places),
+    Criterion("solved", _SOLVED, _is_solved),
+    Criterion(
+        "grid", "{half} does not hold every number that the grid counts", _is_grid
+    ),
+    Criterion("recursion", _RECURSION, lambda at: at.is_recursive),
+    Criterion("distance", "a distance: the digits of its terms cancel", _is_distance),
+    Criterion("moment", _MOMENT, lambda at: bool(at.end & Ends.MOMENT)),
+    Criterion("solution", _SOLUTION, _weighs_free_solution),
+    Criterion("derivative", "the derivative of a product in f32", _is_derivative),
 )

@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 
 from jmp_amp.plan.choose.modes import Demand, Demands, Mode
-from jmp_amp.plan.dataflow.standing import Reason, Standing
+from jmp_amp.plan.dataflow.standing import Criterion, Standing
 from jmp_amp.plan.dataflow.values import Known, Origin
 from jmp_amp.plan.rewrites.rewriting import Rewrite
 from jmp_amp.plan.tables.rules import Rule
@@ -74,7 +74,7 @@ class Decision:
     rewrite: Rewrite | None = None
     saturate: bool = False
     standing: Standing | None = None
-    pin: Reason | None = None
+    pin: Criterion | None = None
     is_between: bool = False
     may_round: bool = False
 

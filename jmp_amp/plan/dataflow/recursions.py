@@ -71,7 +71,7 @@ class Cycle(NamedTuple):
     surely: bool
 
 
-class Place(NamedTuple):
+class Waypoint(NamedTuple):
     """An equation of a body, or one of its bodies.
 
     Attributes:
@@ -86,7 +86,7 @@ class Place(NamedTuple):
 
 
 # The way to a product, through the bodies that it is inside of.
-Way = tuple[Place, ...]
+Way = tuple[Waypoint, ...]
 # The recursive products of a body, and of the bodies in it.
 Cycles = dict[Way, Cycle]
 
@@ -151,7 +151,7 @@ class _Uses:
             if eqn.primitive.name in PRODUCTS:
                 cycle = _cycle(eqn, use, traced, loops)
                 if cycle is not None:
-                    cycles[Place(index),] = cycle
+                    cycles[Waypoint(index),] = cycle
                     _add(uses, eqn.invars[:2], _matrices(eqn, traced))
             _add(uses, eqn.invars, _operands(eqn, use, traced, loops))
         found = [uses.get(v, Use()) for v in jaxpr.invars]
@@ -193,8 +193,8 @@ class _Uses:
             operands[i] = _read(operands[i], outside)
         cycles: Cycles = {}
         for number, found in inside.items():
-            place = Place(index, number, loop and loop.first)
-            cycles |= {(place, *way): cycle for way, cycle in found.items()}
+            waypoint = Waypoint(index, number, loop and loop.first)
+            cycles |= {(waypoint, *way): cycle for way, cycle in found.items()}
         if loop is not None and cycles:
             cycles = _with_companions(cycles, _companions(index, traced))
         return operands, cycles
@@ -290,13 +290,13 @@ def _companions(index: int, traced: Traced) -> Iterator[Way]:
     """Yields the products inside of a call of which no factor crossed an activation."""
     bodies, loop = traced.inner[index]
     for number, body in enumerate(bodies):
-        place = Place(index, number, loop and loop.first)
+        waypoint = Waypoint(index, number, loop and loop.first)
         for i, eqn in enumerate(body.body.jaxpr.eqns):
             if i in body.inner:
-                yield from ((place, *way) for way in _companions(i, body))
+                yield from ((waypoint, *way) for way in _companions(i, body))
             elif eqn.primitive.name in PRODUCTS:
                 if not any(body.of(atom).crossed for atom in eqn.invars[:2]):
-                    yield place, Place(i)
+                    yield waypoint, Waypoint(i)
 
 
 def _with_first_steps(cycles: Cycles, traced: Traced, matrices: set[Var]) -> Cycles:
@@ -323,11 +323,11 @@ def _multiplied_by(matrices: set[Var], traced: Traced) -> Iterator[Way]:
             inputs = [] if loop is not None else _inputs_among(eqn, matrices)
             for number, inside in enumerate(inputs):
                 ways = _multiplied_by(inside, bodies[number])
-                yield from ((Place(index, number), *way) for way in ways)
+                yield from ((Waypoint(index, number), *way) for way in ways)
         elif eqn.primitive.name in PRODUCTS:
             others = [v for v in eqn.invars[:2] if v not in matrices]
             if not any(traced.of(atom).crossed for atom in others):
-                yield (Place(index),)
+                yield (Waypoint(index),)
         elif kind_of(eqn.primitive.name) is Kind.MOVE and len(eqn.invars) == 1:
             matrices = matrices.union(eqn.outvars)
 

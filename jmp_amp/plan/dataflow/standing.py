@@ -20,7 +20,7 @@ from jmp_amp.plan.tables.rules import Rule
 from jmp_amp.policies.dtypes import is_half
 
 
-class Reason(NamedTuple):
+class Criterion(NamedTuple):
     """A reason to compute in another dtype than an operation would have.
 
     Attributes:
@@ -75,7 +75,7 @@ class Standing:
     is_recursive: bool
     derived_from: Derived | None
     store: Store
-    pin: Reason | None = None
+    pin: Criterion | None = None
 
     @functools.cached_property
     def name(self) -> str:
